@@ -1,0 +1,60 @@
+"""Which implementation runs a call, and why. No other module knows more than one backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import KdaSpec
+from .base import Backend
+from .reference import ReferenceBackend
+from .triton import TritonBackend
+
+BACKENDS: tuple[Backend, ...] = (TritonBackend(), ReferenceBackend())
+"""Fastest first; `backend="auto"` takes the first that supports the call and is preferred for it."""
+
+NAMES = ("auto", *(b.name for b in BACKENDS))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend's answer to a call: can it run it, should it, and the reason when either is no."""
+
+    backend: str
+    supported: bool
+    preferred: bool
+    reason: str
+
+
+def judge(spec: KdaSpec, device: torch.device) -> list[Verdict]:
+    """Every backend's verdict, fastest backend first."""
+    verdicts = []
+    for backend in BACKENDS:
+        obstacle = backend.obstacle(spec, device)
+        drawback = None if obstacle else backend.drawback(spec, device)
+        verdicts.append(
+            Verdict(backend.name, obstacle is None, not (obstacle or drawback), obstacle or drawback or backend.summary)
+        )
+    return verdicts
+
+
+def choose(spec: KdaSpec, device: torch.device, name: str = "auto", *, backward: bool = False) -> Backend:
+    """The backend that runs the call.
+
+    Raises:
+        ValueError: `name` is no backend, or that backend can't run this call.
+    """
+    if name != "auto":
+        for backend in BACKENDS:
+            if backend.name == name:
+                obstacle = backend.obstacle(spec, device)
+                if obstacle:
+                    raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
+                return backend
+        raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+    able = [b for b in BACKENDS if b.obstacle(spec, device) is None and (b.differentiable or not backward)]
+    if not able:
+        reasons = "; ".join(f"{v.backend}: {v.reason}" for v in judge(spec, device))
+        raise ValueError(f"backend: no backend can run this call ({reasons})")
+    return next((b for b in able if b.drawback(spec, device) is None), able[0])

@@ -1,0 +1,32 @@
+"""What a backend is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..spec import KdaSpec, KdaTensors
+
+Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+"""`(o, final_state or None, h or None)`."""
+
+
+class Backend(Protocol):
+    name: str
+    summary: str
+    differentiable: bool
+
+    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+        """Why this backend can't run the call, or None if it can."""
+
+    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+        """Why `auto` should rather take another backend that can run the call, or None."""
+
+    def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+        """The forward. Writes `o` to `out` when given."""
+
+    def backward(
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Gradients by input name. Only called where `differentiable`."""

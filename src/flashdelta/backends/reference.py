@@ -1,0 +1,40 @@
+"""The PyTorch reference as a backend."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from ..spec import KdaSpec, KdaTensors
+from .base import Results
+
+
+class ReferenceBackend:
+    name = "reference"
+    summary = "exact PyTorch, any device, differentiable"
+    differentiable = True
+
+    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+        return None
+
+    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+        return None
+
+    def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+        implementation = reference.chunk_kda if spec.algorithm == "chunk" else reference.recurrent_kda
+        o, final_state, h = implementation(spec, t)
+        return (o if out is None else out.copy_(o)), final_state, h
+
+    def backward(
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Runs the forward again under autograd, then differentiates it."""
+        with torch.enable_grad():
+            leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in t.present().items()}
+            o, final_state, _ = self.run(spec, KdaTensors(**leaves), None)
+        inputs = {name: x for name, x in leaves.items() if x.requires_grad}
+        outputs, grads = [o], [grad_o]
+        if spec.output_final_state:
+            outputs, grads = [o, final_state], [grad_o, grad_final]
+        found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
+        return {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(inputs.items(), found)}

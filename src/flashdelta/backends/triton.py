@@ -1,0 +1,54 @@
+"""The portable Triton kernels as a backend."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from ..spec import KdaSpec, KdaTensors
+from .base import Results
+
+MIN_CAPABILITY = (8, 0)
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class TritonBackend:
+    name = "triton"
+    summary = "portable Triton kernels, sm_80 and newer"
+    differentiable = False
+
+    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+        if device.type == "cpu" and not _interpreting():
+            return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
+        if device.type not in ("cpu", "cuda"):
+            return f"device type {device.type!r}; it runs on NVIDIA GPUs"
+        if device.type == "cuda" and _capability(device.index) < MIN_CAPABILITY:
+            return f"compute capability {_capability(device.index)}; it needs {MIN_CAPABILITY} or newer"
+        if spec.dtype == torch.float64:
+            return "float64; it takes bfloat16, float16 and float32"
+        if spec.requires_grad:
+            return "an input requires grad and this backend is forward only"
+        return None
+
+    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+        return "the Triton interpreter is for testing" if device.type == "cpu" else None
+
+    def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+        from .. import triton as kernels  # decorated kernels read TRITON_INTERPRET when first imported
+
+        return kernels.forward(spec, t, out)
+
+    def backward(
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        raise NotImplementedError("the Triton backend is forward only")

@@ -1,0 +1,114 @@
+"""The `torch.library` operators behind the public functions.
+
+`flashdelta::kda_forward` (functional, differentiable), `flashdelta::kda_forward_out` (writes a caller's `out`) and
+`flashdelta::kda_backward`. They take validated tensors, then the fields of `KdaSettings`; a result that was not asked for
+is an empty tensor, since an operator's schema has no optional results. `ops.py` calls them where a graph is traced
+(`torch.compile`, fake tensors) or a gradient is wanted, and the backend itself otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .spec import SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, spec_of
+
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens"
+_SETTINGS = (
+    "str algorithm, float scale, str gate, float? lower_bound, bool safe_gate, str beta_kind, bool l2norm, int chunk_size, "
+    "bool output_final_state, bool return_intermediate_states, bool state_v_first"
+)
+_GRADIENTS = TENSOR_NAMES[:-1]  # all but cu_seqlens
+
+torch.library.define(
+    "flashdelta::kda_forward", f"({_TENSORS}, {_SETTINGS}, str backend) -> (Tensor o, Tensor final_state, Tensor h)"
+)
+torch.library.define(
+    "flashdelta::kda_forward_out",
+    f"({_TENSORS}, {_SETTINGS}, str backend, Tensor(a!) out) -> (Tensor final_state, Tensor h)",
+)
+torch.library.define(
+    "flashdelta::kda_backward",
+    f"(Tensor grad_o, Tensor grad_final, {_TENSORS}, {_SETTINGS}, str backend) -> Tensor[]",
+)
+
+
+def _call(arguments: tuple) -> tuple[KdaSpec, KdaTensors, str]:
+    """The spec, tensors and backend from an operator's positional arguments."""
+    n, m = len(TENSOR_NAMES), len(SETTING_NAMES)
+    t = KdaTensors(*arguments[:n])
+    settings = KdaSettings(**dict(zip(SETTING_NAMES, arguments[n : n + m])))
+    return spec_of(t, settings), t, arguments[n + m]
+
+
+def operator_arguments(spec: KdaSpec, t: KdaTensors, backend: str) -> tuple:
+    """The inverse: what to pass an operator for this call."""
+    return (*(getattr(t, name) for name in TENSOR_NAMES), *spec.settings().values(), backend)
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def _empty_results(spec: KdaSpec, t: KdaTensors) -> tuple[Tensor, Tensor, Tensor]:
+    final = t.q.new_empty(spec.state_shape, dtype=spec.state_dtype) if spec.output_final_state else t.q.new_empty(0)
+    h = t.q.new_empty(spec.intermediate_shape if spec.return_intermediate_states else 0)
+    return t.v.new_empty(t.v.shape), final, h
+
+
+@torch.library.impl("flashdelta::kda_forward", "default")
+def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t, backend = _call(arguments)
+    o, final, h = backends.choose(spec, t.q.device, backend).run(spec, t, None)
+    return o, _or_empty(final, t.q), _or_empty(h, t.q)
+
+
+@torch.library.register_fake("flashdelta::kda_forward")
+def _forward_fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t, _ = _call(arguments)
+    return _empty_results(spec, t)
+
+
+@torch.library.impl("flashdelta::kda_forward_out", "default")
+def _forward_out(*arguments) -> tuple[Tensor, Tensor]:
+    spec, t, backend = _call(arguments[:-1])
+    _, final, h = backends.choose(spec, t.q.device, backend).run(spec, t, arguments[-1])
+    return _or_empty(final, t.q), _or_empty(h, t.q)
+
+
+@torch.library.register_fake("flashdelta::kda_forward_out")
+def _forward_out_fake(*arguments) -> tuple[Tensor, Tensor]:
+    spec, t, _ = _call(arguments[:-1])
+    return _empty_results(spec, t)[1:]
+
+
+@torch.library.impl("flashdelta::kda_backward", "default")
+def _backward(grad_o: Tensor, grad_final: Tensor, *arguments) -> list[Tensor]:
+    spec, t, backend = _call(arguments)
+    grads = backends.choose(spec, t.q.device, backend, backward=True).backward(spec, t, grad_o, grad_final)
+    return [_or_empty(grads.get(name), t.q) for name in _GRADIENTS]
+
+
+@torch.library.register_fake("flashdelta::kda_backward")
+def _backward_fake(grad_o: Tensor, grad_final: Tensor, *arguments) -> list[Tensor]:
+    _, t, _ = _call(arguments)
+    inputs = (getattr(t, name) for name in _GRADIENTS)
+    return [t.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+
+
+def _save_inputs(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.arguments = tuple(None if isinstance(x, Tensor) else x for x in inputs)
+    ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
+
+
+def _differentiate(ctx, grad_o: Tensor, grad_final: Tensor, grad_h: Tensor | None) -> tuple:
+    saved = iter(ctx.saved_tensors)
+    arguments = [next(saved) if is_tensor else x for x, is_tensor in zip(ctx.arguments, ctx.is_tensor)]
+    grads = torch.ops.flashdelta.kda_backward(grad_o, grad_final, *arguments)
+    found = [x if is_tensor else None for x, is_tensor in zip(grads, ctx.is_tensor)]
+    return (*found, *[None] * (len(arguments) - len(found)))
+
+
+torch.library.register_autograd("flashdelta::kda_forward", _differentiate, setup_context=_save_inputs)

@@ -1,0 +1,307 @@
+"""The public operators: documentation, one check of the arguments, and a call of the backend that fits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import backends, library
+from .backends import Verdict
+from .spec import GateName, KdaOptions, KdaSpec, KdaTensors, check_call, check_out
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    gate: GateName | None = None,
+    backend: str = "auto",
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    r"""Kimi Delta Attention over whole sequences, in chunks.
+
+    Per value head, with state `S [K, V]` (Kimi Linear, arXiv 2510.26692, eq. 1):
+
+        S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
+
+    Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
+    never written. A sequence's result does not depend, to the bit, on what else is in the batch.
+
+    Args:
+        q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
+        v: `[B, T, HV, V]`, dtype of q; `HV % H == 0` (value head `i` reads query/key head `i // (HV // H)`); `V` in
+            {32, 64, 128, 256}.
+        g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
+        beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
+        scale: factor on the output; `K ** -0.5` by default.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16. None means zeros.
+        output_final_state: return the state after the last token, in `initial_state`'s dtype (float32 without one).
+        use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first.
+        use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
+        use_beta_sigmoid_in_kernel: beta is a logit: `sigmoid(beta)` is the write strength.
+        allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
+        safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
+            `lower_bound` needs no promise. Without it any decay is exact.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
+        disable_recompute: keep intermediates for the backward pass instead of computing them again. The present
+            backward always computes them again, so this has no effect yet.
+        return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable.
+        state_v_first: states are `[.., V, K]`.
+        cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
+            0, never falling, at most T; empty sequences are legal. The values are not read on the host: offsets outside
+            `[0, T]` are clamped, rows of `o` of no sequence are undefined, and FLASHDELTA_CHECK=1 verifies them.
+        cu_seqlens_cpu: the same offsets on the host, if at hand; gives `h` its exact length.
+        A_log: `[HV]` or `[1, 1, HV, 1]`, float32. Read by the gates `softplus` (required) and `lower_bound`.
+        dt_bias: `[HV * K]` or `[HV, K]`, float32. Read by the same gates.
+        chunk_size: 32 or 64 tokens.
+        gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
+            `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
+        backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
+        out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+
+    Returns:
+        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
+        `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
+        the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
+        bound `T // chunk_size + N`, with zeros in the rows past the last chunk.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    options = KdaOptions(
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+        chunk_size=chunk_size,
+        gate=gate,
+    )
+    tensors = KdaTensors(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    spec, tensors = check_call(tensors, options, cu_seqlens_cpu)
+    o, final_state, h = _run(spec, tensors, backend, out)
+    if not return_intermediate_states:
+        return o, final_state
+    if cu_seqlens_cpu is not None and cu_seqlens is not None:
+        lengths = cu_seqlens_cpu.diff()
+        h = h[:, : int(((lengths + chunk_size - 1) // chunk_size).sum())]
+    return o, final_state, h
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    gate: GateName | None = None,
+    backend: str = "auto",
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens a sequence.
+
+    Arguments, results, errors and source as in `chunk_kda`; the matrix products are exact float32 here.
+
+    Returns:
+        `(o [B, T, HV, V], final_state or None)`.
+    """
+    options = KdaOptions(
+        algorithm="recurrent",
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        gate=gate,
+    )
+    tensors = KdaTensors(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    spec, tensors = check_call(tensors, options)
+    o, final_state, _ = _run(spec, tensors, backend, out)
+    return o, final_state
+
+
+def _run(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    check_out(out, t, spec.requires_grad)
+    chosen = backends.choose(spec, t.q.device, backend)
+    if not (spec.requires_grad or torch.compiler.is_compiling() or _is_traced(t)):
+        return chosen.run(spec, t, out)
+    arguments = library.operator_arguments(spec, t, backend)
+    if out is None:
+        o, final_state, h = torch.ops.flashdelta.kda_forward(*arguments)
+    else:
+        final_state, h = torch.ops.flashdelta.kda_forward_out(*arguments, out)
+        o = out
+    return o, final_state if spec.output_final_state else None, h if spec.return_intermediate_states else None
+
+
+def _is_traced(t: KdaTensors) -> bool:
+    """Whether a tensor is a subclass (fake, functional, ...) whose work must go through the dispatcher."""
+    return any(type(x) not in (Tensor, torch.nn.Parameter) for x in t.present().values())
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`: `chosen` backend (None if none can run the call) and every backend's verdict."""
+
+    chosen: str | None
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        lines = [f"runs on: {self.chosen or 'no backend'}"]
+        for v in self.verdicts:
+            state = "preferred" if v.preferred else "supported, not preferred" if v.supported else "not supported"
+            lines.append(f"  {v.backend:<10} {state}: {v.reason}")
+        return "\n".join(lines)
+
+
+def explain(op: Callable, *arguments: object, **named: object) -> Explanation:
+    """Says which backend would run `op(*arguments, **named)`, and why each other one would not. Runs nothing.
+
+    Args:
+        op: `chunk_kda` or `fused_recurrent_kda`; the rest are that function's own arguments (an unknown one is a
+            `TypeError`, as in a call). Tensors may be on the meta device: only shapes, dtypes and device count.
+
+    Returns:
+        An `Explanation`; `print` it, or read `chosen` and `verdicts` (`supported`, `preferred`, `reason`).
+
+    Raises:
+        ValueError, TypeError: as `op` itself would.
+    """
+    if op not in (chunk_kda, fused_recurrent_kda):
+        raise ValueError(f"op: got {op!r}, wanted flashdelta.chunk_kda or flashdelta.fused_recurrent_kda")
+    bound = inspect.signature(op).bind(*arguments, **named)
+    bound.apply_defaults()
+    given = bound.arguments
+    tensors = KdaTensors(**{name: given[name] for name in KdaTensors.__dataclass_fields__})
+    algorithm = "chunk" if op is chunk_kda else "recurrent"
+    options = {name: given[name] for name in KdaOptions.__dataclass_fields__ if name in given}
+    spec, tensors = check_call(tensors, KdaOptions(algorithm=algorithm, **options), given.get("cu_seqlens_cpu"))
+    check_out(given["out"], tensors, spec.requires_grad)
+    device = tensors.q.device
+    verdicts = tuple(backends.judge(spec, device))
+    name = given["backend"]
+    if name == "auto" and not any(v.supported for v in verdicts):
+        return Explanation(None, verdicts)
+    return Explanation(backends.choose(spec, device, name).name, verdicts)
+
+
+def warmup(
+    head_dims: Iterable[tuple[int, int]] = ((128, 128),),
+    *,
+    op: Callable = chunk_kda,
+    dtype: torch.dtype = torch.bfloat16,
+    g_dtype: torch.dtype | None = None,
+    beta_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    packed: Iterable[bool] = (False, True),
+    cu_seqlens_dtype: torch.dtype = torch.int32,
+    initial_state: Iterable[bool] = (False, True),
+    output_final_state: Iterable[bool] = (True,),
+    gate: GateName = "lower_bound",
+    lower_bound: float | None = -5.0,
+    dt_bias: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    device: torch.device | str = "cuda",
+    backend: str = "auto",
+) -> int:
+    """Compiles what serving will need, so that no call compiles later. Blocks until the device is done.
+
+    Kernels depend on head dimensions, dtypes and options, never on head counts, lengths, strides that are multiples of
+    16, or batch size; so a tiny call of each combination below compiles all of it.
+
+    Args:
+        head_dims: pairs `(K, V)`.
+        op: `chunk_kda` or `fused_recurrent_kda`.
+        dtype, g_dtype, beta_dtype, state_dtype: of q/k/v, g and beta (default: `dtype`), and the states.
+        packed, initial_state, output_final_state: the values each may take; every combination is compiled.
+        cu_seqlens_dtype: int32 or int64.
+        dt_bias: whether calls pass one.
+        device: where to run.
+        The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
+
+    Returns:
+        The number of calls made.
+
+    Raises:
+        ValueError, TypeError: as `op` itself would.
+    """
+    if op not in (chunk_kda, fused_recurrent_kda):
+        raise ValueError(f"op: got {op!r}, wanted flashdelta.chunk_kda or flashdelta.fused_recurrent_kda")
+    H, T, calls = 2, 65, 0
+    for (K, V), is_packed, has_state, final in itertools.product(head_dims, packed, initial_state, output_final_state):
+        make = functools.partial(torch.zeros, device=device)
+        state_shape = (1, H, V, K) if state_v_first else (1, H, K, V)
+        op(
+            make(1, T, H, K, dtype=dtype),
+            make(1, T, H, K, dtype=dtype),
+            make(1, T, H, V, dtype=dtype),
+            make(1, T, H, K, dtype=g_dtype or dtype),
+            make(1, T, H, dtype=beta_dtype or dtype),
+            initial_state=make(state_shape, dtype=state_dtype) if has_state else None,
+            output_final_state=final,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            lower_bound=lower_bound,
+            state_v_first=state_v_first,
+            cu_seqlens=torch.tensor([0, T], dtype=cu_seqlens_dtype, device=device) if is_packed else None,
+            A_log=make(H) if gate in ("softplus", "lower_bound") else None,
+            dt_bias=make(H, K) if dt_bias else None,
+            gate=gate,
+            backend=backend,
+        )
+        calls += 1
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return calls

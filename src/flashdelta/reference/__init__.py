@@ -1,0 +1,6 @@
+"""The exact reference, in PyTorch: any device, any dtype up to float64, differentiable."""
+
+from .chunk import chunk_kda
+from .recurrent import recurrent_kda
+
+__all__ = ["chunk_kda", "recurrent_kda"]

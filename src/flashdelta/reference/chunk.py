@@ -1,0 +1,141 @@
+"""KDA in chunks, stage by stage, in PyTorch: what each kernel stage must compute.
+
+With `C` tokens a chunk and `G = cumsum(g)` inside it (docs/algorithm.md derives this):
+
+    A      = strict_lower(beta_i <k_i exp(G_i), k_j exp(-G_j)>)          [C, C]
+    T      = (I + A)^-1 diag(beta)                                        [C, C]
+    Aqk    = lower(<q_i exp(G_i), k_j exp(-G_j)>)                         [C, C]
+    w      = T (k exp(G))                                                 [C, K]
+    v'     = T v - w S                                                    [C, V]
+    o      = (q exp(G)) S + Aqk v'                                        [C, V]
+    S     <- diag(exp(G_C)) S + (k exp(G_C - G))^T v'                     [K, V]
+
+Differentiable, for any device and dtype up to float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import KdaSpec, KdaTensors
+from .gate import elementwise_inputs
+from .recurrent import states_in, states_out
+from .sequences import ChunkSlots, chunk_slots
+
+LOWEST_LOG_DECAY = -1000.0
+"""exp(-1000) is 0 in float64 too; the clamp keeps differences of cumulative decays finite for g = -inf."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` hands to `recurrence`: per slot `s`, batch row `b` and value head `h`.
+
+    `w, qg, kg [S, B, HV, C, K]`: `T (k exp G)`, `scale q exp(G)`, `k exp(G_C - G)`; `inverse, Aqk [S, B, HV, C, C]`: `T` and
+    the intra-chunk attention; `decay [S, B, HV, K]`: `exp(G_C)`.
+    """
+
+    w: torch.Tensor
+    qg: torch.Tensor
+    kg: torch.Tensor
+    inverse: torch.Tensor
+    Aqk: torch.Tensor
+    decay: torch.Tensor
+
+
+def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor:
+    """`[B, T, HV, ...] -> [S, B, HV, C, ...]`, with zeros where a chunk has no token."""
+    B, T = x.shape[:2]
+    if slots is None:
+        S = -(-T // C)
+        x = torch.cat([x, x.new_zeros(B, S * C - T, *x.shape[2:])], dim=1).reshape(B, S, C, *x.shape[2:])
+    else:
+        valid = slots.valid.reshape(1, *slots.valid.shape, *[1] * (x.dim() - 2))
+        x = torch.where(valid, x[:, slots.token], 0.0)
+    return x.transpose(0, 1).transpose(2, 3)
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Prepared:
+    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`."""
+    C = q.shape[-2]
+    G = g.clamp(min=LOWEST_LOG_DECAY).cumsum(-2)
+    lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+    # exp(G_i - G_j) for i >= j, each pair on its own: never a quotient of two exponentials
+    pair = (G[..., :, None, :] - G[..., None, :, :]).masked_fill(~lower[..., None], -torch.inf).exp()
+    weighted = pair * k[..., None, :, :]
+    A = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
+    Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted)
+    eye = torch.eye(C, dtype=q.dtype, device=q.device)
+    inverse = torch.linalg.solve_triangular(eye + A, torch.diag_embed(beta), upper=False, unitriangular=True)
+    last = G[..., -1:, :]
+    return Prepared(
+        w=inverse @ (k * G.exp()),
+        qg=q * G.exp(),
+        kg=k * (last - G).exp(),
+        inverse=inverse,
+        Aqk=Aqk,
+        decay=last[..., 0, :].exp(),
+    )
+
+
+def chunk_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk."""
+    C, B, T = spec.chunk_size, spec.B, spec.T
+    slots = chunk_slots(spec, t.cu_seqlens) if spec.packed and spec.N > 0 and T > 0 else None
+    q, k, v, g, beta = elementwise_inputs(spec, t)
+    initial = states_in(spec, t.initial_state, v)
+    empty = T == 0 or spec.N == 0
+    q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))
+    S = initial.new_zeros(B, *initial.shape[1:]) if slots is not None else initial
+    before, after, outputs = [], [], []
+    for i in range(0 if empty else q.shape[0]):
+        if slots is not None:
+            S = torch.where(slots.first[i], initial[slots.sequence[i]][None], S)
+        before.append(S)
+        p = prepare(q[i], k[i], g[i], beta[i])
+        pseudo = p.inverse @ v[i] - p.w @ S
+        outputs.append(p.qg @ S + p.Aqk @ pseudo)
+        S = p.decay[..., None] * S + p.kg.transpose(-1, -2) @ pseudo
+        after.append(S)
+    o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), spec, slots).to(t.v.dtype)
+    final = None
+    if spec.output_final_state:
+        final = initial if empty else S
+        if slots is not None and not empty:
+            final = torch.stack(after)[slots.last, 0]
+        final = states_out(spec, final, spec.state_dtype)
+    h = None
+    if spec.return_intermediate_states:
+        if empty:
+            h = initial.new_zeros(B, spec.slots, *initial.shape[1:])
+        else:
+            h = intermediate_states(spec, torch.stack(before), slots)
+        h = states_out(spec, h, spec.dtype)
+    return o, final, h
+
+
+def from_chunks(o: torch.Tensor, spec: KdaSpec, slots: ChunkSlots | None) -> torch.Tensor:
+    """`[S, B, HV, C, V] -> [B, T, HV, V]`; zeros for tokens of no sequence."""
+    o = o.transpose(2, 3).transpose(0, 1)
+    S, C = o.shape[1:3]
+    if slots is None:
+        return o.reshape(spec.B, S * C, spec.HV, spec.V)[:, : spec.T]
+    # one row past the end takes what the invalid tokens of a chunk would write
+    index = torch.where(slots.valid, slots.token, spec.T).reshape(-1)
+    flat = o.reshape(S * C, spec.HV, spec.V)
+    return flat.new_zeros(spec.T + 1, spec.HV, spec.V).index_copy(0, index, flat)[None, : spec.T]
+
+
+def intermediate_states(spec: KdaSpec, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
+    """The state before every chunk, `[S, B, HV, K, V] -> [B, NT, HV, K, V]`.
+
+    Packed: `NT` is the bound `T // C + N`, the chunks of all sequences lie one after another without gaps, and the rows
+    past the last chunk are zero.
+    """
+    if slots is not None:
+        used = slots.valid.any(-1)
+        # used slots keep their order; unused ones go to a row past the end
+        row = torch.where(used, used.long().cumsum(0) - 1, spec.slots)
+        before = before.new_zeros(spec.slots + 1, *before.shape[1:]).index_copy(0, row, before)[:-1]
+    return before.transpose(0, 1)

@@ -1,0 +1,430 @@
+"""What a validated KDA call is.
+
+`KdaSpec` states a call completely (shapes, dtypes, gate, layout) without holding a tensor; `KdaTensors` holds them.
+`check_call` is the one door through which both are made: past it, no code validates again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
+GATES: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid")
+HEAD_DIMS = (32, 64, 128, 256)
+CHUNK_SIZES = (32, 64)
+LOWEST_BOUND = -5.0
+"""Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
+
+
+@dataclass(frozen=True)
+class KdaTensors:
+    """The tensors of one call. `A_log` is `[HV]` and `dt_bias` is `[HV, K]`, whatever shape the caller passed."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    initial_state: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    def present(self) -> dict[str, torch.Tensor]:
+        named = ((name, getattr(self, name)) for name in TENSOR_NAMES)
+        return {name: x for name, x in named if x is not None}
+
+
+TENSOR_NAMES = tuple(f.name for f in fields(KdaTensors))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaSettings:
+    """The part of a validated call that no tensor tells.
+
+    `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
+    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`.
+    """
+
+    algorithm: Literal["chunk", "recurrent"] = "chunk"
+    scale: float
+    gate: GateName = "none"
+    lower_bound: float | None = None
+    safe_gate: bool = False
+    beta_kind: Literal["value", "logit", "double_logit"] = "value"
+    l2norm: bool = False
+    chunk_size: int = 64
+    output_final_state: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+
+    def settings(self) -> dict[str, object]:
+        """The settings by name: the scalar arguments of the operators in `library.py`."""
+        return {name: getattr(self, name) for name in SETTING_NAMES}
+
+
+SETTING_NAMES = tuple(f.name for f in fields(KdaSettings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaSpec(KdaSettings):
+    """A KDA call, validated. Symbols as in docs/algorithm.md.
+
+    `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when packed).
+    `state_dtype` is the dtype of the initial and the final state.
+    """
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    dtype: torch.dtype
+    g_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    state_dtype: torch.dtype
+    has_A_log: bool = False
+    has_dt_bias: bool = False
+    has_initial_state: bool = False
+    packed: bool = False
+    requires_grad: bool = False
+
+    @property
+    def group(self) -> int:
+        """Value heads per query/key head."""
+        return self.HV // self.H
+
+    @property
+    def slots(self) -> int:
+        """Upper bound on a batch row's chunks, known without reading `cu_seqlens` (see `reference/sequences.py`)."""
+        if self.packed:
+            return self.T // self.chunk_size + self.N
+        return -(-self.T // self.chunk_size)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+        return (self.N, self.HV, *inner)
+
+    @property
+    def intermediate_shape(self) -> tuple[int, int, int, int, int]:
+        """Of `h`: `[B, NT, HV, K, V]`, `NT` being `slots`."""
+        return (self.B, self.slots, *self.state_shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaOptions:
+    """The arguments of a public call that are not tensors, under the names the caller used."""
+
+    algorithm: Literal["chunk", "recurrent"] = "chunk"
+    scale: float | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    gate: GateName | None = None
+    disable_recompute: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+    chunk_size: int = 64
+
+
+def _wrong(argument: str, got: object, wanted: str) -> ValueError:
+    return ValueError(f"{argument}: got {got}, wanted {wanted}")
+
+
+def _shape(x: torch.Tensor) -> str:
+    return str(list(x.shape))
+
+
+def _check_tensor(name: str, x: object, rank: int | None = None) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, wanted a torch.Tensor")
+    if rank is not None and x.dim() != rank:
+        raise _wrong(name, f"shape {_shape(x)}", f"a tensor of rank {rank}")
+
+
+def _check_flags(options: KdaOptions) -> None:
+    for name in (
+        "output_final_state",
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "safe_gate",
+        "disable_recompute",
+        "return_intermediate_states",
+        "state_v_first",
+    ):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted a bool")
+    for name in ("scale", "lower_bound"):
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted a float or None")
+    if options.chunk_size not in CHUNK_SIZES:
+        raise _wrong("chunk_size", repr(options.chunk_size), f"one of {CHUNK_SIZES}")
+    if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
+        raise _wrong(
+            "allow_neg_eigval",
+            "True with use_beta_sigmoid_in_kernel=False",
+            "beta logits (use_beta_sigmoid_in_kernel=True); pass beta in [0, 2) yourself otherwise",
+        )
+
+
+def _gate_name(options: KdaOptions) -> GateName:
+    if options.gate is None:
+        if not options.use_gate_in_kernel:
+            return "none"
+        return "softplus" if options.lower_bound is None else "lower_bound"
+    if options.gate not in GATES:
+        raise _wrong("gate", repr(options.gate), f"one of {GATES}")
+    if options.gate == "none" and options.use_gate_in_kernel:
+        raise _wrong("gate", "'none' with use_gate_in_kernel=True", "one of the two")
+    if options.gate == "softplus" and options.lower_bound is not None:
+        raise _wrong("lower_bound", options.lower_bound, "None with gate='softplus' (gate='lower_bound' reads it)")
+    return options.gate
+
+
+def _check_shapes(t: KdaTensors) -> None:
+    for name, rank in (("q", 4), ("k", 4), ("v", 4), ("g", 4), ("beta", 3)):
+        _check_tensor(name, getattr(t, name), rank)
+    B, T, H, K = t.q.shape
+    HV, V = t.v.shape[2:]
+    if t.k.shape != t.q.shape:
+        raise _wrong("k", f"shape {_shape(t.k)}", f"q's shape {_shape(t.q)}")
+    if H == 0:
+        raise _wrong("q", f"shape {_shape(t.q)}", "at least one head")
+    if HV == 0 or HV % H != 0:
+        raise _wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
+    if t.v.shape[:2] != (B, T):
+        raise _wrong("v", f"shape {_shape(t.v)}", f"[{B}, {T}, HV, V] as in q")
+    if t.g.shape != (B, T, HV, K):
+        raise _wrong("g", f"shape {_shape(t.g)}", f"[B, T, HV, K] = {[B, T, HV, K]}")
+    if t.beta.shape != (B, T, HV):
+        raise _wrong("beta", f"shape {_shape(t.beta)}", f"[B, T, HV] = {[B, T, HV]}")
+    if K not in HEAD_DIMS:
+        raise _wrong("q", f"K = {K}", f"K in {HEAD_DIMS}")
+    if V not in HEAD_DIMS:
+        raise _wrong("v", f"V = {V}", f"V in {HEAD_DIMS}")
+
+
+def _check_dtypes(t: KdaTensors) -> None:
+    dtype = t.q.dtype
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(f"q: got dtype {dtype}, wanted bfloat16, float16, float32 or float64")
+    for name in ("k", "v"):
+        x = getattr(t, name)
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, wanted q's dtype {dtype}")
+    for name in ("g", "beta"):
+        x = getattr(t, name)
+        if x.dtype not in (dtype, torch.float32):
+            raise TypeError(f"{name}: got dtype {x.dtype}, wanted float32 or q's dtype {dtype}")
+    for name in ("A_log", "dt_bias"):
+        x = getattr(t, name)
+        if x is not None and x.dtype not in (torch.float32, dtype):
+            raise TypeError(f"{name}: got dtype {x.dtype}, wanted float32")
+    state = t.initial_state
+    wide = (torch.float64,) if dtype == torch.float64 else ()
+    if state is not None and state.dtype not in (torch.float32, torch.bfloat16, *wide):
+        raise TypeError(f"initial_state: got dtype {state.dtype}, wanted float32 or bfloat16")
+    cu = t.cu_seqlens
+    if cu is not None and cu.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got dtype {cu.dtype}, wanted int32 or int64")
+
+
+def _gate_parameters(t: KdaTensors, gate: GateName, lower_bound: float | None) -> KdaTensors:
+    """Brings `A_log` to `[HV]` and `dt_bias` to `[HV, K]`, or drops them where the gate has no use for them."""
+    if gate in ("none", "logsigmoid"):
+        return replace(t, A_log=None, dt_bias=None)
+    HV, K = t.g.shape[2:]
+    A_log, dt_bias = t.A_log, t.dt_bias
+    if A_log is None and gate == "softplus":
+        raise _wrong("A_log", None, f"a tensor of shape [HV] = [{HV}] (the softplus gate needs it)")
+    if A_log is not None:
+        _check_tensor("A_log", A_log)
+        if tuple(A_log.shape) not in ((HV,), (1, 1, HV, 1)):
+            raise _wrong("A_log", f"shape {_shape(A_log)}", f"[HV] = [{HV}] or [1, 1, {HV}, 1]")
+        A_log = A_log.reshape(HV)
+    if dt_bias is not None:
+        _check_tensor("dt_bias", dt_bias)
+        if tuple(dt_bias.shape) not in ((HV * K,), (HV, K)):
+            raise _wrong("dt_bias", f"shape {_shape(dt_bias)}", f"[HV * K] = [{HV * K}] or [HV, K] = {[HV, K]}")
+        dt_bias = dt_bias.reshape(HV, K)
+    if gate == "lower_bound":
+        if lower_bound is None:
+            raise _wrong("lower_bound", None, "a float in [-5, 0) (the lower_bound gate needs it)")
+        if not LOWEST_BOUND <= lower_bound < 0:
+            raise _wrong("lower_bound", lower_bound, "a float in [-5, 0)")
+    return replace(t, A_log=A_log, dt_bias=dt_bias)
+
+
+def _check_sequences(t: KdaTensors, state_v_first: bool) -> None:
+    B, T = t.q.shape[:2]
+    N = B
+    if t.cu_seqlens is not None:
+        _check_tensor("cu_seqlens", t.cu_seqlens, rank=1)
+        if t.cu_seqlens.numel() < 1:
+            raise _wrong("cu_seqlens", "an empty tensor", "N + 1 offsets")
+        if B != 1:
+            raise _wrong("q", f"batch size {B}", "batch size 1 with cu_seqlens (pack the sequences along T)")
+        N = t.cu_seqlens.numel() - 1
+        if os.environ.get("FLASHDELTA_CHECK") == "1" and not torch.compiler.is_compiling():
+            _check_offsets(t.cu_seqlens, T)
+    if t.initial_state is not None:
+        _check_tensor("initial_state", t.initial_state)
+        HV, V, K = t.v.shape[2], t.v.shape[3], t.q.shape[3]
+        want = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        if tuple(t.initial_state.shape) != want:
+            layout = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
+            raise _wrong("initial_state", f"shape {_shape(t.initial_state)}", f"{layout} = {list(want)}")
+
+
+def _check_offsets(cu_seqlens: torch.Tensor, T: int) -> None:
+    """Reads `cu_seqlens` on the host (a synchronisation); only under FLASHDELTA_CHECK=1."""
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise _wrong("cu_seqlens", f"first offset {offsets[0]}", "0")
+    for a, b in itertools.pairwise(offsets):
+        if b < a:
+            raise _wrong("cu_seqlens", f"offsets that fall from {a} to {b}", "offsets that never fall")
+    if offsets[-1] > T:
+        raise _wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {T}")
+
+
+def _check_host_offsets(cu_seqlens_cpu: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> None:
+    if cu_seqlens_cpu is None:
+        return
+    _check_tensor("cu_seqlens_cpu", cu_seqlens_cpu, rank=1)
+    if cu_seqlens is None:
+        raise _wrong("cu_seqlens_cpu", "a tensor without cu_seqlens", "cu_seqlens too")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise _wrong("cu_seqlens_cpu", f"shape {_shape(cu_seqlens_cpu)}", f"cu_seqlens' shape {_shape(cu_seqlens)}")
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise _wrong("cu_seqlens_cpu", f"device {cu_seqlens_cpu.device}", "device cpu")
+
+
+def _check_devices(t: KdaTensors) -> None:
+    device = t.q.device
+    for name, x in t.present().items():
+        if x.device != device:
+            raise _wrong(name, f"device {x.device}", f"q's device {device}")
+
+
+def check_out(out: torch.Tensor | None, t: KdaTensors, requires_grad: bool) -> None:
+    """Refuses an `out` of the wrong shape, dtype, device or layout, or one that shares memory with an input."""
+    if out is None:
+        return
+    _check_tensor("out", out, rank=4)
+    if out.shape != t.v.shape:
+        raise _wrong("out", f"shape {_shape(out)}", f"v's shape [B, T, HV, V] = {_shape(t.v)}")
+    if out.dtype != t.v.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, wanted v's dtype {t.v.dtype}")
+    if out.device != t.v.device:
+        raise _wrong("out", f"device {out.device}", f"v's device {t.v.device}")
+    if out.stride(-1) != 1:
+        raise _wrong("out", f"strides {out.stride()}", "a dense last dimension")
+    if requires_grad:
+        raise _wrong("out", "a tensor", "None when an input requires grad")
+    if torch.compiler.is_compiling():
+        return
+    for name, x in t.present().items():
+        if _overlap(out, x):
+            raise _wrong("out", f"memory shared with {name}", "memory of its own")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges meet. Interleaved slices of one buffer count as sharing."""
+    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+
+    def span(x: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
+
+
+def check_call(
+    t: KdaTensors, options: KdaOptions, cu_seqlens_cpu: torch.Tensor | None = None
+) -> tuple[KdaSpec, KdaTensors]:
+    """Validates a call and returns its spec with the tensors in canonical shape.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: anything else; the message names the argument, what came and what was wanted.
+    """
+    _check_flags(options)
+    _check_shapes(t)
+    gate = _gate_name(options)
+    t = _gate_parameters(t, gate, options.lower_bound)
+    for name in ("initial_state", "cu_seqlens"):
+        if getattr(t, name) is not None:
+            _check_tensor(name, getattr(t, name))
+    _check_dtypes(t)
+    _check_devices(t)
+    _check_sequences(t, options.state_v_first)
+    _check_host_offsets(cu_seqlens_cpu, t.cu_seqlens)
+    if options.safe_gate and gate == "softplus":
+        raise _wrong("safe_gate", "True with the unbounded softplus gate", "lower_bound set, or safe_gate=False")
+    settings = KdaSettings(
+        algorithm=options.algorithm,
+        scale=t.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
+        gate=gate,
+        lower_bound=float(options.lower_bound) if gate == "lower_bound" else None,
+        safe_gate=gate == "lower_bound" or options.safe_gate,
+        beta_kind=_beta_kind(options),
+        l2norm=options.use_qk_l2norm_in_kernel,
+        chunk_size=options.chunk_size,
+        output_final_state=options.output_final_state,
+        return_intermediate_states=options.return_intermediate_states,
+        state_v_first=options.state_v_first,
+    )
+    spec = spec_of(t, settings)
+    if spec.requires_grad and spec.return_intermediate_states:
+        raise _wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
+    return spec, t
+
+
+def _beta_kind(options: KdaOptions) -> Literal["value", "logit", "double_logit"]:
+    if not options.use_beta_sigmoid_in_kernel:
+        return "value"
+    return "double_logit" if options.allow_neg_eigval else "logit"
+
+
+def spec_of(t: KdaTensors, settings: KdaSettings) -> KdaSpec:
+    """The spec of tensors already validated."""
+    B, T, H, K = t.q.shape
+    default_state = torch.float64 if t.q.dtype == torch.float64 else torch.float32
+    return KdaSpec(
+        **settings.settings(),
+        B=B,
+        T=T,
+        H=H,
+        HV=t.v.shape[2],
+        K=K,
+        V=t.v.shape[3],
+        N=B if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1,
+        dtype=t.q.dtype,
+        g_dtype=t.g.dtype,
+        beta_dtype=t.beta.dtype,
+        state_dtype=default_state if t.initial_state is None else t.initial_state.dtype,
+        has_A_log=t.A_log is not None,
+        has_dt_bias=t.dt_bias is not None,
+        has_initial_state=t.initial_state is not None,
+        packed=t.cu_seqlens is not None,
+        requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),
+    )
