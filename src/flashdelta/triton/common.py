@@ -1,0 +1,92 @@
+"""What several kernels share: where a chunk lies, the gate, the write strength and the L2 norm."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, n, T):
+    """First and past-the-last token of sequence `n`, clamped to `[0, T]` so that bad offsets stay inside the tensors."""
+    begin = tl.load(cu_seqlens + n).to(tl.int64)
+    end = tl.load(cu_seqlens + n + 1).to(tl.int64)
+    begin = tl.minimum(tl.maximum(begin, 0), T)
+    return begin, tl.minimum(tl.maximum(end, begin), T)
+
+
+@triton.jit
+def first_slot(begin, n, C: tl.constexpr):
+    """Slots of different sequences never meet: `ceil((b - a) / C) <= b // C - a // C + 1`."""
+    return begin // C + n
+
+
+@triton.jit
+def find_chunk(cu_seqlens, slot, N, T, C: tl.constexpr):
+    """The sequence, first token and token count of a chunk slot; the count is 0 or less where the slot is not used.
+
+    Binary search for the last sequence whose first slot is not past `slot`.
+    """
+    low = slot * 0
+    high = low + N - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin, _ = sequence_bounds(cu_seqlens, middle, T)
+        if first_slot(begin, middle, C) <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    begin, end = sequence_bounds(cu_seqlens, low, T)
+    chunk = slot - first_slot(begin, low, C)
+    start = begin + chunk * C
+    count = tl.where(chunk < 0, 0, end - start)
+    return low, start, count
+
+
+@triton.jit
+def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
+    """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
+    total = n * 0
+    for base in range(0, n, BLOCK):
+        m = base + tl.arange(0, BLOCK)
+        begin = tl.load(cu_seqlens + m, mask=m < n, other=0).to(tl.int64)
+        end = tl.load(cu_seqlens + m + 1, mask=m < n, other=0).to(tl.int64)
+        begin = tl.minimum(tl.maximum(begin, 0), T)
+        end = tl.minimum(tl.maximum(end, begin), T)
+        total += tl.sum((end - begin + C - 1) // C)
+    return total
+
+
+@triton.jit
+def softplus(x):
+    """`log(1 + exp(x))`, whose exponential never overflows."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-LOG2E * x))
+
+
+@triton.jit
+def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
+    """Log decay in base 2 from `x = g + dt_bias`; `rate = exp(A_log)`."""
+    if GATE == "softplus":
+        x = -rate * softplus(x)
+    elif GATE == "lower_bound":
+        x = lower_bound * sigmoid(rate * x)
+    elif GATE == "logsigmoid":
+        x = -softplus(-x)
+    return x * LOG2E
+
+
+@triton.jit
+def write_strength(x, BETA: tl.constexpr):
+    if BETA == "logit":
+        x = sigmoid(x)
+    elif BETA == "double_logit":
+        x = 2.0 * sigmoid(x)
+    return x

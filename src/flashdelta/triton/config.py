@@ -1,0 +1,60 @@
+"""Launch parameters: a pure function of the call's spec and the device, from tables filled by measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import KdaSpec
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """`BK`: key channels a program holds at a time."""
+
+    BK: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """`BV`: value channels a program carries; `stages`: how many chunks of operands are in flight."""
+
+    BV: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    BV: int
+    num_warps: int
+
+
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes a program may use, by compute capability."""
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Of products whose operands are float32 in the kernel. tf32x3 carries 21 mantissa bits or more."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def safe_blocks(spec: KdaSpec) -> bool:
+    """Whether 16-token blocks may use one reference: `exp(75)` must be finite in the operand dtype."""
+    return spec.safe_gate and spec.dtype != torch.float16
+
+
+def prepare_config(spec: KdaSpec, capability: int) -> PrepareConfig:
+    return PrepareConfig(BK=32, num_warps=4)
+
+
+def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
+    wide = spec.dtype == torch.float32
+    BV = min(spec.V, 32 if wide or spec.K == 256 else 64)
+    return RecurrenceConfig(BV=BV, num_warps=4, stages=1 if wide or spec.K == 256 else 2)
+
+
+def recurrent_config(spec: KdaSpec, capability: int) -> RecurrentConfig:
+    return RecurrentConfig(BV=min(spec.V, 2048 // spec.K), num_warps=1)
