@@ -24,9 +24,6 @@ from .gate import elementwise_inputs
 from .recurrent import states_in, states_out
 from .sequences import ChunkSlots, chunk_slots
 
-LOWEST_LOG_DECAY = -1000.0
-"""exp(-1000) is 0 in float64 too; the clamp keeps differences of cumulative decays finite for g = -inf."""
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -59,23 +56,23 @@ def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor
 def prepare(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Prepared:
     """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`."""
     C = q.shape[-2]
-    G = g.clamp(min=LOWEST_LOG_DECAY).cumsum(-2)
-    lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    # exp(G_i - G_j) for i >= j, each pair on its own: never a quotient of two exponentials
-    pair = (G[..., :, None, :] - G[..., None, :, :]).masked_fill(~lower[..., None], -torch.inf).exp()
+    below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(-1)
+    # exp(G_i - G_j) for i >= j, the exponent summed for each pair on its own. A difference of two cumulative sums would
+    # cancel where a step decays strongly, in value and in gradient, and be NaN for g = -inf (which forgets everything).
+    pair = torch.where(below[..., None], g[..., :, None, :], 0.0).cumsum(-3).exp()
     weighted = pair * k[..., None, :, :]
     A = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
-    Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted)
+    Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
     eye = torch.eye(C, dtype=q.dtype, device=q.device)
     inverse = torch.linalg.solve_triangular(eye + A, torch.diag_embed(beta), upper=False, unitriangular=True)
-    last = G[..., -1:, :]
+    decayed = g.cumsum(-2).exp()
     return Prepared(
-        w=inverse @ (k * G.exp()),
-        qg=q * G.exp(),
-        kg=k * (last - G).exp(),
+        w=inverse @ (k * decayed),
+        qg=q * decayed,
+        kg=k * pair[..., -1, :, :],
         inverse=inverse,
         Aqk=Aqk,
-        decay=last[..., 0, :].exp(),
+        decay=decayed[..., -1, :],
     )
 
 

@@ -26,9 +26,9 @@ def states_in(spec: KdaSpec, initial_state: torch.Tensor | None, like: torch.Ten
 
 
 def states_out(spec: KdaSpec, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A state `[..., K, V]` in the caller's layout and `dtype`."""
+    """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
     state = state.transpose(-1, -2) if spec.state_v_first else state
-    return state.to(dtype).contiguous()
+    return state.to(dtype, copy=True).contiguous()
 
 
 def recurrent_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:

@@ -11,10 +11,13 @@ from ..spec import KdaSpec
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """`BK`: key channels a program holds at a time."""
+    """`BK`: key channels a program holds at a time; `stages`: how many such slices of q, k, g are in flight;
+    `max_registers`: a cap, so that more programs fit on a multiprocessor."""
 
     BK: int
     num_warps: int
+    stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def safe_blocks(spec: KdaSpec) -> bool:
 
 
 def prepare_config(spec: KdaSpec, capability: int) -> PrepareConfig:
-    return PrepareConfig(BK=32, num_warps=4)
+    return PrepareConfig(BK=32, num_warps=4, stages=2)
 
 
 def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:

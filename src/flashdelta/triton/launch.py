@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from triton.runtime import JITFunction
 
 from ..spec import KdaSpec, KdaTensors
 from . import config
@@ -66,6 +67,25 @@ def _strides(*tensors: torch.Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`)."""
+
+    kernel: JITFunction
+    programs: int
+    arguments: tuple
+    constants: dict[str, object]
+    num_warps: int
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, int | None]:
+        return dict(num_warps=self.num_warps, maxnreg=self.max_registers)
+
+    def run(self) -> None:
+        if self.programs > 0:
+            self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())
+
+
 def forward(
     spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -79,116 +99,123 @@ def forward(
         # packed: rows past the last chunk stay zero
         make = torch.zeros if spec.packed else torch.empty
         h = make(spec.intermediate_shape, dtype=spec.dtype, device=o.device)
-    if spec.N == 0:
-        return o, final_state, h
-    t = KdaTensors(
-        *map(_dense, (t.q, t.k, t.v, t.g)),
-        t.beta,
-        *(None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)),
-    )
-    if spec.algorithm == "recurrent":
-        _recurrent(spec, t, o, final_state)
-    else:
-        workspace = Workspace.allocate(spec, o.device)
-        _prepare(spec, t, workspace)
-        _recurrence(spec, t, workspace, o, final_state, h)
+    for launch in launches(spec, readable(t), capability(o.device), o, final_state, h):
+        launch.run()
     return o, final_state, h
 
 
-def _prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> None:
-    programs = spec.B * spec.slots * spec.HV
-    if programs == 0:
-        return
-    c = config.prepare_config(spec, capability(t.q.device))
-    prepare_kernel[(programs,)](
-        t.q,
-        t.k,
-        t.g,
+def readable(t: KdaTensors) -> KdaTensors:
+    """The kernels read any strides but the last dimension's, which must be 1, and dense parameters and states."""
+    return KdaTensors(
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (t.q, t.k, t.v, t.g)),
         t.beta,
-        t.A_log,
-        t.dt_bias,
-        t.cu_seqlens,
-        *vars(workspace).values(),
-        spec.scale,
-        spec.lower_bound or 0.0,
-        spec.T,
-        spec.N,
-        spec.H,
-        spec.HV,
-        spec.slots,
-        *_strides(t.q, t.k, t.g, t.beta),
-        C=spec.chunk_size,
-        K=spec.K,
-        BK=c.BK,
-        GATE=spec.gate,
-        SAFE=config.safe_blocks(spec),
-        BETA=spec.beta_kind,
-        L2NORM=spec.l2norm,
-        PRECISION=config.dot_precision(spec.dtype),
-        num_warps=c.num_warps,
+        *(None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)),
     )
 
 
-def _recurrence(
+def launches(
     spec: KdaSpec,
     t: KdaTensors,
-    workspace: Workspace,
+    capability: int,
     o: torch.Tensor,
     final_state: torch.Tensor | None,
     h: torch.Tensor | None,
-) -> None:
-    c = config.recurrence_config(spec, capability(t.q.device))
-    recurrence_kernel[(spec.N * spec.HV * (spec.V // c.BV),)](
-        *vars(workspace).values(),
-        t.v,
-        o,
-        t.initial_state,
-        final_state,
-        h,
-        t.cu_seqlens,
-        spec.T,
-        spec.N,
-        spec.HV,
-        spec.slots,
-        *_strides(t.v, o),
-        C=spec.chunk_size,
-        K=spec.K,
-        V=spec.V,
-        BV=c.BV,
-        V_FIRST=spec.state_v_first,
-        PRECISION=config.dot_precision(spec.dtype),
-        STAGES=c.stages,
-        num_warps=c.num_warps,
+) -> list[Launch]:
+    """The launches that run the call, in order."""
+    if spec.algorithm == "recurrent":
+        return [recurrent(spec, t, capability, o, final_state)]
+    workspace = Workspace.allocate(spec, o.device)
+    return [
+        prepare(spec, t, capability, workspace),
+        recurrence(spec, t, capability, workspace, (o, final_state, h)),
+    ]
+
+
+def _strides(*tensors: torch.Tensor) -> list[int]:
+    return [s for x in tensors for s in x.stride()[:3]]
+
+
+def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace) -> Launch:
+    c = config.prepare_config(spec, capability)
+    return Launch(
+        prepare_kernel,
+        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
+            *vars(workspace).values(),
+            *(spec.scale, spec.lower_bound or 0.0),
+            *(spec.T, spec.N, spec.H, spec.HV, spec.slots),
+            *_strides(t.q, t.k, t.g, t.beta),
+        ),
+        dict(
+            C=spec.chunk_size,
+            K=spec.K,
+            BK=c.BK,
+            GATE=spec.gate,
+            SAFE=config.safe_blocks(spec),
+            BETA=spec.beta_kind,
+            L2NORM=spec.l2norm,
+            PRECISION=config.dot_precision(spec.dtype),
+            STAGES=c.stages,
+        ),
+        c.num_warps,
+        c.max_registers,
     )
 
 
-def _recurrent(spec: KdaSpec, t: KdaTensors, o: torch.Tensor, final_state: torch.Tensor | None) -> None:
-    c = config.recurrent_config(spec, capability(t.q.device))
-    recurrent_kernel[(spec.N * spec.HV * (spec.V // c.BV),)](
-        t.q,
-        t.k,
-        t.v,
-        t.g,
-        t.beta,
-        t.A_log,
-        t.dt_bias,
-        t.cu_seqlens,
-        o,
-        t.initial_state,
-        final_state,
-        spec.scale,
-        spec.lower_bound or 0.0,
-        spec.T,
-        spec.N,
-        spec.H,
-        spec.HV,
-        *_strides(t.q, t.k, t.v, t.g, t.beta, o),
-        K=spec.K,
-        V=spec.V,
-        BV=c.BV,
-        GATE=spec.gate,
-        BETA=spec.beta_kind,
-        L2NORM=spec.l2norm,
-        V_FIRST=spec.state_v_first,
-        num_warps=c.num_warps,
+def recurrence(
+    spec: KdaSpec,
+    t: KdaTensors,
+    capability: int,
+    workspace: Workspace,
+    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+) -> Launch:
+    c = config.recurrence_config(spec, capability)
+    o, final_state, h = results
+    return Launch(
+        recurrence_kernel,
+        spec.N * spec.HV * (spec.V // c.BV),
+        (
+            *vars(workspace).values(),
+            *(t.v, o, t.initial_state, final_state, h, t.cu_seqlens),
+            *(spec.T, spec.N, spec.HV, spec.slots),
+            *_strides(t.v, o),
+        ),
+        dict(
+            C=spec.chunk_size,
+            K=spec.K,
+            V=spec.V,
+            BV=c.BV,
+            V_FIRST=spec.state_v_first,
+            PRECISION=config.dot_precision(spec.dtype),
+            STAGES=c.stages,
+        ),
+        c.num_warps,
+    )
+
+
+def recurrent(
+    spec: KdaSpec, t: KdaTensors, capability: int, o: torch.Tensor, final_state: torch.Tensor | None
+) -> Launch:
+    c = config.recurrent_config(spec, capability)
+    return Launch(
+        recurrent_kernel,
+        spec.N * spec.HV * (spec.V // c.BV),
+        (
+            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
+            *(o, t.initial_state, final_state),
+            *(spec.scale, spec.lower_bound or 0.0),
+            *(spec.T, spec.N, spec.H, spec.HV),
+            *_strides(t.q, t.k, t.v, t.g, t.beta, o),
+        ),
+        dict(
+            K=spec.K,
+            V=spec.V,
+            BV=c.BV,
+            GATE=spec.gate,
+            BETA=spec.beta_kind,
+            L2NORM=spec.l2norm,
+            V_FIRST=spec.state_v_first,
+        ),
+        c.num_warps,
     )

@@ -36,14 +36,21 @@ def swap_halves(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def double_blocks(prefix, suffix, upper, HALF: tl.constexpr):
+def in_first_half(HALF: tl.constexpr, C: tl.constexpr):
+    """Rows `[C, 1]` that lie in the first half of their block of `2 HALF`."""
+    return ((tl.arange(0, C) // HALF) % 2 == 0)[:, None]
+
+
+@triton.jit
+def double_blocks(prefix, suffix, HALF: tl.constexpr):
     """From sums inside blocks of `HALF` rows to sums inside blocks of twice as many.
 
     `prefix`: sum of the log decays from the block's first row up to and with this one; `suffix`: from the next row to the
-    block's last. All terms have one sign, so nothing cancels, however different their sizes. `upper`: rows of a lower half.
+    block's last. All terms have one sign, so nothing cancels, however different their sizes.
     """
     sibling = swap_halves(prefix + suffix, HALF)
-    return prefix + tl.where(upper, 0.0, sibling), suffix + tl.where(upper, sibling, 0.0)
+    first = in_first_half(HALF, prefix.shape[0])
+    return prefix + tl.where(first, 0.0, sibling), suffix + tl.where(first, sibling, 0.0)
 
 
 @triton.jit
@@ -55,54 +62,99 @@ def pair_mask(HALF: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def forward_substitution(A, C: tl.constexpr):
-    """`(I + A)^-1` of each `BLOCK x BLOCK` diagonal block of the strictly lower `A [C, C]`; zero outside the blocks.
+def blocks_dot(a, b, PRECISION: tl.constexpr):
+    """`a b^T` inside every block of 16 rows: `[C, BK], [C, BK] -> [C / 16, 16, 16]`."""
+    NB: tl.constexpr = a.shape[0] // BLOCK
+    a = tl.reshape(a, [NB, BLOCK, a.shape[1]])
+    b = tl.reshape(b, [NB, BLOCK, b.shape[1]])
+    return tl.dot(a, tl.permute(b, (0, 2, 1)), input_precision=PRECISION)
+
+
+@triton.jit
+def far_pairs(akk, aqk, k, q, prefix, suffix, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds `<k_i, k_j exp(G_i - G_j)>` and `<q_i, k_j exp(G_i - G_j)>` of the pairs `pair_mask(HALF)` to `[C, C]` sums.
+
+    `prefix` and `suffix` are sums inside blocks of `HALF` rows. Of such a pair, i and j lie in the two halves of a block, and
+    the exponential splits at the boundary between the halves: `exp(prefix_i) exp(suffix_j)`, both at most 1, so it is exact
+    for any decay. A row is in one half only: one tile of factors serves both sides. Every pair i > j has exactly one HALF.
+    """
+    C: tl.constexpr = k.shape[0]
+    dtype = k.dtype
+    factor = tl.exp2(tl.where(in_first_half(HALF, C), suffix, prefix))
+    right = (k * factor).to(dtype)
+    pairs = pair_mask(HALF, C)
+    akk += tl.where(pairs, tl.dot(right, tl.trans(right), input_precision=PRECISION), 0.0)
+    aqk += tl.where(pairs, tl.dot((q * factor).to(dtype), tl.trans(right), input_precision=PRECISION), 0.0)
+    return akk, aqk
+
+
+@triton.jit
+def near_pairs(akk, aqk, k, q, prefix, suffix, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """`far_pairs` for pairs inside the blocks of 16 rows, added to `[C / 16, 16, 16]` sums."""
+    C: tl.constexpr = k.shape[0]
+    dtype = k.dtype
+    factor = tl.exp2(tl.where(in_first_half(HALF, C), suffix, prefix))
+    right = (k * factor).to(dtype)
+    pairs = pair_mask(HALF, BLOCK)[None, :, :]
+    akk += tl.where(pairs, blocks_dot(right, right, PRECISION), 0.0)
+    aqk += tl.where(pairs, blocks_dot((q * factor).to(dtype), right, PRECISION), 0.0)
+    return akk, aqk
+
+
+@triton.jit
+def bounded_pairs(akk, aqk, k, q, suffix, PRECISION: tl.constexpr):
+    """All pairs inside blocks of 16 rows at once, for decays bounded by -5 a step: the block's end is the reference,
+    `exp(-suffix_i) exp(suffix_j)`, whose first factor is at most exp(75). Pairs i < j come out wrong and are masked later."""
+    dtype = k.dtype
+    grow = tl.exp2(-suffix)
+    right = (k * tl.exp2(suffix)).to(dtype)
+    akk += blocks_dot((k * grow).to(dtype), right, PRECISION)
+    aqk += blocks_dot((q * grow).to(dtype), right, PRECISION)
+    return akk, aqk
+
+
+@triton.jit
+def spread_blocks(x, C: tl.constexpr):
+    """`[C / 16, 16, 16]` onto the diagonal of a `[C, C]` of zeros."""
+    NB: tl.constexpr = C // BLOCK
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    x = tl.reshape(tl.broadcast_to(x[:, :, None, :], [NB, BLOCK, NB, BLOCK]), [C, C])
+    return tl.where(i // BLOCK == j // BLOCK, x, 0.0)
+
+
+@triton.jit
+def forward_substitution(A):
+    """`(I + A)^-1` of every strictly lower block of `A [NB, 16, 16]`.
 
     Row i of the inverse is `e_i - sum_{j<i} A_ij X_j`. In fp32, row by row: a Neumann series would explode and cancel on
     repeated keys.
     """
-    NB: tl.constexpr = C // BLOCK
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    diagonal = i // BLOCK == j // BLOCK
-    blocks = tl.sum(tl.reshape(tl.where(diagonal, A, 0.0), [NB, BLOCK, NB, BLOCK]), axis=2)
-    # transposed, so that row i comes out indexed by the rows of X it multiplies
-    blocks = tl.permute(blocks, (0, 2, 1))
     row = tl.arange(0, BLOCK)[None, :, None]
     column = tl.arange(0, BLOCK)[None, None, :]
-    X = tl.where(row == column, 1.0, 0.0) + tl.zeros([NB, BLOCK, BLOCK], tl.float32)
+    # transposed, so that row i comes out indexed by the rows of X it multiplies
+    A = tl.permute(A, (0, 2, 1))
+    X = tl.where(row == column, 1.0, 0.0) + tl.zeros(A.shape, tl.float32)
     for r in range(1, BLOCK):
-        a = tl.sum(tl.where(column == r, blocks, 0.0), axis=2)
+        a = tl.sum(tl.where(column == r, A, 0.0), axis=2)
         x = tl.sum(a[:, :, None] * X, axis=1)
         X -= tl.where(row == r, x[:, None, :], 0.0)
-    X = tl.broadcast_to(X[:, :, None, :], [NB, BLOCK, NB, BLOCK])
-    return tl.where(diagonal, tl.reshape(X, [C, C]), 0.0)
-
-
-@triton.jit
-def invert(A, C: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + A)^-1` of a strictly lower `A [C, C]`: diagonal blocks, then twice the size by
-    `[[X, 0], [-Y B X, Y]] = inverse of [[x, 0], [B, y]]` for all blocks at once."""
-    X = forward_substitution(A, C)
-    HALF: tl.constexpr = BLOCK
-    B = tl.where(pair_mask(HALF, C), A, 0.0)
-    X -= tl.dot(tl.dot(X, B, input_precision=PRECISION), X, input_precision=PRECISION)
-    if C == 64:
-        B = tl.where(pair_mask(2 * HALF, C), A, 0.0)
-        X -= tl.dot(tl.dot(X, B, input_precision=PRECISION), X, input_precision=PRECISION)
     return X
 
 
 @triton.jit
-def inverse_norm(x, start, valid, stride, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+def merge_blocks(X, A, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of the diagonal blocks of twice the size, `[[X, 0], [-Y B X, Y]] = [[x, 0], [B, y]]^-1`, all blocks at once."""
+    B = tl.where(pair_mask(HALF, A.shape[0]), A, 0.0)
+    return X - tl.dot(tl.dot(X, B, input_precision=PRECISION), X, input_precision=PRECISION)
+
+
+@triton.jit
+def inverse_norm(x, start, valid, stride, K: tl.constexpr, C: tl.constexpr):
     """`1 / sqrt(sum x^2 + eps)` of each row of a chunk."""
-    total = tl.zeros([C], tl.float32)
     rows = (start + tl.arange(0, C).to(tl.int64)) * stride
-    for s in tl.static_range(K // BK):
-        columns = s * BK + tl.arange(0, BK)
-        tile = tl.load(x + rows[:, None] + columns[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        total += tl.sum(tile * tile, axis=1)
-    return 1.0 / tl.sqrt(total + L2_EPS)
+    tile = tl.load(x + rows[:, None] + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(tile * tile, axis=1) + L2_EPS)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"])
@@ -147,6 +199,7 @@ def prepare_kernel(
     BETA: tl.constexpr,
     L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
@@ -178,8 +231,8 @@ def prepare_kernel(
     b = write_strength(tl.load(beta + token * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
     b = tl.where(valid, b, 0.0)
     if L2NORM:
-        norm_q = inverse_norm(q, start, valid, q_token, K, BK, C) * scale
-        norm_k = inverse_norm(k, start, valid, k_token, K, BK, C)
+        norm_q = inverse_norm(q, start, valid, q_token, K, C) * scale
+        norm_k = inverse_norm(k, start, valid, k_token, K, C)
     else:
         norm_q = tl.full([C], 1.0, tl.float32) * scale
         norm_k = tl.full([C], 1.0, tl.float32)
@@ -187,13 +240,15 @@ def prepare_kernel(
     if A_log is not None:
         rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
 
-    akk = tl.zeros([C, C], tl.float32)
-    aqk = tl.zeros([C, C], tl.float32)
+    far_kk = tl.zeros([C, C], tl.float32)
+    far_qk = tl.zeros([C, C], tl.float32)
+    near_kk = tl.zeros([C // BLOCK, BLOCK, BLOCK], tl.float32)
+    near_qk = tl.zeros([C // BLOCK, BLOCK, BLOCK], tl.float32)
+    same = tl.zeros([C], tl.float32)
     i = row[:, None]
     j = row[None, :]
-    k_decayed = ()
-    for s in tl.static_range(K // BK):
-        column = s * BK + tl.arange(0, BK)
+    for s in tl.range(0, K, BK, num_stages=STAGES):
+        column = s + tl.arange(0, BK)
         x = tl.load(g + token[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         tile_k = tl.load(k + token[:, None] * k_token + column[None, :], mask=valid[:, None], other=0.0)
         tile_q = tl.load(q + token[:, None] * q_token + column[None, :], mask=valid[:, None], other=0.0)
@@ -202,46 +257,47 @@ def prepare_kernel(
         prefix = tl.where(valid[:, None], log2_decay(x, rate, lower_bound, GATE), 0.0)
         suffix = tl.zeros([C, BK], tl.float32)
 
-        # exp(G_i - G_j) for a pair (i, j) in the two halves of a block splits at the boundary between the halves into
-        # exp(prefix_i) exp(suffix_j), both at most 1: exact for any decay. A row is in one half only, so one tile of
-        # factors serves both sides. Every pair is met at exactly one block size.
-        for level in tl.static_range(C.bit_length() - 1):
-            HALF: tl.constexpr = 1 << level
-            if SAFE and HALF == BLOCK:
-                # bounded decay: inside a block of 16 the block's end is a fit reference, exp(-suffix) <= exp(75)
-                shrink = tl.exp2(suffix)
-                grow = tl.exp2(-suffix)
-                right = (tile_k * shrink).to(dtype)
-                inside = (i // BLOCK == j // BLOCK) & (i >= j)
-                akk += tl.where(inside, tl.dot((tile_k * grow).to(dtype), tl.trans(right), input_precision=PRECISION), 0.0)
-                aqk += tl.where(inside, tl.dot((tile_q * grow).to(dtype), tl.trans(right), input_precision=PRECISION), 0.0)
-            upper = ((row // HALF) % 2 == 0)[:, None]
-            if HALF >= BLOCK or not SAFE:
-                factor = tl.exp2(tl.where(upper, suffix, prefix))
-                both = (tile_k * factor).to(dtype)
-                pairs = pair_mask(HALF, C)
-                akk += tl.where(pairs, tl.dot(both, tl.trans(both), input_precision=PRECISION), 0.0)
-                aqk += tl.where(pairs, tl.dot((tile_q * factor).to(dtype), tl.trans(both), input_precision=PRECISION), 0.0)
-            prefix, suffix = double_blocks(prefix, suffix, upper, HALF)
-        if not SAFE:
-            same = tl.sum(tile_q.to(tl.float32) * tile_k.to(tl.float32), axis=1)
-            aqk += tl.where(i == j, same[:, None], 0.0)
+        for level in tl.static_range(4):
+            if not SAFE:
+                near_kk, near_qk = near_pairs(near_kk, near_qk, tile_k, tile_q, prefix, suffix, 1 << level, PRECISION)
+            prefix, suffix = double_blocks(prefix, suffix, 1 << level)
+        if SAFE:
+            near_kk, near_qk = bounded_pairs(near_kk, near_qk, tile_k, tile_q, suffix, PRECISION)
+        else:
+            same += tl.sum(tile_q.to(tl.float32) * tile_k.to(tl.float32), axis=1)
+        for level in tl.static_range(4, C.bit_length() - 1):
+            far_kk, far_qk = far_pairs(far_kk, far_qk, tile_k, tile_q, prefix, suffix, 1 << level, PRECISION)
+            prefix, suffix = double_blocks(prefix, suffix, 1 << level)
 
         here = row[:, None] * K + column[None, :]
         grown = tl.exp2(prefix)
         tl.store(qg + here, (tile_q * grown * norm_q[:, None]).to(dtype))
         tl.store(kg + here, (tile_k * tl.exp2(suffix) * norm_k[:, None]).to(dtype))
-        k_decayed = k_decayed + ((tile_k * grown * norm_k[:, None]).to(dtype),)
+        tl.store(w + here, (tile_k * grown * norm_k[:, None]).to(dtype))
         total = tl.sum(tl.where(row[:, None] == C - 1, prefix, 0.0), axis=0)
         tl.store(decay + column, tl.exp2(total))
 
+    near = i // BLOCK == j // BLOCK
     square = chunk * C * C + i * C + j
-    aqk = aqk * norm_q[:, None] * norm_k[None, :]
-    tl.store(Aqk + square, tl.where(i >= j, aqk, 0.0).to(dtype))
-    akk = tl.where(i > j, akk * (norm_k * b)[:, None] * norm_k[None, :], 0.0)
-    weights = (invert(akk, C, PRECISION) * b[None, :]).to(dtype)
+    aqk = tl.where(near, spread_blocks(near_qk, C), far_qk)
+    if not SAFE:
+        aqk += tl.where(i == j, same[:, None], 0.0)
+    aqk = tl.where(i >= j, aqk * norm_q[:, None] * norm_k[None, :], 0.0)
+    tl.store(Aqk + square, aqk.to(dtype))
+
+    far_kk *= (norm_k * b)[:, None] * norm_k[None, :]
+    block_norm = tl.reshape(norm_k, [C // BLOCK, BLOCK])
+    block_row = tl.reshape(norm_k * b, [C // BLOCK, BLOCK])
+    near_kk *= block_row[:, :, None] * block_norm[:, None, :]
+    below = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
+    X = spread_blocks(forward_substitution(tl.where(below[None, :, :], near_kk, 0.0)), C)
+    for level in tl.static_range(4, C.bit_length() - 1):
+        X = merge_blocks(X, far_kk, 1 << level, PRECISION)
+    weights = (X * b[None, :]).to(dtype)
     tl.store(inverse + square, weights)
-    for s in tl.static_range(K // BK):
-        column = s * BK + tl.arange(0, BK)
-        tile = tl.dot(weights, k_decayed[s], input_precision=PRECISION)
-        tl.store(w + row[:, None] * K + column[None, :], tile.to(dtype))
+    # w holds k exp(G) until here; other threads of this program wrote part of what a thread now reads
+    tl.debug_barrier()
+    for s in tl.range(0, K, BK, num_stages=STAGES):
+        here = row[:, None] * K + s + tl.arange(0, BK)[None, :]
+        tile = tl.dot(weights, tl.load(w + here), input_precision=PRECISION)
+        tl.store(w + here, tile.to(dtype))

@@ -1,0 +1,231 @@
+"""The prefill benchmark: forward over whole prompts, beside FLA, with errors and ceilings from the same run."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import flashdelta
+
+from .cases import PREFILL_TABLES, PrefillCase
+from .environment import environment
+from .inputs import MODEL_OPTIONS, Inputs, random_inputs
+from .oracle import RECURRENCE_TOKENS, TOLERANCE, Truth, relative_error, truth
+from .peers import Peer
+from .protocol import (
+    Ceilings,
+    Effort,
+    Run,
+    Timer,
+    Timing,
+    capture,
+    measure_ceilings,
+    synchronize,
+    take_turns,
+    timer_for,
+)
+from .report import new_document, save
+
+GATED_GPU = "H200"
+"""The GPU that the `must` figures of cases.py are for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One contender in one row.
+
+    `ms` is None where it was not timed, and `problem` says why: it raised, it failed the correctness gate, or it was
+    not asked to run. `first_call_s` is the first call in this process, so it includes compiling and any tuning.
+    """
+
+    ms: Timing | None = None
+    error_o: float | None = None
+    error_state: float | None = None
+    first_call_s: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all rows of a run share. `fla_rows` are the names of the rows in which FLA takes part."""
+
+    device: torch.device
+    timer: Timer
+    ceilings: Ceilings
+    backend: str
+    fla: Peer
+    fla_rows: frozenset[str]
+    effort: Effort
+
+
+def run_prefill(
+    cases: Sequence[PrefillCase],
+    *,
+    device: torch.device,
+    backend: str = "auto",
+    fla: Peer,
+    fla_rows: frozenset[str],
+    effort: Effort,
+    path: Path,
+    timer: Timer | None = None,
+    ceilings: Ceilings | None = None,
+    progress: Callable[[dict], None] = lambda row: None,
+) -> dict:
+    """Measures `cases` one after another and returns the document, which is saved to `path` after every row.
+
+    Args:
+        fla, fla_rows: the peer and the names of the rows in which it is timed.
+        timer, ceilings: how to time and what the device can do; both found out from `device` by default.
+        progress: called with each finished row of the document.
+    """
+    timer = timer or timer_for(device)
+    ceilings = ceilings or measure_ceilings(device, timer)
+    setup = Setup(device, timer, ceilings, backend, fla, fla_rows, effort)
+    document = new_document("prefill", environment(device))
+    document["protocol"] = {
+        "clock": type(timer).__name__,
+        "effort": asdict(effort),
+        "options": MODEL_OPTIONS,
+        "dtype": "bfloat16",
+        "backend": backend,
+    }
+    document["ceilings"] = asdict(ceilings)
+    gpu = document["environment"]["gpu"]
+    gated = gpu is not None and GATED_GPU in gpu["name"]
+    for case in cases:
+        with torch.inference_mode():
+            row = measure_row(case, setup, gated)
+        document["rows"].append(row)
+        save(document, path)
+        progress(row)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return document
+
+
+def measure_row(case: PrefillCase, setup: Setup, gated: bool = False) -> dict:
+    """One row of the document. Contenders that raise or err are recorded, not timed.
+
+    `gated`: whether the case's `must` applies to this GPU.
+    """
+    inputs = random_inputs(case.shape, setup.device)
+    serial = case.shape.tokens
+    reference = truth(inputs, MODEL_OPTIONS, "recurrence" if serial <= RECURRENCE_TOKENS else "chunked")
+    outcomes, runs = _admit(case, setup, inputs, reference)
+    for name, timing in take_turns(runs, setup.timer, setup.effort).items():
+        outcomes[name] = replace(outcomes[name], ms=timing)
+    ours, fla = outcomes["ours"].ms, outcomes["fla"].ms
+    floor_ms = case.shape.forward_bytes() / setup.ceilings.copy_tb_s / 1e9
+    return {
+        "name": case.name,
+        "table": next((table for table, cases in PREFILL_TABLES.items() if case in cases), None),
+        "reason": case.reason,
+        "shape": {**asdict(case.shape), "HV": case.shape.value_heads, "T": case.shape.tokens},
+        "reference": f"{reference.method}, float64",
+        "backend": _chosen(inputs, setup.backend),
+        "floor_ms": floor_ms,
+        "speedup": fla.median / ours.median if ours and fla else None,
+        "share_of_floor": floor_ms / ours.median if ours else None,
+        "must_ms": case.must,
+        "aim_ms": case.aim,
+        "met": ours.median <= case.must if gated and ours else None,
+        **{name: asdict(outcome) for name, outcome in outcomes.items()},
+    }
+
+
+def _chosen(inputs: Inputs, backend: str) -> str | None:
+    """The backend that runs the row, by name."""
+    try:
+        return flashdelta.explain(flashdelta.chunk_kda, **inputs, **MODEL_OPTIONS, backend=backend).chosen
+    except ValueError:
+        return None
+
+
+def _admit(
+    case: PrefillCase, setup: Setup, inputs: Inputs, reference: Truth
+) -> tuple[dict[str, Outcome], dict[str, Run]]:
+    """Every contender's outcome so far, and the calls of those that passed the correctness gate."""
+    ours = functools.partial(flashdelta.chunk_kda, **inputs, **MODEL_OPTIONS, backend=setup.backend)
+
+    def ours_poisoned() -> tuple[Tensor, Tensor]:
+        return ours(out=torch.full_like(inputs["v"], torch.nan))
+
+    outcomes = {"ours": _gate(ours_poisoned, reference, setup.device)}
+    runs: dict[str, Run] = {}
+    if outcomes["ours"].problem is None:
+        runs["ours"] = ours
+    outcomes["graph"], replay = _captured(ours, outcomes["ours"], reference, setup.device)
+    if replay is not None:
+        runs["graph"] = replay
+    outcomes["fla"] = Outcome(problem=setup.fla.absence or "not asked for")
+    if setup.fla.chunk_kda is not None and case.name in setup.fla_rows:
+        fla = functools.partial(setup.fla.chunk_kda, **inputs, **MODEL_OPTIONS)
+        outcomes["fla"] = _gate(fla, reference, setup.device, tolerance=None)
+        if outcomes["fla"].problem is None:
+            runs["fla"] = fla
+    return outcomes, runs
+
+
+def _gate(
+    run: Callable[[], tuple[Tensor, Tensor]],
+    reference: Truth,
+    device: torch.device,
+    tolerance: float | None = TOLERANCE[torch.bfloat16],
+) -> Outcome:
+    """Calls `run` twice and judges the second result.
+
+    The first result is overwritten with NaN and freed; the caching allocator hands the same memory to the second call,
+    so an element that it leaves unwritten shows. A `tolerance` of None only records the error.
+    """
+    start = time.perf_counter()
+    try:
+        first = run()
+        synchronize(device)
+        seconds = time.perf_counter() - start
+        for x in first:
+            x.fill_(torch.nan)
+        del first, x
+        o, state = run()
+        synchronize(device)
+    except Exception as error:  # whatever a contender raises, the other rows are worth having
+        return Outcome(problem=_summary(error))
+    return _judged(o, state, reference, seconds, tolerance)
+
+
+def _captured(
+    run: Callable[[], tuple[Tensor, Tensor]], eager: Outcome, reference: Truth, device: torch.device
+) -> tuple[Outcome, Run | None]:
+    """Captures `run` in a CUDA graph and judges what a replay writes."""
+    if eager.problem is not None:
+        return Outcome(problem="the eager call failed"), None
+    if device.type != "cuda":
+        return Outcome(problem="no CUDA graphs on this device"), None
+    try:
+        replay, (o, state) = capture(run)
+        for x in (o, state):
+            x.fill_(torch.nan)
+        replay()
+        synchronize(device)
+    except Exception as error:  # as in _gate
+        return Outcome(problem=_summary(error)), None
+    outcome = _judged(o, state, reference, None, TOLERANCE[torch.bfloat16])
+    return outcome, replay if outcome.problem is None else None
+
+
+def _judged(o: Tensor, state: Tensor, reference: Truth, seconds: float | None, tolerance: float | None) -> Outcome:
+    errors = relative_error(o, reference.o), relative_error(state, reference.state)
+    problem = None
+    if tolerance is not None and not all(error <= tolerance for error in errors):  # a NaN compares false
+        problem = f"wrong: error o {errors[0]:.1e}, state {errors[1]:.1e}, tolerance {tolerance:.0e}"
+    return Outcome(error_o=errors[0], error_state=errors[1], first_call_s=seconds, problem=problem)
+
+
+def _summary(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,174 @@
+"""How time is measured, for every benchmark.
+
+Speed is a ratio within one run: all contenders get the same inputs and take turns, round after round, each round
+starting with another one, and the median of each is reported. Every sample starts on an idle device with a cold L2: the
+device is synchronised, a buffer larger than L2 is overwritten, and the call is enclosed by two events. The overwrite
+takes some tens of microseconds, in which the host may run ahead; host time beyond that counts, as it does for the user.
+`capture` shows the same call without host time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of `samples` calls."""
+
+    median: float
+    min: float
+    p90: float
+    samples: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        ordered = sorted(samples)
+        p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+        return Timing(statistics.median(ordered), ordered[0], p90, len(ordered))
+
+
+class Timer(Protocol):
+    def __call__(self, run: Run) -> float:
+        """Milliseconds of one call, from an idle device with cold caches."""
+
+
+class CudaTimer:
+    """Times with CUDA events on the current stream of `device`."""
+
+    MIN_FLUSH_BYTES = 256 * 2**20
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(max(2 * l2, self.MIN_FLUSH_BYTES), dtype=torch.int8, device=device)
+
+    def __call__(self, run: Run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        self._flush.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+class HostTimer:
+    """Times with the host's clock, for devices that compute synchronously."""
+
+    def __call__(self, run: Run) -> float:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+
+def timer_for(device: torch.device) -> Timer:
+    return CudaTimer(device) if device.type == "cuda" else HostTimer()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: at most `rounds` samples a contender and about `budget_ms` altogether, but at least
+    `min_rounds`; before that, `warmup_ms` of calls of each, which also brings the clocks up."""
+
+    rounds: int = 100
+    min_rounds: int = 11
+    budget_ms: float = 2000.0
+    warmup_ms: float = 50.0
+
+
+DEFAULT_EFFORT = Effort()
+CEILING_EFFORT = Effort(rounds=20)
+
+
+def take_turns(contenders: Mapping[str, Run], timer: Timer, effort: Effort = DEFAULT_EFFORT) -> dict[str, Timing]:
+    """Times all contenders in interleaved rounds.
+
+    Each contender must have been called once already, so that no compilation is timed.
+    """
+    names = list(contenders)
+    if not names:
+        return {}
+    estimate = sum(_warm_up(contenders[name], timer, effort.warmup_ms) for name in names)
+    rounds = max(min(effort.rounds, int(effort.budget_ms / max(estimate, 1e-3))), min(effort.min_rounds, effort.rounds))
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(timer(contenders[name]))
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def _warm_up(run: Run, timer: Timer, duration_ms: float) -> float:
+    """Calls until `duration_ms` have been spent (3 to 50 calls); returns the median of a call."""
+    taken: list[float] = []
+    while len(taken) < 3 or (sum(taken) < duration_ms and len(taken) < 50):
+        taken.append(timer(run))
+    return statistics.median(taken)
+
+
+def capture(run: Callable[[], tuple]) -> tuple[Run, tuple]:
+    """Captures `run` in a CUDA graph; returns its replay and the tensors each replay writes.
+
+    Raises:
+        RuntimeError: `run` does something that can't be captured (a host synchronisation, say).
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph.replay, results
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do: a large copy (bytes read plus written) and a square bf16 matrix product."""
+
+    copy_tb_s: float
+    gemm_tflop_s: float
+
+
+def measure_ceilings(
+    device: torch.device,
+    timer: Timer,
+    *,
+    copy_bytes: int = 2**31,
+    gemm_size: int = 8192,
+    effort: Effort = CEILING_EFFORT,
+) -> Ceilings:
+    """Measures both ceilings: `copy_bytes` copied within the device, and a `gemm_size`-cubed matrix product."""
+    return Ceilings(
+        copy_tb_s=2 * copy_bytes / _copy_ms(device, timer, copy_bytes, effort) / 1e9,
+        gemm_tflop_s=2 * gemm_size**3 / _gemm_ms(device, timer, gemm_size, effort) / 1e9,
+    )
+
+
+def _copy_ms(device: torch.device, timer: Timer, size: int, effort: Effort) -> float:
+    source = torch.randint(-128, 128, (size,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return take_turns({"copy": lambda: target.copy_(source)}, timer, effort)["copy"].median
+
+
+def _gemm_ms(device: torch.device, timer: Timer, size: int, effort: Effort) -> float:
+    # random data: a product of zeros draws less power and so runs faster
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    c = torch.empty_like(a)
+    return take_turns({"gemm": lambda: torch.mm(a, b, out=c)}, timer, effort)["gemm"].median

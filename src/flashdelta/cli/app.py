@@ -1,0 +1,174 @@
+"""The commands and their options. Each hands over to a module of its own and turns the answer into an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import torch
+import typer
+from rich.console import Console
+
+from .. import backends
+from ..bench.environment import default_device
+from ..bench.report import to_json, wide_console
+
+app = typer.Typer(
+    name="flashdelta",
+    help="Kimi Delta Attention kernels: check this machine, verify results, measure speed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench_app = typer.Typer(help="Measure speed; see benchmarks/README.md for the protocol.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+def _backend(name: str) -> str:
+    known = ("auto", *(backend.name for backend in backends.BACKENDS))
+    if name not in known:
+        raise typer.BadParameter(f"got {name!r}, wanted one of {', '.join(known)}")
+    return name
+
+
+def _device(name: Optional[str]) -> str:
+    if name is None:
+        return str(default_device())
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"got {name!r}, wanted a device such as cuda, cuda:1 or cpu") from error
+    if device.type not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"got {name!r}, wanted a CUDA device or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+Backend = Annotated[str, typer.Option(callback=_backend, help="auto, or a backend by name.")]
+Device = Annotated[
+    Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if there is one")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+@app.command()
+def doctor(device: Device = None, json: Json = False) -> None:
+    """Say what this machine has, which backends run here, and whether results are right (exit code 1 if not)."""
+    from .doctor import examine, show
+
+    report = examine(torch.device(device))
+    if json:
+        print(to_json(report))
+    else:
+        show(report, Console())
+    raise typer.Exit(0 if report["self_check"]["passed"] else 1)
+
+
+@app.command()
+def verify(
+    backend: Annotated[
+        Optional[str], typer.Option(callback=lambda name: name and _backend(name), help="Only this backend.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the long cases.")] = False,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Hold every backend's results against the float64 recurrence (exit code 1 past tolerance or on NaN)."""
+    from .verify import run_verify, show
+
+    report = run_verify(torch.device(device), backend=backend, quick=quick, progress=not json)
+    if json:
+        print(to_json(report))
+    else:
+        show(report, wide_console())
+    raise typer.Exit(0 if report["passed"] else 1)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[Optional[str], typer.Option(help="Text to continue.", show_default="the model's own")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    backend: Backend = "auto",
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Let a small KDA model write, and check its prefill and decode against each other (exit code 1 if they differ)."""
+    from .show_demo import demonstrate, show
+
+    result = demonstrate(prompt, tokens=tokens, temperature=temperature, seed=seed, backend=backend, device=device)
+    if json:
+        print(to_json(result))
+    else:
+        show(result, Console())
+    raise typer.Exit(0 if result["passed"] else 1)
+
+
+JsonPath = Annotated[
+    Optional[Path],
+    typer.Option(
+        "--json",
+        help="Where to write the results; '-' also prints them on stdout, and nothing else there.",
+        show_default="benchmarks/results/ of the checkout",
+    ),
+]
+
+
+@bench_app.command()
+def prefill(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Annotated[Optional[list[str]], typer.Option(help="Only rows whose name contains this; repeatable.")] = None,
+    fla: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help="Rows in which FLA is timed: all, none, or part of a name (repeatable). "
+            "It tunes itself for a minute or two at a head count that its cache does not know.",
+            show_default="all",
+        ),
+    ] = None,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")] = 100,
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot time against T at H=64 into this file.")] = None,
+    device: Device = None,
+) -> None:
+    """Time the forward over whole prompts beside FLA, with errors and floor (exit code 1 if a row is wrong)."""
+    from .bench import bench_prefill
+
+    fla_rows = ["none"] if no_fla else fla or ["all"]
+    try:
+        right = bench_prefill(
+            torch.device(device), backend, json, rows=rows or [], fla_rows=fla_rows, repeats=repeats, plot=plot
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
+
+
+@bench_app.command()
+def startup(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the calls.")] = 8192,
+    device: Device = None,
+) -> None:
+    """Time the first calls of a fresh process, with the kernel cache empty and then filled."""
+    from .bench import bench_startup
+
+    bench_startup(torch.device(device), backend, json, tokens)
+
+
+@bench_app.command()
+def show(
+    results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file that a benchmark wrote.")],
+    plot: Annotated[Optional[Path], typer.Option(help="Plot prefill time against T into this file.")] = None,
+) -> None:
+    """Print a benchmark's table again from its JSON file."""
+    from .bench import show_results
+
+    try:
+        show_results(results, plot)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

@@ -1,0 +1,141 @@
+"""`flashdelta bench`: runs a benchmark, saves its document, prints its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.cases import FEW_HEADS, PREFILL, PrefillCase, select
+from ..bench.environment import gpu
+from ..bench.peers import Peer, find_fla
+from ..bench.prefill import run_prefill
+from ..bench.protocol import Effort
+from ..bench.report import (
+    default_path,
+    failures,
+    load,
+    plot_prefill,
+    prefill_summary,
+    prefill_table,
+    save,
+    startup_table,
+    to_json,
+    wide_console,
+)
+from ..bench.startup import run_startup
+
+STDOUT = Path("-")
+
+
+def bench_prefill(
+    device: torch.device,
+    backend: str,
+    json: Path | None,
+    *,
+    rows: Sequence[str],
+    fla_rows: Sequence[str],
+    repeats: int,
+    plot: Path | None,
+) -> bool:
+    """Runs and reports the prefill benchmark; whether every row was right.
+
+    Raises:
+        ValueError: no GPU, or a row name that fits nothing.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench prefill measures full-size prompts)")
+    cases = select([*PREFILL, *FEW_HEADS], rows)
+    timed = _fla_cases(cases, fla_rows)
+    log = Console(stderr=True, highlight=False)
+
+    def progress(row: dict) -> None:
+        log.print(_progress_line(row), soft_wrap=True)
+
+    path = _path("prefill", backend, json, device)
+    document = run_prefill(
+        cases,
+        device=device,
+        backend=backend,
+        fla=find_fla() if timed else Peer(None, "not asked for"),
+        fla_rows=frozenset(case.name for case in timed),
+        effort=Effort(rounds=repeats),
+        path=path,
+        progress=progress,
+    )
+    _finish(document, json, path, log)
+    if plot is not None:
+        plot_prefill(document, plot)
+    return not failures(document)
+
+
+def bench_startup(device: torch.device, backend: str, json: Path | None, tokens: int) -> None:
+    """Runs and reports the start-up benchmark."""
+    document = run_startup(device, backend, tokens)
+    path = _path("startup", backend, json, device)
+    save(document, path)
+    _finish(document, json, path, Console(stderr=True, highlight=False))
+
+
+def show_results(path: Path, plot: Path | None) -> None:
+    """Prints, and on request plots, a saved document.
+
+    Raises:
+        ValueError: the file holds no benchmark's document, or nothing to plot.
+    """
+    document = load(path)
+    if not isinstance(document, dict) or document.get("benchmark") not in PRINTERS:
+        raise ValueError(f"results: got {path}, wanted a JSON file of one of: {', '.join(PRINTERS)}")
+    _print(document)
+    if plot is not None:
+        if document["benchmark"] != "prefill":
+            raise ValueError(f"plot: got a {document['benchmark']} result, wanted a prefill result")
+        plot_prefill(document, plot)
+
+
+PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]] = {
+    "prefill": (prefill_table, prefill_summary),
+    "startup": (startup_table, lambda document: []),
+}
+"""By benchmark: its table, and the lines under it."""
+
+
+def _fla_cases(cases: Sequence[PrefillCase], chosen: Sequence[str]) -> list[PrefillCase]:
+    if "none" in chosen:
+        return []
+    return select(cases, [text for text in chosen if text != "all"])
+
+
+def _path(benchmark: str, backend: str, json: Path | None, device: torch.device) -> Path:
+    if json is not None and json != STDOUT:
+        return json
+    found = gpu(device)
+    return default_path(benchmark, backend, found["name"] if found else None)
+
+
+def _finish(document: dict, json: Path | None, path: Path, log: Console) -> None:
+    if json == STDOUT:
+        print(to_json(document))
+    else:
+        _print(document)
+    log.print(f"saved to {path}", soft_wrap=True)
+
+
+def _print(document: dict) -> None:
+    table, summary = PRINTERS[document["benchmark"]]
+    console = wide_console(highlight=False)
+    console.print(table(document))
+    for line in summary(document):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _progress_line(row: dict) -> str:
+    times = []
+    for name in ("ours", "graph", "fla"):
+        outcome = row[name]
+        result = f"{outcome['ms']['median']:.3f} ms" if outcome["ms"] else f"- ({outcome['problem']})"
+        times.append(f"{name} {result}")
+    return f"{row['name']}: " + ", ".join(times)

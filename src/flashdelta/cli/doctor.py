@@ -1,0 +1,82 @@
+"""`flashdelta doctor`: what is here, what can run, and is it right."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import flashdelta
+
+from ..bench.cases import Shape
+from ..bench.environment import environment
+from ..bench.inputs import MODEL_OPTIONS, random_inputs
+from ..bench.oracle import TOLERANCE, relative_error, truth
+
+TYPICAL = Shape(T=130, H=2)
+"""Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""
+
+
+def examine(device: torch.device) -> dict:
+    """The environment, every backend's verdict on a typical bf16 call, and a self-check of the `auto` backend."""
+    inputs = random_inputs(TYPICAL, device)
+    explanation = flashdelta.explain(flashdelta.chunk_kda, **inputs, **MODEL_OPTIONS)
+    verdicts = [
+        {"name": v.backend, "supported": v.supported, "preferred": v.preferred, "reason": v.reason}
+        for v in explanation.verdicts
+    ]
+    return {
+        "environment": environment(device),
+        "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
+        "self_check": self_check(inputs),
+    }
+
+
+@torch.no_grad()
+def self_check(inputs: dict) -> dict:
+    """One call of `chunk_kda` against the float64 recurrence on the same inputs."""
+    tolerance = TOLERANCE[inputs["q"].dtype]
+    start = time.perf_counter()
+    try:
+        o, state = flashdelta.chunk_kda(**inputs, **MODEL_OPTIONS)
+        expected = truth(inputs, MODEL_OPTIONS)
+        errors = relative_error(o, expected.o), relative_error(state, expected.state)
+    except Exception as error:  # a diagnosis has to name what broke, whatever it is
+        return {"passed": False, "problem": f"{type(error).__name__}: {error}", "tolerance": tolerance}
+    return {
+        "passed": all(error <= tolerance for error in errors),
+        "error_o": errors[0],
+        "error_state": errors[1],
+        "tolerance": tolerance,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def show(report: dict, console: Console) -> None:
+    found = report["environment"]
+    facts = Table.grid(padding=(0, 2))
+    for name, version in found["versions"].items():
+        facts.add_row(name, version or "[dim]not installed[/dim]")
+    gpu = found["gpu"]
+    facts.add_row("device", found["device"])
+    if gpu:
+        facts.add_row("GPU", f"{gpu['name']}, {gpu['capability']}, {gpu['memory_gib']} GiB, {gpu['sms']} SMs")
+    facts.add_row("driver", found["driver"] or "[dim]no NVIDIA driver[/dim]")
+    facts.add_row("CUDA of torch", found["cuda"] or "[dim]built without CUDA[/dim]")
+    console.print(facts)
+    console.print()
+    for verdict in report["backends"]["verdicts"]:
+        can = "[green]yes[/green]" if verdict["supported"] else "[red]no[/red]"
+        chosen = " (auto takes it)" if verdict["name"] == report["backends"]["chosen"] else ""
+        console.print(f"backend {verdict['name']}: {can}{chosen}; {verdict['reason']}", highlight=False)
+    console.print(_verdict(report["self_check"]), highlight=False)
+
+
+def _verdict(check: dict) -> str:
+    if "problem" in check:
+        return f"[red]self-check failed[/red]: {check['problem']}"
+    errors = f"error of o {check['error_o']:.1e}, of the state {check['error_state']:.1e}"
+    state = "[green]self-check passed[/green]" if check["passed"] else "[red]self-check failed[/red]"
+    return f"{state}: {errors} (tolerance {check['tolerance']:.0e}), {check['seconds']:.1f} s"

@@ -1,0 +1,269 @@
+"""A small character language model made of Kimi Delta Attention.
+
+    x      = embedding[token]
+    x      = x + KDA(rmsnorm(x));  x = x + MLP(rmsnorm(x))              for every layer
+    logits = rmsnorm(x) embedding^T
+
+Trained by `examples/train_tiny_lm.py`; run by `flashdelta demo`.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import KdaCache, KimiDeltaAttention
+
+VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuation
+"""Every character the model reads and writes; a token is an index into this string."""
+
+_TOKENS = {character: token for token, character in enumerate(VOCABULARY)}
+_CONFIG_KEY = "flashdelta.language_model"
+
+Caches = tuple[KdaCache, ...]
+"""One `KdaCache` a layer."""
+
+
+def encode(text: str) -> Tensor:
+    """The tokens of `text`, `[len(text)]` int64.
+
+    Raises:
+        ValueError: a character outside `VOCABULARY`.
+    """
+    unknown = sorted(set(text) - _TOKENS.keys())
+    if unknown:
+        raise ValueError(f"text: got {''.join(unknown)!r}, wanted printable ASCII characters and newlines")
+    return torch.tensor([_TOKENS[character] for character in text], dtype=torch.int64)
+
+
+def decode(tokens: Tensor) -> str:
+    """The text of `tokens`, `[T]` int64."""
+    return "".join(VOCABULARY[token] for token in tokens.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    """The shape of a `KdaLanguageModel`; heads and dimensions as in `KimiDeltaAttention`, `mlp_size` the MLP's width."""
+
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_v_heads: int = 4
+    head_dim: int = 32
+    head_v_dim: int = 32
+    conv_size: int = 4
+    gate_rank: int = 32
+    mlp_size: int = 320
+    norm_eps: float = 1e-5
+
+
+class SwiGLU(nn.Module):
+    """`(silu(x Wgate) * x Wup) Wdown`."""
+
+    def __init__(self, hidden_size: int, mlp_size: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, 2 * mlp_size, bias=False)
+        self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each behind an RMSNorm and added to the stream."""
+
+    def __init__(self, config: LanguageModelConfig, *, chunk_size: int, backend: str) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = KimiDeltaAttention(
+            config.hidden_size,
+            config.num_heads,
+            config.num_v_heads,
+            config.head_dim,
+            config.head_v_dim,
+            conv_size=config.conv_size,
+            gate_rank=config.gate_rank,
+            norm_eps=config.norm_eps,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor, cache: KdaCache | None, return_cache: bool) -> tuple[Tensor, KdaCache | None]:
+        mixed, cache = self.attention(self.attention_norm(x), cache, return_cache=return_cache)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class KdaLanguageModel(nn.Module):
+    """A causal language model over `VOCABULARY`: `num_layers` blocks of attention and MLP, input and output tied.
+
+    Args:
+        config: the model's shape.
+        chunk_size: tokens a chunk of the attention, 32 or 64.
+        backend: what `flashdelta.chunk_kda` takes: `"auto"` or a backend's name.
+
+    Raises:
+        ValueError, TypeError: as `KimiDeltaAttention`.
+    """
+
+    def __init__(self, config: LanguageModelConfig, *, chunk_size: int = 64, backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(len(VOCABULARY), config.hidden_size)
+        blocks = (Block(config, chunk_size=chunk_size, backend=backend) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Keeps the residual stream near unit size at any depth: what is added to it starts small."""
+        nn.init.normal_(self.embedding.weight, std=self.config.hidden_size**-0.5)
+        for block in self.blocks:
+            for output in (block.attention.o_proj, block.mlp.down_proj):
+                output.weight.mul_((2 * self.config.num_layers) ** -0.5)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def forward(
+        self, tokens: Tensor, caches: Caches | None = None, *, return_caches: bool = False
+    ) -> tuple[Tensor, Caches | None]:
+        """Scores every next token.
+
+        Args:
+            tokens: `[B, T]` int64, `T >= 1`.
+            caches: of the tokens before these, from an earlier call; None at the start of the text.
+            return_caches: also return the caches after the last token.
+
+        Returns:
+            `(logits [B, T, len(VOCABULARY)], caches or None)`, the logits in the model's dtype.
+
+        Raises:
+            ValueError: `tokens` that are not `[B, T]`, or not one cache a layer.
+        """
+        if tokens.dim() != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens: got shape {list(tokens.shape)}, wanted [B, T] with T >= 1")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches: got {len(caches)}, wanted one a layer = {len(self.blocks)}")
+        x = self.embedding(tokens)
+        after = []
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
+            x, cache = block(x, cache, return_caches)
+            after.append(cache)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return logits, tuple(after) if return_caches else None
+
+    @torch.no_grad()
+    def steps(
+        self,
+        logits: Tensor,
+        caches: Caches,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Writes on, a token a step, without end.
+
+        Args:
+            logits: `[B, len(VOCABULARY)]` after the last token so far.
+            caches: after the same token.
+            temperature: 0 takes the likeliest token; above, samples from `softmax(logits / temperature)`.
+            generator: of the sampling, on the model's device.
+
+        Yields:
+            `(token [B], logits [B, len(VOCABULARY)] after it)`.
+
+        Raises:
+            ValueError: a negative temperature.
+        """
+        if temperature < 0:
+            raise ValueError(f"temperature: got {temperature}, wanted at least 0")
+        while True:
+            token = sample(logits, temperature, generator)
+            out, caches = self(token[:, None], caches, return_caches=True)
+            logits = out[:, -1]
+            yield token, logits
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues every prompt `[B, T]` by `tokens` tokens; returns the continuation `[B, tokens]`. Else as `steps`."""
+        if tokens == 0:
+            return prompt.new_empty(prompt.shape[0], 0)
+        logits, caches = self(prompt, return_caches=True)
+        steps = self.steps(logits[:, -1], caches, temperature=temperature, generator=generator)
+        return torch.stack([token for (token, _), _ in zip(steps, range(tokens))], dim=1)
+
+
+def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """A token `[B]` for every row of `logits [B, len(VOCABULARY)]`."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def save_model(model: KdaLanguageModel, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes weights (in `dtype`; `A_log` and `dt_bias` in float32) and shape to one safetensors file."""
+    from safetensors.torch import save_file  # an optional dependency: the layer itself needs only torch
+
+    exact = ("A_log", "dt_bias")
+    weights = {
+        name: (x if name.endswith(exact) else x.to(dtype)).detach().cpu().contiguous()
+        for name, x in model.state_dict().items()
+    }
+    save_file(weights, str(path), metadata={_CONFIG_KEY: json.dumps(asdict(model.config))})
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> KdaLanguageModel:
+    """Reads a model that `save_model` wrote, computing in `dtype`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a safetensors file that holds no such model.
+    """
+    from safetensors import safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path: got {str(path)!r}, wanted a file that save_model wrote")
+    with safe_open(str(path), framework="pt") as file:
+        config = _read_config(path, file.metadata() or {})
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    model = KdaLanguageModel(config, chunk_size=chunk_size, backend=backend)
+    model.load_state_dict(weights)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
+    if _CONFIG_KEY not in metadata:
+        raise ValueError(f"path: got {str(path)!r} without {_CONFIG_KEY!r} metadata, wanted a file that save_model wrote")
+    values = json.loads(metadata[_CONFIG_KEY])
+    names = {f.name for f in fields(LanguageModelConfig)}
+    if values.keys() != names:
+        raise ValueError(f"path: got a model with the fields {sorted(values)}, wanted {sorted(names)}")
+    return LanguageModelConfig(**values)

@@ -1,0 +1,191 @@
+"""Compiles kernels for any GPU on a machine without one, and reads off what they cost.
+
+    python -m flashdelta.triton.compile --arch 80 --arch 90 --json
+
+Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a
+program, and the seconds it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..spec import KdaOptions, KdaTensors, check_call
+from .launch import Launch, launches
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    kernel: str
+    variant: str
+    arch: int
+    triton: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to call an operator, enough to fix every compile-time choice of its kernels."""
+
+    name: str
+    algorithm: str = "chunk"
+    K: int = 128
+    V: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    gate: str = "lower_bound"
+    packed: bool = True
+    chunk_size: int = 64
+    state_v_first: bool = False
+    intermediate: bool = False
+
+    def launches(self, arch: int) -> list[Launch]:
+        H, T, N = 2, 4 * self.chunk_size, 1
+        make = lambda *shape, dtype=self.dtype: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
+        state = (N, H, self.V, self.K) if self.state_v_first else (N, H, self.K, self.V)
+        bounded = self.gate == "lower_bound"
+        t = KdaTensors(
+            q=make(1, T, H, self.K),
+            k=make(1, T, H, self.K),
+            v=make(1, T, H, self.V),
+            g=make(1, T, H, self.K),
+            beta=make(1, T, H),
+            A_log=make(H, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
+            dt_bias=make(H, self.K, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
+            initial_state=make(*state, dtype=torch.float32),
+            cu_seqlens=make(N + 1, dtype=torch.int32) if self.packed else None,
+        )
+        options = KdaOptions(
+            algorithm=self.algorithm,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            gate=self.gate,
+            lower_bound=-5.0 if bounded else None,
+            return_intermediate_states=self.intermediate,
+            state_v_first=self.state_v_first,
+            chunk_size=self.chunk_size,
+        )
+        spec, t = check_call(t, options)
+        h = make(spec.intermediate_shape) if self.intermediate else None
+        return launches(spec, t, arch, make(1, T, H, self.V), make(*state, dtype=torch.float32), h)
+
+
+VARIANTS = (
+    Variant("bf16 K128 V128 bounded"),
+    Variant("bf16 K128 V128 unbounded", gate="softplus"),
+    Variant("bf16 K128 V128 fixed length", packed=False),
+    Variant("bf16 K128 V128 intermediate states, V first", intermediate=True, state_v_first=True),
+    Variant("bf16 K128 V128 chunk 32", chunk_size=32),
+    Variant("bf16 K32 V64", K=32, V=64),
+    Variant("bf16 K64 V32", K=64, V=32),
+    Variant("bf16 K256 V256", K=256, V=256, gate="none"),
+    Variant("fp16 K128 V128", dtype=torch.float16),
+    Variant("fp32 K64 V128", dtype=torch.float32, K=64),
+    Variant("fp32 K128 V128", dtype=torch.float32),
+    Variant("fp32 K256 V256", dtype=torch.float32, K=256, V=256, gate="logsigmoid"),
+    Variant("recurrent bf16 K128 V128", algorithm="recurrent"),
+    Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
+    Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
+)
+
+
+def source(launch: Launch) -> ASTSource:
+    """The kernel with the types and alignments of the launch's arguments."""
+    signature, constants, attributes = {}, dict(launch.constants), {}
+    for i, (param, x) in enumerate(zip(launch.kernel.params, launch.arguments)):
+        if x is None:
+            constants[param.name] = None
+        elif isinstance(x, torch.Tensor):
+            signature[param.name] = "*" + TYPES[x.dtype]
+        elif isinstance(x, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = param.annotation_type or "i32"
+        aligned = isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0)
+        if aligned and not param.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    order = {p.name: signature.get(p.name, "constexpr") for p in launch.kernel.params}
+    return ASTSource(launch.kernel, order, constants, attributes)
+
+
+def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
+    began = time.perf_counter()
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source(launch), target=target, options=launch.options())
+    seconds = time.perf_counter() - began
+    registers, spills = resource_usage(compiled.asm["cubin"])
+    return Cost(
+        kernel=launch.kernel.__name__,
+        variant=variant,
+        arch=arch,
+        triton=triton.__version__,
+        registers=registers,
+        spill_bytes=spills,
+        shared_bytes=compiled.metadata.shared,
+        seconds=round(seconds, 2),
+    )
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of stack (spills) a thread, by the `cuobjdump` that Triton carries."""
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        report = subprocess.run(
+            [os.path.join(tools, "cuobjdump"), "-res-usage", f.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    return int(found[1]), int(found[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="default: all")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    arguments = parser.parse_args()
+    costs = []
+    for arch in arguments.arch or ARCHITECTURES:
+        for variant in VARIANTS:
+            if arguments.only not in variant.name:
+                continue
+            for launch in variant.launches(arch):
+                cost = compile_launch(launch, variant.name, arch)
+                costs.append(cost)
+                if not arguments.json:
+                    print(
+                        f"sm_{cost.arch} {cost.kernel:18} {cost.variant:46} {cost.registers:4} registers "
+                        f"{cost.spill_bytes:5} B spilled {cost.shared_bytes:7} B shared {cost.seconds:5.1f} s",
+                        flush=True,
+                    )
+    if arguments.json:
+        print(json.dumps([asdict(c) for c in costs], indent=1))
+
+
+if __name__ == "__main__":
+    main()
