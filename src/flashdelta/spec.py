@@ -75,8 +75,8 @@ SETTING_NAMES = tuple(f.name for f in fields(KdaSettings))
 class KdaSpec(KdaSettings):
     """A KDA call, validated. Symbols as in docs/algorithm.md.
 
-    `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when packed).
-    `state_dtype` is the dtype of the initial and the final state.
+    `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when
+    packed). `state_dtype` is the dtype of the initial and the final state.
     """
 
     B: int
@@ -173,6 +173,9 @@ def _check_flags(options: KdaOptions) -> None:
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted a float or None")
+    if not isinstance(options.chunk_size, int):
+        size = options.chunk_size
+        raise TypeError(f"chunk_size: got {size!r} ({type(size).__name__}), wanted an int, one of {CHUNK_SIZES}")
     if options.chunk_size not in CHUNK_SIZES:
         raise _wrong("chunk_size", repr(options.chunk_size), f"one of {CHUNK_SIZES}")
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
@@ -336,6 +339,10 @@ def check_out(out: torch.Tensor | None, t: KdaTensors, requires_grad: bool) -> N
         raise _wrong("out", f"device {out.device}", f"v's device {t.v.device}")
     if out.stride(-1) != 1:
         raise _wrong("out", f"strides {out.stride()}", "a dense last dimension")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+        raise _wrong("out", f"strides {out.stride()}", "memory of its own for every element")
+    if out.requires_grad:
+        raise _wrong("out", "a tensor that requires grad", "one that takes no gradient")
     if requires_grad:
         raise _wrong("out", "a tensor", "None when an input requires grad")
     if torch.compiler.is_compiling():
