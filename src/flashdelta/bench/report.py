@@ -6,6 +6,7 @@ A document is what the JSON files hold: `benchmark`, `date`, `environment`, `pro
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -152,13 +153,19 @@ def failures(document: dict) -> list[dict]:
     return [row for row in document["rows"] if row["ours"]["problem"] is not None]
 
 
+def require_matplotlib() -> None:
+    """Raises a ValueError that says what to install where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot: matplotlib is not installed; run: pip install 'flashdelta[bench]'")
+
+
 def plot_prefill(document: dict, path: Path) -> None:
     """Time against T at H = HV = 64, one sequence, both axes logarithmic, with the floor; the suffix names the format.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: the document has no such row.
+        ValueError: the document has no such row, or matplotlib is not installed.
     """
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if _on_plot(row["shape"])]

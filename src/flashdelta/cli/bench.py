@@ -21,6 +21,7 @@ from ..bench.report import (
     plot_prefill,
     prefill_summary,
     prefill_table,
+    require_matplotlib,
     save,
     startup_table,
     to_json,
@@ -44,10 +45,12 @@ def bench_prefill(
     """Runs and reports the prefill benchmark; whether every row was right.
 
     Raises:
-        ValueError: no GPU, or a row name that fits nothing.
+        ValueError: no GPU, a row name that fits nothing, or a plot without matplotlib or without its rows.
     """
     if device.type != "cuda":
         raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench prefill measures full-size prompts)")
+    if plot is not None:
+        require_matplotlib()  # before the measuring, not after it
     cases = select([*PREFILL, *FEW_HEADS], rows)
     timed = _fla_cases(cases, fla_rows)
     log = Console(stderr=True, highlight=False)
