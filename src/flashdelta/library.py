@@ -87,7 +87,7 @@ def _forward_out_fake(*arguments) -> tuple[Tensor, Tensor]:
 def _backward(grad_o: Tensor, grad_final: Tensor, *arguments) -> list[Tensor]:
     spec, t, backend = _call(arguments)
     grads = backends.choose(spec, t.q.device, backend, backward=True).backward(spec, t, grad_o, grad_final)
-    return [_or_empty(grads.get(name), t.q) for name in _GRADIENTS]
+    return [_or_empty(grads.get(name), t.q).contiguous() for name in _GRADIENTS]
 
 
 @torch.library.register_fake("flashdelta::kda_backward")

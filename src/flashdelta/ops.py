@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import backends, library
 from .backends import Verdict
-from .spec import GateName, KdaOptions, KdaSpec, KdaTensors, check_call, check_out
+from .spec import GateName, KdaOptions, KdaSpec, KdaTensors, check_call, check_out, is_plain
 
 
 def chunk_kda(
@@ -171,7 +171,7 @@ def fused_recurrent_kda(
 def _run(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_out(out, t, spec.requires_grad)
     chosen = backends.choose(spec, t.q.device, backend)
-    if not (spec.requires_grad or torch.compiler.is_compiling() or _is_traced(t)):
+    if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
         return chosen.run(spec, t, out)
     arguments = library.operator_arguments(spec, t, backend)
     if out is None:
@@ -180,11 +180,6 @@ def _run(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> tupl
         final_state, h = torch.ops.flashdelta.kda_forward_out(*arguments, out)
         o = out
     return o, final_state if spec.output_final_state else None, h if spec.return_intermediate_states else None
-
-
-def _is_traced(t: KdaTensors) -> bool:
-    """Whether a tensor is a subclass (fake, functional, ...) whose work must go through the dispatcher."""
-    return any(type(x) not in (Tensor, torch.nn.Parameter) for x in t.present().values())
 
 
 @dataclass(frozen=True)

@@ -352,9 +352,18 @@ def check_out(out: torch.Tensor | None, t: KdaTensors, requires_grad: bool) -> N
             raise _wrong("out", f"memory shared with {name}", "memory of its own")
 
 
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is no tensor subclass (fake, functional, ...), whose work must go through the dispatcher."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    return x.numel() > 0 and is_plain(x) and x.device.type != "meta"
+
+
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the address ranges meet. Interleaved slices of one buffer count as sharing."""
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if not (_has_memory(a) and _has_memory(b)):
         return False
 
     def span(x: torch.Tensor) -> tuple[int, int]:

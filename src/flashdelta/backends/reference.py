@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from .. import reference
 from ..spec import KdaSpec, KdaTensors
 from .base import Results
+
+
+@contextlib.contextmanager
+def _autograd_inside_an_operator() -> Iterator[None]:
+    """Lets an operator's kernel record a graph where the dispatcher has passed autograd: inside a dispatch mode (a FLOP
+    counter, selective checkpointing, `opcheck`) nothing would be recorded."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+        yield
 
 
 class ReferenceBackend:
@@ -29,12 +41,12 @@ class ReferenceBackend:
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Runs the forward again under autograd, then differentiates it."""
-        with torch.enable_grad():
+        with _autograd_inside_an_operator(), torch.enable_grad():
             leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in t.present().items()}
             o, final_state, _ = self.run(spec, KdaTensors(**leaves), None)
-        inputs = {name: x for name, x in leaves.items() if x.requires_grad}
-        outputs, grads = [o], [grad_o]
-        if spec.output_final_state:
-            outputs, grads = [o, final_state], [grad_o, grad_final]
-        found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
+            inputs = {name: x for name, x in leaves.items() if x.requires_grad}
+            outputs, grads = [o], [grad_o]
+            if spec.output_final_state:
+                outputs, grads = [o, final_state], [grad_o, grad_final]
+            found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
         return {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(inputs.items(), found)}

@@ -117,7 +117,7 @@ def from_chunks(o: torch.Tensor, spec: KdaSpec, slots: ChunkSlots | None) -> tor
     o = o.transpose(2, 3).transpose(0, 1)
     S, C = o.shape[1:3]
     if slots is None:
-        return o.reshape(spec.B, S * C, spec.HV, spec.V)[:, : spec.T]
+        return o.reshape(spec.B, S * C, spec.HV, spec.V)[:, : spec.T].contiguous()
     # one row past the end takes what the invalid tokens of a chunk would write
     index = torch.where(slots.valid, slots.token, spec.T).reshape(-1)
     flat = o.reshape(S * C, spec.HV, spec.V)

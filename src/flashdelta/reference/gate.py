@@ -38,8 +38,8 @@ def write_strength(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
     beta = t.beta.to(compute_dtype(spec))
     if spec.beta_kind == "value":
         return beta
-    # As rows of 32: for a tensor's last few elements PyTorch's CPU loops use another exp than for the others, so a token's
-    # bits would depend on how many there are.
+    # As rows of 32: for a tensor's last few elements PyTorch's CPU loops use another exp than for the others, so a
+    # token's bits would depend on how many there are.
     strength = torch.sigmoid(beta[..., None].expand(*beta.shape, 32))[..., 0]
     return strength * (2.0 if spec.beta_kind == "double_logit" else 1.0)
 

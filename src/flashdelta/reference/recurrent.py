@@ -22,7 +22,8 @@ def states_in(spec: KdaSpec, initial_state: torch.Tensor | None, like: torch.Ten
     if initial_state is None:
         return like.new_zeros((spec.N, spec.HV, spec.K, spec.V), dtype=compute_dtype(spec))
     state = initial_state.to(compute_dtype(spec))
-    return state.transpose(-1, -2) if spec.state_v_first else state
+    state = state.transpose(-1, -2) if spec.state_v_first else state
+    return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
 def states_out(spec: KdaSpec, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
