@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 OLDEST := $(VENV)/triton-oldest
 OLDEST_STAMP := $(OLDEST)/.installed

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -13,17 +14,18 @@ import torch
 import flashdelta
 
 PACKAGES = {"torch": "torch", "triton": "triton", "fla": "flash-linear-attention"}
-"""Name in a report, name of the distribution."""
+"""Name of the module, name of the distribution."""
 
 
 def versions() -> dict[str, str | None]:
-    """Versions by name; None for what is not installed."""
+    """Versions by module; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "flashdelta": flashdelta.__version__}
     for name, distribution in PACKAGES.items():
         try:
             found[name] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            # a source tree on the path has no metadata, but says its version once imported
+            found[name] = getattr(sys.modules.get(name), "__version__", None)
     return found
 
 
