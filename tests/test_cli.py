@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from flashdelta.backends.reference import ReferenceBackend
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
+from flashdelta.cli import demo
 from flashdelta.cli.app import app
+from flashdelta.cli.demo import DemoResult
 from flashdelta.cli.verify import run_verify
 from flashdelta.cli.verify_cases import CASES, inputs, options
 
@@ -127,6 +130,43 @@ def test_verify_cases_are_distinct_and_explained():
 def test_every_verify_case_is_a_valid_call(case):
     explanation = flashdelta.explain(flashdelta.chunk_kda, **inputs(case, torch.device("cpu")), **options(case))
     assert explanation.chosen == "reference"
+
+
+DEMO = DemoResult(
+    prompt="A [function] ",
+    continuation="returns [/red].",
+    prefill_tokens_per_s=12345.6,
+    decode_tokens_per_s=789.0,
+    backend="reference",
+    device="cpu",
+    dtype="float32",
+    parameters=700_000,
+    agreement_error=1.5e-6,
+    checked=True,
+)
+
+
+def test_demo_hands_its_options_on_and_prints_the_text(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(demo, "run_demo", lambda **options: asked.update(options) or DEMO)
+    result = run("demo", "--prompt", "A", "--tokens", "5", "--temperature", "0", "--seed", "3", "--device", "cpu")
+    assert result.exit_code == 0
+    assert asked == {"prompt": "A", "tokens": 5, "temperature": 0.0, "seed": 3, "backend": "auto", "device": "cpu"}
+    for expected in ("A [function] returns [/red].", "12,346 tokens/s", "789 tokens/s", "check passed", "1.5e-06"):
+        assert expected in result.stdout
+
+
+def test_demo_json_and_exit_code_of_a_failed_check(monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", lambda **options: replace(DEMO, checked=False))
+    result = run("demo", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {**asdict(DEMO), "checked": False}
+
+
+def test_demo_refuses_an_empty_prompt():
+    result = run("demo", "--prompt", "", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "prompt: got an empty text" in result.stderr
 
 
 @pytest.mark.parametrize("command", [("verify",), ("demo",), ("bench", "prefill"), ("bench", "startup")])

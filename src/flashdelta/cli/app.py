@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -87,23 +88,31 @@ def verify(
 
 @app.command()
 def demo(
-    prompt: Annotated[Optional[str], typer.Option(help="Text to continue.", show_default="the model's own")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    prompt: Annotated[
+        Optional[str], typer.Option(help="Text to continue, printable ASCII.", show_default="a text of our own")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Characters to write.")] = 300,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest character.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     backend: Backend = "auto",
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Let a small KDA model write, and check its prefill and decode against each other (exit code 1 if they differ)."""
-    from .show_demo import demonstrate, show
+    """Let a small KDA model write, and hold its prefill and decode against each other (exit code 1 if they differ)."""
+    from .demo import run_demo
+    from .demo_view import show
 
-    result = demonstrate(prompt, tokens=tokens, temperature=temperature, seed=seed, backend=backend, device=device)
+    try:
+        result = run_demo(
+            prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, backend=backend, device=device
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if json:
-        print(to_json(result))
+        print(to_json(asdict(result)))
     else:
         show(result, Console())
-    raise typer.Exit(0 if result["passed"] else 1)
+    raise typer.Exit(0 if result.checked else 1)
 
 
 JsonPath = Annotated[
