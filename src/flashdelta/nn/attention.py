@@ -28,14 +28,14 @@ MAX_STEP_TOKENS = 8
 """Up to this many tokens a sequence go through the token recurrence, more through the chunk form."""
 
 SLOWEST_DECAY, FASTEST_DECAY = 1e-3, 0.5
-"""Decay per token (nats) of a fresh layer's key channels: memories of 2 to 1,000 tokens, spread evenly in the logarithm."""
+"""Decay per token (nats) of a fresh layer's key channels: memories of 2 to 1,000 tokens, spread over the logarithm."""
 
 
 @dataclass(frozen=True)
 class KdaCache:
     """What a `KimiDeltaAttention` layer remembers of the tokens it has seen. Never written in place.
 
-    `conv [B, W - 1, 2 H K + HV V]`: the last inputs of the convolutions (q, k and v side by side), in the layer's dtype;
+    `conv [B, W - 1, 2 H K + HV V]`: the last inputs of the convolutions, q, k and v side by side, in the layer's dtype;
     `state [B, HV, K, V]`: the recurrent state, float32.
     """
 
@@ -156,7 +156,7 @@ class KimiDeltaAttention(nn.Module):
 
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
-        """Which backend a forward without gradients takes for `[batch, tokens, hidden_size]`, and why. Runs no kernel."""
+        """Which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
         x = self.o_proj.weight.new_zeros(batch, tokens, self.hidden_size)
         mixed = x.new_zeros(batch, tokens, sum(self.conv_channels))
         op, arguments, options = self._kda_call(x, mixed, None, return_cache=True)

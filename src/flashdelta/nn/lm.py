@@ -50,7 +50,7 @@ def decode(tokens: Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
-    """The shape of a `KdaLanguageModel`; heads and dimensions as in `KimiDeltaAttention`, `mlp_size` the MLP's width."""
+    """The shape of a `KdaLanguageModel`; heads and dimensions as in `KimiDeltaAttention`, `mlp_size` of the MLP."""
 
     hidden_size: int = 128
     num_layers: int = 4
@@ -205,7 +205,7 @@ class KdaLanguageModel(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues every prompt `[B, T]` by `tokens` tokens; returns the continuation `[B, tokens]`. Else as `steps`."""
+        """Continues every prompt `[B, T]` by `tokens` tokens: the continuation, `[B, tokens]`. Else as `steps`."""
         if tokens == 0:
             return prompt.new_empty(prompt.shape[0], 0)
         logits, caches = self(prompt, return_caches=True)
@@ -261,7 +261,7 @@ def load_model(
 
 def _read_config(path: str | Path, metadata: dict[str, str]) -> LanguageModelConfig:
     if _CONFIG_KEY not in metadata:
-        raise ValueError(f"path: got {str(path)!r} without {_CONFIG_KEY!r} metadata, wanted a file that save_model wrote")
+        raise ValueError(f"path: got {str(path)!r} without a model's shape, wanted a file that save_model wrote")
     values = json.loads(metadata[_CONFIG_KEY])
     names = {f.name for f in fields(LanguageModelConfig)}
     if values.keys() != names:

@@ -1,0 +1,175 @@
+"""Trains the character language model that `flashdelta demo` runs, on text that ships with Python.
+
+    python examples/train_tiny_lm.py                     # the shipped weights' settings
+    python examples/train_tiny_lm.py --steps 200 --out /tmp/model.safetensors
+    python examples/train_tiny_lm.py --device cuda --text my_book.txt
+
+The text is the prose of `pydoc_data.topics` (the Python language reference, about a quarter of a million characters)
+and whatever `--text` adds. Every 20th paragraph is held out; the validation loss is measured on those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from flashdelta.backends import NAMES
+from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, save_model
+from flashdelta.nn.lm import VOCABULARY, decode, encode
+
+ASSET = Path(__file__).parents[1] / "src/flashdelta/cli/assets/tiny_lm.safetensors"
+CONFIG = LanguageModelConfig(hidden_size=160, num_layers=3, num_heads=2, num_v_heads=2, head_v_dim=64, mlp_size=384)
+PROMPT = "The value of an expression is "
+HELD_OUT_EVERY = 20
+WARMUP_STEPS = 100
+ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\t": " "})
+
+
+def paragraphs(text: str) -> list[str]:
+    """The prose of `text`, a paragraph a line: no headings, code, grammar or tables; only the model's characters."""
+    found = []
+    for block in re.split(r"\n\s*\n", text.translate(ASCII)):
+        joined = re.sub(r"^\* |(?<!\*)\*(?!\*)", "", " ".join(block.split()))
+        letters = sum(c.isalpha() or c == " " for c in joined)
+        is_sentence = re.match(r"[A-Z\"']", joined) and re.search(r"[.:!?)\"']$", joined)
+        if is_sentence and len(joined) >= 60 and letters >= 0.85 * len(joined) and set(joined) <= set(VOCABULARY):
+            found.append(joined)
+    return found
+
+
+def corpus(extra: list[Path]) -> tuple[Tensor, Tensor]:
+    """Tokens to train on and tokens held out. Paragraphs that occur twice count once, so none is in both."""
+    texts = [topics[name] for name in sorted(topics)] + [path.read_text(encoding="utf-8") for path in extra]
+    unique = list(dict.fromkeys(p for text in texts for p in paragraphs(text)))
+    held_out = unique[::HELD_OUT_EVERY]
+    train = [p for i, p in enumerate(unique) if i % HELD_OUT_EVERY]
+    return encode("\n".join(train)), encode("\n".join(held_out))
+
+
+def batches(tokens: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    """`[batch, length + 1]` random windows."""
+    start = torch.randint(len(tokens) - length, (batch,), generator=generator)
+    return tokens[start[:, None] + torch.arange(length + 1)]
+
+
+def loss_of(model: KdaLanguageModel, windows: Tensor) -> Tensor:
+    """Nats per character of the next-token prediction over `windows [B, length + 1]`."""
+    logits, _ = model(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: KdaLanguageModel, tokens: Tensor, batch: int, length: int) -> float:
+    """The loss over all held-out text, in windows that meet end to end."""
+    count = (len(tokens) - 1) // length
+    windows = tokens[: count * length + 1].unfold(0, length + 1, length).to(model.device)
+    losses = [loss_of(model, part) * len(part) for part in windows.split(batch)]
+    return float(sum(losses)) / count
+
+
+def optimizer_of(model: KdaLanguageModel, rate: float) -> torch.optim.AdamW:
+    """AdamW; weight decay only where a matrix multiplies."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.97))
+
+
+def schedule(steps: int) -> Callable[[int], float]:
+    """Linear warm-up, then a cosine down to a fiftieth."""
+
+    def factor(step: int) -> float:
+        if step < WARMUP_STEPS:
+            return (step + 1) / WARMUP_STEPS
+        done = (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1)
+        return 0.02 + 0.49 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+@dataclass
+class Record:
+    """What is printed at every evaluation: losses in nats per character, seconds since the start."""
+
+    console: Console
+    start: float
+
+    def header(self) -> None:
+        self.console.print(f"{'step':>6} {'train':>7} {'held out':>9} {'seconds':>8}")
+
+    def line(self, step: int, train: float, held_out: float) -> None:
+        self.console.print(f"{step:>6} {train:>7.3f} {held_out:>9.3f} {time.monotonic() - self.start:>8.0f}")
+
+
+def train(options: argparse.Namespace, console: Console) -> KdaLanguageModel:
+    """Trains and returns the model; saves it at every evaluation, so that an interrupted run leaves a usable file."""
+    torch.manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
+    tokens, held_out = corpus(options.text)
+    # chunks of 32: the reference's work and memory grow with the square of the chunk
+    model = KdaLanguageModel(CONFIG, chunk_size=32, backend=options.backend).to(options.device)
+    size = sum(p.numel() for p in model.parameters())
+    console.print(f"{len(tokens):,} characters, {len(held_out):,} held out; {size:,} parameters")
+    optimizer = optimizer_of(model, options.rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(options.steps))
+    record, running = Record(console, time.monotonic()), []
+    record.header()
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training", total=options.steps)
+        for step in range(1, options.steps + 1):
+            windows = batches(tokens, options.batch, options.length, generator).to(options.device)
+            loss = loss_of(model, windows)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            running.append(loss.detach())
+            progress.advance(task)
+            if step % options.every == 0 or step == options.steps:
+                held_out_loss = validation_loss(model, held_out, options.batch, options.length)
+                record.line(step, float(torch.stack(running).mean()), held_out_loss)
+                running.clear()
+                save_model(model, options.out)
+    return model
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--batch", type=int, default=6, help="sequences a step")
+    parser.add_argument("--length", type=int, default=192, help="characters a sequence")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ASSET)
+    parser.add_argument("--text", type=Path, action="append", default=[], help="another text file (repeatable)")
+    parser.add_argument("--backend", choices=NAMES, default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, console = parse(), Console(highlight=False)
+    model = train(options, console).eval()
+    generator = torch.Generator(options.device).manual_seed(options.seed)
+    prompt = encode(PROMPT)[None].to(options.device)
+    continuation = model.generate(prompt, 300, temperature=0.5, generator=generator)
+    console.print(f"\n{PROMPT}{decode(continuation[0])}", markup=False)
+    console.print(f"\nsaved {options.out} ({options.out.stat().st_size / 2**20:.2f} MiB)")
+
+
+if __name__ == "__main__":
+    main()
