@@ -117,13 +117,25 @@ def test_state_dict_round_trip() -> None:
 def test_a_cast_leaves_the_gate_parameters_exact() -> None:
     layer = attention(torch.float32, num_heads=2)
     before = layer.dt_bias.detach().clone()
+    layer(torch.randn(1, 40, 48))[0].sum().backward()
     layer.to(torch.bfloat16)
     assert layer.q_proj.weight.dtype == torch.bfloat16
-    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+    assert layer.A_log.dtype == layer.dt_bias.dtype == layer.dt_bias.grad.dtype == torch.float32
     assert torch.equal(layer.dt_bias, before)
     y, cache = layer(torch.randn(1, 40, 48, dtype=torch.bfloat16), return_cache=True)
     assert y.dtype == cache.conv.dtype == torch.bfloat16
     assert cache.state.dtype == torch.float32
+
+
+def test_the_layer_compiles_into_one_graph() -> None:
+    layer = attention(torch.float32, num_heads=2, num_v_heads=4)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 40, 48)
+    for tokens in (40, 1):
+        y, cache = layer(x[:, :tokens], return_cache=True)
+        compiled_y, compiled_cache = compiled(x[:, :tokens], return_cache=True)
+        torch.testing.assert_close(compiled_y, y)
+        torch.testing.assert_close(compiled_cache.state, cache.state)
 
 
 def test_explain_names_the_operator_for_the_length() -> None:

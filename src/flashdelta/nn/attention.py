@@ -216,13 +216,14 @@ class KimiDeltaAttention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""
-        exact = [(name, getattr(self, name).detach()) for name in ("A_log", "dt_bias")]
-        super()._apply(fn, recurse)
-        for name, before in exact:
-            parameter = getattr(self, name)
-            if parameter.dtype != torch.float32:
-                parameter.data = before.to(parameter.device)
-        return self
+        gate = (self.A_log, self.dt_bias)
+
+        def keep_gate_exact(x: Tensor) -> Tensor:
+            applied = fn(x)
+            is_gate = any(x is parameter or x is parameter.grad for parameter in gate)
+            return x.to(applied.device) if is_gate and applied.dtype != x.dtype else applied
+
+        return super()._apply(keep_gate_exact, recurse)
 
 
 def _low_rank(inputs: int, rank: int, outputs: int) -> nn.Sequential:
