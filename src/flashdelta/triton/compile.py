@@ -135,7 +135,7 @@ def source(launch: Launch) -> ASTSource:
 def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
     began = time.perf_counter()
     target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source(launch), target=target, options=launch.options())
+    compiled = triton.compile(source(launch), target=target, options=dict(num_warps=launch.num_warps))
     seconds = time.perf_counter() - began
     registers, spills = resource_usage(compiled.asm["cubin"])
     return Cost(

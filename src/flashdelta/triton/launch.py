@@ -76,14 +76,10 @@ class Launch:
     arguments: tuple
     constants: dict[str, object]
     num_warps: int
-    max_registers: int | None = None
-
-    def options(self) -> dict[str, int | None]:
-        return dict(num_warps=self.num_warps, maxnreg=self.max_registers)
 
     def run(self) -> None:
         if self.programs > 0:
-            self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())
+            self.kernel[(self.programs,)](*self.arguments, **self.constants, num_warps=self.num_warps)
 
 
 def forward(
@@ -159,7 +155,6 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
             STAGES=c.stages,
         ),
         c.num_warps,
-        c.max_registers,
     )
 
 

@@ -9,8 +9,12 @@ Contract (docs/algorithm.md; `reference.chunk.prepare` is the definition), for `
     qg, kg  = scale q exp(G), k exp(G_C - G)                          [C, K]
     decay   = exp(G_C)                                                [K]
 
-with the gate, the L2 norm of q and k, and beta's sigmoid applied on the way. No exponent is ever positive where the decay
-may be strong: see `pair_products`. Tokens past the end of a sequence count as q = k = g = beta = 0.
+with the gate, the L2 norm of q and k, and beta's sigmoid applied on the way. Tokens past the end of a sequence count as
+q = k = g = beta = 0.
+
+How: a chunk is one or two blocks of 32 rows. A block's sums of log decays come from products with 0/1 matrices (`sums`), which
+need no exchange between threads and never subtract: every exponent is a sum of terms of one sign. `near` pairs lie in one
+block, `far` pairs in the two. 32 rows also keep every product on `mma` instructions, which all supported GPUs have.
 """
 
 from __future__ import annotations
@@ -20,107 +24,88 @@ import triton.language as tl
 
 from .common import L2_EPS, LOG2E, find_chunk, log2_decay, write_strength
 
-BLOCK = tl.constexpr(16)
-"""Rows of the diagonal blocks that forward substitution inverts, and that a bounded gate allows one reference for."""
+ROWS = tl.constexpr(32)
+"""Rows of a block."""
+
+SUB = tl.constexpr(16)
+"""Rows of the diagonal blocks that forward substitution inverts."""
+
+LOWEST = tl.constexpr(-1000.0)
+"""Least log2 decay of one step: exp2 of less is 0 all the same, and infinity times a 0 of a matrix would be NaN."""
 
 
 @triton.jit
-def swap_halves(x, HALF: tl.constexpr):
-    """Exchanges rows `[0, HALF)` and `[HALF, 2 HALF)` of every group of `2 HALF` rows, bit for bit (a xor b xor b = a)."""
-    ROWS: tl.constexpr = x.shape[0]
-    COLUMNS: tl.constexpr = x.shape[1]
-    bits = x.to(tl.int32, bitcast=True)
-    both = tl.xor_sum(tl.reshape(bits, [ROWS // (2 * HALF), 2, HALF * COLUMNS]), axis=1, keep_dims=True)
-    both = tl.broadcast_to(both, [ROWS // (2 * HALF), 2, HALF * COLUMNS])
-    return (bits ^ tl.reshape(both, [ROWS, COLUMNS])).to(tl.float32, bitcast=True)
+def sums(matrix, high, low):
+    """`[32, 32]` zeros and ones times log decays `high + low [32, BK]`, both float16: exact to 22 bits."""
+    matrix = tl.where(matrix, 1.0, 0.0).to(tl.float16)
+    return tl.dot(matrix, low, acc=tl.dot(matrix, high))
 
 
 @triton.jit
-def in_first_half(HALF: tl.constexpr, C: tl.constexpr):
-    """Rows `[C, 1]` that lie in the first half of their block of `2 HALF`."""
-    return ((tl.arange(0, C) // HALF) % 2 == 0)[:, None]
+def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr):
+    """Log2 decays of a block's rows as `high + low`; rows past the end do not decay."""
+    x = tl.where(valid[:, None], tl.maximum(log2_decay(x, rate, lower_bound, GATE), LOWEST), 0.0)
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def double_blocks(prefix, suffix, HALF: tl.constexpr):
-    """From sums inside blocks of `HALF` rows to sums inside blocks of twice as many.
-
-    `prefix`: sum of the log decays from the block's first row up to and with this one; `suffix`: from the next row to the
-    block's last. All terms have one sign, so nothing cancels, however different their sizes.
-    """
-    sibling = swap_halves(prefix + suffix, HALF)
-    first = in_first_half(HALF, prefix.shape[0])
-    return prefix + tl.where(first, 0.0, sibling), suffix + tl.where(first, sibling, 0.0)
+def boundary_matrix(HALF: tl.constexpr):
+    """Row i selects the steps between row i and the boundary of its block of `2 HALF` rows: from the boundary up to and
+    with i in the second half, after i up to the boundary in the first."""
+    i = tl.arange(0, ROWS)[:, None]
+    s = tl.arange(0, ROWS)[None, :]
+    second = i % (2 * HALF) >= HALF
+    same = i // HALF == s // HALF
+    return same & ((second & (s <= i)) | ((i % (2 * HALF) < HALF) & (s > i)))
 
 
 @triton.jit
-def pair_mask(HALF: tl.constexpr, C: tl.constexpr):
+def pair_mask(HALF: tl.constexpr):
     """Pairs (i, j) of one block of `2 HALF` rows with i in its second half and j in its first."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
     return (i // (2 * HALF) == j // (2 * HALF)) & (i % (2 * HALF) >= HALF) & (j % (2 * HALF) < HALF)
 
 
 @triton.jit
-def blocks_dot(a, b, PRECISION: tl.constexpr):
-    """`a b^T` inside every block of 16 rows: `[C, BK], [C, BK] -> [C / 16, 16, 16]`."""
-    NB: tl.constexpr = a.shape[0] // BLOCK
-    a = tl.reshape(a, [NB, BLOCK, a.shape[1]])
-    b = tl.reshape(b, [NB, BLOCK, b.shape[1]])
-    return tl.dot(a, tl.permute(b, (0, 2, 1)), input_precision=PRECISION)
+def products(kk, qk, k, q, left, right_k, right, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds `<k_i left_i, r_j right_j>` and `<q_i left_i, r_j right_j>` for all rows i, j, `r` being `right_k`."""
+    r = tl.trans((right_k * right).to(dtype))
+    kk += tl.dot((k * left).to(dtype), r, input_precision=PRECISION)
+    qk += tl.dot((q * left).to(dtype), r, input_precision=PRECISION)
+    return kk, qk
 
 
 @triton.jit
-def far_pairs(akk, aqk, k, q, prefix, suffix, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds `<k_i, k_j exp(G_i - G_j)>` and `<q_i, k_j exp(G_i - G_j)>` of the pairs `pair_mask(HALF)` to `[C, C]` sums.
-
-    `prefix` and `suffix` are sums inside blocks of `HALF` rows. Of such a pair, i and j lie in the two halves of a block, and
-    the exponential splits at the boundary between the halves: `exp(prefix_i) exp(suffix_j)`, both at most 1, so it is exact
-    for any decay. A row is in one half only: one tile of factors serves both sides. Every pair i > j has exactly one HALF.
+def near_bounded(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Pairs in one block for decays of at most exp(-5) a step, with the block's middle as the reference of all of them:
+    `exp(G_i - G_j) = exp(G_i - E) exp(E - G_j)`, whose factors are at most exp(80), in range of bf16 and fp32.
+    Pairs i < j come out wrong; see `lower`.
     """
-    C: tl.constexpr = k.shape[0]
-    dtype = k.dtype
-    factor = tl.exp2(tl.where(in_first_half(HALF, C), suffix, prefix))
-    right = (k * factor).to(dtype)
-    pairs = pair_mask(HALF, C)
-    akk += tl.where(pairs, tl.dot(right, tl.trans(right), input_precision=PRECISION), 0.0)
-    aqk += tl.where(pairs, tl.dot((q * factor).to(dtype), tl.trans(right), input_precision=PRECISION), 0.0)
-    return akk, aqk
+    i = tl.arange(0, ROWS)[:, None]
+    distance = sums(boundary_matrix(SUB), high, low)
+    signed = tl.where(i < SUB, -distance, distance)
+    kk, qk = products(kk, qk, k, q, tl.exp2(signed), k, tl.exp2(-signed), dtype, PRECISION)
+    return kk, qk
 
 
 @triton.jit
-def near_pairs(akk, aqk, k, q, prefix, suffix, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """`far_pairs` for pairs inside the blocks of 16 rows, added to `[C / 16, 16, 16]` sums."""
-    C: tl.constexpr = k.shape[0]
-    dtype = k.dtype
-    factor = tl.exp2(tl.where(in_first_half(HALF, C), suffix, prefix))
-    right = (k * factor).to(dtype)
-    pairs = pair_mask(HALF, BLOCK)[None, :, :]
-    akk += tl.where(pairs, blocks_dot(right, right, PRECISION), 0.0)
-    aqk += tl.where(pairs, blocks_dot((q * factor).to(dtype), right, PRECISION), 0.0)
-    return akk, aqk
+def near_exact(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Pairs i > j in one block, exact for any decay; pairs i = j of `kk` and `qk` are left out.
 
-
-@triton.jit
-def bounded_pairs(akk, aqk, k, q, suffix, PRECISION: tl.constexpr):
-    """All pairs inside blocks of 16 rows at once, for decays bounded by -5 a step: the block's end is the reference,
-    `exp(-suffix_i) exp(suffix_j)`, whose first factor is at most exp(75). Pairs i < j come out wrong and are masked later."""
-    dtype = k.dtype
-    grow = tl.exp2(-suffix)
-    right = (k * tl.exp2(suffix)).to(dtype)
-    akk += blocks_dot((k * grow).to(dtype), right, PRECISION)
-    aqk += blocks_dot((q * grow).to(dtype), right, PRECISION)
-    return akk, aqk
-
-
-@triton.jit
-def spread_blocks(x, C: tl.constexpr):
-    """`[C / 16, 16, 16]` onto the diagonal of a `[C, C]` of zeros."""
-    NB: tl.constexpr = C // BLOCK
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    x = tl.reshape(tl.broadcast_to(x[:, :, None, :], [NB, BLOCK, NB, BLOCK]), [C, C])
-    return tl.where(i // BLOCK == j // BLOCK, x, 0.0)
+    Every such pair lies in the two halves of exactly one of the blocks of 2, 4, 8, 16 or 32 rows. There the exponential
+    splits at the boundary between the halves into `exp(G_i - E) exp(E - G_j)`, both factors at most 1. A row is in one half
+    only: one tile of factors serves both sides.
+    """
+    for level in tl.static_range(5):
+        factor = tl.exp2(sums(boundary_matrix(1 << level), high, low))
+        pairs = pair_mask(1 << level)
+        zero = tl.zeros([ROWS, ROWS], tl.float32)
+        level_kk, level_qk = products(zero, zero, k, q, factor, k, factor, dtype, PRECISION)
+        kk += tl.where(pairs, level_kk, 0.0)
+        qk += tl.where(pairs, level_qk, 0.0)
+    return kk, qk
 
 
 @triton.jit
@@ -130,12 +115,12 @@ def forward_substitution(A):
     Row i of the inverse is `e_i - sum_{j<i} A_ij X_j`. In fp32, row by row: a Neumann series would explode and cancel on
     repeated keys.
     """
-    row = tl.arange(0, BLOCK)[None, :, None]
-    column = tl.arange(0, BLOCK)[None, None, :]
+    row = tl.arange(0, SUB)[None, :, None]
+    column = tl.arange(0, SUB)[None, None, :]
     # transposed, so that row i comes out indexed by the rows of X it multiplies
     A = tl.permute(A, (0, 2, 1))
     X = tl.where(row == column, 1.0, 0.0) + tl.zeros(A.shape, tl.float32)
-    for r in range(1, BLOCK):
+    for r in range(1, SUB):
         a = tl.sum(tl.where(column == r, A, 0.0), axis=2)
         x = tl.sum(a[:, :, None] * X, axis=1)
         X -= tl.where(row == r, x[:, None, :], 0.0)
@@ -143,21 +128,41 @@ def forward_substitution(A):
 
 
 @triton.jit
-def merge_blocks(X, A, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of the diagonal blocks of twice the size, `[[X, 0], [-Y B X, Y]] = [[x, 0], [B, y]]^-1`, all blocks at once."""
-    B = tl.where(pair_mask(HALF, A.shape[0]), A, 0.0)
+def invert_block(A, PRECISION: tl.constexpr):
+    """`(I + A)^-1` of a strictly lower `A [32, 32]`: its 16x16 diagonal blocks, then
+    `[[x, 0], [b, y]]^-1 = [[X, 0], [-Y b X, Y]]`."""
+    NB: tl.constexpr = ROWS // SUB
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
+    diagonal = i // SUB == j // SUB
+    blocks = tl.sum(tl.reshape(tl.where(diagonal, A, 0.0), [NB, SUB, NB, SUB]), axis=2)
+    X = forward_substitution(blocks)
+    X = tl.reshape(tl.broadcast_to(X[:, :, None, :], [NB, SUB, NB, SUB]), [ROWS, ROWS])
+    X = tl.where(diagonal, X, 0.0)
+    B = tl.where(diagonal, 0.0, A)
     return X - tl.dot(tl.dot(X, B, input_precision=PRECISION), X, input_precision=PRECISION)
 
 
 @triton.jit
-def inverse_norm(x, start, valid, stride, K: tl.constexpr, C: tl.constexpr):
-    """`1 / sqrt(sum x^2 + eps)` of each row of a chunk."""
-    rows = (start + tl.arange(0, C).to(tl.int64)) * stride
-    tile = tl.load(x + rows[:, None] + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(tile * tile, axis=1) + L2_EPS)
+def inverse_norm(x, rows, valid, K: tl.constexpr, BK: tl.constexpr):
+    """`1 / sqrt(sum x^2 + eps)` of each row of a block."""
+    total = tl.zeros([ROWS], tl.float32)
+    for s in tl.range(0, K, BK):
+        tile = tl.load(x + rows + s + tl.arange(0, BK)[None, :], mask=valid, other=0.0).to(tl.float32)
+        total += tl.sum(tile * tile, axis=1)
+    return 1.0 / tl.sqrt(total + L2_EPS)
 
 
-@triton.jit(do_not_specialize=["T", "N", "H", "HV", "slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"])
+@triton.jit
+def lower(x, diagonal: tl.constexpr):
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
+    return tl.where((i >= j) if diagonal else (i > j), x, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["T", "N", "H", "HV", "slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"]
+)
 def prepare_kernel(
     q,
     k,
@@ -201,6 +206,7 @@ def prepare_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    BLOCKS: tl.constexpr = C // ROWS
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
     slot = (pid // HV).to(tl.int64)
@@ -214,90 +220,126 @@ def prepare_kernel(
         if count <= 0:
             return
     qk_head = head // (HV // H)
-    q += batch * q_batch + qk_head * q_head
-    k += batch * k_batch + qk_head * k_head
-    g += batch * g_batch + head * g_head
-    beta += batch * beta_batch + head * beta_head
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    beta += batch * beta_batch + start * beta_token + head * beta_head
     chunk = slot * HV + head
     w += chunk * C * K
     qg += chunk * C * K
     kg += chunk * C * K
     decay += chunk * K
-    dtype = w.dtype.element_ty
-
-    row = tl.arange(0, C)
-    valid = row < count
-    token = start + row.to(tl.int64)
-    b = write_strength(tl.load(beta + token * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
-    b = tl.where(valid, b, 0.0)
-    if L2NORM:
-        norm_q = inverse_norm(q, start, valid, q_token, K, C) * scale
-        norm_k = inverse_norm(k, start, valid, k_token, K, C)
-    else:
-        norm_q = tl.full([C], 1.0, tl.float32) * scale
-        norm_k = tl.full([C], 1.0, tl.float32)
+    Aqk += chunk * C * C
+    inverse += chunk * C * C
+    dtype: tl.constexpr = w.dtype.element_ty
     rate = 1.0
     if A_log is not None:
         rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
 
-    far_kk = tl.zeros([C, C], tl.float32)
-    far_qk = tl.zeros([C, C], tl.float32)
-    near_kk = tl.zeros([C // BLOCK, BLOCK, BLOCK], tl.float32)
-    near_qk = tl.zeros([C // BLOCK, BLOCK, BLOCK], tl.float32)
-    same = tl.zeros([C], tl.float32)
-    i = row[:, None]
-    j = row[None, :]
-    for s in tl.range(0, K, BK, num_stages=STAGES):
-        column = s + tl.arange(0, BK)
-        x = tl.load(g + token[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        tile_k = tl.load(k + token[:, None] * k_token + column[None, :], mask=valid[:, None], other=0.0)
-        tile_q = tl.load(q + token[:, None] * q_token + column[None, :], mask=valid[:, None], other=0.0)
-        if dt_bias is not None:
-            x += tl.load(dt_bias + head * K + column).to(tl.float32)[None, :]
-        prefix = tl.where(valid[:, None], log2_decay(x, rate, lower_bound, GATE), 0.0)
-        suffix = tl.zeros([C, BK], tl.float32)
-
-        for level in tl.static_range(4):
-            if not SAFE:
-                near_kk, near_qk = near_pairs(near_kk, near_qk, tile_k, tile_q, prefix, suffix, 1 << level, PRECISION)
-            prefix, suffix = double_blocks(prefix, suffix, 1 << level)
-        if SAFE:
-            near_kk, near_qk = bounded_pairs(near_kk, near_qk, tile_k, tile_q, suffix, PRECISION)
+    zero = tl.zeros([ROWS, ROWS], tl.float32)
+    row = tl.arange(0, ROWS)
+    strength = ()
+    norm_q = ()
+    norm_k = ()
+    near_kk = ()
+    near_qk = ()
+    same = ()
+    far_kk = zero
+    far_qk = zero
+    for block in tl.static_range(BLOCKS):
+        token = row + block * ROWS
+        valid = token < count
+        b = write_strength(tl.load(beta + token * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
+        strength = strength + (tl.where(valid, b, 0.0),)
+        if L2NORM:
+            norm_q = norm_q + (inverse_norm(q, token[:, None] * q_token, valid[:, None], K, BK) * scale,)
+            norm_k = norm_k + (inverse_norm(k, token[:, None] * k_token, valid[:, None], K, BK),)
         else:
-            same += tl.sum(tile_q.to(tl.float32) * tile_k.to(tl.float32), axis=1)
-        for level in tl.static_range(4, C.bit_length() - 1):
-            far_kk, far_qk = far_pairs(far_kk, far_qk, tile_k, tile_q, prefix, suffix, 1 << level, PRECISION)
-            prefix, suffix = double_blocks(prefix, suffix, 1 << level)
+            norm_q = norm_q + (tl.full([ROWS], 1.0, tl.float32) * scale,)
+            norm_k = norm_k + (tl.full([ROWS], 1.0, tl.float32),)
 
-        here = row[:, None] * K + column[None, :]
-        grown = tl.exp2(prefix)
-        tl.store(qg + here, (tile_q * grown * norm_q[:, None]).to(dtype))
-        tl.store(kg + here, (tile_k * tl.exp2(suffix) * norm_k[:, None]).to(dtype))
-        tl.store(w + here, (tile_k * grown * norm_k[:, None]).to(dtype))
-        total = tl.sum(tl.where(row[:, None] == C - 1, prefix, 0.0), axis=0)
-        tl.store(decay + column, tl.exp2(total))
+        # one pass over the channels for each block: sums of both blocks at once would not fit in registers
+        kk = zero
+        qk = zero
+        dots = tl.zeros([ROWS], tl.float32)
+        for s in tl.range(0, K, BK, num_stages=STAGES):
+            column = s + tl.arange(0, BK)[None, :]
+            here = token[:, None] * K + column
+            bias = 0.0
+            if dt_bias is not None:
+                bias = tl.load(dt_bias + head * K + column).to(tl.float32)
+            x = tl.load(g + token[:, None] * g_token + column, mask=valid[:, None], other=0.0).to(tl.float32)
+            tile_k = tl.load(k + token[:, None] * k_token + column, mask=valid[:, None], other=0.0)
+            tile_q = tl.load(q + token[:, None] * q_token + column, mask=valid[:, None], other=0.0)
+            high, low = split_decay(x + bias, rate, lower_bound, valid, GATE)
+            if SAFE:
+                kk, qk = near_bounded(kk, qk, tile_k, tile_q, high, low, dtype, PRECISION)
+            else:
+                kk, qk = near_exact(kk, qk, tile_k, tile_q, high, low, dtype, PRECISION)
+                dots += tl.sum(tile_q.to(tl.float32) * tile_k.to(tl.float32), axis=1)
+            grown = tl.exp2(sums(row[None, :] <= row[:, None], high, low))
+            shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low))
+            # of any row, exp(G_i) exp(G_end - G_i) is the decay of the whole block
+            total = grown * shrunk
+            if block == 1:
+                first = row < count
+                x = tl.load(g + row[:, None] * g_token + column, mask=first[:, None], other=0.0).to(tl.float32)
+                first_k = tl.load(k + row[:, None] * k_token + column, mask=first[:, None], other=0.0)
+                high, low = split_decay(x + bias, rate, lower_bound, first, GATE)
+                first_shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low))
+                first_total = tl.exp2(sums(row[None, :] >= 0 * row[:, None], high, low))
+                far_kk, far_qk = products(
+                    far_kk, far_qk, tile_k, tile_q, grown, first_k, first_shrunk, dtype, PRECISION
+                )
+                first_shrunk *= total * norm_k[0][:, None]
+                tl.store(kg + row[:, None] * K + column, (first_k * first_shrunk).to(dtype))
+                grown *= first_total
+                total *= first_total
+            tl.store(qg + here, (tile_q * (grown * norm_q[block][:, None])).to(dtype))
+            tl.store(w + here, (tile_k * (grown * norm_k[block][:, None])).to(dtype))
+            if block == BLOCKS - 1:
+                tl.store(kg + here, (tile_k * (shrunk * norm_k[block][:, None])).to(dtype))
+                tl.store(decay + column + row[:, None] * 0, total, mask=row[:, None] == 0)
+        near_kk = near_kk + (kk,)
+        near_qk = near_qk + (qk,)
+        same = same + (dots,)
 
-    near = i // BLOCK == j // BLOCK
-    square = chunk * C * C + i * C + j
-    aqk = tl.where(near, spread_blocks(near_qk, C), far_qk)
-    if not SAFE:
-        aqk += tl.where(i == j, same[:, None], 0.0)
-    aqk = tl.where(i >= j, aqk * norm_q[:, None] * norm_k[None, :], 0.0)
-    tl.store(Aqk + square, aqk.to(dtype))
+    inverses = ()
+    for block in tl.static_range(BLOCKS):
+        square = (row + block * ROWS)[:, None] * C + row[None, :] + block * ROWS
+        aqk = near_qk[block]
+        if not SAFE:
+            aqk += tl.where(row[:, None] == row[None, :], same[block][:, None], 0.0)
+        aqk *= norm_q[block][:, None] * norm_k[block][None, :]
+        tl.store(Aqk + square, lower(aqk, True).to(dtype))
+        akk = near_kk[block] * (norm_k[block] * strength[block])[:, None] * norm_k[block][None, :]
+        inverses = inverses + (invert_block(lower(akk, False), PRECISION),)
+    if BLOCKS == 2:
+        below = (row + ROWS)[:, None] * C + row[None, :]
+        above = row[:, None] * C + row[None, :] + ROWS
+        tl.store(Aqk + below, (far_qk * norm_q[1][:, None] * norm_k[0][None, :]).to(dtype))
+        tl.store(Aqk + above, zero.to(dtype))
+        tl.store(inverse + above, zero.to(dtype))
+        akk = far_kk * (norm_k[1] * strength[1])[:, None] * norm_k[0][None, :]
+        corner = tl.dot(inverses[1], akk, input_precision=PRECISION)
+        corner = -tl.dot(corner, inverses[0], input_precision=PRECISION)
+        far = (corner * strength[0][None, :]).to(dtype)
+        tl.store(inverse + below, far)
+    near = ()
+    for block in tl.static_range(BLOCKS):
+        square = (row + block * ROWS)[:, None] * C + row[None, :] + block * ROWS
+        near = near + ((inverses[block] * strength[block][None, :]).to(dtype),)
+        tl.store(inverse + square, near[block])
 
-    far_kk *= (norm_k * b)[:, None] * norm_k[None, :]
-    block_norm = tl.reshape(norm_k, [C // BLOCK, BLOCK])
-    block_row = tl.reshape(norm_k * b, [C // BLOCK, BLOCK])
-    near_kk *= block_row[:, :, None] * block_norm[:, None, :]
-    below = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
-    X = spread_blocks(forward_substitution(tl.where(below[None, :, :], near_kk, 0.0)), C)
-    for level in tl.static_range(4, C.bit_length() - 1):
-        X = merge_blocks(X, far_kk, 1 << level, PRECISION)
-    weights = (X * b[None, :]).to(dtype)
-    tl.store(inverse + square, weights)
     # w holds k exp(G) until here; other threads of this program wrote part of what a thread now reads
     tl.debug_barrier()
-    for s in tl.range(0, K, BK, num_stages=STAGES):
-        here = row[:, None] * K + s + tl.arange(0, BK)[None, :]
-        tile = tl.dot(weights, tl.load(w + here), input_precision=PRECISION)
-        tl.store(w + here, tile.to(dtype))
+    WIDE: tl.constexpr = 128 if K > 128 else K
+    for s in tl.range(0, K, WIDE, num_stages=1):
+        top = row[:, None] * K + s + tl.arange(0, WIDE)[None, :]
+        k0 = tl.load(w + top)
+        if BLOCKS == 2:
+            k1 = tl.load(w + ROWS * K + top)
+            tile = tl.dot(far, k0, input_precision=PRECISION)
+            tile = tl.dot(near[1], k1, acc=tile, input_precision=PRECISION)
+            tl.store(w + ROWS * K + top, tile.to(dtype))
+        tl.store(w + top, tl.dot(near[0], k0, input_precision=PRECISION).to(dtype))
