@@ -13,9 +13,12 @@ from .base import Results
 MIN_CAPABILITY = (8, 0)
 
 
-@functools.cache
+_cached_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+@torch.compiler.assume_constant_result  # or torch.compile would put the question into its graph
 def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return _cached_capability(index)
 
 
 def _interpreting() -> bool:
