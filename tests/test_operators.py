@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,15 @@ def test_compiled_graph_holds_one_operator():
     torch.compile(lambda **arguments: fd.chunk_kda(**arguments), fullgraph=True, backend=keep)(**call)
     called = [node.target for node in graphs[0].graph.nodes if "flashdelta" in str(node.target)]
     assert called == [torch.ops.flashdelta.kda_forward]
+
+
+def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backends.triton, "_cached_capability", lambda index: (9, 0))
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: x + backends.triton._capability(0)[0], fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch.compile warns of caches it looks through
+        assert function(torch.zeros(1)).item() == 9
 
 
 def test_compiled_call_refuses_bad_input():

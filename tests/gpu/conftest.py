@@ -1,0 +1,48 @@
+"""The GPU tier: `pytest -m gpu` (add `-n 8` to compile kernels in parallel)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashdelta.backends import BACKENDS
+
+GPU_BACKENDS = [backend.name for backend in BACKENDS if backend.name != "reference"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `backend` runs on every backend that has kernels."""
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", GPU_BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    assert torch.cuda.is_available(), "the GPU tier needs an NVIDIA GPU that PyTorch can see"
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """For tests of many GB: leaves nothing behind for the processes beside this one."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def no_synchronisation() -> contextlib.AbstractContextManager:
+    """A context in which waiting for the GPU is an error."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context

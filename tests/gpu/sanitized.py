@@ -1,0 +1,51 @@
+"""A small set of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized`.
+
+Without PyTorch's caching allocator (PYTORCH_NO_CUDA_MEMORY_CACHING=1) every tensor is an allocation of its own, so a
+read or write past its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+import flashdelta as fd
+
+from ..cases import BF16, BY_NAME, FP32, named
+from ..inputs import make_call
+from ..oracle import as_recurrent
+from .calls import KIMI, UNBOUNDED, on_gpu
+
+CASES = [
+    *(
+        on_gpu(case)
+        for case in named("T1", "T65", "packed", "packed_unused", "packed_all_empty", "fused", "chunk32", "h")
+    ),
+    replace(UNBOUNDED, T=70, H=1, HV=2),
+    replace(KIMI, lengths=(17, 0, 64, 1), state=BF16, v_first=True),
+]
+BAD_OFFSETS = [(3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 71), (0, 2**40, -(2**40), 2**62)]
+
+
+def calls() -> list[dict]:
+    found = [make_call(case, BF16) for case in CASES] + [make_call(on_gpu(BY_NAME["packed"]), FP32)]
+    whole = make_call(replace(KIMI, T=70, h=True), BF16)
+    found += [whole | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
+    return found
+
+
+def main() -> None:
+    backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
+    for call in calls():
+        # made on the CPU, so that few kernels but ours run
+        call = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        fd.chunk_kda(**call, backend=backend)
+        fd.fused_recurrent_kda(**as_recurrent(call), backend=backend)
+    torch.cuda.synchronize()
+    print(f"{len(calls())} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""How calls run: compiled when, captured in CUDA graphs, on several streams, without waiting, under torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+import flashdelta as fd
+
+from ..cases import BF16, FP32, Case, case_id
+from ..inputs import TOKEN_TENSORS
+from ..oracle import same_bits, truth
+from .calls import BOTH, KIMI, UNBOUNDED, gpu_call, hold
+
+pytestmark = pytest.mark.gpu
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of kernels that Triton compiles, or loads from its disk cache, inside the context."""
+    names: list[str] = []
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = lambda **event: names.append(event["src"].name)
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+# ---- compilation ----------------------------------------------------------------------------------------------------
+
+# K = V = 64 is used by no other test in a way that would hide a first compilation.
+SMALL = replace(KIMI, K=64, V=64, H=2, HV=2, T=100, state=FP32)
+
+
+def test_the_counter_counts(backend: str):
+    """Head dimensions are compile-time values: two new ones must be seen."""
+    fresh = replace(SMALL, K=32, V=256, scale=0.123)
+    with compilations() as names:
+        fd.chunk_kda(**gpu_call(fd.chunk_kda, fresh, torch.float16, backend))
+    assert names
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, op, backend: str):
+    start = replace(SMALL, lengths=(60, 40) if packed else None)
+    op(**gpu_call(op, start, BF16, backend))
+    others = [
+        *(replace(start, H=H, HV=HV) for H, HV in ((1, 1), (3, 3), (16, 16), (1, 2), (4, 20))),
+        *(replace(start, T=T) for T in (1, 16, 63, 64, 1000)),
+        *(replace(start, B=B) for B in (2, 16)),
+    ]
+    if packed:
+        lengths = ((1,), (64,), (1, 1), (0, 5, 0, 900), (16,) * 16)
+        others = [*(replace(start, lengths=n) for n in lengths), *(replace(c, B=1) for c in others)]
+    with compilations() as names:
+        for case in others:
+            op(**gpu_call(op, case, BF16, backend))
+    assert names == []
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_warmup_compiles_all_that_calls_need(op, backend: str):
+    """Afterwards no call of those kinds compiles: other heads, other lengths, slices of a fused projection."""
+    fd.warmup([(64, 128)], op=op, backend=backend, state_v_first=True)
+    # heads that keep the fused projection's rows a multiple of 16 long
+    base = replace(KIMI, K=64, V=128, H=8, HV=16, v_first=True, offsets_dtype=torch.int32)
+    with compilations() as names:
+        for state in (None, FP32):
+            for lengths in (None, (7, 0, 120)):
+                for layout in ("dense", "fused"):
+                    case = replace(base, state=state, lengths=lengths, layout=layout)
+                    op(**gpu_call(op, case, BF16, backend))
+    assert names == []
+
+
+# ---- no waiting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("lengths", [None, (60, 0, 40)], ids=["fixed", "packed"])
+def test_the_host_never_waits_for_the_gpu(lengths, op, backend: str, no_synchronisation):
+    call = gpu_call(op, replace(KIMI, lengths=lengths, state=FP32, h=op is fd.chunk_kda), BF16, backend)
+    if lengths and op is fd.chunk_kda:
+        call["cu_seqlens_cpu"] = call["cu_seqlens"].cpu()
+    want = op(**call)
+    with no_synchronisation():
+        results = op(**call)
+    for a, b in zip(results, want):
+        assert same_bits(a, b)
+
+
+def test_the_sync_check_can_fail(no_synchronisation):
+    x = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation():
+        x.item()
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+LAYOUTS = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128, 128, 128, 128)]
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+def test_graph_replays_with_other_lengths_and_inputs(model: Case, op, backend: str):
+    """Captured once for 4 sequences of 512 tokens in all; `cu_seqlens` changes in place, and may leave tokens over."""
+
+    def fresh(lengths: tuple[int, ...], seed: int) -> dict:
+        case = replace(model, lengths=lengths, unused=512 - sum(lengths), state=FP32, v_first=True)
+        return gpu_call(op, case, BF16, backend, seed)
+
+    static = fresh(LAYOUTS[0], 0)
+    out = torch.full_like(static["v"], torch.nan)
+    op(**static, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, state = op(**static, out=out)
+    for seed, lengths in enumerate(LAYOUTS, start=1):
+        call = fresh(lengths, seed)
+        for name in (*TOKEN_TENSORS, "cu_seqlens", "initial_state"):
+            static[name].copy_(call[name])
+        for parameter in ("A_log", "dt_bias"):
+            static[parameter].copy_(call[parameter])
+        out.fill_(torch.nan)
+        graph.replay()
+        want_o, want_state = op(**call)
+        tokens = slice(0, sum(lengths))
+        assert same_bits(out[:, tokens], want_o[:, tokens])
+        assert same_bits(state, want_state)
+        hold(call, (want_o, want_state), truth(call))
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_two_streams_at_once(op, backend: str):
+    """Calls that overlap share no scratch memory."""
+    cases = [replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))]
+    calls = [gpu_call(op, case, BF16, backend, seed) for seed, case in enumerate(cases)]
+    want = [op(**call) for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found: list[list[tuple]] = [[], []]
+    for _ in range(8):
+        for stream, call, results in zip(streams, calls, found):
+            with torch.cuda.stream(stream):
+                results.append(op(**call))
+    torch.cuda.synchronize()
+    for results, (want_o, want_state) in zip(found, want):
+        for o, state in results:
+            assert same_bits(o, want_o)
+            assert same_bits(state, want_state)
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_compiles_in_one_graph_with_inductor(op, backend: str):
+    call = gpu_call(op, replace(KIMI, lengths=(90, 110), state=FP32), BF16, backend)
+
+    def layer(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        o, state = op(**arguments)
+        return o, state
+
+    torch._dynamo.reset()
+    for got, want in zip(torch.compile(layer, fullgraph=True)(call), layer(call)):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_compiles_with_out_with_inductor(op, backend: str):
+    call = gpu_call(op, KIMI, BF16, backend)
+    want, _ = op(**call)
+    out = torch.full_like(want, torch.nan)
+    torch._dynamo.reset()
+    torch.compile(lambda out, arguments: op(**arguments, out=out), fullgraph=True)(out, call)
+    assert same_bits(out, want)

@@ -1,0 +1,41 @@
+"""Beside flash-linear-attention on the same inputs: never more than 1.1 times its error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.bench.peers import find_fla
+
+from ..cases import BF16, Case, case_id
+from ..oracle import chunked_truth, relative_error
+from .calls import KIMI, gpu_call
+
+pytestmark = pytest.mark.gpu
+
+# 32 heads of 128: the shape for which ready autotuning results are easiest to have; others make FLA tune for a minute.
+CASES = [
+    replace(KIMI, name="fixed", H=32, HV=32, T=2048),
+    replace(KIMI, name="packed", H=32, HV=32, lengths=(1300, 547, 0, 201)),
+]
+
+
+OURS_ONLY = ("backend", "chunk_size", "return_intermediate_states")
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_error_is_not_above_flas(case: Case, backend: str):
+    fla = find_fla()
+    if fla.chunk_kda is None:
+        pytest.skip(fla.absence)
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    results, want = fd.chunk_kda(**call), chunked_truth(call)
+    shared = {name: x for name, x in call.items() if name not in OURS_ONLY}
+    with torch.no_grad():
+        fla_results = fla.chunk_kda(**shared | {"safe_gate": True})
+    for name, ours, theirs, exact in zip(("o", "final_state"), results, fla_results, want):
+        error, fla_error = relative_error(ours, exact), relative_error(theirs, exact)
+        assert error <= 1.1 * fla_error, f"{name}: error {error:.3g}, FLA's is {fla_error:.3g}"

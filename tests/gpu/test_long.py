@@ -1,0 +1,86 @@
+"""Long inputs: 64K tokens, and tensors of more than 2^31 elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import BF16, BY_NAME, FP32, Case, case_id
+from ..inputs import TOKEN_TENSORS, narrow, sequence_calls
+from ..oracle import chunked_truth, same_bits
+from .calls import BOTH, KIMI, UNBOUNDED, gpu_call, hold, run_or_skip
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_memory")]
+
+INT32_LIMIT = 2**31
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(KIMI, T=65_536),
+        replace(UNBOUNDED, lengths=(65_536 - 1000, 0, 1000), state=FP32, v_first=True),
+        replace(BY_NAME["no_decay"], name="64K without decay", T=65_536, H=2, HV=2, K=128, V=128),
+        replace(BY_NAME["pinned"], name="64K pinned at the bound", T=65_536, H=2, HV=2, K=128, V=128),
+    ],
+    ids=case_id,
+)
+def test_64k_tokens(case: Case, backend: str):
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    hold(call, run_or_skip(fd.chunk_kda, call), chunked_truth(call))
+
+
+def _big(*shape: int, **kinds) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", **kinds)
+
+
+def test_more_than_2_31_elements_in_a_tensor(backend: str):
+    """270,000 tokens x 64 heads x 128: the second sequence crosses element 2^31, the third lies past it.
+
+    Both must give the bits they give alone, where every offset is small, and the second is held against the truth.
+    """
+    H, K, lengths = 64, 128, (261_000, 2_333, 6_667)
+    T = sum(lengths)
+    assert lengths[0] * H * K < INT32_LIMIT < sum(lengths[:2]) * H * K
+    small = gpu_call(fd.chunk_kda, replace(KIMI, H=H, HV=H, T=1), BF16, backend)
+    call = small | {name: _big(1, T, H, K, dtype=BF16) for name in ("q", "k", "v", "g")}
+    call["beta"] = _big(1, T, H, dtype=BF16)
+    call["cu_seqlens"] = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    o, state = run_or_skip(fd.chunk_kda, call)
+    _, second, third = sequence_calls(call)
+    end = 0
+    for n, one in ((1, second), (2, third)):
+        start, end = sum(lengths[:n]), sum(lengths[: n + 1])
+        alone = {**one, **{name: one[name].clone() for name in TOKEN_TENSORS}}
+        o_alone, state_alone = fd.chunk_kda(**alone)
+        assert same_bits(o[:, start:end], o_alone)
+        assert same_bits(state[n], state_alone[0])
+        if n == 1:
+            hold(alone, (o_alone, state_alone), chunked_truth(alone))
+    assert end == T
+    assert state.isfinite().all()
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_more_than_2_31_elements_of_state(op, backend: str):
+    """2,100 sequences of one or two tokens, each with its state, as a decode batch has."""
+    H, K, N = 64, 128, 2_100
+    assert N * H * K * K > INT32_LIMIT
+    lengths = tuple(1 + n % 2 for n in range(N))
+    case = replace(KIMI, H=H, HV=H, lengths=lengths, v_first=True)
+    call = gpu_call(op, case, BF16, backend)
+    call["initial_state"] = _big(N, H, K, K, dtype=FP32)
+    o, state = run_or_skip(op, call)
+    for n in (0, N // 2, N - 3, N - 2, N - 1):
+        start = sum(lengths[:n])
+        tokens = slice(start, start + lengths[n])
+        one = narrow(call, tokens.start, tokens.stop)
+        one["initial_state"] = call["initial_state"][n : n + 1].clone()
+        o_alone, state_alone = op(**one)
+        assert same_bits(o[:, tokens], o_alone)
+        assert same_bits(state[n : n + 1], state_alone)
+        hold(one, (o_alone, state_alone), chunked_truth(one))

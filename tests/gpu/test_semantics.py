@@ -1,0 +1,166 @@
+"""Every backend with kernels, over the whole list of semantics, against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, Case, case_id, named
+from ..inputs import TOKEN_TENSORS, make_call
+from ..oracle import assert_close, same_bits
+from .calls import BOTH, KIMI, UNBOUNDED, check, gpu_call, on_gpu
+
+pytestmark = pytest.mark.gpu
+
+FP16 = torch.float16
+TABLE = [on_gpu(case) for case in CASES]
+OTHER_DTYPES = [
+    on_gpu(case)
+    for case in (
+        *named("T1", "T65", "chunk32", "decay", "decay_promised", "softplus", "bounded", "wide_gate", "beta_double"),
+        *named("gva4", "state_v_first", "state_bf16", "packed", "packed_chunk32", "packed_unused", "fused", "h"),
+        *HARD_CASES,
+    )
+]
+# Heads, lengths and packing are run-time values: these compile nothing new.
+RATIOS = [(1, 1), (2, 2), (4, 4), (2, 4), (3, 6), (2, 8), (1, 8), (12, 12)]
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 131, 257, 1021)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=case_id)
+def test_chunk_bf16(case: Case, backend: str):
+    check(fd.chunk_kda, case, BF16, backend)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("case", OTHER_DTYPES, ids=case_id)
+def test_chunk_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
+    check(fd.chunk_kda, case, dtype, backend)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=case_id)
+def test_recurrent_bf16(case: Case, backend: str):
+    check(fd.fused_recurrent_kda, case, BF16, backend)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("case", [case for case in OTHER_DTYPES if case not in HARD_CASES], ids=case_id)
+def test_recurrent_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
+    check(fd.fused_recurrent_kda, case, dtype, backend)
+
+
+@pytest.mark.parametrize("V", [32, 64, 128, 256])
+@pytest.mark.parametrize("K", [32, 64, 128, 256])
+def test_head_dims(K: int, V: int, backend: str):
+    case = replace(BY_NAME["state"], K=K, V=V, T=130)
+    check(fd.chunk_kda, case, BF16, backend)
+    check(fd.fused_recurrent_kda, replace(case, T=20), BF16, backend)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(256, 256), (64, 256), (256, 32)])
+def test_head_dims_other_dtypes(K: int, V: int, dtype: torch.dtype, backend: str):
+    check(fd.chunk_kda, replace(BY_NAME["decay"], K=K, V=V, T=130), dtype, backend)
+
+
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+@pytest.mark.parametrize(("H", "HV"), RATIOS)
+def test_head_ratios(H: int, HV: int, model: Case, backend: str):
+    check(fd.chunk_kda, replace(model, H=H, HV=HV), BF16, backend)
+    check(fd.fused_recurrent_kda, replace(model, H=H, HV=HV, T=20), BF16, backend)
+
+
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+@pytest.mark.parametrize("T", LENGTHS)
+def test_lengths(T: int, model: Case, backend: str):
+    check(fd.chunk_kda, replace(model, T=T, B=2), BF16, backend)
+
+
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_packed_lengths(dtype: torch.dtype, model: Case, backend: str):
+    lengths = (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0)
+    check(fd.chunk_kda, replace(model, lengths=lengths, state=FP32, v_first=True), dtype, backend)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(200,), (1,) * 300, (100, 0, 300), (64,) * 20], ids=["one", "300 of 1", "empty between", "20 chunks"]
+)
+def test_packed_h(lengths: tuple[int, ...], backend: str):
+    """Where the chunks of a sequence start in `h` depends on all sequences before it; 300 are more than one block."""
+    check(fd.chunk_kda, replace(KIMI, lengths=lengths, state=FP32, h=True), BF16, backend)
+
+
+# ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("name", [*TOKEN_TENSORS, "initial_state"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_stays_in_its_sequence(bad: float, name: str, op, backend: str):
+    call = gpu_call(op, replace(KIMI, lengths=(17, 100, 35), state=FP32), BF16, backend)
+    o, state = op(**call)
+    spoiled = call | {name: call[name].clone()}
+    if name == "initial_state":
+        spoiled[name][1] = bad
+    else:
+        spoiled[name][:, 17:117] = bad
+    o_spoiled, state_spoiled = op(**spoiled)
+    for tokens in (slice(0, 17), slice(117, 152)):
+        assert same_bits(o_spoiled[:, tokens], o[:, tokens])
+    for n in (0, 2):
+        assert same_bits(state_spoiled[n], state[n])
+    assert not same_bits(o_spoiled, o)
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_inputs_are_never_written(op, backend: str):
+    for case in (*named("fused", "packed", "last_dim_strided", "state_strided"), KIMI):
+        call = gpu_call(op, on_gpu(replace(case, h=False)), BF16, backend)
+        before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
+        op(**call)
+        for name, x in before.items():
+            assert same_bits(call[name], x), (case.name, name)
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_nothing_beside_out_is_written(op, backend: str):
+    call = gpu_call(op, replace(KIMI, B=3, T=70), BF16, backend)
+    want, _ = op(**call)
+    buffer = torch.full((3, 70 + 58, 4, 2, 128), torch.nan, dtype=BF16, device="cuda")
+    o, _ = op(**call, out=buffer[:, :70, :, 1])
+    assert same_bits(o, want)
+    assert buffer[:, 70:].isnan().all()
+    assert buffer[:, :, :, 0].isnan().all()
+
+
+# ---- gradients: the reference on the GPU, until a backend has kernels for them --------------------------------------
+
+
+def test_gradients_on_the_gpu_are_those_on_the_cpu():
+    case = replace(UNBOUNDED, H=1, HV=2, T=40, state=FP32)
+
+    def gradients(device: str) -> dict[str, torch.Tensor]:
+        call = make_call(case, FP32, "cpu")
+        call = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        leaves = {name: x.requires_grad_() for name, x in call.items() if isinstance(x, torch.Tensor)}
+        o, state = fd.chunk_kda(**call)
+        (o.square().sum() + state.square().sum()).backward()
+        return {name: x.grad.cpu() for name, x in leaves.items()}
+
+    on_cpu, found = gradients("cpu"), gradients("cuda")
+    for name, want in on_cpu.items():
+        assert_close(f"grad of {name}", found[name], want, 1e-4)
+
+
+def test_auto_takes_kernels_where_they_can_run():
+    call = gpu_call(fd.chunk_kda, KIMI) | {"backend": "auto"}
+    assert fd.explain(fd.chunk_kda, **call).chosen != "reference"
+    double = make_call(KIMI, torch.float64, "cuda")
+    assert fd.explain(fd.chunk_kda, **double).chosen == "reference"
+    call["q"].requires_grad_()
+    assert fd.chunk_kda(**call)[0].requires_grad

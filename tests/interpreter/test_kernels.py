@@ -1,0 +1,204 @@
+"""The Triton kernels themselves, run on the CPU by Triton's interpreter: every case of the table, against the truth.
+
+float32 and float16: the interpreter's `tl.dot` gets bfloat16 wrong. Results and scratch memory start as NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import BY_NAME, CASES, FP32, HEAD_CASES, LAYOUT_CASES, LENGTH_CASES, Case, case_id, named
+from ..inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..oracle import (
+    TOLERANCE,
+    as_recurrent,
+    assert_close,
+    assert_right,
+    chunked_truth,
+    covered_tokens,
+    poisoned_memory,
+    same_bits,
+)
+
+FP16 = torch.float16
+BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
+
+
+def small(case: Case) -> Case:
+    """The case on as few chunks and heads as show the thing: the interpreter takes half a second for each of them."""
+    about_heads = case in HEAD_CASES or case in LAYOUT_CASES or case.H != case.HV
+    heads = {} if about_heads else {"H": 1, "HV": 1}
+    lengths = case.lengths and case.lengths[:5]
+    long = (128, 131) if case in LENGTH_CASES else (66, 70)
+    if case.h:
+        long = (150,)
+    return replace(case, T=min(case.T, max(long)), lengths=lengths, **heads)
+
+
+def few_tokens(case: Case) -> Case:
+    """For the token recurrence, which has no chunk boundary to cross."""
+    case = small(case)
+    return replace(case, T=min(case.T, 19), lengths=case.lengths and tuple(min(n, 19) for n in case.lengths))
+
+
+SMALL = [small(case) for case in CASES]
+IN_HALF = [
+    small(case)
+    for case in named(
+        *("T65", "chunk32", "decay", "softplus", "bounded", "wide_gate", "logsigmoid", "beta_double", "gva2"),
+        *("state_bf16", "packed_int32", "fused", "same_keys", "same_keys_unsafe", "g-50", "g_mixed", "zero_rows"),
+    )
+]
+
+
+def call_for(op, case: Case, dtype: torch.dtype) -> dict:
+    call = make_call(case, dtype) | {"backend": "triton"}
+    return call if op is fd.chunk_kda else as_recurrent(call)
+
+
+def poisoned_out(call: dict) -> dict:
+    return call | {"out": torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype)}
+
+
+def check(op, case: Case, dtype: torch.dtype) -> None:
+    call = poisoned_out(call_for(op, case, dtype))
+    with poisoned_memory():
+        results = op(**call)
+    assert results[0] is call["out"]
+    assert_right(lambda **_: results[:2], call)
+    if case.h and op is fd.chunk_kda:
+        assert_close("h", results[2], chunked_truth(call)[2], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", SMALL, ids=case_id)
+def test_chunk_fp32(case: Case):
+    check(fd.chunk_kda, case, FP32)
+
+
+@pytest.mark.parametrize("case", IN_HALF, ids=case_id)
+def test_chunk_fp16(case: Case):
+    check(fd.chunk_kda, case, FP16)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=case_id)
+def test_recurrent_fp32(case: Case):
+    check(fd.fused_recurrent_kda, few_tokens(case), FP32)
+
+
+@pytest.mark.parametrize("case", IN_HALF, ids=case_id)
+def test_recurrent_fp16(case: Case):
+    check(fd.fused_recurrent_kda, few_tokens(case), FP16)
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 32), (32, 128)])
+def test_other_head_dims(K: int, V: int):
+    case = replace(BY_NAME["state"], K=K, V=V, H=1, HV=1, T=20)
+    check(fd.chunk_kda, case, FP32)
+    check(fd.fused_recurrent_kda, case, FP32)
+
+
+# ---- laws, to the bit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("case", named("bounded", "decay", "packed_int32"), ids=case_id)
+def test_no_state_and_zeros_give_the_same_bits(case: Case, op):
+    call = call_for(op, small(case), FP32)
+    zeros = torch.zeros(case.sequences, call["v"].shape[2], case.K, case.V)
+    for a, b in zip(op(**call), op(**call, initial_state=zeros)):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("case", named("packed_gva", "packed_bf16_state", "packed_chunk32"), ids=case_id)
+def test_packed_gives_each_sequences_own_bits(case: Case, op):
+    call = call_for(op, small(replace(case, h=False)), FP32)
+    o, state = op(**call)
+    alone = [op(**one) for one in sequence_calls(call)]
+    assert same_bits(o[:, covered_tokens(call)], torch.cat([one[0] for one in alone], dim=1))
+    assert same_bits(state, torch.cat([one[1] for one in alone]))
+
+
+@pytest.mark.parametrize("case", named("bounded", "decay"), ids=case_id)
+def test_split_at_a_chunk_boundary_gives_the_same_bits(case: Case):
+    call = call_for(fd.chunk_kda, small(case), FP32)
+    o, state = fd.chunk_kda(**call)
+    o_first, carried = fd.chunk_kda(**narrow(call, 0, 64))
+    o_second, final = fd.chunk_kda(**narrow(call, 64, 70), initial_state=carried)
+    assert same_bits(torch.cat([o_first, o_second], dim=1), o)
+    assert same_bits(final, state)
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("name", [*TOKEN_TENSORS, "initial_state"])
+def test_nan_stays_in_its_sequence(name: str, op):
+    case = replace(BY_NAME["packed"], lengths=(17, 20, 35), h=False, H=1, HV=1)
+    call = call_for(op, case, FP32)
+    o, state = op(**call)
+    spoiled = call | {name: call[name].clone()}
+    if name == "initial_state":
+        spoiled[name][1] = torch.nan
+    else:
+        spoiled[name][:, 17:37] = torch.nan
+    o_spoiled, state_spoiled = op(**spoiled)
+    for tokens in (slice(0, 17), slice(37, 72)):
+        assert same_bits(o_spoiled[:, tokens], o[:, tokens])
+    for n in (0, 2):
+        assert same_bits(state_spoiled[n], state[n])
+    assert not same_bits(o_spoiled, o)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("case", named("packed_int32", "fused", "state_strided", "last_dim_strided"), ids=case_id)
+def test_inputs_are_never_written(case: Case, op):
+    call = call_for(op, replace(case, T=17), FP32)
+    before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
+    op(**call)
+    for name, x in before.items():
+        assert same_bits(call[name], x), name
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_out_may_be_a_strided_view_and_nothing_beside_it_is_written(op):
+    call = call_for(op, replace(BY_NAME["B3"], T=17), FP32)
+    want, _ = op(**call)
+    buffer = torch.full((3, 17 + 15, 2, 2, 64), torch.nan)
+    o, _ = op(**call, out=buffer[:, :17, :, 1])
+    assert same_bits(o, want)
+    assert buffer[:, 17:].isnan().all()
+    assert buffer[:, :, :, 0].isnan().all()
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize(
+    "values", [(3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 710), (0, 2**40, -(2**40), 2**62)], ids=str
+)
+def test_bad_offsets_touch_nothing_outside_the_tensors(values: tuple[int, ...], op):
+    """`out` lies amid zeros that must stay. (Reads outside would crash on a GPU: `gpu/test_hazards.py` looks there.)"""
+    call = call_for(op, small(BY_NAME["bounded"]), FP32)
+    guarded = torch.zeros(1, 70 + 140, 1, 64)
+    _, state = op(**call, cu_seqlens=torch.tensor(values), out=guarded[:, 70:140])
+    assert state.shape[0] == len(values) - 1
+    assert guarded[:, :70].eq(0).all() and guarded[:, 140:].eq(0).all()
+
+
+def test_operator_runs_the_kernels_it_is_asked_for():
+    call = call_for(fd.chunk_kda, BY_NAME["T17"], FP32)
+    assert fd.explain(fd.chunk_kda, **call).chosen == "triton"
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **arguments: fd.chunk_kda(**arguments), fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(**call), fd.chunk_kda(**call)):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_warmup_runs(op):
+    assert fd.warmup([(32, 32)], op=op, dtype=FP32, device="cpu", backend="triton", initial_state=(True,)) == 2

@@ -1,0 +1,52 @@
+"""Every kernel compiles for every supported GPU, on the installed and the oldest Triton, within its budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import compile_budget
+from .compile_budget import ARCHITECTURES, DEVICE_SHARED_BYTES
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("toolchain", compile_budget.toolchains())
+def test_kernels_stay_within_their_budget(toolchain: str, arch: int):
+    costs = compile_budget.report(arch, compile_budget.toolchains()[toolchain])
+    if toolchain == "oldest":
+        assert {cost["triton"] for cost in costs} == {"3.6.0"}
+    wrong = compile_budget.violations(costs, compile_budget.read(), arch)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_budget_covers_every_stage_on_every_gpu(arch: int):
+    kernels = {name.split(":")[0].split()[1] for name in compile_budget.read() if name.startswith(f"sm_{arch} ")}
+    assert kernels == {"prepare_kernel", "recurrence_kernel", "recurrent_kernel"}
+
+
+def _cost(**changes: object) -> dict:
+    cost = {"kernel": "k", "variant": "v", "arch": 90, "triton": "3.6.0"}
+    return cost | {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"registers": 129}, "129 registers, at most 128"),
+        ({"spill_bytes": 8}, "8 spill_bytes, at most 0"),
+        ({"shared_bytes": 1001}, "1001 shared_bytes, at most 1000"),
+        ({"variant": "new"}, "not in the budget"),
+        ({"variant": "new"}, "but not compiled"),
+    ],
+)
+def test_going_over_budget_is_said(changes: dict, said: str):
+    budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000}}
+    assert compile_budget.violations([_cost()], budget, 90) == []
+    assert any(said in line for line in compile_budget.violations([_cost(**changes)], budget, 90))
+
+
+def test_more_shared_memory_than_the_device_has_is_said():
+    size = DEVICE_SHARED_BYTES[90] + 1
+    budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": size}}
+    said = compile_budget.violations([_cost(shared_bytes=size)], budget, 90)
+    assert said == [f"sm_90 k: v: {size} shared_bytes, the device has {size - 1}"]
