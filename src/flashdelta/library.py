@@ -14,7 +14,10 @@ from torch import Tensor
 from . import backends
 from .spec import SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, spec_of
 
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens"
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
+    "Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens"
+)
 _SETTINGS = (
     "str algorithm, float scale, str gate, float? lower_bound, bool safe_gate, str beta_kind, bool l2norm, int chunk_size, "
     "bool output_final_state, bool return_intermediate_states, bool state_v_first"

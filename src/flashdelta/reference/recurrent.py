@@ -38,9 +38,10 @@ def recurrent_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Ten
     decay = g.exp()
     initial = states_in(spec, t.initial_state, v)
     sequences = token_sequences(spec, t.cu_seqlens) if spec.packed else None
-    packed_states = spec.packed and (spec.output_final_state or spec.N > 0)
     S = initial.new_zeros(1, *initial.shape[1:]) if spec.packed else initial
-    outputs, states = [], []
+    # packed: the state after a sequence's last token goes to its row, every other token's to a row past the end
+    ends = torch.cat([initial, initial.new_zeros(1, *initial.shape[1:])]) if spec.packed else None
+    outputs = []
     for i in range(spec.T):
         if sequences is not None and spec.N > 0:
             S = torch.where(sequences.first[i], initial[sequences.sequence[i]][None], S)
@@ -49,18 +50,12 @@ def recurrent_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Ten
         correction = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhk,bhkv->bhv", k_i, S))
         S = S + k_i[..., None] * correction[:, :, None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, i], S))
-        if packed_states and spec.output_final_state:
-            states.append(S[0])
+        if sequences is not None and spec.output_final_state:
+            ends.index_copy_(0, sequences.ends[i : i + 1], S)
     o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
     if sequences is not None:
         o = torch.where(sequences.valid[None, :, None, None], o, 0.0)
     final = None
     if spec.output_final_state:
-        final = S
-        if sequences is not None:
-            final = initial
-            if states:
-                reached = torch.stack(states)[sequences.last.clamp(min=0)]
-                final = torch.where((sequences.last >= 0)[:, None, None, None], reached, initial)
-        final = states_out(spec, final, spec.state_dtype)
+        final = states_out(spec, S if ends is None else ends[:-1], spec.state_dtype)
     return o.to(t.v.dtype), final, None

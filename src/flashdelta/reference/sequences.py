@@ -53,19 +53,20 @@ def chunk_slots(spec: KdaSpec, cu_seqlens: torch.Tensor) -> ChunkSlots:
 
 @dataclass(frozen=True)
 class TokenSequences:
-    """Of every token of a packed batch: `sequence [T]` it belongs to, `first [T]`, `valid [T]`; `last [N]`: each
-    sequence's last token (-1 if it is empty)."""
+    """Of every token of a packed batch: the `sequence [T]` it belongs to, whether it is the `first [T]` of it, whether it
+    belongs to one at all (`valid [T]`), and `ends [T]`: its sequence if it is the last token of it, else `N`."""
 
     sequence: torch.Tensor
     first: torch.Tensor
     valid: torch.Tensor
-    last: torch.Tensor
+    ends: torch.Tensor
 
 
 def token_sequences(spec: KdaSpec, cu_seqlens: torch.Tensor) -> TokenSequences:
     cu = offsets_of(spec, cu_seqlens)
     t = torch.arange(spec.T, device=cu.device)
     sequence = torch.searchsorted(cu, t, right=True) - 1
-    inside = (sequence >= 0) & (sequence < spec.N)
+    valid = (sequence >= 0) & (sequence < spec.N)
     sequence = sequence.clamp(0, max(spec.N - 1, 0))
-    return TokenSequences(sequence, cu[sequence] == t, inside, torch.where(cu[1:] > cu[:-1], cu[1:] - 1, -1))
+    is_last = valid & (cu[(sequence + 1).clamp(max=spec.N)] == t + 1)
+    return TokenSequences(sequence, cu[sequence] == t, valid, torch.where(is_last, sequence, spec.N))

@@ -52,13 +52,22 @@ def prepare_config(spec: KdaSpec, capability: int) -> PrepareConfig:
 
 
 def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
-    """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three."""
-    wide = spec.dtype == torch.float32 or spec.K == 256
-    BV = min(spec.V, 32 if wide else 64)
+    """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
+
+    Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma.
+    """
     C, K = spec.chunk_size, spec.K
-    per_stage = (3 * C * K + 2 * C * C + C * BV) * spec.dtype.itemsize
-    stages = min(3, SHARED_MEMORY[capability] // per_stage)
-    return RecurrenceConfig(BV=BV, num_warps=4, stages=max(1, stages))
+    warpgroup_mma = capability in (90, 100)
+    if spec.dtype == torch.float32:
+        BV, num_warps = 16, 8 if K <= 128 else 16
+    elif K == 256:
+        BV, num_warps = 32, 8
+    else:
+        BV, num_warps = min(spec.V, 64 if warpgroup_mma else 32), 4
+    # asynchronous mma reads a stage while the next ones load; synchronous mma has read it into registers before
+    stage = (3 * C * K + 2 * C * C + C * BV) * spec.dtype.itemsize
+    buffers = min(3, SHARED_MEMORY[capability] // stage)
+    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
 
 
 def recurrent_config(spec: KdaSpec, capability: int) -> RecurrentConfig:
