@@ -68,7 +68,7 @@ def softplus(x):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-LOG2E * x))
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))  # in this order: Triton 3.9 interprets constexpr * tensor as a constexpr
 
 
 @triton.jit
