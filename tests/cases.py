@@ -6,7 +6,7 @@ thing; K differs from V throughout, so that a state of the wrong layout can't pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -200,10 +200,6 @@ assert len(BY_NAME) == len(CASES), "case names must differ"
 
 def named(*names: str) -> list[Case]:
     return [BY_NAME[name] for name in names]
-
-
-def resized(case: Case, **sizes: int) -> Case:
-    return replace(case, **sizes)
 
 
 def case_id(case: Case) -> str:

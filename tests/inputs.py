@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -240,7 +239,3 @@ def sequence_calls(call: dict) -> list[dict]:
             alone["initial_state"] = call["initial_state"][n : n + 1]
         calls.append(alone)
     return calls
-
-
-def with_lengths(case: Case, *lengths: int) -> Case:
-    return replace(case, lengths=lengths, B=1)
