@@ -13,7 +13,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call. `lengths`: packed sequences (then B is 1 and T their sum plus `unused` tokens of no sequence)."""
+    """One call. `lengths`: packed sequences (then B is 1 and T their sum plus `unused` tokens of no sequence).
+
+    `ill_conditioned`: rounding a chunk's operands to the working dtype, which every chunked kernel must do, already costs
+    more than the usual tolerance; see `oracle.rounding_error`."""
 
     name: str
     why: str
@@ -43,6 +46,7 @@ class Case:
     wide_gate: bool = False
     layout: str = "dense"
     hard: str | None = None
+    ill_conditioned: bool = False
 
     @property
     def tokens(self) -> int:
@@ -157,9 +161,23 @@ LAYOUT_CASES = [
 ]
 
 HARD_CASES = [
-    Case(name="same_keys", why="(I + A) at its worst: a series inverse explodes", T=130, hard="same_keys", safe=True),
-    Case(name="same_keys_unsafe", why="the same in the exact blocks", T=130, hard="same_keys"),
-    Case(name="same_keys_2", why="identical keys and beta near 2", T=130, hard="same_keys_2", safe=True),
+    Case(
+        name="same_keys",
+        why="(I + A) at its worst: a series inverse explodes",
+        T=130,
+        hard="same_keys",
+        safe=True,
+        ill_conditioned=True,
+    ),
+    Case(name="same_keys_unsafe", why="the same in the exact blocks", T=130, hard="same_keys", ill_conditioned=True),
+    Case(
+        name="same_keys_2",
+        why="identical keys and beta near 2",
+        T=130,
+        hard="same_keys_2",
+        safe=True,
+        ill_conditioned=True,
+    ),
     Case(
         name="pinned",
         why="the gate at its bound for thousands of tokens",

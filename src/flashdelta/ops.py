@@ -173,7 +173,8 @@ def _run(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> tupl
     chosen = backends.choose(spec, t.q.device, backend)
     if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
         return chosen.run(spec, t, out)
-    arguments = library.operator_arguments(spec, t, backend)
+    # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
+    arguments = library.operator_arguments(spec, t, chosen.name)
     if out is None:
         o, final_state, h = torch.ops.flashdelta.kda_forward(*arguments)
     else:

@@ -18,6 +18,7 @@ from ..oracle import (
     chunked_truth,
     covered_tokens,
     poisoned_memory,
+    rounding_error,
     state_tolerance,
     truth,
 )
@@ -58,15 +59,17 @@ def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") ->
         results = run_or_skip(op, call | {"out": out})
     assert results[0] is out
     want = truth(call) if case.tokens < 300 else chunked_truth(call)
-    hold(call, results, want)
+    # a kernel rounds in a few more places than the exact algorithm does
+    slack = [2 * error for error in rounding_error(call)] if case.ill_conditioned else (0.0, 0.0)
+    hold(call, results, want, slack)
     if case.h and op is fd.chunk_kda:
         assert_close("h", results[2], chunked_truth(call)[2], TOLERANCE[dtype])
 
 
-def hold(call: dict, results: tuple, want: tuple) -> None:
+def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
     dtype, tokens = call["q"].dtype, covered_tokens(call)
-    assert_close("o", results[0][:, tokens], want[0][:, tokens], TOLERANCE[dtype])
+    assert_close("o", results[0][:, tokens], want[0][:, tokens], TOLERANCE[dtype] + slack[0])
     if call["output_final_state"]:
-        assert_close("final_state", results[1], want[1], state_tolerance(dtype, results[1].dtype))
+        assert_close("final_state", results[1], want[1], state_tolerance(dtype, results[1].dtype) + slack[1])
     else:
         assert results[1] is None

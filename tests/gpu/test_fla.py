@@ -10,8 +10,8 @@ import torch
 import flashdelta as fd
 from flashdelta.bench.peers import find_fla
 
-from ..cases import BF16, Case, case_id
-from ..oracle import chunked_truth, relative_error
+from ..cases import BF16, BY_NAME, Case, case_id
+from ..oracle import chunked_truth, relative_error, rounding_error
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +20,10 @@ pytestmark = pytest.mark.gpu
 CASES = [
     replace(KIMI, name="fixed", H=32, HV=32, T=2048),
     replace(KIMI, name="packed", H=32, HV=32, lengths=(1300, 547, 0, 201)),
+    *(
+        replace(BY_NAME[name], H=32, HV=32, K=128, V=128)
+        for name in ("same_keys", "same_keys_unsafe", "same_keys_2", "pinned_decay", "no_decay", "g-50")
+    ),
 ]
 
 
@@ -35,7 +39,9 @@ def test_error_is_not_above_flas(case: Case, backend: str):
     results, want = fd.chunk_kda(**call), chunked_truth(call)
     shared = {name: x for name, x in call.items() if name not in OURS_ONLY}
     with torch.no_grad():
-        fla_results = fla.chunk_kda(**shared | {"safe_gate": True})
+        fla_results = fla.chunk_kda(**shared)
+    print(f"{case.name}: rounding alone {rounding_error(call) if case.lengths is None else '-'}")
     for name, ours, theirs, exact in zip(("o", "final_state"), results, fla_results, want):
         error, fla_error = relative_error(ours, exact), relative_error(theirs, exact)
+        print(f"{case.name} {name}: ours {error:.3g}, FLA {fla_error:.3g}")
         assert error <= 1.1 * fla_error, f"{name}: error {error:.3g}, FLA's is {fla_error:.3g}"

@@ -25,7 +25,8 @@ from .report import STARTUP_BUDGET_S, new_document
 
 
 def calls(tokens: int) -> tuple[tuple[str, Shape], ...]:
-    """The calls of a measured process in order, each of a shape not seen before."""
+    """The calls of a measured process in order, each of a shape not seen before. The first fixed and the first packed one
+    may compile; another head count or length may not."""
     third = tokens // 3
     return (
         (f"H=32 T={tokens}", Shape(T=tokens, H=32)),
@@ -51,7 +52,8 @@ def run_startup(device: torch.device, backend: str = "auto", tokens: int = 8192)
 
 
 def _row(process: str, i: int, call: str, seconds: float) -> dict:
-    budget = STARTUP_BUDGET_S["first" if i == 0 else "later"]
+    compiles = i == 0 or "packed" in call
+    budget = STARTUP_BUDGET_S["first" if compiles else "later"]
     return {"process": process, "call": call, "seconds": seconds, "budget_s": budget, "met": seconds <= budget}
 
 

@@ -61,9 +61,9 @@ def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def softplus(x):
-    """`log(1 + exp(x))`, whose exponential never overflows."""
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+def softplus_log2(x):
+    """`log2(1 + exp(x))`, whose exponential never overflows."""
+    return tl.maximum(x, 0.0) * LOG2E + tl.log2(1.0 + tl.exp2(tl.abs(x) * -LOG2E))
 
 
 @triton.jit
@@ -75,11 +75,11 @@ def sigmoid(x):
 def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
     """Log decay in base 2 from `x = g + dt_bias`; `rate = exp(A_log)`."""
     if GATE == "softplus":
-        x = -rate * softplus(x)
+        return -rate * softplus_log2(x)
     elif GATE == "lower_bound":
-        x = lower_bound * sigmoid(rate * x)
+        return (lower_bound * LOG2E) * sigmoid(rate * x)
     elif GATE == "logsigmoid":
-        x = -softplus(-x)
+        return -softplus_log2(-x)
     return x * LOG2E
 
 

@@ -131,6 +131,15 @@ def _strides(*tensors: torch.Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 
 
+def _states(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Initial and final state; for one that the call does not have, an empty tensor, which the kernel leaves alone."""
+    absent = t.v.new_empty(0, dtype=spec.state_dtype)
+    return (
+        absent if t.initial_state is None else t.initial_state,
+        absent if final_state is None else final_state,
+    )
+
+
 def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace) -> Launch:
     c = config.prepare_config(spec, capability)
     return Launch(
@@ -172,8 +181,8 @@ def recurrence(
         spec.N * spec.HV * (spec.V // c.BV),
         (
             *vars(workspace).values(),
-            *(t.v, o, t.initial_state, final_state, h, t.cu_seqlens),
-            *(spec.T, spec.N, spec.HV, spec.slots),
+            *(t.v, o, *_states(spec, t, final_state), h, t.cu_seqlens),
+            *(spec.T, spec.N, spec.HV, spec.slots, int(spec.has_initial_state), int(spec.output_final_state)),
             *_strides(t.v, o),
         ),
         dict(
@@ -198,9 +207,9 @@ def recurrent(
         spec.N * spec.HV * (spec.V // c.BV),
         (
             *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(o, t.initial_state, final_state),
+            *(o, *_states(spec, t, final_state)),
             *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV),
+            *(spec.T, spec.N, spec.H, spec.HV, int(spec.has_initial_state), int(spec.output_final_state)),
             *_strides(t.q, t.k, t.v, t.g, t.beta, o),
         ),
         dict(

@@ -128,9 +128,9 @@ def forward_substitution(A):
 
 
 @triton.jit
-def invert_block(A, PRECISION: tl.constexpr):
+def invert_block(A):
     """`(I + A)^-1` of a strictly lower `A [32, 32]`: its 16x16 diagonal blocks, then
-    `[[x, 0], [b, y]]^-1 = [[X, 0], [-Y b X, Y]]`."""
+    `[[x, 0], [b, y]]^-1 = [[X, 0], [-Y b X, Y]]`. In fp32: alternating terms cancel where keys repeat."""
     NB: tl.constexpr = ROWS // SUB
     i = tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, ROWS)[None, :]
@@ -140,7 +140,19 @@ def invert_block(A, PRECISION: tl.constexpr):
     X = tl.reshape(tl.broadcast_to(X[:, :, None, :], [NB, SUB, NB, SUB]), [ROWS, ROWS])
     X = tl.where(diagonal, X, 0.0)
     B = tl.where(diagonal, 0.0, A)
-    return X - tl.dot(tl.dot(X, B, input_precision=PRECISION), X, input_precision=PRECISION)
+    return X - tl.dot(tl.dot(X, B, input_precision="tf32x3"), X, input_precision="tf32x3")
+
+
+@triton.jit
+def apply_weights(weights, tile, acc, PRECISION: tl.constexpr):
+    """`acc + weights tile`. With a 16-bit tile, the fp32 weights enter as a high and a low part: rows of weights alternate in
+    sign where keys repeat, and rounding them once would leave more error than result."""
+    high = weights.to(tile.dtype)
+    acc = tl.dot(high, tile, acc=acc, input_precision=PRECISION)
+    if tile.dtype != tl.float32:
+        low = (weights - high.to(tl.float32)).to(tile.dtype)
+        acc = tl.dot(low, tile, acc=acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -313,7 +325,7 @@ def prepare_kernel(
         aqk *= norm_q[block][:, None] * norm_k[block][None, :]
         tl.store(Aqk + square, lower(aqk, True).to(dtype))
         akk = near_kk[block] * (norm_k[block] * strength[block])[:, None] * norm_k[block][None, :]
-        inverses = inverses + (invert_block(lower(akk, False), PRECISION),)
+        inverses = inverses + (invert_block(lower(akk, False)),)
     if BLOCKS == 2:
         below = (row + ROWS)[:, None] * C + row[None, :]
         above = row[:, None] * C + row[None, :] + ROWS
@@ -321,15 +333,15 @@ def prepare_kernel(
         tl.store(Aqk + above, zero.to(dtype))
         tl.store(inverse + above, zero.to(dtype))
         akk = far_kk * (norm_k[1] * strength[1])[:, None] * norm_k[0][None, :]
-        corner = tl.dot(inverses[1], akk, input_precision=PRECISION)
-        corner = -tl.dot(corner, inverses[0], input_precision=PRECISION)
-        far = (corner * strength[0][None, :]).to(dtype)
-        tl.store(inverse + below, far)
+        corner = tl.dot(inverses[1], akk, input_precision="tf32x3")
+        corner = -tl.dot(corner, inverses[0], input_precision="tf32x3")
+        far = corner * strength[0][None, :]
+        tl.store(inverse + below, far.to(dtype))
     near = ()
     for block in tl.static_range(BLOCKS):
         square = (row + block * ROWS)[:, None] * C + row[None, :] + block * ROWS
-        near = near + ((inverses[block] * strength[block][None, :]).to(dtype),)
-        tl.store(inverse + square, near[block])
+        near = near + (inverses[block] * strength[block][None, :],)
+        tl.store(inverse + square, near[block].to(dtype))
 
     # w holds k exp(G) until here; other threads of this program wrote part of what a thread now reads
     tl.debug_barrier()
@@ -337,9 +349,9 @@ def prepare_kernel(
     for s in tl.range(0, K, WIDE, num_stages=1):
         top = row[:, None] * K + s + tl.arange(0, WIDE)[None, :]
         k0 = tl.load(w + top)
+        tile = tl.zeros([ROWS, WIDE], tl.float32)
         if BLOCKS == 2:
             k1 = tl.load(w + ROWS * K + top)
-            tile = tl.dot(far, k0, input_precision=PRECISION)
-            tile = tl.dot(near[1], k1, acc=tile, input_precision=PRECISION)
-            tl.store(w + ROWS * K + top, tile.to(dtype))
-        tl.store(w + top, tl.dot(near[0], k0, input_precision=PRECISION).to(dtype))
+            lower_tile = apply_weights(near[1], k1, apply_weights(far, k0, tile, PRECISION), PRECISION)
+            tl.store(w + ROWS * K + top, lower_tile.to(dtype))
+        tl.store(w + top, apply_weights(near[0], k0, tile, PRECISION).to(dtype))

@@ -27,7 +27,14 @@ def state_offsets(row, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
     return row * K * V + inner
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "slots"])
+@triton.jit
+def load_state(initial_state, state_at, has_initial):
+    """The state in fp32, or zeros. The choice is made at run time: one compiled kernel, so one order of operations, serves
+    calls with and without a state, and `None` gives the bits that zeros give."""
+    return tl.load(initial_state + state_at, mask=has_initial != 0, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "slots", "has_initial", "has_final"])
 def recurrence_kernel(
     w,
     qg,
@@ -45,6 +52,8 @@ def recurrence_kernel(
     N,
     HV,
     slots,
+    has_initial,
+    has_final,
     v_batch: tl.int64,
     v_token: tl.int64,
     v_head: tl.int64,
@@ -83,9 +92,7 @@ def recurrence_kernel(
     key = tl.arange(0, K)
     value = slice_ * BV + tl.arange(0, BV)
     state_at = state_offsets(n * HV + head, value, K, V, V_FIRST)
-    state = tl.zeros([BV, K], tl.float32)
-    if initial_state is not None:
-        state = tl.load(initial_state + state_at).to(tl.float32)
+    state = load_state(initial_state, state_at, has_initial)
 
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
@@ -115,5 +122,4 @@ def recurrence_kernel(
         out = tl.dot(pseudo_left, tl.trans(tile_Aqk), acc=out, input_precision=PRECISION)
         o_at = token[:, None] * o_token + value[None, :]
         tl.store(o + o_at, tl.trans(out).to(o.dtype.element_ty), mask=valid)
-    if final_state is not None:
-        tl.store(final_state + state_at, state.to(final_state.dtype.element_ty))
+    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=has_final != 0)

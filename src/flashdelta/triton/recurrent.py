@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .common import L2_EPS, LOG2E, log2_decay, sequence_bounds, write_strength
-from .recurrence import state_offsets
+from .recurrence import load_state, state_offsets
 
 
 @triton.jit
@@ -25,7 +25,19 @@ def load_row(x, K: tl.constexpr, L2NORM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["T", "N", "H", "HV", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"],
+    do_not_specialize=[
+        "T",
+        "N",
+        "H",
+        "HV",
+        "beta_batch",
+        "beta_token",
+        "beta_head",
+        "scale",
+        "lower_bound",
+        "has_initial",
+        "has_final",
+    ],
 )
 def recurrent_kernel(
     q,
@@ -45,6 +57,8 @@ def recurrent_kernel(
     N,
     H,
     HV,
+    has_initial,
+    has_final,
     q_batch: tl.int64,
     q_token: tl.int64,
     q_head: tl.int64,
@@ -93,9 +107,7 @@ def recurrent_kernel(
     key = tl.arange(0, K)
     value = slice_ * BV + tl.arange(0, BV)
     state_at = state_offsets(n * HV + head, value, K, V, V_FIRST)
-    state = tl.zeros([BV, K], tl.float32)
-    if initial_state is not None:
-        state = tl.load(initial_state + state_at).to(tl.float32)
+    state = load_state(initial_state, state_at, has_initial)
     rate = 1.0
     if A_log is not None:
         rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
@@ -114,5 +126,4 @@ def recurrent_kernel(
         state += correction[:, None] * row_k[None, :]
         out = tl.sum(state * row_q[None, :], axis=1)
         tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
-    if final_state is not None:
-        tl.store(final_state + state_at, state.to(final_state.dtype.element_ty))
+    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=has_final != 0)
