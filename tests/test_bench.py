@@ -16,7 +16,7 @@ from flashdelta.bench.cases import FEW_HEADS, PREFILL, PrefillCase, Shape, rando
 from flashdelta.bench.inputs import MODEL_OPTIONS, random_inputs
 from flashdelta.bench.oracle import relative_error, truth
 from flashdelta.bench.peers import Peer
-from flashdelta.bench.prefill import run_prefill
+from flashdelta.bench.prefill import judge, run_prefill
 from flashdelta.bench.protocol import Ceilings, Effort, HostTimer, Timing, measure_ceilings, take_turns
 from flashdelta.bench.startup import run_startup
 
@@ -232,6 +232,7 @@ def sample_document(tmp_path):
             "fla": fla,
             "speedup": 4.0,
             "must_ms": 0.3,
+            "gate": "<= 0.30 ms",
             "met": ours < 0.3,
         }
         rows.append({**row, **measured, "name": f"T{T}", "shape": shape})
@@ -277,9 +278,18 @@ def test_startup_times_two_processes():
     document = run_startup(CPU, "reference", tokens=64)
     assert [row["process"] for row in document["rows"]] == ["empty cache"] * 4 + ["new process, cache filled"] * 4
     assert all(row["seconds"] > 0 for row in document["rows"])
-    assert [row["budget_s"] for row in document["rows"][:4]] == [8.0, 0.5, 0.5, 0.5]
+    assert [row["budget_s"] for row in document["rows"][:4]] == [8.0, 0.5, 0.5, 8.0]
 
 
 def test_startup_reports_why_the_process_failed():
     with pytest.raises(RuntimeError, match="tensors are on the CPU"):
         run_startup(CPU, "triton", tokens=64)
+
+
+def test_the_gate_depends_on_the_backend():
+    headline = next(case for case in PREFILL if case.name == "T8192 H64")
+    assert judge(headline, "triton", 1.0, 1.49) == (">= 1.5x FLA", False)
+    assert judge(headline, "triton", 1.0, 1.5) == (">= 1.5x FLA", True)
+    assert judge(headline, "triton", None, None) == (">= 1.5x FLA", None)
+    assert judge(headline, "hopper", 0.56, 3.0) == ("<= 0.55 ms", False)
+    assert judge(FEW_HEADS[0], "triton", 1.0, 0.5) == (None, None)

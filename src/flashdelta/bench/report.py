@@ -85,7 +85,7 @@ def _error(x: float | str | None) -> str:
 def _met(row: dict) -> str:
     if row["met"] is None:
         return "-"
-    return "[green]met[/green]" if row["met"] else "[red]not met[/red]"
+    return f"{row['gate']}: " + ("[green]met[/green]" if row["met"] else "[red]not met[/red]")
 
 
 def prefill_table(document: dict) -> Table:
@@ -96,7 +96,7 @@ def prefill_table(document: dict) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("error FLA: o, state", justify="right", no_wrap=True)
     table.add_column("must ms", justify="right")
-    table.add_column("gate")
+    table.add_column("gate", no_wrap=True)
     previous = None
     for row in document["rows"]:
         if previous is not None and row["table"] != previous:
@@ -134,9 +134,7 @@ def prefill_summary(document: dict) -> list[str]:
     gated = [row for row in rows if row["met"] is not None]
     missed = [f"{row['name']} ({row['ours']['ms']['median']:.3f})" for row in gated if not row["met"]]
     gates = f"{len(gated) - len(missed)} of {len(gated)} met" + (", not: " + "; ".join(missed) if missed else "")
-    lines = [
-        "gates: " + (gates if gated else "none judged (they are milliseconds on an H200, for rows that were timed)")
-    ]
+    lines = ["gates: " + (gates if gated else "none judged (they hold on an H200, for rows that were timed)")]
     failed = failures(document)
     lines.append("correctness: " + (f"{len(failed)} of {len(rows)} rows failed" if failed else "all rows passed"))
     lines += [f"  {row['name']}: {row['ours']['problem']}" for row in failed]

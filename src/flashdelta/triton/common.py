@@ -75,9 +75,9 @@ def sigmoid(x):
 def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
     """Log decay in base 2 from `x = g + dt_bias`; `rate = exp(A_log)`."""
     if GATE == "softplus":
-        return -rate * softplus_log2(x)
+        return -softplus_log2(x) * rate
     elif GATE == "lower_bound":
-        return (lower_bound * LOG2E) * sigmoid(rate * x)
+        return sigmoid(x * rate) * lower_bound * LOG2E
     elif GATE == "logsigmoid":
         return -softplus_log2(-x)
     return x * LOG2E

@@ -31,7 +31,13 @@ def state_offsets(row, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
 def load_state(initial_state, state_at, has_initial):
     """The state in fp32, or zeros. The choice is made at run time: one compiled kernel, so one order of operations, serves
     calls with and without a state, and `None` gives the bits that zeros give."""
-    return tl.load(initial_state + state_at, mask=has_initial != 0, other=0.0).to(tl.float32)
+    return tl.load(initial_state + state_at, mask=everywhere(state_at, has_initial), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def everywhere(offsets, flag):
+    """The run-time flag as a mask of all `offsets`."""
+    return (offsets * 0 + flag) != 0
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "slots", "has_initial", "has_final"])
@@ -122,4 +128,4 @@ def recurrence_kernel(
         out = tl.dot(pseudo_left, tl.trans(tile_Aqk), acc=out, input_precision=PRECISION)
         o_at = token[:, None] * o_token + value[None, :]
         tl.store(o + o_at, tl.trans(out).to(o.dtype.element_ty), mask=valid)
-    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=has_final != 0)
+    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=everywhere(state_at, has_final))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .common import L2_EPS, LOG2E, log2_decay, sequence_bounds, write_strength
-from .recurrence import load_state, state_offsets
+from .recurrence import everywhere, load_state, state_offsets
 
 
 @triton.jit
@@ -126,4 +126,4 @@ def recurrent_kernel(
         state += correction[:, None] * row_k[None, :]
         out = tl.sum(state * row_q[None, :], axis=1)
         tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
-    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=has_final != 0)
+    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=everywhere(state_at, has_final))
