@@ -1,11 +1,14 @@
-"""The code that the README shows runs as shown."""
+"""The documents: code runs as shown, links lead somewhere, and the README's figures are the recorded ones."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from flashdelta.bench.report import prefill_markdown
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -29,3 +32,8 @@ def test_snippet_runs(code: str):
 def test_links_lead_somewhere(path: Path):
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_the_readmes_table_is_the_recorded_run():
+    document = json.loads((ROOT / "benchmarks/results/prefill-triton-h200-2026-11-20.json").read_text())
+    assert prefill_markdown(document) in (ROOT / "README.md").read_text()

@@ -116,6 +116,21 @@ def prefill_table(document: dict) -> Table:
     return table
 
 
+def prefill_markdown(document: dict, table: str = "prefill") -> str:
+    """The rows of one prefill table as Markdown, for the README."""
+    lines = [
+        "| case | ours ms | CUDA graph ms | FLA ms | FLA/ours | floor ms | error ours: o, state | error FLA: o, state |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in document["rows"]:
+        if row["table"] == table:
+            times = " | ".join(_ms(row[name]) for name in ("ours", "graph", "fla"))
+            speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+            errors = " | ".join(_errors(row[name]) for name in ("ours", "fla"))
+            lines.append(f"| {row['name']} | {times} | {speedup} | {row['floor_ms']:.3f} | {errors} |")
+    return "\n".join(lines)
+
+
 def headline(document: dict) -> str:
     """One line: what was measured, where, with which versions."""
     found = document["environment"]
