@@ -19,6 +19,24 @@ def sequence_bounds(cu_seqlens, n, T):
 
 
 @triton.jit
+def locate(cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """What a program of a kernel over (sequence, value head, slice of value channels) works on: slice, value head, sequence,
+    batch row, first and past-the-last token."""
+    pid = tl.program_id(0)
+    slice_ = pid % SLICES
+    head = ((pid // SLICES) % HV).to(tl.int64)
+    n = (pid // SLICES // HV).to(tl.int64)
+    if cu_seqlens is None:
+        batch = n
+        begin = n * 0
+        end = begin + T
+    else:
+        batch = n * 0
+        begin, end = sequence_bounds(cu_seqlens, n, T)
+    return slice_, head, n, batch, begin, end
+
+
+@triton.jit
 def first_slot(begin, n, C: tl.constexpr):
     """Slots of different sequences never meet: `ceil((b - a) / C) <= b // C - a // C + 1`."""
     return begin // C + n

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunks_before, first_slot, sequence_bounds
+from .common import chunks_before, first_slot, locate
 
 
 @triton.jit
@@ -74,19 +74,11 @@ def recurrence_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    slice_ = pid % (V // BV)
-    head = ((pid // (V // BV)) % HV).to(tl.int64)
-    n = (pid // (V // BV) // HV).to(tl.int64)
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
     if cu_seqlens is None:
-        batch = n
-        begin = n * 0
-        end = begin + T
         slot = n * slots
         h_row = slot
     else:
-        batch = n * 0
-        begin, end = sequence_bounds(cu_seqlens, n, T)
         slot = first_slot(begin, n, C)
         h_row = slot
         if h is not None:

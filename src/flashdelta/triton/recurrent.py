@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import L2_EPS, LOG2E, log2_decay, sequence_bounds, write_strength
+from .common import L2_EPS, LOG2E, locate, log2_decay, write_strength
 from .recurrence import everywhere, load_state, state_offsets
 
 
@@ -85,17 +85,7 @@ def recurrent_kernel(
     L2NORM: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    slice_ = pid % (V // BV)
-    head = ((pid // (V // BV)) % HV).to(tl.int64)
-    n = (pid // (V // BV) // HV).to(tl.int64)
-    if cu_seqlens is None:
-        batch = n
-        begin = n * 0
-        end = begin + T
-    else:
-        batch = n * 0
-        begin, end = sequence_bounds(cu_seqlens, n, T)
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
     qk_head = head // (HV // H)
     q += batch * q_batch + qk_head * q_head
     k += batch * k_batch + qk_head * k_head
