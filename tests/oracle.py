@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.reference.chunk import from_chunks, prepare, to_chunks
-from flashdelta.reference.gate import elementwise_inputs
-from flashdelta.reference.recurrent import states_in, states_out
+from flashdelta import reference
 from flashdelta.spec import KdaOptions, KdaTensors, check_call
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
@@ -122,31 +120,10 @@ def chunked_truth(call: dict) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounding_error(call: dict) -> tuple[float, float]:
-    """Errors of `o` and the final state of the chunked algorithm, exact but for rounding every matrix operand to the working
-    dtype once: what no kernel that multiplies in this dtype can avoid. For calls that are not packed."""
-    dtype = call["q"].dtype
-
-    def once(x: Tensor) -> Tensor:
-        if dtype != torch.float32:
-            return x.to(dtype).double()
-        # 3xTF32 products keep 22 bits of an operand
-        mantissa, exponent = torch.frexp(x)
-        return torch.ldexp((mantissa * 2**22).round(), exponent - 22)
-
-    exact = float64(call)
+    """`flashdelta.reference.rounding_error` of a `chunk_kda` call that is not packed."""
     names = {f.name for f in fields(KdaOptions)} & set(call)
-    tensors = KdaTensors(**{f.name: exact.get(f.name) for f in fields(KdaTensors)})
-    spec, tensors = check_call(tensors, KdaOptions(**{name: exact[name] for name in names}))
-    chunked = (to_chunks(x, spec.chunk_size, None) for x in elementwise_inputs(spec, tensors))
-    S, outputs = states_in(spec, tensors.initial_state, exact["v"]), []
-    for q, k, v, g, beta in zip(*chunked):
-        p = prepare(q, k, g, beta)
-        pseudo = once(once(p.inverse) @ v - once(p.w) @ once(S))
-        outputs.append(once(p.qg) @ once(S) + once(p.Aqk) @ pseudo)
-        S = p.decay[..., None] * S + once(p.kg).transpose(-1, -2) @ pseudo
-    o = from_chunks(torch.stack(outputs), spec, None)
-    want = chunked_truth(call)
-    return relative_error(o, want[0]), relative_error(states_out(spec, S, torch.float64), want[1])
+    tensors = KdaTensors(**{f.name: call.get(f.name) for f in fields(KdaTensors)})
+    return reference.rounding_error(*check_call(tensors, KdaOptions(**{name: call[name] for name in names})))
 
 
 def covered_tokens(call: dict) -> slice:

@@ -9,7 +9,17 @@ import flashdelta as fd
 
 from .cases import BY_NAME
 from .inputs import make_call
-from .oracle import assert_close, assert_right, poisoned_memory, relative_error, same_bits, state_tolerance, truth
+from .oracle import (
+    TOLERANCE,
+    assert_close,
+    assert_right,
+    poisoned_memory,
+    relative_error,
+    rounding_error,
+    same_bits,
+    state_tolerance,
+    truth,
+)
 
 
 def test_relative_error_is_the_ratio_of_norms():
@@ -115,3 +125,20 @@ def test_truth_is_float64_and_leaves_the_call_alone():
     o, state = truth(call)
     assert o.dtype == state.dtype == torch.float64
     assert call["q"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["bounded", "softplus", "state_v_first", "g-50"])
+def test_rounding_costs_less_than_the_tolerance_on_ordinary_inputs(name: str, dtype: torch.dtype):
+    for error in rounding_error(make_call(BY_NAME[name], dtype)):
+        assert 0 < error < TOLERANCE[dtype]
+
+
+def test_rounding_costs_more_where_keys_repeat():
+    plain, repeated = (rounding_error(make_call(BY_NAME[n], torch.bfloat16)) for n in ("bounded", "same_keys_2"))
+    assert repeated[0] > 3 * plain[0]
+
+
+def test_rounding_of_a_packed_call_is_refused():
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        rounding_error(make_call(BY_NAME["packed"], torch.bfloat16))

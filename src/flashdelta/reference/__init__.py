@@ -2,5 +2,6 @@
 
 from .chunk import chunk_kda
 from .recurrent import recurrent_kda
+from .rounding import rounding_error
 
-__all__ = ["chunk_kda", "recurrent_kda"]
+__all__ = ["chunk_kda", "recurrent_kda", "rounding_error"]

@@ -1,0 +1,62 @@
+"""What rounding alone costs: the floor under the error of any kernel that multiplies in the working dtype."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from ..spec import KdaSpec, KdaTensors
+from .chunk import chunk_kda, from_chunks, prepare, to_chunks
+from .gate import elementwise_inputs
+from .recurrent import states_in
+
+TF32X3_BITS = 22
+"""Significant bits of a float32 operand that a 3xTF32 product keeps."""
+
+
+def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` (float64) rounded to what a matrix operand of the working dtype holds, as float64."""
+    if dtype != torch.float32:
+        return x.to(dtype).double()
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**TF32X3_BITS).round(), exponent - TF32X3_BITS)
+
+
+def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
+    """Relative errors of `o` and the final state of the chunk form (docs/algorithm.md) in float64, but for rounding each
+    matrix operand to q's dtype once.
+
+    Usually about half of what a good kernel errs. Far more where the problem itself amplifies rounding: identical keys
+    without decay, say. For calls that are not packed.
+
+    Raises:
+        ValueError: a packed call.
+    """
+    if spec.packed:
+        raise ValueError("cu_seqlens: got a tensor, wanted a call that is not packed")
+    wide = torch.float64
+    exact = replace(spec, dtype=wide, g_dtype=wide, beta_dtype=wide, state_dtype=wide, output_final_state=True)
+    named = {f.name: getattr(t, f.name) for f in fields(KdaTensors)}
+    doubles = KdaTensors(**{name: None if x is None else x.double() for name, x in named.items()})
+    o, state, _ = chunk_kda(replace(exact, state_v_first=False), _keys_first(exact, doubles))
+
+    def once(x: Tensor) -> Tensor:
+        return round_once(x, spec.dtype)
+
+    chunks = (to_chunks(x, spec.chunk_size, None) for x in elementwise_inputs(exact, doubles))
+    S, outputs = states_in(exact, doubles.initial_state, doubles.v), []
+    for q, k, v, g, beta in zip(*chunks):
+        p = prepare(q, k, g, beta)
+        pseudo = once(once(p.inverse) @ v - once(p.w) @ once(S))
+        outputs.append(once(p.qg) @ once(S) + once(p.Aqk) @ pseudo)
+        S = p.decay[..., None] * S + once(p.kg).transpose(-1, -2) @ pseudo
+    rounded = from_chunks(torch.stack(outputs), exact, None)
+    return ((rounded - o).norm() / o.norm()).item(), ((S - state).norm() / state.norm()).item()
+
+
+def _keys_first(spec: KdaSpec, t: KdaTensors) -> KdaTensors:
+    if t.initial_state is None or not spec.state_v_first:
+        return t
+    return replace(t, initial_state=t.initial_state.transpose(-1, -2))
