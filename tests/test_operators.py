@@ -289,3 +289,13 @@ def test_warmup_refuses_what_the_operator_refuses():
         fd.warmup([(48, 64)], device="cpu")
     with pytest.raises(ValueError, match=r"^op: got"):
         fd.warmup(op=torch.matmul, device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is what this asks about")
+def test_explain_judges_another_device_than_the_tensors():
+    call = {
+        name: x.to("meta") for name, x in make_call(BY_NAME["one_head"]).items() if name in ("q", "k", "v", "g", "beta")
+    }
+    verdicts = {v.backend: v for v in fd.explain(fd.chunk_kda, **call, device="cuda").verdicts}
+    assert verdicts["triton"].reason == "no NVIDIA GPU on this machine"
+    assert fd.explain(fd.chunk_kda, **call, device="cpu").chosen == "reference"

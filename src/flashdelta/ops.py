@@ -198,12 +198,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(op: Callable, *arguments: object, **named: object) -> Explanation:
+def explain(op: Callable, *arguments: object, device: torch.device | str | None = None, **named: object) -> Explanation:
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not. Runs nothing.
 
     Args:
         op: `chunk_kda` or `fused_recurrent_kda`; the rest are that function's own arguments (an unknown one is a
-            `TypeError`, as in a call). Tensors may be on the meta device: only shapes, dtypes and device count.
+            `TypeError`, as in a call).
+        device: judge for this device instead of the tensors' own; the tensors may then be on the meta device.
 
     Returns:
         An `Explanation`; `print` it, or read `chosen` and `verdicts` (`supported`, `preferred`, `reason`).
@@ -221,7 +222,7 @@ def explain(op: Callable, *arguments: object, **named: object) -> Explanation:
     options = {name: given[name] for name in KdaOptions.__dataclass_fields__ if name in given}
     spec, tensors = check_call(tensors, KdaOptions(algorithm=algorithm, **options), given.get("cu_seqlens_cpu"))
     check_out(given["out"], tensors, spec.requires_grad)
-    device = tensors.q.device
+    device = tensors.q.device if device is None else torch.device(device)
     verdicts = tuple(backends.judge(spec, device))
     name = given["backend"]
     if name == "auto" and not any(v.supported for v in verdicts):

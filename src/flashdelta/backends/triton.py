@@ -13,11 +13,14 @@ from .base import Results
 MIN_CAPABILITY = (8, 0)
 
 
-_cached_capability = functools.cache(torch.cuda.get_device_capability)
+@functools.cache
+def _cached_capability(index: int | None) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
 @torch.compiler.assume_constant_result  # or torch.compile would put the question into its graph
-def _capability(index: int | None) -> tuple[int, int]:
+def _capability(index: int | None) -> tuple[int, int] | None:
+    """The GPU's compute capability; None where there is none."""
     return _cached_capability(index)
 
 
@@ -35,8 +38,12 @@ class TritonBackend:
             return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
         if device.type not in ("cpu", "cuda"):
             return f"device type {device.type!r}; it runs on NVIDIA GPUs"
-        if device.type == "cuda" and _capability(device.index) < MIN_CAPABILITY:
-            return f"compute capability {_capability(device.index)}; it needs {MIN_CAPABILITY} or newer"
+        if device.type == "cuda":
+            capability = _capability(device.index)
+            if capability is None:
+                return "no NVIDIA GPU on this machine"
+            if capability < MIN_CAPABILITY:
+                return f"compute capability {capability}; it needs {MIN_CAPABILITY} or newer"
         if spec.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"
         if spec.requires_grad:

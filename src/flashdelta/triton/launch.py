@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -95,9 +96,17 @@ def forward(
         # packed: rows past the last chunk stay zero
         make = torch.zeros if spec.packed else torch.empty
         h = make(spec.intermediate_shape, dtype=spec.dtype, device=o.device)
-    for launch in launches(spec, readable(t), capability(o.device), o, final_state, h):
-        launch.run()
+    with _current(o.device):
+        for launch in launches(spec, readable(t), capability(o.device), o, final_state, h):
+            launch.run()
     return o, final_state, h
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def readable(t: KdaTensors) -> KdaTensors:
