@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import reference
-from flashdelta.spec import KdaOptions, KdaTensors, check_call
+from flashdelta.spec import check_arguments
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative error that a kernel working in this dtype may have."""
@@ -121,9 +120,7 @@ def chunked_truth(call: dict) -> tuple[Tensor, Tensor, Tensor]:
 
 def rounding_error(call: dict) -> tuple[float, float]:
     """`flashdelta.reference.rounding_error` of a `chunk_kda` call that is not packed."""
-    names = {f.name for f in fields(KdaOptions)} & set(call)
-    tensors = KdaTensors(**{f.name: call.get(f.name) for f in fields(KdaTensors)})
-    return reference.rounding_error(*check_call(tensors, KdaOptions(**{name: call[name] for name in names})))
+    return reference.rounding_error(*check_arguments(call))
 
 
 def covered_tokens(call: dict) -> slice:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import backends, library
 from .backends import Verdict
-from .spec import GateName, KdaOptions, KdaSpec, KdaTensors, check_call, check_out, is_plain
+from .spec import GateName, KdaOptions, KdaSpec, KdaTensors, check_arguments, check_call, check_out, is_plain
 
 
 def chunk_kda(
@@ -217,10 +217,7 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     bound = inspect.signature(op).bind(*arguments, **named)
     bound.apply_defaults()
     given = bound.arguments
-    tensors = KdaTensors(**{name: given[name] for name in KdaTensors.__dataclass_fields__})
-    algorithm = "chunk" if op is chunk_kda else "recurrent"
-    options = {name: given[name] for name in KdaOptions.__dataclass_fields__ if name in given}
-    spec, tensors = check_call(tensors, KdaOptions(algorithm=algorithm, **options), given.get("cu_seqlens_cpu"))
+    spec, tensors = check_arguments(given, "chunk" if op is chunk_kda else "recurrent")
     check_out(given["out"], tensors, spec.requires_grad)
     device = tensors.q.device if device is None else torch.device(device)
     verdicts = tuple(backends.judge(spec, device))

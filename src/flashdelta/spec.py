@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -413,6 +414,15 @@ def check_call(
     if spec.requires_grad and spec.return_intermediate_states:
         raise _wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
     return spec, t
+
+
+def check_arguments(
+    arguments: Mapping[str, object], algorithm: Literal["chunk", "recurrent"] = "chunk"
+) -> tuple[KdaSpec, KdaTensors]:
+    """`check_call` for a public operator's arguments by name; those that are left out have their defaults."""
+    tensors = KdaTensors(**{name: arguments.get(name) for name in TENSOR_NAMES})
+    options = {f.name: arguments[f.name] for f in fields(KdaOptions) if f.name in arguments}
+    return check_call(tensors, KdaOptions(algorithm=algorithm, **options), arguments.get("cu_seqlens_cpu"))
 
 
 def _beta_kind(options: KdaOptions) -> Literal["value", "logit", "double_logit"]:

@@ -17,7 +17,7 @@ from ..bench.environment import environment
 from ..bench.inputs import Inputs
 from ..bench.oracle import TOLERANCE, Truth, recurrent_options, relative_error, truth
 from ..reference import rounding_error
-from ..spec import KdaOptions, KdaTensors, check_call
+from ..spec import check_arguments
 from .verify_cases import CASES, VerifyCase, inputs, options
 
 EXPLAINED_WIDTH = 120
@@ -85,9 +85,7 @@ def _tolerance(case: VerifyCase, operator: str, tensors: Inputs, settings: dict[
     """The dtype's, and for a chunked kernel on ill-conditioned inputs twice what rounding its operands costs besides."""
     if operator != "chunk" or not case.ill_conditioned:
         return TOLERANCE[case.dtype]
-    names = KdaTensors.__dataclass_fields__
-    call = KdaTensors(**{name: tensors.get(name) for name in names})
-    return TOLERANCE[case.dtype] + 2 * max(rounding_error(*check_call(call, KdaOptions(**settings))))
+    return TOLERANCE[case.dtype] + 2 * max(rounding_error(*check_arguments({**tensors, **settings})))
 
 
 def _outcome(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..spec import KdaSpec, KdaTensors
 from .chunk import chunk_kda, from_chunks, prepare, to_chunks
 from .gate import elementwise_inputs
-from .recurrent import states_in
+from .recurrent import states_in, states_out
 
 TF32X3_BITS = 22
 """Significant bits of a float32 operand that a 3xTF32 product keeps."""
@@ -40,7 +40,7 @@ def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
     exact = replace(spec, dtype=wide, g_dtype=wide, beta_dtype=wide, state_dtype=wide, output_final_state=True)
     named = {f.name: getattr(t, f.name) for f in fields(KdaTensors)}
     doubles = KdaTensors(**{name: None if x is None else x.double() for name, x in named.items()})
-    o, state, _ = chunk_kda(replace(exact, state_v_first=False), _keys_first(exact, doubles))
+    o, state, _ = chunk_kda(exact, doubles)
 
     def once(x: Tensor) -> Tensor:
         return round_once(x, spec.dtype)
@@ -53,10 +53,5 @@ def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
         outputs.append(once(p.qg) @ once(S) + once(p.Aqk) @ pseudo)
         S = p.decay[..., None] * S + once(p.kg).transpose(-1, -2) @ pseudo
     rounded = from_chunks(torch.stack(outputs), exact, None)
+    S = states_out(exact, S, wide)
     return ((rounded - o).norm() / o.norm()).item(), ((S - state).norm() / state.norm()).item()
-
-
-def _keys_first(spec: KdaSpec, t: KdaTensors) -> KdaTensors:
-    if t.initial_state is None or not spec.state_v_first:
-        return t
-    return replace(t, initial_state=t.initial_state.transpose(-1, -2))

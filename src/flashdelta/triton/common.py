@@ -10,12 +10,16 @@ L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
+def clamp_bounds(begin, end, T):
+    """Offsets in `[0, T]`, the second not below the first, so that bad ones stay inside the tensors."""
+    begin = tl.minimum(tl.maximum(begin.to(tl.int64), 0), T)
+    return begin, tl.minimum(tl.maximum(end.to(tl.int64), begin), T)
+
+
+@triton.jit
 def sequence_bounds(cu_seqlens, n, T):
-    """First and past-the-last token of sequence `n`, clamped to `[0, T]` so that bad offsets stay inside the tensors."""
-    begin = tl.load(cu_seqlens + n).to(tl.int64)
-    end = tl.load(cu_seqlens + n + 1).to(tl.int64)
-    begin = tl.minimum(tl.maximum(begin, 0), T)
-    return begin, tl.minimum(tl.maximum(end, begin), T)
+    """First and past-the-last token of sequence `n`, clamped."""
+    return clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T)
 
 
 @triton.jit
@@ -70,10 +74,9 @@ def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
     total = n * 0
     for base in range(0, n, BLOCK):
         m = base + tl.arange(0, BLOCK)
-        begin = tl.load(cu_seqlens + m, mask=m < n, other=0).to(tl.int64)
-        end = tl.load(cu_seqlens + m + 1, mask=m < n, other=0).to(tl.int64)
-        begin = tl.minimum(tl.maximum(begin, 0), T)
-        end = tl.minimum(tl.maximum(end, begin), T)
+        begin = tl.load(cu_seqlens + m, mask=m < n, other=0)
+        end = tl.load(cu_seqlens + m + 1, mask=m < n, other=0)
+        begin, end = clamp_bounds(begin, end, T)
         total += tl.sum((end - begin + C - 1) // C)
     return total
 
@@ -87,6 +90,15 @@ def softplus_log2(x):
 @triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -LOG2E))  # in this order: Triton 3.9 interprets constexpr * tensor as a constexpr
+
+
+@triton.jit
+def decay_rate(A_log, head):
+    """`exp(A_log)` of a value head; 1 without `A_log`."""
+    rate = 1.0
+    if A_log is not None:
+        rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    return rate
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def safe_blocks(spec: KdaSpec) -> bool:
-    """Whether 16-token blocks may use one reference: `exp(75)` must be finite in the operand dtype."""
+    """Whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
     return spec.safe_gate and spec.dtype != torch.float16
 
 

@@ -59,11 +59,6 @@ class Workspace:
         return cls(*parts, decay)
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """The kernels read any strides but the last dimension's, which must be 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _strides(*tensors: torch.Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import L2_EPS, LOG2E, find_chunk, log2_decay, write_strength
+from .common import L2_EPS, decay_rate, find_chunk, log2_decay, write_strength
 
 ROWS = tl.constexpr(32)
 """Rows of a block."""
@@ -244,9 +244,7 @@ def prepare_kernel(
     Aqk += chunk * C * C
     inverse += chunk * C * C
     dtype: tl.constexpr = w.dtype.element_ty
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    rate = decay_rate(A_log, head)
 
     zero = tl.zeros([ROWS, ROWS], tl.float32)
     row = tl.arange(0, ROWS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import L2_EPS, LOG2E, locate, log2_decay, write_strength
+from .common import L2_EPS, decay_rate, locate, log2_decay, write_strength
 from .recurrence import everywhere, load_state, state_offsets
 
 
@@ -98,9 +98,7 @@ def recurrent_kernel(
     value = slice_ * BV + tl.arange(0, BV)
     state_at = state_offsets(n * HV + head, value, K, V, V_FIRST)
     state = load_state(initial_state, state_at, has_initial)
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    rate = decay_rate(A_log, head)
     bias = tl.zeros([K], tl.float32)
     if dt_bias is not None:
         bias = tl.load(dt_bias + head * K + key).to(tl.float32)
