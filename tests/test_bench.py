@@ -6,23 +6,36 @@ import io
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flashdelta
-from flashdelta.bench import report
-from flashdelta.bench.cases import FEW_HEADS, PREFILL, PrefillCase, Shape, random_lengths, select
+from flashdelta.bench import kernels, report
+from flashdelta.bench.cases import (
+    CASES,
+    FEW_HEADS,
+    PREFILL,
+    TABLES,
+    PrefillCase,
+    Shape,
+    Target,
+    random_lengths,
+    select,
+    skewed_lengths,
+    uniform_lengths,
+)
 from flashdelta.bench.inputs import MODEL_OPTIONS, random_inputs
-from flashdelta.bench.oracle import relative_error, truth
+from flashdelta.bench.oracle import absolute_errors, relative_error, truth
 from flashdelta.bench.peers import Peer
 from flashdelta.bench.prefill import judge, run_prefill
 from flashdelta.bench.protocol import Ceilings, Effort, HostTimer, Timing, measure_ceilings, take_turns
 from flashdelta.bench.startup import run_startup
 
 CPU = torch.device("cpu")
-SMALL = PrefillCase("small", Shape(T=70, H=2, K=32, V=32), must=1.0, aim=0.5, reason="fits a CPU")
-SMALL_PACKED = PrefillCase("packed", Shape(lengths=(33, 0, 20), H=2, K=32, V=32), must=1.0, aim=0.5, reason="packed")
+SMALL = PrefillCase("small", Shape(T=70, H=2, K=32, V=32), "fits a CPU", Target(1.0, 0.5))
+SMALL_PACKED = PrefillCase("packed", Shape(lengths=(33, 0, 20), H=2, K=32, V=32), "packed", Target(1.0, 0.5))
 CEILINGS = Ceilings(copy_tb_s=4.3, gemm_tflop_s=700.0)
 EFFORT = Effort(rounds=3, warmup_ms=0.0)
 
@@ -52,7 +65,21 @@ def test_tables_hold_every_anchor_row_once():
     names = [case.name for case in (*PREFILL, *FEW_HEADS)]
     assert (len(PREFILL), len(FEW_HEADS)) == (11, 9)
     assert len(set(names)) == 20
-    assert all(0 < case.aim < case.must and case.reason for case in (*PREFILL, *FEW_HEADS))
+    assert all(0 < case.target.aim < case.target.must and case.reason for case in (*PREFILL, *FEW_HEADS))
+
+
+def test_the_classic_table_has_52_rows():
+    names = [case.name for case in CASES["classic"]]
+    assert len(set(names)) == len(names) == 52
+    assert names[0] == "B1 T1024 H64" and "B2 T16384 H8 HV64" in names and "packed skewed 10 of 8192 H16 HV64" in names
+    for case in CASES["classic"]:
+        assert case.shape.value_heads == 64 and case.target is None and case.reason
+        assert case.shape.tokens in (1024, 4096, 8192, 16384)
+
+
+def test_every_case_is_in_one_table():
+    for case in itertools.chain(*CASES.values()):
+        assert sum(case in cases for cases in TABLES.values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,6 +110,18 @@ def test_random_lengths_add_up_and_repeat():
     assert lengths == random_lengths(20, 8192)
 
 
+def test_uniform_and_skewed_lengths():
+    assert uniform_lengths(4, 10) == (3, 3, 2, 2)
+    assert skewed_lengths(3, 11) == (5, 3, 3)
+    assert sum(skewed_lengths(20, 4096)) == 4096 and skewed_lengths(20, 4096)[0] == 2048
+
+
+def test_select_by_name():
+    assert [case.name for case in select(PREFILL, ["T8192 H64"])] == ["T8192 H64"]
+    names = [case.name for case in select(PREFILL, ["T8192 H64", "GVA"])]
+    assert names == ["T8192 H64", "GVA T8192 H16 HV64"]
+
+
 def test_select_by_part_of_a_name():
     assert [case.name for case in select(FEW_HEADS, ["H12"])] == ["T8192 H12"]
     assert select(FEW_HEADS, []) == list(FEW_HEADS)
@@ -111,6 +150,12 @@ def test_relative_error():
     assert relative_error(one, 0 * one) == math.inf
     assert math.isnan(relative_error(torch.tensor([1.0, math.nan]), torch.ones(2)))
     assert math.isnan(relative_error(torch.tensor([1.0, math.nan]), torch.zeros(2)))
+
+
+def test_absolute_errors():
+    x, reference = torch.tensor([1.0, 2.0, 2.0, -1.0]), torch.tensor([1.0, 2.0, 1.0, 0.0])
+    assert absolute_errors(x, reference) == pytest.approx((math.sqrt(0.5), 1.0))
+    assert all(math.isnan(error) for error in absolute_errors(x * math.nan, reference))
 
 
 # --- protocol ---
@@ -157,6 +202,8 @@ def test_dry_run_measures_and_saves_every_row(tmp_path):
     row = document["rows"][0]
     assert row["ours"]["ms"]["median"] == 2.0
     assert row["ours"]["error_o"] < 6e-3 and row["ours"]["error_state"] < 1e-5
+    assert 0 < row["ours"]["rmse_o"] < row["ours"]["max_error_o"]
+    assert row["ours"]["rmse_state"] < row["ours"]["max_error_state"] < 1e-3
     assert row["floor_ms"] == pytest.approx(SMALL.shape.forward_bytes() / 4.3e12 * 1e3)
     assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / 2.0)
     assert (row["speedup"], row["met"], row["backend"]) == (None, None, "reference")
@@ -239,11 +286,15 @@ def sample_document(tmp_path):
     return {**document, "rows": rows}
 
 
+def shown(table):
+    console = report.wide_console(record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
 def test_table_and_summary(tmp_path):
     document = sample_document(tmp_path)
-    console = report.wide_console(record=True, file=io.StringIO())
-    console.print(report.prefill_table(document))
-    text = console.export_text()
+    text = shown(report.prefill_table(document))
     for expected in ("T8192", "0.500", "2.000", "4.00x", "not met", "4.0e-03 3.0e-03", "copy 4.30 TB/s"):
         assert expected in text
     assert report.prefill_summary(document)[:2] == [
@@ -256,10 +307,41 @@ def test_json_is_strict_about_nan():
     assert json.loads(report.to_json({"a": [math.nan, -math.inf, 1.0]})) == {"a": ["nan", "-inf", 1.0]}
 
 
+def test_classic_table_and_summary(tmp_path):
+    cases = [replace(case, target=None) for case in (SMALL, SMALL_PACKED)]
+    fla = Peer(lambda **inputs: flashdelta.chunk_kda(**inputs, backend="reference"))
+    settings = {"fla": fla, "fla_rows": frozenset(["small"]), "timer": FakeTimer([2.0])}
+    document = dry_run(tmp_path, cases, benchmark="classic", **settings)
+    assert document["benchmark"] == "classic"
+    assert not {"must_ms", "gate", "met"} & document["rows"][0].keys()
+    text = shown(report.classic_table(document))
+    ours = document["rows"][0]["ours"]
+    assert f"{ours['rmse_o']:.1e} {ours['max_error_o']:.1e}" in text
+    assert f"{ours['rmse_state']:.1e} {ours['max_error_state']:.1e}" in text
+    assert report.classic_summary(document)[:2] == [
+        "FLA/ours: 1.00x (geometric mean of 1 rows, least 1.00x)",
+        "correctness: all rows passed",
+    ]
+
+
 def test_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     report.plot_prefill(sample_document(tmp_path), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_plot_has_the_floor_and_every_contender_at_its_lengths(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self.axes[0]))
+    document = sample_document(tmp_path)
+    report.plot_prefill(document, tmp_path / "plot.svg")
+    (axes,) = drawn
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    floor = lines.pop("floor: q, k, v, g, o moved once at 4.30 TB/s")
+    assert floor == [[row["shape"]["T"], row["floor_ms"]] for row in document["rows"]]
+    assert lines == {"FLA": [[1024, 0.4], [8192, 2.0]], "flashdelta, reference": [[1024, 0.1], [8192, 0.5]]}
 
 
 def test_plot_without_its_rows_says_which_it_needs(tmp_path):
@@ -286,10 +368,158 @@ def test_startup_reports_why_the_process_failed():
         run_startup(CPU, "triton", tokens=64)
 
 
+# --- gates ---
+
+
+def target(name):
+    return next(case.target for case in (*PREFILL, *FEW_HEADS) if case.name == name)
+
+
 def test_the_gate_depends_on_the_backend():
-    headline = next(case for case in PREFILL if case.name == "T8192 H64")
+    headline = target("T8192 H64")
     assert judge(headline, "triton", 1.0, 1.49) == (">= 1.5x FLA", False)
     assert judge(headline, "triton", 1.0, 1.5) == (">= 1.5x FLA", True)
     assert judge(headline, "triton", None, None) == (">= 1.5x FLA", None)
-    assert judge(headline, "hopper", 0.56, 3.0) == ("<= 0.55 ms", False)
-    assert judge(FEW_HEADS[0], "triton", 1.0, 0.5) == (None, None)
+    assert judge(target("T8192 H96"), "hopper", 0.80, None) == ("<= 0.80 ms", True)
+    assert judge(target("T8192 H96"), "hopper", 0.81, 9.0) == ("<= 0.80 ms", False)
+    assert judge(headline, "reference", 0.1, 9.0) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "speedup", "met"),
+    [
+        (0.55, 1 / 0.31, True),
+        (0.56, 5.0, False),
+        (0.50, 3.22, False),
+        (0.50, None, None),  # FLA was not timed
+        (0.56, None, False),
+        (None, None, None),
+    ],
+)
+def test_hopper_must_meet_both_its_time_and_its_share_of_flas(ours_ms, speedup, met):
+    assert judge(target("T8192 H64"), "hopper", ours_ms, speedup) == ("<= 0.55 ms, <= 0.31 of FLA's", met)
+
+
+def test_the_rows_that_have_a_share_of_flas_time():
+    shares = {case.name: case.target.share for case in CASES["prefill"] if case.target.share is not None}
+    assert shares == {"T8192 H64": 0.31, "packed 6 uneven H96": 0.30, "GVA T8192 H16 HV64": 0.33}
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_few_heads_are_not_gated(backend):
+    assert all(judge(case.target, backend, 1.0, 0.5) == (None, None) for case in FEW_HEADS)
+
+
+# --- kernels ---
+
+H200 = kernels.Multiprocessor(count=132, registers=65536, shared_bytes=233472, threads=2048)
+HEADLINE = Shape(T=8192, H=64)
+
+
+def trace_event(name, us, ts, registers=128, shared=1000, grid=(264, 1, 1), block=(64, 1, 1)):
+    args = {"registers per thread": registers, "shared memory": shared, "grid": list(grid), "block": list(block)}
+    return {"cat": "kernel", "name": name, "dur": us, "ts": ts, "args": args}
+
+
+def trace_of(*names_and_us):
+    others = [{"cat": "gpu_memset", "name": "Memset", "ts": 0, "dur": 1}, {"name": "process_name", "ph": "M"}]
+    events = [trace_event(name, us, ts) for ts, (name, us) in enumerate(names_and_us)]
+    return {"traceEvents": [*others, *reversed(events)]}
+
+
+def test_work_of_the_headline_is_what_the_design_counts():
+    prepare, recurrence = kernels.prepare_work(HEADLINE), kernels.recurrence_work(HEADLINE)
+    tensor = 2 * 8192 * 64 * 128
+    decay, beta = 8192 // 64 * 64 * 128 * 4, 2 * 8192 * 64
+    assert prepare.bytes == (3 + 4) * tensor + beta + decay
+    assert recurrence.bytes == (4 + 2) * tensor + decay + 64 * 128 * 128 * 4
+    assert prepare.flop + recurrence.flop == pytest.approx(94e9, rel=0.02)
+
+
+def test_work_counts_partial_chunks_whole_and_query_heads_once():
+    ragged = Shape(lengths=(65, 0, 1), H=1, HV=4, K=32, V=64)
+    assert kernels.chunk_counts(ragged) == [2, 0, 1]
+    workspace = 3 * 4 * (2 * (3 * 64 * 32 + 2 * 64 * 64) + 4 * 32)
+    assert kernels.prepare_work(ragged).bytes == workspace + 2 * 66 * (2 * 32 + 4 * 32 + 4)
+    assert kernels.recurrence_work(ragged).bytes == workspace + 2 * 2 * 66 * 4 * 64 + 4 * 3 * 4 * 32 * 64
+    assert kernels.recurrence_work(ragged).flop == 3 * 4 * (4 * 64 * 64 * 64 + 6 * 64 * 32 * 64)
+
+
+def test_kernel_runs_come_in_the_order_of_their_execution():
+    runs = kernels.kernel_runs(trace_of(("prepare_kernel", 3.0), ("recurrence_kernel", 2.5)))
+    assert [run.name for run in runs] == ["prepare_kernel", "recurrence_kernel"]
+    assert runs[0] == kernels.KernelRun("prepare_kernel", 3.0, 264, 64, 128, 1000)
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "residents"),
+    [
+        (64, 255, 1000, 4 * (16384 // (256 * 32)) // 2),  # registers: 2 warps a scheduler
+        (128, 168, 0, 3),  # 168 x 32 = 21 units of 256: 3 warps a scheduler
+        (128, 128, 113 * 1024, 2),  # shared memory: 228 KiB hold two with their reserved KiB
+        (128, 128, 227 * 1024, 1),
+        (1024, 32, 0, 2),  # threads
+    ],
+)
+def test_programs_a_multiprocessor_holds(threads, registers, shared, residents):
+    assert H200.residents(kernels.KernelRun("k", 1.0, 1, threads, registers, shared)) == residents
+
+
+def test_description_of_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "spilled_bytes", lambda kernel: 0)
+    names = ("prepare_kernel", 600.0), ("recurrence_kernel", 256.0), ("compose", 1.0), ("compose", 2.0)
+    runs = kernels.kernel_runs(trace_of(*names * 3))
+    prepare, recurrence, compose = kernels.describe(runs, 3, HEADLINE, CEILINGS, H200)
+    assert (prepare["stage"], prepare["ms"], prepare["launches"]) == ("prepare", 0.6, 1)
+    assert prepare["share_of_copy"] == pytest.approx(kernels.prepare_work(HEADLINE).bytes / 0.6e-3 / 4.3e12)
+    assert prepare["share_of_gemm"] == pytest.approx(kernels.prepare_work(HEADLINE).flop / 0.6e-3 / 700e12)
+    assert (prepare["registers"], prepare["shared_bytes"], prepare["spill_bytes"]) == (128, 1000, 0)
+    assert (prepare["ctas_per_sm"], prepare["waves"]) == (8, 264 / (8 * 132))
+    assert "us_per_chunk" not in prepare and recurrence["us_per_chunk"] == pytest.approx(256 / 128)
+    assert (compose["stage"], compose["ms"], compose["launches"]) == (None, pytest.approx(3e-3), 2)
+    assert "bytes" not in compose
+
+
+def test_a_trace_with_lost_runs_is_refused():
+    runs = kernels.kernel_runs(trace_of(*[("prepare_kernel", 1.0)] * 5))
+    with pytest.raises(RuntimeError, match="5 runs of prepare_kernel in 3 calls"):
+        kernels.describe(runs, 3, HEADLINE, CEILINGS, H200)
+
+
+def test_a_kernel_that_triton_did_not_compile_has_no_known_spills():
+    assert kernels.spilled_bytes(kernels.KernelRun("cutlass", 1.0, 1, 32, 32, 0)) is None
+
+
+def fake_profiler(run):
+    """Calls `run` and pretends that each call of flashdelta launched two kernels, and the timer one."""
+    before = len(TIMED.calls)
+    run()
+    found = []
+    for result in TIMED.calls[before:]:
+        found += [("fill", 50.0)] + ([("prepare_kernel", 600.0), ("recurrence_kernel", 256.0)] if result else [])
+    return kernels.kernel_runs(trace_of(*found))
+
+
+TIMED = FakeTimer([2.0])
+
+
+def test_kernel_report_leaves_out_what_the_timer_launches(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "profiled", fake_profiler)
+    monkeypatch.setattr(kernels.Multiprocessor, "of", lambda device: H200)
+    document = dry_run(tmp_path, benchmark="kernels", measure=kernels.measure_kernels, timer=TIMED)
+    row = document["rows"][0]
+    assert [kernel["kernel"] for kernel in row["kernels"]] == ["prepare_kernel", "recurrence_kernel"]
+    text = shown(report.kernels_table(document))
+    for expected in ("prepare_kernel", "0.600", "0.256", "CTAs/SM", "128.00"):
+        assert expected in text
+    assert "kernels 0.856 ms" in report.kernels_summary(document)[0]
+
+
+def test_kernels_of_a_wrong_result_are_not_reported(tmp_path, monkeypatch):
+    def fail(**arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(flashdelta, "chunk_kda", fail)
+    document = dry_run(tmp_path, benchmark="kernels", measure=kernels.measure_kernels)
+    assert document["rows"][0]["kernels"] == []
+    assert "no such kernel" in "".join(report.kernels_summary(document))

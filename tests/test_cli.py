@@ -169,7 +169,10 @@ def test_demo_refuses_an_empty_prompt():
     assert "prompt: got an empty text" in result.stderr
 
 
-@pytest.mark.parametrize("command", [("verify",), ("demo",), ("bench", "prefill"), ("bench", "startup")])
+BENCHMARKS = [("bench", name) for name in ("prefill", "classic", "kernels", "startup")]
+
+
+@pytest.mark.parametrize("command", [("verify",), ("demo",), *BENCHMARKS])
 def test_unknown_backend_names_the_known_ones(command):
     result = run(*command, "--backend", "cuda")
     assert result.exit_code == 2
@@ -184,8 +187,9 @@ def test_impossible_device_is_refused(device):
     assert f"got '{device}'" in result.stderr
 
 
-def test_bench_prefill_needs_a_gpu():
-    result = run("bench", "prefill", "--device", "cpu")
+@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels"])
+def test_benchmarks_over_whole_prompts_need_a_gpu(benchmark):
+    result = run("bench", benchmark, "--device", "cpu")
     assert result.exit_code == 2
     assert "wanted an NVIDIA GPU" in result.stderr
 
@@ -205,7 +209,7 @@ def test_bench_show_refuses_other_files(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     result = run("bench", "show", str(tmp_path / "other.json"))
     assert result.exit_code == 2
-    assert "wanted a JSON file of one of: prefill, startup" in result.stderr.replace("\n", " ")
+    assert "wanted a JSON file of one of: prefill, classic, kernels, startup" in result.stderr.replace("\n", " ")
 
 
 def test_main_without_typer_says_what_to_install(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The truth that results are held against, and the one measure of error.
+"""The truth that results are held against, and the measures of error.
 
 Truth is the token recurrence in float64. Packed sequences are computed one at a time from slices of the inputs, so the
 oracle shares no packing logic with what it judges.
@@ -76,3 +76,9 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
     if size == 0:
         return 0.0 if distance == 0 else float("inf") if distance == distance else distance
     return distance / size
+
+
+def absolute_errors(x: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Root mean square and maximum of `|x - reference|`, in float64; NaN if either holds one."""
+    error = (x.double() - reference).abs()
+    return error.square().mean().sqrt().item(), error.max().item()

@@ -10,12 +10,14 @@ import importlib.util
 import json
 import math
 import os
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-TABLE_WIDTH = 160
+TABLE_WIDTH = 190
 """Characters; what the widest table needs when the output is a file or a pipe."""
 
 
@@ -74,8 +76,17 @@ def _ms(outcome: dict) -> str:
     return "-" if outcome["error_o"] is None else "[red]wrong[/red]"
 
 
-def _errors(outcome: dict) -> str:
-    return f"{_error(outcome['error_o'])} {_error(outcome['error_state'])}"
+def _times(row: dict) -> list[str]:
+    """The cells that every table of prompts has: ours, graph and FLA in ms, and the speed-up."""
+    speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    return [*(_ms(row[name]) for name in ("ours", "graph", "fla")), speedup]
+
+
+TIME_COLUMNS = ("ours ms", "graph ms", "FLA ms", "FLA/ours")
+
+
+def _errors(outcome: dict, *keys: str) -> str:
+    return " ".join(_error(outcome[key]) for key in keys or ("error_o", "error_state"))
 
 
 def _error(x: float | str | None) -> str:
@@ -90,30 +101,90 @@ def _met(row: dict) -> str:
 
 def prefill_table(document: dict) -> Table:
     """The prefill rows; columns as explained in benchmarks/README.md."""
-    table = Table(title=headline(document), title_justify="left", caption_justify="left")
-    table.add_column("case", no_wrap=True)
-    for column in ("ours ms", "graph ms", "FLA ms", "FLA/ours", "floor ms", "share", "error ours: o, state"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("error FLA: o, state", justify="right", no_wrap=True)
-    table.add_column("must ms", justify="right")
-    table.add_column("gate", no_wrap=True)
-    previous = None
-    for row in document["rows"]:
-        if previous is not None and row["table"] != previous:
-            table.add_section()
-        previous = row["table"]
-        table.add_row(
-            row["name"],
-            *(_ms(row[name]) for name in ("ours", "graph", "fla")),
-            "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+    columns = (*TIME_COLUMNS, "floor ms", "share", "error ours: o, state", "error FLA: o, state", "must ms", "gate")
+
+    def cells(row: dict) -> list[str]:
+        return [
+            *_times(row),
             f"{row['floor_ms']:.3f}",
             "-" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}",
             _errors(row["ours"]),
             _errors(row["fla"]),
             f"{row['must_ms']:.2f}",
             _met(row),
-        )
+        ]
+
+    return _row_table(document, columns, lambda row: [cells(row)])
+
+
+def _row_table(document: dict, columns: Sequence[str], lines: Callable[[dict], list[list[str]]]) -> Table:
+    """A table of the document's rows, each with one or more `lines`, whose cells stand behind the row's name."""
+    table = Table(title=headline(document), title_justify="left", caption_justify="left")
+    for column in ("case", *columns):
+        table.add_column(column, justify="left" if column in ("case", "kernel", "gate") else "right", no_wrap=True)
+    previous = None
+    for row in document["rows"]:
+        if previous is not None and row["table"] != previous:
+            table.add_section()
+        previous = row["table"]
+        for cells in lines(row):
+            table.add_row(row["name"], *cells)
     return table
+
+
+def classic_table(document: dict) -> Table:
+    """The rows of the classic table, with absolute errors."""
+    columns = [f"{what}, {name}\nRMSE max" for what in ("o", "state") for name in ("ours", "FLA")]
+
+    def cells(row: dict) -> list[str]:
+        errors = [
+            _errors(row[name], f"rmse_{what}", f"max_error_{what}")
+            for what in ("o", "state")
+            for name in ("ours", "fla")
+        ]
+        return [*_times(row), *errors]
+
+    return _row_table(document, (*TIME_COLUMNS, *columns), lambda row: [cells(row)])
+
+
+def kernels_table(document: dict) -> Table:
+    """One line a kernel of each row: time, work against the ceilings, what a program occupies."""
+    columns = (
+        "kernel",
+        "ms",
+        "GB",
+        "TB/s",
+        "of copy",
+        "GFLOP",
+        "TFLOP/s",
+        "of GEMM",
+        "us/chunk",
+        "programs",
+        "threads",
+    )
+    columns += ("regs", "spill B", "shared KiB", "CTAs/SM", "waves")
+
+    def cells(kernel: dict) -> list[str]:
+        def number(key: str, form: str, scale: float = 1.0) -> str:
+            return "-" if kernel.get(key) is None else format(kernel[key] * scale, form)
+
+        return [
+            kernel["kernel"] + (f" x {kernel['launches']}" if kernel["launches"] > 1 else ""),
+            number("ms", ".3f"),
+            number("bytes", ".3f", 1e-9),
+            number("tb_s", ".2f"),
+            number("share_of_copy", ".0%"),
+            number("flop", ".1f", 1e-9),
+            number("tflop_s", ".0f"),
+            number("share_of_gemm", ".0%"),
+            number("us_per_chunk", ".2f"),
+            *(number(key, ".0f") for key in ("programs", "threads", "registers", "spill_bytes")),
+            number("shared_bytes", ".1f", 1 / 1024),
+            number("ctas_per_sm", ".0f"),
+            number("waves", ".2f"),
+        ]
+
+    return _row_table(document, columns, lambda row: [cells(kernel) for kernel in row["kernels"]])
 
 
 def prefill_markdown(document: dict, table: str = "prefill") -> str:
@@ -124,10 +195,9 @@ def prefill_markdown(document: dict, table: str = "prefill") -> str:
     ]
     for row in document["rows"]:
         if row["table"] == table:
-            times = " | ".join(_ms(row[name]) for name in ("ours", "graph", "fla"))
-            speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+            times = " | ".join(_times(row))
             errors = " | ".join(_errors(row[name]) for name in ("ours", "fla"))
-            lines.append(f"| {row['name']} | {times} | {speedup} | {row['floor_ms']:.3f} | {errors} |")
+            lines.append(f"| {row['name']} | {times} | {row['floor_ms']:.3f} | {errors} |")
     return "\n".join(lines)
 
 
@@ -149,11 +219,41 @@ def prefill_summary(document: dict) -> list[str]:
     gated = [row for row in rows if row["met"] is not None]
     missed = [f"{row['name']} ({row['ours']['ms']['median']:.3f})" for row in gated if not row["met"]]
     gates = f"{len(gated) - len(missed)} of {len(gated)} met" + (", not: " + "; ".join(missed) if missed else "")
-    lines = ["gates: " + (gates if gated else "none judged (they hold on an H200, for rows that were timed)")]
-    failed = failures(document)
-    lines.append("correctness: " + (f"{len(failed)} of {len(rows)} rows failed" if failed else "all rows passed"))
-    lines += [f"  {row['name']}: {row['ours']['problem']}" for row in failed]
-    for name, title in (("fla", "FLA"), ("graph", "CUDA graph")):
+    judged = gates if gated else "none judged (they hold on an H200, for rows that were timed)"
+    return [f"gates: {judged}", *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+
+
+def classic_summary(document: dict) -> list[str]:
+    """The speed-up over all rows, and everything that is missing with its reason."""
+    speedups = [row["speedup"] for row in document["rows"] if row["speedup"] is not None]
+    lines = []
+    if speedups:
+        mean = statistics.geometric_mean(speedups)
+        lines.append(f"FLA/ours: {mean:.2f}x (geometric mean of {len(speedups)} rows, least {min(speedups):.2f}x)")
+    return [*lines, *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+
+
+def kernels_summary(document: dict) -> list[str]:
+    """Each row's whole call beside the sum of its kernels, and everything that is missing with its reason."""
+    lines = []
+    for row in document["rows"]:
+        if row["kernels"]:
+            total = sum(kernel["ms"] for kernel in row["kernels"])
+            call = f"call {_ms(row['ours'])} ms, CUDA graph {_ms(row['graph'])} ms, kernels {total:.3f} ms"
+            lines.append(f"{row['name']} ({row['backend']}): {call}, floor {row['floor_ms']:.3f} ms")
+    return [*lines, *_correctness(document), *_absences(document, graph="CUDA graph")]
+
+
+def _correctness(document: dict) -> list[str]:
+    failed, rows = failures(document), document["rows"]
+    verdict = f"{len(failed)} of {len(rows)} rows failed" if failed else "all rows passed"
+    return [f"correctness: {verdict}", *(f"  {row['name']}: {row['ours']['problem']}" for row in failed)]
+
+
+def _absences(document: dict, **titles: str) -> list[str]:
+    """Why contenders, given by key and title, have no time."""
+    rows, lines = document["rows"], []
+    for name, title in titles.items():
         for problem in dict.fromkeys(row[name]["problem"] for row in rows if row[name]["problem"]):
             absent = [row["name"] for row in rows if row[name]["problem"] == problem]
             where = "in every row" if len(absent) == len(rows) else "in " + "; ".join(absent)
@@ -183,11 +283,12 @@ def plot_prefill(document: dict, path: Path) -> None:
 
     rows = [row for row in document["rows"] if _on_plot(row["shape"])]
     if not rows:
-        raise ValueError("plot: got no row with one sequence and H = HV = 64 (T1024, T8192 and T16384 are)")
+        raise ValueError("plot: got no row with one sequence and H = HV = 64, T1024 to T16384")
     rows.sort(key=lambda row: row["shape"]["T"])
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()
-    for name, label in (("fla", "FLA"), ("ours", "flashdelta"), ("graph", "flashdelta, CUDA graph")):
+    ours = ", ".join(["flashdelta", *sorted({row["backend"] for row in rows if row["backend"]})])
+    for name, label in (("fla", "FLA"), ("ours", ours), ("graph", f"{ours}, CUDA graph")):
         timed = [(row["shape"]["T"], row[name]["ms"]["median"]) for row in rows if row[name]["ms"] is not None]
         if timed:
             axes.plot(*zip(*timed), marker="o", label=label)
@@ -196,7 +297,7 @@ def plot_prefill(document: dict, path: Path) -> None:
         [row["floor_ms"] for row in rows],
         linestyle="--",
         color="gray",
-        label="floor: q, k, v, g, o moved once",
+        label=f"floor: q, k, v, g, o moved once at {document['ceilings']['copy_tb_s']:.2f} TB/s",
     )
     lengths = [row["shape"]["T"] for row in rows]
     axes.set_xscale("log", base=2)

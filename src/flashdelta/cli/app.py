@@ -125,35 +125,89 @@ JsonPath = Annotated[
 ]
 
 
+Rows = Annotated[
+    Optional[list[str]],
+    typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
+]
+Fla = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        help="Rows in which FLA is timed: all, none, or as in --rows (repeatable). "
+        "It tunes itself for a minute or two at a head count that its cache does not know.",
+        show_default="all",
+    ),
+]
+NoFla = Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")]
+Plot = Annotated[Optional[Path], typer.Option(help="Also plot time against T at H=64 into this file.")]
+
+
+def _bench_prompts(
+    benchmark: str,
+    device: str,
+    backend: str,
+    json: Optional[Path],
+    *,
+    rows: Optional[list[str]],
+    fla: Optional[list[str]],
+    repeats: int,
+    plot: Optional[Path] = None,
+) -> None:
+    """Runs one of the benchmarks over whole prompts and exits; with 1 if a row is wrong."""
+    from .bench import bench_prompts
+
+    choice = {"rows": rows or [], "fla_rows": fla or ["all"]}
+    try:
+        right = bench_prompts(benchmark, torch.device(device), backend, json, **choice, repeats=repeats, plot=plot)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
+
+
 @bench_app.command()
 def prefill(
     backend: Backend = "auto",
     json: JsonPath = None,
-    rows: Annotated[Optional[list[str]], typer.Option(help="Only rows whose name contains this; repeatable.")] = None,
-    fla: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            help="Rows in which FLA is timed: all, none, or part of a name (repeatable). "
-            "It tunes itself for a minute or two at a head count that its cache does not know.",
-            show_default="all",
-        ),
-    ] = None,
-    no_fla: Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")] = 100,
-    plot: Annotated[Optional[Path], typer.Option(help="Also plot time against T at H=64 into this file.")] = None,
+    rows: Rows = None,
+    fla: Fla = None,
+    no_fla: NoFla = False,
+    repeats: Repeats = 100,
+    plot: Plot = None,
     device: Device = None,
 ) -> None:
     """Time the forward over whole prompts beside FLA, with errors and floor (exit code 1 if a row is wrong)."""
-    from .bench import bench_prefill
+    fla = ["none"] if no_fla else fla
+    _bench_prompts("prefill", device, backend, json, rows=rows, fla=fla, repeats=repeats, plot=plot)
 
-    fla_rows = ["none"] if no_fla else fla or ["all"]
-    try:
-        right = bench_prefill(
-            torch.device(device), backend, json, rows=rows or [], fla_rows=fla_rows, repeats=repeats, plot=plot
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if right else 1)
+
+@bench_app.command()
+def classic(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Rows = None,
+    fla: Fla = None,
+    no_fla: NoFla = False,
+    repeats: Repeats = 20,
+    plot: Plot = None,
+    device: Device = None,
+) -> None:
+    """Time 52 usual shapes beside FLA, with RMS and maximum errors of both (exit code 1 if a row is wrong)."""
+    fla = ["none"] if no_fla else fla
+    _bench_prompts("classic", device, backend, json, rows=rows, fla=fla, repeats=repeats, plot=plot)
+
+
+@bench_app.command()
+def kernels(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Annotated[
+        Optional[list[str]], typer.Option(help="Rows of bench prefill, as there.", show_default="T8192 H64")
+    ] = None,
+    repeats: Repeats = 20,
+    device: Device = None,
+) -> None:
+    """Time the forward's kernels one by one, beside the ceilings of memory and arithmetic (exit code 1 if a row is wrong)."""
+    _bench_prompts("kernels", device, backend, json, rows=rows or ["T8192 H64"], fla=["none"], repeats=repeats)
 
 
 @bench_app.command()
@@ -172,7 +226,7 @@ def startup(
 @bench_app.command()
 def show(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file that a benchmark wrote.")],
-    plot: Annotated[Optional[Path], typer.Option(help="Plot prefill time against T into this file.")] = None,
+    plot: Plot = None,
 ) -> None:
     """Print a benchmark's table again from its JSON file."""
     from .bench import show_results

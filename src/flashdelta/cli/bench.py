@@ -9,14 +9,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.cases import FEW_HEADS, PREFILL, PrefillCase, select
+from ..bench.cases import CASES, PrefillCase, select
 from ..bench.environment import gpu
+from ..bench.kernels import measure_kernels
 from ..bench.peers import Peer, find_fla
-from ..bench.prefill import run_prefill
+from ..bench.prefill import measure_row, run_prefill
 from ..bench.protocol import Effort
 from ..bench.report import (
+    classic_summary,
+    classic_table,
     default_path,
     failures,
+    kernels_summary,
+    kernels_table,
     load,
     plot_prefill,
     prefill_summary,
@@ -32,7 +37,14 @@ from ..bench.startup import run_startup
 STDOUT = Path("-")
 
 
-def bench_prefill(
+MEASURE = {"prefill": measure_row, "classic": measure_row, "kernels": measure_kernels}
+"""By benchmark over whole prompts: what makes a row."""
+
+PLOTTED = ("prefill", "classic")
+
+
+def bench_prompts(
+    benchmark: str,
     device: torch.device,
     backend: str,
     json: Path | None,
@@ -40,27 +52,29 @@ def bench_prefill(
     rows: Sequence[str],
     fla_rows: Sequence[str],
     repeats: int,
-    plot: Path | None,
+    plot: Path | None = None,
 ) -> bool:
-    """Runs and reports the prefill benchmark; whether every row was right.
+    """Runs and reports one of the benchmarks over whole prompts; whether every row was right.
 
     Raises:
         ValueError: no GPU, a row name that fits nothing, or a plot without matplotlib or without its rows.
     """
     if device.type != "cuda":
-        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench prefill measures full-size prompts)")
+        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench {benchmark} measures full-size prompts)")
     if plot is not None:
         require_matplotlib()  # before the measuring, not after it
-    cases = select([*PREFILL, *FEW_HEADS], rows)
+    cases = select(CASES[benchmark], rows)
     timed = _fla_cases(cases, fla_rows)
     log = Console(stderr=True, highlight=False)
 
     def progress(row: dict) -> None:
         log.print(_progress_line(row), soft_wrap=True)
 
-    path = _path("prefill", backend, json, device)
+    path = _path(benchmark, backend, json, device)
     document = run_prefill(
         cases,
+        benchmark=benchmark,
+        measure=MEASURE[benchmark],
         device=device,
         backend=backend,
         fla=find_fla() if timed else Peer(None, "not asked for"),
@@ -94,13 +108,15 @@ def show_results(path: Path, plot: Path | None) -> None:
         raise ValueError(f"results: got {path}, wanted a JSON file of one of: {', '.join(PRINTERS)}")
     _print(document)
     if plot is not None:
-        if document["benchmark"] != "prefill":
-            raise ValueError(f"plot: got a {document['benchmark']} result, wanted a prefill result")
+        if document["benchmark"] not in PLOTTED:
+            raise ValueError(f"plot: got a {document['benchmark']} result, wanted one of: {', '.join(PLOTTED)}")
         plot_prefill(document, plot)
 
 
 PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]] = {
     "prefill": (prefill_table, prefill_summary),
+    "classic": (classic_table, classic_summary),
+    "kernels": (kernels_table, kernels_summary),
     "startup": (startup_table, lambda document: []),
 }
 """By benchmark: its table, and the lines under it."""
