@@ -486,6 +486,22 @@ def test_a_trace_with_lost_runs_is_refused():
         kernels.describe(runs, 3, HEADLINE, CEILINGS, H200)
 
 
+def test_spills_of_a_loaded_kernel(monkeypatch):
+    compiler = pytest.importorskip("triton.compiler")
+
+    def compiled(registers, spilled_words, module):
+        kernel = object.__new__(compiler.CompiledKernel)
+        vars(kernel).update(name="mine", n_regs=registers, n_spills=spilled_words, module=module, _module_pid=None)
+        return kernel
+
+    loaded = [compiled(128, 3, "module"), compiled(128, 2, "module"), compiled(255, 9, "module"), compiled(96, 7, None)]
+    spills = [
+        kernels.spilled_bytes(kernels.KernelRun("mine", 1.0, 1, 32, registers, 0)) for registers in (128, 255, 96)
+    ]
+    assert spills == [12, 36, None]
+    assert len(loaded) == 4  # alive until here
+
+
 def test_a_kernel_that_triton_did_not_compile_has_no_known_spills():
     assert kernels.spilled_bytes(kernels.KernelRun("cutlass", 1.0, 1, 32, 32, 0)) is None
 
