@@ -1,9 +1,9 @@
 """The `torch.library` operators behind the public functions.
 
-`flashdelta::kda_forward` (functional, differentiable), `flashdelta::kda_forward_out` (writes a caller's `out`) and
-`flashdelta::kda_backward`. They take validated tensors, then the fields of `KdaSettings`; a result that was not asked for
-is an empty tensor, since an operator's schema has no optional results. `ops.py` calls them where a graph is traced
-(`torch.compile`, fake tensors) or a gradient is wanted, and the backend itself otherwise.
+`flashdelta::kda_forward` (functional, differentiable), `flashdelta::kda_forward_out` (writes what the caller owns: `out`, the
+state pool, or both) and `flashdelta::kda_backward`. They take validated tensors, then the fields of `KdaSettings`; a result
+that was not asked for is an empty tensor, since an operator's schema has no optional results. `ops.py` calls `forward` where a
+graph is traced (`torch.compile`, fake tensors) or a gradient is wanted, and the backend itself otherwise.
 """
 
 from __future__ import annotations
@@ -12,42 +12,61 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .spec import SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, spec_of
+from .backends.base import Results
+from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, spec_of
 
-_TENSORS = (
+_INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
     "Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens"
 )
+_POOL = (
+    "Tensor(a!)? state_pool, Tensor? state_indices, Tensor? has_initial_state, "
+    "Tensor? checkpoint_offsets, Tensor? checkpoint_indices"
+)
 _SETTINGS = (
     "str algorithm, float scale, str gate, float? lower_bound, bool safe_gate, str beta_kind, bool l2norm, int chunk_size, "
-    "bool output_final_state, bool return_intermediate_states, bool state_v_first"
+    "bool output_final_state, bool return_intermediate_states, bool state_v_first, str null_index"
 )
-_GRADIENTS = TENSOR_NAMES[:-1]  # all but cu_seqlens
+_GRADIENTS = INPUT_NAMES[:-1]  # all but cu_seqlens
 
 torch.library.define(
-    "flashdelta::kda_forward", f"({_TENSORS}, {_SETTINGS}, str backend) -> (Tensor o, Tensor final_state, Tensor h)"
+    "flashdelta::kda_forward", f"({_INPUTS}, {_SETTINGS}, str backend) -> (Tensor o, Tensor final_state, Tensor h)"
 )
 torch.library.define(
     "flashdelta::kda_forward_out",
-    f"({_TENSORS}, {_SETTINGS}, str backend, Tensor(a!) out) -> (Tensor final_state, Tensor h)",
+    f"({_INPUTS}, {_POOL}, {_SETTINGS}, str backend, Tensor(b!)? out) -> (Tensor o, Tensor final_state, Tensor h)",
 )
 torch.library.define(
     "flashdelta::kda_backward",
-    f"(Tensor grad_o, Tensor grad_final, {_TENSORS}, {_SETTINGS}, str backend) -> Tensor[]",
+    f"(Tensor grad_o, Tensor grad_final, {_INPUTS}, {_SETTINGS}, str backend) -> Tensor[]",
 )
 
 
-def _call(arguments: tuple) -> tuple[KdaSpec, KdaTensors, str]:
-    """The spec, tensors and backend from an operator's positional arguments."""
-    n, m = len(TENSOR_NAMES), len(SETTING_NAMES)
-    t = KdaTensors(*arguments[:n])
+def _call(arguments: tuple, names: tuple[str, ...] = INPUT_NAMES) -> tuple[KdaSpec, KdaTensors, str]:
+    """The spec, tensors and backend from the positional arguments of an operator that takes the tensors `names`."""
+    n, m = len(names), len(SETTING_NAMES)
+    t = KdaTensors(**dict(zip(names, arguments[:n])))
     settings = KdaSettings(**dict(zip(SETTING_NAMES, arguments[n : n + m])))
     return spec_of(t, settings), t, arguments[n + m]
 
 
-def operator_arguments(spec: KdaSpec, t: KdaTensors, backend: str) -> tuple:
-    """The inverse: what to pass an operator for this call."""
-    return (*(getattr(t, name) for name in TENSOR_NAMES), *spec.settings().values(), backend)
+def operator_arguments(spec: KdaSpec, t: KdaTensors, backend: str, names: tuple[str, ...] = INPUT_NAMES) -> tuple:
+    """The inverse: what to pass an operator for this call. `kda_forward_out` takes all `TENSOR_NAMES`."""
+    return (*(getattr(t, name) for name in names), *spec.settings().values(), backend)
+
+
+def forward(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> Results:
+    """The call through the operator that declares what it writes."""
+    if out is None and not spec.has_pool:
+        o, final_state, h = torch.ops.flashdelta.kda_forward(*operator_arguments(spec, t, backend))
+    else:
+        arguments = operator_arguments(spec, t, backend, TENSOR_NAMES)
+        o, final_state, h = torch.ops.flashdelta.kda_forward_out(*arguments, out)
+    return (
+        o if out is None else out,
+        final_state if spec.output_final_state else None,
+        h if spec.return_intermediate_states else None,
+    )
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -74,16 +93,17 @@ def _forward_fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.impl("flashdelta::kda_forward_out", "default")
-def _forward_out(*arguments) -> tuple[Tensor, Tensor]:
-    spec, t, backend = _call(arguments[:-1])
-    _, final, h = backends.choose(spec, t.q.device, backend).run(spec, t, arguments[-1])
-    return _or_empty(final, t.q), _or_empty(h, t.q)
+def _forward_out(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    (spec, t, backend), out = _call(arguments[:-1], TENSOR_NAMES), arguments[-1]
+    o, final, h = backends.choose(spec, t.q.device, backend).run(spec, t, out)
+    return _or_empty(o if out is None else None, t.q), _or_empty(final, t.q), _or_empty(h, t.q)
 
 
 @torch.library.register_fake("flashdelta::kda_forward_out")
-def _forward_out_fake(*arguments) -> tuple[Tensor, Tensor]:
-    spec, t, _ = _call(arguments[:-1])
-    return _empty_results(spec, t)[1:]
+def _forward_out_fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t, _ = _call(arguments[:-1], TENSOR_NAMES)
+    o, final, h = _empty_results(spec, t)
+    return o if arguments[-1] is None else t.q.new_empty(0), final, h
 
 
 @torch.library.impl("flashdelta::kda_backward", "default")

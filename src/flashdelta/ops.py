@@ -13,7 +13,17 @@ from torch import Tensor
 
 from . import backends, library
 from .backends import Verdict
-from .spec import GateName, KdaOptions, KdaSpec, KdaTensors, check_arguments, check_call, check_out, is_plain
+from .spec import (
+    GateName,
+    KdaOptions,
+    KdaSpec,
+    KdaTensors,
+    NullIndex,
+    check_arguments,
+    check_call,
+    check_out,
+    is_plain,
+)
 
 
 def chunk_kda(
@@ -43,6 +53,12 @@ def chunk_kda(
     gate: GateName | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    null_index: NullIndex = "negative",
+    has_initial_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
@@ -51,7 +67,7 @@ def chunk_kda(
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
-    never written. A sequence's result does not depend, to the bit, on what else is in the batch.
+    never written, but for `state_pool`. A sequence's result does not depend, to the bit, on what else is in the batch.
 
     Args:
         q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -84,6 +100,21 @@ def chunk_kda(
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
+            sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
+            `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
+            there. A sequence without tokens leaves its slot alone. Takes no gradients.
+        state_indices: `[N]` int32 or int64, required with `state_pool`: each sequence's slot. A null index (see `null_index`),
+            or one past the pool's end, starts from zeros and stores nothing. No two states may be stored to one slot. Like
+            `cu_seqlens`, values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
+        null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
+        has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
+            True everywhere.
+        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool`: the state after so many tokens of the sequence
+            is stored too. 0 means none; others must be multiples of 16 that rise in a row, at most the sequence's length
+            (where the state is the final one), and M at most 8. Offsets past the end are ignored. The chunk grid of a sequence
+            starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the results.
+        checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`.
 
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
@@ -108,8 +139,16 @@ def chunk_kda(
         state_v_first=state_v_first,
         chunk_size=chunk_size,
         gate=gate,
+        null_index=null_index,
     )
-    tensors = KdaTensors(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    tensors = KdaTensors(
+        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        state_pool=state_pool,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_indices=checkpoint_indices,
+    )
     spec, tensors = check_call(tensors, options, cu_seqlens_cpu)
     o, final_state, h = _run(spec, tensors, backend, out)
     if not return_intermediate_states:
@@ -142,6 +181,10 @@ def fused_recurrent_kda(
     gate: GateName | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    null_index: NullIndex = "negative",
+    has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens a sequence.
 
@@ -161,8 +204,14 @@ def fused_recurrent_kda(
         lower_bound=lower_bound,
         state_v_first=state_v_first,
         gate=gate,
+        null_index=null_index,
     )
-    tensors = KdaTensors(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    tensors = KdaTensors(
+        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        state_pool=state_pool,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+    )
     spec, tensors = check_call(tensors, options)
     o, final_state, _ = _run(spec, tensors, backend, out)
     return o, final_state
@@ -174,13 +223,7 @@ def _run(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> tupl
     if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
         return chosen.run(spec, t, out)
     # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
-    arguments = library.operator_arguments(spec, t, chosen.name)
-    if out is None:
-        o, final_state, h = torch.ops.flashdelta.kda_forward(*arguments)
-    else:
-        final_state, h = torch.ops.flashdelta.kda_forward_out(*arguments, out)
-        o = out
-    return o, final_state if spec.output_final_state else None, h if spec.return_intermediate_states else None
+    return library.forward(spec, t, chosen.name, out)
 
 
 @dataclass(frozen=True)
@@ -239,6 +282,10 @@ def warmup(
     cu_seqlens_dtype: torch.dtype = torch.int32,
     initial_state: Iterable[bool] = (False, True),
     output_final_state: Iterable[bool] = (True,),
+    state_pool: Iterable[bool] = (False,),
+    has_initial_state: Iterable[bool] = (False, True),
+    checkpoints: Iterable[bool] = (False,),
+    state_indices_dtype: torch.dtype = torch.int32,
     gate: GateName = "lower_bound",
     lower_bound: float | None = -5.0,
     dt_bias: bool = True,
@@ -259,7 +306,9 @@ def warmup(
         op: `chunk_kda` or `fused_recurrent_kda`.
         dtype, g_dtype, beta_dtype, state_dtype: of q/k/v, g and beta (default: `dtype`), and the states.
         packed, initial_state, output_final_state: the values each may take; every combination is compiled.
-        cu_seqlens_dtype: int32 or int64.
+        state_pool: whether calls pass one; `initial_state` and `output_final_state` then count for calls without one, and
+            `has_initial_state` and `checkpoints` say whether those with one pass flags and checkpoints.
+        cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
         dt_bias: whether calls pass one.
         device: where to run.
         The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
@@ -273,17 +322,28 @@ def warmup(
     if op not in (chunk_kda, fused_recurrent_kda):
         raise ValueError(f"op: got {op!r}, wanted flashdelta.chunk_kda or flashdelta.fused_recurrent_kda")
     H, T, calls = 2, 65, 0
-    for (K, V), is_packed, has_state, final in itertools.product(head_dims, packed, initial_state, output_final_state):
-        make = functools.partial(torch.zeros, device=device)
-        state_shape = (1, H, V, K) if state_v_first else (1, H, K, V)
+    make = functools.partial(torch.zeros, device=device)
+    plain = list(itertools.product(initial_state, output_final_state))
+    pooled = list(itertools.product(has_initial_state, checkpoints))
+    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
+    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
+        state = make((1, H, V, K) if state_v_first else (1, H, K, V), dtype=state_dtype)
+        index = make(1, dtype=state_indices_dtype)
+        if is_pool:
+            has_flags, has_checkpoints = way
+            states = {"state_pool": state, "state_indices": index}
+            states |= {"has_initial_state": make(1, dtype=torch.bool)} if has_flags else {}
+            states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
+        else:
+            has_state, final = way
+            states = {"initial_state": state if has_state else None, "output_final_state": final}
         op(
             make(1, T, H, K, dtype=dtype),
             make(1, T, H, K, dtype=dtype),
             make(1, T, H, V, dtype=dtype),
             make(1, T, H, K, dtype=g_dtype or dtype),
             make(1, T, H, dtype=beta_dtype or dtype),
-            initial_state=make(state_shape, dtype=state_dtype) if has_state else None,
-            output_final_state=final,
+            **states,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,

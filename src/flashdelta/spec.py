@@ -6,25 +6,32 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 
+from . import checked
+from .errors import wrong as _wrong
+
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
 GATES: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid")
+NullIndex = Literal["negative", "non_positive"]
+NULL_INDICES: tuple[str, ...] = ("negative", "non_positive")
 HEAD_DIMS = (32, 64, 128, 256)
 CHUNK_SIZES = (32, 64)
 LOWEST_BOUND = -5.0
 """Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
 
+MAX_CHECKPOINTS = 8
+"""Checkpoints a sequence may have: each adds a chunk slot to every sequence."""
+
 
 @dataclass(frozen=True)
 class KdaTensors:
-    """The tensors of one call. `A_log` is `[HV]` and `dt_bias` is `[HV, K]`, whatever shape the caller passed."""
+    """The tensors of one call. `A_log` is `[HV]`, `dt_bias` is `[HV, K]` and the checkpoint tensors are `[N, M]`, whatever
+    shape the caller passed."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,6 +42,11 @@ class KdaTensors:
     dt_bias: torch.Tensor | None = None
     initial_state: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    state_pool: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
+    has_initial_state: torch.Tensor | None = None
+    checkpoint_offsets: torch.Tensor | None = None
+    checkpoint_indices: torch.Tensor | None = None
 
     def present(self) -> dict[str, torch.Tensor]:
         named = ((name, getattr(self, name)) for name in TENSOR_NAMES)
@@ -42,6 +54,8 @@ class KdaTensors:
 
 
 TENSOR_NAMES = tuple(f.name for f in fields(KdaTensors))
+INPUT_NAMES = TENSOR_NAMES[: TENSOR_NAMES.index("state_pool")]
+"""The tensors of a call without a state pool; none of them is ever written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +63,8 @@ class KdaSettings:
     """The part of a validated call that no tensor tells.
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`.
+    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `null_index` says which pool indices
+    name no slot: those below 0, or 0 too.
     """
 
     algorithm: Literal["chunk", "recurrent"] = "chunk"
@@ -63,6 +78,7 @@ class KdaSettings:
     output_final_state: bool = False
     return_intermediate_states: bool = False
     state_v_first: bool = False
+    null_index: NullIndex = "negative"
 
     def settings(self) -> dict[str, object]:
         """The settings by name: the scalar arguments of the operators in `library.py`."""
@@ -77,7 +93,9 @@ class KdaSpec(KdaSettings):
     """A KDA call, validated. Symbols as in docs/algorithm.md.
 
     `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when
-    packed). `state_dtype` is the dtype of the initial and the final state.
+    packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both.
+    `has_initial_state`: the caller passed `initial_state`. `pool_slots` is the pool's size (0 without one) and
+    `checkpoints` the number `M` of checkpoints each sequence may have.
     """
 
     B: int
@@ -94,6 +112,9 @@ class KdaSpec(KdaSettings):
     has_A_log: bool = False
     has_dt_bias: bool = False
     has_initial_state: bool = False
+    has_pool: bool = False
+    pool_slots: int = 0
+    checkpoints: int = 0
     packed: bool = False
     requires_grad: bool = False
 
@@ -104,10 +125,20 @@ class KdaSpec(KdaSettings):
 
     @property
     def slots(self) -> int:
-        """Upper bound on a batch row's chunks, known without reading `cu_seqlens` (see `reference/sequences.py`)."""
+        """Upper bound on a batch row's chunks, known without reading a device tensor (see `reference/sequences.py`)."""
         if self.packed:
-            return self.T // self.chunk_size + self.N
-        return -(-self.T // self.chunk_size)
+            return self.T // self.chunk_size + self.N * (1 + self.checkpoints)
+        return -(-self.T // self.chunk_size) + self.checkpoints
+
+    @property
+    def stores_final_state(self) -> bool:
+        """Whether final states go anywhere: to the caller, or to the pool."""
+        return self.output_final_state or self.has_pool
+
+    @property
+    def lowest_index(self) -> int:
+        """The least pool index that is not null."""
+        return 1 if self.null_index == "non_positive" else 0
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
@@ -138,10 +169,7 @@ class KdaOptions:
     return_intermediate_states: bool = False
     state_v_first: bool = False
     chunk_size: int = 64
-
-
-def _wrong(argument: str, got: object, wanted: str) -> ValueError:
-    return ValueError(f"{argument}: got {got}, wanted {wanted}")
+    null_index: NullIndex = "negative"
 
 
 def _shape(x: torch.Tensor) -> str:
@@ -179,6 +207,8 @@ def _check_flags(options: KdaOptions) -> None:
         raise TypeError(f"chunk_size: got {size!r} ({type(size).__name__}), wanted an int, one of {CHUNK_SIZES}")
     if options.chunk_size not in CHUNK_SIZES:
         raise _wrong("chunk_size", repr(options.chunk_size), f"one of {CHUNK_SIZES}")
+    if options.null_index not in NULL_INDICES:
+        raise _wrong("null_index", repr(options.null_index), f"one of {NULL_INDICES}")
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         raise _wrong(
             "allow_neg_eigval",
@@ -240,13 +270,18 @@ def _check_dtypes(t: KdaTensors) -> None:
         x = getattr(t, name)
         if x is not None and x.dtype not in (torch.float32, dtype):
             raise TypeError(f"{name}: got dtype {x.dtype}, wanted float32")
-    state = t.initial_state
     wide = (torch.float64,) if dtype == torch.float64 else ()
-    if state is not None and state.dtype not in (torch.float32, torch.bfloat16, *wide):
-        raise TypeError(f"initial_state: got dtype {state.dtype}, wanted float32 or bfloat16")
-    cu = t.cu_seqlens
-    if cu is not None and cu.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: got dtype {cu.dtype}, wanted int32 or int64")
+    for name in ("initial_state", "state_pool"):
+        x = getattr(t, name)
+        if x is not None and x.dtype not in (torch.float32, torch.bfloat16, *wide):
+            raise TypeError(f"{name}: got dtype {x.dtype}, wanted float32 or bfloat16")
+    for name in ("cu_seqlens", "state_indices", "checkpoint_offsets", "checkpoint_indices"):
+        x = getattr(t, name)
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: got dtype {x.dtype}, wanted int32 or int64")
+    flags = t.has_initial_state
+    if flags is not None and flags.dtype != torch.bool:
+        raise TypeError(f"has_initial_state: got dtype {flags.dtype}, wanted bool")
 
 
 def _gate_parameters(t: KdaTensors, gate: GateName, lower_bound: float | None) -> KdaTensors:
@@ -275,37 +310,84 @@ def _gate_parameters(t: KdaTensors, gate: GateName, lower_bound: float | None) -
     return replace(t, A_log=A_log, dt_bias=dt_bias)
 
 
+def _number_of_sequences(t: KdaTensors) -> int:
+    return t.q.shape[0] if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+
+
 def _check_sequences(t: KdaTensors, state_v_first: bool) -> None:
     B, T = t.q.shape[:2]
-    N = B
     if t.cu_seqlens is not None:
         _check_tensor("cu_seqlens", t.cu_seqlens, rank=1)
         if t.cu_seqlens.numel() < 1:
             raise _wrong("cu_seqlens", "an empty tensor", "N + 1 offsets")
         if B != 1:
             raise _wrong("q", f"batch size {B}", "batch size 1 with cu_seqlens (pack the sequences along T)")
-        N = t.cu_seqlens.numel() - 1
-        if os.environ.get("FLASHDELTA_CHECK") == "1" and not torch.compiler.is_compiling():
-            _check_offsets(t.cu_seqlens, T)
+        if checked.enabled():
+            checked.check_offsets(t.cu_seqlens, T)
     if t.initial_state is not None:
-        _check_tensor("initial_state", t.initial_state)
-        HV, V, K = t.v.shape[2], t.v.shape[3], t.q.shape[3]
-        want = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-        if tuple(t.initial_state.shape) != want:
-            layout = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
-            raise _wrong("initial_state", f"shape {_shape(t.initial_state)}", f"{layout} = {list(want)}")
+        _check_states("initial_state", t.initial_state, "N", _number_of_sequences(t), t, state_v_first)
 
 
-def _check_offsets(cu_seqlens: torch.Tensor, T: int) -> None:
-    """Reads `cu_seqlens` on the host (a synchronisation); only under FLASHDELTA_CHECK=1."""
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0:
-        raise _wrong("cu_seqlens", f"first offset {offsets[0]}", "0")
-    for a, b in itertools.pairwise(offsets):
-        if b < a:
-            raise _wrong("cu_seqlens", f"offsets that fall from {a} to {b}", "offsets that never fall")
-    if offsets[-1] > T:
-        raise _wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {T}")
+def _check_states(
+    name: str, states: torch.Tensor, count_name: str, count: int, t: KdaTensors, state_v_first: bool
+) -> None:
+    """Refuses states of another shape than `count` of them in the layout asked for."""
+    HV, V, K = t.v.shape[2], t.v.shape[3], t.q.shape[3]
+    want = (count, HV, V, K) if state_v_first else (count, HV, K, V)
+    if tuple(states.shape) != want:
+        layout = f"[{count_name}, HV, V, K]" if state_v_first else f"[{count_name}, HV, K, V]"
+        raise _wrong(name, f"shape {_shape(states)}", f"{layout} = {list(want)}")
+
+
+def _check_pool(t: KdaTensors, options: KdaOptions) -> KdaTensors:
+    """Checks all about a state pool but what its index tensors hold; brings the checkpoint tensors to `[N, M]`."""
+    pool, N = t.state_pool, _number_of_sequences(t)
+    if pool is None:
+        for name in TENSOR_NAMES[len(INPUT_NAMES) :]:
+            if getattr(t, name) is not None:
+                raise _wrong(name, "a tensor without state_pool", "state_pool too")
+        return t
+    if t.initial_state is not None:
+        raise _wrong("state_pool", "a tensor with initial_state", "one of the two")
+    if options.output_final_state:
+        raise _wrong("output_final_state", "True with state_pool", "False (the pool receives the final states)")
+    _check_tensor("state_pool", pool, rank=4)
+    _check_states("state_pool", pool, "slots", pool.shape[0], t, options.state_v_first)
+    slots, HV, rows, columns = pool.shape
+    slot, head, row, column = pool.stride()
+    dense = (column, row) == (1, columns) and (HV == 1 or head == rows * columns)
+    if not dense or (slots > 1 and slot < HV * rows * columns):
+        raise _wrong("state_pool", f"strides {pool.stride()}", "slots that are dense and do not overlap (any pitch)")
+    if t.state_indices is None:
+        raise _wrong("state_indices", None, f"a tensor of shape [N] = [{N}] with state_pool")
+    for name in ("state_indices", "has_initial_state"):
+        x = getattr(t, name)
+        if x is not None and tuple(x.shape) != (N,):
+            raise _wrong(name, f"shape {_shape(x)}", f"[N] = [{N}]")
+    return _check_checkpoints(t, N, options.return_intermediate_states)
+
+
+def _check_checkpoints(t: KdaTensors, N: int, return_intermediate_states: bool) -> KdaTensors:
+    offsets, indices = t.checkpoint_offsets, t.checkpoint_indices
+    if offsets is None and indices is None:
+        return t
+    for name, x, other in (
+        ("checkpoint_offsets", offsets, "checkpoint_indices"),
+        ("checkpoint_indices", indices, "checkpoint_offsets"),
+    ):
+        if x is None:
+            raise _wrong(name, f"None with {other}", "both or neither")
+    if offsets.dim() not in (1, 2) or offsets.shape[0] != N:
+        raise _wrong("checkpoint_offsets", f"shape {_shape(offsets)}", f"[N] = [{N}] or [N, M] = [{N}, M]")
+    if indices.shape != offsets.shape:
+        raise _wrong("checkpoint_indices", f"shape {_shape(indices)}", f"checkpoint_offsets' shape {_shape(offsets)}")
+    if offsets.dim() == 1:
+        offsets, indices = offsets[:, None], indices[:, None]
+    if not 1 <= offsets.shape[1] <= MAX_CHECKPOINTS:
+        raise _wrong("checkpoint_offsets", f"{offsets.shape[1]} checkpoints", f"1 to {MAX_CHECKPOINTS} a sequence")
+    if return_intermediate_states:
+        raise _wrong("return_intermediate_states", "True with checkpoint_offsets", "one of the two")
+    return replace(t, checkpoint_offsets=offsets, checkpoint_indices=indices)
 
 
 def _check_host_offsets(cu_seqlens_cpu: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> None:
@@ -388,12 +470,13 @@ def check_call(
     _check_shapes(t)
     gate = _gate_name(options)
     t = _gate_parameters(t, gate, options.lower_bound)
-    for name in ("initial_state", "cu_seqlens"):
+    for name in TENSOR_NAMES[TENSOR_NAMES.index("initial_state") :]:
         if getattr(t, name) is not None:
             _check_tensor(name, getattr(t, name))
     _check_dtypes(t)
     _check_devices(t)
     _check_sequences(t, options.state_v_first)
+    t = _check_pool(t, options)
     _check_host_offsets(cu_seqlens_cpu, t.cu_seqlens)
     if options.safe_gate and gate == "softplus":
         raise _wrong("safe_gate", "True with the unbounded softplus gate", "lower_bound set, or safe_gate=False")
@@ -409,8 +492,13 @@ def check_call(
         output_final_state=options.output_final_state,
         return_intermediate_states=options.return_intermediate_states,
         state_v_first=options.state_v_first,
+        null_index=options.null_index,
     )
     spec = spec_of(t, settings)
+    if spec.has_pool and spec.requires_grad:
+        raise _wrong("state_pool", "a tensor with inputs that require grad", "torch.no_grad() (it is updated in place)")
+    if spec.has_pool and checked.enabled():
+        checked.check_pool(spec, t)
     if spec.requires_grad and spec.return_intermediate_states:
         raise _wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
     return spec, t
@@ -435,6 +523,7 @@ def spec_of(t: KdaTensors, settings: KdaSettings) -> KdaSpec:
     """The spec of tensors already validated."""
     B, T, H, K = t.q.shape
     default_state = torch.float64 if t.q.dtype == torch.float64 else torch.float32
+    states = t.initial_state if t.state_pool is None else t.state_pool
     return KdaSpec(
         **settings.settings(),
         B=B,
@@ -443,14 +532,17 @@ def spec_of(t: KdaTensors, settings: KdaSettings) -> KdaSpec:
         HV=t.v.shape[2],
         K=K,
         V=t.v.shape[3],
-        N=B if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1,
+        N=_number_of_sequences(t),
         dtype=t.q.dtype,
         g_dtype=t.g.dtype,
         beta_dtype=t.beta.dtype,
-        state_dtype=default_state if t.initial_state is None else t.initial_state.dtype,
+        state_dtype=default_state if states is None else states.dtype,
         has_A_log=t.A_log is not None,
         has_dt_bias=t.dt_bias is not None,
         has_initial_state=t.initial_state is not None,
+        has_pool=t.state_pool is not None,
+        pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
+        checkpoints=0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1],
         packed=t.cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),
     )

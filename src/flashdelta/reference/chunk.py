@@ -21,8 +21,8 @@ import torch
 
 from ..spec import KdaSpec, KdaTensors
 from .gate import elementwise_inputs
-from .recurrent import states_in, states_out
 from .sequences import ChunkSlots, chunk_slots
+from .states import states_in, states_out, store_checkpoints, store_final
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,15 @@ class Prepared:
 
 
 def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor:
-    """`[B, T, HV, ...] -> [S, B, HV, C, ...]`, with zeros where a chunk has no token."""
+    """`[B, T, HV, ...] -> [S, B, HV, C, ...]`, with zeros where a chunk has no token. With `slots`, the slots of all batch rows
+    lie one after another: `[S, 1, HV, C, ...]`."""
     B, T = x.shape[:2]
     if slots is None:
         S = -(-T // C)
         x = torch.cat([x, x.new_zeros(B, S * C - T, *x.shape[2:])], dim=1).reshape(B, S, C, *x.shape[2:])
     else:
         valid = slots.valid.reshape(1, *slots.valid.shape, *[1] * (x.dim() - 2))
-        x = torch.where(valid, x[:, slots.token], 0.0)
+        x = torch.where(valid, x.flatten(0, 1)[None, slots.token], 0.0)
     return x.transpose(0, 1).transpose(2, 3)
 
 
@@ -77,14 +78,14 @@ def prepare(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tenso
 
 
 def chunk_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk."""
-    C, B, T = spec.chunk_size, spec.B, spec.T
-    slots = chunk_slots(spec, t.cu_seqlens) if spec.packed and spec.N > 0 and T > 0 else None
+    """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
+    states and the states at checkpoints go there."""
+    C, empty = spec.chunk_size, spec.T == 0 or spec.N == 0
+    slots = chunk_slots(spec, t) if (spec.packed or spec.checkpoints > 0) and not empty else None
     q, k, v, g, beta = elementwise_inputs(spec, t)
-    initial = states_in(spec, t.initial_state, v)
-    empty = T == 0 or spec.N == 0
+    initial = states_in(spec, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))
-    S = initial.new_zeros(B, *initial.shape[1:]) if slots is not None else initial
+    S = initial if slots is None else initial.new_zeros(1, *initial.shape[1:])
     before, after, outputs = [], [], []
     for i in range(0 if empty else q.shape[0]):
         if slots is not None:
@@ -96,16 +97,19 @@ def chunk_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor 
         S = p.decay[..., None] * S + p.kg.transpose(-1, -2) @ pseudo
         after.append(S)
     o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), spec, slots).to(t.v.dtype)
-    final = None
-    if spec.output_final_state:
-        final = initial if empty else S
-        if slots is not None and not empty:
-            final = torch.stack(after)[slots.last, 0]
-        final = states_out(spec, final, spec.state_dtype)
+    last = initial if empty else S
+    if slots is not None and spec.stores_final_state:
+        states = torch.stack(after)[:, 0]
+        last = states[slots.last]
+        if spec.checkpoints > 0:
+            store_checkpoints(spec, t, states[slots.reached], slots.stored)
+    if spec.has_pool:
+        store_final(spec, t, last)
+    final = states_out(spec, last, spec.state_dtype) if spec.output_final_state else None
     h = None
     if spec.return_intermediate_states:
         if empty:
-            h = initial.new_zeros(B, spec.slots, *initial.shape[1:])
+            h = initial.new_zeros(spec.B, spec.slots, *initial.shape[1:])
         else:
             h = intermediate_states(spec, torch.stack(before), slots)
         h = states_out(spec, h, spec.dtype)
@@ -119,9 +123,10 @@ def from_chunks(o: torch.Tensor, spec: KdaSpec, slots: ChunkSlots | None) -> tor
     if slots is None:
         return o.reshape(spec.B, S * C, spec.HV, spec.V)[:, : spec.T].contiguous()
     # one row past the end takes what the invalid tokens of a chunk would write
-    index = torch.where(slots.valid, slots.token, spec.T).reshape(-1)
+    shape, tokens = (spec.B, spec.T, spec.HV, spec.V), spec.B * spec.T
+    index = torch.where(slots.valid, slots.token, tokens).reshape(-1)
     flat = o.reshape(S * C, spec.HV, spec.V)
-    return flat.new_zeros(spec.T + 1, spec.HV, spec.V).index_copy(0, index, flat)[None, : spec.T]
+    return flat.new_zeros(tokens + 1, spec.HV, spec.V).index_copy(0, index, flat)[:tokens].view(shape)
 
 
 def intermediate_states(spec: KdaSpec, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:

@@ -13,31 +13,17 @@ from __future__ import annotations
 import torch
 
 from ..spec import KdaSpec, KdaTensors
-from .gate import compute_dtype, elementwise_inputs
+from .gate import elementwise_inputs
 from .sequences import token_sequences
-
-
-def states_in(spec: KdaSpec, initial_state: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
-    if initial_state is None:
-        return like.new_zeros((spec.N, spec.HV, spec.K, spec.V), dtype=compute_dtype(spec))
-    state = initial_state.to(compute_dtype(spec))
-    state = state.transpose(-1, -2) if spec.state_v_first else state
-    return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
-
-
-def states_out(spec: KdaSpec, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
-    state = state.transpose(-1, -2) if spec.state_v_first else state
-    return state.to(dtype, copy=True).contiguous()
+from .states import states_in, states_out, store_final
 
 
 def recurrent_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-    """`(o [B, T, HV, V], final_state or None, None)`."""
+    """`(o [B, T, HV, V], final_state or None, None)`. With a pool, the final states go there."""
     q, k, v, g, beta = elementwise_inputs(spec, t)
     decay = g.exp()
-    initial = states_in(spec, t.initial_state, v)
-    sequences = token_sequences(spec, t.cu_seqlens) if spec.packed else None
+    initial = states_in(spec, t)
+    sequences = token_sequences(spec, t) if spec.packed else None
     S = initial.new_zeros(1, *initial.shape[1:]) if spec.packed else initial
     # packed: the state after a sequence's last token goes to its row, every other token's to a row past the end
     ends = torch.cat([initial, initial.new_zeros(1, *initial.shape[1:])]) if spec.packed else None
@@ -50,12 +36,13 @@ def recurrent_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Ten
         correction = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhk,bhkv->bhv", k_i, S))
         S = S + k_i[..., None] * correction[:, :, None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, i], S))
-        if sequences is not None and spec.output_final_state:
+        if sequences is not None and spec.stores_final_state:
             ends.index_copy_(0, sequences.ends[i : i + 1], S)
     o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
     if sequences is not None:
         o = torch.where(sequences.valid[None, :, None, None], o, 0.0)
-    final = None
-    if spec.output_final_state:
-        final = states_out(spec, S if ends is None else ends[:-1], spec.state_dtype)
+    last = S if ends is None else ends[:-1]
+    if spec.has_pool:
+        store_final(spec, t, last)
+    final = states_out(spec, last, spec.state_dtype) if spec.output_final_state else None
     return o.to(t.v.dtype), final, None

@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from ..errors import wrong
 from ..spec import KdaSpec, KdaTensors
 from .chunk import chunk_kda, from_chunks, prepare, to_chunks
 from .gate import elementwise_inputs
-from .recurrent import states_in, states_out
+from .states import states_in, states_out
 
 TF32X3_BITS = 22
 """Significant bits of a float32 operand that a 3xTF32 product keeps."""
@@ -29,13 +30,16 @@ def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
     matrix operand to q's dtype once.
 
     Usually about half of what a good kernel errs. Far more where the problem itself amplifies rounding: identical keys
-    without decay, say. For calls that are not packed.
+    without decay, say. For calls that are not packed and
+    pass states directly.
 
     Raises:
-        ValueError: a packed call.
+        ValueError: a packed call, or one with a state pool.
     """
     if spec.packed:
-        raise ValueError("cu_seqlens: got a tensor, wanted a call that is not packed")
+        raise wrong("cu_seqlens", "a tensor", "a call that is not packed")
+    if spec.has_pool:
+        raise wrong("state_pool", "a tensor", "initial_state or no state")
     wide = torch.float64
     exact = replace(spec, dtype=wide, g_dtype=wide, beta_dtype=wide, state_dtype=wide, output_final_state=True)
     named = {f.name: getattr(t, f.name) for f in fields(KdaTensors)}
@@ -46,7 +50,7 @@ def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
         return round_once(x, spec.dtype)
 
     chunks = (to_chunks(x, spec.chunk_size, None) for x in elementwise_inputs(exact, doubles))
-    S, outputs = states_in(exact, doubles.initial_state, doubles.v), []
+    S, outputs = states_in(exact, doubles), []
     for q, k, v, g, beta in zip(*chunks):
         p = prepare(q, k, g, beta)
         pseudo = once(once(p.inverse) @ v - once(p.w) @ once(S))

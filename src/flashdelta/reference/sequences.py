@@ -1,8 +1,13 @@
 """Where sequences and chunks lie, computed on the device: nothing here waits for a GPU.
 
-Chunk slots: the chunks of sequence `n` take the slots from `cu_seqlens[n] // C + n` on. Since
-`ceil((b - a) / C) <= b // C - a // C + 1`, the slots of two sequences never meet, every sequence (an empty one too) owns
-at least one, and `T // C + N` slots hold them all, whatever the offsets are. A slot without tokens changes nothing.
+Pieces: a sequence of `L` tokens is cut at its `M` checkpoints, `cut_m = clamp(offset_m, cut_{m-1}, L)`, and its chunk grid
+starts anew at every cut, so that a checkpoint always is a chunk boundary. Pieces may be empty. The state after `cut_m` tokens
+is stored if the caller asked for it there, `0 < offset_m = cut_m`: no offset, good or bad, leads outside the sequence.
+
+Chunk slots: the chunks of packed sequence `n` take the slots from `cu_seqlens[n] // C + n (1 + M)` on. Since
+`ceil((b - a) / C) <= b // C - a // C + 1` for each of its pieces, the slots of two sequences never meet, every sequence (an
+empty one too) owns at least one, and `T // C + N (1 + M)` slots hold them all, whatever the offsets are. In a batch, each row
+has `ceil(T / C) + M` slots. A slot without tokens changes nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +16,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spec import KdaSpec
+from ..spec import KdaSpec, KdaTensors
 
 
 @dataclass(frozen=True)
 class ChunkSlots:
-    """Packed sequences cut into chunk slots (`S = T // C + N` of them).
+    """Sequences cut into chunk slots, `S` of them in all. Batch rows count as sequences one after another.
 
-    `token [S, C]`: token index, clamped; `valid [S, C]`: whether it lies in the sequence; `sequence [S]`; `first [S]`:
-    whether the slot opens its sequence; `last [N]`: the last slot of each sequence that holds tokens (its first if empty).
+    `token [S, C]`: token index, clamped; `valid [S, C]`: whether it lies in the chunk; `sequence [S]`; `first [S]`: whether
+    the slot opens its sequence; `last [N]`: the last slot of each sequence that holds tokens (its first if empty);
+    `reached [N, M]`: the slot after which a checkpoint's state is there; `stored [N, M]`: whether it is to be stored.
     """
 
     token: torch.Tensor
@@ -27,27 +33,57 @@ class ChunkSlots:
     sequence: torch.Tensor
     first: torch.Tensor
     last: torch.Tensor
+    reached: torch.Tensor
+    stored: torch.Tensor
 
 
-def offsets_of(spec: KdaSpec, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """`cu_seqlens` as int64, clamped to the tensors so that bad offsets can't read outside them."""
-    return cu_seqlens.long().clamp(0, spec.T)
+def offsets_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+    """Where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another. Clamped to
+    the tensors, so that bad offsets can't read outside them."""
+    if t.cu_seqlens is None:
+        return torch.arange(spec.N + 1, device=t.q.device) * spec.T
+    return t.cu_seqlens.long().clamp(0, spec.T)
 
 
-def chunk_slots(spec: KdaSpec, cu_seqlens: torch.Tensor) -> ChunkSlots:
-    C, N, device = spec.chunk_size, spec.N, cu_seqlens.device
-    cu = offsets_of(spec, cu_seqlens)
-    begin = torch.div(cu[:-1], C, rounding_mode="floor") + torch.arange(N, device=device)
-    slot = torch.arange(spec.slots, device=device)
-    sequence = (torch.searchsorted(begin, slot, right=True) - 1).clamp(0, N - 1)
-    token = cu[sequence][:, None] + (slot - begin[sequence])[:, None] * C + torch.arange(C, device=device)
-    length = (cu[1:] - cu[:-1]).clamp(min=0)
+def lengths_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+    """Tokens of each sequence, `[N]`."""
+    return offsets_of(spec, t).diff().clamp(min=0)
+
+
+def piece_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
+    """Where the pieces of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
+    cuts = [torch.zeros_like(length)]
+    for offset in () if checkpoint_offsets is None else checkpoint_offsets.long().unbind(1):
+        cuts.append(torch.minimum(torch.maximum(offset, cuts[-1]), length))
+    return torch.stack([*cuts, length], dim=1)
+
+
+def chunk_slots(spec: KdaSpec, t: KdaTensors) -> ChunkSlots:
+    C, N = spec.chunk_size, spec.N
+    begins, lengths = offsets_of(spec, t)[:-1], lengths_of(spec, t)
+    n = torch.arange(N, device=begins.device)
+    opening = begins // C + n * (1 + spec.checkpoints) if spec.packed else n * spec.slots
+    cuts = piece_cuts(t.checkpoint_offsets, lengths)
+    chunks = (cuts.diff(dim=1) + C - 1) // C
+    through = chunks.cumsum(1)  # chunks of a sequence up to and with each piece
+
+    slot = torch.arange(spec.B * spec.slots, device=begins.device)
+    sequence = (torch.searchsorted(opening, slot, right=True) - 1).clamp(0, N - 1)
+    chunk = slot - opening[sequence]
+    piece = (chunk[:, None] >= through[sequence]).sum(1).clamp(max=spec.checkpoints)
+    start = cuts[sequence, piece] + (chunk - (through - chunks)[sequence, piece]) * C
+    inside = start[:, None] + torch.arange(C, device=begins.device)  # token within its sequence
+    token = begins[sequence][:, None] + inside
+
+    offsets = cuts[:, 1:-1] if t.checkpoint_offsets is None else t.checkpoint_offsets
     return ChunkSlots(
-        token=token.clamp(0, max(spec.T - 1, 0)),
-        valid=(token >= 0) & (token < cu[1:][sequence][:, None]),
+        token=token.clamp(0, max(spec.B * spec.T - 1, 0)),
+        valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, piece + 1][:, None]),
         sequence=sequence,
-        first=slot == begin[sequence],
-        last=begin + (torch.div(length + C - 1, C, rounding_mode="floor") - 1).clamp(min=0),
+        first=slot == opening[sequence],
+        last=opening + (through[:, -1] - 1).clamp(min=0),
+        reached=opening[:, None] + (through[:, :-1] - 1).clamp(min=0),
+        stored=(offsets > 0) & (offsets == cuts[:, 1:-1]),
     )
 
 
@@ -62,11 +98,11 @@ class TokenSequences:
     ends: torch.Tensor
 
 
-def token_sequences(spec: KdaSpec, cu_seqlens: torch.Tensor) -> TokenSequences:
-    cu = offsets_of(spec, cu_seqlens)
-    t = torch.arange(spec.T, device=cu.device)
-    sequence = torch.searchsorted(cu, t, right=True) - 1
+def token_sequences(spec: KdaSpec, t: KdaTensors) -> TokenSequences:
+    cu = offsets_of(spec, t)
+    token = torch.arange(spec.T, device=cu.device)
+    sequence = torch.searchsorted(cu, token, right=True) - 1
     valid = (sequence >= 0) & (sequence < spec.N)
     sequence = sequence.clamp(0, max(spec.N - 1, 0))
-    is_last = valid & (cu[(sequence + 1).clamp(max=spec.N)] == t + 1)
-    return TokenSequences(sequence, cu[sequence] == t, valid, torch.where(is_last, sequence, spec.N))
+    is_last = valid & (cu[(sequence + 1).clamp(max=spec.N)] == token + 1)
+    return TokenSequences(sequence, cu[sequence] == token, valid, torch.where(is_last, sequence, spec.N))

@@ -41,31 +41,81 @@ def locate(cu_seqlens, T, HV, SLICES: tl.constexpr):
 
 
 @triton.jit
-def first_slot(begin, n, C: tl.constexpr):
-    """Slots of different sequences never meet: `ceil((b - a) / C) <= b // C - a // C + 1`."""
-    return begin // C + n
+def piece_count(checkpoint_offsets, checkpoints):
+    """Pieces that checkpoints cut a sequence into. Without them one, known when compiling: nothing is left of the search."""
+    pieces = 1
+    if checkpoint_offsets is not None:
+        pieces = checkpoints + 1
+    return pieces
 
 
 @triton.jit
-def find_chunk(cu_seqlens, slot, N, T, C: tl.constexpr):
-    """The sequence, first token and token count of a chunk slot; the count is 0 or less where the slot is not used.
+def first_slot(begin, n, pieces, C: tl.constexpr):
+    """Slots of different sequences never meet: `ceil((b - a) / C) <= b // C - a // C + 1` for each piece of a sequence."""
+    return begin // C + n * pieces
 
-    Binary search for the last sequence whose first slot is not past `slot`.
+
+@triton.jit
+def piece_end(checkpoint_offsets, n, piece, pieces, start, length):
+    """Where the piece of sequence `n` that begins at its token `start` ends: at a checkpoint, the last piece at the
+    sequence's end. Never before `start` or past `length`, whatever the offset is."""
+    offset = tl.load(checkpoint_offsets + n * (pieces - 1) + tl.minimum(piece, pieces - 2)).to(tl.int64)
+    offset = tl.where(piece < pieces - 1, offset, length)
+    return tl.minimum(tl.maximum(offset, start), length)
+
+
+@triton.jit
+def find_in_pieces(checkpoint_offsets, n, chunk, pieces, length, C: tl.constexpr):
+    """First token and token count of a sequence's chunk, whose grid starts anew at every checkpoint; the count is 0 if the
+    sequence has no such chunk. Tokens count from the sequence's start."""
+    piece_start = chunk * 0
+    start = piece_start
+    count = piece_start
+    for piece in range(0, pieces):
+        end = piece_end(checkpoint_offsets, n, piece, pieces, piece_start, length)
+        chunks = (end - piece_start + C - 1) // C
+        here = (chunk >= 0) & (chunk < chunks)
+        start = tl.where(here, piece_start + chunk * C, start)
+        count = tl.where(here, end - start, count)
+        chunk -= chunks
+        piece_start = end
+    return start, count
+
+
+@triton.jit
+def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C: tl.constexpr):
+    """The batch row, first token and token count of a chunk slot; the count is 0 or less where the slot is not used.
+
+    Packed: binary search for the last sequence whose first slot is not past `slot`.
     """
-    low = slot * 0
-    high = low + N - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begin, _ = sequence_bounds(cu_seqlens, middle, T)
-        if first_slot(begin, middle, C) <= slot:
-            low = middle
-        else:
-            high = middle - 1
-    begin, end = sequence_bounds(cu_seqlens, low, T)
-    chunk = slot - first_slot(begin, low, C)
-    start = begin + chunk * C
-    count = tl.where(chunk < 0, 0, end - start)
-    return low, start, count
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    if cu_seqlens is None:
+        n = slot // slots
+        batch = n
+        chunk = slot % slots
+        begin = slot * 0
+        end = begin + T
+    else:
+        n = slot * 0
+        batch = n
+        high = n + N - 1
+        while n < high:
+            middle = (n + high + 1) // 2
+            begin, _ = sequence_bounds(cu_seqlens, middle, T)
+            if first_slot(begin, middle, pieces, C) <= slot:
+                n = middle
+            else:
+                high = middle - 1
+        begin, end = sequence_bounds(cu_seqlens, n, T)
+        chunk = slot - first_slot(begin, n, pieces, C)
+    if checkpoint_offsets is None:
+        start = chunk * C
+        count = end - begin - start
+        if cu_seqlens is not None:
+            count = tl.where(chunk < 0, 0, count)
+    else:
+        start, count = find_in_pieces(checkpoint_offsets, n, chunk, pieces, end - begin, C)
+    return batch, begin + start, count
 
 
 @triton.jit

@@ -32,6 +32,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.bool: "i1",
 }
 
 
@@ -61,12 +62,21 @@ class Variant:
     chunk_size: int = 64
     state_v_first: bool = False
     intermediate: bool = False
+    pool: bool = False
+    checkpoints: bool = False
 
     def launches(self, arch: int) -> list[Launch]:
         H, T, N = 2, 4 * self.chunk_size, 1
         make = lambda *shape, dtype=self.dtype: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
         state = (N, H, self.V, self.K) if self.state_v_first else (N, H, self.K, self.V)
         bounded = self.gate == "lower_bound"
+        indices = {}
+        if self.pool:
+            indices["state_indices"] = make(N, dtype=torch.int32)
+            indices["has_initial_state"] = make(N, dtype=torch.bool)
+        if self.checkpoints:
+            indices["checkpoint_offsets"] = make(N, 1, dtype=torch.int32)
+            indices["checkpoint_indices"] = make(N, 1, dtype=torch.int32)
         t = KdaTensors(
             q=make(1, T, H, self.K),
             k=make(1, T, H, self.K),
@@ -75,12 +85,13 @@ class Variant:
             beta=make(1, T, H),
             A_log=make(H, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
             dt_bias=make(H, self.K, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
-            initial_state=make(*state, dtype=torch.float32),
             cu_seqlens=make(N + 1, dtype=torch.int32) if self.packed else None,
+            **{"state_pool" if self.pool else "initial_state": make(*state, dtype=torch.float32)},
+            **indices,
         )
         options = KdaOptions(
             algorithm=self.algorithm,
-            output_final_state=True,
+            output_final_state=not self.pool,
             use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             gate=self.gate,
@@ -91,7 +102,8 @@ class Variant:
         )
         spec, t = check_call(t, options)
         h = make(spec.intermediate_shape) if self.intermediate else None
-        return launches(spec, t, arch, make(1, T, H, self.V), make(*state, dtype=torch.float32), h)
+        final_state = None if self.pool else make(*state, dtype=torch.float32)
+        return launches(spec, t, arch, make(1, T, H, self.V), final_state, h)
 
 
 VARIANTS = (
@@ -100,6 +112,9 @@ VARIANTS = (
     Variant("bf16 K128 V128 fixed length", packed=False),
     Variant("bf16 K128 V128 intermediate states, V first", intermediate=True, state_v_first=True),
     Variant("bf16 K128 V128 chunk 32", chunk_size=32),
+    Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),
+    Variant("bf16 K128 V128 pool with checkpoints, V first", pool=True, checkpoints=True, state_v_first=True),
+    Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", pool=True, checkpoints=True),
     Variant("bf16 K32 V64", K=32, V=64),
     Variant("bf16 K64 V32", K=64, V=32),
     Variant("bf16 K256 V256", K=256, V=256, gate="none"),
@@ -109,6 +124,7 @@ VARIANTS = (
     Variant("fp32 K256 V256", dtype=torch.float32, K=256, V=256, gate="logsigmoid"),
     Variant("recurrent bf16 K128 V128", algorithm="recurrent"),
     Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
+    Variant("recurrent bf16 K128 V128 pool, V first", algorithm="recurrent", pool=True, state_v_first=True),
     Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
 )
 

@@ -105,11 +105,18 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def readable(t: KdaTensors) -> KdaTensors:
-    """The kernels read any strides but the last dimension's, which must be 1, and dense parameters and states."""
+    """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
+    pool in place."""
+
+    def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return [None if x is None else x.contiguous() for x in tensors]
+
     return KdaTensors(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (t.q, t.k, t.v, t.g)),
         t.beta,
-        *(None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)),
+        *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
+        t.state_pool,
+        *dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
     )
 
 
@@ -131,16 +138,20 @@ def launches(
     ]
 
 
-def _strides(*tensors: torch.Tensor) -> list[int]:
-    return [s for x in tensors for s in x.stride()[:3]]
-
-
-def _states(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Initial and final state; for one that the call does not have, an empty tensor, which the kernel leaves alone."""
-    absent = t.v.new_empty(0, dtype=spec.state_dtype)
+def _state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> tuple:
+    """Where states are read and stored, as the kernels take it (`states.py`). For a state that the call does not have, an
+    empty tensor, which the kernel leaves alone."""
+    if spec.has_pool:
+        initial = final = t.state_pool
+        pitch = t.state_pool.stride(0)
+    else:
+        absent = t.v.new_empty(0, dtype=spec.state_dtype)
+        initial = absent if t.initial_state is None else t.initial_state
+        final = absent if final_state is None else final_state
+        pitch = spec.HV * spec.K * spec.V
     return (
-        absent if t.initial_state is None else t.initial_state,
-        absent if final_state is None else final_state,
+        *(initial, final, t.state_indices, t.has_initial_state, spec.lowest_index, spec.pool_slots),
+        *(int(spec.has_initial_state), int(spec.output_final_state), pitch),
     )
 
 
@@ -150,10 +161,10 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
         prepare_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *vars(workspace).values(),
             *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots),
+            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
             *_strides(t.q, t.k, t.g, t.beta),
         ),
         dict(
@@ -185,8 +196,9 @@ def recurrence(
         spec.N * spec.HV * (spec.V // c.BV),
         (
             *vars(workspace).values(),
-            *(t.v, o, *_states(spec, t, final_state), h, t.cu_seqlens),
-            *(spec.T, spec.N, spec.HV, spec.slots, int(spec.has_initial_state), int(spec.output_final_state)),
+            *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *_state_arguments(spec, t, final_state),
+            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_strides(t.v, o),
         ),
         dict(
@@ -211,9 +223,9 @@ def recurrent(
         spec.N * spec.HV * (spec.V // c.BV),
         (
             *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(o, *_states(spec, t, final_state)),
+            *(o, *_state_arguments(spec, t, final_state)),
             *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, int(spec.has_initial_state), int(spec.output_final_state)),
+            *(spec.T, spec.N, spec.H, spec.HV),
             *_strides(t.q, t.k, t.v, t.g, t.beta, o),
         ),
         dict(

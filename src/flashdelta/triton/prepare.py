@@ -173,7 +173,10 @@ def lower(x, diagonal: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["T", "N", "H", "HV", "slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"]
+    do_not_specialize=[
+        *("T", "N", "H", "HV", "slots", "checkpoints"),
+        *("beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
+    ]
 )
 def prepare_kernel(
     q,
@@ -183,6 +186,7 @@ def prepare_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
+    checkpoint_offsets,
     w,
     qg,
     kg,
@@ -196,6 +200,7 @@ def prepare_kernel(
     H,
     HV,
     slots,
+    checkpoints,
     q_batch: tl.int64,
     q_token: tl.int64,
     q_head: tl.int64,
@@ -222,15 +227,9 @@ def prepare_kernel(
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
     slot = (pid // HV).to(tl.int64)
-    if cu_seqlens is None:
-        batch = slot // slots
-        start = (slot % slots) * C
-        count = T - start
-    else:
-        batch = slot * 0
-        _, start, count = find_chunk(cu_seqlens, slot, N, T, C)
-        if count <= 0:
-            return
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
+    if count <= 0:
+        return
     qk_head = head // (HV // H)
     q += batch * q_batch + start * q_token + qk_head * q_head
     k += batch * k_batch + start * k_token + qk_head * k_head

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .common import L2_EPS, decay_rate, locate, log2_decay, write_strength
-from .recurrence import everywhere, load_state, state_offsets
+from .states import load_state, sequence_slot, state_offsets, store_state
 
 
 @triton.jit
@@ -35,6 +35,8 @@ def load_row(x, K: tl.constexpr, L2NORM: tl.constexpr):
         "beta_head",
         "scale",
         "lower_bound",
+        "lowest",
+        "pool_slots",
         "has_initial",
         "has_final",
     ],
@@ -51,14 +53,19 @@ def recurrent_kernel(
     o,
     initial_state,
     final_state,
+    state_indices,
+    has_initial_state,
+    lowest,
+    pool_slots,
+    has_initial,
+    has_final,
+    state_pitch: tl.int64,
     scale,
     lower_bound,
     T,
     N,
     H,
     HV,
-    has_initial,
-    has_final,
     q_batch: tl.int64,
     q_token: tl.int64,
     q_head: tl.int64,
@@ -96,8 +103,11 @@ def recurrent_kernel(
 
     key = tl.arange(0, K)
     value = slice_ * BV + tl.arange(0, BV)
-    state_at = state_offsets(n * HV + head, value, K, V, V_FIRST)
-    state = load_state(initial_state, state_at, has_initial)
+    own, read, stored = sequence_slot(
+        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+    )
+    state_at = state_offsets(own * state_pitch + head * K * V, value, K, V, V_FIRST)
+    state = load_state(initial_state, state_at, read)
     rate = decay_rate(A_log, head)
     bias = tl.zeros([K], tl.float32)
     if dt_bias is not None:
@@ -114,4 +124,4 @@ def recurrent_kernel(
         state += correction[:, None] * row_k[None, :]
         out = tl.sum(state * row_q[None, :], axis=1)
         tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
-    tl.store(final_state + state_at, state.to(final_state.dtype.element_ty), mask=everywhere(state_at, has_final))
+    store_state(final_state, state_at, state, stored)

@@ -1,0 +1,61 @@
+"""Where states lie: a sequence's initial and final state are row `n` of dense tensors, or a slot of a pool in place.
+
+The state of value head `h` in row or slot `s` starts at element `s * pitch + h * K * V`. With a pool both tensors are the
+pool and `state_indices` names the slots; an index below `lowest`, or not below `slots`, names none. Whether a state is there
+is asked at run time: one compiled kernel, so one order of operations, serves calls with and without one, and no state gives
+the bits that zeros give.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def state_offsets(start, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Element offsets `[BV, K]` of a state that starts at element `start`."""
+    key = tl.arange(0, K)
+    inner = value[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + value[:, None]
+    return start + inner
+
+
+@triton.jit
+def everywhere(offsets, flag):
+    """The run-time flag as a mask of all `offsets`."""
+    return (offsets * 0 + flag) != 0
+
+
+@triton.jit
+def load_state(states, state_at, present):
+    """The state in fp32, or zeros."""
+    return tl.load(states + state_at, mask=everywhere(state_at, present), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(states, state_at, state, wanted):
+    tl.store(states + state_at, state.to(states.dtype.element_ty), mask=everywhere(state_at, wanted))
+
+
+@triton.jit
+def named_slot(indices, i, lowest, slots):
+    """The pool slot that index `i` names, and whether it names one."""
+    slot = tl.load(indices + i).to(tl.int64)
+    return slot, (slot >= lowest) & (slot < slots)
+
+
+@triton.jit
+def sequence_slot(state_indices, has_initial_state, n, tokens, lowest, slots, has_initial, has_final):
+    """The row or slot of sequence `n`, and whether its initial state is to be read and its final one to be stored. A
+    sequence without tokens leaves its slot of a pool alone."""
+    if state_indices is None:
+        slot = n
+        read = has_initial
+        stored = has_final
+    else:
+        slot, named = named_slot(state_indices, n, lowest, slots)
+        stored = (named & (tokens > 0)).to(tl.int32)
+        read = stored
+        if has_initial_state is not None:
+            read *= tl.load(has_initial_state + n).to(tl.int32)
+    return slot, read, stored
