@@ -363,6 +363,224 @@ GRADIENTS = [
     ),
 ]
 
+
+def pool(**changes) -> dict:
+    """Arguments for a pool of 4 slots, changed."""
+    return {"state_pool": zeros(4, 2, 32, 64), "state_indices": offsets(1)} | changes
+
+
+def marks(offset: object = 16, index: object = 2, **changes) -> dict:
+    """The same with one checkpoint; None leaves an argument out."""
+    given = {"checkpoint_offsets": offset, "checkpoint_indices": index}
+    return pool(**{n: offsets(x) if isinstance(x, int) else x for n, x in given.items()}, **changes)
+
+
+POOLS = [
+    *(
+        Bad(
+            f"{name}_alone",
+            lambda c, n=name, x=x: {n: x},
+            ValueError,
+            name,
+            "without state_pool",
+            "state_pool too",
+            ops,
+        )
+        for name, x, ops in (
+            ("state_indices", offsets(1), BOTH),
+            ("has_initial_state", torch.tensor([True]), BOTH),
+            ("checkpoint_offsets", offsets(16), CHUNK),
+            ("checkpoint_indices", offsets(1), CHUNK),
+        )
+    ),
+    Bad(
+        "two_states", lambda c: pool(), ValueError, "state_pool", "with initial_state", "one of the two", start="state"
+    ),
+    Bad(
+        "final",
+        lambda c: pool(initial_state=None, output_final_state=True),
+        ValueError,
+        "output_final_state",
+        "True with state_pool",
+        "False",
+    ),
+    Bad("no_indices", lambda c: pool(state_indices=None), ValueError, "state_indices", "None", "[N] = [1]"),
+    Bad("rank", lambda c: pool(state_pool=zeros(2, 32, 64)), ValueError, "state_pool", "[2, 32, 64]", "rank 4"),
+    Bad(
+        "turned",
+        lambda c: pool(state_pool=zeros(4, 2, 64, 32)),
+        ValueError,
+        "state_pool",
+        "[4, 2, 64, 32]",
+        "[slots, HV, K, V] = [4, 2, 32, 64]",
+    ),
+    Bad(
+        "v_first",
+        lambda c: pool(state_v_first=True),
+        ValueError,
+        "state_pool",
+        "[4, 2, 32, 64]",
+        "[slots, HV, V, K] = [4, 2, 64, 32]",
+    ),
+    Bad(
+        "slot_not_dense",
+        lambda c: pool(state_pool=zeros(4, 2, 32, 128)[..., ::2]),
+        ValueError,
+        "state_pool",
+        "strides",
+        "dense",
+    ),
+    Bad(
+        "heads_apart",
+        lambda c: pool(state_pool=zeros(4, 4, 32, 64)[:, ::2]),
+        ValueError,
+        "state_pool",
+        "strides",
+        "dense",
+    ),
+    Bad(
+        "slots_overlap",
+        lambda c: pool(state_pool=zeros(1, 2, 32, 64).expand(4, 2, 32, 64)),
+        ValueError,
+        "state_pool",
+        "strides",
+        "do not overlap",
+    ),
+    Bad(
+        "pool_dtype",
+        lambda c: pool(state_pool=zeros(4, 2, 32, 64, dtype=torch.float16)),
+        TypeError,
+        "state_pool",
+        "torch.float16",
+        "float32 or bfloat16",
+    ),
+    Bad(
+        "pool_device",
+        lambda c: pool(state_pool=zeros(4, 2, 32, 64, device="meta")),
+        ValueError,
+        "state_pool",
+        "meta",
+        "cpu",
+    ),
+    Bad("indices_shape", lambda c: pool(state_indices=offsets(1, 2)), ValueError, "state_indices", "[2]", "[N] = [1]"),
+    Bad(
+        "indices_dtype",
+        lambda c: pool(state_indices=offsets(1).short()),
+        TypeError,
+        "state_indices",
+        "torch.int16",
+        "int32 or int64",
+    ),
+    Bad(
+        "flags_shape",
+        lambda c: pool(has_initial_state=torch.tensor([[True]])),
+        ValueError,
+        "has_initial_state",
+        "[1, 1]",
+        "[N] = [1]",
+    ),
+    Bad(
+        "flags_dtype",
+        lambda c: pool(has_initial_state=offsets(1)),
+        TypeError,
+        "has_initial_state",
+        "torch.int64",
+        "bool",
+    ),
+    Bad("flag_not_tensor", lambda c: pool(has_initial_state=True), TypeError, "has_initial_state", "bool", "Tensor"),
+    Bad(
+        "null_index",
+        lambda c: pool(null_index="zero"),
+        ValueError,
+        "null_index",
+        "'zero'",
+        "('negative', 'non_positive')",
+    ),
+    Bad("q_grad", lambda c: pool(q=c["q"].requires_grad_()), ValueError, "state_pool", "require grad", "no_grad"),
+    Bad(
+        "pool_grad",
+        lambda c: pool(state_pool=zeros(4, 2, 32, 64).requires_grad_()),
+        ValueError,
+        "state_pool",
+        "require grad",
+        "no_grad",
+    ),
+    Bad(
+        "out_in_pool",
+        lambda c: pool(state_pool=(x := zeros(4, 2, 32, 64)), out=x.flatten()[: 70 * 2 * 64].view(1, 70, 2, 64)),
+        ValueError,
+        "out",
+        "shared with state_pool",
+        "memory of its own",
+    ),
+    Bad(
+        "no_checkpoint_indices",
+        lambda c: marks(index=None),
+        ValueError,
+        "checkpoint_indices",
+        "None with checkpoint_offsets",
+        "both",
+        CHUNK,
+    ),
+    Bad(
+        "no_checkpoint_offsets",
+        lambda c: marks(offset=None),
+        ValueError,
+        "checkpoint_offsets",
+        "None with checkpoint_indices",
+        "both",
+        CHUNK,
+    ),
+    Bad(
+        "checkpoint_count",
+        lambda c: marks(offsets(16, 32), offsets(2, 3)),
+        ValueError,
+        "checkpoint_offsets",
+        "[2]",
+        "[N] = [1] or [N, M] = [1, M]",
+        CHUNK,
+    ),
+    Bad(
+        "checkpoint_shapes",
+        lambda c: marks(offsets(16)[None]),
+        ValueError,
+        "checkpoint_indices",
+        "[1]",
+        "[1, 1]",
+        CHUNK,
+    ),
+    *(
+        Bad(
+            f"{M}_checkpoints",
+            lambda c, M=M: marks(offsets(*[0] * M)[None], offsets(*[0] * M)[None]),
+            ValueError,
+            "checkpoint_offsets",
+            f"{M} checkpoints",
+            "1 to 8",
+            CHUNK,
+        )
+        for M in (0, 9)
+    ),
+    Bad(
+        "checkpoint_dtype",
+        lambda c: marks(torch.tensor([16.0])),
+        TypeError,
+        "checkpoint_offsets",
+        "torch.float32",
+        "int32 or int64",
+        CHUNK,
+    ),
+    Bad(
+        "checkpoints_and_h",
+        lambda c: marks(return_intermediate_states=True),
+        ValueError,
+        "return_intermediate_states",
+        "with checkpoint_offsets",
+        "one of the two",
+        CHUNK,
+    ),
+]
+
 GROUPS = {
     "rank": RANKS,
     "shape": SHAPES,
@@ -374,6 +592,7 @@ GROUPS = {
     "type": NOT_TENSORS,
     "out": OUT,
     "gradient": GRADIENTS,
+    "pool": POOLS,
 }
 TABLE = [
     pytest.param(bad, op, id=f"{group}-{bad.id}-{op.__name__}")
@@ -385,7 +604,7 @@ TABLE = [
 
 def start(name: str, op: Callable) -> dict:
     """A valid call to spoil."""
-    call = make_call(replace(BY_NAME[name], h=False))
+    call = make_call(replace(BY_NAME[name], h=False, final=False))
     return call if op is fd.chunk_kda else as_recurrent(call)
 
 
@@ -411,7 +630,9 @@ def test_unknown_argument_is_an_error(name: str, op: Callable):
         op(**start("bounded", op), **{name: None})
 
 
-@pytest.mark.parametrize("name", ["safe_gate", "chunk_size", "return_intermediate_states", "cu_seqlens_cpu"])
+@pytest.mark.parametrize(
+    "name", ["safe_gate", "chunk_size", "return_intermediate_states", "cu_seqlens_cpu", "checkpoint_offsets"]
+)
 def test_recurrent_op_refuses_what_only_chunks_have(name: str):
     with pytest.raises(TypeError, match=f"'{name}'"):
         fd.fused_recurrent_kda(**start("bounded", fd.fused_recurrent_kda), **{name: None})
@@ -505,6 +726,49 @@ def test_bad_offsets_touch_nothing_outside_the_tensors(kind: str, op: Callable, 
     results = op(**call, cu_seqlens=offsets(*values))
     assert results[0].shape == call["v"].shape
     assert results[1].shape == (len(values) - 1, 2, 32, 64)
+
+
+BAD_INDICES = {
+    "past the pool": (pool(state_indices=offsets(1, 4, 0)), "state_indices", "index 4", "4 slots"),
+    "twice": (pool(state_indices=offsets(1, 2, 1)), "state_indices", "slot 1 again", "another slot"),
+    "zero": (pool(state_indices=offsets(0, 2, 0)), "state_indices", "slot 0 again", "another slot"),
+    "checkpoint past the pool": (((16, 0, 0), (9, 0, 0)), "checkpoint_indices", "index 9", "4 slots"),
+    "checkpoint in a sequence's slot": (((0, 0, 16), (0, 0, 1)), "checkpoint_indices", "slot 1 again", "another slot"),
+    "checkpoints in one slot": (((16, 0, 16), (3, 0, 3)), "checkpoint_indices", "slot 3 again", "another slot"),
+    "odd checkpoint": (((24, 0, 0), (3, 0, 0)), "checkpoint_offsets", "offset 24", "a multiple of 16"),
+    "negative checkpoint": (((-16, 0, 0), (3, 0, 0)), "checkpoint_offsets", "-16 after 0", "rise"),
+    "checkpoint past the end": (((32, 0, 0), (3, 0, 0)), "checkpoint_offsets", "offset 32", "20 tokens"),
+    "falling": (
+        (((0, 0), (0, 0), (32, 16)), ((0, 0), (0, 0), (3, -1))),
+        "checkpoint_offsets",
+        "16 after 32",
+        "rise",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "op"),
+    [(kind, op) for kind in BAD_INDICES for op in (CHUNK if "checkpoint" in BAD_INDICES[kind][1] else BOTH)],
+)
+def test_pool_indices_are_verified_when_asked(kind: str, op: Callable, monkeypatch: pytest.MonkeyPatch):
+    """Three sequences of 20, 0 and 40 tokens."""
+    given, argument, came, wanted = BAD_INDICES[kind]
+    call = start("bounded", op) | {"cu_seqlens": offsets(0, 20, 20, 60)}
+    if isinstance(given, tuple):
+        given = marks(*map(torch.tensor, given), state_indices=offsets(1, 1, 2))
+    monkeypatch.setenv("FLASHDELTA_CHECK", "1")
+    # the second sequence has no tokens, so its slot is not stored to
+    op(**call | pool(state_indices=offsets(1, 1, 2)))
+    op(**call | pool(state_indices=offsets(-1, -1, -9)))
+    op(**call | pool(state_indices=offsets(0, 0, 0), null_index="non_positive"))
+    if op is fd.chunk_kda:
+        good = torch.tensor([[16, 0], [0, 0], [16, 32]]), torch.tensor([[0, 0], [9, 9], [-1, 3]])
+        op(**call | marks(*good, state_indices=offsets(1, 1, 2)))
+    with pytest.raises(ValueError) as caught:
+        op(**call | given)
+    assert str(caught.value).startswith(f"{argument}: got ")
+    assert came in str(caught.value) and wanted in str(caught.value)
 
 
 # ---- inputs are never written, out is ------------------------------------------------------------------------------

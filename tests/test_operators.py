@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
 from flashdelta import backends, library
-from flashdelta.spec import KdaOptions, KdaTensors, check_call
+from flashdelta.spec import INPUT_NAMES, TENSOR_NAMES, KdaOptions, KdaTensors, check_call
 
 from .cases import BF16, BY_NAME, FP32, Case, case_id, named
 from .inputs import make_call
@@ -112,9 +112,9 @@ def test_compiled_call_refuses_bad_input():
 # ---- the operators themselves -------------------------------------------------------------------------------------
 
 
-def operator_arguments(case: Case, op, *, grad: bool = False, **changes) -> tuple:
-    """What `ops.py` passes to the operators for this call."""
-    call = short_call(case, op, **changes)
+def operator_arguments(case: Case, op, *, grad: bool = False, names: tuple[str, ...] = INPUT_NAMES) -> tuple:
+    """What `library.forward` passes to the operators for this call."""
+    call = short_call(case, op)
     tensors = {name: call.pop(name, None) for name in KdaTensors.__dataclass_fields__}
     if grad:
         for x in tensors.values():
@@ -122,7 +122,7 @@ def operator_arguments(case: Case, op, *, grad: bool = False, **changes) -> tupl
                 x.requires_grad_()
     algorithm = "chunk" if op is fd.chunk_kda else "recurrent"
     spec, t = check_call(KdaTensors(**tensors), KdaOptions(algorithm=algorithm, **call))
-    return library.operator_arguments(spec, t, "reference")
+    return library.operator_arguments(spec, t, "reference", names)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "autograd"])
@@ -135,7 +135,7 @@ def test_opcheck_forward(case: Case, op, grad: bool):
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "state", "packed_int32"), ids=case_id)
 def test_opcheck_forward_out(case: Case, op):
-    arguments = operator_arguments(case, op)
+    arguments = operator_arguments(case, op, names=TENSOR_NAMES)
     out = torch.empty_like(arguments[2])
     torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, out))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import flashdelta as fd
@@ -15,10 +15,6 @@ from .inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
 from .oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
 
 FP64 = torch.float64
-
-# The same examples in every run: a test passes or fails.
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
-settings.load_profile("fixed")
 
 GATES = {
     "none": {"gate": "none"},

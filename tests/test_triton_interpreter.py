@@ -17,6 +17,7 @@ from .cases import CASES, Case
 ROOT = Path(__file__).parent.parent
 
 FILE = "tests/interpreter/test_kernels.py"
+POOLS = "tests/interpreter/test_pool.py"
 
 
 def _cases(test: str, cases: list[Case]) -> list[str]:
@@ -28,6 +29,7 @@ PIECES = {
     "chunk, fp32, even cases": _cases("test_chunk_fp32", CASES[::2]),
     "chunk, fp32, odd cases": _cases("test_chunk_fp32", CASES[1::2]),
     "recurrent and fp16": [FILE, "-k", "test_recurrent or test_chunk_fp16"],
+    "state pools": [POOLS],
     "the rest": [FILE, "-k", "not test_recurrent and not test_chunk_fp16 and not test_chunk_fp32"],
 }
 

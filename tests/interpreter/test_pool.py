@@ -1,0 +1,150 @@
+"""State pools in the kernels, run by Triton's interpreter: the bits of plain calls put together by hand, and the truth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+
+import flashdelta as fd
+from flashdelta.triton.common import find_chunk
+
+from ..cases import BF16, FP32
+from ..oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
+from ..plans import Plan, planned_chunks, plans
+from ..pools import (
+    CHECKPOINT_POOLS,
+    PLAIN_POOLS,
+    PoolCase,
+    as_recurrent_pool,
+    copied,
+    memory_of,
+    piece_by_piece,
+    pool_call,
+    pool_id,
+    pool_truth,
+    untouched_memory,
+)
+
+FP16 = torch.float16
+
+
+def check(op, pool_case: PoolCase, dtype: torch.dtype) -> None:
+    """Every bit of `o` and of the pool's memory is that of plain calls, one a piece, and all is near the truth."""
+    call = pool_call(pool_case, dtype) | {"backend": "triton"}
+    call = call if op is fd.chunk_kda else as_recurrent_pool(call)
+    want_o, want_pool = piece_by_piece(op, call)
+    true_o, true_pool = pool_truth(call)
+    pool, tokens = call["state_pool"], covered_tokens(call)
+    before, untouched = memory_of(copied(pool)), untouched_memory(call)
+    out = torch.full(call["v"].shape, torch.nan, dtype=dtype)
+    with poisoned_memory():
+        _, final_state = op(**call, out=out)
+    assert final_state is None
+    assert same_bits(out[:, tokens], want_o[:, tokens])
+    assert same_bits(memory_of(pool)[untouched], before[untouched])
+    if pool.dtype != BF16:  # the interpreter cuts bits off instead of rounding
+        assert same_bits(memory_of(pool), memory_of(want_pool))
+    assert_close("o", out[:, tokens], true_o[:, tokens], TOLERANCE[dtype])
+    assert_close("pool", pool, true_pool, state_tolerance(dtype, pool.dtype))
+
+
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS, ids=pool_id)
+def test_chunk(pool_case: PoolCase):
+    check(fd.chunk_kda, pool_case, FP32)
+
+
+@pytest.mark.parametrize("name", ["v_first_int32", "several"])
+def test_chunk_fp16(name: str):
+    check(fd.chunk_kda, next(p for p in PLAIN_POOLS + CHECKPOINT_POOLS if p.name == name), FP16)
+
+
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS, ids=pool_id)
+def test_recurrent(pool_case: PoolCase):
+    """On few tokens: this recurrence has no chunk boundary to cross."""
+    case = pool_case.case
+    few = replace(case, T=min(case.T, 9), lengths=case.lengths and tuple(min(n, 9) for n in case.lengths))
+    check(fd.fused_recurrent_kda, replace(pool_case, case=few), FP32)
+
+
+@triton.jit
+def find_all(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, found, C: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
+    tl.store(found + slot * 3, batch)
+    tl.store(found + slot * 3 + 1, start)
+    tl.store(found + slot * 3 + 2, count)
+
+
+def found_chunks(plan: Plan) -> list[list[int]]:
+    """Batch row, first token and token count of every slot, as kernels find them."""
+    spec, t = plan.call()
+    total = spec.B * spec.slots
+    found = torch.full((total, 3), -(10**9))
+    arguments = t.cu_seqlens, t.checkpoint_offsets, spec.checkpoints, spec.slots, spec.N, spec.T, found
+    find_all[(total,)](*arguments, C=spec.chunk_size)
+    return found.tolist()
+
+
+@settings(max_examples=25)
+@given(plans())
+def test_kernels_find_the_planned_chunks(plan: Plan):
+    found = [
+        list(range(batch * plan.T + start, batch * plan.T + start + min(count, plan.C)))
+        for batch, start, count in found_chunks(plan)
+        if count > 0
+    ]
+    assert found == [chunk.tokens for chunk in planned_chunks(plan)]
+
+
+@settings(max_examples=25)
+@given(plans(wild=True))
+def test_kernels_find_no_chunk_outside(plan: Plan):
+    for batch, start, count in found_chunks(plan):
+        if count > 0:
+            assert 0 <= batch < plan.B
+            assert 0 <= start < start + count <= plan.T
+
+
+@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+@pytest.mark.parametrize("values", [(3, 40, 70), (0, 50, 20, 70), (0, 2**40, -(2**40), 2**62)], ids=str)
+def test_bad_offsets_and_indices_touch_nothing_outside(values: tuple[int, ...], op):
+    """The pool and `out` lie amid numbers that must stay."""
+    N = len(values) - 1
+    pool_case = replace(
+        PLAIN_POOLS[0], indices=(5, 2**40, -(2**62))[:N], marks=(16, 2**50, 48)[:N], mark_slots=(2**40, 1, 2)[:N], gap=8
+    )
+    case = pool_case.case
+    sequences = replace(pool_case, case=replace(case, lengths=(case.T, *(0,) * (N - 1)), HV=1))
+    call = pool_call(sequences) | {"backend": "triton", "cu_seqlens": torch.tensor(values)}
+    call = call if op is fd.chunk_kda else as_recurrent_pool(call)
+    guarded = torch.zeros(1, 70 + 140, 1, 64)
+    memory = memory_of(call["state_pool"])
+    before, pitch = memory.clone(), call["state_pool"].stride(0)
+    op(**call, out=guarded[:, 70:140])
+    assert guarded[:, :70].eq(0).all() and guarded[:, 140:].eq(0).all()
+    changed = (memory != before).nonzero().flatten() - 64
+    may_be = torch.tensor([5] if op is fd.fused_recurrent_kda else [1, 2, 5])
+    assert torch.isin(changed // pitch, may_be).all()
+    assert (changed % pitch < pitch - 8).all()
+
+
+@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+def test_warmup_runs(op):
+    checkpoints = {"checkpoints": (True,)} if op is fd.chunk_kda else {}
+    pools = {"state_pool": (True,), "has_initial_state": (True,)} | checkpoints
+    assert fd.warmup([(32, 32)], op=op, dtype=FP32, device="cpu", backend="triton", packed=(True,), **pools) == 1
+
+
+def test_operator_runs_the_kernels_it_is_asked_for():
+    pool_case = next(p for p in CHECKPOINT_POOLS if p.name == "at_the_end")
+    call, other = (pool_call(pool_case) | {"backend": "triton"} for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda arguments: fd.chunk_kda(**arguments), fullgraph=True, backend="aot_eager")
+    o, _ = compiled(call)
+    assert same_bits(o, fd.chunk_kda(**other)[0])
+    assert same_bits(memory_of(call["state_pool"]), memory_of(other["state_pool"]))
