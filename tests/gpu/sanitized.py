@@ -15,7 +15,7 @@ import flashdelta as fd
 
 from ..cases import BF16, BY_NAME, FP32, named
 from ..inputs import make_call
-from ..oracle import as_recurrent
+from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from .calls import KIMI, UNBOUNDED, on_gpu
 
 CASES = [
@@ -33,6 +33,8 @@ def calls() -> list[dict]:
     found = [make_call(case, BF16) for case in CASES] + [make_call(on_gpu(BY_NAME["packed"]), FP32)]
     whole = make_call(replace(KIMI, T=70, h=True), BF16)
     found += [whole | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
+    pools = [replace(pool_case, case=on_gpu(pool_case.case)) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
+    found += [pool_call(pool_case, BF16) for pool_case in pools]
     return found
 
 
@@ -42,7 +44,7 @@ def main() -> None:
         # made on the CPU, so that few kernels but ours run
         call = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
         fd.chunk_kda(**call, backend=backend)
-        fd.fused_recurrent_kda(**as_recurrent(call), backend=backend)
+        fd.fused_recurrent_kda(**as_recurrent_pool(call), backend=backend)
     torch.cuda.synchronize()
     print(f"{len(calls())} calls")
 

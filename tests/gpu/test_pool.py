@@ -1,0 +1,253 @@
+"""State pools on the GPU: bits, truth, CUDA graphs whose indices change, torch.compile, and pools past 2^31 elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import BF16, FP32, Case, case_id
+from ..inputs import TOKEN_TENSORS
+from ..oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
+from ..pools import (
+    CHECKPOINT_POOLS,
+    PLAIN_POOLS,
+    PoolCase,
+    as_recurrent_pool,
+    copied,
+    gathered_and_scattered,
+    memory_of,
+    piece_by_piece,
+    pool_call,
+    pool_id,
+    pool_truth,
+)
+from .calls import BOTH, KIMI, UNBOUNDED, on_gpu, run_or_skip
+from .test_execution import compilations
+
+pytestmark = pytest.mark.gpu
+
+PREFILL = PoolCase(
+    name="prefill",
+    why="a mixed batch as an engine sends it",
+    case=replace(KIMI, lengths=(200, 0, 1, 130, 64), state=FP32, v_first=True),
+    indices=(4, 7, -1, 0, 5),
+    flags=(True, True, True, False, True),
+    marks=((64, 144), (0, 0), (0, 0), (128, 0), (64, 0)),
+    mark_slots=((1, 2), (0, 0), (0, 0), (3, 0), (6, 0)),
+    slots=9,
+    gap=256,
+    index_dtype=torch.int32,
+)
+MODELS = [
+    PREFILL,
+    replace(PREFILL, name="unbounded", case=replace(UNBOUNDED, lengths=PREFILL.case.lengths, state=FP32)),
+]
+
+
+def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:
+    call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), dtype, "cuda", seed) | {"backend": backend}
+    return call if op is fd.chunk_kda else as_recurrent_pool(call)
+
+
+def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
+    call = gpu_pool_call(op, pool_case, dtype, backend)
+    want_o, want_pool = piece_by_piece(op, call)
+    true_o, true_pool = pool_truth(call)
+    out = torch.full(call["v"].shape, torch.nan, dtype=dtype, device="cuda")
+    with poisoned_memory():
+        results = run_or_skip(op, call | {"out": out})
+    assert results[1] is None
+    pool, tokens = call["state_pool"], covered_tokens(call)
+    assert same_bits(out[:, tokens], want_o[:, tokens])
+    assert same_bits(memory_of(pool), memory_of(want_pool))
+    assert_close("o", out[:, tokens], true_o[:, tokens], TOLERANCE[dtype])
+    assert_close("pool", pool, true_pool, state_tolerance(dtype, pool.dtype))
+
+
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + MODELS, ids=pool_id)
+def test_chunk_bf16(pool_case: PoolCase, backend: str):
+    check(fd.chunk_kda, pool_case, BF16, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, FP32], ids=str)
+@pytest.mark.parametrize("pool_case", [PLAIN_POOLS[3], CHECKPOINT_POOLS[1], *MODELS], ids=pool_id)
+def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: str):
+    check(fd.chunk_kda, pool_case, dtype, backend)
+
+
+@pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
+def test_recurrent_bf16(pool_case: PoolCase, backend: str):
+    check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("pool_case", PLAIN_POOLS, ids=pool_id)
+def test_pool_call_has_the_bits_of_gather_call_scatter(pool_case: PoolCase, op, backend: str):
+    call = gpu_pool_call(op, pool_case, BF16, backend)
+    want_o, want_pool = gathered_and_scattered(op, call)
+    o, _ = run_or_skip(op, call)
+    tokens = covered_tokens(call)
+    assert same_bits(o[:, tokens], want_o[:, tokens])
+    assert same_bits(memory_of(call["state_pool"]), memory_of(want_pool))
+
+
+def test_checkpoints_at_chunk_ends_change_no_bit(backend: str):
+    pool_case = replace(PREFILL, marks=(128, 0, 0, 64, 64), mark_slots=(1, 0, 0, 3, 6))
+    call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
+    plain = gpu_pool_call(fd.chunk_kda, replace(pool_case, marks=None), BF16, backend)
+    o, _ = run_or_skip(fd.chunk_kda, call)
+    want, _ = fd.chunk_kda(**plain)
+    assert same_bits(o, want)
+    assert same_bits(call["state_pool"][[0, 4, 5, 7]], plain["state_pool"][[0, 4, 5, 7]])
+
+
+# ---- how calls run --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+def test_graph_replays_with_other_slots_and_lengths(model: Case, op, backend: str):
+    """Captured once for 4 sequences of 512 tokens in all; every index tensor changes in place, and so does the pool."""
+    layouts = [
+        ((300, 100, 0, 112), (0, 1, 2, 3), (True,) * 4, ((64, 128), (16, 0), (0, 0), (0, 112))),
+        ((0, 0, 512, 0), (-1, 5, 6, 0), (False,) * 4, ((0, 0), (0, 0), (512, 0), (0, 0))),
+        ((1, 2, 3, 4), (6, -1, 2, 9), (True, False, True, True), ((0, 0),) * 4),
+        ((128, 128, 128, 128), (3, 2, 1, 0), (False, True, False, True), ((16, 32), (48, 64), (80, 96), (112, 0))),
+    ]
+
+    def fresh(layout: tuple, seed: int) -> dict:
+        lengths, indices, flags, marks = layout
+        case = replace(model, lengths=lengths, unused=512 - sum(lengths), state=FP32, v_first=True)
+        pool_case = replace(
+            PREFILL,
+            case=case,
+            indices=indices,
+            flags=flags,
+            marks=marks,
+            mark_slots=((10, 11), (12, 13), (14, 15), (16, 17)),
+            slots=18,
+        )
+        return gpu_pool_call(op, pool_case, BF16, backend, seed)
+
+    static = fresh(layouts[0], 0)
+    out = torch.full_like(static["v"], torch.nan)
+    run_or_skip(op, static | {"out": out})
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(**static, out=out)
+    for seed, layout in enumerate(layouts, start=1):
+        call = fresh(layout, seed)
+        for name, x in call.items():
+            if isinstance(x, torch.Tensor) and name != "state_pool":
+                static[name].copy_(x)
+        memory_of(static["state_pool"]).copy_(memory_of(call["state_pool"]))
+        out.fill_(torch.nan)
+        graph.replay()
+        want_o, _ = op(**call)
+        tokens = slice(0, sum(layout[0]))
+        assert same_bits(out[:, tokens], want_o[:, tokens])
+        assert same_bits(memory_of(static["state_pool"]), memory_of(call["state_pool"]))
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_the_host_never_waits_for_the_gpu(op, backend: str, no_synchronisation):
+    call = gpu_pool_call(op, PREFILL, BF16, backend)
+    run_or_skip(op, call)
+    with no_synchronisation():
+        op(**call)
+
+
+def test_no_state_is_copied(backend: str):
+    """512 sequences of one token in slots of a large pool: their states would take 128 MB."""
+    case = replace(KIMI, lengths=(1,) * 512, state=FP32, v_first=True)
+    pool_case = replace(PREFILL, case=case, indices=tuple(range(512)), flags=None, marks=None, slots=512)
+    call = gpu_pool_call(fd.fused_recurrent_kda, pool_case, BF16, backend)
+    call["out"] = torch.empty_like(call["v"])
+    run_or_skip(fd.fused_recurrent_kda, call)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fd.fused_recurrent_kda(**call)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("op", BOTH)
+def test_compiles_in_one_graph_with_inductor(op, with_out: bool, backend: str):
+    call, other = (gpu_pool_call(op, PREFILL, BF16, backend) for _ in range(2))
+    want, _ = run_or_skip(op, other)
+    if with_out:
+        call["out"] = torch.full_like(want, torch.nan)
+    torch._dynamo.reset()
+    o, none = torch.compile(lambda arguments: op(**arguments), fullgraph=True)(call)
+    assert none is None
+    assert same_bits(o, want)
+    assert same_bits(memory_of(call["state_pool"]), memory_of(other["state_pool"]))
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
+    """Afterwards no call compiles: other heads, slots, pitches, and numbers of checkpoints."""
+    checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}
+    base = replace(PREFILL, case=replace(PREFILL.case, K=64, V=128, H=8, HV=16, offsets_dtype=torch.int32))
+    run_or_skip(op, gpu_pool_call(op, base, BF16, backend))
+    options = {"op": op, "backend": backend, "state_v_first": True, "packed": (True,), "state_pool": (True,)}
+    fd.warmup([(64, 128)], **options, **checkpoints)
+    one = tuple(row[0] for row in PREFILL.marks), tuple(row[0] for row in PREFILL.mark_slots)
+    others = [
+        base,
+        replace(base, case=replace(base.case, H=1, HV=1)),
+        replace(base, gap=16, flags=None),
+        replace(base, slots=30, marks=None),
+        replace(base, marks=one[0], mark_slots=one[1]),
+    ]
+    with compilations() as names:
+        for pool_case in others:
+            op(**gpu_pool_call(op, pool_case, BF16, backend))
+    assert names == []
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.usefixtures("much_memory")
+def test_more_than_2_31_elements_in_a_pool(op, backend: str):
+    """The last slots lie past element 2^31; they give the bits that they give in a small pool."""
+    H, slots = 64, 2_100
+    case = replace(KIMI, H=H, HV=H, lengths=(70, 3, 5), state=FP32, v_first=True)
+    near = replace(PREFILL, case=case, indices=(0, 1, 2), flags=None, marks=(64, 0, 0), mark_slots=(3, 0, 0), slots=4)
+    call = gpu_pool_call(op, replace(near, gap=0), BF16, backend)
+    pool = torch.empty(slots, *call["state_pool"].shape[1:], device="cuda")
+    assert pool.numel() > 2**31
+    far = torch.tensor([slots - 1, slots - 40, slots - 2], device="cuda", dtype=torch.int32)
+    pool[far.long()] = call["state_pool"][:3]
+    there = call | {"state_pool": pool, "state_indices": far}
+    if op is fd.chunk_kda:
+        there["checkpoint_indices"] = torch.tensor([slots - 9, 0, 0], device="cuda", dtype=torch.int32)
+    want, _ = run_or_skip(op, call)
+    o, _ = op(**there)
+    assert same_bits(o, want)
+    assert same_bits(pool[far.long()], call["state_pool"][:3])
+    if op is fd.chunk_kda:
+        assert same_bits(pool[slots - 9], call["state_pool"][3])
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_nan_stays_in_its_sequence(op, backend: str):
+    """NaN in a sequence, in its slot, and in slots that no sequence reads."""
+    call = gpu_pool_call(op, PREFILL, BF16, backend)
+    clean = call | {"state_pool": copied(call["state_pool"])}
+    want, _ = run_or_skip(op, clean)
+    spoiled = call | {name: call[name].clone() for name in TOKEN_TENSORS}
+    spoiled["v"][:, 201:331] = torch.nan  # the sequence in slot 0, with a checkpoint in slot 3
+    spoiled["state_pool"][[0, 7, 8]] = torch.nan  # slot 0 is not read (its flag is False), 7 and 8 are no one's
+    o, _ = op(**spoiled)
+    assert same_bits(o[:, :201], want[:, :201])
+    assert same_bits(o[:, 331:], want[:, 331:])
+    others = [1, 2, 4, 5, 6]
+    assert same_bits(spoiled["state_pool"][others], clean["state_pool"][others])
+    assert spoiled["state_pool"][0].isnan().any()
