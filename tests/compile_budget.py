@@ -41,7 +41,7 @@ def report(arch: int, toolchain: Path | None) -> list[dict]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in path if p)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-m", "flashdelta.triton.compile", "--arch", str(arch), "--json"],
+        [sys.executable, "-m", "flashdelta.compile", "--arch", str(arch), "--json"],
         env=environment,
         capture_output=True,
         text=True,

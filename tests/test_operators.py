@@ -93,9 +93,9 @@ def test_compiled_graph_holds_one_operator():
 
 
 def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends.triton, "_cached_capability", lambda index: (9, 0))
+    monkeypatch.setattr(backends.base, "_cached_capability", lambda index: (9, 0))
     torch._dynamo.reset()
-    function = torch.compile(lambda x: x + backends.triton._capability(0)[0], fullgraph=True, backend="aot_eager")
+    function = torch.compile(lambda x: x + backends.base.nvidia_capability(0)[0], fullgraph=True, backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch.compile warns of caches it looks through
         assert function(torch.zeros(1)).item() == 9

@@ -8,10 +8,11 @@ import torch
 
 from ..spec import KdaSpec
 from .base import Backend
+from .hopper import HopperBackend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
-BACKENDS: tuple[Backend, ...] = (TritonBackend(), ReferenceBackend())
+BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())
 """Fastest first; `backend="auto"` takes the first that supports the call and is preferred for it."""
 
 NAMES = ("auto", *(b.name for b in BACKENDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -30,3 +31,14 @@ class Backend(Protocol):
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Gradients by input name. Only called where `differentiable`."""
+
+
+@functools.cache
+def _cached_capability(index: int | None) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
+
+
+@torch.compiler.assume_constant_result  # or torch.compile would put the question into its graph
+def nvidia_capability(index: int | None) -> tuple[int, int] | None:
+    """The GPU's compute capability; None where there is none."""
+    return _cached_capability(index)

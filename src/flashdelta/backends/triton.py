@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 import torch
 
 from ..spec import KdaSpec, KdaTensors
-from .base import Results
+from .base import Results, nvidia_capability
 
 MIN_CAPABILITY = (8, 0)
-
-
-@functools.cache
-def _cached_capability(index: int | None) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
-
-
-@torch.compiler.assume_constant_result  # or torch.compile would put the question into its graph
-def _capability(index: int | None) -> tuple[int, int] | None:
-    """The GPU's compute capability; None where there is none."""
-    return _cached_capability(index)
 
 
 def _interpreting() -> bool:
@@ -39,7 +27,7 @@ class TritonBackend:
         if device.type not in ("cpu", "cuda"):
             return f"device type {device.type!r}; it runs on NVIDIA GPUs"
         if device.type == "cuda":
-            capability = _capability(device.index)
+            capability = nvidia_capability(device.index)
             if capability is None:
                 return "no NVIDIA GPU on this machine"
             if capability < MIN_CAPABILITY:

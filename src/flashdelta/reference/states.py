@@ -1,7 +1,7 @@
 """States on their way in and out: rows of a tensor, or slots of a pool. Nothing here waits for a GPU.
 
 An index names a slot of the pool if it is not null (`KdaSpec.lowest_index`) and not past the pool's end. A sequence without
-tokens reads and stores nothing.
+tokens stores nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ def states_in(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
     dtype = compute_dtype(spec)
     state = t.initial_state
     if spec.pool_slots > 0:
-        slot, named = _slots(spec, t.state_indices)
-        read = named & (lengths_of(spec, t) > 0)
+        slot, read = _slots(spec, t.state_indices)
         if t.has_initial_state is not None:
             read = read & t.has_initial_state
         state = torch.where(read[:, None, None, None], t.state_pool[slot], 0.0)

@@ -1,28 +1,18 @@
-"""From a validated call to kernel launches: allocates outputs and one workspace, picks the launch parameters."""
+"""From a validated call to kernel launches: allocates one workspace, picks the launch parameters."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from dataclasses import dataclass
 
 import torch
-from triton.runtime import JITFunction
 
+from ..launch import Launch, Results, dense, state_arguments, strides
+from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors
 from . import config
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
 from .recurrent import recurrent_kernel
-
-
-@functools.cache
-def capability(device: torch.device) -> int:
-    """As one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @dataclass(frozen=True)
@@ -59,58 +49,14 @@ class Workspace:
         return cls(*parts, decay)
 
 
-def _strides(*tensors: torch.Tensor) -> list[int]:
-    return [s for x in tensors for s in x.stride()[:3]]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`)."""
-
-    kernel: JITFunction
-    programs: int
-    arguments: tuple
-    constants: dict[str, object]
-    num_warps: int
-
-    def run(self) -> None:
-        if self.programs > 0:
-            self.kernel[(self.programs,)](*self.arguments, **self.constants, num_warps=self.num_warps)
-
-
-def forward(
-    spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
     """`(o, final_state or None, h or None)`; see `ops.chunk_kda`."""
-    o = torch.empty(t.v.shape, dtype=spec.dtype, device=t.v.device) if out is None else out
-    final_state = None
-    if spec.output_final_state:
-        final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=o.device)
-    h = None
-    if spec.return_intermediate_states:
-        # packed: rows past the last chunk stay zero
-        make = torch.zeros if spec.packed else torch.empty
-        h = make(spec.intermediate_shape, dtype=spec.dtype, device=o.device)
-    with _current(o.device):
-        for launch in launches(spec, readable(t), capability(o.device), o, final_state, h):
-            launch.run()
-    return o, final_state, h
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return run_forward(spec, t, out, launches)
 
 
 def readable(t: KdaTensors) -> KdaTensors:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
     pool in place."""
-
-    def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-        return [None if x is None else x.contiguous() for x in tensors]
-
     return KdaTensors(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (t.q, t.k, t.v, t.g)),
         t.beta,
@@ -120,39 +66,16 @@ def readable(t: KdaTensors) -> KdaTensors:
     )
 
 
-def launches(
-    spec: KdaSpec,
-    t: KdaTensors,
-    capability: int,
-    o: torch.Tensor,
-    final_state: torch.Tensor | None,
-    h: torch.Tensor | None,
-) -> list[Launch]:
+def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
     """The launches that run the call, in order."""
+    t = readable(t)
     if spec.algorithm == "recurrent":
-        return [recurrent(spec, t, capability, o, final_state)]
-    workspace = Workspace.allocate(spec, o.device)
+        return [recurrent(spec, t, capability, results)]
+    workspace = Workspace.allocate(spec, t.q.device)
     return [
         prepare(spec, t, capability, workspace),
-        recurrence(spec, t, capability, workspace, (o, final_state, h)),
+        recurrence(spec, t, capability, workspace, results),
     ]
-
-
-def _state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> tuple:
-    """Where states are read and stored, as the kernels take it (`states.py`). For a state that the call does not have, an
-    empty tensor, which the kernel leaves alone."""
-    if spec.has_pool:
-        initial = final = t.state_pool
-        pitch = t.state_pool.stride(0)
-    else:
-        absent = t.v.new_empty(0, dtype=spec.state_dtype)
-        initial = absent if t.initial_state is None else t.initial_state
-        final = absent if final_state is None else final_state
-        pitch = spec.HV * spec.K * spec.V
-    return (
-        *(initial, final, t.state_indices, t.has_initial_state, spec.lowest_index, spec.pool_slots),
-        *(int(spec.has_initial_state), int(spec.output_final_state), pitch),
-    )
 
 
 def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace) -> Launch:
@@ -165,7 +88,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
             *vars(workspace).values(),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
-            *_strides(t.q, t.k, t.g, t.beta),
+            *strides(t.q, t.k, t.g, t.beta),
         ),
         dict(
             C=spec.chunk_size,
@@ -182,13 +105,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
     )
 
 
-def recurrence(
-    spec: KdaSpec,
-    t: KdaTensors,
-    capability: int,
-    workspace: Workspace,
-    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-) -> Launch:
+def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results) -> Launch:
     c = config.recurrence_config(spec, capability)
     o, final_state, h = results
     return Launch(
@@ -197,9 +114,9 @@ def recurrence(
         (
             *vars(workspace).values(),
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
-            *_state_arguments(spec, t, final_state),
+            *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
-            *_strides(t.v, o),
+            *strides(t.v, o),
         ),
         dict(
             C=spec.chunk_size,
@@ -214,19 +131,18 @@ def recurrence(
     )
 
 
-def recurrent(
-    spec: KdaSpec, t: KdaTensors, capability: int, o: torch.Tensor, final_state: torch.Tensor | None
-) -> Launch:
+def recurrent(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
+    o, final_state, _ = results
     c = config.recurrent_config(spec, capability)
     return Launch(
         recurrent_kernel,
         spec.N * spec.HV * (spec.V // c.BV),
         (
             *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(o, *_state_arguments(spec, t, final_state)),
+            *(o, *state_arguments(spec, t, final_state)),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV),
-            *_strides(t.q, t.k, t.v, t.g, t.beta, o),
+            *strides(t.q, t.k, t.v, t.g, t.beta, o),
         ),
         dict(
             K=spec.K,

@@ -1,6 +1,6 @@
 """Compiles kernels for any GPU on a machine without one, and reads off what they cost.
 
-    python -m flashdelta.triton.compile --arch 80 --arch 90 --json
+    python -m flashdelta.compile --arch 80 --arch 90 --json
 
 Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a
 program, and the seconds it took.
@@ -16,14 +16,19 @@ import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..spec import KdaOptions, KdaTensors, check_call
-from .launch import Launch, launches
+from .hopper.launch import launches as hopper_launches
+from .launch import Launch
+from .spec import KdaOptions, KdaTensors, check_call
+from .triton.launch import launches as triton_launches
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 TYPES = {
@@ -53,6 +58,7 @@ class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels."""
 
     name: str
+    backend: Literal["triton", "hopper"] = "triton"
     algorithm: str = "chunk"
     K: int = 128
     V: int = 128
@@ -64,6 +70,11 @@ class Variant:
     intermediate: bool = False
     pool: bool = False
     checkpoints: bool = False
+    g_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+
+    def architectures(self) -> tuple[int, ...]:
+        return (90,) if self.backend == "hopper" else ARCHITECTURES
 
     def launches(self, arch: int) -> list[Launch]:
         H, T, N = 2, 4 * self.chunk_size, 1
@@ -81,12 +92,12 @@ class Variant:
             q=make(1, T, H, self.K),
             k=make(1, T, H, self.K),
             v=make(1, T, H, self.V),
-            g=make(1, T, H, self.K),
+            g=make(1, T, H, self.K, dtype=self.g_dtype or self.dtype),
             beta=make(1, T, H),
             A_log=make(H, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
             dt_bias=make(H, self.K, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
             cu_seqlens=make(N + 1, dtype=torch.int32) if self.packed else None,
-            **{"state_pool" if self.pool else "initial_state": make(*state, dtype=torch.float32)},
+            **{"state_pool" if self.pool else "initial_state": make(*state, dtype=self.state_dtype)},
             **indices,
         )
         options = KdaOptions(
@@ -102,8 +113,9 @@ class Variant:
         )
         spec, t = check_call(t, options)
         h = make(spec.intermediate_shape) if self.intermediate else None
-        final_state = None if self.pool else make(*state, dtype=torch.float32)
-        return launches(spec, t, arch, make(1, T, H, self.V), final_state, h)
+        final_state = None if self.pool else make(*state, dtype=self.state_dtype)
+        launches = hopper_launches if self.backend == "hopper" else triton_launches
+        return launches(spec, t, arch, (make(1, T, H, self.V), final_state, h))
 
 
 VARIANTS = (
@@ -126,10 +138,20 @@ VARIANTS = (
     Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
     Variant("recurrent bf16 K128 V128 pool, V first", algorithm="recurrent", pool=True, state_v_first=True),
     Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
+    Variant("hopper K128 V128 bounded", "hopper"),
+    Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
+    Variant("hopper K128 V128 fixed length", "hopper", packed=False),
+    Variant("hopper K128 V128 log decays in fp32", "hopper", gate="none", g_dtype=torch.float32),
+    Variant("hopper K128 V128 intermediate states", "hopper", intermediate=True, state_dtype=torch.bfloat16),
+    Variant(
+        "hopper K128 V128 pool with checkpoints, V first", "hopper", pool=True, checkpoints=True, state_v_first=True
+    ),
+    Variant("hopper K64 V64", "hopper", K=64, V=64),
+    Variant("hopper K64 V64 unbounded", "hopper", K=64, V=64, gate="logsigmoid"),
 )
 
 
-def source(launch: Launch) -> ASTSource:
+def source(launch: Launch) -> ASTSource | GluonASTSource:
     """The kernel with the types and alignments of the launch's arguments."""
     signature, constants, attributes = {}, dict(launch.constants), {}
     for i, (param, x) in enumerate(zip(launch.kernel.params, launch.arguments)):
@@ -137,6 +159,8 @@ def source(launch: Launch) -> ASTSource:
             constants[param.name] = None
         elif isinstance(x, torch.Tensor):
             signature[param.name] = "*" + TYPES[x.dtype]
+        elif isinstance(x, TensorDescriptor):
+            signature[param.name] = f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)},{x.layout!r}>"
         elif isinstance(x, float):
             signature[param.name] = "fp32"
         else:
@@ -145,13 +169,14 @@ def source(launch: Launch) -> ASTSource:
         if aligned and not param.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
     order = {p.name: signature.get(p.name, "constexpr") for p in launch.kernel.params}
-    return ASTSource(launch.kernel, order, constants, attributes)
+    kind = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    return kind(launch.kernel, order, constants, attributes)
 
 
 def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
     began = time.perf_counter()
     target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source(launch), target=target, options=dict(num_warps=launch.num_warps))
+    compiled = triton.compile(source(launch), target=target, options=launch.options())
     seconds = time.perf_counter() - began
     registers, spills = resource_usage(compiled.asm["cubin"])
     return Cost(
@@ -188,7 +213,7 @@ def main() -> None:
     costs = []
     for arch in arguments.arch or ARCHITECTURES:
         for variant in VARIANTS:
-            if arguments.only not in variant.name:
+            if arguments.only not in variant.name or arch not in variant.architectures():
                 continue
             for launch in variant.launches(arch):
                 cost = compile_launch(launch, variant.name, arch)

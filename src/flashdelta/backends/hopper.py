@@ -1,0 +1,62 @@
+"""The Gluon kernels for Hopper as a backend."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from ..spec import KdaSpec, KdaTensors
+from .base import Results, nvidia_capability
+
+MAX_ROWS = 2**31
+"""Of the workspace: TMA coordinates are 32-bit."""
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+
+
+class HopperBackend:
+    name = "hopper"
+    summary = "Gluon kernels for Hopper GPUs (sm_90)"
+    differentiable = False
+
+    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
+        capability = nvidia_capability(device.index)
+        if capability is None:
+            return "no NVIDIA GPU on this machine"
+        if capability[0] != 9:
+            return f"compute capability {capability}; it runs on Hopper, (9, 0)"
+        if not _has_gluon():
+            return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
+        if spec.requires_grad:
+            return "gradients are needed; it has no backward"
+        if spec.algorithm != "chunk":
+            return "token by token; it has the chunk form only"
+        if spec.dtype != torch.bfloat16:
+            return f"dtype {spec.dtype}; it computes in bfloat16"
+        if spec.K not in (64, 128) or spec.V not in (64, 128):
+            return f"K = {spec.K}, V = {spec.V}; it takes 64 and 128"
+        if spec.chunk_size != 64:
+            return f"chunk_size {spec.chunk_size}; it takes 64"
+        if spec.B * spec.slots * spec.HV * (3 * spec.K + 128) >= MAX_ROWS:
+            return f"more than 2^31 workspace rows ({spec.B} x {spec.T} tokens, {spec.HV} heads)"
+        return None
+
+    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+        return None
+
+    def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+        from ..hopper.launch import forward
+
+        return forward(spec, t, out)
+
+    def backward(
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        raise NotImplementedError("not differentiable")

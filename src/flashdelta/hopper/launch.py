@@ -1,0 +1,116 @@
+"""From a validated call to the launches of the Hopper kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..launch import Launch, Results, dense, state_arguments, strides
+from ..launch import forward as run_forward
+from ..spec import KdaSpec, KdaTensors
+from .prepare import prepare_kernel
+from .recurrence import recurrence_kernel
+
+TILE = 64
+"""Rows and columns of a tile of the workspace."""
+
+TILE_LAYOUT = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
+SHARED_MEMORY = 232_448
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
+    inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. One allocation of
+    `nbytes(spec)`."""
+
+    tiles: torch.Tensor
+    decay: torch.Tensor
+
+    @staticmethod
+    def rows(spec: KdaSpec) -> int:
+        """Of `tiles`."""
+        return spec.B * spec.slots * spec.HV * (3 * (spec.K // TILE) + 2) * TILE
+
+    @staticmethod
+    def nbytes(spec: KdaSpec) -> int:
+        return Workspace.rows(spec) * TILE * 2 + spec.B * spec.slots * spec.HV * spec.K * 4
+
+    @classmethod
+    def allocate(cls, spec: KdaSpec, device: torch.device) -> Workspace:
+        buffer = torch.empty(cls.nbytes(spec) // 2, dtype=torch.bfloat16, device=device)
+        size = cls.rows(spec) * TILE
+        return cls(buffer[:size].view(-1, TILE), buffer[size:])
+
+
+def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+    """`(o, final_state or None, h or None)`; see `ops.chunk_kda`."""
+    if out is None or aligned(out):
+        return run_forward(spec, t, out, launches)
+    o, final_state, h = run_forward(spec, t, None, launches)
+    return out.copy_(o), final_state, h
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """Whether rows can be copied 16 bytes at a time."""
+    step = 16 // x.element_size()
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
+
+
+def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
+    """The launches that run the call, in order. Inputs are read in place if `aligned`, as those of a model are."""
+    q, k, v, g = (x if aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (t.q, t.k, t.v, t.g))
+    A_log, dt_bias, initial_state, cu_seqlens = dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)
+    indices = dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices)
+    t = KdaTensors(q, k, v, g, t.beta, A_log, dt_bias, initial_state, cu_seqlens, t.state_pool, *indices)
+    workspace = Workspace.allocate(spec, q.device)
+    return [prepare(spec, t, workspace), recurrence(spec, t, workspace, results)]
+
+
+def _eighths(*tensors: torch.Tensor) -> list[int]:
+    """Strides in units of 8 elements."""
+    return [s // 8 for s in strides(*tensors)]
+
+
+def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
+    return Launch(
+        prepare_kernel,
+        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
+            *(workspace.tiles, workspace.decay.view(torch.float32)),
+            *(spec.scale, spec.lower_bound or 0.0),
+            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
+            *_eighths(t.q, t.k, t.g),
+            *strides(t.beta),
+        ),
+        dict(K=spec.K, GATE=spec.gate, SAFE=spec.safe_gate, BETA=spec.beta_kind, L2NORM=spec.l2norm),
+        num_warps=4,
+        # three programs on a multiprocessor; the exact path has more live sums, and runs two
+        max_registers=168 if spec.safe_gate else None,
+    )
+
+
+def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
+    BV = 64
+    o, final_state, h = results
+    # as many chunks of operands in flight as shared memory holds beside the output tile
+    stage = (3 * spec.K // TILE + 2) * TILE * TILE * 2 + TILE * BV * 2 + spec.K * 4
+    stages = min(4, (SHARED_MEMORY - TILE * BV * 2 - 256) // stage)
+    return Launch(
+        recurrence_kernel,
+        spec.N * spec.HV * (spec.V // BV),
+        (
+            TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
+            workspace.decay.view(torch.float32),
+            *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *state_arguments(spec, t, final_state),
+            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
+            *_eighths(t.v, o),
+        ),
+        dict(K=spec.K, V=spec.V, BV=BV, V_FIRST=spec.state_v_first, STAGES=stages),
+        num_warps=4,
+    )

@@ -1,0 +1,367 @@
+"""Stages `recurrence` and `output` for Hopper (draft)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..triton import common, states
+from ..triton import recurrence as portable
+
+C = gl.constexpr(64)
+
+locate = gluon.jit(common.locate.fn)
+first_slot = gluon.jit(common.first_slot.fn)
+piece_count = gluon.jit(common.piece_count.fn)
+piece_end = gluon.jit(common.piece_end.fn)
+clamp_bounds = gluon.jit(common.clamp_bounds.fn)
+checkpoint_slot = gluon.jit(portable.checkpoint_slot.fn)
+everywhere = gluon.jit(states.everywhere.fn)
+load_state = gluon.jit(states.load_state.fn)
+store_state = gluon.jit(states.store_state.fn)
+sequence_slot = gluon.jit(states.sequence_slot.fn)
+
+
+@gluon.jit
+def chunks_before(cu_seqlens, n, T):
+    """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
+    total = n * 0
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for base in range(0, n, 128):
+        m = base + lane
+        begin = gl.load(cu_seqlens + m, mask=m < n, other=0)
+        end = gl.load(cu_seqlens + m + 1, mask=m < n, other=0)
+        begin, end = clamp_bounds(begin, end, T)
+        total += gl.sum((end - begin + C - 1) // C)
+    return total
+
+
+@gluon.jit
+def state_offsets(start, value, key, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+    inner = value[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + value[:, None]
+    return start + inner
+
+
+@gluon.jit
+def load(
+    tiles_d,
+    decay,
+    v,
+    tiles_s,
+    decay_s,
+    v_s,
+    ready,
+    free,
+    checkpoint_offsets,
+    slot,
+    n,
+    head,
+    HV,
+    begin,
+    end,
+    pieces,
+    v_token,
+    K: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    TILES: gl.constexpr = 3 * (K // 64) + 2
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
+    key = gl.arange(0, K, layout=line_l)
+    in_v = row[:, None] * (v_token.to(gl.int32) * 8) + column[None, :]
+    turn = 0
+    start = begin
+    for piece in range(0, pieces):
+        stop = end
+        if checkpoint_offsets is not None:
+            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+        chunks = ((stop - start + C - 1) // C).to(gl.int32)
+        for i in range(chunks):
+            s = turn % STAGES
+            mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
+            bar = ready.index(s)
+            mbarrier.expect(bar, TILES * 8192)
+            chunk = (slot + i) * HV + head
+            for t in gl.static_range(TILES):
+                tma.async_copy_global_to_shared(
+                    tiles_d, [((chunk * TILES + t) * 64).to(gl.int32), 0], bar, tiles_s.index(s * TILES + t)
+                )
+            token = start + i * C
+            here = v + token * v_token * 8
+            async_copy.async_copy_global_to_shared(v_s.index(s), here + in_v, mask=(token + row < stop)[:, None])
+            async_copy.async_copy_global_to_shared(decay_s.index(s), decay + chunk * K + key)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            turn += 1
+        slot += chunks
+        start = stop
+
+
+@gluon.jit
+def compute(
+    tiles_s,
+    decay_s,
+    v_s,
+    o_s,
+    ready,
+    free,
+    o,
+    h,
+    initial_state,
+    final_state,
+    checkpoint_offsets,
+    checkpoint_indices,
+    lowest,
+    pool_slots,
+    state_pitch,
+    own,
+    read,
+    stored,
+    n,
+    head,
+    HV,
+    slice_,
+    begin,
+    end,
+    pieces,
+    h_row,
+    o_token,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    KH: gl.constexpr = K // 64
+    TILES: gl.constexpr = 3 * KH + 2
+    WARPS: gl.constexpr = BV // 16
+    half_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 64, 16])
+    dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=half_l, k_width=2)
+    out_l: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [WARPS, 1], [1, 0])
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, half_l))
+    value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, half_l))
+    in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
+    NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
+    # the state's key channels in halves of 64: two accumulators
+    state0 = load_state(initial_state, own * state_pitch + in_slot, read)
+    if KH == 2:
+        state1 = load_state(initial_state, own * state_pitch + in_slot + NEXT, read)
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
+    in_o = row[:, None] * (o_token.to(gl.int32) * 8) + column[None, :]
+    zero = gl.zeros((BV, C), gl.float32, layout=half_l)
+    turn = 0
+    start = begin
+    for piece in range(0, pieces):
+        stop = end
+        if checkpoint_offsets is not None:
+            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+        chunks = ((stop - start + C - 1) // C).to(gl.int32)
+        for i in range(chunks):
+            s = turn % STAGES
+            if h is not None:
+                h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, V_FIRST)
+                gl.store(h + h_at, state0.to(h.dtype.element_ty))
+                if KH == 2:
+                    gl.store(h + h_at + NEXT, state1.to(h.dtype.element_ty))
+            left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
+            if KH == 2:
+                left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
+            mbarrier.wait(ready.index(s), (turn // STAGES) & 1)
+            base = s * TILES
+            v_t = v_s.index(s).permute((1, 0)).load(dot_l)
+            # w is stored negated
+            pseudo = warpgroup_mma(
+                v_t, tiles_s.index(base + 3 * KH).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
+            if KH == 2:
+                pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
+            out = warpgroup_mma(left0, tiles_s.index(base + KH).permute((1, 0)), zero, use_acc=False, is_async=True)
+            if KH == 2:
+                out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
+            state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, half_l))[None, :]
+            if KH == 2:
+                state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, half_l))[None, :]
+            pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
+            p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
+            state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
+            if KH == 2:
+                state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
+            out = warpgroup_mma(p, tiles_s.index(base + 3 * KH + 1).permute((1, 0)), out, is_async=True)
+            if KH == 2:
+                state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
+                    0, deps=[state0, state1, out, p, left0, left1]
+                )
+            else:
+                state0, out, p, left0 = warpgroup_mma_wait(0, deps=[state0, out, p, left0])
+            mbarrier.arrive(free.index(s), count=1)
+            o_s.permute((1, 0)).store(out.to(gl.bfloat16))
+            token = start + i * C
+            gl.store(o + token * (o_token * 8) + in_o, o_s.load(out_l), mask=(token + row < stop)[:, None])
+            turn += 1
+        if checkpoint_offsets is not None:
+            there, reached = checkpoint_slot(
+                checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
+            )
+            store_state(final_state, there * state_pitch + in_slot, state0, reached)
+            if KH == 2:
+                store_state(final_state, there * state_pitch + in_slot + NEXT, state1, reached)
+            start = stop
+    store_state(final_state, own * state_pitch + in_slot, state0, stored)
+    if KH == 2:
+        store_state(final_state, own * state_pitch + in_slot + NEXT, state1, stored)
+
+
+_STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
+SCALARS = (
+    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
+    *_STRIDES,
+)
+"""Arguments whose values leave the machine code as it is."""
+
+
+@gluon.jit(do_not_specialize=SCALARS)
+def recurrence_kernel(
+    tiles_d,
+    decay,
+    v,
+    o,
+    h,
+    cu_seqlens,
+    checkpoint_offsets,
+    checkpoint_indices,
+    initial_state,
+    final_state,
+    state_indices,
+    has_initial_state,
+    lowest: gl.int32,
+    pool_slots: gl.int32,
+    has_initial: gl.int32,
+    has_final: gl.int32,
+    state_pitch: gl.int64,
+    T: gl.int32,
+    N: gl.int32,
+    HV: gl.int32,
+    slots: gl.int32,
+    checkpoints: gl.int32,
+    v_batch: gl.int64,
+    v_token: gl.int64,
+    v_head: gl.int64,
+    o_batch: gl.int64,
+    o_token: gl.int64,
+    o_head: gl.int64,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    TILES: gl.constexpr = 3 * (K // 64) + 2
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    if cu_seqlens is None:
+        slot = n * slots
+        h_row = slot
+    else:
+        slot = first_slot(begin, n, pieces, C)
+        h_row = slot
+        if h is not None:
+            h_row = chunks_before(cu_seqlens, n, T)
+    own, read, stored = sequence_slot(
+        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+    )
+    v += (batch * v_batch + head * v_head) * 8 + slice_ * BV
+    o += (batch * o_batch + head * o_head) * 8 + slice_ * BV
+
+    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
+    v_s = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, C, BV], gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
+    )
+    decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        # the TMA's expectation and the loader's 32 threads
+        mbarrier.init(ready.index(s), count=33)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                compute,
+                (
+                    tiles_s,
+                    decay_s,
+                    v_s,
+                    o_s,
+                    ready,
+                    free,
+                    o,
+                    h,
+                    initial_state,
+                    final_state,
+                    checkpoint_offsets,
+                    checkpoint_indices,
+                    lowest,
+                    pool_slots,
+                    state_pitch,
+                    own,
+                    read,
+                    stored,
+                    n,
+                    head,
+                    HV,
+                    slice_,
+                    begin,
+                    end,
+                    pieces,
+                    h_row,
+                    o_token,
+                    K,
+                    V,
+                    BV,
+                    V_FIRST,
+                    STAGES,
+                ),
+            ),
+            (
+                load,
+                (
+                    tiles_d,
+                    decay,
+                    v,
+                    tiles_s,
+                    decay_s,
+                    v_s,
+                    ready,
+                    free,
+                    checkpoint_offsets,
+                    slot,
+                    n,
+                    head,
+                    HV,
+                    begin,
+                    end,
+                    pieces,
+                    v_token,
+                    K,
+                    BV,
+                    STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [96],
+    )

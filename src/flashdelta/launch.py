@@ -1,0 +1,157 @@
+"""Kernel launches: what one is, and the short way from it to the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from triton import knobs
+from triton.runtime import JITFunction
+
+from .spec import KdaSpec, KdaTensors
+
+Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+"""`(o, final_state or None, h or None)`."""
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """As one number, e.g. 90. The interpreter on the CPU takes the oldest supported GPU's tables."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
+
+    `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both in the kernel's order.
+    `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor.
+    """
+
+    kernel: JITFunction
+    programs: int
+    arguments: tuple
+    constants: dict[str, object]
+    num_warps: int
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        cap = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, **cap}
+
+    def run(self) -> None:
+        """Launches on the current stream of the current device.
+
+        Triton's own way binds and specialises every argument anew, tens of microseconds a launch. What it would find is in
+        `_specialization`; once it has compiled a kernel for that, the kernel is launched directly.
+        """
+        if self.programs <= 0:
+            return
+        if knobs.runtime.interpret or _hooked():
+            self._run_through_triton()
+            return
+        device = torch.cuda.current_device()
+        key = (device, self.kernel, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+        compiled = _compiled.get(key)
+        if compiled is None:
+            _compiled[key] = self._run_through_triton()
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(
+            *(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None),
+            *(*self.arguments, *self.constants.values()),
+        )
+
+    def _run_through_triton(self):
+        return self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())
+
+
+_compiled: dict[tuple, object] = {}
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to see launches."""
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+@functools.cache
+def _specialized(kernel: JITFunction) -> tuple[bool, ...]:
+    """For each parameter whether Triton compiles integers that are 1 or multiples of 16 on their own."""
+    return tuple(not p.do_not_specialize for p in kernel.params)
+
+
+def _specialization(kernel: JITFunction, arguments: tuple) -> list:
+    """What the machine code depends on: types, which arguments are None, alignment of addresses, and of some integers."""
+    found = []
+    for x, specialized in zip(arguments, _specialized(kernel)):
+        if isinstance(x, int):
+            found.append((x == 1, x % 16 == 0, x > 2**31 - 1) if specialized else None)
+        elif isinstance(x, torch.Tensor):
+            found.append(x.dtype)
+            found.append(x.data_ptr() % 16)
+        elif x is None:
+            found.append("none")
+    return found
+
+
+def forward(
+    spec: KdaSpec,
+    t: KdaTensors,
+    out: torch.Tensor | None,
+    launches: Callable[[KdaSpec, KdaTensors, int, tuple], list[Launch]],
+) -> Results:
+    """Allocates the results and runs `launches(spec, t, capability, results)`."""
+    o = torch.empty(t.v.shape, dtype=spec.dtype, device=t.v.device) if out is None else out
+    final_state = None
+    if spec.output_final_state:
+        final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=o.device)
+    h = None
+    if spec.return_intermediate_states:
+        # packed: rows past the last chunk stay zero
+        make = torch.zeros if spec.packed else torch.empty
+        h = make(spec.intermediate_shape, dtype=spec.dtype, device=o.device)
+    with _current(o.device):
+        for launch in launches(spec, t, capability(o.device), (o, final_state, h)):
+            launch.run()
+    return o, final_state, h
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Kernels launch on the current device, which need not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> tuple:
+    """Where states are read and stored, as the kernels take it (`triton/states.py`). For a state that the call does not
+    have, an empty tensor, which the kernel leaves alone."""
+    if spec.has_pool:
+        initial = final = t.state_pool
+        pitch = t.state_pool.stride(0)
+    else:
+        absent = None
+        if t.initial_state is None or final_state is None:
+            absent = t.v.new_empty(0, dtype=spec.state_dtype)
+        initial = absent if t.initial_state is None else t.initial_state
+        final = absent if final_state is None else final_state
+        pitch = spec.HV * spec.K * spec.V
+    return (
+        *(initial, final, t.state_indices, t.has_initial_state, spec.lowest_index, spec.pool_slots),
+        *(int(spec.has_initial_state), int(spec.output_final_state), pitch),
+    )
+
+
+def strides(*tensors: torch.Tensor) -> list[int]:
+    return [s for x in tensors for s in x.stride()[:3]]
