@@ -87,10 +87,10 @@ PLAIN_POOLS = [
     PoolCase(name="all_null", why="graph capture", case=PACKED, indices=(-1,) * 4, index_dtype=INT32),
     PoolCase(
         name="flags",
-        why="fresh sequences in slots that hold an old state",
+        why="fresh sequences in slots that hold an old state; one without tokens, whose slot must stay",
         case=PACKED,
         indices=(3, 1, 0, 5),
-        flags=(False, True, True, False),
+        flags=(False, False, True, True),
     ),
     PoolCase(
         name="flags_batch",
