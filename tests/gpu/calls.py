@@ -42,12 +42,16 @@ def gpu_call(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton",
     return call if op is fd.chunk_kda else as_recurrent(call)
 
 
-def run_or_skip(op, call: dict) -> tuple:
+def skip_unless_supported(op, call: dict) -> None:
     """A backend for some GPUs or shapes may decline a call; the portable one may not."""
     backend = call["backend"]
     verdict = next(v for v in fd.explain(op, **call | {"backend": "auto"}).verdicts if v.backend == backend)
     if backend != "triton" and not verdict.supported:
         pytest.skip(f"{backend}: {verdict.reason}")
+
+
+def run_or_skip(op, call: dict) -> tuple:
+    skip_unless_supported(op, call)
     return op(**call)
 
 

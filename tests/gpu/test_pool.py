@@ -25,7 +25,7 @@ from ..pools import (
     pool_id,
     pool_truth,
 )
-from .calls import BOTH, KIMI, UNBOUNDED, on_gpu, run_or_skip
+from .calls import BOTH, KIMI, UNBOUNDED, on_gpu, skip_unless_supported
 from .test_execution import compilations
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,9 @@ MODELS = [
 
 def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:
     call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), dtype, "cuda", seed) | {"backend": backend}
-    return call if op is fd.chunk_kda else as_recurrent_pool(call)
+    call = call if op is fd.chunk_kda else as_recurrent_pool(call)
+    skip_unless_supported(op, call)
+    return call
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
@@ -59,8 +61,8 @@ def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
     true_o, true_pool = pool_truth(call)
     out = torch.full(call["v"].shape, torch.nan, dtype=dtype, device="cuda")
     with poisoned_memory():
-        results = run_or_skip(op, call | {"out": out})
-    assert results[1] is None
+        _, final_state = op(**call, out=out)
+    assert final_state is None
     pool, tokens = call["state_pool"], covered_tokens(call)
     assert same_bits(out[:, tokens], want_o[:, tokens])
     assert same_bits(memory_of(pool), memory_of(want_pool))
@@ -89,7 +91,7 @@ def test_recurrent_bf16(pool_case: PoolCase, backend: str):
 def test_pool_call_has_the_bits_of_gather_call_scatter(pool_case: PoolCase, op, backend: str):
     call = gpu_pool_call(op, pool_case, BF16, backend)
     want_o, want_pool = gathered_and_scattered(op, call)
-    o, _ = run_or_skip(op, call)
+    o, _ = op(**call)
     tokens = covered_tokens(call)
     assert same_bits(o[:, tokens], want_o[:, tokens])
     assert same_bits(memory_of(call["state_pool"]), memory_of(want_pool))
@@ -99,7 +101,7 @@ def test_checkpoints_at_chunk_ends_change_no_bit(backend: str):
     pool_case = replace(PREFILL, marks=(128, 0, 0, 64, 64), mark_slots=(1, 0, 0, 3, 6))
     call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
     plain = gpu_pool_call(fd.chunk_kda, replace(pool_case, marks=None), BF16, backend)
-    o, _ = run_or_skip(fd.chunk_kda, call)
+    o, _ = fd.chunk_kda(**call)
     want, _ = fd.chunk_kda(**plain)
     assert same_bits(o, want)
     assert same_bits(call["state_pool"][[0, 4, 5, 7]], plain["state_pool"][[0, 4, 5, 7]])
@@ -135,7 +137,7 @@ def test_graph_replays_with_other_slots_and_lengths(model: Case, op, backend: st
 
     static = fresh(layouts[0], 0)
     out = torch.full_like(static["v"], torch.nan)
-    run_or_skip(op, static | {"out": out})
+    op(**static, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -157,7 +159,7 @@ def test_graph_replays_with_other_slots_and_lengths(model: Case, op, backend: st
 @pytest.mark.parametrize("op", BOTH)
 def test_the_host_never_waits_for_the_gpu(op, backend: str, no_synchronisation):
     call = gpu_pool_call(op, PREFILL, BF16, backend)
-    run_or_skip(op, call)
+    op(**call)
     with no_synchronisation():
         op(**call)
 
@@ -168,7 +170,7 @@ def test_no_state_is_copied(backend: str):
     pool_case = replace(PREFILL, case=case, indices=tuple(range(512)), flags=None, marks=None, slots=512)
     call = gpu_pool_call(fd.fused_recurrent_kda, pool_case, BF16, backend)
     call["out"] = torch.empty_like(call["v"])
-    run_or_skip(fd.fused_recurrent_kda, call)
+    fd.fused_recurrent_kda(**call)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -181,7 +183,7 @@ def test_no_state_is_copied(backend: str):
 @pytest.mark.parametrize("op", BOTH)
 def test_compiles_in_one_graph_with_inductor(op, with_out: bool, backend: str):
     call, other = (gpu_pool_call(op, PREFILL, BF16, backend) for _ in range(2))
-    want, _ = run_or_skip(op, other)
+    want, _ = op(**other)
     if with_out:
         call["out"] = torch.full_like(want, torch.nan)
     torch._dynamo.reset()
@@ -196,9 +198,6 @@ def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
     """Afterwards no call compiles: other heads, slots, pitches, and numbers of checkpoints."""
     checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}
     base = replace(PREFILL, case=replace(PREFILL.case, K=64, V=128, H=8, HV=16, offsets_dtype=torch.int32))
-    run_or_skip(op, gpu_pool_call(op, base, BF16, backend))
-    options = {"op": op, "backend": backend, "state_v_first": True, "packed": (True,), "state_pool": (True,)}
-    fd.warmup([(64, 128)], **options, **checkpoints)
     one = tuple(row[0] for row in PREFILL.marks), tuple(row[0] for row in PREFILL.mark_slots)
     others = [
         base,
@@ -207,9 +206,12 @@ def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
         replace(base, slots=30, marks=None),
         replace(base, marks=one[0], mark_slots=one[1]),
     ]
+    calls = [gpu_pool_call(op, pool_case, BF16, backend) for pool_case in others]
+    options = {"op": op, "backend": backend, "state_v_first": True, "packed": (True,), "state_pool": (True,)}
+    fd.warmup([(64, 128)], **options, **checkpoints)
     with compilations() as names:
-        for pool_case in others:
-            op(**gpu_pool_call(op, pool_case, BF16, backend))
+        for call in calls:
+            op(**call)
     assert names == []
 
 
@@ -228,7 +230,7 @@ def test_more_than_2_31_elements_in_a_pool(op, backend: str):
     there = call | {"state_pool": pool, "state_indices": far}
     if op is fd.chunk_kda:
         there["checkpoint_indices"] = torch.tensor([slots - 9, 0, 0], device="cuda", dtype=torch.int32)
-    want, _ = run_or_skip(op, call)
+    want, _ = op(**call)
     o, _ = op(**there)
     assert same_bits(o, want)
     assert same_bits(pool[far.long()], call["state_pool"][:3])
@@ -241,7 +243,7 @@ def test_nan_stays_in_its_sequence(op, backend: str):
     """NaN in a sequence, in its slot, and in slots that no sequence reads."""
     call = gpu_pool_call(op, PREFILL, BF16, backend)
     clean = call | {"state_pool": copied(call["state_pool"])}
-    want, _ = run_or_skip(op, clean)
+    want, _ = op(**clean)
     spoiled = call | {name: call[name].clone() for name in TOKEN_TENSORS}
     spoiled["v"][:, 201:331] = torch.nan  # the sequence in slot 0, with a checkpoint in slot 3
     spoiled["state_pool"][[0, 7, 8]] = torch.nan  # slot 0 is not read (its flag is False), 7 and 8 are no one's
