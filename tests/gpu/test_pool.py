@@ -25,7 +25,7 @@ from ..pools import (
     pool_id,
     pool_truth,
 )
-from .calls import BOTH, KIMI, UNBOUNDED, on_gpu, skip_unless_supported
+from .calls import BOTH, KIMI, UNBOUNDED, on_gpu
 from .test_execution import compilations
 
 pytestmark = pytest.mark.gpu
@@ -50,9 +50,7 @@ MODELS = [
 
 def gpu_pool_call(op, pool_case: PoolCase, dtype: torch.dtype, backend: str, seed: int = 0) -> dict:
     call = pool_call(replace(pool_case, case=on_gpu(pool_case.case)), dtype, "cuda", seed) | {"backend": backend}
-    call = call if op is fd.chunk_kda else as_recurrent_pool(call)
-    skip_unless_supported(op, call)
-    return call
+    return call if op is fd.chunk_kda else as_recurrent_pool(call)
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
