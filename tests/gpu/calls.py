@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 import flashdelta as fd
@@ -42,25 +41,12 @@ def gpu_call(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton",
     return call if op is fd.chunk_kda else as_recurrent(call)
 
 
-def skip_unless_supported(op, call: dict) -> None:
-    """A backend for some GPUs or shapes may decline a call; the portable one may not."""
-    backend = call["backend"]
-    verdict = next(v for v in fd.explain(op, **call | {"backend": "auto"}).verdicts if v.backend == backend)
-    if backend != "triton" and not verdict.supported:
-        pytest.skip(f"{backend}: {verdict.reason}")
-
-
-def run_or_skip(op, call: dict) -> tuple:
-    skip_unless_supported(op, call)
-    return op(**call)
-
-
 def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") -> None:
     """Holds `o`, the final state and `h` against the truth. `out` and every allocation start as NaN."""
     call = gpu_call(op, case, dtype, backend)
     out = torch.full(call["v"].shape, torch.nan, dtype=dtype, device="cuda")
     with poisoned_memory():
-        results = run_or_skip(op, call | {"out": out})
+        results = op(**call | {"out": out})
     assert results[0] is out
     want = truth(call) if case.tokens < 300 else chunked_truth(call)
     # a kernel rounds in a few more places than the exact algorithm does

@@ -38,13 +38,19 @@ def calls() -> list[dict]:
     return found
 
 
+def run(op, call: dict, backend: str) -> None:
+    verdicts = {v.backend: v for v in fd.explain(op, **call).verdicts}
+    if backend == "triton" or verdicts[backend].supported:
+        op(**call, backend=backend)
+
+
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
     for call in calls():
         # made on the CPU, so that few kernels but ours run
         call = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-        fd.chunk_kda(**call, backend=backend)
-        fd.fused_recurrent_kda(**as_recurrent_pool(call), backend=backend)
+        run(fd.chunk_kda, call, backend)
+        run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
     torch.cuda.synchronize()
     print(f"{len(calls())} calls")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 import torch
@@ -14,9 +13,14 @@ MAX_ROWS = 2**31
 """Of the workspace: TMA coordinates are 32-bit."""
 
 
-@functools.cache
 def _has_gluon() -> bool:
-    return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+HAS_GLUON = _has_gluon()
 
 
 class HopperBackend:
@@ -32,7 +36,7 @@ class HopperBackend:
             return "no NVIDIA GPU on this machine"
         if capability[0] != 9:
             return f"compute capability {capability}; it runs on Hopper, (9, 0)"
-        if not _has_gluon():
+        if not HAS_GLUON:
             return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
         if spec.requires_grad:
             return "gradients are needed; it has no backward"

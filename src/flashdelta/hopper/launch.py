@@ -41,9 +41,12 @@ class Workspace:
 
     @classmethod
     def allocate(cls, spec: KdaSpec, device: torch.device) -> Workspace:
-        buffer = torch.empty(cls.nbytes(spec) // 2, dtype=torch.bfloat16, device=device)
-        size = cls.rows(spec) * TILE
-        return cls(buffer[:size].view(-1, TILE), buffer[size:])
+        # a tensor descriptor must have a row, even if there is no chunk to fetch
+        size = max(cls.rows(spec), TILE) * TILE
+        buffer = torch.empty(
+            size + (cls.nbytes(spec) // 2 - cls.rows(spec) * TILE), dtype=torch.bfloat16, device=device
+        )
+        return cls(buffer[:size].view(-1, TILE), buffer[size:].view(torch.float32))
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -81,7 +84,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(workspace.tiles, workspace.decay.view(torch.float32)),
+            *(workspace.tiles, workspace.decay),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.q, t.k, t.g),
@@ -105,7 +108,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
         spec.N * spec.HV * (spec.V // BV),
         (
             TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
-            workspace.decay.view(torch.float32),
+            workspace.decay,
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
