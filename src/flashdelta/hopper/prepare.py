@@ -56,6 +56,12 @@ def _second(a, b):
 
 
 @gluon.jit
+def wide(a, b):
+    """The 64-bit product of two 32-bit integers."""
+    return a.to(gl.int64) * b.to(gl.int64)
+
+
+@gluon.jit
 def inverse_norms(pair_s, square_l: gl.constexpr, KH: gl.constexpr, block: gl.constexpr):
     """`1 / sqrt(sum x^2 + eps)` of the 64 rows of a block's pair of tiles: the diagonal of their Gram matrix, which is
     computed by blocks of 16 from one set of registers for both operands."""
@@ -69,6 +75,32 @@ def inverse_norms(pair_s, square_l: gl.constexpr, KH: gl.constexpr, block: gl.co
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, square_l)))
     total = gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2)
     return gl.rsqrt(total + L2_EPS)
+
+
+@gluon.jit
+def row_norms(norm_s, L2NORM: gl.constexpr, cell: gl.constexpr):
+    """The factors `[4, 8, 1]` that normalise a block's rows."""
+    if L2NORM:
+        return norm_s.reshape([4, 8]).load(gl.SliceLayout(2, cell))[:, :, None]
+    return gl.full((4, 8, 1), 1.0, gl.float32, layout=cell)
+
+
+@gluon.jit
+def channel_bias(dt_bias, at, rate, GATE: gl.constexpr):
+    """`dt_bias` of the 64 channels `at`, as `gate` takes it, `[1, 1, 64]`; 0 without one."""
+    bias = 0.0
+    if dt_bias is not None:
+        bias = gate_bias(gl.load(dt_bias + at).to(gl.float32), rate, GATE)[None, None, :]
+    return bias
+
+
+@gluon.jit
+def decay_steps(tile, bias, rate, unit, GATE: gl.constexpr, SAFE: gl.constexpr, cell: gl.constexpr):
+    """Log2 decays `[4, 8, 64]` of a block's rows."""
+    step = gate(tile.reshape([4, 8, 64]).load(cell).to(gl.float32), bias, rate, GATE) * unit
+    if not SAFE:
+        step = gl.maximum(step, LOWEST)
+    return step
 
 
 @gluon.jit
@@ -179,18 +211,18 @@ def prepare_kernel(
     HV: gl.int32,
     slots: gl.int32,
     checkpoints: gl.int32,
-    q_batch: gl.int64,
-    q_token: gl.int64,
-    q_head: gl.int64,
-    k_batch: gl.int64,
-    k_token: gl.int64,
-    k_head: gl.int64,
-    g_batch: gl.int64,
-    g_token: gl.int64,
-    g_head: gl.int64,
-    beta_batch: gl.int64,
-    beta_token: gl.int64,
-    beta_head: gl.int64,
+    q_batch: gl.int32,
+    q_token: gl.int32,
+    q_head: gl.int32,
+    k_batch: gl.int32,
+    k_token: gl.int32,
+    k_head: gl.int32,
+    g_batch: gl.int32,
+    g_token: gl.int32,
+    g_head: gl.int32,
+    beta_batch: gl.int32,
+    beta_token: gl.int32,
+    beta_head: gl.int32,
     K: gl.constexpr,
     GATE: gl.constexpr,
     SAFE: gl.constexpr,
@@ -212,20 +244,24 @@ def prepare_kernel(
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     pid = gl.program_id(0)
-    head = (pid % HV).to(gl.int64)
-    slot = (pid // HV).to(gl.int64)
-    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, 64)
+    head = pid % HV
+    slot = pid // HV
+    batch, start, count = find_chunk(
+        cu_seqlens, checkpoint_offsets, checkpoints, slot.to(gl.int64), slots, N, T, 64
+    )
     if count <= 0:
         return
+    batch = batch.to(gl.int32)
+    start = start.to(gl.int32)
     count = gl.minimum(count, 64).to(gl.int32)
     qk_head = head // (HV // H)
     # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
-    q += (batch * q_batch + start * q_token + qk_head * q_head) * 8
-    k += (batch * k_batch + start * k_token + qk_head * k_head) * 8
-    g += (batch * g_batch + start * g_token + head * g_head) * 8
-    beta += batch * beta_batch + start * beta_token + head * beta_head
-    chunk = slot * HV + head
-    tiles += chunk * (3 * KH + 2) * 4096
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    chunk = pid.to(gl.int64)
+    tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
     # per half of the channels: k and q of the first block, q and k of the second, so that of two products one has the keys
@@ -234,32 +270,37 @@ def prepare_kernel(
     pair_s = reinterpret(kq_s, gl.bfloat16, [2 * KH, 64, 64], tile_s)
     b_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
     square_s = reinterpret(b_s, gl.bfloat16, [4, 64, 64], tile_s)
-    if SAFE:
-        # the gate's input lies where the right operands will: their space is not needed before
-        G: gl.constexpr = 4 if g_dtype == gl.bfloat16 else 2
-        g_s = reinterpret(b_s, g_dtype, [2 * G, 32, 64], gate_s)
-    else:
-        G: gl.constexpr = 2
-        g_s = gl.allocate_shared_memory(g_dtype, [2 * KH, 32, 64], gate_s)
+    # the gate's input lies where the right operands will: that space is not needed before
+    G: gl.constexpr = 4 if g_dtype == gl.bfloat16 else 2
+    g_s = reinterpret(b_s, g_dtype, [2 * G, 32, 64], gate_s)
+    if not SAFE:
+        # the exact path needs the gate's input to the end, and has four tiles beside it
+        scratch_s = b_s
+        if g_dtype != gl.bfloat16:
+            scratch_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
+        level_pair_s = reinterpret(scratch_s.index(2), gl.bfloat16, [64, 64], tile_s)
+        level_s = reinterpret(scratch_s.index(2), gl.bfloat16, [2, 32, 64], tile_s)
+        far_s = reinterpret(scratch_s.index(6), gl.bfloat16, [2, 32, 64], tile_s)
     total_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 256], flat_s)
     grow_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 64], flat_s)
     norm_s = gl.allocate_shared_memory(gl.float32, [4, 32], flat_s)
     pair_norm_s = reinterpret(norm_s, gl.float32, [2, 64], flat_s)
     beta_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
-    diagonal_s = gl.allocate_shared_memory(gl.float32, [1024], flat_s)
+    near_s = gl.allocate_shared_memory(gl.bfloat16, [32, 64], tile_s)
+    diagonal_s = reinterpret(near_s, gl.float32, [1024], flat_s)
 
     copy_row = gl.arange(0, 32, layout=gl.SliceLayout(1, copy_l))
     copy_column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
     for block in gl.static_range(2):
         token = copy_row + block * 32
         inside = (token < count)[:, None]
-        from_k = k + (token[:, None] * (k_token.to(gl.int32) * 8) + copy_column[None, :])
-        from_q = q + (token[:, None] * (q_token.to(gl.int32) * 8) + copy_column[None, :])
-        from_g = g + (token[:, None] * (g_token.to(gl.int32) * 8) + copy_column[None, :])
-        for h in gl.static_range(KH):
-            async_copy.async_copy_global_to_shared(kq_s.index(4 * h + 3 * block), from_k + h * 64, mask=inside)
-            async_copy.async_copy_global_to_shared(kq_s.index(4 * h + 1 + block), from_q + h * 64, mask=inside)
-            async_copy.async_copy_global_to_shared(g_s.index(G * h + block), from_g + h * 64, mask=inside)
+        from_k = k + (token[:, None] * (k_token * 8) + copy_column[None, :])
+        from_q = q + (token[:, None] * (q_token * 8) + copy_column[None, :])
+        from_g = g + (token[:, None] * (g_token * 8) + copy_column[None, :])
+        for side in gl.static_range(KH):
+            async_copy.async_copy_global_to_shared(kq_s.index(4 * side + 3 * block), from_k + side * 64, mask=inside)
+            async_copy.async_copy_global_to_shared(kq_s.index(4 * side + 1 + block), from_q + side * 64, mask=inside)
+            async_copy.async_copy_global_to_shared(g_s.index(G * side + block), from_g + side * 64, mask=inside)
     async_copy.commit_group()
 
     row_l: gl.constexpr = gl.SliceLayout(2, cell)
@@ -286,56 +327,39 @@ def prepare_kernel(
     if L2NORM:
         pair_norm_s.index(0).reshape([4, 16]).store(inverse_norms(pair_s, square_l, KH, 0))
         pair_norm_s.index(1).reshape([4, 16]).store(inverse_norms(pair_s, square_l, KH, 1))
-        norm_k0 = norm_s.index(0).reshape([4, 8]).load(row_l)[:, :, None]
-        norm_q0 = norm_s.index(1).reshape([4, 8]).load(row_l)[:, :, None] * scale
-        norm_q1 = norm_s.index(2).reshape([4, 8]).load(row_l)[:, :, None] * scale
-        norm_k1 = norm_s.index(3).reshape([4, 8]).load(row_l)[:, :, None]
-    else:
-        norm_k0 = gl.full((4, 8, 1), 1.0, gl.float32, layout=cell)
-        norm_q0 = norm_k0 * scale
-        norm_q1 = norm_q0
-        norm_k1 = norm_k0
 
     zero = gl.zeros((64, 64), gl.float32, layout=acc_l)
-    upper = zero
-    lower = zero
-    if not SAFE:
-        half_zero = gl.zeros((64, 32), gl.float32, layout=half_l)
-        near0 = half_zero
-        near1 = half_zero
-        eight0 = half_zero
-        eight1 = half_zero
-        sixteen0 = half_zero
-        sixteen1 = half_zero
-        far = half_zero
-    for h in range(KH):
-        bias = 0.0
-        if dt_bias is not None:
-            bias = gl.load(dt_bias + head * K + h * 64 + column).to(gl.float32)
-            bias = gate_bias(bias, rate, GATE)[None, None, :]
-        x0 = g_s.index(G * h).reshape([4, 8, 64]).load(cell).to(gl.float32)
-        x1 = g_s.index(G * h + 1).reshape([4, 8, 64]).load(cell).to(gl.float32)
-        step0 = gate(x0, bias, rate, GATE) * unit0
-        step1 = gate(x1, bias, rate, GATE) * unit1
-        if not SAFE:
-            step0 = gl.maximum(step0, LOWEST)
-            step1 = gl.maximum(step1, LOWEST)
-        c0, total0 = cell_sums(step0, cell)
-        c1, total1 = cell_sums(step1, cell)
-        total_s.index(2 * h).reshape([4, 64]).store(total0)
-        total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
-        before0, middle0, whole0 = block_sums(total_s.index(2 * h), cell)
-        before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1), cell)
-        gl.store(decay + h * 64 + column, exp2(whole0 + whole1))
-        qg = tiles + (KH + h) * 4096 + here
-        kg = tiles + (2 * KH + h) * 4096 + here
+    if SAFE:
+        fits: gl.constexpr = True
+    else:
+        # Where no cell of 8 rows decays by more than exp(-40), no half of a block decays by more than exp(-80)
+        lowest = 0.0
+        for h in range(KH):
+            bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+            for block in gl.static_range(2):
+                step = decay_steps(g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell)
+                total = gl.sum(step, axis=1)
+                total_s.index(2 * h + block).reshape([4, 64]).store(total)
+                lowest = gl.minimum(lowest, gl.min(gl.min(total, axis=1), axis=0))
+        fits = lowest >= -40.0 * LOG2E
+    if fits:
+        for h in range(KH):
+            bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+            c0, total0 = cell_sums(decay_steps(g_s.index(G * h), bias, rate, unit0, GATE, SAFE, cell), cell)
+            c1, total1 = cell_sums(decay_steps(g_s.index(G * h + 1), bias, rate, unit1, GATE, SAFE, cell), cell)
+            total_s.index(2 * h).reshape([4, 64]).store(total0)
+            total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
+            before0, middle0, whole0 = block_sums(total_s.index(2 * h), cell)
+            before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1), cell)
+            gl.store(decay + h * 64 + column, exp2(whole0 + whole1))
+            qg = tiles + (KH + h) * 4096 + here
+            kg = tiles + (2 * KH + h) * 4096 + here
 
-        if SAFE:
             # 16 rows decay by at most exp(-80): one reference, its middle, serves all pairs of a block
             k_tile = kq_s.index(4 * h).reshape([4, 8, 64])
             q_tile = kq_s.index(4 * h + 1).reshape([4, 8, 64])
-            kn = k_tile.load(cell).to(gl.float32) * norm_k0
-            qn = q_tile.load(cell).to(gl.float32) * norm_q0
+            kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(0), L2NORM, cell)
+            qn = q_tile.load(cell).to(gl.float32) * (row_norms(norm_s.index(1), L2NORM, cell) * scale)
             d = c0 + (before0 - middle0[None, :])[:, None, :]
             a = exp2(d)
             qa = qn * a
@@ -353,8 +377,8 @@ def prepare_kernel(
 
             q_tile = kq_s.index(4 * h + 2).reshape([4, 8, 64])
             k_tile = kq_s.index(4 * h + 3).reshape([4, 8, 64])
-            kn = k_tile.load(cell).to(gl.float32) * norm_k1
-            qn = q_tile.load(cell).to(gl.float32) * norm_q1
+            kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(3), L2NORM, cell)
+            qn = q_tile.load(cell).to(gl.float32) * (row_norms(norm_s.index(2), L2NORM, cell) * scale)
             d = c1 + (before1 - middle1[None, :])[:, None, :]
             a = exp2(d)
             qa = qn * a
@@ -366,19 +390,39 @@ def prepare_kernel(
             grow_s.index(2 * h + 1).store(grow)
             gl.store(qg + 2048, (qa * grow[None, None, :]).to(gl.bfloat16))
             gl.store(kg + 2048, (kb * exp2(whole1 - middle1)[None, None, :]).to(gl.bfloat16))
-        else:
-            grow_s.index(2 * h).store(whole0 * 0.0 + 1.0)
-            grow_s.index(2 * h + 1).store(exp2(whole0))
-            for block in gl.static_range(2):
-                c = c0 if block == 0 else c1
-                total = total0 if block == 0 else total1
-                before = before0 if block == 0 else before1
-                middle = middle0 if block == 0 else middle1
-                whole = whole0 if block == 0 else whole1
+
+        fence_async_shared()
+        upper = zero
+        lower = zero
+        for side in gl.static_range(KH):
+            first = square_s.index(2 * side).permute((1, 0))
+            second = reinterpret(b_s.index(4 * side + 1), gl.bfloat16, [64, 64], tile_s).permute((1, 0))
+            upper = warpgroup_mma(pair_s.index(2 * side), first, upper, use_acc=side > 0, is_async=True)
+            lower = warpgroup_mma(pair_s.index(2 * side + 1), second, lower, use_acc=side > 0, is_async=True)
+        upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
+    else:
+        half_zero = gl.zeros((64, 32), gl.float32, layout=half_l)
+        half_row = (gl.arange(0, 64, layout=gl.SliceLayout(1, half_l)) % 32)[:, None]
+        half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, half_l))[None, :]
+        same8 = half_row // 8 == half_column // 8
+        same16 = half_row // 16 == half_column // 16
+        far = half_zero
+        pairs0 = half_zero
+        pairs1 = half_zero
+        for block in gl.static_range(2):
+            near = half_zero
+            eight = half_zero
+            sixteen = half_zero
+            for h in range(KH):
+                bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+                step = decay_steps(g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell)
+                c, total = cell_sums(step, cell)
+                before, middle, whole = block_sums(total_s.index(2 * h + block), cell)
+                _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
                 k_tile = kq_s.index(4 * h + 3 * block).reshape([4, 8, 64])
                 q_tile = kq_s.index(4 * h + 1 + block).reshape([4, 8, 64])
-                kn = k_tile.load(cell).to(gl.float32) * (norm_k0 if block == 0 else norm_k1)
-                qn = q_tile.load(cell).to(gl.float32) * (norm_q0 if block == 0 else norm_q1)
+                kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(3 * block), L2NORM, cell)
+                qn = q_tile.load(cell).to(gl.float32) * (row_norms(norm_s.index(1 + block), L2NORM, cell) * scale)
                 # a cell decays by at most exp(-80) to either side of its middle
                 mid = cell_middle(c, cell)
                 d = c - mid[:, None, :]
@@ -386,70 +430,58 @@ def prepare_kernel(
                 b = exp2_negative(d)
                 k_tile.store((kn * a).to(gl.bfloat16))
                 q_tile.store((qn * a).to(gl.bfloat16))
-                b_s.index(0).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
+                near_s.reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
                 second = cells % 2 == 1
                 half = exp2(gl.where(second[:, None], mid, total - mid))
                 factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                b_s.index(2 + block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
-                b_s.index(3 - block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
+                level_s.index(block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
+                level_s.index(1 - block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
+                fence_async_shared()
+                near = warpgroup_mma(pair_s.index(2 * h + block), near_s.permute((1, 0)), near, is_async=True)
+                eight = warpgroup_mma(level_pair_s, level_s.index(block).permute((1, 0)), eight, is_async=True)
+
                 second = cells >= 2
                 half = before + mid - middle[None, :]
                 half = exp2(gl.where(second[:, None], half, -half))
                 factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                b_s.index(4 + block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
-                b_s.index(5 - block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
+                k_level = (kn * factor).to(gl.bfloat16)
+                q_level = (qn * factor).to(gl.bfloat16)
                 up = a * exp2(before + mid)[:, None, :]
-                down = b * exp2(whole[None, :] - before - mid)[:, None, :]
                 k_up = (kn * up).to(gl.bfloat16)
                 q_up = qn * up
-                k_down = kn * down
-                fence_async_shared()
-                near = near0 if block == 0 else near1
-                eight = eight0 if block == 0 else eight1
-                sixteen = sixteen0 if block == 0 else sixteen1
-                near = warpgroup_mma(pair_s.index(2 * h + block), b_s.index(0).permute((1, 0)), near, is_async=True)
-                eight = warpgroup_mma(square_s.index(1), b_s.index(2 + block).permute((1, 0)), eight, is_async=True)
-                sixteen = warpgroup_mma(square_s.index(2), b_s.index(4 + block).permute((1, 0)), sixteen, is_async=True)
-                if block == 0:
-                    b_s.index(1).reshape([4, 8, 64]).store(k_down.to(gl.bfloat16))
-                    gl.store(qg, q_up.to(gl.bfloat16))
-                    gl.store(kg, (k_down * exp2(whole1)[None, None, :]).to(gl.bfloat16))
-                else:
-                    gl.store(qg + 2048, (q_up * exp2(whole0)[None, None, :]).to(gl.bfloat16))
-                    gl.store(kg + 2048, k_down.to(gl.bfloat16))
-                near, eight, sixteen = warpgroup_mma_wait(0, deps=[near, eight, sixteen])
+                k_down = kn * (b * exp2(whole[None, :] - before - mid)[:, None, :])
+                near, eight = warpgroup_mma_wait(0, deps=[near, eight])
+                level_s.index(block).reshape([4, 8, 64]).store(k_level)
+                level_s.index(1 - block).reshape([4, 8, 64]).store(q_level)
                 k_tile.store(k_up)
+                qg = tiles + (KH + h) * 4096 + block * 2048 + here
+                kg = tiles + (2 * KH + h) * 4096 + block * 2048 + here
                 if block == 0:
-                    near0 = near
-                    eight0 = eight
-                    sixteen0 = sixteen
+                    far_s.index(h).reshape([4, 8, 64]).store(k_down.to(gl.bfloat16))
+                    gl.store(qg, q_up.to(gl.bfloat16))
+                    gl.store(kg, (k_down * exp2(other)[None, None, :]).to(gl.bfloat16))
+                    gl.store(decay + h * 64 + column, exp2(whole + other))
+                    grow_s.index(2 * h).store(whole * 0.0 + 1.0)
+                    grow_s.index(2 * h + 1).store(exp2(whole))
                 else:
-                    near1 = near
-                    eight1 = eight
-                    sixteen1 = sixteen
                     q_tile.store(q_up.to(gl.bfloat16))
-                    fence_async_shared()
-                    far = warpgroup_mma(pair_s.index(2 * h + 1), b_s.index(1).permute((1, 0)), far, is_async=True)
-                    far = warpgroup_mma_wait(0, deps=[far])
-
-    if SAFE:
-        fence_async_shared()
-        for h in gl.static_range(KH):
-            first = square_s.index(2 * h).permute((1, 0))
-            second = reinterpret(b_s.index(4 * h + 1), gl.bfloat16, [64, 64], tile_s).permute((1, 0))
-            upper = warpgroup_mma(pair_s.index(2 * h), first, upper, use_acc=h > 0, is_async=True)
-            lower = warpgroup_mma(pair_s.index(2 * h + 1), second, lower, use_acc=h > 0, is_async=True)
-        upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
-    else:
-        half_row = (gl.arange(0, 64, layout=gl.SliceLayout(1, half_l)) % 32)[:, None]
-        half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, half_l))[None, :]
-        same8 = half_row // 8 == half_column // 8
-        same16 = half_row // 16 == half_column // 16
-        block0 = gl.where(same8, near0, gl.where(same16, eight0, sixteen0))
-        block1 = gl.where(same8, near1, gl.where(same16, eight1, sixteen1))
-        upper = beside(block0, block0, acc_l)
-        lower = beside(far, block1, acc_l)
+                    gl.store(qg, (q_up * exp2(other)[None, None, :]).to(gl.bfloat16))
+                    gl.store(kg, k_down.to(gl.bfloat16))
+                fence_async_shared()
+                sixteen = warpgroup_mma(level_pair_s, level_s.index(block).permute((1, 0)), sixteen, is_async=True)
+                if block == 1:
+                    far = warpgroup_mma(pair_s.index(2 * h + 1), far_s.index(h).permute((1, 0)), far, is_async=True)
+                    far, sixteen = warpgroup_mma_wait(0, deps=[far, sixteen])
+                else:
+                    sixteen = warpgroup_mma_wait(0, deps=[sixteen])
+            pairs = gl.where(same8, near, gl.where(same16, eight, sixteen))
+            if block == 0:
+                pairs0 = pairs
+            else:
+                pairs1 = pairs
+        upper = beside(pairs0, pairs0, acc_l)
+        lower = beside(far, pairs1, acc_l)
 
     # rows of `upper`: k, then q of the first block; of `lower`: q, then k of the second
     i = acc_row[:, None]
@@ -514,14 +546,14 @@ def prepare_kernel(
     gl.store(tiles + 3 * KH * 4096 + out, n_high.load(copy_l))
     high0, high1 = column_halves(high, dot_l)
     low0, low1 = column_halves(low, dot_l)
-    for h in gl.static_range(KH):
-        w0 = warpgroup_mma(high0, kq_s.index(4 * h), zero, use_acc=False, is_async=True)
-        w0 = warpgroup_mma(low0, kq_s.index(4 * h), w0, is_async=True)
-        w1 = warpgroup_mma(high1, kq_s.index(4 * h + 3), zero, use_acc=False, is_async=True)
-        w1 = warpgroup_mma(low1, kq_s.index(4 * h + 3), w1, is_async=True)
+    for side in gl.static_range(KH):
+        w0 = warpgroup_mma(high0, kq_s.index(4 * side), zero, use_acc=False, is_async=True)
+        w0 = warpgroup_mma(low0, kq_s.index(4 * side), w0, is_async=True)
+        w1 = warpgroup_mma(high1, kq_s.index(4 * side + 3), zero, use_acc=False, is_async=True)
+        w1 = warpgroup_mma(low1, kq_s.index(4 * side + 3), w1, is_async=True)
         w0, w1, high0, high1, low0, low1 = warpgroup_mma_wait(0, deps=[w0, w1, high0, high1, low0, low1])
-        grow0 = grow_s.index(2 * h).load(gl.SliceLayout(0, acc_l))[None, :]
-        grow1 = grow_s.index(2 * h + 1).load(gl.SliceLayout(0, acc_l))[None, :]
-        stage = square_s.index(h)
+        grow0 = grow_s.index(2 * side).load(gl.SliceLayout(0, acc_l))[None, :]
+        grow1 = grow_s.index(2 * side + 1).load(gl.SliceLayout(0, acc_l))[None, :]
+        stage = square_s.index(side)
         stage.store((-w0 * grow0 - w1 * grow1).to(gl.bfloat16))
-        gl.store(tiles + h * 4096 + out, stage.load(copy_l))
+        gl.store(tiles + side * 4096 + out, stage.load(copy_l))
