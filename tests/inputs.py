@@ -145,6 +145,23 @@ def _forget(t: dict, source: Source) -> None:
     t["g"][:, 5::13] = -torch.inf
 
 
+def _alternating_decays(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][:, 1::2] = -30.0
+
+
+def _forget_channels(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][:, 5::13, :, ::2] = -torch.inf
+
+
+def _key_norms(t: dict, source: Source) -> None:
+    k = torch.nn.functional.normalize(t["k"], dim=-1)
+    k[:, ::3] *= 1e-4
+    k[:, 1::3] *= 50.0
+    t["k"].copy_(k)
+
+
 def _zero_rows(t: dict, source: Source) -> None:
     t["q"][:, ::3] = 0.0
     t["k"][:, ::5] = 0.0
@@ -163,9 +180,12 @@ HARD = {
     "g-50": _fill("g", -50.0),
     "g-1e4": _fill("g", -1e4),
     "g_mixed": _mixed_decays,
+    "g_alternating": _alternating_decays,
     "forget": _forget,
+    "forget_channels": _forget_channels,
     "raw_1000": _signs("g", 1000.0),
     "zero_rows": _zero_rows,
+    "key_norms": _key_norms,
     "beta_zero": _fill("beta", 0.0),
     "beta_to_2": _beta_to_2,
     "beta_saturated": _signs("beta", 100.0),

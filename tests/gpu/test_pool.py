@@ -11,7 +11,7 @@ import flashdelta as fd
 
 from ..cases import BF16, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS
-from ..oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
+from ..oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
 from ..pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
@@ -64,8 +64,8 @@ def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
     pool, tokens = call["state_pool"], covered_tokens(call)
     assert same_bits(out[:, tokens], want_o[:, tokens])
     assert same_bits(memory_of(pool), memory_of(want_pool))
-    assert_close("o", out[:, tokens], true_o[:, tokens], TOLERANCE[dtype])
-    assert_close("pool", pool, true_pool, state_tolerance(dtype, pool.dtype))
+    assert_close("o", out[:, tokens], true_o[:, tokens], tolerance_of(call))
+    assert_close("pool", pool, true_pool, tolerance_of(call) + one_rounding(pool.dtype))
 
 
 @pytest.mark.parametrize("pool_case", PLAIN_POOLS + CHECKPOINT_POOLS + MODELS, ids=pool_id)

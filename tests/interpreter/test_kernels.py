@@ -51,7 +51,8 @@ IN_HALF = [
     small(case)
     for case in named(
         *("T65", "chunk32", "decay", "softplus", "bounded", "wide_gate", "logsigmoid", "beta_double", "gva2"),
-        *("state_bf16", "packed_int32", "fused", "same_keys", "same_keys_unsafe", "g-50", "g_mixed", "zero_rows"),
+        *("state_bf16", "packed_int32", "fused", "same_keys", "same_keys_unsafe", "g-50", "g_mixed", "g_alternating"),
+        *("zero_rows", "key_norms", "key_norms_unbounded"),
     )
 ]
 
