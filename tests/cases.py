@@ -157,6 +157,7 @@ LAYOUT_CASES = [
     Case(name="head_first", why="[B, H, T, K] transposed: dense rows, odd strides", layout="head_first", B=2, T=66),
     Case(name="last_dim_strided", why="rows that are not dense are copied", layout="last_dim_strided", T=66),
     Case(name="expanded", why="strides of zero: one head shared by all", layout="expanded", B=2, H=2, T=66),
+    Case(name="padded", why="rows of an odd pitch, in fp32 as well", layout="padded", B=2, T=66, wide_gate=True),
     Case(name="odd_offset", why="a view that starts off a 16-byte boundary", layout="odd_offset", **BOUNDED),
 ]
 

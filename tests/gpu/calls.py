@@ -74,14 +74,14 @@ def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (
         assert results[1] is None
 
 
-def hold_each(call: dict, results: tuple, want: tuple) -> None:
+def hold_each(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
     """As `hold`, for every sequence on its own: a wrong short one can't hide among long ones."""
     start = 0
     for n, (one, length) in enumerate(zip(sequence_calls(call), lengths_of(call))):
         tokens = slice(start, start := start + length)
         states = [x[1][n : n + 1] if call["output_final_state"] else None for x in (results, want)]
         try:
-            hold(one, (results[0][:, tokens], states[0]), (want[0][:, tokens], states[1]))
+            hold(one, (results[0][:, tokens], states[0]), (want[0][:, tokens], states[1]), slack)
         except AssertionError as error:
             raise AssertionError(f"sequence {n} of {length} tokens: {error}") from None
 

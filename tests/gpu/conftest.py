@@ -14,9 +14,11 @@ GPU_BACKENDS = [backend.name for backend in BACKENDS if backend.name != "referen
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `backend` runs on every backend that has kernels."""
+    """A test that takes `backend` runs on every backend that has kernels, with `other_backend` on all but the portable one."""
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", GPU_BACKENDS)
+    if "other_backend" in metafunc.fixturenames:
+        metafunc.parametrize("other_backend", [name for name in GPU_BACKENDS if name != "triton"])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -25,7 +27,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     try:
         return (yield)
     except ValueError as error:
-        backend = pyfuncitem.funcargs.get("backend")
+        backend = pyfuncitem.funcargs.get("backend") or pyfuncitem.funcargs.get("other_backend")
         if backend not in (None, "triton") and str(error).startswith(f"backend: got {backend!r}"):
             pytest.skip(str(error))
         raise

@@ -1,0 +1,77 @@
+"""Every tail of a chunk, and packed calls of random lengths: each sequence is held to its own tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import BF16, FP32, Case, case_id
+from ..inputs import sequence_calls
+from ..oracle import chunked_truth, lengths_of, poisoned_memory, same_bits, tolerance_of
+from .calls import KIMI, UNBOUNDED, gpu_call, hold, hold_each, lengths_between
+
+pytestmark = pytest.mark.gpu
+
+MODELS = [KIMI, UNBOUNDED]
+TAILS = tuple(chunks * 64 + tail for tail in range(65) for chunks in (0, 2))
+
+
+def poisoned(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call's `(o, final_state)`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=case_id)
+@pytest.mark.parametrize("state", [None, FP32], ids=["fresh", "carried"])
+def test_every_tail(state: torch.dtype | None, model: Case, backend: str):
+    """Sequences of 0 to 64 and of 128 to 192 tokens in one packed call, and each as a call of its own."""
+    # enough heads that rounding evens out at 8 tokens: see `tolerance_of`
+    case = replace(model, H=8, HV=8, lengths=TAILS, state=state, v_first=True)
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    results, want = poisoned(call), chunked_truth(call)
+    hold(call, results, want)
+    hold_each(call, results, want)
+    alone = [poisoned(one) for one in sequence_calls(call)]
+    assert same_bits(torch.cat([o for o, _ in alone], dim=1), results[0])
+    assert same_bits(torch.cat([state for _, state in alone]), results[1])
+
+
+@pytest.mark.parametrize("model", MODELS, ids=case_id)
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 200, 600])
+def test_random_packings(count: int, model: Case, backend: str):
+    """Up to 600 sequences of 0 to 3000 tokens. Some, the longest among them, are held against the truth, and all against the
+    portable backend, which is within its tolerance of the truth too."""
+    lengths = lengths_between(count, count, longest=3000)
+    heads = {"H": 2, "HV": 4} if count % 2 else {"H": 4, "HV": 4}
+    case = replace(model, **heads, lengths=lengths, unused=count % 5, state=FP32, v_first=True)
+    call = gpu_call(fd.chunk_kda, case, BF16, backend)
+    results = poisoned(call)
+    if backend != "triton":
+        portable = poisoned(call | {"backend": "triton"})
+        hold_each(call, results, portable, slack=(tolerance_of(call),) * 2)
+    starts, singles = [sum(lengths[:n]) for n in range(count)], sequence_calls(call)
+    filled = [n for n, length in enumerate(lengths) if length > 0]
+    picked = {max(filled, key=lambda n: lengths[n]), *Random(count).sample(filled, min(4, len(filled)))}
+    for n in sorted(picked):
+        o, state = results[0][:, starts[n] : starts[n] + lengths[n]], results[1][n : n + 1]
+        hold(singles[n], (o, state), chunked_truth(singles[n]))
+        alone = poisoned(singles[n])
+        assert same_bits(alone[0], o)
+        assert same_bits(alone[1], state)
+    for n in set(range(count)) - set(filled):
+        assert same_bits(results[1][n], call["initial_state"][n])
+
+
+def test_the_lengths_are_what_the_tests_say():
+    assert set(TAILS) == {*range(65), *range(128, 193)}
+    lengths = lengths_between(600, 600, longest=3000)
+    assert min(lengths) == 0 and max(lengths) > 2500 and sum(lengths) > 200_000
+    assert all(sum(lengths_between(count, count, longest=3000)) > 0 for count in (1, 2, 7, 40, 200))
+    call = {"q": torch.empty(1, 9, 1, 1), "cu_seqlens": torch.tensor([0, 2, 2, 9])}
+    assert lengths_of(call) == [2, 0, 7]
