@@ -1,4 +1,4 @@
-"""A small set of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized`.
+"""Small sets of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized [backend] [races]`.
 
 Without PyTorch's caching allocator (PYTORCH_NO_CUDA_MEMORY_CACHING=1) every tensor is an allocation of its own, so a
 read or write past its end is seen.
@@ -28,6 +28,12 @@ CASES = [
 ]
 BAD_OFFSETS = [(3, 40, 70), (-4, 40, 70), (0, 50, 20, 70), (0, 20, 71), (0, 2**40, -(2**40), 2**62)]
 
+RACE_CASES = [
+    *(replace(model, H=2, HV=2, T=T) for model in (KIMI, UNBOUNDED) for T in (70, 130)),
+    *(replace(model, H=2, HV=2, lengths=(1, 0, 65, 64), state=FP32) for model in (KIMI, UNBOUNDED)),
+]
+"""Looking for races takes far longer than looking at addresses."""
+
 
 def calls() -> list[dict]:
     found = [make_call(case, BF16) for case in CASES] + [make_call(on_gpu(BY_NAME["packed"]), FP32)]
@@ -46,13 +52,16 @@ def run(op, call: dict, backend: str) -> None:
 
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
-    for call in calls():
+    races = "races" in sys.argv[2:]
+    chosen = [make_call(case, BF16) for case in RACE_CASES] if races else calls()
+    for call in chosen:
         # made on the CPU, so that few kernels but ours run
         call = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
         run(fd.chunk_kda, call, backend)
-        run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+        if not races:
+            run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
     torch.cuda.synchronize()
-    print(f"{len(calls())} calls")
+    print(f"{len(chosen)} calls")
 
 
 if __name__ == "__main__":

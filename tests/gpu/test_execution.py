@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ import torch
 import triton
 
 import flashdelta as fd
+from flashdelta.bench.kernels import profiled
+from flashdelta.spec import check_arguments
 
 from ..cases import BF16, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS
@@ -100,6 +103,52 @@ def test_the_sync_check_can_fail(no_synchronisation):
     x = torch.ones(1, device="cuda")
     with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation():
         x.item()
+
+
+# ---- launches and memory ----------------------------------------------------------------------------------------------
+
+FORWARDS = {
+    "fixed": replace(KIMI, H=32, HV=32, T=2048),
+    "packed": replace(KIMI, H=16, HV=32, lengths=(1000, 0, 1, 1047), state=FP32, v_first=True),
+    "unbounded": replace(UNBOUNDED, H=32, HV=32, lengths=(1500, 500), state=BF16),
+    "fused": replace(KIMI, H=32, HV=32, T=2048, layout="fused"),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_is_two_kernels(name: str, backend: str):
+    """No copy of inputs, no conversion, no fill."""
+    call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
+    fd.chunk_kda(**call)
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        fd.chunk_kda(**call)
+        torch.cuda.synchronize()
+
+    assert sorted(kernel.name for kernel in profiled(run)) == ["prepare_kernel", "recurrence_kernel"]
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
+    call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
+    spec, _ = check_arguments(call)
+    fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
+    torch.cuda.synchronize()
+
+    def requested(kind: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
+
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    results = fd.chunk_kda(**call)
+    torch.cuda.synchronize()
+    kept = sum(x.nbytes for x in results)
+    assert requested("current") - before == kept
+    workspace = importlib.import_module(f"flashdelta.{backend}.launch").Workspace.nbytes(spec)
+    assert workspace > 2**25
+    # beside them only what is there in place of an absent state
+    assert requested("peak") - before <= kept + workspace + 1024
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Memory errors: compute-sanitizer over a small set of calls, bad `cu_seqlens` among them."""
+"""Memory errors and races in shared memory: compute-sanitizer over small sets of calls, bad `cu_seqlens` among them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,13 +32,26 @@ torch.cuda.synchronize()
 """
 
 
-def memcheck(*arguments: str) -> subprocess.CompletedProcess:
+RACE = """
+import torch
+kernel = torch.cuda._compile_kernel(
+    "__global__ void turn_around(float* y) {"
+    " __shared__ float x[128]; x[threadIdx.x] = threadIdx.x; y[threadIdx.x] = x[127 - threadIdx.x]; }",
+    "turn_around",
+)
+y = torch.zeros(128, device="cuda")
+kernel(grid=(1, 1, 1), block=(128, 1, 1), args=[y])
+torch.cuda.synchronize()
+"""
+
+
+def sanitized(tool: str, flags: list[str], *arguments: str) -> subprocess.CompletedProcess:
+    """`python *arguments` under a tool of compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
-    flags = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", str(FOUND_ERRORS)]
     done = subprocess.run(
-        [sanitizer, *flags, sys.executable, *arguments],
+        [sanitizer, "--tool", tool, *flags, sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
@@ -46,6 +60,19 @@ def memcheck(*arguments: str) -> subprocess.CompletedProcess:
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
     return done
+
+
+def memcheck(*arguments: str) -> subprocess.CompletedProcess:
+    flags = ["--report-api-errors", "no", "--error-exitcode", str(FOUND_ERRORS)]
+    return sanitized("memcheck", flags, *arguments)
+
+
+def race_errors(report: str) -> int:
+    """Hazards of the level ERROR. Warnings do not count: waits on mbarriers, which order the copies of TMA, are not all
+    understood as such."""
+    found = re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?,", report)
+    assert found, f"no summary in the report:\n{report[-6000:]}"
+    return int(found[1])
 
 
 def test_memcheck_finds_nothing(backend: str):
@@ -60,6 +87,24 @@ def test_memcheck_would_find_a_read_past_the_end(tmp_path: Path):
     done = memcheck(str(script))
     assert "Invalid __global__ read" in done.stdout
     assert done.returncode != 0
+
+
+def test_racecheck_finds_no_error(backend: str):
+    done = sanitized("racecheck", ["--print-limit", "20"], "-m", "tests.gpu.sanitized", backend, "races")
+    print(done.stdout[-12_000:])
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    assert race_errors(done.stdout) == 0, done.stdout[-6000:]
+
+
+def test_racecheck_would_find_a_missing_barrier(tmp_path: Path):
+    if not hasattr(torch.cuda, "_compile_kernel"):
+        pytest.skip("this PyTorch compiles no CUDA source; Triton puts all barriers itself")
+    script = tmp_path / "race.py"
+    script.write_text(RACE)
+    done = sanitized("racecheck", [], str(script))
+    if done.returncode != 0 and "turn_around" not in done.stdout:
+        pytest.skip(f"PyTorch could not compile CUDA source here: {done.stderr[-500:]}")
+    assert race_errors(done.stdout) > 0, done.stdout
 
 
 @pytest.mark.parametrize(

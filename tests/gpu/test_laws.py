@@ -30,6 +30,25 @@ def test_same_call_same_bits(model: Case, op, backend: str):
             assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("model", MODELS, ids=case_id)
+def test_a_hundred_calls_give_the_same_bits(model: Case, backend: str):
+    """The second half while another stream keeps the device busy, so that programs run in another order."""
+    lengths = (500, 3, 0, 700, 65, 64, 1)
+    call = gpu_call(fd.chunk_kda, replace(model, H=8, HV=16, lengths=lengths, state=FP32, v_first=True), BF16, backend)
+    want = fd.chunk_kda(**call)
+    noise, beside = torch.randn(2048, 2048, device="cuda", dtype=BF16), torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    for repeat in range(100):
+        if repeat >= 50:
+            with torch.cuda.stream(beside):
+                for _ in range(4):
+                    torch.mm(noise, noise)
+                    noise.clone()
+        for a, b in zip(fd.chunk_kda(**call), want):
+            assert same_bits(a, b), f"call {repeat}"
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("model", MODELS, ids=case_id)
 def test_a_packed_sequences_bits_are_its_own(model: Case, op, backend: str):
