@@ -14,21 +14,22 @@ from .calls import KIMI, UNBOUNDED, check, gpu_call, hold, slack_of
 
 pytestmark = pytest.mark.gpu
 
+EXACT = replace(UNBOUNDED, gate="none", beta="value")
 LONG = [
     replace(KIMI, name="pinned", hard="pinned", T=4096),
     replace(KIMI, name="key_norms", hard="key_norms", T=4096),
     replace(UNBOUNDED, name="key_norms_unbounded", hard="key_norms", T=4096),
     replace(UNBOUNDED, name="saturated_unbounded", hard="raw_1000", T=4096),
-    replace(UNBOUNDED, name="g_alternating", gate="none", hard="g_alternating", T=4096),
-    replace(UNBOUNDED, name="g_mixed", gate="none", hard="g_mixed", T=4096),
-    replace(UNBOUNDED, name="g-50", gate="none", hard="g-50", T=4096),
-    replace(UNBOUNDED, name="forget_channels", gate="none", hard="forget_channels", T=4096),
+    replace(EXACT, name="g_alternating", hard="g_alternating", T=4096),
+    replace(EXACT, name="g_mixed", hard="g_mixed", T=4096),
+    replace(EXACT, name="g-50", hard="g-50", T=4096),
+    replace(EXACT, name="forget_channels", hard="forget_channels", T=4096),
 ]
 BOTH_PATHS = [
     *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated", "raw_1000")),
     *(replace(UNBOUNDED, name=f"unbounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated")),
     *(
-        replace(UNBOUNDED, name=f"{name}, {hard}", gate="none", beta="value", safe=safe, hard=hard, T=130)
+        replace(EXACT, name=f"{name}, {hard}", safe=safe, hard=hard, T=130)
         for name, safe in (("promised", True), ("any decay", False))
         for hard in ("g0", "g-5", "beta_to_2", "beta_zero")
     ),

@@ -36,7 +36,7 @@ def test_a_hundred_calls_give_the_same_bits(model: Case, backend: str):
     lengths = (500, 3, 0, 700, 65, 64, 1)
     call = gpu_call(fd.chunk_kda, replace(model, H=8, HV=16, lengths=lengths, state=FP32, v_first=True), BF16, backend)
     want = fd.chunk_kda(**call)
-    noise, beside = torch.randn(2048, 2048, device="cuda", dtype=BF16), torch.cuda.Stream()
+    noise, beside = torch.randn(4096, 4096, device="cuda", dtype=BF16), torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     for repeat in range(100):
         if repeat >= 50:

@@ -45,10 +45,10 @@ def test_packed_inputs(layout: str, backend: str):
 @pytest.mark.parametrize("model", MODELS, ids=case_id)
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64)])
 def test_other_head_dims(K: int, V: int, model: Case, backend: str):
-    """`tests.gpu.test_semantics` has all head dimensions; here with both kinds of gate, grouped heads, fp32 g, and states."""
-    case = replace(model, K=K, V=V, H=2, HV=4, lengths=(100, 0, 1, 64, 150), state=FP32, wide_gate=True)
+    """`tests.gpu.test_semantics` has all head dimensions; here with both kinds of gate, grouped heads, and packed states."""
+    case = replace(model, K=K, V=V, H=2, HV=4, lengths=(100, 0, 1, 64, 150), state=FP32)
     check(fd.chunk_kda, case, BF16, backend)
-    check(fd.chunk_kda, replace(case, state=BF16, v_first=True, wide_gate=False), BF16, backend)
+    check(fd.chunk_kda, replace(case, state=BF16, v_first=True), BF16, backend)
 
 
 def _slice_of(pad: int, offset: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

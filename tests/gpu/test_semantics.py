@@ -164,3 +164,14 @@ def test_auto_takes_kernels_where_they_can_run():
     assert fd.explain(fd.chunk_kda, **double).chosen == "reference"
     call["q"].requires_grad_()
     assert fd.chunk_kda(**call)[0].requires_grad
+
+
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
+    """What the backend declines is skipped in this tier, so that it takes these is a test. Which calls else it must take:
+    `tests/test_hopper_choice.py`."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    for lengths in (None, (64, 0, 17)):
+        call = gpu_call(fd.chunk_kda, replace(model, lengths=lengths, state=FP32)) | {"backend": "auto"}
+        assert fd.explain(fd.chunk_kda, **call).chosen == "hopper"
