@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from .spec import KdaSpec, KdaTensors
@@ -31,7 +33,8 @@ class Launch:
     """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
 
     `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both in the kernel's order.
-    `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor.
+    `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `workspace` is the buffer
+    that temporary arguments lie in.
     """
 
     kernel: JITFunction
@@ -40,6 +43,7 @@ class Launch:
     constants: dict[str, object]
     num_warps: int
     max_registers: int | None = None
+    workspace: torch.Tensor | None = None
 
     def options(self) -> dict[str, int]:
         cap = {} if self.max_registers is None else {"maxnreg": self.max_registers}
@@ -57,22 +61,30 @@ class Launch:
             self._run_through_triton()
             return
         device = torch.cuda.current_device()
-        key = (device, self.kernel, *self.constants.values(), *_specialization(self.kernel, self.arguments))
-        compiled = _compiled.get(key)
+        compiled = self.compiled(device)
         if compiled is None:
-            _compiled[key] = self._run_through_triton()
+            _compiled[self._key(device)] = self._run_through_triton()
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            *(self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None),
-            *(*self.arguments, *self.constants.values()),
-        )
+        start(compiled, device, self.programs, (*self.arguments, *self.constants.values()))
 
-    def _run_through_triton(self):
+    def compiled(self, device: int) -> CompiledKernel | None:
+        """The kernel as compiled by an earlier launch like this one."""
+        return _compiled.get(self._key(device))
+
+    def _key(self, device: int) -> tuple:
+        return (device, self.kernel, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+
+    def _run_through_triton(self) -> CompiledKernel:
         return self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())
 
 
-_compiled: dict[tuple, object] = {}
+_compiled: dict[tuple, CompiledKernel] = {}
+
+
+def start(compiled: CompiledKernel, device: int, programs: int, arguments: tuple | list) -> None:
+    """Starts a compiled kernel on the current stream. Addresses may stand for tensors."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 def _hooked() -> bool:
@@ -101,13 +113,20 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     return found
 
 
-def forward(
-    spec: KdaSpec,
-    t: KdaTensors,
-    out: torch.Tensor | None,
-    launches: Callable[[KdaSpec, KdaTensors, int, tuple], list[Launch]],
-) -> Results:
+Launches = Callable[[KdaSpec, KdaTensors, int, Results], "list[Launch]"]
+
+
+def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None, launches: Launches) -> Results:
     """Allocates the results and runs `launches(spec, t, capability, results)`."""
+    results = allocate(spec, t, out)
+    device = t.v.device
+    with _current(device):
+        for launch in launches(spec, t, capability(device), results):
+            launch.run()
+    return results
+
+
+def allocate(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
     o = torch.empty(t.v.shape, dtype=spec.dtype, device=t.v.device) if out is None else out
     final_state = None
     if spec.output_final_state:
@@ -117,9 +136,6 @@ def forward(
         # packed: rows past the last chunk stay zero
         make = torch.zeros if spec.packed else torch.empty
         h = make(spec.intermediate_shape, dtype=spec.dtype, device=o.device)
-    with _current(o.device):
-        for launch in launches(spec, t, capability(o.device), (o, final_state, h)):
-            launch.run()
     return o, final_state, h
 
 
@@ -155,3 +171,90 @@ def state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | No
 
 def strides(*tensors: torch.Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
+
+
+class Plan:
+    """A call that repeats: its launches with everything in place but the addresses.
+
+    Valid for calls whose tensors have the same shapes, strides, dtypes, device and alignment, and whose other arguments are
+    equal; `plans.py` sees to that. A run allocates the results and one workspace, fills in addresses, and launches.
+    """
+
+    def __init__(self, spec: KdaSpec, device: torch.device, steps: list, workspace_bytes: int):
+        self.spec, self.device, self.steps, self.workspace_bytes = spec, device, steps, workspace_bytes
+        self.o_shape = (spec.B, spec.T, spec.HV, spec.V)
+
+    @classmethod
+    def make(
+        cls, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], launches: Launches
+    ) -> Plan | None:
+        """The plan of a call that has just run; None if it can't be repeated from the addresses of `given`, its tensors as
+        the caller passed them (an input had to be copied, or two share an address)."""
+        device = t.v.device
+        if spec.return_intermediate_states or device.index != torch.cuda.current_device():
+            return None
+        results = allocate(spec, t, None)
+        bases = {}
+        for i, x in enumerate((*given, *results[:2])):
+            if x is not None and x.numel() > 0:
+                if x.data_ptr() in bases:
+                    return None
+                bases[x.data_ptr()] = i
+        steps, workspace = [], None
+        for launch in launches(spec, t, capability(device), results):
+            compiled = launch.compiled(device.index)
+            if compiled is None or launch.programs <= 0:
+                return None
+            template, places = [*launch.arguments, *launch.constants.values()], []
+            for position, x in enumerate(launch.arguments):
+                tensor = getattr(x, "base", x)
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                address, offset = tensor.data_ptr(), 0
+                index = bases.get(address)
+                if tensor.numel() == 0:
+                    template[position] = 0
+                    continue
+                if index is None:
+                    workspace = launch.workspace
+                    if workspace is None or not 0 <= address - workspace.data_ptr() < workspace.nbytes:
+                        return None
+                    index, offset = len(given) + 2, address - workspace.data_ptr()
+                places.append((position, index, offset, tensor is not x))
+            steps.append((compiled, launch.programs, template, places))
+        return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes())
+
+    def run(self, given: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> tuple:
+        """`(o, final_state or None)`."""
+        spec, device = self.spec, self.device
+        o = torch.empty(self.o_shape, dtype=spec.dtype, device=device) if out is None else out
+        final_state = None
+        if spec.output_final_state:
+            final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device)
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+        addresses = [0 if x is None else x.data_ptr() for x in (*given, o, final_state, workspace)]
+        for compiled, programs, template, places in self.steps:
+            arguments = template.copy()
+            for position, index, offset, described in places:
+                address = addresses[index] + offset
+                if described:
+                    descriptor = copy.copy(arguments[position])
+                    descriptor.base = _Address(address)
+                    arguments[position] = descriptor
+                else:
+                    arguments[position] = address
+            start(compiled, device.index, programs, arguments)
+        return o, final_state
+
+    def usable(self) -> bool:
+        return torch.cuda.current_device() == self.device.index and not _hooked()
+
+
+class _Address:
+    """What a tensor descriptor asks of its tensor."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address

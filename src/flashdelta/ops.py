@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import backends, library
+from . import backends, library, plans
 from .backends import Verdict
 from .spec import (
     GateName,
@@ -22,6 +22,7 @@ from .spec import (
     check_arguments,
     check_call,
     check_out,
+    check_overlap,
     is_plain,
 )
 
@@ -125,6 +126,21 @@ def chunk_kda(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
+    given = (
+        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        *(state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices),
+    )
+    key = plans.key(
+        (*given, out, cu_seqlens_cpu),
+        (
+            *("chunk", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
+            *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute),
+            *(return_intermediate_states, state_v_first, chunk_size, gate, null_index, backend),
+        ),
+    )
+    plan = plans.find(key)
+    if plan is not None:
+        return _repeat(plan, given, out)
     options = KdaOptions(
         scale=scale,
         output_final_state=output_final_state,
@@ -141,16 +157,9 @@ def chunk_kda(
         gate=gate,
         null_index=null_index,
     )
-    tensors = KdaTensors(
-        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-        state_pool=state_pool,
-        state_indices=state_indices,
-        has_initial_state=has_initial_state,
-        checkpoint_offsets=checkpoint_offsets,
-        checkpoint_indices=checkpoint_indices,
-    )
+    tensors = KdaTensors(*given)
     spec, tensors = check_call(tensors, options, cu_seqlens_cpu)
-    o, final_state, h = _run(spec, tensors, backend, out)
+    o, final_state, h = _run(spec, tensors, backend, out, key, given)
     if not return_intermediate_states:
         return o, final_state
     if cu_seqlens_cpu is not None and cu_seqlens is not None:
@@ -193,6 +202,20 @@ def fused_recurrent_kda(
     Returns:
         `(o [B, T, HV, V], final_state or None)`.
     """
+    given = (
+        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        *(state_pool, state_indices, has_initial_state),
+    )
+    key = plans.key(
+        (*given, out),
+        (
+            *("recurrent", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
+            *(use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, gate, null_index, backend),
+        ),
+    )
+    plan = plans.find(key)
+    if plan is not None:
+        return _repeat(plan, given, out)
     options = KdaOptions(
         algorithm="recurrent",
         scale=scale,
@@ -206,22 +229,27 @@ def fused_recurrent_kda(
         gate=gate,
         null_index=null_index,
     )
-    tensors = KdaTensors(
-        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-        state_pool=state_pool,
-        state_indices=state_indices,
-        has_initial_state=has_initial_state,
-    )
+    tensors = KdaTensors(*given)
     spec, tensors = check_call(tensors, options)
-    o, final_state, _ = _run(spec, tensors, backend, out)
+    o, final_state, _ = _run(spec, tensors, backend, out, key, given)
     return o, final_state
 
 
-def _run(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _repeat(plan: plans.Plan, given: tuple, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if out is not None:
+        check_overlap(out, KdaTensors(*given))
+    return plan.run(given, out)
+
+
+def _run(
+    spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None, key: tuple | None, given: tuple
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_out(out, t, spec.requires_grad)
     chosen = backends.choose(spec, t.q.device, backend)
     if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
-        return chosen.run(spec, t, out)
+        results = chosen.run(spec, t, out)
+        plans.remember(key, lambda: chosen.plan(spec, t, given))
+        return results
     # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
     return library.forward(spec, t, chosen.name, out)
 

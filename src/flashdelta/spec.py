@@ -14,6 +14,7 @@ import torch
 
 from . import checked
 from .errors import wrong as _wrong
+from .plans import PLAIN
 
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
 GATES: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid")
@@ -428,8 +429,12 @@ def check_out(out: torch.Tensor | None, t: KdaTensors, requires_grad: bool) -> N
         raise _wrong("out", "a tensor that requires grad", "one that takes no gradient")
     if requires_grad:
         raise _wrong("out", "a tensor", "None when an input requires grad")
-    if torch.compiler.is_compiling():
-        return
+    if not torch.compiler.is_compiling():
+        check_overlap(out, t)
+
+
+def check_overlap(out: torch.Tensor, t: KdaTensors) -> None:
+    """Refuses an `out` that shares memory with an input."""
     for name, x in t.present().items():
         if _overlap(out, x):
             raise _wrong("out", f"memory shared with {name}", "memory of its own")
@@ -437,7 +442,7 @@ def check_out(out: torch.Tensor | None, t: KdaTensors, requires_grad: bool) -> N
 
 def is_plain(x: torch.Tensor) -> bool:
     """Whether `x` is no tensor subclass (fake, functional, ...), whose work must go through the dispatcher."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter)
+    return type(x) in PLAIN
 
 
 def _has_memory(x: torch.Tensor) -> bool:

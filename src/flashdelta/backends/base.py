@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors
 
 Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
@@ -26,6 +28,9 @@ class Backend(Protocol):
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
         """The forward. Writes `o` to `out` when given."""
+
+    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> Plan | None:
+        """How to repeat a call that has just run, whose tensors were `given`; None if there is no shorter way than `run`."""
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

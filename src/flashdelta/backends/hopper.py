@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
+from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors
 from .base import Results, nvidia_capability
 
@@ -59,6 +61,12 @@ class HopperBackend:
         from ..hopper.launch import forward
 
         return forward(spec, t, out)
+
+    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> Plan | None:
+        from ..hopper.launch import launches
+        from ..launch import Plan as LaunchPlan
+
+        return LaunchPlan.make(spec, t, given, launches) if t.q.device.type == "cuda" else None
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -36,6 +36,9 @@ class ReferenceBackend:
         implementation = reference.chunk_kda if spec.algorithm == "chunk" else reference.recurrent_kda
         o, final_state, h = implementation(spec, t)
         return (o if out is None else out.copy_(o)), final_state, h
+
+    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> None:
+        return None
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
+from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors
 from .base import Results, nvidia_capability
 
@@ -45,6 +47,12 @@ class TritonBackend:
         from .. import triton as kernels  # decorated kernels read TRITON_INTERPRET when first imported
 
         return kernels.forward(spec, t, out)
+
+    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> Plan | None:
+        from ..launch import Plan as LaunchPlan
+        from ..triton.launch import launches
+
+        return LaunchPlan.make(spec, t, given, launches) if t.q.device.type == "cuda" else None
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

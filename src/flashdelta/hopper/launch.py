@@ -29,6 +29,7 @@ class Workspace:
 
     tiles: torch.Tensor
     decay: torch.Tensor
+    buffer: torch.Tensor
 
     @staticmethod
     def rows(spec: KdaSpec) -> int:
@@ -46,7 +47,7 @@ class Workspace:
         buffer = torch.empty(
             size + (cls.nbytes(spec) // 2 - cls.rows(spec) * TILE), dtype=torch.bfloat16, device=device
         )
-        return cls(buffer[:size].view(-1, TILE), buffer[size:].view(torch.float32))
+        return cls(buffer[:size].view(-1, TILE), buffer[size:].view(torch.float32), buffer)
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -92,7 +93,9 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
         ),
         dict(K=spec.K, GATE=spec.gate, SAFE=spec.safe_gate, BETA=spec.beta_kind, L2NORM=spec.l2norm),
         num_warps=4,
-        max_registers=168,  # three programs on a multiprocessor
+        workspace=workspace.buffer,
+        # three programs on a multiprocessor; the exact path has more live sums, and runs two
+        max_registers=168 if spec.safe_gate else None,
     )
 
 
@@ -115,4 +118,5 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
         ),
         dict(K=spec.K, V=spec.V, BV=BV, V_FIRST=spec.state_v_first, STAGES=stages),
         num_warps=4,
+        workspace=workspace.buffer,
     )

@@ -23,6 +23,7 @@ from ..triton import common
 from .arithmetic import (
     LOG2E,
     LOWEST,
+    LOWEST_HALF,
     column_halves,
     exp2,
     exp2_negative,
@@ -246,9 +247,7 @@ def prepare_kernel(
     pid = gl.program_id(0)
     head = pid % HV
     slot = pid // HV
-    batch, start, count = find_chunk(
-        cu_seqlens, checkpoint_offsets, checkpoints, slot.to(gl.int64), slots, N, T, 64
-    )
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot.to(gl.int64), slots, N, T, 64)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
@@ -274,20 +273,21 @@ def prepare_kernel(
     G: gl.constexpr = 4 if g_dtype == gl.bfloat16 else 2
     g_s = reinterpret(b_s, g_dtype, [2 * G, 32, 64], gate_s)
     if not SAFE:
-        # the exact path needs the gate's input to the end, and has four tiles beside it
-        scratch_s = b_s
+        # the exact path needs the gate's input to the end: its operands lie beside it
+        beside_s = b_s
         if g_dtype != gl.bfloat16:
-            scratch_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
-        level_pair_s = reinterpret(scratch_s.index(2), gl.bfloat16, [64, 64], tile_s)
-        level_s = reinterpret(scratch_s.index(2), gl.bfloat16, [2, 32, 64], tile_s)
-        far_s = reinterpret(scratch_s.index(6), gl.bfloat16, [2, 32, 64], tile_s)
+            beside_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
+        near_s = reinterpret(beside_s.index(2), gl.bfloat16, [2, 32, 64], tile_s)
+        far_s = reinterpret(beside_s.index(6), gl.bfloat16, [2, 32, 64], tile_s)
+        level_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
+        level_pair_s = reinterpret(level_s, gl.bfloat16, [4, 64, 64], tile_s)
+        sums_s = reinterpret(level_s, gl.float32, [4, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     total_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 256], flat_s)
     grow_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 64], flat_s)
     norm_s = gl.allocate_shared_memory(gl.float32, [4, 32], flat_s)
     pair_norm_s = reinterpret(norm_s, gl.float32, [2, 64], flat_s)
     beta_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
-    near_s = gl.allocate_shared_memory(gl.bfloat16, [32, 64], tile_s)
-    diagonal_s = reinterpret(near_s, gl.float32, [1024], flat_s)
+    diagonal_s = gl.allocate_shared_memory(gl.float32, [1024], flat_s)
 
     copy_row = gl.arange(0, 32, layout=gl.SliceLayout(1, copy_l))
     copy_column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
@@ -332,30 +332,38 @@ def prepare_kernel(
     if SAFE:
         fits: gl.constexpr = True
     else:
-        # Where no cell of 8 rows decays by more than exp(-40), no half of a block decays by more than exp(-80)
         lowest = 0.0
         for h in range(KH):
             bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
             for block in gl.static_range(2):
-                step = decay_steps(g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell)
-                total = gl.sum(step, axis=1)
+                step = decay_steps(
+                    g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell
+                )
+                c, total = cell_sums(step, cell)
+                sums_s.index(2 * h + block).reshape([4, 8, 64]).store(c)
                 total_s.index(2 * h + block).reshape([4, 64]).store(total)
-                lowest = gl.minimum(lowest, gl.min(gl.min(total, axis=1), axis=0))
-        fits = lowest >= -40.0 * LOG2E
+                _, middle, whole = block_sums(total_s.index(2 * h + block), cell)
+                lowest = gl.minimum(lowest, gl.min(gl.minimum(middle, whole - middle), axis=0))
+        # whether no half of a block decays by more than a float32 holds
+        fits = lowest >= LOWEST_HALF
     if fits:
         for h in range(KH):
-            bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
-            c0, total0 = cell_sums(decay_steps(g_s.index(G * h), bias, rate, unit0, GATE, SAFE, cell), cell)
-            c1, total1 = cell_sums(decay_steps(g_s.index(G * h + 1), bias, rate, unit1, GATE, SAFE, cell), cell)
-            total_s.index(2 * h).reshape([4, 64]).store(total0)
-            total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
+            if SAFE:
+                bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+                c0, total0 = cell_sums(decay_steps(g_s.index(G * h), bias, rate, unit0, GATE, SAFE, cell), cell)
+                c1, total1 = cell_sums(decay_steps(g_s.index(G * h + 1), bias, rate, unit1, GATE, SAFE, cell), cell)
+                total_s.index(2 * h).reshape([4, 64]).store(total0)
+                total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
+            else:
+                c0 = sums_s.index(2 * h).reshape([4, 8, 64]).load(cell)
+                c1 = sums_s.index(2 * h + 1).reshape([4, 8, 64]).load(cell)
             before0, middle0, whole0 = block_sums(total_s.index(2 * h), cell)
             before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1), cell)
             gl.store(decay + h * 64 + column, exp2(whole0 + whole1))
             qg = tiles + (KH + h) * 4096 + here
             kg = tiles + (2 * KH + h) * 4096 + here
 
-            # 16 rows decay by at most exp(-80): one reference, its middle, serves all pairs of a block
+            # 16 rows decay by no more than float32 holds: one reference, its middle, serves all pairs of a block
             k_tile = kq_s.index(4 * h).reshape([4, 8, 64])
             q_tile = kq_s.index(4 * h + 1).reshape([4, 8, 64])
             kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(0), L2NORM, cell)
@@ -406,16 +414,19 @@ def prepare_kernel(
         half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, half_l))[None, :]
         same8 = half_row // 8 == half_column // 8
         same16 = half_row // 16 == half_column // 16
+        near0 = half_zero
+        near1 = half_zero
+        eight0 = half_zero
+        eight1 = half_zero
+        sixteen0 = half_zero
+        sixteen1 = half_zero
         far = half_zero
-        pairs0 = half_zero
-        pairs1 = half_zero
-        for block in gl.static_range(2):
-            near = half_zero
-            eight = half_zero
-            sixteen = half_zero
-            for h in range(KH):
-                bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
-                step = decay_steps(g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell)
+        for h in range(KH):
+            bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+            for block in gl.static_range(2):
+                step = decay_steps(
+                    g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell
+                )
                 c, total = cell_sums(step, cell)
                 before, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
@@ -430,34 +441,28 @@ def prepare_kernel(
                 b = exp2_negative(d)
                 k_tile.store((kn * a).to(gl.bfloat16))
                 q_tile.store((qn * a).to(gl.bfloat16))
-                near_s.reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
+                near_s.index(block).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
                 second = cells % 2 == 1
                 half = exp2(gl.where(second[:, None], mid, total - mid))
                 factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                level_s.index(block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
-                level_s.index(1 - block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
-                fence_async_shared()
-                near = warpgroup_mma(pair_s.index(2 * h + block), near_s.permute((1, 0)), near, is_async=True)
-                eight = warpgroup_mma(level_pair_s, level_s.index(block).permute((1, 0)), eight, is_async=True)
-
+                level_s.index(5 * block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
+                level_s.index(1 + 3 * block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
                 second = cells >= 2
                 half = before + mid - middle[None, :]
                 half = exp2(gl.where(second[:, None], half, -half))
                 factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                k_level = (kn * factor).to(gl.bfloat16)
-                q_level = (qn * factor).to(gl.bfloat16)
+                level_s.index(2 + 5 * block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
+                level_s.index(3 + 3 * block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
+
                 up = a * exp2(before + mid)[:, None, :]
-                k_up = (kn * up).to(gl.bfloat16)
-                q_up = qn * up
-                k_down = kn * (b * exp2(whole[None, :] - before - mid)[:, None, :])
-                near, eight = warpgroup_mma_wait(0, deps=[near, eight])
-                level_s.index(block).reshape([4, 8, 64]).store(k_level)
-                level_s.index(1 - block).reshape([4, 8, 64]).store(q_level)
-                k_tile.store(k_up)
+                down = b * exp2(whole[None, :] - before - mid)[:, None, :]
                 qg = tiles + (KH + h) * 4096 + block * 2048 + here
                 kg = tiles + (2 * KH + h) * 4096 + block * 2048 + here
+                q_up = qn * up
+                k_down = kn * down
                 if block == 0:
+                    k0_up = (kn * up).to(gl.bfloat16)
                     far_s.index(h).reshape([4, 8, 64]).store(k_down.to(gl.bfloat16))
                     gl.store(qg, q_up.to(gl.bfloat16))
                     gl.store(kg, (k_down * exp2(other)[None, None, :]).to(gl.bfloat16))
@@ -465,21 +470,28 @@ def prepare_kernel(
                     grow_s.index(2 * h).store(whole * 0.0 + 1.0)
                     grow_s.index(2 * h + 1).store(exp2(whole))
                 else:
-                    q_tile.store(q_up.to(gl.bfloat16))
+                    k1_up = (kn * up).to(gl.bfloat16)
+                    q1_up = q_up.to(gl.bfloat16)
                     gl.store(qg, (q_up * exp2(other)[None, None, :]).to(gl.bfloat16))
                     gl.store(kg, k_down.to(gl.bfloat16))
-                fence_async_shared()
-                sixteen = warpgroup_mma(level_pair_s, level_s.index(block).permute((1, 0)), sixteen, is_async=True)
-                if block == 1:
-                    far = warpgroup_mma(pair_s.index(2 * h + 1), far_s.index(h).permute((1, 0)), far, is_async=True)
-                    far, sixteen = warpgroup_mma_wait(0, deps=[far, sixteen])
-                else:
-                    sixteen = warpgroup_mma_wait(0, deps=[sixteen])
-            pairs = gl.where(same8, near, gl.where(same16, eight, sixteen))
-            if block == 0:
-                pairs0 = pairs
-            else:
-                pairs1 = pairs
+            fence_async_shared()
+            near0 = warpgroup_mma(pair_s.index(2 * h), near_s.index(0).permute((1, 0)), near0, is_async=True)
+            near1 = warpgroup_mma(pair_s.index(2 * h + 1), near_s.index(1).permute((1, 0)), near1, is_async=True)
+            eight0 = warpgroup_mma(level_pair_s.index(0), level_s.index(0).permute((1, 0)), eight0, is_async=True)
+            sixteen0 = warpgroup_mma(level_pair_s.index(1), level_s.index(2).permute((1, 0)), sixteen0, is_async=True)
+            eight1 = warpgroup_mma(level_pair_s.index(2), level_s.index(5).permute((1, 0)), eight1, is_async=True)
+            sixteen1 = warpgroup_mma(level_pair_s.index(3), level_s.index(7).permute((1, 0)), sixteen1, is_async=True)
+            near0, near1, eight0, eight1, sixteen0, sixteen1 = warpgroup_mma_wait(
+                0, deps=[near0, near1, eight0, eight1, sixteen0, sixteen1]
+            )
+            kq_s.index(4 * h).reshape([4, 8, 64]).store(k0_up)
+            kq_s.index(4 * h + 2).reshape([4, 8, 64]).store(q1_up)
+            kq_s.index(4 * h + 3).reshape([4, 8, 64]).store(k1_up)
+            fence_async_shared()
+            far = warpgroup_mma(pair_s.index(2 * h + 1), far_s.index(h).permute((1, 0)), far, is_async=True)
+            far = warpgroup_mma_wait(0, deps=[far])
+        pairs0 = gl.where(same8, near0, gl.where(same16, eight0, sixteen0))
+        pairs1 = gl.where(same8, near1, gl.where(same16, eight1, sixteen1))
         upper = beside(pairs0, pairs0, acc_l)
         lower = beside(far, pairs1, acc_l)
 

@@ -18,7 +18,7 @@ from .recurrent import recurrent_kernel
 @dataclass(frozen=True)
 class Workspace:
     """What `prepare` leaves for `recurrence`, chunk by chunk: `w, qg, kg [S, HV, C, K]`, `inverse, Aqk [S, HV, C, C]` in the
-    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots. One allocation of `nbytes(spec)`."""
+    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots. One allocation of `nbytes(spec)`: `buffer`."""
 
     w: torch.Tensor
     qg: torch.Tensor
@@ -26,6 +26,10 @@ class Workspace:
     inverse: torch.Tensor
     Aqk: torch.Tensor
     decay: torch.Tensor
+    buffer: torch.Tensor
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return (self.w, self.qg, self.kg, self.inverse, self.Aqk, self.decay)
 
     @staticmethod
     def shapes(spec: KdaSpec) -> list[tuple[int, ...]]:
@@ -46,7 +50,7 @@ class Workspace:
             parts.append(buffer[offset : offset + size].view(spec.dtype).view(shape))
             offset += size
         decay = buffer[offset:].view(torch.float32).view(spec.B * spec.slots, spec.HV, spec.K)
-        return cls(*parts, decay)
+        return cls(*parts, decay, buffer)
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -85,7 +89,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *vars(workspace).values(),
+            *workspace.parts(),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.q, t.k, t.g, t.beta),
@@ -102,6 +106,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
             STAGES=c.stages,
         ),
         c.num_warps,
+        workspace=workspace.buffer,
     )
 
 
@@ -112,7 +117,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspa
         recurrence_kernel,
         spec.N * spec.HV * (spec.V // c.BV),
         (
-            *vars(workspace).values(),
+            *workspace.parts(),
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
@@ -128,6 +133,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspa
             STAGES=c.stages,
         ),
         c.num_warps,
+        workspace=workspace.buffer,
     )
 
 
