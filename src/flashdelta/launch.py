@@ -222,7 +222,7 @@ class Plan:
                     index, offset = len(given) + 2, address - workspace.data_ptr()
                 places.append((position, index, offset, tensor is not x))
             steps.append((compiled, launch.programs, template, places))
-        return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes())
+        return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes)
 
     def run(self, given: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> tuple:
         """`(o, final_state or None)`."""

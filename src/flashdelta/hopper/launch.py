@@ -59,9 +59,8 @@ def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
 
 
 def aligned(x: torch.Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at a time."""
-    step = 16 // x.element_size()
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
+    """Whether rows can be copied 16 bytes at a time, and lie a multiple of 8 elements apart, the kernels' unit of strides."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
 
 
 def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
