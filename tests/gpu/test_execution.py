@@ -20,7 +20,7 @@ from flashdelta.spec import check_arguments
 from ..cases import BF16, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS
 from ..oracle import same_bits, truth
-from .calls import BOTH, KIMI, UNBOUNDED, gpu_call, hold
+from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold
 
 pytestmark = pytest.mark.gpu
 
@@ -142,16 +142,62 @@ def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     def requested(kind: str) -> int:
         return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
 
-    torch.cuda.reset_peak_memory_stats()
-    before = requested("current")
-    results = fd.chunk_kda(**call)
-    torch.cuda.synchronize()
-    kept = sum(x.nbytes for x in results)
-    assert requested("current") - before == kept
     workspace = importlib.import_module(f"flashdelta.{backend}.launch").Workspace.nbytes(spec)
     assert workspace > 2**25
-    # beside them only what is there in place of an absent state
+    for _ in range(CALLS_TO_A_PLAN + 1):
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        results = fd.chunk_kda(**call)
+        torch.cuda.synchronize()
+        kept = sum(x.nbytes for x in results)
+        assert requested("current") - before == kept
+        # beside them only what is there in place of an absent state; the call that makes a plan may take them twice
+        assert requested("peak") - before <= 2 * (kept + workspace) + 1024
+        del results
     assert requested("peak") - before <= kept + workspace + 1024
+
+
+# ---- repeated calls -------------------------------------------------------------------------------------------------
+
+REPEATED = [
+    KIMI,
+    replace(UNBOUNDED, name="packed", lengths=(65, 0, 100), state=FP32, v_first=True),
+    replace(KIMI, name="no state", final=False),
+    replace(KIMI, name="fused", layout="fused", H=8, HV=8, state=BF16),
+    replace(KIMI, name="copied", layout="odd_offset"),
+]
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("case", REPEATED, ids=case_id)
+def test_a_repeated_call_has_its_own_tensors(case: Case, with_out: bool, op, backend: str):
+    """What is kept of a call must not be an address, or anything that the tensors hold."""
+    kept = []
+    for seed in range(CALLS_TO_A_PLAN + 2):
+        call = gpu_call(op, case, BF16, backend, seed)
+        out = {"out": torch.full(call["v"].shape, torch.nan, dtype=BF16, device="cuda")} if with_out else {}
+        results = op(**call, **out)
+        if with_out:
+            assert results[0] is out["out"]
+        kept.append((call, results))  # so that the next tensors lie elsewhere
+    for call, results in kept:
+        hold(call, results, truth(call))
+
+
+def test_a_repeated_call_is_checked_as_the_first(backend: str):
+    """Another shape, dtype, stride or device is another call."""
+    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
+    for _ in range(CALLS_TO_A_PLAN):
+        fd.chunk_kda(**call)
+    for wrong in ({"beta": call["beta"][:, :-1]}, {"k": call["k"].float()}, {"v": call["v"].cpu()}, {"scale": "1"}):
+        with pytest.raises((ValueError, TypeError)):
+            fd.chunk_kda(**call | wrong)
+    out = torch.empty_like(call["v"])
+    for _ in range(CALLS_TO_A_PLAN):
+        fd.chunk_kda(**call, out=out)
+    with pytest.raises(ValueError, match="memory shared with v"):
+        fd.chunk_kda(**call, out=call["v"])
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------

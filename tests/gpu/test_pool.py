@@ -25,7 +25,7 @@ from ..pools import (
     pool_id,
     pool_truth,
 )
-from .calls import BOTH, KIMI, UNBOUNDED, on_gpu
+from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, on_gpu
 from .test_execution import compilations
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +93,18 @@ def test_pool_call_has_the_bits_of_gather_call_scatter(pool_case: PoolCase, op, 
     tokens = covered_tokens(call)
     assert same_bits(o[:, tokens], want_o[:, tokens])
     assert same_bits(memory_of(call["state_pool"]), memory_of(want_pool))
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("pool_case", MODELS, ids=pool_id)
+def test_a_repeated_call_has_its_own_pool(pool_case: PoolCase, op, backend: str):
+    """Later calls of a kind run by a plan that an earlier one left."""
+    calls = [gpu_pool_call(op, pool_case, BF16, backend, seed) for seed in range(CALLS_TO_A_PLAN + 2)]
+    for call in calls:
+        want_o, want_pool = pool_truth(call)
+        o, _ = op(**call)
+        assert_close("o", o, want_o, tolerance_of(call))
+        assert_close("pool", call["state_pool"], want_pool, tolerance_of(call))
 
 
 def test_checkpoints_at_chunk_ends_change_no_bit(backend: str):
