@@ -271,9 +271,10 @@ def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
 def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, dims: tuple[int, int]):
     spec, _ = check_arguments(meta_call(replace(KIMI, K=dims[0], V=dims[1], T=300, lengths=lengths)))
     workspace = Workspace.allocate(spec, torch.device("cpu"))
-    parts = [x for x in vars(workspace).values() if isinstance(x, Tensor)]
-    assert sum(x.nbytes for x in parts) == Workspace.nbytes(spec)
-    assert len({x.untyped_storage().data_ptr() for x in parts}) == 1
+    tensors = [x for x in vars(workspace).values() if isinstance(x, Tensor)]
+    assert {x.untyped_storage().nbytes() for x in tensors} == {Workspace.nbytes(spec)}
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1, "more than one allocation"
+    assert workspace.tiles.nbytes + workspace.decay.nbytes == Workspace.nbytes(spec)
     assert math.prod(workspace.decay.shape) == spec.B * spec.slots * spec.HV * spec.K
 
 
