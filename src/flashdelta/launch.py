@@ -186,14 +186,19 @@ class Plan:
 
     @classmethod
     def make(
-        cls, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], launches: Launches
+        cls,
+        spec: KdaSpec,
+        t: KdaTensors,
+        given: Sequence[torch.Tensor | None],
+        out: torch.Tensor | None,
+        launches: Launches,
     ) -> Plan | None:
         """The plan of a call that has just run; None if it can't be repeated from the addresses of `given`, its tensors as
         the caller passed them (an input had to be copied, or two share an address)."""
         device = t.v.device
         if spec.return_intermediate_states or device.index != torch.cuda.current_device():
             return None
-        results = allocate(spec, t, None)
+        results = allocate(spec, t, out)
         bases = {}
         for i, x in enumerate((*given, *results[:2])):
             if x is not None and x.numel() > 0:
@@ -212,14 +217,17 @@ class Plan:
                     continue
                 address, offset = tensor.data_ptr(), 0
                 index = bases.get(address)
+                template[position] = 0
                 if tensor.numel() == 0:
-                    template[position] = 0
                     continue
                 if index is None:
                     workspace = launch.workspace
                     if workspace is None or not 0 <= address - workspace.data_ptr() < workspace.nbytes:
                         return None
                     index, offset = len(given) + 2, address - workspace.data_ptr()
+                if tensor is not x:
+                    template[position] = copy.copy(x)
+                    template[position].base = None
                 places.append((position, index, offset, tensor is not x))
             steps.append((compiled, launch.programs, template, places))
         return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes)

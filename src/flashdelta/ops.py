@@ -99,7 +99,7 @@ def chunk_kda(
         chunk_size: 32 or 64 tokens.
         gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
-        backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
@@ -248,7 +248,7 @@ def _run(
     chosen = backends.choose(spec, t.q.device, backend)
     if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
         results = chosen.run(spec, t, out)
-        plans.remember(key, lambda: chosen.plan(spec, t, given))
+        plans.remember(key, lambda: chosen.plan(spec, t, given, out))
         return results
     # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
     return library.forward(spec, t, chosen.name, out)

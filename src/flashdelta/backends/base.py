@@ -29,8 +29,11 @@ class Backend(Protocol):
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
         """The forward. Writes `o` to `out` when given."""
 
-    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> Plan | None:
-        """How to repeat a call that has just run, whose tensors were `given`; None if there is no shorter way than `run`."""
+    def plan(
+        self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
+    ) -> Plan | None:
+        """How to repeat a call that has just run, whose tensors were `given` and `out`; None if there is no shorter way than
+        `run`."""
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

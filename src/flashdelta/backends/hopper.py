@@ -62,11 +62,15 @@ class HopperBackend:
 
         return forward(spec, t, out)
 
-    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> Plan | None:
-        from ..hopper.launch import launches
+    def plan(
+        self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
+    ) -> Plan | None:
+        from ..hopper.launch import aligned, launches
         from ..launch import Plan as LaunchPlan
 
-        return LaunchPlan.make(spec, t, given, launches) if t.q.device.type == "cuda" else None
+        if out is not None and not aligned(out):
+            return None  # its rows are copied from a dense output
+        return LaunchPlan.make(spec, t, given, out, launches)
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

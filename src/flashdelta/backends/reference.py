@@ -37,7 +37,9 @@ class ReferenceBackend:
         o, final_state, h = implementation(spec, t)
         return (o if out is None else out.copy_(o)), final_state, h
 
-    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> None:
+    def plan(
+        self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
+    ) -> None:
         return None
 
     def backward(

@@ -48,11 +48,13 @@ class TritonBackend:
 
         return kernels.forward(spec, t, out)
 
-    def plan(self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None]) -> Plan | None:
+    def plan(
+        self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
+    ) -> Plan | None:
         from ..launch import Plan as LaunchPlan
         from ..triton.launch import launches
 
-        return LaunchPlan.make(spec, t, given, launches) if t.q.device.type == "cuda" else None
+        return LaunchPlan.make(spec, t, given, out, launches)
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

@@ -273,15 +273,10 @@ def prepare_kernel(
     G: gl.constexpr = 4 if g_dtype == gl.bfloat16 else 2
     g_s = reinterpret(b_s, g_dtype, [2 * G, 32, 64], gate_s)
     if not SAFE:
-        # the exact path needs the gate's input to the end: its operands lie beside it
-        beside_s = b_s
-        if g_dtype != gl.bfloat16:
-            beside_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
-        near_s = reinterpret(beside_s.index(2), gl.bfloat16, [2, 32, 64], tile_s)
-        far_s = reinterpret(beside_s.index(6), gl.bfloat16, [2, 32, 64], tile_s)
+        # sums of log decays take the place of the gate's input, and the exact path's operands that of the sums
+        sums_s = reinterpret(b_s, gl.float32, [4, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         level_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
         level_pair_s = reinterpret(level_s, gl.bfloat16, [4, 64, 64], tile_s)
-        sums_s = reinterpret(level_s, gl.float32, [4, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     total_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 256], flat_s)
     grow_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 64], flat_s)
     norm_s = gl.allocate_shared_memory(gl.float32, [4, 32], flat_s)
@@ -332,20 +327,20 @@ def prepare_kernel(
     if SAFE:
         fits: gl.constexpr = True
     else:
-        lowest = 0.0
+        lowest = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
         for h in range(KH):
             bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+            c0, total0 = cell_sums(decay_steps(g_s.index(G * h), bias, rate, unit0, GATE, SAFE, cell), cell)
+            c1, total1 = cell_sums(decay_steps(g_s.index(G * h + 1), bias, rate, unit1, GATE, SAFE, cell), cell)
+            total_s.index(2 * h).reshape([4, 64]).store(total0)
+            total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
             for block in gl.static_range(2):
-                step = decay_steps(
-                    g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell
-                )
-                c, total = cell_sums(step, cell)
-                sums_s.index(2 * h + block).reshape([4, 8, 64]).store(c)
-                total_s.index(2 * h + block).reshape([4, 64]).store(total)
                 _, middle, whole = block_sums(total_s.index(2 * h + block), cell)
-                lowest = gl.minimum(lowest, gl.min(gl.minimum(middle, whole - middle), axis=0))
+                lowest = gl.minimum(lowest, gl.minimum(middle, whole - middle))
+            sums_s.index(2 * h).reshape([4, 8, 64]).store(c0)
+            sums_s.index(2 * h + 1).reshape([4, 8, 64]).store(c1)
         # whether no half of a block decays by more than a float32 holds
-        fits = lowest >= LOWEST_HALF
+        fits = gl.min(lowest, axis=0) >= LOWEST_HALF
     if fits:
         for h in range(KH):
             if SAFE:
@@ -422,12 +417,11 @@ def prepare_kernel(
         sixteen1 = half_zero
         far = half_zero
         for h in range(KH):
-            bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+            c0 = sums_s.index(2 * h).reshape([4, 8, 64]).load(cell)
+            c1 = sums_s.index(2 * h + 1).reshape([4, 8, 64]).load(cell)
             for block in gl.static_range(2):
-                step = decay_steps(
-                    g_s.index(G * h + block), bias, rate, unit0 if block == 0 else unit1, GATE, SAFE, cell
-                )
-                c, total = cell_sums(step, cell)
+                c = c0 if block == 0 else c1
+                total = gl.reduce(c, 1, _second)
                 before, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
                 k_tile = kq_s.index(4 * h + 3 * block).reshape([4, 8, 64])
@@ -441,7 +435,7 @@ def prepare_kernel(
                 b = exp2_negative(d)
                 k_tile.store((kn * a).to(gl.bfloat16))
                 q_tile.store((qn * a).to(gl.bfloat16))
-                near_s.index(block).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
+                b_s.index(4 * h + block).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
                 second = cells % 2 == 1
                 half = exp2(gl.where(second[:, None], mid, total - mid))
@@ -463,7 +457,7 @@ def prepare_kernel(
                 k_down = kn * down
                 if block == 0:
                     k0_up = (kn * up).to(gl.bfloat16)
-                    far_s.index(h).reshape([4, 8, 64]).store(k_down.to(gl.bfloat16))
+                    b_s.index(4 * h + 2).reshape([4, 8, 64]).store(k_down.to(gl.bfloat16))
                     gl.store(qg, q_up.to(gl.bfloat16))
                     gl.store(kg, (k_down * exp2(other)[None, None, :]).to(gl.bfloat16))
                     gl.store(decay + h * 64 + column, exp2(whole + other))
@@ -475,8 +469,8 @@ def prepare_kernel(
                     gl.store(qg, (q_up * exp2(other)[None, None, :]).to(gl.bfloat16))
                     gl.store(kg, k_down.to(gl.bfloat16))
             fence_async_shared()
-            near0 = warpgroup_mma(pair_s.index(2 * h), near_s.index(0).permute((1, 0)), near0, is_async=True)
-            near1 = warpgroup_mma(pair_s.index(2 * h + 1), near_s.index(1).permute((1, 0)), near1, is_async=True)
+            near0 = warpgroup_mma(pair_s.index(2 * h), b_s.index(4 * h).permute((1, 0)), near0, is_async=True)
+            near1 = warpgroup_mma(pair_s.index(2 * h + 1), b_s.index(4 * h + 1).permute((1, 0)), near1, is_async=True)
             eight0 = warpgroup_mma(level_pair_s.index(0), level_s.index(0).permute((1, 0)), eight0, is_async=True)
             sixteen0 = warpgroup_mma(level_pair_s.index(1), level_s.index(2).permute((1, 0)), sixteen0, is_async=True)
             eight1 = warpgroup_mma(level_pair_s.index(2), level_s.index(5).permute((1, 0)), eight1, is_async=True)
@@ -487,9 +481,11 @@ def prepare_kernel(
             kq_s.index(4 * h).reshape([4, 8, 64]).store(k0_up)
             kq_s.index(4 * h + 2).reshape([4, 8, 64]).store(q1_up)
             kq_s.index(4 * h + 3).reshape([4, 8, 64]).store(k1_up)
-            fence_async_shared()
-            far = warpgroup_mma(pair_s.index(2 * h + 1), far_s.index(h).permute((1, 0)), far, is_async=True)
-            far = warpgroup_mma_wait(0, deps=[far])
+        fence_async_shared()
+        for part in gl.static_range(KH):
+            shared_k = b_s.index(4 * part + 2).permute((1, 0))
+            far = warpgroup_mma(pair_s.index(2 * part + 1), shared_k, far, is_async=True)
+        far = warpgroup_mma_wait(0, deps=[far])
         pairs0 = gl.where(same8, near0, gl.where(same16, eight0, sixteen0))
         pairs1 = gl.where(same8, near1, gl.where(same16, eight1, sixteen1))
         upper = beside(pairs0, pairs0, acc_l)

@@ -17,6 +17,7 @@ from ..triton import common, states
 from ..triton import recurrence as portable
 
 C = gl.constexpr(64)
+BV = gl.constexpr(64)
 
 locate = gluon.jit(common.locate.fn)
 first_slot = gluon.jit(common.first_slot.fn)
@@ -55,31 +56,31 @@ def load(
     tiles_d,
     decay,
     v,
-    tiles_s,
+    early_s,
+    late_s,
     decay_s,
     v_s,
-    ready,
-    free,
+    barriers,
     checkpoint_offsets,
-    slot,
-    n,
-    head,
-    HV,
-    begin,
-    end,
-    pieces,
+    place,
+    extent,
     v_token,
     K: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    LATE: gl.constexpr,
 ):
-    TILES: gl.constexpr = 3 * (K // 64) + 2
-    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [1, 1], [1, 0])
+    """The loader: one warp that keeps the stages full."""
+    early_ready, early_free, late_ready, late_free = barriers
+    slot, n, head, HV = place
+    begin, end, pieces = extent
+    KH: gl.constexpr = K // 64
+    TILES: gl.constexpr = 3 * KH + 2
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
     key = gl.arange(0, K, layout=line_l)
-    in_v = row[:, None] * (v_token.to(gl.int32) * 8) + column[None, :]
+    in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
     start = begin
     for piece in range(0, pieces):
@@ -88,18 +89,33 @@ def load(
             stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
         chunks = ((stop - start + C - 1) // C).to(gl.int32)
         for i in range(chunks):
-            s = turn % STAGES
-            mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
-            bar = ready.index(s)
-            mbarrier.expect(bar, TILES * 8192)
             chunk = (slot + i) * HV + head
-            for t in gl.static_range(TILES):
-                tma.async_copy_global_to_shared(
-                    tiles_d, [((chunk * TILES + t) * 64).to(gl.int32), 0], bar, tiles_s.index(s * TILES + t)
-                )
+            at = (chunk * (TILES * 64)).to(gl.int32)
             token = start + i * C
-            here = v + token * v_token * 8
-            async_copy.async_copy_global_to_shared(v_s.index(s), here + in_v, mask=(token + row < stop)[:, None])
+
+            s = turn % EARLY
+            mbarrier.wait(early_free.index(s), (turn // EARLY) & 1 ^ 1)
+            bar = early_ready.index(s)
+            mbarrier.expect(bar, (KH + 1) * 8192)
+            for t in gl.static_range(KH):
+                tma.async_copy_global_to_shared(tiles_d, [at + t * 64, 0], bar, early_s.index(s * (KH + 1) + t))
+            tma.async_copy_global_to_shared(tiles_d, [at + 3 * KH * 64, 0], bar, early_s.index(s * (KH + 1) + KH))
+            here = v + token * (v_token.to(gl.int64) * 8)
+            inside = (row < (stop - token).to(gl.int32))[:, None]
+            async_copy.async_copy_global_to_shared(v_s.index(s), here + in_v, mask=inside)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+
+            s = turn % LATE
+            mbarrier.wait(late_free.index(s), (turn // LATE) & 1 ^ 1)
+            bar = late_ready.index(s)
+            mbarrier.expect(bar, (2 * KH + 1) * 8192)
+            for t in gl.static_range(2 * KH):
+                tma.async_copy_global_to_shared(
+                    tiles_d, [at + (KH + t) * 64, 0], bar, late_s.index(s * (2 * KH + 1) + t)
+                )
+            tma.async_copy_global_to_shared(
+                tiles_d, [at + (3 * KH + 1) * 64, 0], bar, late_s.index(s * (2 * KH + 1) + 2 * KH)
+            )
             async_copy.async_copy_global_to_shared(decay_s.index(s), decay + chunk * K + key)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             turn += 1
@@ -109,47 +125,38 @@ def load(
 
 @gluon.jit
 def compute(
-    tiles_s,
+    early_s,
+    late_s,
     decay_s,
     v_s,
-    o_s,
-    ready,
-    free,
+    barriers,
     o,
     h,
-    initial_state,
-    final_state,
+    states,
     checkpoint_offsets,
     checkpoint_indices,
-    lowest,
-    pool_slots,
-    state_pitch,
-    own,
-    read,
-    stored,
-    n,
-    head,
-    HV,
+    place,
+    extent,
     slice_,
-    begin,
-    end,
-    pieces,
     h_row,
     o_token,
     K: gl.constexpr,
     V: gl.constexpr,
-    BV: gl.constexpr,
     V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    LATE: gl.constexpr,
 ):
+    """The consumer: four warps that carry the state."""
+    early_ready, early_free, late_ready, late_free = barriers
+    initial_state, final_state, lowest, pool_slots, state_pitch, own, read, stored = states
+    _, n, head, HV = place
+    begin, end, pieces = extent
     KH: gl.constexpr = K // 64
-    TILES: gl.constexpr = 3 * KH + 2
-    WARPS: gl.constexpr = BV // 16
-    half_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 64, 16])
-    dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=half_l, k_width=2)
-    out_l: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [WARPS, 1], [1, 0])
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, half_l))
-    value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, half_l))
+    acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
+    out_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, acc_l))
+    value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, acc_l))
     in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     # the state's key channels in halves of 64: two accumulators
@@ -158,8 +165,8 @@ def compute(
         state1 = load_state(initial_state, own * state_pitch + in_slot + NEXT, read)
     row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
-    in_o = row[:, None] * (o_token.to(gl.int32) * 8) + column[None, :]
-    zero = gl.zeros((BV, C), gl.float32, layout=half_l)
+    in_o = row[:, None] * (o_token * 8) + column[None, :]
+    zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
     start = begin
     for piece in range(0, pieces):
@@ -168,7 +175,6 @@ def compute(
             stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
         chunks = ((stop - start + C - 1) // C).to(gl.int32)
         for i in range(chunks):
-            s = turn % STAGES
             if h is not None:
                 h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, V_FIRST)
                 gl.store(h + h_at, state0.to(h.dtype.element_ty))
@@ -177,38 +183,48 @@ def compute(
             left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
             if KH == 2:
                 left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
-            mbarrier.wait(ready.index(s), (turn // STAGES) & 1)
-            base = s * TILES
+
+            s = turn % EARLY
+            mbarrier.wait(early_ready.index(s), (turn // EARLY) & 1)
+            early = s * (KH + 1)
             v_t = v_s.index(s).permute((1, 0)).load(dot_l)
-            # w is stored negated
-            pseudo = warpgroup_mma(
-                v_t, tiles_s.index(base + 3 * KH).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
+            # w is stored negated: v' comes out of one accumulator
+            pseudo = warpgroup_mma(v_t, early_s.index(early + KH).permute((1, 0)), zero, use_acc=False, is_async=True)
+            pseudo = warpgroup_mma(left0, early_s.index(early).permute((1, 0)), pseudo, is_async=True)
             if KH == 2:
-                pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
-            out = warpgroup_mma(left0, tiles_s.index(base + KH).permute((1, 0)), zero, use_acc=False, is_async=True)
+                pseudo = warpgroup_mma(left1, early_s.index(early + 1).permute((1, 0)), pseudo, is_async=True)
+
+            r = turn % LATE
+            mbarrier.wait(late_ready.index(r), (turn // LATE) & 1)
+            late = r * (2 * KH + 1)
+            out = warpgroup_mma(left0, late_s.index(late).permute((1, 0)), zero, use_acc=False, is_async=True)
             if KH == 2:
-                out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
-            state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, half_l))[None, :]
+                out = warpgroup_mma(left1, late_s.index(late + 1).permute((1, 0)), out, is_async=True)
+            state0 = state0 * decay_s.index(r).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
             if KH == 2:
-                state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, half_l))[None, :]
+                state1 = state1 * decay_s.index(r).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
             pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
+            mbarrier.arrive(early_free.index(s), count=1)
             p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
-            state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
+            state0 = warpgroup_mma(p, late_s.index(late + KH), state0, is_async=True)
             if KH == 2:
-                state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
-            out = warpgroup_mma(p, tiles_s.index(base + 3 * KH + 1).permute((1, 0)), out, is_async=True)
+                state1 = warpgroup_mma(p, late_s.index(late + KH + 1), state1, is_async=True)
+            out = warpgroup_mma(p, late_s.index(late + 2 * KH).permute((1, 0)), out, is_async=True)
             if KH == 2:
                 state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
                     0, deps=[state0, state1, out, p, left0, left1]
                 )
             else:
                 state0, out, p, left0 = warpgroup_mma_wait(0, deps=[state0, out, p, left0])
-            mbarrier.arrive(free.index(s), count=1)
+            # the output turns to rows in a tile that has been read
+            o_s = late_s.index(late)
             o_s.permute((1, 0)).store(out.to(gl.bfloat16))
             token = start + i * C
-            gl.store(o + token * (o_token * 8) + in_o, o_s.load(out_l), mask=(token + row < stop)[:, None])
+            rows = o_s.load(out_l)
+            fence_async_shared()
+            mbarrier.arrive(late_free.index(r), count=1)
+            inside = (row < (stop - token).to(gl.int32))[:, None]
+            gl.store(o + token * (o_token.to(gl.int64) * 8) + in_o, rows, mask=inside)
             turn += 1
         if checkpoint_offsets is not None:
             there, reached = checkpoint_slot(
@@ -255,19 +271,20 @@ def recurrence_kernel(
     HV: gl.int32,
     slots: gl.int32,
     checkpoints: gl.int32,
-    v_batch: gl.int64,
-    v_token: gl.int64,
-    v_head: gl.int64,
-    o_batch: gl.int64,
-    o_token: gl.int64,
-    o_head: gl.int64,
+    v_batch: gl.int32,
+    v_token: gl.int32,
+    v_head: gl.int32,
+    o_batch: gl.int32,
+    o_token: gl.int32,
+    o_head: gl.int32,
     K: gl.constexpr,
     V: gl.constexpr,
-    BV: gl.constexpr,
     V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    LATE: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):
-    TILES: gl.constexpr = 3 * (K // 64) + 2
+    KH: gl.constexpr = K // 64
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
     pieces = piece_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None:
@@ -284,56 +301,52 @@ def recurrence_kernel(
     v += (batch * v_batch + head * v_head) * 8 + slice_ * BV
     o += (batch * o_batch + head * o_head) * 8 + slice_ * BV
 
-    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
-    v_s = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, C, BV], gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
-    )
-    decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        # the TMA's expectation and the loader's 32 threads
-        mbarrier.init(ready.index(s), count=33)
-        mbarrier.init(free.index(s), count=1)
+    # What the chain of products needs first and gives up first has stages of its own: -w, inverse and v; then the rest.
+    early_s = gl.allocate_shared_memory(gl.bfloat16, [EARLY * (KH + 1), 64, 64], tiles_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [EARLY, C, BV], tiles_d.layout)
+    late_s = gl.allocate_shared_memory(gl.bfloat16, [LATE * (2 * KH + 1), 64, 64], tiles_d.layout)
+    decay_s = gl.allocate_shared_memory(gl.float32, [LATE, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    early_ready = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())
+    early_free = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())
+    late_ready = gl.allocate_shared_memory(gl.int64, [LATE, 1], mbarrier.MBarrierLayout())
+    late_free = gl.allocate_shared_memory(gl.int64, [LATE, 1], mbarrier.MBarrierLayout())
+    # ready: the TMA's expectation and the copies of the loader's 32 threads
+    for s in gl.static_range(EARLY):
+        mbarrier.init(early_ready.index(s), count=33)
+        mbarrier.init(early_free.index(s), count=1)
+    for s in gl.static_range(LATE):
+        mbarrier.init(late_ready.index(s), count=33)
+        mbarrier.init(late_free.index(s), count=1)
     fence_async_shared()
+    barriers = (early_ready, early_free, late_ready, late_free)
+    place = (slot, n, head, HV)
+    extent = (begin, end, pieces)
+    states = (initial_state, final_state, lowest, pool_slots, state_pitch, own, read, stored)
     gl.warp_specialize(
         [
             (
                 compute,
                 (
-                    tiles_s,
+                    early_s,
+                    late_s,
                     decay_s,
                     v_s,
-                    o_s,
-                    ready,
-                    free,
+                    barriers,
                     o,
                     h,
-                    initial_state,
-                    final_state,
+                    states,
                     checkpoint_offsets,
                     checkpoint_indices,
-                    lowest,
-                    pool_slots,
-                    state_pitch,
-                    own,
-                    read,
-                    stored,
-                    n,
-                    head,
-                    HV,
+                    place,
+                    extent,
                     slice_,
-                    begin,
-                    end,
-                    pieces,
                     h_row,
                     o_token,
                     K,
                     V,
-                    BV,
                     V_FIRST,
-                    STAGES,
+                    EARLY,
+                    LATE,
                 ),
             ),
             (
@@ -342,26 +355,21 @@ def recurrence_kernel(
                     tiles_d,
                     decay,
                     v,
-                    tiles_s,
+                    early_s,
+                    late_s,
                     decay_s,
                     v_s,
-                    ready,
-                    free,
+                    barriers,
                     checkpoint_offsets,
-                    slot,
-                    n,
-                    head,
-                    HV,
-                    begin,
-                    end,
-                    pieces,
+                    place,
+                    extent,
                     v_token,
                     K,
-                    BV,
-                    STAGES,
+                    EARLY,
+                    LATE,
                 ),
             ),
         ],
         [1],
-        [96],
+        [LOADER_REGISTERS],
     )
