@@ -62,7 +62,6 @@ class Variant:
     algorithm: str = "chunk"
     K: int = 128
     V: int = 128
-    H: int = 2
     dtype: torch.dtype = torch.bfloat16
     gate: str = "lower_bound"
     packed: bool = True
@@ -78,7 +77,7 @@ class Variant:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
 
     def launches(self, arch: int) -> list[Launch]:
-        H, T, N = self.H, 4 * self.chunk_size, 1
+        H, T, N = 2, 4 * self.chunk_size, 1
         make = lambda *shape, dtype=self.dtype: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
         state = (N, H, self.V, self.K) if self.state_v_first else (N, H, self.K, self.V)
         bounded = self.gate == "lower_bound"
@@ -141,8 +140,6 @@ VARIANTS = (
     Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
     Variant("hopper K128 V128 bounded", "hopper"),
     Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
-    Variant("hopper K128 V128 two programs a multiprocessor", "hopper", H=96),
-    Variant("hopper K64 V64 two programs a multiprocessor", "hopper", H=192, K=64, V=64),
     Variant("hopper K128 V128 fixed length", "hopper", packed=False),
     Variant("hopper K128 V128 log decays in fp32", "hopper", gate="none", g_dtype=torch.float32),
     Variant("hopper K128 V128 intermediate states", "hopper", intermediate=True, state_dtype=torch.bfloat16),

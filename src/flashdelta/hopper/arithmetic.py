@@ -11,8 +11,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-20.0 * 1.4426950408889634)
 """Least log2 decay of one step where decays have no bound: exp(-20) is 2e-9, less than float32 resolves beside 1."""
 
-LOWEST_HALF = gl.constexpr(-84.0 * 1.4426950408889634)
-"""Least log2 decay of half a block of 32 rows where one reference may serve the block: exp(84) times a key is finite."""
+LOWEST_HALF = gl.constexpr(-80.0 * 1.4426950408889634)
+"""Least log2 decay of half a block of 32 rows where one reference may serve the block: exp(80) times a key is finite, as with
+the lowest bound of a bounded gate."""
 
 
 @gluon.jit

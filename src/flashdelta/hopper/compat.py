@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""`copy_async(shared, pointers, mask=None)`: asynchronous copies by the threads; zeros where the mask is false."""
+
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""`copy_tile(descriptor, coordinates, barrier, shared)`: an asynchronous copy by the TMA unit."""
 
 _reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 

@@ -18,8 +18,8 @@ TILE = 64
 """Rows and columns of a tile of the workspace."""
 
 TILE_LAYOUT = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
-MULTIPROCESSORS = 132
-"""Of the largest Hopper GPUs."""
+SHARED_MEMORY = 232_448
+"""Bytes a program may use."""
 
 
 @dataclass(frozen=True)
@@ -99,29 +99,12 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
     )
 
 
-@dataclass(frozen=True)
-class RecurrenceConfig:
-    """`early`, `late`: stages of what a chunk needs first (-w, inverse, v) and of the rest. Registers of a loader's thread, and
-    the average over all threads."""
-
-    early: int
-    late: int
-    loader_registers: int
-    max_registers: int | None
-
-
-def recurrence_config(K: int, programs: int) -> RecurrenceConfig:
-    """One program on a multiprocessor with three chunks in flight; or, if not all programs would run at once, two programs
-    with less in flight each."""
-    if programs > MULTIPROCESSORS:
-        return RecurrenceConfig(early=2, late=1 if K == 128 else 2, loader_registers=88, max_registers=128)
-    return RecurrenceConfig(early=3, late=3, loader_registers=96, max_registers=None)
-
-
 def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
     o, final_state, h = results
     programs = spec.N * spec.HV * (spec.V // TILE)
-    c = recurrence_config(spec.K, programs)
+    # as many chunks in flight as shared memory holds beside the output tile
+    stage = (3 * spec.K // TILE + 3) * TILE * TILE * 2 + spec.K * 4
+    stages = min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage)
     return Launch(
         recurrence_kernel,
         programs,
@@ -137,11 +120,8 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
             K=spec.K,
             V=spec.V,
             V_FIRST=spec.state_v_first,
-            EARLY=c.early,
-            LATE=c.late,
-            LOADER_REGISTERS=c.loader_registers,
+            STAGES=stages,
         ),
         num_warps=4,
-        max_registers=c.max_registers,
         workspace=workspace.buffer,
     )

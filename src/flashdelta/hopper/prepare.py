@@ -34,7 +34,7 @@ from .arithmetic import (
     split_high_low,
     write_strength,
 )
-from .compat import reinterpret
+from .compat import copy_async, reinterpret
 
 L2_EPS = gl.constexpr(1e-6)
 
@@ -100,7 +100,7 @@ def decay_steps(tile, bias, rate, unit, GATE: gl.constexpr, SAFE: gl.constexpr, 
     """Log2 decays `[4, 8, 64]` of a block's rows."""
     step = gate(tile.reshape([4, 8, 64]).load(cell).to(gl.float32), bias, rate, GATE) * unit
     if not SAFE:
-        step = gl.maximum(step, LOWEST)
+        step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     return step
 
 
@@ -149,7 +149,7 @@ def beside(left, right, layout: gl.constexpr):
 
 @gluon.jit
 def substitute(low, high, diagonal_s):
-    """`X` with `(I + A) X = R` for the diagonal blocks of 16 rows of `A`, by forward substitution in fp32: a series would
+    """`X` with `(I + A) X = R` for the diagonal blocks of 16 rows of A, by forward substitution in fp32: a series would
     explode and cancel on repeated keys.
 
     `low, high [4, 8, 64]` are rows 0..7 and 8..15 of each block of R; a thread has all rows of 2 columns.
@@ -160,22 +160,22 @@ def substitute(low, high, diagonal_s):
     for r in gl.static_range(1, 16):
         x = gl.sum(diagonal_s.index(2 * r).load(left_l)[:, :, None] * low, axis=1)[:, None, :]
         if r < 8:
-            low = gl.where(row == r, low - x, low)
+            low = gl.where(row == r, low + x, low)
         else:
             if r > 8:
                 x += gl.sum(diagonal_s.index(2 * r + 1).load(left_l)[:, :, None] * high, axis=1)[:, None, :]
-            high = gl.where(row == r - 8, high - x, high)
+            high = gl.where(row == r - 8, high + x, high)
     return low, high
 
 
 @gluon.jit
-def block_inverses(A, b_s, diagonal_s, rows_l: gl.constexpr):
+def block_inverses(minus_A, b_s, diagonal_s, rows_l: gl.constexpr):
     """For strictly lower `A [64, 64]`, with D the inverses of the diagonal blocks of `I + A` of 16 rows: D on the diagonal
-    and `D A` below it, as `[4, 2, 8, 64]`. D and A's other blocks are the right sides of one substitution."""
-    layout: gl.constexpr = A.type.layout
+    and `-D A` below it, as `[4, 2, 8, 64]`. D and -A's other blocks are the right sides of one substitution."""
+    layout: gl.constexpr = minus_A.type.layout
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
-    blocks = A.reshape([4, 16, 4, 16])
+    blocks = minus_A.reshape([4, 16, 4, 16])
     blocks_l: gl.constexpr = blocks.type.layout
     block_i = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, blocks_l))))
     block_j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, blocks_l))))
@@ -184,7 +184,7 @@ def block_inverses(A, b_s, diagonal_s, rows_l: gl.constexpr):
     # row by row and half by half, each for all four blocks
     diagonal_s.reshape([16, 2, 4, 8]).permute((2, 0, 1, 3)).store(diagonal.reshape([4, 16, 2, 8]))
     right_s = reinterpret(b_s, gl.float32, [64, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    right_s.store(gl.where(i // 16 == j // 16, gl.where(i == j, 1.0, 0.0), A))
+    right_s.store(gl.where(i // 16 == j // 16, gl.where(i == j, 1.0, 0.0), minus_A))
     X = right_s.reshape([4, 2, 8, 64]).load(rows_l)
     low, high = gl.split(X.permute((0, 2, 3, 1)))
     lines_s = reinterpret(diagonal_s, gl.float32, [32, 4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -247,7 +247,7 @@ def prepare_kernel(
     pid = gl.program_id(0)
     head = pid % HV
     slot = pid // HV
-    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot.to(gl.int64), slots, N, T, 64)
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, 64)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
@@ -293,9 +293,9 @@ def prepare_kernel(
         from_q = q + (token[:, None] * (q_token * 8) + copy_column[None, :])
         from_g = g + (token[:, None] * (g_token * 8) + copy_column[None, :])
         for side in gl.static_range(KH):
-            async_copy.async_copy_global_to_shared(kq_s.index(4 * side + 3 * block), from_k + side * 64, mask=inside)
-            async_copy.async_copy_global_to_shared(kq_s.index(4 * side + 1 + block), from_q + side * 64, mask=inside)
-            async_copy.async_copy_global_to_shared(g_s.index(G * side + block), from_g + side * 64, mask=inside)
+            copy_async(kq_s.index(4 * side + 3 * block), from_k + side * 64, mask=inside)
+            copy_async(kq_s.index(4 * side + 1 + block), from_q + side * 64, mask=inside)
+            copy_async(g_s.index(G * side + block), from_g + side * 64, mask=inside)
     async_copy.commit_group()
 
     row_l: gl.constexpr = gl.SliceLayout(2, cell)
@@ -371,10 +371,10 @@ def prepare_kernel(
             q_tile.store(qa.to(gl.bfloat16))
             b_s.index(4 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
             grow = exp2(middle0)
-            grow_s.index(2 * h).store(grow)
+            grow_s.index(2 * h).store(-grow)
             # in two factors: each fits in fp32, their product need not
             kb = kb * exp2(whole0 - middle0)[None, None, :]
-            b_s.index(4 * h + 1).reshape([4, 8, 64]).store((kb * exp2(middle1)[None, None, :]).to(gl.bfloat16))
+            b_s.index(4 * h + 2).reshape([4, 8, 64]).store((kb * exp2(middle1)[None, None, :]).to(gl.bfloat16))
             gl.store(qg, (qa * grow[None, None, :]).to(gl.bfloat16))
             gl.store(kg, (kb * exp2(whole1)[None, None, :]).to(gl.bfloat16))
 
@@ -388,9 +388,9 @@ def prepare_kernel(
             kb = kn * exp2_negative(d)
             k_tile.store((kn * a).to(gl.bfloat16))
             q_tile.store(qa.to(gl.bfloat16))
-            b_s.index(4 * h + 2).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
+            b_s.index(4 * h + 3).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
             grow = exp2(whole0 + middle1)
-            grow_s.index(2 * h + 1).store(grow)
+            grow_s.index(2 * h + 1).store(-grow)
             gl.store(qg + 2048, (qa * grow[None, None, :]).to(gl.bfloat16))
             gl.store(kg + 2048, (kb * exp2(whole1 - middle1)[None, None, :]).to(gl.bfloat16))
 
@@ -398,8 +398,9 @@ def prepare_kernel(
         upper = zero
         lower = zero
         for side in gl.static_range(KH):
+            # the second 32 rows of this one are anything: columns that are masked
             first = square_s.index(2 * side).permute((1, 0))
-            second = reinterpret(b_s.index(4 * side + 1), gl.bfloat16, [64, 64], tile_s).permute((1, 0))
+            second = square_s.index(2 * side + 1).permute((1, 0))
             upper = warpgroup_mma(pair_s.index(2 * side), first, upper, use_acc=side > 0, is_async=True)
             lower = warpgroup_mma(pair_s.index(2 * side + 1), second, lower, use_acc=side > 0, is_async=True)
         upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
@@ -461,8 +462,8 @@ def prepare_kernel(
                     gl.store(qg, q_up.to(gl.bfloat16))
                     gl.store(kg, (k_down * exp2(other)[None, None, :]).to(gl.bfloat16))
                     gl.store(decay + h * 64 + column, exp2(whole + other))
-                    grow_s.index(2 * h).store(whole * 0.0 + 1.0)
-                    grow_s.index(2 * h + 1).store(exp2(whole))
+                    grow_s.index(2 * h).store(whole * 0.0 - 1.0)
+                    grow_s.index(2 * h + 1).store(-exp2(whole))
                 else:
                     k1_up = (kn * up).to(gl.bfloat16)
                     q1_up = q_up.to(gl.bfloat16)
@@ -494,43 +495,39 @@ def prepare_kernel(
     # rows of `upper`: k, then q of the first block; of `lower`: q, then k of the second
     i = acc_row[:, None]
     j = acc_column[None, :]
-    A = gl.where(i > j, gl.where(i < 32, upper, lower), 0.0) * strength[:, None]
+    minus_A = gl.where(i > j, gl.where(i < 32, upper, lower), 0.0) * -strength[:, None]
     query = (i + 32) % 64
     Aqk = gl.where(query >= j, gl.where(i < 32, lower, upper), 0.0)
 
     # the operands of these products are not needed any more, but for the keys
     stage = square_s.index(3)
     stage.store(Aqk.to(gl.bfloat16))
-    X = block_inverses(A, b_s, diagonal_s, rows_l)
+    X = block_inverses(minus_A, b_s, diagonal_s, rows_l)
     out_row = gl.arange(0, 64, layout=gl.SliceLayout(1, copy_l))
     out = out_row[:, None] * 64 + copy_column[None, :]
     gl.store(tiles + (3 * KH + 1) * 4096 + (out + 2048) % 4096, stage.load(copy_l))
 
     # With D the inverses of the diagonal blocks of 16 and n = -D (A off the diagonal), n^4 = 0 and
-    # (I + A)^-1 = (I + n^2) Y with Y = (I + n) D.
+    # (I + A)^-1 = (I + n^2) Y with Y = D + n D.
     D_high = square_s.index(0)
     D_low = square_s.index(1)
     n_high = square_s.index(2)
     n_low = square_s.index(3)
-    one_high = reinterpret(kq_s.index(1), gl.bfloat16, [64, 64], tile_s)
     block16 = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, rows_l))))[
         :, None, None, None
     ]
-    half8 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, rows_l))))[None, :, None, None]
-    row8 = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, rows_l))))[None, None, :, None]
     column64 = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, rows_l))))[
         None, None, None, :
     ]
     high, low = split_high_low(gl.where(column64 // 16 == block16, X, 0.0))
     D_high.reshape([4, 2, 8, 64]).store(high)
     D_low.reshape([4, 2, 8, 64]).store(low)
-    high, low = split_high_low(gl.where(column64 // 16 < block16, -X, 0.0))
+    high, low = split_high_low(gl.where(column64 // 16 < block16, X, 0.0))
     n_high.reshape([4, 2, 8, 64]).store(high)
     n_low.reshape([4, 2, 8, 64]).store(low)
-    diagonal = column64 == block16 * 16 + half8 * 8 + row8
-    one_high.reshape([4, 2, 8, 64]).store(gl.where(diagonal, 1.0, high))
     fence_async_shared()
-    Y = product3(one_high, n_low, D_high, D_low, zero, False)
+    D = D_high.load(acc_l).to(gl.float32) + D_low.load(acc_l).to(gl.float32)
+    Y = product3(n_high, n_low, D_high, D_low, D, True)
     # n^2 has nothing right of column 32
     n2 = gl.zeros((64, 32), gl.float32, layout=half_l)
     n2 = product3(n_high, n_low, n_high.slice(0, 32, 1), n_low.slice(0, 32, 1), n2, False)
@@ -563,5 +560,5 @@ def prepare_kernel(
         grow0 = grow_s.index(2 * side).load(gl.SliceLayout(0, acc_l))[None, :]
         grow1 = grow_s.index(2 * side + 1).load(gl.SliceLayout(0, acc_l))[None, :]
         stage = square_s.index(side)
-        stage.store((-w0 * grow0 - w1 * grow1).to(gl.bfloat16))
+        stage.store((w0 * grow0 + w1 * grow1).to(gl.bfloat16))
         gl.store(tiles + side * 4096 + out, stage.load(copy_l))

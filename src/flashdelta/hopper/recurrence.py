@@ -1,4 +1,12 @@
-"""Stages `recurrence` and `output` for Hopper (draft)."""
+"""Stages `recurrence` and `output` for Hopper: walks a sequence's chunks in order. One program per (sequence, value head,
+slice of 64 value channels).
+
+Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves.
+
+Everything is transposed: the state `S^T [64, K]` and the pseudo-values `v'^T [64, 64]` are accumulators of one product and,
+rounded to bf16, register operands of the next. One warp fetches: the chunks' tiles by TMA, v (zeros past the end) and decays
+by asynchronous copies, as many chunks ahead as there are stages; four warps compute.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +16,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..triton import common, states
 from ..triton import recurrence as portable
+from .compat import copy_async, copy_tile
 
 C = gl.constexpr(64)
 BV = gl.constexpr(64)
@@ -56,8 +64,7 @@ def load(
     tiles_d,
     decay,
     v,
-    early_s,
-    late_s,
+    tiles_s,
     decay_s,
     v_s,
     barriers,
@@ -66,15 +73,13 @@ def load(
     extent,
     v_token,
     K: gl.constexpr,
-    EARLY: gl.constexpr,
-    LATE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """The loader: one warp that keeps the stages full."""
-    early_ready, early_free, late_ready, late_free = barriers
+    ready, free = barriers
     slot, n, head, HV = place
     begin, end, pieces = extent
-    KH: gl.constexpr = K // 64
-    TILES: gl.constexpr = 3 * KH + 2
+    TILES: gl.constexpr = 3 * (K // 64) + 2
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))
@@ -89,34 +94,20 @@ def load(
             stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
         chunks = ((stop - start + C - 1) // C).to(gl.int32)
         for i in range(chunks):
+            s = turn % STAGES
+            mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
+            bar = ready.index(s)
+            mbarrier.expect(bar, TILES * 8192)
             chunk = (slot + i) * HV + head
             at = (chunk * (TILES * 64)).to(gl.int32)
+            for t in gl.static_range(TILES):
+                copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
             token = start + i * C
-
-            s = turn % EARLY
-            mbarrier.wait(early_free.index(s), (turn // EARLY) & 1 ^ 1)
-            bar = early_ready.index(s)
-            mbarrier.expect(bar, (KH + 1) * 8192)
-            for t in gl.static_range(KH):
-                tma.async_copy_global_to_shared(tiles_d, [at + t * 64, 0], bar, early_s.index(s * (KH + 1) + t))
-            tma.async_copy_global_to_shared(tiles_d, [at + 3 * KH * 64, 0], bar, early_s.index(s * (KH + 1) + KH))
             here = v + token * (v_token.to(gl.int64) * 8)
+            # zeros past the end: a NaN of the next sequence would spread through the products
             inside = (row < (stop - token).to(gl.int32))[:, None]
-            async_copy.async_copy_global_to_shared(v_s.index(s), here + in_v, mask=inside)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-
-            s = turn % LATE
-            mbarrier.wait(late_free.index(s), (turn // LATE) & 1 ^ 1)
-            bar = late_ready.index(s)
-            mbarrier.expect(bar, (2 * KH + 1) * 8192)
-            for t in gl.static_range(2 * KH):
-                tma.async_copy_global_to_shared(
-                    tiles_d, [at + (KH + t) * 64, 0], bar, late_s.index(s * (2 * KH + 1) + t)
-                )
-            tma.async_copy_global_to_shared(
-                tiles_d, [at + (3 * KH + 1) * 64, 0], bar, late_s.index(s * (2 * KH + 1) + 2 * KH)
-            )
-            async_copy.async_copy_global_to_shared(decay_s.index(s), decay + chunk * K + key)
+            copy_async(v_s.index(s), here + in_v, mask=inside)
+            copy_async(decay_s.index(s), decay + chunk * K + key)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             turn += 1
         slot += chunks
@@ -124,11 +115,18 @@ def load(
 
 
 @gluon.jit
+def store_output(o, o_s, out, token, count, row, in_o, o_token, out_l: gl.constexpr):
+    """`out [BV, 64]`, bf16, as `count` rows of o from `token` on."""
+    o_s.permute((1, 0)).store(out)
+    gl.store(o + token * (o_token.to(gl.int64) * 8) + in_o, o_s.load(out_l), mask=(row < count)[:, None])
+
+
+@gluon.jit
 def compute(
-    early_s,
-    late_s,
+    tiles_s,
     decay_s,
     v_s,
+    o_s,
     barriers,
     o,
     h,
@@ -137,21 +135,26 @@ def compute(
     checkpoint_indices,
     place,
     extent,
+    total,
     slice_,
     h_row,
     o_token,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
-    EARLY: gl.constexpr,
-    LATE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """The consumer: four warps that carry the state."""
-    early_ready, early_free, late_ready, late_free = barriers
+    """The consumer: four warps that carry the state through `total` chunks.
+
+    The tensor cores work off the products in order. While they do the last of a chunk, and `inverse v` of the next, the
+    state is rounded for the next chunk; the output leaves during the next chunk's first products.
+    """
+    ready, free = barriers
     initial_state, final_state, lowest, pool_slots, state_pitch, own, read, stored = states
     _, n, head, HV = place
     begin, end, pieces = extent
     KH: gl.constexpr = K // 64
+    TILES: gl.constexpr = 3 * KH + 2
     acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
     out_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -163,77 +166,81 @@ def compute(
     state0 = load_state(initial_state, own * state_pitch + in_slot, read)
     if KH == 2:
         state1 = load_state(initial_state, own * state_pitch + in_slot + NEXT, read)
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
-    column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
-    in_o = row[:, None] * (o_token * 8) + column[None, :]
-    zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
-    start = begin
-    for piece in range(0, pieces):
-        stop = end
-        if checkpoint_offsets is not None:
-            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-        chunks = ((stop - start + C - 1) // C).to(gl.int32)
-        for i in range(chunks):
-            if h is not None:
-                h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, V_FIRST)
-                gl.store(h + h_at, state0.to(h.dtype.element_ty))
+    if total > 0:
+        row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
+        column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
+        in_o = row[:, None] * (o_token * 8) + column[None, :]
+        zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
+        done = zero.to(gl.bfloat16)
+        done_token = begin
+        done_count = 0
+        mbarrier.wait(ready.index(0), 0)
+        v_t = v_s.index(0).permute((1, 0)).load(dot_l)
+        pseudo = warpgroup_mma(v_t, tiles_s.index(3 * KH).permute((1, 0)), zero, use_acc=False, is_async=True)
+        start = begin
+        for piece in range(0, pieces):
+            stop = end
+            if checkpoint_offsets is not None:
+                stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+            chunks = ((stop - start + C - 1) // C).to(gl.int32)
+            for i in range(chunks):
+                s = turn % STAGES
+                base = s * TILES
+                if h is not None:
+                    h_at = state_offsets(((h_row + turn) * HV + head) * K * V, value, key, K, V, V_FIRST)
+                    gl.store(h + h_at, state0.to(h.dtype.element_ty))
+                    if KH == 2:
+                        gl.store(h + h_at + NEXT, state1.to(h.dtype.element_ty))
+                left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
                 if KH == 2:
-                    gl.store(h + h_at + NEXT, state1.to(h.dtype.element_ty))
-            left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
-            if KH == 2:
-                left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
-
-            s = turn % EARLY
-            mbarrier.wait(early_ready.index(s), (turn // EARLY) & 1)
-            early = s * (KH + 1)
-            v_t = v_s.index(s).permute((1, 0)).load(dot_l)
-            # w is stored negated: v' comes out of one accumulator
-            pseudo = warpgroup_mma(v_t, early_s.index(early + KH).permute((1, 0)), zero, use_acc=False, is_async=True)
-            pseudo = warpgroup_mma(left0, early_s.index(early).permute((1, 0)), pseudo, is_async=True)
-            if KH == 2:
-                pseudo = warpgroup_mma(left1, early_s.index(early + 1).permute((1, 0)), pseudo, is_async=True)
-
-            r = turn % LATE
-            mbarrier.wait(late_ready.index(r), (turn // LATE) & 1)
-            late = r * (2 * KH + 1)
-            out = warpgroup_mma(left0, late_s.index(late).permute((1, 0)), zero, use_acc=False, is_async=True)
-            if KH == 2:
-                out = warpgroup_mma(left1, late_s.index(late + 1).permute((1, 0)), out, is_async=True)
-            state0 = state0 * decay_s.index(r).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
-            if KH == 2:
-                state1 = state1 * decay_s.index(r).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
-            pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
-            mbarrier.arrive(early_free.index(s), count=1)
-            p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
-            state0 = warpgroup_mma(p, late_s.index(late + KH), state0, is_async=True)
-            if KH == 2:
-                state1 = warpgroup_mma(p, late_s.index(late + KH + 1), state1, is_async=True)
-            out = warpgroup_mma(p, late_s.index(late + 2 * KH).permute((1, 0)), out, is_async=True)
-            if KH == 2:
-                state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
-                    0, deps=[state0, state1, out, p, left0, left1]
+                    left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
+                # w is stored negated: v' comes out of one accumulator, which holds inverse v
+                pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
+                if KH == 2:
+                    pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
+                out = warpgroup_mma(left0, tiles_s.index(base + KH).permute((1, 0)), zero, use_acc=False, is_async=True)
+                if KH == 2:
+                    out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
+                store_output(o, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
+                state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+                if KH == 2:
+                    state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+                pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
+                p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
+                out = warpgroup_mma(p, tiles_s.index(base + 3 * KH + 1).permute((1, 0)), out, is_async=True)
+                state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
+                if KH == 2:
+                    state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
+                # the last chunk does its own `inverse v` again, which nobody uses
+                turn += 1
+                ahead = gl.minimum(turn, total - 1)
+                mbarrier.wait(ready.index(ahead % STAGES), (ahead // STAGES) & 1)
+                v_t = v_s.index(ahead % STAGES).permute((1, 0)).load(dot_l)
+                inverse = tiles_s.index((ahead % STAGES) * TILES + 3 * KH).permute((1, 0))
+                pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
+                if KH == 2:
+                    state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
+                        1, deps=[state0, state1, out, p, left0, left1]
+                    )
+                else:
+                    state0, out, p, left0 = warpgroup_mma_wait(1, deps=[state0, out, p, left0])
+                mbarrier.arrive(free.index(s), count=1)
+                done = out.to(gl.bfloat16)
+                done_token = start + i * C
+                done_count = (stop - done_token).to(gl.int32)
+            if checkpoint_offsets is not None:
+                there, reached = checkpoint_slot(
+                    checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
                 )
-            else:
-                state0, out, p, left0 = warpgroup_mma_wait(0, deps=[state0, out, p, left0])
-            # the output turns to rows in a tile that has been read
-            o_s = late_s.index(late)
-            o_s.permute((1, 0)).store(out.to(gl.bfloat16))
-            token = start + i * C
-            rows = o_s.load(out_l)
-            fence_async_shared()
-            mbarrier.arrive(late_free.index(r), count=1)
-            inside = (row < (stop - token).to(gl.int32))[:, None]
-            gl.store(o + token * (o_token.to(gl.int64) * 8) + in_o, rows, mask=inside)
-            turn += 1
-        if checkpoint_offsets is not None:
-            there, reached = checkpoint_slot(
-                checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
-            )
-            store_state(final_state, there * state_pitch + in_slot, state0, reached)
-            if KH == 2:
-                store_state(final_state, there * state_pitch + in_slot + NEXT, state1, reached)
-            start = stop
+                store_state(final_state, there * state_pitch + in_slot, state0, reached)
+                if KH == 2:
+                    store_state(final_state, there * state_pitch + in_slot + NEXT, state1, reached)
+                start = stop
+        pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
+        store_output(o, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
+    # turn is total now; offsets that the compiler can't see to be those of above need no registers in the loop
+    in_slot = state_offsets(head * K * V + (turn - total), value, key, K, V, V_FIRST)
     store_state(final_state, own * state_pitch + in_slot, state0, stored)
     if KH == 2:
         store_state(final_state, own * state_pitch + in_slot + NEXT, state1, stored)
@@ -280,11 +287,9 @@ def recurrence_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
-    EARLY: gl.constexpr,
-    LATE: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    KH: gl.constexpr = K // 64
+    TILES: gl.constexpr = 3 * (K // 64) + 2
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
     pieces = piece_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None:
@@ -301,24 +306,27 @@ def recurrence_kernel(
     v += (batch * v_batch + head * v_head) * 8 + slice_ * BV
     o += (batch * o_batch + head * o_head) * 8 + slice_ * BV
 
-    # What the chain of products needs first and gives up first has stages of its own: -w, inverse and v; then the rest.
-    early_s = gl.allocate_shared_memory(gl.bfloat16, [EARLY * (KH + 1), 64, 64], tiles_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [EARLY, C, BV], tiles_d.layout)
-    late_s = gl.allocate_shared_memory(gl.bfloat16, [LATE * (2 * KH + 1), 64, 64], tiles_d.layout)
-    decay_s = gl.allocate_shared_memory(gl.float32, [LATE, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    early_ready = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())
-    early_free = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())
-    late_ready = gl.allocate_shared_memory(gl.int64, [LATE, 1], mbarrier.MBarrierLayout())
-    late_free = gl.allocate_shared_memory(gl.int64, [LATE, 1], mbarrier.MBarrierLayout())
-    # ready: the TMA's expectation and the copies of the loader's 32 threads
-    for s in gl.static_range(EARLY):
-        mbarrier.init(early_ready.index(s), count=33)
-        mbarrier.init(early_free.index(s), count=1)
-    for s in gl.static_range(LATE):
-        mbarrier.init(late_ready.index(s), count=33)
-        mbarrier.init(late_free.index(s), count=1)
+    total = 0
+    start = begin
+    for piece in range(0, pieces):
+        stop = end
+        if checkpoint_offsets is not None:
+            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+        total += ((stop - start + C - 1) // C).to(gl.int32)
+        start = stop
+
+    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
+    decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        # the TMA's expectation and the copies of the loader's 32 threads
+        mbarrier.init(ready.index(s), count=33)
+        mbarrier.init(free.index(s), count=1)
     fence_async_shared()
-    barriers = (early_ready, early_free, late_ready, late_free)
+    barriers = (ready, free)
     place = (slot, n, head, HV)
     extent = (begin, end, pieces)
     states = (initial_state, final_state, lowest, pool_slots, state_pitch, own, read, stored)
@@ -327,10 +335,10 @@ def recurrence_kernel(
             (
                 compute,
                 (
-                    early_s,
-                    late_s,
+                    tiles_s,
                     decay_s,
                     v_s,
+                    o_s,
                     barriers,
                     o,
                     h,
@@ -339,14 +347,14 @@ def recurrence_kernel(
                     checkpoint_indices,
                     place,
                     extent,
+                    total,
                     slice_,
                     h_row,
                     o_token,
                     K,
                     V,
                     V_FIRST,
-                    EARLY,
-                    LATE,
+                    STAGES,
                 ),
             ),
             (
@@ -355,8 +363,7 @@ def recurrence_kernel(
                     tiles_d,
                     decay,
                     v,
-                    early_s,
-                    late_s,
+                    tiles_s,
                     decay_s,
                     v_s,
                     barriers,
@@ -365,11 +372,10 @@ def recurrence_kernel(
                     extent,
                     v_token,
                     K,
-                    EARLY,
-                    LATE,
+                    STAGES,
                 ),
             ),
         ],
         [1],
-        [LOADER_REGISTERS],
+        [96],
     )
