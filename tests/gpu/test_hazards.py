@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import flashdelta
+
 from ..cases import BF16
 from .calls import BOTH, KIMI, gpu_call
 
@@ -68,12 +70,28 @@ def memcheck(*arguments: str) -> subprocess.CompletedProcess:
     return sanitized("memcheck", flags, *arguments)
 
 
-def race_errors(report: str) -> int:
-    """Hazards of the level ERROR. Warnings do not count: waits on mbarriers, which order the copies of TMA, are not all
-    understood as such."""
-    found = re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?,", report)
-    assert found, f"no summary in the report:\n{report[-6000:]}"
-    return int(found[1])
+def race_errors(report: str) -> list[str]:
+    """The hazards of the level ERROR, but for those of one kind. Warnings do not count: waits on mbarriers, which order the
+    copies of TMA, are not all understood as such. Nor do hazards whose every access is at a kernel's first line or at its
+    `warp_specialize`: there the compiler hands the arguments to the waiting warps through shared memory, between named
+    barriers of all threads (BAR.SYNC 1), which the tool takes for no barrier since the two sides stand at different ones.
+    """
+    assert "RACECHECK SUMMARY" in report, f"no summary in the report:\n{report[-6000:]}"
+    blocks = re.findall(r"========= Error: Race reported.*?(?=\n========= *\n|\Z)", report, re.DOTALL)
+    return [
+        block for block in blocks if not all(_hands_over(*place) for place in re.findall(r" in (\S+\.py):(\d+)", block))
+    ]
+
+
+def _hands_over(file: str, line: str) -> bool:
+    found = list(Path(flashdelta.__file__).parent.rglob(file))
+    assert len(found) > 0, file
+    texts = [path.read_text().splitlines() for path in found]
+    return any(
+        len(lines) >= int(line)
+        and lines[int(line) - 1].strip().startswith(("def recurrence_kernel(", "gl.warp_specialize("))
+        for lines in texts
+    )
 
 
 def test_memcheck_finds_nothing(backend: str):
@@ -96,7 +114,8 @@ def test_racecheck_finds_no_error(backend: str):
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     if re.search(r"^0 calls", done.stdout, re.MULTILINE):
         pytest.skip(f"{backend} runs none of these calls here")
-    assert race_errors(done.stdout) == 0, done.stdout[-6000:]
+    wrong = race_errors(done.stdout)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_racecheck_would_find_a_missing_barrier(tmp_path: Path):
@@ -107,7 +126,7 @@ def test_racecheck_would_find_a_missing_barrier(tmp_path: Path):
     done = sanitized("racecheck", [], str(script))
     if done.returncode != 0:
         pytest.skip(f"PyTorch could not compile CUDA source here: {done.stderr[-500:]}")
-    assert race_errors(done.stdout) > 0, done.stdout
+    assert race_errors(done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
