@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -99,21 +100,28 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
     )
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
     o, final_state, h = results
-    programs = spec.N * spec.HV * (spec.V // TILE)
+    items = spec.N * spec.HV * (spec.V // TILE)
     # as many chunks in flight as shared memory holds beside the output tile
     stage = (3 * spec.K // TILE + 3) * TILE * TILE * 2 + spec.K * 4
     stages = min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage)
     return Launch(
         recurrence_kernel,
-        programs,
+        min(items, multiprocessors(t.v.device)),
         (
             TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
             workspace.decay,
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *state_arguments(spec, t, final_state),
-            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
+            *(items, spec.T, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v, o),
         ),
         dict(

@@ -247,10 +247,8 @@ def prepare_kernel(
     pid = gl.program_id(0)
     head = pid % HV
     slot = pid // HV
-    if checkpoint_offsets is None:  # 64-bit divisions are slow
-        chunk_slot = slot
-    else:
-        chunk_slot = slot.to(gl.int64)
+    # 64-bit divisions are slow
+    chunk_slot = slot if checkpoint_offsets is None else slot.to(gl.int64)
     batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, slots, N, T, 64)
     if count <= 0:
         return

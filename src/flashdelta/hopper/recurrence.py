@@ -1,5 +1,6 @@
-"""Stages `recurrence` and `output` for Hopper: walks a sequence's chunks in order. One program per (sequence, value head,
-slice of 64 value channels).
+"""Stages `recurrence` and `output` for Hopper: walks a sequence's chunks in order. A work item is a (sequence, value head,
+slice of 64 value channels); there is a program per multiprocessor, which does every so many-th item, so that the chunks of the
+next item are on their way while it finishes one.
 
 Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves.
 
@@ -27,7 +28,7 @@ from .compat import copy_async, copy_tile
 C = gl.constexpr(64)
 BV = gl.constexpr(64)
 
-locate = gluon.jit(common.locate.fn)
+locate_item = gluon.jit(common.locate_item.fn)
 first_slot = gluon.jit(common.first_slot.fn)
 piece_count = gluon.jit(common.piece_count.fn)
 piece_end = gluon.jit(common.piece_end.fn)
@@ -60,6 +61,16 @@ def state_offsets(start, value, key, K: gl.constexpr, V: gl.constexpr, V_FIRST: 
 
 
 @gluon.jit
+def chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots):
+    """The first chunk slot of sequence `n`, and the pieces that checkpoints cut it into."""
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    slot = n * slots
+    if cu_seqlens is not None:
+        slot = first_slot(begin, n, pieces, C)
+    return slot, pieces
+
+
+@gluon.jit
 def load(
     tiles_d,
     decay,
@@ -68,17 +79,18 @@ def load(
     decay_s,
     v_s,
     barriers,
+    cu_seqlens,
     checkpoint_offsets,
-    place,
-    extent,
-    v_token,
+    sizes,
+    strides,
     K: gl.constexpr,
+    V: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The loader: one warp that keeps the stages full."""
     ready, free = barriers
-    slot, n, head, HV = place
-    begin, end, pieces = extent
+    items, T, HV, slots, checkpoints = sizes
+    v_batch, v_token, v_head = strides
     TILES: gl.constexpr = 3 * (K // 64) + 2
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
@@ -87,31 +99,35 @@ def load(
     key = gl.arange(0, K, layout=line_l)
     in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
-    start = begin
-    for piece in range(0, pieces):
-        stop = end
-        if checkpoint_offsets is not None:
-            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-        chunks = ((stop - start + C - 1) // C).to(gl.int32)
-        for i in range(chunks):
-            s = turn % STAGES
-            mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
-            bar = ready.index(s)
-            mbarrier.expect(bar, TILES * 8192)
-            chunk = (slot + i) * HV + head
-            at = (chunk * (TILES * 64)).to(gl.int32)
-            for t in gl.static_range(TILES):
-                copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
-            token = start + i * C
-            here = v + token * (v_token.to(gl.int64) * 8)
-            # zeros past the end: a NaN of the next sequence would spread through the products
-            inside = (row < (stop - token).to(gl.int32))[:, None]
-            copy_async(v_s.index(s), here + in_v, mask=inside)
-            copy_async(decay_s.index(s), decay + chunk * K + key)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            turn += 1
-        slot += chunks
-        start = stop
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        slice_, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, V // BV)
+        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots)
+        in_head = (batch * v_batch + head * v_head) * 8 + slice_ * BV
+        start = begin
+        for piece in range(0, pieces):
+            stop = end
+            if checkpoint_offsets is not None:
+                stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+            chunks = ((stop - start + C - 1) // C).to(gl.int32)
+            for i in range(chunks):
+                s = turn % STAGES
+                mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
+                bar = ready.index(s)
+                mbarrier.expect(bar, TILES * 8192)
+                chunk = (slot + i) * HV + head
+                at = (chunk * (TILES * 64)).to(gl.int32)
+                for t in gl.static_range(TILES):
+                    copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
+                token = start + i * C
+                here = v + (in_head + token * (v_token.to(gl.int64) * 8))
+                # zeros past the end: a NaN of the next sequence would spread through the products
+                inside = (row < (stop - token).to(gl.int32))[:, None]
+                copy_async(v_s.index(s), here + in_v, mask=inside)
+                copy_async(decay_s.index(s), decay + chunk * K + key)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                turn += 1
+            slot += chunks
+            start = stop
 
 
 @gluon.jit
@@ -131,124 +147,146 @@ def compute(
     o,
     h,
     states,
+    state_indices,
+    has_initial_state,
+    cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
-    place,
-    extent,
-    total,
-    slice_,
-    h_row,
-    o_token,
+    sizes,
+    strides,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The consumer: four warps that carry the state through `total` chunks.
+    """The consumer: four warps that carry an item's state from chunk to chunk.
 
     The tensor cores work off the products in order. While they do the last of a chunk, and `inverse v` of the next, the
     state is rounded for the next chunk; the output leaves during the next chunk's first products.
     """
     ready, free = barriers
-    initial_state, final_state, lowest, pool_slots, state_pitch, own, read, stored = states
-    _, n, head, HV = place
-    begin, end, pieces = extent
+    initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final = states
+    items, T, HV, slots, checkpoints = sizes
+    o_batch, o_token, o_head = strides
     KH: gl.constexpr = K // 64
     TILES: gl.constexpr = 3 * KH + 2
     acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
     out_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.arange(0, 64, layout=gl.SliceLayout(0, acc_l))
-    value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, acc_l))
-    in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
-    # the state's key channels in halves of 64: two accumulators
-    state0 = load_state(initial_state, own * state_pitch + in_slot, read)
-    if KH == 2:
-        state1 = load_state(initial_state, own * state_pitch + in_slot + NEXT, read)
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
+    in_o = row[:, None] * (o_token * 8) + column[None, :]
+    zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
-    if total > 0:
-        row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
-        column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
-        in_o = row[:, None] * (o_token * 8) + column[None, :]
-        zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
-        done = zero.to(gl.bfloat16)
-        done_token = begin
-        done_count = 0
-        mbarrier.wait(ready.index(0), 0)
-        v_t = v_s.index(0).permute((1, 0)).load(dot_l)
-        pseudo = warpgroup_mma(v_t, tiles_s.index(3 * KH).permute((1, 0)), zero, use_acc=False, is_async=True)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        slice_, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, V // BV)
+        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots)
+        h_row = slot
+        if h is not None and cu_seqlens is not None:
+            h_row = chunks_before(cu_seqlens, n, T)
+        own, read, stored = sequence_slot(
+            state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+        )
+        o_item = o + (batch * o_batch + head * o_head) * 8 + slice_ * BV
+        total = 0
         start = begin
         for piece in range(0, pieces):
             stop = end
             if checkpoint_offsets is not None:
                 stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-            chunks = ((stop - start + C - 1) // C).to(gl.int32)
-            for i in range(chunks):
-                s = turn % STAGES
-                base = s * TILES
-                if h is not None:
-                    h_at = state_offsets(((h_row + turn) * HV + head) * K * V, value, key, K, V, V_FIRST)
-                    gl.store(h + h_at, state0.to(h.dtype.element_ty))
+            total += ((stop - start + C - 1) // C).to(gl.int32)
+            start = stop
+        value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, acc_l))
+        in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
+        # the state's key channels in halves of 64: two accumulators
+        state0 = load_state(initial_state, own * state_pitch + in_slot, read)
+        if KH == 2:
+            state1 = load_state(initial_state, own * state_pitch + in_slot + NEXT, read)
+        first = turn
+        if total > 0:
+            done = zero.to(gl.bfloat16)
+            done_token = begin
+            done_count = 0
+            ahead = turn % STAGES
+            mbarrier.wait(ready.index(ahead), (turn // STAGES) & 1)
+            v_t = v_s.index(ahead).permute((1, 0)).load(dot_l)
+            inverse = tiles_s.index(ahead * TILES + 3 * KH).permute((1, 0))
+            pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
+            start = begin
+            for piece in range(0, pieces):
+                stop = end
+                if checkpoint_offsets is not None:
+                    stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+                chunks = ((stop - start + C - 1) // C).to(gl.int32)
+                for i in range(chunks):
+                    s = turn % STAGES
+                    base = s * TILES
+                    if h is not None:
+                        h_at = state_offsets(((h_row + turn - first) * HV + head) * K * V, value, key, K, V, V_FIRST)
+                        gl.store(h + h_at, state0.to(h.dtype.element_ty))
+                        if KH == 2:
+                            gl.store(h + h_at + NEXT, state1.to(h.dtype.element_ty))
+                    left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
                     if KH == 2:
-                        gl.store(h + h_at + NEXT, state1.to(h.dtype.element_ty))
-                left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
-                if KH == 2:
-                    left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
-                # w is stored negated: v' comes out of one accumulator, which holds inverse v
-                pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
-                if KH == 2:
-                    pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
-                out = warpgroup_mma(left0, tiles_s.index(base + KH).permute((1, 0)), zero, use_acc=False, is_async=True)
-                if KH == 2:
-                    out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
-                store_output(o, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
-                state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
-                if KH == 2:
-                    state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
-                pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
-                p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
-                out = warpgroup_mma(p, tiles_s.index(base + 3 * KH + 1).permute((1, 0)), out, is_async=True)
-                state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
-                if KH == 2:
-                    state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
-                # the last chunk does its own `inverse v` again, which nobody uses
-                turn += 1
-                ahead = gl.minimum(turn, total - 1)
-                mbarrier.wait(ready.index(ahead % STAGES), (ahead // STAGES) & 1)
-                v_t = v_s.index(ahead % STAGES).permute((1, 0)).load(dot_l)
-                inverse = tiles_s.index((ahead % STAGES) * TILES + 3 * KH).permute((1, 0))
-                pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
-                if KH == 2:
-                    state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
-                        1, deps=[state0, state1, out, p, left0, left1]
+                        left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
+                    # w is stored negated: v' comes out of one accumulator, which holds inverse v
+                    pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
+                    if KH == 2:
+                        pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
+                    out = warpgroup_mma(
+                        left0, tiles_s.index(base + KH).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
-                else:
-                    state0, out, p, left0 = warpgroup_mma_wait(1, deps=[state0, out, p, left0])
-                mbarrier.arrive(free.index(s), count=1)
-                done = out.to(gl.bfloat16)
-                done_token = start + i * C
-                done_count = (stop - done_token).to(gl.int32)
-            if checkpoint_offsets is not None:
-                there, reached = checkpoint_slot(
-                    checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
-                )
-                store_state(final_state, there * state_pitch + in_slot, state0, reached)
-                if KH == 2:
-                    store_state(final_state, there * state_pitch + in_slot + NEXT, state1, reached)
-                start = stop
-        pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
-        store_output(o, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
-    # turn is total now; offsets that the compiler can't see to be those of above need no registers in the loop
-    in_slot = state_offsets(head * K * V + (turn - total), value, key, K, V, V_FIRST)
-    store_state(final_state, own * state_pitch + in_slot, state0, stored)
-    if KH == 2:
-        store_state(final_state, own * state_pitch + in_slot + NEXT, state1, stored)
+                    if KH == 2:
+                        out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
+                    store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
+                    state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+                    if KH == 2:
+                        state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+                    pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
+                    p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
+                    out = warpgroup_mma(p, tiles_s.index(base + 3 * KH + 1).permute((1, 0)), out, is_async=True)
+                    state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
+                    if KH == 2:
+                        state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
+                    # the last chunk does its own `inverse v` again, which nobody uses
+                    turn += 1
+                    after = gl.minimum(turn, first + total - 1)
+                    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
+                    v_t = v_s.index(after % STAGES).permute((1, 0)).load(dot_l)
+                    inverse = tiles_s.index((after % STAGES) * TILES + 3 * KH).permute((1, 0))
+                    pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
+                    if KH == 2:
+                        state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
+                            1, deps=[state0, state1, out, p, left0, left1]
+                        )
+                    else:
+                        state0, out, p, left0 = warpgroup_mma_wait(1, deps=[state0, out, p, left0])
+                    mbarrier.arrive(free.index(s), count=1)
+                    done = out.to(gl.bfloat16)
+                    done_token = start + i * C
+                    done_count = (stop - done_token).to(gl.int32)
+                if checkpoint_offsets is not None:
+                    there, reached = checkpoint_slot(
+                        checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
+                    )
+                    store_state(final_state, there * state_pitch + in_slot, state0, reached)
+                    if KH == 2:
+                        store_state(final_state, there * state_pitch + in_slot + NEXT, state1, reached)
+                    start = stop
+            pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
+            store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
+        # turn is first + total now; offsets that the compiler can't see to be those of above need no registers in the loop
+        in_slot = state_offsets(head * K * V + (turn - first - total), value, key, K, V, V_FIRST)
+        store_state(final_state, own * state_pitch + in_slot, state0, stored)
+        if KH == 2:
+            store_state(final_state, own * state_pitch + in_slot + NEXT, state1, stored)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
 SCALARS = (
-    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
+    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "items", "T", "HV", "slots", "checkpoints"),
     *_STRIDES,
 )
 """Arguments whose values leave the machine code as it is."""
@@ -273,8 +311,8 @@ def recurrence_kernel(
     has_initial: gl.int32,
     has_final: gl.int32,
     state_pitch: gl.int64,
+    items: gl.int32,
     T: gl.int32,
-    N: gl.int32,
     HV: gl.int32,
     slots: gl.int32,
     checkpoints: gl.int32,
@@ -290,31 +328,6 @@ def recurrence_kernel(
     STAGES: gl.constexpr,
 ):
     TILES: gl.constexpr = 3 * (K // 64) + 2
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
-    pieces = piece_count(checkpoint_offsets, checkpoints)
-    if cu_seqlens is None:
-        slot = n * slots
-        h_row = slot
-    else:
-        slot = first_slot(begin, n, pieces, C)
-        h_row = slot
-        if h is not None:
-            h_row = chunks_before(cu_seqlens, n, T)
-    own, read, stored = sequence_slot(
-        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
-    )
-    v += (batch * v_batch + head * v_head) * 8 + slice_ * BV
-    o += (batch * o_batch + head * o_head) * 8 + slice_ * BV
-
-    total = 0
-    start = begin
-    for piece in range(0, pieces):
-        stop = end
-        if checkpoint_offsets is not None:
-            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-        total += ((stop - start + C - 1) // C).to(gl.int32)
-        start = stop
-
     tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -327,9 +340,10 @@ def recurrence_kernel(
         mbarrier.init(free.index(s), count=1)
     fence_async_shared()
     barriers = (ready, free)
-    place = (slot, n, head, HV)
-    extent = (begin, end, pieces)
-    states = (initial_state, final_state, lowest, pool_slots, state_pitch, own, read, stored)
+    sizes = (items, T, HV, slots, checkpoints)
+    in_v = (v_batch, v_token, v_head)
+    in_o = (o_batch, o_token, o_head)
+    states = (initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final)
     gl.warp_specialize(
         [
             (
@@ -343,14 +357,13 @@ def recurrence_kernel(
                     o,
                     h,
                     states,
+                    state_indices,
+                    has_initial_state,
+                    cu_seqlens,
                     checkpoint_offsets,
                     checkpoint_indices,
-                    place,
-                    extent,
-                    total,
-                    slice_,
-                    h_row,
-                    o_token,
+                    sizes,
+                    in_o,
                     K,
                     V,
                     V_FIRST,
@@ -367,11 +380,12 @@ def recurrence_kernel(
                     decay_s,
                     v_s,
                     barriers,
+                    cu_seqlens,
                     checkpoint_offsets,
-                    place,
-                    extent,
-                    v_token,
+                    sizes,
+                    in_v,
                     K,
+                    V,
                     STAGES,
                 ),
             ),

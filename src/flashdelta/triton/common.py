@@ -23,13 +23,12 @@ def sequence_bounds(cu_seqlens, n, T):
 
 
 @triton.jit
-def locate(cu_seqlens, T, HV, SLICES: tl.constexpr):
-    """What a program of a kernel over (sequence, value head, slice of value channels) works on: slice, value head, sequence,
+def locate_item(item, cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """What work item `item` of a kernel over (sequence, value head, slice of value channels) is: slice, value head, sequence,
     batch row, first and past-the-last token."""
-    pid = tl.program_id(0)
-    slice_ = pid % SLICES
-    head = ((pid // SLICES) % HV).to(tl.int64)
-    n = (pid // SLICES // HV).to(tl.int64)
+    slice_ = item % SLICES
+    head = ((item // SLICES) % HV).to(tl.int64)
+    n = (item // SLICES // HV).to(tl.int64)
     if cu_seqlens is None:
         batch = n
         begin = n * 0
@@ -38,6 +37,12 @@ def locate(cu_seqlens, T, HV, SLICES: tl.constexpr):
         batch = n * 0
         begin, end = sequence_bounds(cu_seqlens, n, T)
     return slice_, head, n, batch, begin, end
+
+
+@triton.jit
+def locate(cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """`locate_item` where each program has one item."""
+    return locate_item(tl.program_id(0), cu_seqlens, T, HV, SLICES)
 
 
 @triton.jit
