@@ -78,9 +78,8 @@ def race_errors(report: str) -> list[str]:
     """
     assert "RACECHECK SUMMARY" in report, f"no summary in the report:\n{report[-6000:]}"
     blocks = re.findall(r"========= Error: Race reported.*?(?=\n========= *\n|\Z)", report, re.DOTALL)
-    return [
-        block for block in blocks if not all(_hands_over(*place) for place in re.findall(r" in (\S+\.py):(\d+)", block))
-    ]
+    places = [re.findall(r" in (\S+\.py):(\d+)", block) for block in blocks]
+    return [block for block, at in zip(blocks, places) if not at or not all(_hands_over(*place) for place in at)]
 
 
 def _hands_over(file: str, line: str) -> bool:
