@@ -31,24 +31,24 @@ _plans: dict[tuple, object] = {}
 
 
 def key(given: Sequence[Tensor | None], options: tuple) -> tuple | None:
-    """All that a call's validation and launches depend on; None for a call that may not be kept: one that is traced, or
-    checked on the host."""
+    """All that a call's validation and launches depend on; None for a call that may not be kept: one that is traced, checked
+    on the host, or not on a GPU, and one whose arguments the validation will refuse."""
     if torch.compiler.is_compiling() or os.environ.get("FLASHDELTA_CHECK") == "1":
         return None
+    found = [options, torch.is_grad_enabled()]
+    for x in given:
+        if x is None:
+            found.append(None)
+        elif type(x) in PLAIN:
+            found.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15))
+        else:
+            return None
+    if given[0] is None or given[0].device.type != "cuda":
+        return None
+    found = tuple(found)
     try:
-        tensors = [
-            None
-            if x is None
-            else (x.shape, x.stride(), x.dtype, x.device, x.__class__, x.requires_grad, x.data_ptr() & 15)
-            for x in given
-        ]
-        found = (*tensors, options, torch.is_grad_enabled())
         hash(found)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no tensor, no memory, or no valid option: the validation says what
+    except TypeError:
         return None
     return found
 
