@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton import common
+from ..triton.common import L2_EPS
 from .arithmetic import (
-    LOG2E,
     LOWEST,
     LOWEST_HALF,
     column_halves,
@@ -36,9 +36,8 @@ from .arithmetic import (
 )
 from .compat import copy_async, reinterpret
 
-L2_EPS = gl.constexpr(1e-6)
-
 find_chunk = gluon.jit(common.find_chunk.fn)
+decay_rate = gluon.jit(common.decay_rate.fn)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
@@ -308,9 +307,7 @@ def prepare_kernel(
     ]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
     here = row * 64 + column[None, None, :]
-    rate = 1.0
-    if A_log is not None:
-        rate = gl.exp2(gl.load(A_log + head).to(gl.float32) * LOG2E)
+    rate = decay_rate(A_log, head)
     # nothing decays past the end
     unit0 = gl.where(row < count, gate_unit(rate, lower_bound, GATE), 0.0)
     unit1 = gl.where(row + 32 < count, gate_unit(rate, lower_bound, GATE), 0.0)

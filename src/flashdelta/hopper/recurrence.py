@@ -29,12 +29,11 @@ C = gl.constexpr(64)
 BV = gl.constexpr(64)
 
 locate_item = gluon.jit(common.locate_item.fn)
-first_slot = gluon.jit(common.first_slot.fn)
-piece_count = gluon.jit(common.piece_count.fn)
-piece_end = gluon.jit(common.piece_end.fn)
+chunk_place = gluon.jit(common.chunk_place.fn)
+piece_extent = gluon.jit(common.piece_extent.fn)
 clamp_bounds = gluon.jit(common.clamp_bounds.fn)
 checkpoint_slot = gluon.jit(portable.checkpoint_slot.fn)
-everywhere = gluon.jit(states.everywhere.fn)
+state_offsets = gluon.jit(states.state_offsets.fn)
 load_state = gluon.jit(states.load_state.fn)
 store_state = gluon.jit(states.store_state.fn)
 sequence_slot = gluon.jit(states.sequence_slot.fn)
@@ -52,22 +51,6 @@ def chunks_before(cu_seqlens, n, T):
         begin, end = clamp_bounds(begin, end, T)
         total += gl.sum((end - begin + C - 1) // C)
     return total
-
-
-@gluon.jit
-def state_offsets(start, value, key, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
-    inner = value[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + value[:, None]
-    return start + inner
-
-
-@gluon.jit
-def chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots):
-    """The first chunk slot of sequence `n`, and the pieces that checkpoints cut it into."""
-    pieces = piece_count(checkpoint_offsets, checkpoints)
-    slot = n * slots
-    if cu_seqlens is not None:
-        slot = first_slot(begin, n, pieces, C)
-    return slot, pieces
 
 
 @gluon.jit
@@ -101,14 +84,11 @@ def load(
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         slice_, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, V // BV)
-        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots)
+        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
         in_head = (batch * v_batch + head * v_head) * 8 + slice_ * BV
         start = begin
         for piece in range(0, pieces):
-            stop = end
-            if checkpoint_offsets is not None:
-                stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-            chunks = ((stop - start + C - 1) // C).to(gl.int32)
+            stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
             for i in range(chunks):
                 s = turn % STAGES
                 mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
@@ -182,7 +162,7 @@ def compute(
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         slice_, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, V // BV)
-        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots)
+        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
         h_row = slot
         if h is not None and cu_seqlens is not None:
             h_row = chunks_before(cu_seqlens, n, T)
@@ -193,11 +173,8 @@ def compute(
         total = 0
         start = begin
         for piece in range(0, pieces):
-            stop = end
-            if checkpoint_offsets is not None:
-                stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-            total += ((stop - start + C - 1) // C).to(gl.int32)
-            start = stop
+            start, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
+            total += chunks
         value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, acc_l))
         in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
         # the state's key channels in halves of 64: two accumulators
@@ -216,10 +193,7 @@ def compute(
             pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
             start = begin
             for piece in range(0, pieces):
-                stop = end
-                if checkpoint_offsets is not None:
-                    stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-                chunks = ((stop - start + C - 1) // C).to(gl.int32)
+                stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
                 for i in range(chunks):
                     s = turn % STAGES
                     base = s * TILES

@@ -70,6 +70,25 @@ def piece_end(checkpoint_offsets, n, piece, pieces, start, length):
 
 
 @triton.jit
+def piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C: tl.constexpr):
+    """Where the piece that starts at token `start` of sequence `n`, tokens `[begin, end)`, ends, and how many chunks it has."""
+    stop = end
+    if checkpoint_offsets is not None:
+        stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+    return stop, ((stop - start + C - 1) // C).to(tl.int32)
+
+
+@triton.jit
+def chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C: tl.constexpr):
+    """The first chunk slot of sequence `n`, and how many pieces checkpoints cut it into."""
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    slot = n * slots
+    if cu_seqlens is not None:
+        slot = first_slot(begin, n, pieces, C)
+    return slot, pieces
+
+
+@triton.jit
 def find_in_pieces(checkpoint_offsets, n, chunk, pieces, length, C: tl.constexpr):
     """First token and token count of a sequence's chunk, whose grid starts anew at every checkpoint; the count is 0 if the
     sequence has no such chunk. Tokens count from the sequence's start."""

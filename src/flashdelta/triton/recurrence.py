@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunks_before, first_slot, locate, piece_count, piece_end
+from .common import chunk_place, chunks_before, locate, piece_extent
 from .states import load_state, named_slot, sequence_slot, state_offsets, store_state
 
 
@@ -75,15 +75,10 @@ def recurrence_kernel(
     STAGES: tl.constexpr,
 ):
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
-    pieces = piece_count(checkpoint_offsets, checkpoints)
-    if cu_seqlens is None:
-        slot = n * slots
-        h_row = slot
-    else:
-        slot = first_slot(begin, n, pieces, C)
-        h_row = slot
-        if h is not None:
-            h_row = chunks_before(cu_seqlens, n, T, C, 128)
+    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+    h_row = slot
+    if h is not None and cu_seqlens is not None:
+        h_row = chunks_before(cu_seqlens, n, T, C, 128)
     dtype = w.dtype.element_ty
 
     row = tl.arange(0, C)
@@ -92,7 +87,7 @@ def recurrence_kernel(
     own, read, stored = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
-    in_slot = state_offsets(head * K * V, value, K, V, V_FIRST)
+    in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
     state = load_state(initial_state, own * state_pitch + in_slot, read)
 
     tile = row[:, None] * K + key[None, :]
@@ -101,16 +96,13 @@ def recurrence_kernel(
     o += batch * o_batch + head * o_head
     start = begin
     for piece in range(0, pieces):
-        stop = end
-        if checkpoint_offsets is not None:
-            stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
-        chunks = ((stop - start + C - 1) // C).to(tl.int32)
+        stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
         for i in tl.range(0, chunks, num_stages=STAGES):
             chunk = (slot + i) * HV + head
             token = start + i * C + row
             valid = (token < stop)[:, None]
             if h is not None:
-                h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, K, V, V_FIRST)
+                h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, V_FIRST)
                 tl.store(h + h_at, state.to(h.dtype.element_ty))
             tile_w = tl.load(w + chunk * C * K + tile)
             tile_inverse = tl.load(inverse + chunk * C * C + square)

@@ -106,7 +106,7 @@ def recurrent_kernel(
     own, read, stored = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
-    state_at = state_offsets(own * state_pitch + head * K * V, value, K, V, V_FIRST)
+    state_at = state_offsets(own * state_pitch + head * K * V, value, key, K, V, V_FIRST)
     state = load_state(initial_state, state_at, read)
     rate = decay_rate(A_log, head)
     bias = tl.zeros([K], tl.float32)

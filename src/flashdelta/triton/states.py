@@ -13,9 +13,8 @@ import triton.language as tl
 
 
 @triton.jit
-def state_offsets(start, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Element offsets `[BV, K]` of a state that starts at element `start`."""
-    key = tl.arange(0, K)
+def state_offsets(start, value, key, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Element offsets of the value channels `value` and key channels `key` of a state that starts at element `start`."""
     inner = value[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + value[:, None]
     return start + inner
 
