@@ -115,6 +115,14 @@ def cell_sums(step, cell: gl.constexpr):
 
 
 @gluon.jit
+def block_decays(tile, total_s, bias, rate, unit, GATE: gl.constexpr, SAFE: gl.constexpr, cell: gl.constexpr):
+    """`cell_sums` of a block's rows; the totals go to `total_s`."""
+    c, total = cell_sums(decay_steps(tile, bias, rate, unit, GATE, SAFE, cell), cell)
+    total_s.reshape([4, 64]).store(total)
+    return c
+
+
+@gluon.jit
 def block_sums(total_s, cell: gl.constexpr):
     """From the totals of a block's cells: for each cell the sum of those before it `[4, 64]`; of the block's first half and
     of the whole block `[64]`."""
@@ -137,6 +145,23 @@ def cell_middle(c, cell: gl.constexpr):
     """Row 3 of `c [4, 8, 64]`: the sum up to the middle of each cell, `[4, 64]`."""
     low, _ = gl.split(c.reshape([4, 2, 4, 64]).permute((0, 2, 3, 1)))
     return gl.convert_layout(gl.reduce(low, 1, _second), gl.SliceLayout(1, cell), assert_trivial=True)
+
+
+@gluon.jit
+def operands_from(d, k_s, q_s, right_s, norm_k, norm_q, cell: gl.constexpr):
+    """For distances `d` of a block's rows to their reference: normalised keys and queries times `exp(d)` in place of the raw
+    ones, keys times `exp(-d)` to `right_s`. Returns the queries and the last in fp32."""
+    k_tile = k_s.reshape([4, 8, 64])
+    q_tile = q_s.reshape([4, 8, 64])
+    kn = k_tile.load(cell).to(gl.float32) * norm_k
+    qn = q_tile.load(cell).to(gl.float32) * norm_q
+    a = exp2(d)
+    qa = qn * a
+    kb = kn * exp2_negative(d)
+    k_tile.store((kn * a).to(gl.bfloat16))
+    q_tile.store(qa.to(gl.bfloat16))
+    right_s.reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
+    return qa, kb
 
 
 @gluon.jit
@@ -329,10 +354,8 @@ def prepare_kernel(
         lowest = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
         for h in range(KH):
             bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
-            c0, total0 = cell_sums(decay_steps(g_s.index(G * h), bias, rate, unit0, GATE, SAFE, cell), cell)
-            c1, total1 = cell_sums(decay_steps(g_s.index(G * h + 1), bias, rate, unit1, GATE, SAFE, cell), cell)
-            total_s.index(2 * h).reshape([4, 64]).store(total0)
-            total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
+            c0 = block_decays(g_s.index(G * h), total_s.index(2 * h), bias, rate, unit0, GATE, SAFE, cell)
+            c1 = block_decays(g_s.index(G * h + 1), total_s.index(2 * h + 1), bias, rate, unit1, GATE, SAFE, cell)
             for block in gl.static_range(2):
                 _, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 lowest = gl.minimum(lowest, gl.minimum(middle, whole - middle))
@@ -344,10 +367,8 @@ def prepare_kernel(
         for h in range(KH):
             if SAFE:
                 bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
-                c0, total0 = cell_sums(decay_steps(g_s.index(G * h), bias, rate, unit0, GATE, SAFE, cell), cell)
-                c1, total1 = cell_sums(decay_steps(g_s.index(G * h + 1), bias, rate, unit1, GATE, SAFE, cell), cell)
-                total_s.index(2 * h).reshape([4, 64]).store(total0)
-                total_s.index(2 * h + 1).reshape([4, 64]).store(total1)
+                c0 = block_decays(g_s.index(G * h), total_s.index(2 * h), bias, rate, unit0, GATE, SAFE, cell)
+                c1 = block_decays(g_s.index(G * h + 1), total_s.index(2 * h + 1), bias, rate, unit1, GATE, SAFE, cell)
             else:
                 c0 = sums_s.index(2 * h).reshape([4, 8, 64]).load(cell)
                 c1 = sums_s.index(2 * h + 1).reshape([4, 8, 64]).load(cell)
@@ -358,17 +379,10 @@ def prepare_kernel(
             kg = tiles + (2 * KH + h) * 4096 + here
 
             # 16 rows decay by no more than float32 holds: one reference, its middle, serves all pairs of a block
-            k_tile = kq_s.index(4 * h).reshape([4, 8, 64])
-            q_tile = kq_s.index(4 * h + 1).reshape([4, 8, 64])
-            kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(0), L2NORM, cell)
-            qn = q_tile.load(cell).to(gl.float32) * (row_norms(norm_s.index(1), L2NORM, cell) * scale)
+            norm_k = row_norms(norm_s.index(0), L2NORM, cell)
+            norm_q = row_norms(norm_s.index(1), L2NORM, cell) * scale
             d = c0 + (before0 - middle0[None, :])[:, None, :]
-            a = exp2(d)
-            qa = qn * a
-            kb = kn * exp2_negative(d)
-            k_tile.store((kn * a).to(gl.bfloat16))
-            q_tile.store(qa.to(gl.bfloat16))
-            b_s.index(4 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
+            qa, kb = operands_from(d, kq_s.index(4 * h), kq_s.index(4 * h + 1), b_s.index(4 * h), norm_k, norm_q, cell)
             grow = exp2(middle0)
             grow_s.index(2 * h).store(-grow)
             # in two factors: each fits in fp32, their product need not
@@ -377,17 +391,12 @@ def prepare_kernel(
             gl.store(qg, (qa * grow[None, None, :]).to(gl.bfloat16))
             gl.store(kg, (kb * exp2(whole1)[None, None, :]).to(gl.bfloat16))
 
-            q_tile = kq_s.index(4 * h + 2).reshape([4, 8, 64])
-            k_tile = kq_s.index(4 * h + 3).reshape([4, 8, 64])
-            kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(3), L2NORM, cell)
-            qn = q_tile.load(cell).to(gl.float32) * (row_norms(norm_s.index(2), L2NORM, cell) * scale)
+            norm_k = row_norms(norm_s.index(3), L2NORM, cell)
+            norm_q = row_norms(norm_s.index(2), L2NORM, cell) * scale
             d = c1 + (before1 - middle1[None, :])[:, None, :]
-            a = exp2(d)
-            qa = qn * a
-            kb = kn * exp2_negative(d)
-            k_tile.store((kn * a).to(gl.bfloat16))
-            q_tile.store(qa.to(gl.bfloat16))
-            b_s.index(4 * h + 3).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
+            qa, kb = operands_from(
+                d, kq_s.index(4 * h + 3), kq_s.index(4 * h + 2), b_s.index(4 * h + 3), norm_k, norm_q, cell
+            )
             grow = exp2(whole0 + middle1)
             grow_s.index(2 * h + 1).store(-grow)
             gl.store(qg + 2048, (qa * grow[None, None, :]).to(gl.bfloat16))
