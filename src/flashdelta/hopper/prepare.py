@@ -35,8 +35,12 @@ from .arithmetic import (
     write_strength,
 )
 from .compat import copy_async, reinterpret
+from .tiles import position, store_cells, store_tile
 
-find_chunk = gluon.jit(common.find_chunk.fn)
+chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
+clamp_bounds = gluon.jit(common.clamp_bounds.fn)
+first_slot = gluon.jit(common.first_slot.fn)
+piece_count = gluon.jit(common.piece_count.fn)
 decay_rate = gluon.jit(common.decay_rate.fn)
 
 
@@ -62,14 +66,49 @@ def wide(a, b):
 
 
 @gluon.jit
-def inverse_norms(pair_s, square_l: gl.constexpr, KH: gl.constexpr, block: gl.constexpr):
-    """`1 / sqrt(sum x^2 + eps)` of the 64 rows of a block's pair of tiles: the diagonal of their Gram matrix, which is
-    computed by blocks of 16 from one set of registers for both operands."""
+def fetch(shared, first, first_token, first_count, second, second_token, second_count, copy_l: gl.constexpr):
+    """Starts the copy of equally many rows of two tensors, all channels, to `shared [halves * rows, 64]`, where each half of
+    the channels has the rows of the first, then those of the second. Zeros from the counts on."""
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, copy_l))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
+    token = row % 32
+    at_first = (row // 32) % 2 == 0
+    at = gl.where(at_first, first + token * (first_token * 8), second + token * (second_token * 8))
+    inside = token < gl.where(at_first, first_count, second_count)
+    copy_async(shared, (at + row // 64 * 64)[:, None] + column[None, :], mask=inside[:, None])
+
+
+@gluon.jit
+def fetch_block(shared, x, x_token, count, copy_l: gl.constexpr):
+    """Starts the copy of 32 rows, all channels, to `shared [halves * 32, 64]`. Zeros from `count` on."""
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, copy_l))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
+    at = x + ((row % 32) * (x_token * 8) + row // 32 * 64)
+    copy_async(shared, at[:, None] + column[None, :], mask=(row % 32 < count)[:, None])
+
+
+@gluon.jit
+def load_gate(even_s, odd_s, h, dtype: gl.constexpr, rows_s: gl.constexpr, cell: gl.constexpr):
+    """The gate's input for half `h` of the channels, block by block. It lies where this half's right operands will."""
+    if dtype == gl.bfloat16:
+        both = reinterpret(odd_s, dtype, [4, 32, 64], rows_s)
+        first = both.index(2 * h)
+        second = both.index(2 * h + 1)
+    else:
+        first = reinterpret(even_s, dtype, [2, 32, 64], rows_s).index(h)
+        second = reinterpret(odd_s, dtype, [2, 32, 64], rows_s).index(h)
+    return first.reshape([4, 8, 64]).load(cell), second.reshape([4, 8, 64]).load(cell)
+
+
+@gluon.jit
+def inverse_norms(pair_s, square_l: gl.constexpr, KH: gl.constexpr):
+    """`1 / sqrt(sum x^2 + eps)` of the 64 rows of a pair of blocks `[KH, 64, 64]`: the diagonal of their Gram matrix, which
+    is computed by blocks of 16 from one set of registers for both operands."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=square_l, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=square_l, k_width=2)
     gram = gl.zeros((4, 16, 16), gl.float32, layout=square_l)
     for h in gl.static_range(KH):
-        x = pair_s.index(2 * h + block).reshape([4, 16, 64]).load(left_l)
+        x = pair_s.index(h).reshape([4, 16, 64]).load(left_l)
         gram = mma_v2(x, gl.convert_layout(x.permute((0, 2, 1)), right_l), gram)
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, square_l)))
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, square_l)))
@@ -78,11 +117,16 @@ def inverse_norms(pair_s, square_l: gl.constexpr, KH: gl.constexpr, block: gl.co
 
 
 @gluon.jit
-def row_norms(norm_s, L2NORM: gl.constexpr, cell: gl.constexpr):
-    """The factors `[4, 8, 1]` that normalise a block's rows."""
+def pair_norms(norm_s, L2NORM: gl.constexpr, norm_l: gl.constexpr, cell: gl.constexpr):
+    """The factors `[4, 8, 1]` that normalise the rows of a pair's blocks."""
     if L2NORM:
-        return norm_s.reshape([4, 8]).load(gl.SliceLayout(2, cell))[:, :, None]
-    return gl.full((4, 8, 1), 1.0, gl.float32, layout=cell)
+        first, second = gl.split(norm_s.reshape([2, 4, 8]).load(norm_l).permute((1, 2, 0)))
+        first = gl.convert_layout(first, gl.SliceLayout(2, cell), assert_trivial=True)[:, :, None]
+        second = gl.convert_layout(second, gl.SliceLayout(2, cell), assert_trivial=True)[:, :, None]
+    else:
+        first = gl.full((4, 8, 1), 1.0, gl.float32, layout=cell)
+        second = first
+    return first, second
 
 
 @gluon.jit
@@ -95,9 +139,10 @@ def channel_bias(dt_bias, at, rate, GATE: gl.constexpr):
 
 
 @gluon.jit
-def decay_steps(tile, bias, rate, unit, GATE: gl.constexpr, SAFE: gl.constexpr, cell: gl.constexpr):
+def decay_steps(x, bias, rate, unit_s, GATE: gl.constexpr, SAFE: gl.constexpr, cell: gl.constexpr):
     """Log2 decays `[4, 8, 64]` of a block's rows."""
-    step = gate(tile.reshape([4, 8, 64]).load(cell).to(gl.float32), bias, rate, GATE) * unit
+    unit = unit_s.reshape([4, 8]).load(gl.SliceLayout(2, cell))[:, :, None]
+    step = gate(x.to(gl.float32), bias, rate, GATE) * unit
     if not SAFE:
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     return step
@@ -112,14 +157,6 @@ def cell_sums(step, cell: gl.constexpr):
     total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([4, 64]), gl.SliceLayout(1, cell), assert_trivial=True)
     c = gl.convert_layout(c.reshape([8, 4, 64]).permute((1, 0, 2)), cell, assert_trivial=True)
     return c, total
-
-
-@gluon.jit
-def block_decays(tile, total_s, bias, rate, unit, GATE: gl.constexpr, SAFE: gl.constexpr, cell: gl.constexpr):
-    """`cell_sums` of a block's rows; the totals go to `total_s`."""
-    c, total = cell_sums(decay_steps(tile, bias, rate, unit, GATE, SAFE, cell), cell)
-    total_s.reshape([4, 64]).store(total)
-    return c
 
 
 @gluon.jit
@@ -148,20 +185,26 @@ def cell_middle(c, cell: gl.constexpr):
 
 
 @gluon.jit
-def operands_from(d, k_s, q_s, right_s, norm_k, norm_q, cell: gl.constexpr):
-    """For distances `d` of a block's rows to their reference: normalised keys and queries times `exp(d)` in place of the raw
-    ones, keys times `exp(-d)` to `right_s`. Returns the queries and the last in fp32."""
-    k_tile = k_s.reshape([4, 8, 64])
-    q_tile = q_s.reshape([4, 8, 64])
-    kn = k_tile.load(cell).to(gl.float32) * norm_k
-    qn = q_tile.load(cell).to(gl.float32) * norm_q
-    a = exp2(d)
-    qa = qn * a
-    kb = kn * exp2_negative(d)
-    k_tile.store((kn * a).to(gl.bfloat16))
-    q_tile.store(qa.to(gl.bfloat16))
-    right_s.reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
-    return qa, kb
+def load_pair(pair_s, quad_l: gl.constexpr, cell: gl.constexpr):
+    """Both blocks of 32 rows of a tile, `[4, 8, 64]` each; no data moves between threads."""
+    first, second = gl.split(pair_s.reshape([2, 4, 8, 64]).load(quad_l).permute((1, 2, 3, 0)))
+    return gl.convert_layout(first, cell, assert_trivial=True), gl.convert_layout(second, cell, assert_trivial=True)
+
+
+@gluon.jit
+def store_pair(pair_s, first, second):
+    """One store for both blocks of a tile: between two the compiler would put a barrier."""
+    pair = gl.join(first.to(gl.bfloat16), second.to(gl.bfloat16)).permute((3, 0, 1, 2))
+    pair_s.reshape([2, 4, 8, 64]).store(pair)
+
+
+@gluon.jit
+def store_parts(parts_s, x):
+    """`x [64, 64]`, in any shape of four dimensions, as two bf16 tiles: the high and the low part."""
+    high, low = split_high_low(x)
+    shape: gl.constexpr = x.shape
+    parts = gl.join(high, low)
+    parts_s.reshape([2, shape[0], shape[1], shape[2], shape[3]]).store(parts.permute((4, 0, 1, 2, 3)))
 
 
 @gluon.jit
@@ -193,7 +236,14 @@ def substitute(low, high, diagonal_s):
 
 
 @gluon.jit
-def block_inverses(minus_A, b_s, diagonal_s, rows_l: gl.constexpr):
+def weighted(high, low, k_s, acc, use_acc: gl.constexpr):
+    """`acc` plus the 32 keys of a block, weighted by weights in two parts."""
+    acc = warpgroup_mma(high, k_s, acc, use_acc=use_acc, is_async=True)
+    return warpgroup_mma(low, k_s, acc, is_async=True)
+
+
+@gluon.jit
+def block_inverses(minus_A, right_s, diagonal_s, rows_l: gl.constexpr):
     """For strictly lower `A [64, 64]`, with D the inverses of the diagonal blocks of `I + A` of 16 rows: D on the diagonal
     and `-D A` below it, as `[4, 2, 8, 64]`. D and -A's other blocks are the right sides of one substitution."""
     layout: gl.constexpr = minus_A.type.layout
@@ -207,13 +257,31 @@ def block_inverses(minus_A, b_s, diagonal_s, rows_l: gl.constexpr):
     diagonal = gl.sum(gl.where(same, blocks, 0.0), axis=2)
     # row by row and half by half, each for all four blocks
     diagonal_s.reshape([16, 2, 4, 8]).permute((2, 0, 1, 3)).store(diagonal.reshape([4, 16, 2, 8]))
-    right_s = reinterpret(b_s, gl.float32, [64, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     right_s.store(gl.where(i // 16 == j // 16, gl.where(i == j, 1.0, 0.0), minus_A))
     X = right_s.reshape([4, 2, 8, 64]).load(rows_l)
     low, high = gl.split(X.permute((0, 2, 3, 1)))
     lines_s = reinterpret(diagonal_s, gl.float32, [32, 4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     low, high = substitute(low, high, lines_s)
     return gl.convert_layout(gl.join(low, high).permute((0, 3, 1, 2)), rows_l, assert_trivial=True)
+
+
+@gluon.jit
+def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
+    """The last sequence whose first chunk slot is not past `slot`. Every warp asks for 128 at once: two dependent loads for
+    any N that occurs, where a binary search has one for each bit of N."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    low = 0
+    high = N - 1
+    while low < high:
+        step = (high - low) // 128 + 1
+        n = low + lane * step
+        begin, _ = clamp_bounds(gl.load(cu_seqlens + n, mask=n <= high, other=0), n * 0, T)
+        passed = (n <= high) & (first_slot(begin, n, pieces, 64) <= slot)
+        last = gl.maximum(gl.sum(passed.to(gl.int32)) - 1, 0)
+        low += last * step
+        high = gl.minimum(high, low + step - 1)
+    return low
 
 
 @gluon.jit(do_not_specialize=SCALARS)
@@ -255,7 +323,6 @@ def prepare_kernel(
     L2NORM: gl.constexpr,
 ):
     KH: gl.constexpr = K // 64
-    g_dtype: gl.constexpr = g.dtype.element_ty
     # [warp, row, channel] of a cell per thread
     cell: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -263,17 +330,23 @@ def prepare_kernel(
     half_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     square_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
+    quad_l: gl.constexpr = gl.BlockedLayout([2, 1, 8, 2], [1, 1, 1, 32], [1, 4, 1, 1], [3, 2, 1, 0])
+    norm_l: gl.constexpr = gl.SliceLayout(3, quad_l)
     rows_l: gl.constexpr = gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    gate_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 64], g_dtype)
+    rows_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     pid = gl.program_id(0)
     head = pid % HV
     slot = pid // HV
-    # 64-bit divisions are slow
-    chunk_slot = slot if checkpoint_offsets is None else slot.to(gl.int64)
-    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, slots, N, T, 64)
+    if cu_seqlens is None:
+        n = slot // slots
+    else:
+        n = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
+    if checkpoint_offsets is not None:
+        slot = slot.to(gl.int64)  # else not: 64-bit divisions are slow
+    batch, start, count = chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, 64)
     if count <= 0:
         return
     batch = batch.to(gl.int32)
@@ -289,197 +362,219 @@ def prepare_kernel(
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
 
-    # per half of the channels: k and q of the first block, q and k of the second, so that of two products one has the keys
-    # of both blocks in their order
-    kq_s = gl.allocate_shared_memory(gl.bfloat16, [4 * KH, 32, 64], tile_s)
-    pair_s = reinterpret(kq_s, gl.bfloat16, [2 * KH, 64, 64], tile_s)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
-    square_s = reinterpret(b_s, gl.bfloat16, [4, 64, 64], tile_s)
-    # the gate's input lies where the right operands will: that space is not needed before
-    G: gl.constexpr = 4 if g_dtype == gl.bfloat16 else 2
-    g_s = reinterpret(b_s, g_dtype, [2 * G, 32, 64], gate_s)
+    # What is stored or loaded without a barrier between lies in separate allocations. Pairs of blocks, by halves of the
+    # channels: k and q of the first block; q and k of the second, so that of two products one has the keys of both blocks
+    # in their order.
+    pair0_s = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], tile_s)
+    pair1_s = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], tile_s)
+    kq0_s = reinterpret(pair0_s, gl.bfloat16, [KH, 64, 64], tile_s)
+    qk1_s = reinterpret(pair1_s, gl.bfloat16, [KH, 64, 64], tile_s)
+    # right operands of the pairs, then of the inverse
+    even_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], tile_s)
+    odd_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], tile_s)
+    even_half_s = reinterpret(even_s, gl.bfloat16, [4, 32, 64], tile_s)
+    even_tile_s = reinterpret(even_s, gl.bfloat16, [2, 64, 64], tile_s)
+    odd_tile_s = reinterpret(odd_s, gl.bfloat16, [2, 64, 64], tile_s)
     if not SAFE:
-        # sums of log decays take the place of the gate's input, and the exact path's operands that of the sums
-        sums_s = reinterpret(b_s, gl.float32, [4, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        # sums of log decays lie where the right operands will
+        sums0_s = reinterpret(even_s, gl.float32, [2, 32, 64], rows_s)
+        sums1_s = reinterpret(odd_s, gl.float32, [2, 32, 64], rows_s)
+        odd_half_s = reinterpret(odd_s, gl.bfloat16, [4, 32, 64], tile_s)
         level_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
         level_pair_s = reinterpret(level_s, gl.bfloat16, [4, 64, 64], tile_s)
-    total_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 256], flat_s)
-    grow_s = gl.allocate_shared_memory(gl.float32, [2 * KH, 64], flat_s)
-    norm_s = gl.allocate_shared_memory(gl.float32, [4, 32], flat_s)
-    pair_norm_s = reinterpret(norm_s, gl.float32, [2, 64], flat_s)
+    # totals of the cells, then -A's diagonal blocks, then I + n
+    small_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile_s)
+    total_s = reinterpret(small_s, gl.float32, [8, 256], flat_s)
+    both_totals_s = reinterpret(small_s, gl.float32, [4, 512], flat_s)
+    grow_s = gl.allocate_shared_memory(gl.float32, [KH, 64], flat_s)
+    move_s = gl.allocate_shared_memory(gl.float32, [KH, 64], flat_s)
+    norm0_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
+    norm1_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
     beta_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
-    diagonal_s = gl.allocate_shared_memory(gl.float32, [1024], flat_s)
+    unit_s = gl.allocate_shared_memory(gl.float32, [2, 32], flat_s)
 
-    copy_row = gl.arange(0, 32, layout=gl.SliceLayout(1, copy_l))
-    copy_column = gl.arange(0, 64, layout=gl.SliceLayout(0, copy_l))
-    for block in gl.static_range(2):
-        token = copy_row + block * 32
-        inside = (token < count)[:, None]
-        from_k = k + (token[:, None] * (k_token * 8) + copy_column[None, :])
-        from_q = q + (token[:, None] * (q_token * 8) + copy_column[None, :])
-        from_g = g + (token[:, None] * (g_token * 8) + copy_column[None, :])
-        for side in gl.static_range(KH):
-            copy_async(kq_s.index(4 * side + 3 * block), from_k + side * 64, mask=inside)
-            copy_async(kq_s.index(4 * side + 1 + block), from_q + side * 64, mask=inside)
-            copy_async(g_s.index(G * side + block), from_g + side * 64, mask=inside)
+    rate = decay_rate(A_log, head)
+    acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc_l))
+    strength = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0).to(gl.float32)
+    fetch(pair0_s, k, k_token, count, q, q_token, count, copy_l)
+    fetch(pair1_s, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32, copy_l)
+    if g.dtype.element_ty == gl.bfloat16:
+        g_s = reinterpret(odd_s, gl.bfloat16, [KH * 64, 64], rows_s)
+        fetch(g_s, g, g_token, count, g + g_token * 256, g_token, count - 32, copy_l)
+    else:
+        fetch_block(reinterpret(even_s, gl.float32, [KH * 32, 64], rows_s), g, g_token, count, copy_l)
+        fetch_block(reinterpret(odd_s, gl.float32, [KH * 32, 64], rows_s), g + g_token * 256, g_token, count - 32, copy_l)
     async_copy.commit_group()
 
-    row_l: gl.constexpr = gl.SliceLayout(2, cell)
-    warp_l: gl.constexpr = gl.SliceLayout(1, row_l)
+    warp_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, cell))
     cells = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, cell)))
-    row = (gl.arange(0, 4, layout=warp_l)[:, None] * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, row_l))[None, :])[
-        :, :, None
-    ]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
-    here = row * 64 + column[None, None, :]
-    rate = decay_rate(A_log, head)
     # nothing decays past the end
-    unit0 = gl.where(row < count, gate_unit(rate, lower_bound, GATE), 0.0)
-    unit1 = gl.where(row + 32 < count, gate_unit(rate, lower_bound, GATE), 0.0)
-    acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc_l))
-    acc_column = gl.arange(0, 64, layout=gl.SliceLayout(0, acc_l))
-    strength = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0).to(gl.float32)
+    reinterpret(unit_s, gl.float32, [64], flat_s).store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
     strength = gl.where(acc_row < count, write_strength(strength, BETA), 0.0)
     beta_s.store(strength)
 
     async_copy.wait_group(0)
     if L2NORM:
-        pair_norm_s.index(0).reshape([4, 16]).store(inverse_norms(pair_s, square_l, KH, 0))
-        pair_norm_s.index(1).reshape([4, 16]).store(inverse_norms(pair_s, square_l, KH, 1))
+        norm0_s.reshape([4, 16]).store(inverse_norms(kq0_s, square_l, KH))
+        norm1_s.reshape([4, 16]).store(inverse_norms(qk1_s, square_l, KH))
 
-    zero = gl.zeros((64, 64), gl.float32, layout=acc_l)
     if SAFE:
         fits: gl.constexpr = True
     else:
         lowest = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
         for h in range(KH):
             bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
-            c0 = block_decays(g_s.index(G * h), total_s.index(2 * h), bias, rate, unit0, GATE, SAFE, cell)
-            c1 = block_decays(g_s.index(G * h + 1), total_s.index(2 * h + 1), bias, rate, unit1, GATE, SAFE, cell)
+            g0, g1 = load_gate(even_s, odd_s, h, g.dtype.element_ty, rows_s, cell)
+            c0, total0 = cell_sums(decay_steps(g0, bias, rate, unit_s.index(0), GATE, SAFE, cell), cell)
+            c1, total1 = cell_sums(decay_steps(g1, bias, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+            both_totals_s.index(h).reshape([2, 4, 64]).store(gl.join(total0, total1).permute((2, 0, 1)))
             for block in gl.static_range(2):
                 _, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 lowest = gl.minimum(lowest, gl.minimum(middle, whole - middle))
-            sums_s.index(2 * h).reshape([4, 8, 64]).store(c0)
-            sums_s.index(2 * h + 1).reshape([4, 8, 64]).store(c1)
+            sums0_s.index(h).reshape([4, 8, 64]).store(c0)
+            sums1_s.index(h).reshape([4, 8, 64]).store(c1)
         # whether no half of a block decays by more than a float32 holds
         fits = gl.min(lowest, axis=0) >= LOWEST_HALF
+    half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, half_l))[:, None]
+    half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, half_l))[None, :]
+    half_zero = gl.zeros((64, 32), gl.float32, layout=half_l)
+    zero = gl.zeros((64, 64), gl.float32, layout=acc_l)
     if fits:
         for h in range(KH):
             if SAFE:
                 bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
-                c0 = block_decays(g_s.index(G * h), total_s.index(2 * h), bias, rate, unit0, GATE, SAFE, cell)
-                c1 = block_decays(g_s.index(G * h + 1), total_s.index(2 * h + 1), bias, rate, unit1, GATE, SAFE, cell)
+                g0, g1 = load_gate(even_s, odd_s, h, g.dtype.element_ty, rows_s, cell)
+                c0, total0 = cell_sums(decay_steps(g0, bias, rate, unit_s.index(0), GATE, SAFE, cell), cell)
+                c1, total1 = cell_sums(decay_steps(g1, bias, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+                both_totals_s.index(h).reshape([2, 4, 64]).store(gl.join(total0, total1).permute((2, 0, 1)))
             else:
-                c0 = sums_s.index(2 * h).reshape([4, 8, 64]).load(cell)
-                c1 = sums_s.index(2 * h + 1).reshape([4, 8, 64]).load(cell)
+                c0 = sums0_s.index(h).reshape([4, 8, 64]).load(cell)
+                c1 = sums1_s.index(h).reshape([4, 8, 64]).load(cell)
+            # before the barrier that the totals need, as the operands will take their place
+            k0, q0 = load_pair(kq0_s.index(h), quad_l, cell)
+            q1, k1 = load_pair(qk1_s.index(h), quad_l, cell)
             before0, middle0, whole0 = block_sums(total_s.index(2 * h), cell)
             before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1), cell)
-            gl.store(decay + h * 64 + column, exp2(whole0 + whole1))
-            qg = tiles + (KH + h) * 4096 + here
-            kg = tiles + (2 * KH + h) * 4096 + here
+            gl.store(decay + h * 64 + position(column), exp2(whole0 + whole1))
+            qg = tiles + (KH + h) * 4096
+            kg = tiles + (2 * KH + h) * 4096
+            norm_k0, norm_q0 = pair_norms(norm0_s, L2NORM, norm_l, cell)
+            norm_q1, norm_k1 = pair_norms(norm1_s, L2NORM, norm_l, cell)
 
             # 16 rows decay by no more than float32 holds: one reference, its middle, serves all pairs of a block
-            norm_k = row_norms(norm_s.index(0), L2NORM, cell)
-            norm_q = row_norms(norm_s.index(1), L2NORM, cell) * scale
             d = c0 + (before0 - middle0[None, :])[:, None, :]
-            qa, kb = operands_from(d, kq_s.index(4 * h), kq_s.index(4 * h + 1), b_s.index(4 * h), norm_k, norm_q, cell)
+            a = exp2(d)
+            kn = k0.to(gl.float32) * norm_k0
+            qa = q0.to(gl.float32) * (norm_q0 * scale) * a
+            kb = kn * exp2_negative(d)
+            store_pair(kq0_s.index(h), kn * a, qa)
+            even_half_s.index(2 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
             grow = exp2(middle0)
-            grow_s.index(2 * h).store(-grow)
+            grow_s.index(h).store(-grow)
+            store_cells(qg, qa * grow[None, None, :])
             # in two factors: each fits in fp32, their product need not
             kb = kb * exp2(whole0 - middle0)[None, None, :]
-            b_s.index(4 * h + 2).reshape([4, 8, 64]).store((kb * exp2(middle1)[None, None, :]).to(gl.bfloat16))
-            gl.store(qg, (qa * grow[None, None, :]).to(gl.bfloat16))
-            gl.store(kg, (kb * exp2(whole1)[None, None, :]).to(gl.bfloat16))
+            store_cells(kg, kb * exp2(whole1)[None, None, :])
+            moved = (kb * exp2(middle1)[None, None, :]).to(gl.bfloat16)
 
-            norm_k = row_norms(norm_s.index(3), L2NORM, cell)
-            norm_q = row_norms(norm_s.index(2), L2NORM, cell) * scale
             d = c1 + (before1 - middle1[None, :])[:, None, :]
-            qa, kb = operands_from(
-                d, kq_s.index(4 * h + 3), kq_s.index(4 * h + 2), b_s.index(4 * h + 3), norm_k, norm_q, cell
-            )
+            a = exp2(d)
+            kn = k1.to(gl.float32) * norm_k1
+            qa = q1.to(gl.float32) * (norm_q1 * scale) * a
+            kb = kn * exp2_negative(d)
+            store_pair(qk1_s.index(h), qa, kn * a)
+            store_pair(odd_tile_s.index(h), moved, kb)
             grow = exp2(whole0 + middle1)
-            grow_s.index(2 * h + 1).store(-grow)
-            gl.store(qg + 2048, (qa * grow[None, None, :]).to(gl.bfloat16))
-            gl.store(kg + 2048, (kb * exp2(whole1 - middle1)[None, None, :]).to(gl.bfloat16))
+            move_s.index(h).store(exp2(whole0 - middle0 + middle1))
+            store_cells(qg + 2048, qa * grow[None, None, :])
+            store_cells(kg + 2048, kb * exp2(whole1 - middle1)[None, None, :])
 
         fence_async_shared()
-        upper = zero
+        upper = half_zero
         lower = zero
-        for side in gl.static_range(KH):
-            # the second 32 rows of this one are anything: columns that are masked
-            first = square_s.index(2 * side).permute((1, 0))
-            second = square_s.index(2 * side + 1).permute((1, 0))
-            upper = warpgroup_mma(pair_s.index(2 * side), first, upper, use_acc=side > 0, is_async=True)
-            lower = warpgroup_mma(pair_s.index(2 * side + 1), second, lower, use_acc=side > 0, is_async=True)
+        for part in gl.static_range(KH):
+            upper = warpgroup_mma(
+                kq0_s.index(part), even_half_s.index(2 * part).permute((1, 0)), upper, use_acc=part > 0, is_async=True
+            )
+            lower = warpgroup_mma(
+                qk1_s.index(part), odd_tile_s.index(part).permute((1, 0)), lower, use_acc=part > 0, is_async=True
+            )
         upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
+        lower, right = column_halves(lower, half_l)
     else:
-        half_zero = gl.zeros((64, 32), gl.float32, layout=half_l)
-        half_row = (gl.arange(0, 64, layout=gl.SliceLayout(1, half_l)) % 32)[:, None]
-        half_column = gl.arange(0, 32, layout=gl.SliceLayout(0, half_l))[None, :]
-        same8 = half_row // 8 == half_column // 8
-        same16 = half_row // 16 == half_column // 16
+        in_block = half_row % 32
+        same8 = in_block // 8 == half_column // 8
+        same16 = in_block // 16 == half_column // 16
         near0 = half_zero
         near1 = half_zero
         eight0 = half_zero
         eight1 = half_zero
         sixteen0 = half_zero
         sixteen1 = half_zero
-        far = half_zero
+        lower = half_zero
         for h in range(KH):
-            c0 = sums_s.index(2 * h).reshape([4, 8, 64]).load(cell)
-            c1 = sums_s.index(2 * h + 1).reshape([4, 8, 64]).load(cell)
+            c0 = sums0_s.index(h).reshape([4, 8, 64]).load(cell)
+            c1 = sums1_s.index(h).reshape([4, 8, 64]).load(cell)
             for block in gl.static_range(2):
                 c = c0 if block == 0 else c1
                 total = gl.reduce(c, 1, _second)
                 before, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
-                k_tile = kq_s.index(4 * h + 3 * block).reshape([4, 8, 64])
-                q_tile = kq_s.index(4 * h + 1 + block).reshape([4, 8, 64])
-                kn = k_tile.load(cell).to(gl.float32) * row_norms(norm_s.index(3 * block), L2NORM, cell)
-                qn = q_tile.load(cell).to(gl.float32) * (row_norms(norm_s.index(1 + block), L2NORM, cell) * scale)
+                if block == 0:
+                    kn, qn = load_pair(kq0_s.index(h), quad_l, cell)
+                    norm_k, norm_q = pair_norms(norm0_s, L2NORM, norm_l, cell)
+                else:
+                    qn, kn = load_pair(qk1_s.index(h), quad_l, cell)
+                    norm_q, norm_k = pair_norms(norm1_s, L2NORM, norm_l, cell)
+                kn = kn.to(gl.float32) * norm_k
+                qn = qn.to(gl.float32) * (norm_q * scale)
                 # a cell decays by at most exp(-80) to either side of its middle
                 mid = cell_middle(c, cell)
                 d = c - mid[:, None, :]
                 a = exp2(d)
                 b = exp2_negative(d)
-                k_tile.store((kn * a).to(gl.bfloat16))
-                q_tile.store((qn * a).to(gl.bfloat16))
-                b_s.index(4 * h + block).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
                 second = cells % 2 == 1
                 half = exp2(gl.where(second[:, None], mid, total - mid))
                 factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                level_s.index(5 * block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
-                level_s.index(1 + 3 * block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
+                k8 = kn * factor
+                q8 = qn * factor
                 second = cells >= 2
                 half = before + mid - middle[None, :]
                 half = exp2(gl.where(second[:, None], half, -half))
                 factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                level_s.index(2 + 5 * block).reshape([4, 8, 64]).store((kn * factor).to(gl.bfloat16))
-                level_s.index(3 + 3 * block).reshape([4, 8, 64]).store((qn * factor).to(gl.bfloat16))
-
+                k16 = kn * factor
+                q16 = qn * factor
                 up = a * exp2(before + mid)[:, None, :]
                 down = b * exp2(whole[None, :] - before - mid)[:, None, :]
-                qg = tiles + (KH + h) * 4096 + block * 2048 + here
-                kg = tiles + (2 * KH + h) * 4096 + block * 2048 + here
+                qg = tiles + (KH + h) * 4096 + block * 2048
+                kg = tiles + (2 * KH + h) * 4096 + block * 2048
                 q_up = qn * up
                 k_down = kn * down
                 if block == 0:
+                    store_pair(kq0_s.index(h), kn * a, qn * a)
+                    store_pair(even_tile_s.index(h), kn * b, k_down)
+                    store_pair(level_pair_s.index(0), k8, q8)
+                    store_pair(level_pair_s.index(1), k16, q16)
                     k0_up = (kn * up).to(gl.bfloat16)
-                    b_s.index(4 * h + 2).reshape([4, 8, 64]).store(k_down.to(gl.bfloat16))
-                    gl.store(qg, q_up.to(gl.bfloat16))
-                    gl.store(kg, (k_down * exp2(other)[None, None, :]).to(gl.bfloat16))
-                    gl.store(decay + h * 64 + column, exp2(whole + other))
-                    grow_s.index(2 * h).store(whole * 0.0 - 1.0)
-                    grow_s.index(2 * h + 1).store(-exp2(whole))
+                    store_cells(qg, q_up)
+                    store_cells(kg, k_down * exp2(other)[None, None, :])
+                    gl.store(decay + h * 64 + position(column), exp2(whole + other))
+                    grow_s.index(h).store(whole * 0.0 - 1.0)
+                    move_s.index(h).store(exp2(whole))
                 else:
+                    store_pair(qk1_s.index(h), qn * a, kn * a)
+                    odd_half_s.index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
+                    store_pair(level_pair_s.index(2), q8, k8)
+                    store_pair(level_pair_s.index(3), q16, k16)
                     k1_up = (kn * up).to(gl.bfloat16)
                     q1_up = q_up.to(gl.bfloat16)
-                    gl.store(qg, (q_up * exp2(other)[None, None, :]).to(gl.bfloat16))
-                    gl.store(kg, k_down.to(gl.bfloat16))
+                    store_cells(qg, q_up * exp2(other)[None, None, :])
+                    store_cells(kg, k_down)
             fence_async_shared()
-            near0 = warpgroup_mma(pair_s.index(2 * h), b_s.index(4 * h).permute((1, 0)), near0, is_async=True)
-            near1 = warpgroup_mma(pair_s.index(2 * h + 1), b_s.index(4 * h + 1).permute((1, 0)), near1, is_async=True)
+            near0 = warpgroup_mma(kq0_s.index(h), even_half_s.index(2 * h).permute((1, 0)), near0, is_async=True)
+            near1 = warpgroup_mma(qk1_s.index(h), odd_half_s.index(2 * h).permute((1, 0)), near1, is_async=True)
             eight0 = warpgroup_mma(level_pair_s.index(0), level_s.index(0).permute((1, 0)), eight0, is_async=True)
             sixteen0 = warpgroup_mma(level_pair_s.index(1), level_s.index(2).permute((1, 0)), sixteen0, is_async=True)
             eight1 = warpgroup_mma(level_pair_s.index(2), level_s.index(5).permute((1, 0)), eight1, is_async=True)
@@ -487,62 +582,57 @@ def prepare_kernel(
             near0, near1, eight0, eight1, sixteen0, sixteen1 = warpgroup_mma_wait(
                 0, deps=[near0, near1, eight0, eight1, sixteen0, sixteen1]
             )
-            kq_s.index(4 * h).reshape([4, 8, 64]).store(k0_up)
-            kq_s.index(4 * h + 2).reshape([4, 8, 64]).store(q1_up)
-            kq_s.index(4 * h + 3).reshape([4, 8, 64]).store(k1_up)
+            store_pair(kq0_s.index(h), k0_up, k0_up)
+            store_pair(qk1_s.index(h), q1_up, k1_up)
         fence_async_shared()
         for part in gl.static_range(KH):
-            shared_k = b_s.index(4 * part + 2).permute((1, 0))
-            far = warpgroup_mma(pair_s.index(2 * part + 1), shared_k, far, is_async=True)
-        far = warpgroup_mma_wait(0, deps=[far])
-        pairs0 = gl.where(same8, near0, gl.where(same16, eight0, sixteen0))
-        pairs1 = gl.where(same8, near1, gl.where(same16, eight1, sixteen1))
-        upper = beside(pairs0, pairs0, acc_l)
-        lower = beside(far, pairs1, acc_l)
+            far_k = even_half_s.index(2 * part + 1).permute((1, 0))
+            lower = warpgroup_mma(qk1_s.index(part), far_k, lower, is_async=True)
+        lower = warpgroup_mma_wait(0, deps=[lower])
+        upper = gl.where(same8, near0, gl.where(same16, eight0, sixteen0))
+        right = gl.where(same8, near1, gl.where(same16, eight1, sixteen1))
 
-    # rows of `upper`: k, then q of the first block; of `lower`: q, then k of the second
-    i = acc_row[:, None]
-    j = acc_column[None, :]
-    minus_A = gl.where(i > j, gl.where(i < 32, upper, lower), 0.0) * -strength[:, None]
-    query = (i + 32) % 64
-    Aqk = gl.where(query >= j, gl.where(i < 32, lower, upper), 0.0)
+    # rows of `upper`: k, then q of the first block, by its columns; of `lower` and `right`: q, then k of the second block, by
+    # the columns of the first and of the second
+    first = half_row < 32
+    left_A = gl.where(half_row > half_column, gl.where(first, upper, lower), 0.0)
+    right_A = gl.where(half_row > half_column + 32, right, 0.0)
+    minus_A = beside(left_A, right_A, acc_l) * -strength[:, None]
+    query = (half_row + 32) % 64
+    left_Aqk = gl.where(query >= half_column, gl.where(first, lower, upper), 0.0)
+    right_Aqk = gl.where(query >= half_column + 32, right, 0.0)
+    store_tile(tiles + (3 * KH + 1) * 4096, beside(left_Aqk, right_Aqk, acc_l), 32)
 
-    # the operands of these products are not needed any more, but for the keys
-    stage = square_s.index(3)
-    stage.store(Aqk.to(gl.bfloat16))
-    X = block_inverses(minus_A, b_s, diagonal_s, rows_l)
-    out_row = gl.arange(0, 64, layout=gl.SliceLayout(1, copy_l))
-    out = out_row[:, None] * 64 + copy_column[None, :]
-    gl.store(tiles + (3 * KH + 1) * 4096 + (out + 2048) % 4096, stage.load(copy_l))
+    right_s = reinterpret(odd_s, gl.float32, [64, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    diagonal_s = reinterpret(small_s, gl.float32, [1024], flat_s)
+    X = block_inverses(minus_A, right_s, diagonal_s, rows_l)
 
     # With D the inverses of the diagonal blocks of 16 and n = -D (A off the diagonal), n^4 = 0 and
-    # (I + A)^-1 = (I + n^2) Y with Y = D + n D.
-    D_high = square_s.index(0)
-    D_low = square_s.index(1)
-    n_high = square_s.index(2)
-    n_low = square_s.index(3)
+    # (I + A)^-1 = (I + n^2) Y with Y = (I + n) D.
     block16 = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, rows_l))))[
         :, None, None, None
     ]
     column64 = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, rows_l))))[
         None, None, None, :
     ]
-    high, low = split_high_low(gl.where(column64 // 16 == block16, X, 0.0))
-    D_high.reshape([4, 2, 8, 64]).store(high)
-    D_low.reshape([4, 2, 8, 64]).store(low)
-    high, low = split_high_low(gl.where(column64 // 16 < block16, X, 0.0))
-    n_high.reshape([4, 2, 8, 64]).store(high)
-    n_low.reshape([4, 2, 8, 64]).store(low)
+    half8 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, rows_l))))[None, :, None, None]
+    row8 = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, rows_l))))[None, None, :, None]
+    same = column64 // 16 == block16
+    n = gl.where(same, 0.0, X)
+    store_parts(odd_s, gl.where(same, X, 0.0))
+    store_parts(even_s, n)
+    identity = gl.where(column64 == block16 * 16 + half8 * 8 + row8, 1.0, n)
+    small_s.reshape([4, 2, 8, 64]).store(split_high_low(identity)[0])
+    D_high = odd_tile_s.index(0)
+    D_low = odd_tile_s.index(1)
+    n_high = even_tile_s.index(0)
+    n_low = even_tile_s.index(1)
     fence_async_shared()
-    D = D_high.load(acc_l).to(gl.float32) + D_low.load(acc_l).to(gl.float32)
-    Y = product3(n_high, n_low, D_high, D_low, D, True)
+    Y = product3(small_s, n_low, D_high, D_low, zero, False)
     # n^2 has nothing right of column 32
-    n2 = gl.zeros((64, 32), gl.float32, layout=half_l)
-    n2 = product3(n_high, n_low, n_high.slice(0, 32, 1), n_low.slice(0, 32, 1), n2, False)
+    n2 = product3(n_high, n_low, n_high.slice(0, 32, 1), n_low.slice(0, 32, 1), half_zero, False)
     Y, n2 = warpgroup_mma_wait(0, deps=[Y, n2])
-    high, low = split_high_low(Y)
-    D_high.store(high)
-    D_low.store(low)
+    store_parts(odd_s, Y.reshape([4, 2, 8, 64]))
     fence_async_shared()
     n2_high, n2_low = split_high_low(n2)
     n2_high = gl.convert_layout(n2_high, dot_l, assert_trivial=True)
@@ -555,18 +645,25 @@ def prepare_kernel(
     # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.
     high = weights.to(gl.bfloat16)
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
-    n_high.store(high)
-    gl.store(tiles + 3 * KH * 4096 + out, n_high.load(copy_l))
+    store_tile(tiles + 3 * KH * 4096, high, 0)
     high0, high1 = column_halves(high, dot_l)
     low0, low1 = column_halves(low, dot_l)
-    for side in gl.static_range(KH):
-        w0 = warpgroup_mma(high0, kq_s.index(4 * side), zero, use_acc=False, is_async=True)
-        w0 = warpgroup_mma(low0, kq_s.index(4 * side), w0, is_async=True)
-        w1 = warpgroup_mma(high1, kq_s.index(4 * side + 3), zero, use_acc=False, is_async=True)
-        w1 = warpgroup_mma(low1, kq_s.index(4 * side + 3), w1, is_async=True)
-        w0, w1, high0, high1, low0, low1 = warpgroup_mma_wait(0, deps=[w0, w1, high0, high1, low0, low1])
-        grow0 = grow_s.index(2 * side).load(gl.SliceLayout(0, acc_l))[None, :]
-        grow1 = grow_s.index(2 * side + 1).load(gl.SliceLayout(0, acc_l))[None, :]
-        stage = square_s.index(side)
-        stage.store((w0 * grow0 + w1 * grow1).to(gl.bfloat16))
-        gl.store(tiles + side * 4096 + out, stage.load(copy_l))
+    k0_s = reinterpret(pair0_s, gl.bfloat16, [2 * KH, 32, 64], tile_s)
+    k1_s = reinterpret(pair1_s, gl.bfloat16, [2 * KH, 32, 64], tile_s)
+    # relative to the second block's reference first, then moved to the first block's
+    w = weighted(high1, low1, k1_s.index(1), zero, False)
+    if KH == 2:
+        w_right = weighted(high1, low1, k1_s.index(3), zero, False)
+        w, w_right, high1, low1 = warpgroup_mma_wait(0, deps=[w, w_right, high1, low1])
+        w_right *= move_s.index(1).load(gl.SliceLayout(0, acc_l))[None, :]
+    else:
+        w, high1, low1 = warpgroup_mma_wait(0, deps=[w, high1, low1])
+    w *= move_s.index(0).load(gl.SliceLayout(0, acc_l))[None, :]
+    w = weighted(high0, low0, k0_s.index(0), w, True)
+    if KH == 2:
+        w_right = weighted(high0, low0, k0_s.index(2), w_right, True)
+        w, w_right, high0, low0 = warpgroup_mma_wait(0, deps=[w, w_right, high0, low0])
+        store_tile(tiles + 4096, w_right * grow_s.index(1).load(gl.SliceLayout(0, acc_l))[None, :], 0)
+    else:
+        w, high0, low0 = warpgroup_mma_wait(0, deps=[w, high0, low0])
+    store_tile(tiles, w * grow_s.index(0).load(gl.SliceLayout(0, acc_l))[None, :], 0)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import common, states
 from ..triton import recurrence as portable
 from .compat import copy_async, copy_tile
+from .tiles import LINES, from_lines, position, to_lines
 
 C = gl.constexpr(64)
 BV = gl.constexpr(64)
@@ -77,7 +78,7 @@ def load(
     TILES: gl.constexpr = 3 * (K // 64) + 2
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))
+    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, copy_l)))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
     key = gl.arange(0, K, layout=line_l)
     in_v = row[:, None] * (v_token * 8) + column[None, :]
@@ -153,9 +154,9 @@ def compute(
     acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
     out_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, acc_l))
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, out_l))
+    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, out_l)))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
@@ -175,12 +176,12 @@ def compute(
         for piece in range(0, pieces):
             start, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
             total += chunks
-        value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, acc_l))
+        value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
         in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
         # the state's key channels in halves of 64: two accumulators
-        state0 = load_state(initial_state, own * state_pitch + in_slot, read)
+        state0 = from_lines(load_state(initial_state, own * state_pitch + in_slot, read), acc_l)
         if KH == 2:
-            state1 = load_state(initial_state, own * state_pitch + in_slot + NEXT, read)
+            state1 = from_lines(load_state(initial_state, own * state_pitch + in_slot + NEXT, read), acc_l)
         first = turn
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -199,9 +200,9 @@ def compute(
                     base = s * TILES
                     if h is not None:
                         h_at = state_offsets(((h_row + turn - first) * HV + head) * K * V, value, key, K, V, V_FIRST)
-                        gl.store(h + h_at, state0.to(h.dtype.element_ty))
+                        gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                         if KH == 2:
-                            gl.store(h + h_at + NEXT, state1.to(h.dtype.element_ty))
+                            gl.store(h + h_at + NEXT, to_lines(state1.to(h.dtype.element_ty)))
                     left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
                     if KH == 2:
                         left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
@@ -245,17 +246,17 @@ def compute(
                     there, reached = checkpoint_slot(
                         checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
                     )
-                    store_state(final_state, there * state_pitch + in_slot, state0, reached)
+                    store_state(final_state, there * state_pitch + in_slot, to_lines(state0), reached)
                     if KH == 2:
-                        store_state(final_state, there * state_pitch + in_slot + NEXT, state1, reached)
+                        store_state(final_state, there * state_pitch + in_slot + NEXT, to_lines(state1), reached)
                     start = stop
             pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
             store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
         # turn is first + total now; offsets that the compiler can't see to be those of above need no registers in the loop
         in_slot = state_offsets(head * K * V + (turn - first - total), value, key, K, V, V_FIRST)
-        store_state(final_state, own * state_pitch + in_slot, state0, stored)
+        store_state(final_state, own * state_pitch + in_slot, to_lines(state0), stored)
         if KH == 2:
-            store_state(final_state, own * state_pitch + in_slot + NEXT, state1, stored)
+            store_state(final_state, own * state_pitch + in_slot + NEXT, to_lines(state1), stored)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]

@@ -107,29 +107,17 @@ def find_in_pieces(checkpoint_offsets, n, chunk, pieces, length, C: tl.constexpr
 
 
 @triton.jit
-def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C: tl.constexpr):
-    """The batch row, first token and token count of a chunk slot; the count is 0 or less where the slot is not used.
-
-    Packed: binary search for the last sequence whose first slot is not past `slot`.
-    """
+def chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C: tl.constexpr):
+    """The batch row, first token and token count of a chunk slot that belongs to sequence `n`; the count is 0 or less where
+    the slot is not used."""
     pieces = piece_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None:
-        n = slot // slots
         batch = n
         chunk = slot % slots
         begin = slot * 0
         end = begin + T
     else:
-        n = slot * 0
-        batch = n
-        high = n + N - 1
-        while n < high:
-            middle = (n + high + 1) // 2
-            begin, _ = sequence_bounds(cu_seqlens, middle, T)
-            if first_slot(begin, middle, pieces, C) <= slot:
-                n = middle
-            else:
-                high = middle - 1
+        batch = n * 0
         begin, end = sequence_bounds(cu_seqlens, n, T)
         chunk = slot - first_slot(begin, n, pieces, C)
     if checkpoint_offsets is None:
@@ -140,6 +128,26 @@ def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C
     else:
         start, count = find_in_pieces(checkpoint_offsets, n, chunk, pieces, end - begin, C)
     return batch, begin + start, count
+
+
+@triton.jit
+def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C: tl.constexpr):
+    """`chunk_of_sequence` with the sequence found: packed, by binary search for the last one whose first slot is not past
+    `slot`."""
+    if cu_seqlens is None:
+        n = slot // slots
+    else:
+        pieces = piece_count(checkpoint_offsets, checkpoints)
+        n = slot * 0
+        high = n + N - 1
+        while n < high:
+            middle = (n + high + 1) // 2
+            begin, _ = sequence_bounds(cu_seqlens, middle, T)
+            if first_slot(begin, middle, pieces, C) <= slot:
+                n = middle
+            else:
+                high = middle - 1
+    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C)
 
 
 @triton.jit
