@@ -88,7 +88,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *(workspace.tiles, workspace.decay),
             *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
+            *(spec.T, spec.N, spec.HV, spec.HV // spec.H, spec.slots, spec.checkpoints),
             *_eighths(t.q, t.k, t.g),
             *strides(t.beta),
         ),

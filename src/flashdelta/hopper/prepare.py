@@ -30,8 +30,12 @@ from .arithmetic import (
     gate,
     gate_bias,
     gate_unit,
+    high_pair,
+    low_pair,
     product3,
+    round_pairs,
     split_high_low,
+    squares,
     write_strength,
 )
 from .compat import copy_async, reinterpret
@@ -45,7 +49,7 @@ decay_rate = gluon.jit(common.decay_rate.fn)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "H", "HV", "slots", "checkpoints", *_STRIDES)
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
 """Arguments whose values leave the machine code as it is."""
 
 
@@ -101,31 +105,34 @@ def load_gate(even_s, odd_s, h, dtype: gl.constexpr, rows_s: gl.constexpr, cell:
 
 
 @gluon.jit
-def inverse_norms(pair_s, square_l: gl.constexpr, KH: gl.constexpr):
-    """`1 / sqrt(sum x^2 + eps)` of the 64 rows of a pair of blocks `[KH, 64, 64]`: the diagonal of their Gram matrix, which
-    is computed by blocks of 16 from one set of registers for both operands."""
+def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr, square_l: gl.constexpr):
+    """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
+    `scale`. Squares in bf16, summed by a product with ones: a norm is off by a relative 1e-4, by 1e-3 if one element has it
+    all; the bf16 operands that it scales, by up to 4e-3."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=square_l, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=square_l, k_width=2)
-    gram = gl.zeros((4, 16, 16), gl.float32, layout=square_l)
-    for h in gl.static_range(KH):
-        x = pair_s.index(h).reshape([4, 16, 64]).load(left_l)
-        gram = mma_v2(x, gl.convert_layout(x.permute((0, 2, 1)), right_l), gram)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, square_l)))
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, square_l)))
-    total = gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2)
-    return gl.rsqrt(total + L2_EPS)
+    row_l: gl.constexpr = gl.SliceLayout(2, square_l)
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
+    factor = gl.where((tile < 2) == KEYS_FIRST, 1.0, scale)
+    if L2NORM:
+        ones = gl.full((4, 64, 8), 1.0, gl.bfloat16, layout=right_l)
+        total = gl.zeros((4, 16, 8), gl.float32, layout=square_l)
+        KH: gl.constexpr = pair_s.shape[0]
+        for h in gl.static_range(KH):
+            total = mma_v2(squares(pair_s.index(h).reshape([4, 16, 64]).load(left_l)), ones, total)
+        # all columns are the same
+        factor = factor * gl.rsqrt(gl.max(total, axis=2) + L2_EPS)
+    else:
+        factor = factor + gl.zeros((4, 16), gl.float32, layout=row_l)
+    return factor
 
 
 @gluon.jit
-def pair_norms(norm_s, L2NORM: gl.constexpr, norm_l: gl.constexpr, cell: gl.constexpr):
-    """The factors `[4, 8, 1]` that normalise the rows of a pair's blocks."""
-    if L2NORM:
-        first, second = gl.split(norm_s.reshape([2, 4, 8]).load(norm_l).permute((1, 2, 0)))
-        first = gl.convert_layout(first, gl.SliceLayout(2, cell), assert_trivial=True)[:, :, None]
-        second = gl.convert_layout(second, gl.SliceLayout(2, cell), assert_trivial=True)[:, :, None]
-    else:
-        first = gl.full((4, 8, 1), 1.0, gl.float32, layout=cell)
-        second = first
+def pair_factors(norm_s, norm_l: gl.constexpr, cell: gl.constexpr):
+    """The factors `[4, 8, 1]` of the rows of a pair's blocks."""
+    first, second = gl.split(norm_s.reshape([2, 4, 8]).load(norm_l).permute((1, 2, 0)))
+    first = gl.convert_layout(first, gl.SliceLayout(2, cell), assert_trivial=True)[:, :, None]
+    second = gl.convert_layout(second, gl.SliceLayout(2, cell), assert_trivial=True)[:, :, None]
     return first, second
 
 
@@ -276,7 +283,7 @@ def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
     while low < high:
         step = (high - low) // 128 + 1
         n = low + lane * step
-        begin, _ = clamp_bounds(gl.load(cu_seqlens + n, mask=n <= high, other=0), n * 0, T)
+        begin, _ = clamp_bounds(gl.load(cu_seqlens + n, mask=n <= high, other=0), n * 0, T, gl.int32)
         passed = (n <= high) & (first_slot(begin, n, pieces, 64) <= slot)
         last = gl.maximum(gl.sum(passed.to(gl.int32)) - 1, 0)
         low += last * step
@@ -300,8 +307,8 @@ def prepare_kernel(
     lower_bound: gl.float32,
     T: gl.int32,
     N: gl.int32,
-    H: gl.int32,
     HV: gl.int32,
+    group: gl.int32,
     slots: gl.int32,
     checkpoints: gl.int32,
     q_batch: gl.int32,
@@ -334,6 +341,7 @@ def prepare_kernel(
     norm_l: gl.constexpr = gl.SliceLayout(3, quad_l)
     rows_l: gl.constexpr = gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    word_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
     rows_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
@@ -341,18 +349,23 @@ def prepare_kernel(
     head = pid % HV
     slot = pid // HV
     if cu_seqlens is None:
-        n = slot // slots
+        n = 0
+        if slot >= slots:  # a division takes as long as dozens of other instructions
+            n = slot // slots
     else:
         n = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
-    if checkpoint_offsets is not None:
-        slot = slot.to(gl.int64)  # else not: 64-bit divisions are slow
-    batch, start, count = chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, 64)
+    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
+    batch, start, count = chunk_of_sequence(
+        cu_seqlens, checkpoint_offsets, checkpoints, n, slot.to(integer), slots, T, 64, integer
+    )
     if count <= 0:
         return
     batch = batch.to(gl.int32)
     start = start.to(gl.int32)
     count = gl.minimum(count, 64).to(gl.int32)
-    qk_head = head // (HV // H)
+    qk_head = head
+    if group > 1:
+        qk_head = head // group
     # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
     q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
     k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
@@ -415,9 +428,8 @@ def prepare_kernel(
     beta_s.store(strength)
 
     async_copy.wait_group(0)
-    if L2NORM:
-        norm0_s.reshape([4, 16]).store(inverse_norms(kq0_s, square_l, KH))
-        norm1_s.reshape([4, 16]).store(inverse_norms(qk1_s, square_l, KH))
+    norm0_s.reshape([4, 16]).store(row_factors(kq0_s, scale, True, L2NORM, square_l))
+    norm1_s.reshape([4, 16]).store(row_factors(qk1_s, scale, False, L2NORM, square_l))
 
     if SAFE:
         fits: gl.constexpr = True
@@ -459,14 +471,14 @@ def prepare_kernel(
             gl.store(decay + h * 64 + position(column), exp2(whole0 + whole1))
             qg = tiles + (KH + h) * 4096
             kg = tiles + (2 * KH + h) * 4096
-            norm_k0, norm_q0 = pair_norms(norm0_s, L2NORM, norm_l, cell)
-            norm_q1, norm_k1 = pair_norms(norm1_s, L2NORM, norm_l, cell)
+            norm_k0, norm_q0 = pair_factors(norm0_s, norm_l, cell)
+            norm_q1, norm_k1 = pair_factors(norm1_s, norm_l, cell)
 
             # 16 rows decay by no more than float32 holds: one reference, its middle, serves all pairs of a block
             d = c0 + (before0 - middle0[None, :])[:, None, :]
             a = exp2(d)
             kn = k0.to(gl.float32) * norm_k0
-            qa = q0.to(gl.float32) * (norm_q0 * scale) * a
+            qa = q0.to(gl.float32) * norm_q0 * a
             kb = kn * exp2_negative(d)
             store_pair(kq0_s.index(h), kn * a, qa)
             even_half_s.index(2 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
@@ -481,7 +493,7 @@ def prepare_kernel(
             d = c1 + (before1 - middle1[None, :])[:, None, :]
             a = exp2(d)
             kn = k1.to(gl.float32) * norm_k1
-            qa = q1.to(gl.float32) * (norm_q1 * scale) * a
+            qa = q1.to(gl.float32) * norm_q1 * a
             kb = kn * exp2_negative(d)
             store_pair(qk1_s.index(h), qa, kn * a)
             store_pair(odd_tile_s.index(h), moved, kb)
@@ -523,12 +535,12 @@ def prepare_kernel(
                 _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
                 if block == 0:
                     kn, qn = load_pair(kq0_s.index(h), quad_l, cell)
-                    norm_k, norm_q = pair_norms(norm0_s, L2NORM, norm_l, cell)
+                    norm_k, norm_q = pair_factors(norm0_s, norm_l, cell)
                 else:
                     qn, kn = load_pair(qk1_s.index(h), quad_l, cell)
-                    norm_q, norm_k = pair_norms(norm1_s, L2NORM, norm_l, cell)
+                    norm_q, norm_k = pair_factors(norm1_s, norm_l, cell)
                 kn = kn.to(gl.float32) * norm_k
-                qn = qn.to(gl.float32) * (norm_q * scale)
+                qn = qn.to(gl.float32) * norm_q
                 # a cell decays by at most exp(-80) to either side of its middle
                 mid = cell_middle(c, cell)
                 d = c - mid[:, None, :]
@@ -603,26 +615,32 @@ def prepare_kernel(
     right_Aqk = gl.where(query >= half_column + 32, right, 0.0)
     store_tile(tiles + (3 * KH + 1) * 4096, beside(left_Aqk, right_Aqk, acc_l), 32)
 
+    odd_word_s = reinterpret(odd_s, gl.int32, [128, 32], word_s)
+    even_word_s = reinterpret(even_s, gl.int32, [128, 32], word_s)
+    small_word_s = reinterpret(small_s, gl.int32, [64, 32], word_s)
     right_s = reinterpret(odd_s, gl.float32, [64, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     diagonal_s = reinterpret(small_s, gl.float32, [1024], flat_s)
     X = block_inverses(minus_A, right_s, diagonal_s, rows_l)
 
     # With D the inverses of the diagonal blocks of 16 and n = -D (A off the diagonal), n^4 = 0 and
     # (I + A)^-1 = (I + n^2) Y with Y = (I + n) D.
-    block16 = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, rows_l))))[
-        :, None, None, None
-    ]
-    column64 = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, rows_l))))[
-        None, None, None, :
-    ]
-    half8 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, rows_l))))[None, :, None, None]
-    row8 = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, rows_l))))[None, None, :, None]
-    same = column64 // 16 == block16
-    n = gl.where(same, 0.0, X)
-    store_parts(odd_s, gl.where(same, X, 0.0))
-    store_parts(even_s, n)
-    identity = gl.where(column64 == block16 * 16 + half8 * 8 + row8, 1.0, n)
-    small_s.reshape([4, 2, 8, 64]).store(split_high_low(identity)[0])
+    x0, x1 = gl.split(X.reshape([4, 2, 8, 32, 2]))
+    word_l: gl.constexpr = x0.type.layout
+    block_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, word_l)))
+    half8_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, word_l)))
+    row8_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, word_l)))
+    column_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, word_l)))
+    columns2 = gl.arange(0, 32, layout=column_l)[None, None, None, :]
+    row16 = (
+        gl.arange(0, 2, layout=half8_l)[None, :, None, None] * 8 + gl.arange(0, 8, layout=row8_l)[None, None, :, None]
+    )
+    same = columns2 // 8 == gl.arange(0, 4, layout=block_l)[:, None, None, None]
+    high = high_pair(x0, x1)
+    low = low_pair(x0, x1)
+    one = gl.where(row16 // 2 == columns2 % 8, gl.where(row16 % 2 == 0, 0x3F80, 0x3F800000), 0)
+    odd_word_s.reshape([2, 4, 2, 8, 32]).store(gl.join(gl.where(same, high, 0), gl.where(same, low, 0)).permute((4, 0, 1, 2, 3)))
+    even_word_s.reshape([2, 4, 2, 8, 32]).store(gl.join(gl.where(same, 0, high), gl.where(same, 0, low)).permute((4, 0, 1, 2, 3)))
+    small_word_s.reshape([4, 2, 8, 32]).store(gl.where(same, one, high))
     D_high = odd_tile_s.index(0)
     D_low = odd_tile_s.index(1)
     n_high = even_tile_s.index(0)
@@ -643,7 +661,7 @@ def prepare_kernel(
     weights = X * beta_s.load(gl.SliceLayout(0, acc_l))[None, :]
     # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
     # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.
-    high = weights.to(gl.bfloat16)
+    high = round_pairs(weights)
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
     high0, high1 = column_halves(high, dot_l)

@@ -10,16 +10,16 @@ L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def clamp_bounds(begin, end, T):
+def clamp_bounds(begin, end, T, integer: tl.constexpr = tl.int64):
     """Offsets in `[0, T]`, the second not below the first, so that bad ones stay inside the tensors."""
-    begin = tl.minimum(tl.maximum(begin.to(tl.int64), 0), T)
-    return begin, tl.minimum(tl.maximum(end.to(tl.int64), begin), T)
+    begin = tl.minimum(tl.maximum(begin, 0), T).to(integer)
+    return begin, tl.minimum(tl.maximum(end, begin), T).to(integer)
 
 
 @triton.jit
-def sequence_bounds(cu_seqlens, n, T):
+def sequence_bounds(cu_seqlens, n, T, integer: tl.constexpr = tl.int64):
     """First and past-the-last token of sequence `n`, clamped."""
-    return clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T)
+    return clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T, integer)
 
 
 @triton.jit
@@ -107,7 +107,9 @@ def find_in_pieces(checkpoint_offsets, n, chunk, pieces, length, C: tl.constexpr
 
 
 @triton.jit
-def chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C: tl.constexpr):
+def chunk_of_sequence(
+    cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C: tl.constexpr, integer: tl.constexpr = tl.int64
+):
     """The batch row, first token and token count of a chunk slot that belongs to sequence `n`; the count is 0 or less where
     the slot is not used."""
     pieces = piece_count(checkpoint_offsets, checkpoints)
@@ -118,7 +120,7 @@ def chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slot
         end = begin + T
     else:
         batch = n * 0
-        begin, end = sequence_bounds(cu_seqlens, n, T)
+        begin, end = sequence_bounds(cu_seqlens, n, T, integer)
         chunk = slot - first_slot(begin, n, pieces, C)
     if checkpoint_offsets is None:
         start = chunk * C
