@@ -137,15 +137,6 @@ def pair_factors(norm_s, norm_l: gl.constexpr, cell: gl.constexpr):
 
 
 @gluon.jit
-def channel_bias(dt_bias, at, rate, GATE: gl.constexpr):
-    """`dt_bias` of the 64 channels `at`, as `gate` takes it, `[1, 1, 64]`; 0 without one."""
-    bias = 0.0
-    if dt_bias is not None:
-        bias = gate_bias(gl.load(dt_bias + at).to(gl.float32), rate, GATE)[None, None, :]
-    return bias
-
-
-@gluon.jit
 def decay_steps(x, bias, rate, unit_s, GATE: gl.constexpr, SAFE: gl.constexpr, cell: gl.constexpr):
     """Log2 decays `[4, 8, 64]` of a block's rows."""
     unit = unit_s.reshape([4, 8]).load(gl.SliceLayout(2, cell))[:, :, None]
@@ -405,12 +396,16 @@ def prepare_kernel(
     norm1_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
     beta_s = gl.allocate_shared_memory(gl.float32, [64], flat_s)
     unit_s = gl.allocate_shared_memory(gl.float32, [2, 32], flat_s)
+    if dt_bias is not None:
+        bias_s = gl.allocate_shared_memory(gl.float32, [KH, 64], flat_s)
 
     rate = decay_rate(A_log, head)
+    if dt_bias is not None:
+        channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        bias = gl.load(dt_bias + head * K + channel).to(gl.float32)
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc_l))
     strength = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0).to(gl.float32)
-    fetch(pair0_s, k, k_token, count, q, q_token, count, copy_l)
-    fetch(pair1_s, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32, copy_l)
+    # the gate's input first: decays are worked out while keys and queries are on their way
     if g.dtype.element_ty == gl.bfloat16:
         g_s = reinterpret(odd_s, gl.bfloat16, [KH * 64, 64], rows_s)
         fetch(g_s, g, g_token, count, g + g_token * 256, g_token, count - 32, copy_l)
@@ -418,34 +413,43 @@ def prepare_kernel(
         fetch_block(reinterpret(even_s, gl.float32, [KH * 32, 64], rows_s), g, g_token, count, copy_l)
         fetch_block(reinterpret(odd_s, gl.float32, [KH * 32, 64], rows_s), g + g_token * 256, g_token, count - 32, copy_l)
     async_copy.commit_group()
+    fetch(pair0_s, k, k_token, count, q, q_token, count, copy_l)
+    fetch(pair1_s, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32, copy_l)
+    async_copy.commit_group()
 
     warp_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, cell))
     cells = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, cell)))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
+    column_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, cell))
+    column = gl.arange(0, 64, layout=column_l)
     # nothing decays past the end
     reinterpret(unit_s, gl.float32, [64], flat_s).store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
     strength = gl.where(acc_row < count, write_strength(strength, BETA), 0.0)
     beta_s.store(strength)
+    if dt_bias is not None:
+        reinterpret(bias_s, gl.float32, [K], flat_s).store(gate_bias(bias, rate, GATE))
 
-    async_copy.wait_group(0)
-    norm0_s.reshape([4, 16]).store(row_factors(kq0_s, scale, True, L2NORM, square_l))
-    norm1_s.reshape([4, 16]).store(row_factors(qk1_s, scale, False, L2NORM, square_l))
+    async_copy.wait_group(1)
 
     if SAFE:
         fits: gl.constexpr = True
     else:
         lowest = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
         for h in range(KH):
-            bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+            shift = 0.0
+            if dt_bias is not None:
+                shift = bias_s.index(h).load(column_l)[None, None, :]
             g0, g1 = load_gate(even_s, odd_s, h, g.dtype.element_ty, rows_s, cell)
-            c0, total0 = cell_sums(decay_steps(g0, bias, rate, unit_s.index(0), GATE, SAFE, cell), cell)
-            c1, total1 = cell_sums(decay_steps(g1, bias, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+            c0, total0 = cell_sums(decay_steps(g0, shift, rate, unit_s.index(0), GATE, SAFE, cell), cell)
+            c1, total1 = cell_sums(decay_steps(g1, shift, rate, unit_s.index(1), GATE, SAFE, cell), cell)
             both_totals_s.index(h).reshape([2, 4, 64]).store(gl.join(total0, total1).permute((2, 0, 1)))
             for block in gl.static_range(2):
                 _, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 lowest = gl.minimum(lowest, gl.minimum(middle, whole - middle))
             sums0_s.index(h).reshape([4, 8, 64]).store(c0)
             sums1_s.index(h).reshape([4, 8, 64]).store(c1)
+        async_copy.wait_group(0)
+        norm0_s.reshape([4, 16]).store(row_factors(kq0_s, scale, True, L2NORM, square_l))
+        norm1_s.reshape([4, 16]).store(row_factors(qk1_s, scale, False, L2NORM, square_l))
         # whether no half of a block decays by more than a float32 holds
         fits = gl.min(lowest, axis=0) >= LOWEST_HALF
     half_row = gl.arange(0, 64, layout=gl.SliceLayout(1, half_l))[:, None]
@@ -455,10 +459,16 @@ def prepare_kernel(
     if fits:
         for h in range(KH):
             if SAFE:
-                bias = channel_bias(dt_bias, head * K + h * 64 + column, rate, GATE)
+                shift = 0.0
+                if dt_bias is not None:
+                    shift = bias_s.index(h).load(column_l)[None, None, :]
                 g0, g1 = load_gate(even_s, odd_s, h, g.dtype.element_ty, rows_s, cell)
-                c0, total0 = cell_sums(decay_steps(g0, bias, rate, unit_s.index(0), GATE, SAFE, cell), cell)
-                c1, total1 = cell_sums(decay_steps(g1, bias, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+                c0, total0 = cell_sums(decay_steps(g0, shift, rate, unit_s.index(0), GATE, SAFE, cell), cell)
+                c1, total1 = cell_sums(decay_steps(g1, shift, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+                if h == 0:
+                    async_copy.wait_group(0)
+                    norm0_s.reshape([4, 16]).store(row_factors(kq0_s, scale, True, L2NORM, square_l))
+                    norm1_s.reshape([4, 16]).store(row_factors(qk1_s, scale, False, L2NORM, square_l))
                 both_totals_s.index(h).reshape([2, 4, 64]).store(gl.join(total0, total1).permute((2, 0, 1)))
             else:
                 c0 = sums0_s.index(h).reshape([4, 8, 64]).load(cell)
@@ -629,8 +639,8 @@ def prepare_kernel(
     block_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, word_l)))
     half8_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, word_l)))
     row8_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, word_l)))
-    column_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, word_l)))
-    columns2 = gl.arange(0, 32, layout=column_l)[None, None, None, :]
+    pair_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, word_l)))
+    columns2 = gl.arange(0, 32, layout=pair_l)[None, None, None, :]
     row16 = (
         gl.arange(0, 2, layout=half8_l)[None, :, None, None] * 8 + gl.arange(0, 8, layout=row8_l)[None, None, :, None]
     )
