@@ -274,8 +274,26 @@ def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, d
     tensors = [x for x in vars(workspace).values() if isinstance(x, Tensor)]
     assert {x.untyped_storage().nbytes() for x in tensors} == {Workspace.nbytes(spec)}
     assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1, "more than one allocation"
-    assert workspace.tiles.nbytes + workspace.decay.nbytes == Workspace.nbytes(spec)
+    assert (
+        sum(x.nbytes for x in tensors if x is not workspace.buffer) == Workspace.nbytes(spec) == workspace.buffer.nbytes
+    )
+    assert all(x.data_ptr() % 16 == 0 for x in tensors)
     assert math.prod(workspace.decay.shape) == spec.B * spec.slots * spec.HV * spec.K
+
+
+@pytest.mark.parametrize("heads", [1, 3, 66, 96])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_every_program_has_a_place_to_leave_a_state(dims: tuple[int, int], heads: int):
+    call = meta_call(replace(KIMI, K=dims[0], V=dims[1], H=heads, HV=heads, T=300))
+    (prepare, recurrence), _ = launched(
+        {name: x.new_empty(x.shape, device="cpu") if isinstance(x, Tensor) else x for name, x in call.items()}
+    )
+    handed, arrived = read(recurrence, "handed", "arrived")
+    assert recurrence.programs % (dims[1] // 64) == 0
+    assert recurrence.programs == min(heads * dims[1] // 64, 132)
+    assert handed.numel() >= recurrence.programs * 64 * dims[0]
+    assert arrived.numel() == prepare.constants["FLAGS"] >= recurrence.programs
+    assert read(prepare, "arrived")[0].data_ptr() == arrived.data_ptr()
 
 
 def test_bounded_and_exact_paths_are_told_apart():

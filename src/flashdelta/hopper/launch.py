@@ -22,34 +22,58 @@ TILE_LAYOUT = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
 SHARED_MEMORY = 232_448
 """Bytes a program may use."""
 
+MOST_PROGRAMS = 144
+"""Of `recurrence`: no Hopper GPU has more multiprocessors."""
+
+FLAGS = 256
+"""Words of the workspace that `prepare` clears: a power of 2, `MOST_PROGRAMS` or more."""
+
 
 @dataclass(frozen=True)
 class Workspace:
     """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
-    inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. One allocation of
-    `nbytes(spec)`."""
+    inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. What programs of
+    `recurrence` leave for each other: `handed [programs, 64, K]` fp32, a state, and `arrived [FLAGS]`, how many threads have
+    stored theirs. One allocation of `nbytes(spec)`."""
 
     tiles: torch.Tensor
     decay: torch.Tensor
+    handed: torch.Tensor
+    arrived: torch.Tensor
     buffer: torch.Tensor
 
     @staticmethod
     def rows(spec: KdaSpec) -> int:
-        """Of `tiles`."""
-        return spec.B * spec.slots * spec.HV * (3 * (spec.K // TILE) + 2) * TILE
+        """Of `tiles`; a tensor descriptor must have one, even if there is no chunk to fetch."""
+        return max(spec.B * spec.slots * spec.HV * (3 * (spec.K // TILE) + 2), 1) * TILE
+
+    @staticmethod
+    def sizes(spec: KdaSpec) -> tuple[int, int, int, int]:
+        """Bytes of the parts."""
+        decay = spec.B * spec.slots * spec.HV * spec.K
+        handed = min(items(spec), MOST_PROGRAMS) * TILE * spec.K
+        return Workspace.rows(spec) * TILE * 2, decay * 4, handed * 4, FLAGS * 4
 
     @staticmethod
     def nbytes(spec: KdaSpec) -> int:
-        return Workspace.rows(spec) * TILE * 2 + spec.B * spec.slots * spec.HV * spec.K * 4
+        return sum(Workspace.sizes(spec))
 
     @classmethod
     def allocate(cls, spec: KdaSpec, device: torch.device) -> Workspace:
-        # a tensor descriptor must have a row, even if there is no chunk to fetch
-        size = max(cls.rows(spec), TILE) * TILE
-        buffer = torch.empty(
-            size + (cls.nbytes(spec) // 2 - cls.rows(spec) * TILE), dtype=torch.bfloat16, device=device
+        buffer = torch.empty(cls.nbytes(spec), dtype=torch.uint8, device=device)
+        tiles, decay, handed, arrived = buffer.split(cls.sizes(spec))
+        return cls(
+            tiles.view(torch.bfloat16).view(-1, TILE),
+            decay.view(torch.float32),
+            handed.view(torch.float32),
+            arrived.view(torch.int32),
+            buffer,
         )
-        return cls(buffer[:size].view(-1, TILE), buffer[size:].view(torch.float32), buffer)
+
+
+def items(spec: KdaSpec) -> int:
+    """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
+    return spec.N * spec.HV * (spec.V // TILE)
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -86,13 +110,13 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(workspace.tiles, workspace.decay),
+            *(workspace.tiles, workspace.decay, workspace.arrived),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.HV, spec.HV // spec.H, spec.slots, spec.checkpoints),
             *_eighths(t.q, t.k, t.g),
             *strides(t.beta),
         ),
-        dict(K=spec.K, GATE=spec.gate, SAFE=spec.safe_gate, BETA=spec.beta_kind, L2NORM=spec.l2norm),
+        dict(K=spec.K, GATE=spec.gate, SAFE=spec.safe_gate, BETA=spec.beta_kind, L2NORM=spec.l2norm, FLAGS=FLAGS),
         num_warps=4,
         workspace=workspace.buffer,
         # three programs on a multiprocessor; the exact path has more live sums, and runs two
@@ -109,19 +133,22 @@ def multiprocessors(device: torch.device) -> int:
 
 def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
     o, final_state, h = results
-    items = spec.N * spec.HV * (spec.V // TILE)
+    # the slices of a head side by side
+    slices = spec.V // TILE
+    most = min(multiprocessors(t.v.device), MOST_PROGRAMS) // slices * slices
     # as many chunks in flight as shared memory holds beside the output tile
     stage = (3 * spec.K // TILE + 3) * TILE * TILE * 2 + spec.K * 4
     stages = min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage)
     return Launch(
         recurrence_kernel,
-        min(items, multiprocessors(t.v.device)),
+        min(items(spec), most),
         (
             TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
             workspace.decay,
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(workspace.handed, workspace.arrived),
             *state_arguments(spec, t, final_state),
-            *(items, spec.T, spec.HV, spec.slots, spec.checkpoints),
+            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v, o),
         ),
         dict(

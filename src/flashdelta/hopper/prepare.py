@@ -294,6 +294,7 @@ def prepare_kernel(
     checkpoint_offsets,
     tiles,
     decay,
+    arrived,
     scale: gl.float32,
     lower_bound: gl.float32,
     T: gl.int32,
@@ -319,6 +320,7 @@ def prepare_kernel(
     SAFE: gl.constexpr,
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):
     KH: gl.constexpr = K // 64
     # [warp, row, channel] of a cell per thread
@@ -337,6 +339,9 @@ def prepare_kernel(
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     pid = gl.program_id(0)
+    # `recurrence` counts up from zero
+    flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(arrived + flag, flag * 0, mask=flag < (pid == 0) * FLAGS)
     head = pid % HV
     slot = pid // HV
     if cu_seqlens is None:

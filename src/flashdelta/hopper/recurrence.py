@@ -1,6 +1,7 @@
 """Stages `recurrence` and `output` for Hopper: walks a sequence's chunks in order. A work item is a (sequence, value head,
-slice of 64 value channels); there is a program per multiprocessor, which does every so many-th item, so that the chunks of the
-next item are on their way while it finishes one.
+slice of 64 value channels); there is a program per multiprocessor, which does an equal share of all chunks (`shares.py`), so
+that the chunks of the next item are on their way while it finishes one. With checkpoints it does every so many-th item.
+Programs of one head's slices do the same at the same time: what they read alike comes from memory once.
 
 Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves.
 
@@ -24,10 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton import common, states
 from ..triton import recurrence as portable
 from .compat import copy_async, copy_tile
+from .shares import own_share, part_count, part_of_share
 from .tiles import LINES, from_lines, position, to_lines
 
 C = gl.constexpr(64)
 BV = gl.constexpr(64)
+THREADS = gl.constexpr(128)
+"""Of the four warps that compute."""
 
 locate_item = gluon.jit(common.locate_item.fn)
 chunk_place = gluon.jit(common.chunk_place.fn)
@@ -55,6 +59,42 @@ def chunks_before(cu_seqlens, n, T):
 
 
 @gluon.jit
+def program_parts(share, sizes, SLICES: gl.constexpr):
+    """How many items or parts of items the program does."""
+    _, N, HV, _, _ = sizes
+    if share is None:
+        group = gl.program_id(0) // SLICES
+        groups = gl.num_programs(0) // SLICES
+        parts = (N * HV - group + groups - 1) // groups
+    else:
+        item0, chunk0, item1, chunk1 = share
+        parts = part_count(item0, chunk0, item1, chunk1)
+    return parts
+
+
+@gluon.jit
+def locate_part(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
+    """The program's part number `k`: value head, sequence, batch row, first and past-the-last token, first chunk slot, number
+    of pieces; the item's chunks before it, and the number of those up to its end if it ends before the item, else 0."""
+    T, _, HV, slots, checkpoints = sizes
+    if share is None:
+        item = gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
+        first: gl.constexpr = 0
+        stop: gl.constexpr = 0
+    else:
+        item0, chunk0, item1, chunk1 = share
+        item, first, stop = part_of_share(k, item0, chunk0, item1, chunk1)
+    _, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, 1)
+    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+    if share is not None:
+        if stop > 0:
+            end = begin + stop * C
+        begin += first * C
+        slot += first
+    return head, n, batch, begin, end, slot, pieces, first, stop
+
+
+@gluon.jit
 def load(
     tiles_d,
     decay,
@@ -63,6 +103,7 @@ def load(
     decay_s,
     v_s,
     barriers,
+    share,
     cu_seqlens,
     checkpoint_offsets,
     sizes,
@@ -73,7 +114,9 @@ def load(
 ):
     """The loader: one warp that keeps the stages full."""
     ready, free = barriers
-    items, T, HV, slots, checkpoints = sizes
+    _, _, HV, _, _ = sizes
+    SLICES: gl.constexpr = V // BV
+    slice_ = gl.program_id(0) % SLICES
     v_batch, v_token, v_head = strides
     TILES: gl.constexpr = 3 * (K // 64) + 2
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -83,9 +126,10 @@ def load(
     key = gl.arange(0, K, layout=line_l)
     in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        slice_, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, V // BV)
-        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+    for k in range(program_parts(share, sizes, SLICES)):
+        head, n, batch, begin, end, slot, pieces, _, _ = locate_part(
+            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
+        )
         in_head = (batch * v_batch + head * v_head) * 8 + slice_ * BV
         start = begin
         for piece in range(0, pieces):
@@ -112,6 +156,47 @@ def load(
 
 
 @gluon.jit
+def load_halves(states, at, next_, present, K: gl.constexpr, layout: gl.constexpr):
+    """A state by halves of 64 key channels, which lie `next_` elements apart; the second is zero if there is only one."""
+    first = from_lines(load_state(states, at, present), layout)
+    if K == 128:
+        second = from_lines(load_state(states, at + next_, present), layout)
+    else:
+        second = gl.zeros((BV, 64), gl.float32, layout=layout)
+    return first, second
+
+
+@gluon.jit
+def store_halves(states, at, next_, first, second, wanted, K: gl.constexpr):
+    store_state(states, at, to_lines(first), wanted)
+    if K == 128:
+        store_state(states, at + next_, to_lines(second), wanted)
+
+
+@gluon.jit
+def announce_state(arrived):
+    """Says that all that the program's threads stored before may be read."""
+    lane = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.atomic_add(arrived + lane * 0, lane * 0 + 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def await_state(arrived):
+    """Waits until the threads of another program have all said so."""
+    lane = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.static_assert(THREADS == 128 and gl.num_warps() == 4, "each of the threads announces the state, and awaits it")
+    asm: gl.constexpr = """{
+        .reg .pred all;
+    again:
+        ld.acquire.gpu.global.s32 $0, [$1];
+        setp.ge.s32 all, $0, 128;
+        @!all bra again;
+    }"""
+    at = (arrived + lane * 0).to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def store_output(o, o_s, out, token, count, row, in_o, o_token, out_l: gl.constexpr):
     """`out [BV, 64]`, bf16, as `count` rows of o from `token` on."""
     o_s.permute((1, 0)).store(out)
@@ -133,6 +218,9 @@ def compute(
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
+    handed,
+    arrived,
+    share,
     sizes,
     strides,
     K: gl.constexpr,
@@ -147,7 +235,9 @@ def compute(
     """
     ready, free = barriers
     initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final = states
-    items, T, HV, slots, checkpoints = sizes
+    T, _, HV, _, _ = sizes
+    SLICES: gl.constexpr = V // BV
+    slice_ = gl.program_id(0) % SLICES
     o_batch, o_token, o_head = strides
     KH: gl.constexpr = K // 64
     TILES: gl.constexpr = 3 * KH + 2
@@ -161,12 +251,13 @@ def compute(
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        slice_, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, V // BV)
-        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+    for k in range(program_parts(share, sizes, SLICES)):
+        head, n, batch, begin, end, slot, pieces, before, until = locate_part(
+            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
+        )
         h_row = slot
         if h is not None and cu_seqlens is not None:
-            h_row = chunks_before(cu_seqlens, n, T)
+            h_row = chunks_before(cu_seqlens, n, T) + before
         own, read, stored = sequence_slot(
             state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
         )
@@ -176,12 +267,17 @@ def compute(
         for piece in range(0, pieces):
             start, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
             total += chunks
-        value = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
-        in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
-        # the state's key channels in halves of 64: two accumulators
-        state0 = from_lines(load_state(initial_state, own * state_pitch + in_slot, read), acc_l)
-        if KH == 2:
-            state1 = from_lines(load_state(initial_state, own * state_pitch + in_slot + NEXT, read), acc_l)
+        in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+        value = slice_ * BV + in_slice
+        at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+        if share is None:
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
+        elif before > 0:
+            await_state(arrived - SLICES)
+            left = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
+            state0, state1 = load_halves(handed, left, 64, 1, K, acc_l)
+        else:
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
         first = turn
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -246,22 +342,26 @@ def compute(
                     there, reached = checkpoint_slot(
                         checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
                     )
-                    store_state(final_state, there * state_pitch + in_slot, to_lines(state0), reached)
-                    if KH == 2:
-                        store_state(final_state, there * state_pitch + in_slot + NEXT, to_lines(state1), reached)
+                    at = there * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+                    store_halves(final_state, at, NEXT, state0, state1, reached, K)
                     start = stop
             pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
             store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
         # turn is first + total now; offsets that the compiler can't see to be those of above need no registers in the loop
-        in_slot = state_offsets(head * K * V + (turn - first - total), value, key, K, V, V_FIRST)
-        store_state(final_state, own * state_pitch + in_slot, to_lines(state0), stored)
-        if KH == 2:
-            store_state(final_state, own * state_pitch + in_slot + NEXT, to_lines(state1), stored)
+        nothing = turn - first - total
+        at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
+        if share is None:
+            store_halves(final_state, at, NEXT, state0, state1, stored, K)
+        elif until > 0:
+            store_halves(handed, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
+            announce_state(arrived)
+        else:
+            store_halves(final_state, at, NEXT, state0, state1, stored, K)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
 SCALARS = (
-    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "items", "T", "HV", "slots", "checkpoints"),
+    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
     *_STRIDES,
 )
 """Arguments whose values leave the machine code as it is."""
@@ -277,6 +377,8 @@ def recurrence_kernel(
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
+    handed,
+    arrived,
     initial_state,
     final_state,
     state_indices,
@@ -286,8 +388,8 @@ def recurrence_kernel(
     has_initial: gl.int32,
     has_final: gl.int32,
     state_pitch: gl.int64,
-    items: gl.int32,
     T: gl.int32,
+    N: gl.int32,
     HV: gl.int32,
     slots: gl.int32,
     checkpoints: gl.int32,
@@ -315,10 +417,18 @@ def recurrence_kernel(
         mbarrier.init(free.index(s), count=1)
     fence_async_shared()
     barriers = (ready, free)
-    sizes = (items, T, HV, slots, checkpoints)
+    sizes = (T, N, HV, slots, checkpoints)
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
     states = (initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final)
+    if checkpoint_offsets is not None:
+        share: gl.constexpr = None
+    else:
+        pid = gl.program_id(0)
+        SLICES: gl.constexpr = V // BV
+        share = own_share(pid // SLICES, gl.num_programs(0) // SLICES, cu_seqlens, N, T, HV, C)
+        handed += pid * (BV * K)
+        arrived += pid
     gl.warp_specialize(
         [
             (
@@ -337,6 +447,9 @@ def recurrence_kernel(
                     cu_seqlens,
                     checkpoint_offsets,
                     checkpoint_indices,
+                    handed,
+                    arrived,
+                    share,
                     sizes,
                     in_o,
                     K,
@@ -355,6 +468,7 @@ def recurrence_kernel(
                     decay_s,
                     v_s,
                     barriers,
+                    share,
                     cu_seqlens,
                     checkpoint_offsets,
                     sizes,

@@ -1,0 +1,117 @@
+"""How `recurrence` shares out its chunks, by the kernel's own functions (`hopper/shares.py`) run as plain Python."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType, SimpleNamespace
+
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from flashdelta.hopper import shares
+
+C = 64
+
+
+class Value(torch.Tensor):
+    """A tensor or scalar of a kernel: it never changes, `x += y` makes another."""
+
+    def __iadd__(self, other: Value | int) -> Value:
+        return self + other
+
+
+class Pointer:
+    """Into a tensor, as a kernel has it."""
+
+    def __init__(self, tensor: torch.Tensor, at: torch.Tensor | int = 0):
+        self.tensor, self.at = tensor, at
+
+    def __add__(self, offset: torch.Tensor | int) -> Pointer:
+        return Pointer(self.tensor, self.at + offset)
+
+
+def _load(pointer: Pointer, mask: torch.Tensor, other: int) -> torch.Tensor:
+    assert (pointer.at[mask] >= 0).all() and (pointer.at[mask] < len(pointer.tensor)).all(), "out of bounds"
+    return torch.where(mask, pointer.tensor[pointer.at.clamp(0, len(pointer.tensor) - 1)], other)
+
+
+def _extreme(of):
+    return lambda a, b: of(*torch.broadcast_tensors(torch.as_tensor(a), torch.as_tensor(b)))
+
+
+LANGUAGE = SimpleNamespace(
+    arange=lambda start, stop, layout: torch.arange(start, stop).as_subclass(Value),
+    BlockedLayout=lambda *arguments: None,
+    num_warps=lambda: 4,
+    load=_load,
+    where=torch.where,
+    minimum=_extreme(torch.minimum),
+    maximum=_extreme(torch.maximum),
+    sum=lambda x: x.sum(),
+    max=lambda x, axis: x.max(axis).values,
+    associative_scan=lambda x, axis, combine: x.cumsum(axis),
+    int32=torch.int32,
+    int64=torch.int64,
+)
+
+
+def _as_python() -> SimpleNamespace:
+    functions = {name: x.fn for name, x in vars(shares).items() if isinstance(x, GluonJITFunction)}
+    scope = {"gl": LANGUAGE, "tl": LANGUAGE, "min": min, "max": max, "range": range, "SHORT": shares.SHORT.value}
+    for name, function in functions.items():
+        scope[name] = FunctionType(function.__code__, scope, name)
+    return SimpleNamespace(**scope)
+
+
+PYTHON = _as_python()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Chunks `[first, stop)` of an item. `waits`: its state comes from the share before; `hands_over`: to the share after."""
+
+    item: int
+    first: int
+    stop: int
+    waits: bool
+    hands_over: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Items of `lengths`, `heads` each, for `programs` programs. `offsets`: cu_seqlens of `T` tokens, or None for sequences of
+    T tokens each."""
+
+    heads: int
+    programs: int
+    T: int
+    sequences: int
+    offsets: tuple[int, ...] | None = None
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """Of each item."""
+        if self.offsets is None:
+            return [-(-self.T // C)] * (self.sequences * self.heads)
+        inside = [min(max(offset, 0), self.T) for offset in self.offsets]
+        lengths = [max(b - a, 0) for a, b in itertools.pairwise(inside)]
+        return [-(-length // C) for length in lengths for _ in range(self.heads)]
+
+    def share(self, program: int) -> tuple[int, int, int, int]:
+        scalars = (torch.tensor(x, dtype=torch.int32).as_subclass(Value) for x in (self.sequences, self.T, self.heads))
+        offsets = None if self.offsets is None else Pointer(torch.tensor(self.offsets))
+        found = PYTHON.own_share(
+            torch.tensor(program, dtype=torch.int32).as_subclass(Value), self.programs, offsets, *scalars, C
+        )
+        return tuple(int(x) for x in found)
+
+    def parts(self, program: int) -> list[Part]:
+        """What a program does, in order, as `locate_part` in `hopper/recurrence.py` takes it."""
+        share = self.share(program)
+        parts = []
+        for k in range(PYTHON.part_count(*share)):
+            item, first, stop = PYTHON.part_of_share(k, *share)
+            parts.append(Part(item, first, stop if stop > 0 else self.chunks[item], first > 0, stop > 0))
+        return parts
