@@ -302,3 +302,19 @@ def test_bounded_and_exact_paths_are_told_apart():
         (prepare, _), _ = launched(make_call(replace(case, K=128, V=128), BF16))
         assert prepare.constants["SAFE"] is safe
     assert BOUNDED["lower_bound"] == -5.0
+
+
+@pytest.mark.parametrize(
+    "heads, lengths, wanted",
+    [
+        (96, (8192,), True),  # 1.45 items for each of 132 programs
+        (64, (8192,), False),  # 0.97
+        (32, (8192,), False),
+        (96, (1300, 547, 2048, 963, 271, 3063), True),  # the last sequence's items are 1.45 of them
+        (64, (410,) * 20, False),
+        (96, (410,) * 20, False),  # 29: the last ones hardly matter
+    ],
+)
+def test_shares_chunks_out_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
+    spec, _ = check_arguments(on_meta(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
+    assert sharing_pays(spec, 132) == wanted

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.hopper import launch
 
 from ..cases import BF16, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS, sequence_calls
@@ -23,6 +24,14 @@ FEW = 16
 """Heads at a time that no program shares, even if the batch has four rows."""
 
 UNEVEN = (4096, 2048, 1024, 512, 320, 192)
+
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch: pytest.MonkeyPatch):
+    """Where it would not pay, too."""
+    monkeypatch.setattr(launch, "sharing_pays", lambda spec, programs: spec.checkpoints == 0)
+
 
 CASES = [
     replace(KIMI, name="one", why="192 items of one length on 132 multiprocessors", H=96, HV=96, T=2085),

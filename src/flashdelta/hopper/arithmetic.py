@@ -123,13 +123,6 @@ def round_pairs(x):
 
 
 @gluon.jit
-def squares(x):
-    """`x * x` of bf16, rounded, two at a time."""
-    asm: gl.constexpr = "mul.rn.bf16x2 $0, $1, $1;"
-    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
 def product3(a_high, a_low, b_high, b_low, acc, use_acc: gl.constexpr):
     """`acc + (a_high + a_low) (b_high + b_low)` without the product of the two low parts."""
     acc = warpgroup_mma(a_high, b_high, acc, use_acc=use_acc, is_async=True)

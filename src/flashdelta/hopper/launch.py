@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,10 @@ SHARED_MEMORY = 232_448
 MOST_PROGRAMS = 144
 """Of `recurrence`: no Hopper GPU has more multiprocessors."""
 
+EVEN = 0.9
+"""Share of the multiprocessors' time that is in use, from which on whole items do."""
+MOST_ROUNDS = 10
+"""Items a program from which on the last ones matter little."""
 FLAGS = 256
 """Words of the workspace that `prepare` clears: a power of 2, `MOST_PROGRAMS` or more."""
 
@@ -131,6 +136,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def sharing_pays(spec: KdaSpec, programs: int) -> bool:
+    """Whether `recurrence` shares chunks out evenly: where whole items would leave many multiprocessors idle in the last
+    round, of all items or of the last sequence's. Otherwise programs go through the items side by side, which is kinder to
+    memory and has less to work out at each change of item."""
+    if spec.checkpoints > 0:
+        return False
+    rounds, last = items(spec) / programs, spec.HV * (spec.V // TILE) / programs
+    return 1 < rounds < MOST_ROUNDS and any(r > 1 and r < EVEN * math.ceil(r) for r in (rounds, last))
+
+
 def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
     o, final_state, h = results
     # the slices of a head side by side
@@ -156,6 +171,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
             V=spec.V,
             V_FIRST=spec.state_v_first,
             STAGES=stages,
+            SHARED=sharing_pays(spec, most),
         ),
         num_warps=4,
         workspace=workspace.buffer,

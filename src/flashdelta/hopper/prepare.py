@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton import common
-from ..triton.common import L2_EPS
+from ..triton.common import L2_EPS, LOG2E
 from .arithmetic import (
     LOWEST,
     LOWEST_HALF,
@@ -35,7 +35,6 @@ from .arithmetic import (
     product3,
     round_pairs,
     split_high_low,
-    squares,
     write_strength,
 )
 from .compat import copy_async, reinterpret
@@ -45,7 +44,6 @@ chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
 clamp_bounds = gluon.jit(common.clamp_bounds.fn)
 first_slot = gluon.jit(common.first_slot.fn)
 piece_count = gluon.jit(common.piece_count.fn)
-decay_rate = gluon.jit(common.decay_rate.fn)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
@@ -78,6 +76,7 @@ def fetch(shared, first, first_token, first_count, second, second_token, second_
     token = row % 32
     at_first = (row // 32) % 2 == 0
     at = gl.where(at_first, first + token * (first_token * 8), second + token * (second_token * 8))
+    at = gl.multiple_of(at, 16)  # Triton 3.9 does not see it through the choice
     inside = token < gl.where(at_first, first_count, second_count)
     copy_async(shared, (at + row // 64 * 64)[:, None] + column[None, :], mask=inside[:, None])
 
@@ -107,24 +106,25 @@ def load_gate(even_s, odd_s, h, dtype: gl.constexpr, rows_s: gl.constexpr, cell:
 @gluon.jit
 def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr, square_l: gl.constexpr):
     """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
-    `scale`. Squares in bf16, summed by a product with ones: a norm is off by a relative 1e-4, by 1e-3 if one element has it
-    all; the bf16 operands that it scales, by up to 4e-3."""
+    `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=square_l, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=square_l, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(2, square_l)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
-    factor = gl.where((tile < 2) == KEYS_FIRST, 1.0, scale)
     if L2NORM:
-        ones = gl.full((4, 64, 8), 1.0, gl.bfloat16, layout=right_l)
-        total = gl.zeros((4, 16, 8), gl.float32, layout=square_l)
         KH: gl.constexpr = pair_s.shape[0]
+        gram = gl.zeros((4, 16, 16), gl.float32, layout=square_l)
         for h in gl.static_range(KH):
-            total = mma_v2(squares(pair_s.index(h).reshape([4, 16, 64]).load(left_l)), ones, total)
-        # all columns are the same
-        factor = factor * gl.rsqrt(gl.max(total, axis=2) + L2_EPS)
+            rows = pair_s.index(h).reshape([4, 16, 64])
+            # the right operand is loaded, too: taken from the left one's registers, each would have to be moved
+            gram = mma_v2(rows.load(left_l), rows.permute((0, 2, 1)).load(right_l), gram)
+        i = gl.arange(0, 16, layout=gl.SliceLayout(0, row_l))
+        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, square_l)))
+        total = gl.sum(gl.where(i[None, :, None] == j[None, None, :], gram, 0.0), axis=2)
+        factor = gl.rsqrt(total + L2_EPS)
     else:
-        factor = factor + gl.zeros((4, 16), gl.float32, layout=row_l)
-    return factor
+        factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
+    return gl.where((tile < 2) == KEYS_FIRST, factor, factor * scale)
 
 
 @gluon.jit
@@ -404,12 +404,15 @@ def prepare_kernel(
     if dt_bias is not None:
         bias_s = gl.allocate_shared_memory(gl.float32, [KH, 64], flat_s)
 
-    rate = decay_rate(A_log, head)
+    # volatile: else the compiler asks for these after the copies, and they wait in the queue
+    rate = 1.0
+    if A_log is not None:
+        rate = exp2(gl.load(A_log + head, volatile=True).to(gl.float32) * LOG2E)
     if dt_bias is not None:
         channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        bias = gl.load(dt_bias + head * K + channel).to(gl.float32)
+        bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc_l))
-    strength = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0).to(gl.float32)
+    strength = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
     # the gate's input first: decays are worked out while keys and queries are on their way
     if g.dtype.element_ty == gl.bfloat16:
         g_s = reinterpret(odd_s, gl.bfloat16, [KH * 64, 64], rows_s)

@@ -403,6 +403,7 @@ def recurrence_kernel(
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     TILES: gl.constexpr = 3 * (K // 64) + 2
     tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
@@ -421,7 +422,7 @@ def recurrence_kernel(
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
     states = (initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final)
-    if checkpoint_offsets is not None:
+    if not SHARED:
         share: gl.constexpr = None
     else:
         pid = gl.program_id(0)

@@ -67,7 +67,7 @@ def weights(cu_seqlens, base, N, T, C: gl.constexpr):
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     n = base + lane
     begin, end = clamp_bounds(
-        gl.load(cu_seqlens + n, mask=n < N, other=0), gl.load(cu_seqlens + n + 1, mask=n < N, other=0), T
+        gl.load(cu_seqlens + n, mask=n < N, other=0), gl.load(cu_seqlens + n + 1, mask=n < N, other=0), T, gl.int64
     )
     return gl.where(n < N, (end - begin + C - 1) // C + 1, 0)
 
