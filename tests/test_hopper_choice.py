@@ -12,7 +12,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.backends import hopper
-from flashdelta.hopper.launch import Workspace, launches
+from flashdelta.hopper.launch import Workspace, launches, sharing_pays
 from flashdelta.spec import check_arguments
 
 from .cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
@@ -316,5 +316,5 @@ def test_bounded_and_exact_paths_are_told_apart():
     ],
 )
 def test_shares_chunks_out_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
-    spec, _ = check_arguments(on_meta(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
+    spec, _ = check_arguments(meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
     assert sharing_pays(spec, 132) == wanted

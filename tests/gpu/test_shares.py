@@ -26,7 +26,6 @@ FEW = 16
 UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 
 
-
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch: pytest.MonkeyPatch):
     """Where it would not pay, too."""

@@ -158,6 +158,30 @@ def cell_sums(step, cell: gl.constexpr):
 
 
 @gluon.jit
+def half_sums(
+    even_s,
+    odd_s,
+    bias_s,
+    unit_s,
+    h,
+    rate,
+    dtype: gl.constexpr,
+    GATE: gl.constexpr,
+    SAFE: gl.constexpr,
+    rows_s: gl.constexpr,
+    cell: gl.constexpr,
+):
+    """`cell_sums` of both blocks for half `h` of the channels, and the cells' totals `[2, 4, 64]`."""
+    bias = 0.0
+    if bias_s is not None:
+        bias = bias_s.index(h).load(gl.SliceLayout(0, gl.SliceLayout(1, cell)))[None, None, :]
+    g0, g1 = load_gate(even_s, odd_s, h, dtype, rows_s, cell)
+    c0, total0 = cell_sums(decay_steps(g0, bias, rate, unit_s.index(0), GATE, SAFE, cell), cell)
+    c1, total1 = cell_sums(decay_steps(g1, bias, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+    return c0, c1, gl.join(total0, total1).permute((2, 0, 1))
+
+
+@gluon.jit
 def block_sums(total_s, cell: gl.constexpr):
     """From the totals of a block's cells: for each cell the sum of those before it `[4, 64]`; of the block's first half and
     of the whole block `[64]`."""
@@ -264,6 +288,30 @@ def block_inverses(minus_A, right_s, diagonal_s, rows_l: gl.constexpr):
 
 
 @gluon.jit
+def store_inverse_parts(X, D_s, n_s, I_n_s):
+    """From what `block_inverses` gives: D and n, each as its high and its low parts, and the high part of I + n. Parts are
+    worked on in words of 2 columns."""
+    x0, x1 = gl.split(X.reshape([4, 2, 8, 32, 2]))
+    layout: gl.constexpr = x0.type.layout
+    word_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    half_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    row_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+    block_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    word = gl.arange(0, 32, layout=word_l)[None, None, None, :]
+    row = gl.arange(0, 2, layout=half_l)[None, :, None, None] * 8 + gl.arange(0, 8, layout=row_l)[None, None, :, None]
+    diagonal = word // 8 == gl.arange(0, 4, layout=block_l)[:, None, None, None]
+    one = gl.where(row // 2 == word % 8, gl.where(row % 2 == 0, 0x3F80, 0x3F800000), 0)
+    high = high_pair(x0, x1)
+    low = low_pair(x0, x1)
+    words_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
+    D = gl.join(gl.where(diagonal, high, 0), gl.where(diagonal, low, 0)).permute((4, 0, 1, 2, 3))
+    reinterpret(D_s, gl.int32, [128, 32], words_s).reshape([2, 4, 2, 8, 32]).store(D)
+    n = gl.join(gl.where(diagonal, 0, high), gl.where(diagonal, 0, low)).permute((4, 0, 1, 2, 3))
+    reinterpret(n_s, gl.int32, [128, 32], words_s).reshape([2, 4, 2, 8, 32]).store(n)
+    reinterpret(I_n_s, gl.int32, [64, 32], words_s).reshape([4, 2, 8, 32]).store(gl.where(diagonal, one, high))
+
+
+@gluon.jit
 def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
     """The last sequence whose first chunk slot is not past `slot`. Every warp asks for 128 at once: two dependent loads for
     any N that occurs, where a binary search has one for each bit of N."""
@@ -334,16 +382,23 @@ def prepare_kernel(
     norm_l: gl.constexpr = gl.SliceLayout(3, quad_l)
     rows_l: gl.constexpr = gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    word_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
     rows_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     pid = gl.program_id(0)
-    # `recurrence` counts up from zero
-    flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.store(arrived + flag, flag * 0, mask=flag < (pid == 0) * FLAGS)
+    if pid == 0:
+        # `recurrence` counts up from zero
+        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(arrived + flag, flag * 0)
     head = pid % HV
     slot = pid // HV
+    # volatile: else the compiler asks for these and `beta` after the copies, and they queue
+    rate = 1.0
+    if A_log is not None:
+        rate = exp2(gl.load(A_log + head, volatile=True).to(gl.float32) * LOG2E)
+    if dt_bias is not None:
+        channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
     if cu_seqlens is None:
         n = 0
         if slot >= slots:  # a division takes as long as dozens of other instructions
@@ -403,14 +458,9 @@ def prepare_kernel(
     unit_s = gl.allocate_shared_memory(gl.float32, [2, 32], flat_s)
     if dt_bias is not None:
         bias_s = gl.allocate_shared_memory(gl.float32, [KH, 64], flat_s)
+    else:
+        bias_s: gl.constexpr = None
 
-    # volatile: else the compiler asks for these after the copies, and they wait in the queue
-    rate = 1.0
-    if A_log is not None:
-        rate = exp2(gl.load(A_log + head, volatile=True).to(gl.float32) * LOG2E)
-    if dt_bias is not None:
-        channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc_l))
     strength = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
     # the gate's input first: decays are worked out while keys and queries are on their way
@@ -419,7 +469,9 @@ def prepare_kernel(
         fetch(g_s, g, g_token, count, g + g_token * 256, g_token, count - 32, copy_l)
     else:
         fetch_block(reinterpret(even_s, gl.float32, [KH * 32, 64], rows_s), g, g_token, count, copy_l)
-        fetch_block(reinterpret(odd_s, gl.float32, [KH * 32, 64], rows_s), g + g_token * 256, g_token, count - 32, copy_l)
+        fetch_block(
+            reinterpret(odd_s, gl.float32, [KH * 32, 64], rows_s), g + g_token * 256, g_token, count - 32, copy_l
+        )
     async_copy.commit_group()
     fetch(pair0_s, k, k_token, count, q, q_token, count, copy_l)
     fetch(pair1_s, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32, copy_l)
@@ -427,10 +479,11 @@ def prepare_kernel(
 
     warp_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, cell))
     cells = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, cell)))
-    column_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, cell))
-    column = gl.arange(0, 64, layout=column_l)
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
     # nothing decays past the end
-    reinterpret(unit_s, gl.float32, [64], flat_s).store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
+    reinterpret(unit_s, gl.float32, [64], flat_s).store(
+        gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0)
+    )
     strength = gl.where(acc_row < count, write_strength(strength, BETA), 0.0)
     beta_s.store(strength)
     if dt_bias is not None:
@@ -443,13 +496,10 @@ def prepare_kernel(
     else:
         lowest = gl.zeros((64,), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(1, cell)))
         for h in range(KH):
-            shift = 0.0
-            if dt_bias is not None:
-                shift = bias_s.index(h).load(column_l)[None, None, :]
-            g0, g1 = load_gate(even_s, odd_s, h, g.dtype.element_ty, rows_s, cell)
-            c0, total0 = cell_sums(decay_steps(g0, shift, rate, unit_s.index(0), GATE, SAFE, cell), cell)
-            c1, total1 = cell_sums(decay_steps(g1, shift, rate, unit_s.index(1), GATE, SAFE, cell), cell)
-            both_totals_s.index(h).reshape([2, 4, 64]).store(gl.join(total0, total1).permute((2, 0, 1)))
+            c0, c1, totals = half_sums(
+                even_s, odd_s, bias_s, unit_s, h, rate, g.dtype.element_ty, GATE, SAFE, rows_s, cell
+            )
+            both_totals_s.index(h).reshape([2, 4, 64]).store(totals)
             for block in gl.static_range(2):
                 _, middle, whole = block_sums(total_s.index(2 * h + block), cell)
                 lowest = gl.minimum(lowest, gl.minimum(middle, whole - middle))
@@ -467,17 +517,14 @@ def prepare_kernel(
     if fits:
         for h in range(KH):
             if SAFE:
-                shift = 0.0
-                if dt_bias is not None:
-                    shift = bias_s.index(h).load(column_l)[None, None, :]
-                g0, g1 = load_gate(even_s, odd_s, h, g.dtype.element_ty, rows_s, cell)
-                c0, total0 = cell_sums(decay_steps(g0, shift, rate, unit_s.index(0), GATE, SAFE, cell), cell)
-                c1, total1 = cell_sums(decay_steps(g1, shift, rate, unit_s.index(1), GATE, SAFE, cell), cell)
+                c0, c1, totals = half_sums(
+                    even_s, odd_s, bias_s, unit_s, h, rate, g.dtype.element_ty, GATE, SAFE, rows_s, cell
+                )
                 if h == 0:
                     async_copy.wait_group(0)
                     norm0_s.reshape([4, 16]).store(row_factors(kq0_s, scale, True, L2NORM, square_l))
                     norm1_s.reshape([4, 16]).store(row_factors(qk1_s, scale, False, L2NORM, square_l))
-                both_totals_s.index(h).reshape([2, 4, 64]).store(gl.join(total0, total1).permute((2, 0, 1)))
+                both_totals_s.index(h).reshape([2, 4, 64]).store(totals)
             else:
                 c0 = sums0_s.index(h).reshape([4, 8, 64]).load(cell)
                 c1 = sums1_s.index(h).reshape([4, 8, 64]).load(cell)
@@ -633,32 +680,13 @@ def prepare_kernel(
     right_Aqk = gl.where(query >= half_column + 32, right, 0.0)
     store_tile(tiles + (3 * KH + 1) * 4096, beside(left_Aqk, right_Aqk, acc_l), 32)
 
-    odd_word_s = reinterpret(odd_s, gl.int32, [128, 32], word_s)
-    even_word_s = reinterpret(even_s, gl.int32, [128, 32], word_s)
-    small_word_s = reinterpret(small_s, gl.int32, [64, 32], word_s)
     right_s = reinterpret(odd_s, gl.float32, [64, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     diagonal_s = reinterpret(small_s, gl.float32, [1024], flat_s)
     X = block_inverses(minus_A, right_s, diagonal_s, rows_l)
 
     # With D the inverses of the diagonal blocks of 16 and n = -D (A off the diagonal), n^4 = 0 and
     # (I + A)^-1 = (I + n^2) Y with Y = (I + n) D.
-    x0, x1 = gl.split(X.reshape([4, 2, 8, 32, 2]))
-    word_l: gl.constexpr = x0.type.layout
-    block_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, word_l)))
-    half8_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, word_l)))
-    row8_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, word_l)))
-    pair_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, word_l)))
-    columns2 = gl.arange(0, 32, layout=pair_l)[None, None, None, :]
-    row16 = (
-        gl.arange(0, 2, layout=half8_l)[None, :, None, None] * 8 + gl.arange(0, 8, layout=row8_l)[None, None, :, None]
-    )
-    same = columns2 // 8 == gl.arange(0, 4, layout=block_l)[:, None, None, None]
-    high = high_pair(x0, x1)
-    low = low_pair(x0, x1)
-    one = gl.where(row16 // 2 == columns2 % 8, gl.where(row16 % 2 == 0, 0x3F80, 0x3F800000), 0)
-    odd_word_s.reshape([2, 4, 2, 8, 32]).store(gl.join(gl.where(same, high, 0), gl.where(same, low, 0)).permute((4, 0, 1, 2, 3)))
-    even_word_s.reshape([2, 4, 2, 8, 32]).store(gl.join(gl.where(same, 0, high), gl.where(same, 0, low)).permute((4, 0, 1, 2, 3)))
-    small_word_s.reshape([4, 2, 8, 32]).store(gl.where(same, one, high))
+    store_inverse_parts(X, odd_s, even_s, small_s)
     D_high = odd_tile_s.index(0)
     D_low = odd_tile_s.index(1)
     n_high = even_tile_s.index(0)
