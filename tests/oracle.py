@@ -17,11 +17,17 @@ import flashdelta as fd
 from flashdelta import reference
 from flashdelta.spec import check_arguments
 
+from .cases import Case
+
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative error that a kernel working in this dtype may have."""
 
 FEW_TOKENS, TOLERANCE_FOR_FEW = 8, 1e-2
 """In bfloat16, where every sequence has fewer tokens: see `tolerance_of`."""
+
+ILL_CONDITIONED = 5
+"""How many times as much rounding costs in the ill-conditioned cases: of operands to bfloat16 2.0e-2 instead of 3.7e-3
+(`reference.rounding_error`). In float32 what is left depends on the order of a matrix product's sums, so on the processor."""
 
 ROW_FACTOR = 10
 """How many tolerances the worst row may be off: rounding spreads evenly, a wrong row is off by its own size."""
@@ -150,16 +156,24 @@ def covered_tokens(call: dict) -> slice:
     return slice(None) if cu_seqlens is None else slice(0, int(cu_seqlens[-1]))
 
 
-def assert_right(op, call: dict, tolerance_dtype: torch.dtype | None = None, want: tuple | None = None) -> tuple:
-    """Runs `op(**call)` and holds every result against the truth (or `want`); returns the results."""
+def conditioning(case: Case, dtype: torch.dtype) -> float:
+    """The factor on the tolerance of a chunked result."""
+    return ILL_CONDITIONED if case.ill_conditioned and dtype == torch.float32 else 1.0
+
+
+def assert_right(
+    op, call: dict, tolerance_dtype: torch.dtype | None = None, want: tuple | None = None, factor: float = 1.0
+) -> tuple:
+    """Runs `op(**call)` and holds every result against the truth (or `want`); returns the results. `factor` is on the
+    tolerance of the dtype."""
     dtype = tolerance_dtype or call["q"].dtype
     results = op(**call)
     want = want or truth(call)
     tokens = covered_tokens(call)
     assert results[0].dtype == call["v"].dtype
-    assert_close("o", results[0][:, tokens], want[0][:, tokens], TOLERANCE[dtype])
+    assert_close("o", results[0][:, tokens], want[0][:, tokens], factor * TOLERANCE[dtype])
     if call.get("output_final_state"):
-        assert_close("final_state", results[1], want[1], state_tolerance(dtype, results[1].dtype))
+        assert_close("final_state", results[1], want[1], factor * state_tolerance(dtype, results[1].dtype))
     else:
         assert results[1] is None
     return results
