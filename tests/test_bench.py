@@ -29,7 +29,7 @@ from flashdelta.bench.cases import (
 from flashdelta.bench.inputs import MODEL_OPTIONS, random_inputs
 from flashdelta.bench.oracle import absolute_errors, relative_error, truth
 from flashdelta.bench.peers import Peer
-from flashdelta.bench.prefill import judge, run_prefill
+from flashdelta.bench.prefill import compare, judge, run_prefill
 from flashdelta.bench.protocol import Ceilings, Effort, HostTimer, Timing, measure_ceilings, take_turns
 from flashdelta.bench.startup import run_startup
 
@@ -211,6 +211,19 @@ def test_dry_run_measures_and_saves_every_row(tmp_path):
     assert row["reference"] == "recurrence, float64"
     assert report.load(tmp_path / "results.json") == json.loads(report.to_json(document))
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_row_without_a_bound_on_its_decays_is_held_to_the_one_with(tmp_path):
+    unbounded = replace(SMALL, name="unbounded", bounded=False, forgetful=True, against=("small", 1.3))
+    document = dry_run(tmp_path, (SMALL, unbounded))
+    row = document["rows"][1]
+    assert row["ours"]["error_o"] < 6e-3
+    assert (row["gate"], row["must_ms"], row["met"]) == ("<= 1.3x small", None, None)  # not on this GPU
+    report.prefill_table(document | {"rows": [row]})
+    for ours, met in ((1.2, True), (1.4, False)):
+        judged = {**row, "backend": "hopper", "ours": {"ms": {"median": ours}}}
+        compare(unbounded, judged, [{"name": "small", "ours": {"ms": {"median": 1.0}}}], gated=True)
+        assert (judged["must_ms"], judged["met"]) == (1.3, met)
 
 
 def test_an_interrupted_run_keeps_the_rows_it_had(tmp_path):
@@ -401,7 +414,7 @@ def test_hopper_must_meet_both_its_time_and_its_share_of_flas(ours_ms, speedup, 
 
 
 def test_the_rows_that_have_a_share_of_flas_time():
-    shares = {case.name: case.target.share for case in CASES["prefill"] if case.target.share is not None}
+    shares = {case.name: case.target.share for case in CASES["prefill"] if case.target and case.target.share}
     assert shares == {"T8192 H64": 0.31, "packed 6 uneven H96": 0.30, "GVA T8192 H16 HV64": 0.33}
 
 

@@ -59,12 +59,20 @@ class Target:
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """One row. Without a target its time is printed and not judged."""
+    """One row. Without a target its time is printed and not judged.
+
+    `bounded` gates are `lower_bound`, others `softplus`. With `forgetful` heads decays are as a new model has them, gone after
+    a few tokens; else channels remember hundreds of tokens, too. `against` is the name of another row and the most times its
+    time that kernels made for the GPU may take in the same run.
+    """
 
     name: str
     shape: Shape
     reason: str
     target: Target | None = None
+    bounded: bool = True
+    forgetful: bool = False
+    against: tuple[str, float] | None = None
 
 
 UNEVEN = (1300, 547, 2048, 963, 271, 3063)
@@ -122,6 +130,32 @@ PREFILL: tuple[PrefillCase, ...] = (
     ),
 )
 """Prefill, forward: as many heads as one card sees without, or with little, tensor parallelism."""
+
+UNBOUNDED: tuple[PrefillCase, ...] = (
+    PrefillCase(
+        "T8192 H32 softplus",
+        Shape(T=8192, H=32),
+        "Kimi-Linear-48B's heads and gate",
+        bounded=False,
+        against=("T8192 H32", 1.3),
+    ),
+    PrefillCase(
+        "T8192 H64 softplus",
+        Shape(T=8192, H=64),
+        "the headline without a bound",
+        bounded=False,
+        against=("T8192 H64", 1.3),
+    ),
+    PrefillCase(
+        "T8192 H64 softplus, forgetful",
+        Shape(T=8192, H=64),
+        "decays that float32 holds over few tokens only",
+        bounded=False,
+        forgetful=True,
+        against=("T8192 H64", 1.3),
+    ),
+)
+"""Gates without a bound, each beside the same heads with one."""
 
 FEW_HEADS: tuple[PrefillCase, ...] = (
     PrefillCase(
@@ -183,6 +217,7 @@ CLASSIC_PACKED = (
 
 TABLES: dict[str, tuple[PrefillCase, ...]] = {
     "prefill": PREFILL,
+    "unbounded gates": UNBOUNDED,
     "few heads": FEW_HEADS,
     "classic, fixed length": CLASSIC_FIXED,
     "classic, packed": CLASSIC_PACKED,
@@ -190,9 +225,9 @@ TABLES: dict[str, tuple[PrefillCase, ...]] = {
 """By the name under which a row's table is recorded."""
 
 CASES: dict[str, tuple[PrefillCase, ...]] = {
-    "prefill": (*PREFILL, *FEW_HEADS),
+    "prefill": (*PREFILL, *UNBOUNDED, *FEW_HEADS),
     "classic": (*CLASSIC_FIXED, *CLASSIC_PACKED),
-    "kernels": (*PREFILL, *FEW_HEADS),
+    "kernels": (*PREFILL, *UNBOUNDED, *FEW_HEADS),
 }
 """By benchmark: the rows it can measure."""
 

@@ -20,7 +20,10 @@ MODEL_OPTIONS: dict[str, object] = {
     "lower_bound": -5.0,
     "output_final_state": True,
 }
-"""The options of every benchmark row: L2 norm, bounded gate and beta sigmoid in the kernel, final state returned."""
+"""The options of a benchmark row: L2 norm, bounded gate and beta sigmoid in the kernel, final state returned."""
+
+UNBOUNDED_OPTIONS = MODEL_OPTIONS | {"safe_gate": False, "lower_bound": None}
+"""The same with a gate that has no bound, `softplus`."""
 
 
 def random_inputs(
@@ -29,13 +32,15 @@ def random_inputs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     initial_state: bool = False,
+    forgetful: bool = False,
     seed: int = 0,
 ) -> Inputs:
     """Draws q, k, v, raw g, beta logits, `A_log [HV]`, `dt_bias [HV * K]` (both float32), `cu_seqlens` (int64) and,
     on request, a float32 `initial_state [N, HV, K, V]`.
 
     `dt_bias` is uniform in `[-8, 1]`: under a gate, some channels forget within a token and others remember hundreds,
-    so an error in the state that passes between chunks shows in the outputs. (All-normal gate inputs forget at once.)
+    so an error in the state that passes between chunks shows in the outputs. (All-normal gate inputs forget at once:
+    `forgetful`, with `exp(A_log)` uniform in `[1, 16]` as models are initialised.)
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -53,6 +58,9 @@ def random_inputs(
         "dt_bias": torch.rand(HV * K, generator=generator, device=device) * 9 - 8,
         "cu_seqlens": offsets(shape, device),
     }
+    if forgetful:
+        rate = torch.rand(HV, generator=generator, device=device) * 15 + 1
+        inputs |= {"A_log": rate.log(), "dt_bias": 0.5 * normal(HV * K, dtype=torch.float32)}
     if initial_state:
         inputs["initial_state"] = normal(shape.sequences, HV, K, V, dtype=torch.float32)
     return inputs

@@ -21,8 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..spec import KdaOptions
 from .cases import PrefillCase, Shape
-from .inputs import random_inputs
-from .prefill import Setup, measure_row, our_call
+from .prefill import Setup, case_inputs, measure_row, our_call
 from .protocol import Ceilings, Run
 
 CHUNK = KdaOptions.chunk_size
@@ -218,7 +217,7 @@ def measure_kernels(case: PrefillCase, setup: Setup) -> dict:
     row = measure_row(case, setup)
     row["kernels"] = []
     if row["ours"]["ms"] is not None:
-        call = our_call(random_inputs(case.shape, setup.device), setup)
+        call = our_call(case, case_inputs(case, setup), setup)
         calls = setup.effort.rounds
 
         def repeat() -> None:

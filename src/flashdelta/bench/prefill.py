@@ -15,7 +15,7 @@ import flashdelta
 
 from .cases import TABLES, PrefillCase, Target
 from .environment import environment
-from .inputs import MODEL_OPTIONS, Inputs, random_inputs
+from .inputs import MODEL_OPTIONS, UNBOUNDED_OPTIONS, Inputs, random_inputs
 from .oracle import RECURRENCE_TOKENS, TOLERANCE, Truth, absolute_errors, relative_error, truth
 from .peers import Peer
 from .protocol import (
@@ -73,16 +73,16 @@ class Setup:
 
 def measure_row(case: PrefillCase, setup: Setup) -> dict:
     """One row of the document. Contenders that raise or err are recorded, not timed."""
-    inputs = random_inputs(case.shape, setup.device)
+    inputs = case_inputs(case, setup)
     serial = case.shape.tokens
-    reference = truth(inputs, MODEL_OPTIONS, "recurrence" if serial <= RECURRENCE_TOKENS else "chunked")
+    reference = truth(inputs, options_of(case), "recurrence" if serial <= RECURRENCE_TOKENS else "chunked")
     outcomes, runs = _admit(case, setup, inputs, reference)
     for name, timing in take_turns(runs, setup.timer, setup.effort).items():
         outcomes[name] = replace(outcomes[name], ms=timing)
     ours, fla = outcomes["ours"].ms, outcomes["fla"].ms
     floor_ms = case.shape.forward_bytes() / setup.ceilings.copy_tb_s / 1e9
     speedup = fla.median / ours.median if ours and fla else None
-    chosen = _chosen(inputs, setup.backend)
+    chosen = _chosen(case, inputs, setup.backend)
     row = {
         "name": case.name,
         "table": next((table for table, cases in TABLES.items() if case in cases), None),
@@ -143,6 +143,7 @@ def run_prefill(
     for case in cases:
         with torch.inference_mode():
             row = measure(case, setup)
+        compare(case, row, document["rows"], gated)
         document["rows"].append(row)
         save(document, path)
         progress(row)
@@ -172,24 +173,44 @@ def judge(
     return ", ".join(words for words, _ in bounds), False if False in met else None if None in met else True
 
 
-def _chosen(inputs: Inputs, backend: str) -> str | None:
+def options_of(case: PrefillCase) -> dict[str, object]:
+    return MODEL_OPTIONS if case.bounded else UNBOUNDED_OPTIONS
+
+
+def case_inputs(case: PrefillCase, setup: Setup) -> Inputs:
+    return random_inputs(case.shape, setup.device, forgetful=case.forgetful)
+
+
+def _chosen(case: PrefillCase, inputs: Inputs, backend: str) -> str | None:
     """The backend that runs the row, by name."""
     try:
-        return flashdelta.explain(flashdelta.chunk_kda, **inputs, **MODEL_OPTIONS, backend=backend).chosen
+        return flashdelta.explain(flashdelta.chunk_kda, **inputs, **options_of(case), backend=backend).chosen
     except ValueError:
         return None
 
 
-def our_call(inputs: Inputs, setup: Setup) -> Callable[..., tuple[Tensor, Tensor]]:
+def our_call(case: PrefillCase, inputs: Inputs, setup: Setup) -> Callable[..., tuple[Tensor, Tensor]]:
     """flashdelta's call of a row."""
-    return functools.partial(flashdelta.chunk_kda, **inputs, **MODEL_OPTIONS, backend=setup.backend)
+    return functools.partial(flashdelta.chunk_kda, **inputs, **options_of(case), backend=setup.backend)
+
+
+def compare(case: PrefillCase, row: dict, rows: Sequence[dict], gated: bool) -> None:
+    """Judges a row by the time of another one of the run."""
+    if case.against is None:
+        return
+    name, most = case.against
+    ours = row["ours"]["ms"]
+    other = next((r["ours"]["ms"] for r in rows if r["name"] == name), None)
+    must = most * other["median"] if other and gated and row["backend"] == "hopper" else None
+    met = None if must is None or ours is None else ours["median"] <= must
+    row |= {"must_ms": must, "aim_ms": None, "gate": f"<= {most}x {name}", "met": met}
 
 
 def _admit(
     case: PrefillCase, setup: Setup, inputs: Inputs, reference: Truth
 ) -> tuple[dict[str, Outcome], dict[str, Run]]:
     """Every contender's outcome so far, and the calls of those that passed the correctness gate."""
-    ours = our_call(inputs, setup)
+    ours = our_call(case, inputs, setup)
 
     def ours_poisoned() -> tuple[Tensor, Tensor]:
         return ours(out=torch.full_like(inputs["v"], torch.nan))
@@ -203,7 +224,7 @@ def _admit(
         runs["graph"] = replay
     outcomes["fla"] = Outcome(problem=setup.fla.absence or "not asked for")
     if setup.fla.chunk_kda is not None and case.name in setup.fla_rows:
-        fla = functools.partial(setup.fla.chunk_kda, **inputs, **MODEL_OPTIONS)
+        fla = functools.partial(setup.fla.chunk_kda, **inputs, **options_of(case))
         outcomes["fla"] = _gate(fla, reference, setup.device, tolerance=None)
         if outcomes["fla"].problem is None:
             runs["fla"] = fla

@@ -110,7 +110,7 @@ def prefill_table(document: dict) -> Table:
             "-" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}",
             _errors(row["ours"]),
             _errors(row["fla"]),
-            f"{row['must_ms']:.2f}",
+            "-" if row["must_ms"] is None else f"{row['must_ms']:.2f}",
             _met(row),
         ]
 
