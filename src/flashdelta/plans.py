@@ -22,7 +22,12 @@ class Plan(Protocol):
 
     def usable(self) -> bool: ...
 
-    def run(self, given: Sequence[Tensor | None], out: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
+    def run(
+        self,
+        given: Sequence[Tensor | None],
+        out: Tensor | None,
+        refuse: Callable[[Sequence[Tensor | None], Tensor], None],
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 _SEEN = object()
@@ -35,15 +40,19 @@ def key(given: Sequence[Tensor | None], options: tuple) -> tuple | None:
     on the host, or not on a GPU, and one whose arguments the validation will refuse."""
     if torch.compiler.is_compiling() or os.environ.get("FLASHDELTA_CHECK") == "1":
         return None
-    found = [options, torch.is_grad_enabled()]
+    grad = torch.is_grad_enabled()
+    found, device = [options, grad], -1
     for x in given:
         if x is None:
             found.append(None)
         elif type(x) in PLAIN:
-            found.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15))
+            # flat, and the device as a number: all this is most of the host time of a repeated call
+            index = x.get_device()
+            device = max(device, index)
+            found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, x.data_ptr() & 15)
         else:
             return None
-    if given[0] is None or given[0].device.type != "cuda":
+    if device < 0:
         return None
     found = tuple(found)
     try:

@@ -28,9 +28,16 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True)
-class RecurrentConfig:
+class DecodeConfig:
+    """`BV`: value channels of a tile; `tiles`: how many a program goes through, each loaded while the one before is worked on."""
+
     BV: int
+    tiles: int
     num_warps: int
+
+
+COMMIT_BLOCK = 4096
+"""Elements a program of `commit` copies."""
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -70,5 +77,6 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
 
 
-def recurrent_config(spec: KdaSpec, capability: int) -> RecurrentConfig:
-    return RecurrentConfig(BV=min(spec.V, 2048 // spec.K), num_warps=1)
+def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
+    """64 registers of state a thread: 8 KB of an fp32 state are on their way to each warp."""
+    return DecodeConfig(BV=min(spec.V, max(1, 2048 // spec.K)), tiles=1, num_warps=1)

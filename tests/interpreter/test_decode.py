@@ -1,0 +1,22 @@
+"""The kernels of `recurrent_kda` and `commit`, run by Triton's interpreter, against a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import FP32
+from ..decoding import BY_NAME, STEPS, Step, step_id
+from ..decoding_checks import check_step
+
+
+@pytest.mark.parametrize("step", STEPS, ids=step_id)
+def test_step(step: Step):
+    check_step(fd.recurrent_kda, step, FP32, "triton")
+
+
+@pytest.mark.parametrize("name", ["paged", "mixed_rows", "spec_packed", "verify"])
+def test_step_fp16(name: str):
+    check_step(fd.recurrent_kda, BY_NAME[name], torch.float16, "triton")
