@@ -78,7 +78,9 @@ STEPS = [
     Step(name="all_null", why="a padded batch", indices=(-1, -1, -1)),
     Step(name="no_slots", why="an empty pool", slots=0, indices=(0, 1, -1)),
     Step(name="no_sequences", why="N = 0", N=0, indices=()),
-    Step(name="own_slots", why="without indices sequence n has slot n", indices=None, slots=3, null_index="non_positive"),
+    Step(
+        name="own_slots", why="without indices sequence n has slot n", indices=None, slots=3, null_index="non_positive"
+    ),
     Step(name="own_final", why="the pool is returned", indices=None, slots=3, final=True, state=BF16),
     Step(name="no_state", why="states start at zero and are returned", state=None, indices=None, T=3, final=True),
     Step(name="dropped", why="nothing kept at all", state=None, indices=None),
@@ -103,7 +105,9 @@ STEPS = [
     Step(name="mixed", why="q, k, v in one row", form="mixed", H=2, HV=4),
     Step(name="mixed_rows", why="rows of a wider projection", form="mixed_rows", state=BF16),
     Step(name="mixed_packed", why="the same when packed", form="mixed_rows", lengths=(2, 0, 3), v_first=False),
-    Step(name="mixed_spec", why="1 + S rows a sequence", form="mixed", N=2, T=3, spec=2, indices=((1, 2, 3), (4, 5, 6))),
+    Step(
+        name="mixed_spec", why="1 + S rows a sequence", form="mixed", N=2, T=3, spec=2, indices=((1, 2, 3), (4, 5, 6))
+    ),
     Step(name="fused", why="all inputs are slices of one projection", form="fused", N=2, T=2, indices=(1, 0)),
     Step(name="odd", why="inputs off every boundary", form="odd", N=2, indices=(1, 0)),
     Step(name="transposed", why="q, k, v, g not dense in their last dimension", form="transposed", H=2),
@@ -185,7 +189,9 @@ STEPS = [
         indices=(-1, 5, 3, 9),
         slots=6,
     ),
-    Step(name="source_own", why="to rows of its own", source=(1, 2, 4), indices=None, slots=3, null_index="non_positive"),
+    Step(
+        name="source_own", why="to rows of its own", source=(1, 2, 4), indices=None, slots=3, null_index="non_positive"
+    ),
     Step(
         name="source_spec",
         why="drafts from the committed state",

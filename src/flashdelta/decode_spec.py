@@ -148,7 +148,7 @@ def _check_tokens(t: KdaTensors, tokens: int) -> None:
     T = t.q.shape[1]
     if t.cu_seqlens is not None:
         return
-    if tokens > 1 and T != tokens:
+    if tokens > 1 and tokens != T:
         raise wrong("q", f"{T} tokens a sequence", f"1 + num_spec_tokens = {tokens}")
     if T > DECODE_TOKENS:
         wanted = f"at most {DECODE_TOKENS} (fused_recurrent_kda and chunk_kda take longer sequences)"

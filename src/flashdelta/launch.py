@@ -283,9 +283,7 @@ class Plan:
         return torch.cuda.current_device() == self.device.index and not _hooked()
 
 
-def _inside(
-    address: int, given: Sequence[torch.Tensor | None], extents: Sequence[int]
-) -> tuple[int | None, int]:
+def _inside(address: int, given: Sequence[torch.Tensor | None], extents: Sequence[int]) -> tuple[int | None, int]:
     """The first given tensor in whose memory the address lies, by its place, and the offset there in bytes."""
     for i, (x, size) in enumerate(zip(given, extents)):
         if x is not None and 0 <= address - x.data_ptr() < size:

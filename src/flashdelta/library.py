@@ -1,9 +1,10 @@
 """The `torch.library` operators behind the public functions.
 
 `flashdelta::kda_forward` (functional, differentiable), `flashdelta::kda_forward_out` (writes what the caller owns: `out`, the
-state pool, intermediate states), `flashdelta::kda_backward`, and `flashdelta::kda_commit`. The first three take validated tensors, then the fields of `KdaSettings`; a result
-that was not asked for is an empty tensor, since an operator's schema has no optional results. `ops.py` calls `forward` where a
-graph is traced (`torch.compile`, fake tensors) or a gradient is wanted, and the backend itself otherwise.
+state pool, intermediate states), `flashdelta::kda_backward` and `flashdelta::kda_commit`. The first three take validated
+tensors, then the fields of `KdaSettings`; a result that was not asked for is an empty tensor, since an operator's schema has no
+optional results. `ops.py` calls `forward` where a graph is traced (`torch.compile`, fake tensors) or a gradient is wanted, and
+the backend itself otherwise.
 """
 
 from __future__ import annotations

@@ -445,7 +445,9 @@ def _check_checkpoints(t: KdaTensors, N: int, return_intermediate_states: bool) 
     if offsets.dim() not in (1, 2) or offsets.shape[0] != N:
         raise _wrong("checkpoint_offsets", f"shape {shape_of(offsets)}", f"[N] = [{N}] or [N, M] = [{N}, M]")
     if indices.shape != offsets.shape:
-        raise _wrong("checkpoint_indices", f"shape {shape_of(indices)}", f"checkpoint_offsets' shape {shape_of(offsets)}")
+        raise _wrong(
+            "checkpoint_indices", f"shape {shape_of(indices)}", f"checkpoint_offsets' shape {shape_of(offsets)}"
+        )
     if offsets.dim() == 1:
         offsets, indices = offsets[:, None], indices[:, None]
     if not 1 <= offsets.shape[1] <= MAX_CHECKPOINTS:

@@ -41,9 +41,7 @@ def judge(spec: KdaSpec | CommitSpec, device: torch.device) -> list[Verdict]:
     return verdicts
 
 
-def choose(
-    spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto", *, backward: bool = False
-) -> Backend:
+def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto", *, backward: bool = False) -> Backend:
     """The backend that runs the call.
 
     Raises:

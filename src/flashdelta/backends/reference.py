@@ -12,7 +12,6 @@ from ..decode_spec import CommitSpec, CommitTensors
 from ..spec import KdaSpec, KdaTensors
 from .base import Results
 
-
 IMPLEMENTATIONS = {
     "chunk": reference.chunk_kda,
     "recurrent": reference.recurrent_kda,

@@ -29,11 +29,12 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`BV`: value channels of a tile; `tiles`: how many a program goes through, each loaded while the one before is worked on."""
+    """`BV`: value channels of a tile; `tiles`: how many a program goes through, each loaded while it works on the one before."""
 
     BV: int
     tiles: int
     num_warps: int
+    stages: int = 0
 
 
 COMMIT_BLOCK = 4096

@@ -49,9 +49,7 @@ def unit(row, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def factors(
-    rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr
-):
+def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr):
     """Of one token: `k`, `exp(g)`, `exp(g) k`, `scale exp(g) q` `[K]`, `scale q^T k` and `beta`; a token that is not `there`
     changes no state."""
     row_q, row_k, row_g, beta = rows
@@ -176,6 +174,8 @@ def decode_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     TILES: tl.constexpr,
+    SINGLE: tl.constexpr,
+    STAGES: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -219,8 +219,9 @@ def decode_kernel(
     in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
     tile_size = BV * K if V_FIRST else BV
     initial_state += slot * start_pitch
-    next_v = load_row(v + begin * v_token, value, there)
-    next_state = load_row(initial_state, in_slot, read)
+    if STAGES == 0:
+        next_v = load_row(v + begin * v_token, value, there)
+        next_state = load_row(initial_state, in_slot, read)
     first = factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
 
     stored = has_final
@@ -229,30 +230,46 @@ def decode_kernel(
     if TWO_POOLS and not EACH:
         slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
 
-    for tile in range(0, TILES):
-        state = next_state.to(tl.float32)
-        row_v = next_v
-        if TILES > 1:
-            further = tile + 1 < TILES
-            next_v = load_row(v + begin * v_token, value + BV, there & further)
-            next_state = load_row(initial_state, in_slot + tile_size, read * further.to(tl.int32))
-        state, out = step(state, row_v, first)
-        for t in range(begin, end):
+    if SINGLE and STAGES > 0:
+        next_v = load_row(v + begin * v_token, value, there)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            tile_at = in_slot + tile * tile_size
+            mine = value + tile * BV
+            row_v = next_v
+            next_v = load_row(v + begin * v_token, mine + BV, there & (tile + 1 < TILES))
+            state = tl.load(initial_state + tile_at, mask=everywhere(tile_at, read), other=0.0).to(tl.float32)
+            state, out = step(state, row_v, first)
             if NULL_GIVES_ZERO:
                 out = tl.where(live, out, 0.0)
-            tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
-            if EACH:
-                i = t - begin
-                target, named = target_slot(targets, n * target_row + i * target_token, slot, lowest, target_slots)
-                state_at = target * target_pitch + i * target_step + in_slot
-                store_state(final_state, state_at, state, (live & named).to(tl.int32))
-            more = t + 1 < end
-            if more:
-                rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
-                row_v = load_row(v + (t + 1) * v_token, value, more)
-                token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                state, out = step(state, row_v, token)
-        if not EACH:
-            store_state(final_state, slot * target_pitch + in_slot, state, stored)
-        value += BV
-        in_slot += tile_size
+            tl.store(o + begin * o_token + mine, out.to(o.dtype.element_ty))
+            store_state(final_state, slot * target_pitch + tile_at, state, stored)
+    else:
+        for tile in range(0, TILES):
+            state = next_state.to(tl.float32)
+            row_v = next_v
+            if TILES > 1:
+                further = tile + 1 < TILES
+                next_v = load_row(v + begin * v_token, value + BV, there & further)
+                next_state = load_row(initial_state, in_slot + tile_size, read * further.to(tl.int32))
+            state, out = step(state, row_v, first)
+            for t in range(begin, end):
+                if NULL_GIVES_ZERO:
+                    out = tl.where(live, out, 0.0)
+                tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
+                if EACH:
+                    i = t - begin
+                    target, named = target_slot(targets, n * target_row + i * target_token, slot, lowest, target_slots)
+                    state_at = target * target_pitch + i * target_step + in_slot
+                    store_state(final_state, state_at, state, (live & named).to(tl.int32))
+                more = t + 1 < end
+                if SINGLE:
+                    pass
+                elif more:
+                    rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
+                    row_v = load_row(v + (t + 1) * v_token, value, more)
+                    token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
+                    state, out = step(state, row_v, token)
+            if not EACH:
+                store_state(final_state, slot * target_pitch + in_slot, state, stored)
+            value += BV
+            in_slot += tile_size

@@ -70,7 +70,13 @@ def readable(spec: KdaSpec, t: KdaTensors) -> KdaTensors:
         t.state_pool,
         dense(t.state_indices)[0] if spec.algorithm == "chunk" else t.state_indices,
         *dense(t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
-        *(*dense(t.num_accepted_tokens), t.source_pool, t.source_indices, t.intermediate_states, t.intermediate_indices),
+        *(
+            *dense(t.num_accepted_tokens),
+            t.source_pool,
+            t.source_indices,
+            t.intermediate_states,
+            t.intermediate_indices,
+        ),
     )
 
 
@@ -107,7 +113,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
             PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
+            STAGES=c.stages if spec.T == 1 and not spec.packed else 0 if spec.T == 1 and not spec.packed else 0,
         ),
         c.num_warps,
         workspace=workspace.buffer,
@@ -134,7 +140,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspa
             BV=c.BV,
             V_FIRST=spec.state_v_first,
             PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
+            STAGES=c.stages if spec.T == 1 and not spec.packed else 0 if spec.T == 1 and not spec.packed else 0,
         ),
         c.num_warps,
         workspace=workspace.buffer,
@@ -161,6 +167,8 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             V=spec.V,
             BV=c.BV,
             TILES=c.tiles,
+            SINGLE=spec.T == 1 and not spec.packed,
+            STAGES=c.stages if spec.T == 1 and not spec.packed else 0 if spec.T == 1 and not spec.packed else 0,
             GATE=spec.gate,
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
