@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+import flashdelta as fd
+
 from .decoding import WRITTEN, Step, expected, make_step, memory_of, untouched
 from .oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
@@ -58,3 +60,17 @@ def hold_states(name: str, got: torch.Tensor, want: torch.Tensor, before: torch.
     for i in sorted(stored):
         tolerance = 1e-5 if got.dtype != torch.float64 else 1e-11
         assert_close(f"{name}[{i}]", got[i].cpu(), want[i], tolerance + one_rounding(got.dtype))
+
+
+def check_commit(call: dict, backend: str) -> None:
+    """`commit` on the pool's memory, against a plain loop, to the bit."""
+    pool, states = call["initial_state"], call["intermediate_states"]
+    want = memory_of(pool).clone()
+    slots = want.as_strided(pool.shape, pool.stride(), pool.storage_offset())
+    indices = call["ssm_state_indices"].tolist()
+    rows = call["intermediate_state_indices"].tolist() if "intermediate_state_indices" in call else indices
+    for slot, row, count in zip(indices, rows, call["num_accepted_tokens"].tolist()):
+        if 0 <= slot < len(pool) and 0 <= row < len(states) and 1 <= count <= states.shape[1]:
+            slots[slot] = states[row, count - 1]
+    fd.commit(**call, backend=backend)
+    assert same_bits(memory_of(pool), want)

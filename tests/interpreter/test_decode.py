@@ -7,9 +7,10 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import FP32
+from ..cases import BF16, FP32
 from ..decoding import BY_NAME, STEPS, Step, step_id
-from ..decoding_checks import check_step
+from ..decoding_checks import check_commit, check_step
+from ..test_decode import commit_call
 
 
 @pytest.mark.parametrize("step", STEPS, ids=step_id)
@@ -20,3 +21,9 @@ def test_step(step: Step):
 @pytest.mark.parametrize("name", ["paged", "mixed_rows", "spec_packed", "verify"])
 def test_step_fp16(name: str):
     check_step(fd.recurrent_kda, BY_NAME[name], torch.float16, "triton")
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
+def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
+    check_commit(commit_call(state, rows), "triton")
