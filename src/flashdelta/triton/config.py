@@ -29,7 +29,7 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`BV`: value channels of a tile; `tiles`: how many a program goes through, each loaded while it works on the one before."""
+    """`BV`: value channels of a tile; `tiles`: how many a program goes through, each fetched during the one before."""
 
     BV: int
     tiles: int

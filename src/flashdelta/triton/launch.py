@@ -113,7 +113,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
             PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages if spec.T == 1 and not spec.packed else 0 if spec.T == 1 and not spec.packed else 0,
+            STAGES=c.stages,
         ),
         c.num_warps,
         workspace=workspace.buffer,
@@ -140,7 +140,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspa
             BV=c.BV,
             V_FIRST=spec.state_v_first,
             PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages if spec.T == 1 and not spec.packed else 0 if spec.T == 1 and not spec.packed else 0,
+            STAGES=c.stages,
         ),
         c.num_warps,
         workspace=workspace.buffer,
@@ -152,6 +152,7 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
     o, final_state, _ = results
     c = config.decode_config(spec, capability)
     states = decode_states(spec, t, final_state)
+    single = spec.T == 1 and not spec.packed
     return Launch(
         decode_kernel,
         spec.N * spec.HV * (spec.V // (c.BV * c.tiles)),
@@ -167,8 +168,8 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             V=spec.V,
             BV=c.BV,
             TILES=c.tiles,
-            SINGLE=spec.T == 1 and not spec.packed,
-            STAGES=c.stages if spec.T == 1 and not spec.packed else 0 if spec.T == 1 and not spec.packed else 0,
+            SINGLE=single,
+            STAGES=c.stages if single else 0,
             GATE=spec.gate,
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
