@@ -254,12 +254,12 @@ class Plan:
             o = torch.empty(self.o_shape, dtype=spec.dtype, device=device)
             addresses.append(o.data_ptr())
         else:
-            o, start = out, out.data_ptr()
-            stop = start + self.out_extent
+            o, first = out, out.data_ptr()
+            end = first + self.out_extent
             for address, size in zip(addresses, self.extents):
-                if address < stop and start < address + size:
+                if address < end and first < address + size:
                     refuse(given, out)
-            addresses.append(start)
+            addresses.append(first)
         final_state = workspace = None
         if spec.output_final_state:
             final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device)
