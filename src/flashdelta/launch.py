@@ -72,7 +72,8 @@ class Launch:
         return _compiled.get(self._key(device))
 
     def _key(self, device: int) -> tuple:
-        return (device, self.kernel, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+        options = (self.num_warps, self.max_registers)
+        return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
     def _run_through_triton(self) -> CompiledKernel:
         return self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())

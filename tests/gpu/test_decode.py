@@ -66,7 +66,7 @@ def test_a_repeated_step_is_checked_as_the_first(backend: str):
         with pytest.raises((ValueError, TypeError)):
             fd.recurrent_kda(**call | wrong, output=output)
     pool = call["initial_state"]
-    inside = pool.flatten()[: output.numel()].view(torch.bfloat16)[: output.numel()].view(output.shape)
+    inside = pool[0].view(-1).view(BF16)[: output.numel()].view(output.shape)
     for name, shared in (("v", call["v"]), ("initial_state", inside)):
         for _ in range(CALLS_TO_A_PLAN):
             with pytest.raises(ValueError, match=f"^output: got memory shared with {name}"):

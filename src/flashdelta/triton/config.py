@@ -29,12 +29,16 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`BV`: value channels of a tile; `tiles`: how many a program goes through, each fetched during the one before."""
+    """`BV`: value channels of a tile; `tiles`: how many a program goes through; `ahead`: how many are on their way before they
+    are needed; `vector`: adjacent value channels a thread holds where those are dense (0: 16 bytes' worth)."""
 
     BV: int
     tiles: int
     num_warps: int
-    stages: int = 0
+    ahead: int = 1
+    vector: int = 0
+    hint: int = 0
+    max_registers: int | None = None
 
 
 COMMIT_BLOCK = 4096
@@ -79,5 +83,13 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
 
 
 def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
-    """64 registers of state a thread: 8 KB of an fp32 state are on their way to each warp."""
-    return DecodeConfig(BV=min(spec.V, max(1, 2048 // spec.K)), tiles=1, num_warps=1)
+    """Provisional: to be filled by measurement."""
+    if spec.T > 1 or spec.packed:
+        return DecodeConfig(BV=min(spec.V, max(1, 2048 // spec.K)), tiles=1, num_warps=1)
+    if spec.state_v_first:
+        if spec.state_dtype == torch.float32:
+            return DecodeConfig(BV=min(spec.V, max(1, 1024 // spec.K)), tiles=1, num_warps=1)
+        BV = min(spec.V, max(1, 512 // spec.K))
+        return DecodeConfig(BV=BV, tiles=min(8, spec.V // BV), num_warps=1, ahead=2)
+    BV = min(spec.V, 32)
+    return DecodeConfig(BV=BV, tiles=1, num_warps=2 if spec.K <= 128 else 4, vector=4)

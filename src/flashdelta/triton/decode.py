@@ -5,11 +5,12 @@ Contract (docs/decode.md; `reference.decode` is the definition), in fp32 through
 
     S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
-A tile `S^T [BV, K]` of the state is read once and stays in registers. Both sums over K are taken of the state as it was read,
+A tile `S^T [BV, K]` of the state is read once and stays in registers. Both sums over K are taken of the decayed state,
 
-    a = (exp(g_t) k_t)^T S,   b = (exp(g_t) q_t)^T S,   d = beta_t (v_t - a),   o_t = scale * (b + (q_t^T k_t) d),
+    D = diag(exp(g_t)) S,   a = k_t^T D,   b = q_t^T D,   d = beta_t (v_t - a),   o_t = scale * (b + (q_t^T k_t) d),
 
-so that they do not wait for each other and one pass over the registers is left: `S <- diag(exp(g_t)) S + k_t d`.
+so that they do not wait for each other and one pass over the registers is left: `S <- D + k_t d`. The L2 norms of `q_t` and
+`k_t` multiply the sums and not the rows: four instructions an element are left, which count where states are in bfloat16.
 
 Time goes to the memory system, so loads are issued in the order in which others wait for them: the slot's index, the first
 token's rows, the first tile; norms and gate are worked out while it is on its way, and each tile while the next one is.
@@ -30,6 +31,29 @@ def load_row(x, at, there):
 
 
 @triton.jit
+def load_tile(states, at, read, HINT: tl.constexpr):
+    mask = everywhere(at, read)
+    if HINT == 1 or HINT == 2:
+        return tl.load(states + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    elif HINT == 3:
+        return tl.load(states + at, mask=mask, other=0.0, cache_modifier=".cg")
+    else:
+        return tl.load(states + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(states, at, state, stored, HINT: tl.constexpr):
+    mask = everywhere(at, stored)
+    state = state.to(states.dtype.element_ty)
+    if HINT == 1:
+        tl.store(states + at, state, mask=mask, eviction_policy="evict_first")
+    elif HINT == 2 or HINT == 3:
+        tl.store(states + at, state, mask=mask, cache_modifier=".cs")
+    else:
+        tl.store(states + at, state, mask=mask)
+
+
+@triton.jit
 def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key):
     """What token `t` brings along K, as it lies in memory: rows of q, k, g `[K]`, and beta; zeros if it is not `there`."""
     return (
@@ -41,35 +65,37 @@ def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, k
 
 
 @triton.jit
-def unit(row, L2NORM: tl.constexpr):
-    row = row.to(tl.float32)
+def inverse_norm(row, L2NORM: tl.constexpr):
+    norm = 1.0
     if L2NORM:
-        row = row / tl.sqrt(tl.sum(row * row) + L2_EPS)
-    return row
+        norm = tl.rsqrt(tl.sum(row * row) + L2_EPS)
+    return norm
 
 
 @triton.jit
 def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr):
-    """Of one token: `k`, `exp(g)`, `exp(g) k`, `scale exp(g) q` `[K]`, `scale q^T k` and `beta`; a token that is not `there`
+    """Of one token: `q`, `k`, `exp(g)` `[K]`, `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`; a token that is not `there`
     changes no state."""
     row_q, row_k, row_g, beta = rows
-    row_q = unit(row_q, L2NORM) * scale
-    row_k = unit(row_k, L2NORM)
+    row_q, row_k = row_q.to(tl.float32), row_k.to(tl.float32)
     decay = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
     decay = tl.where(there, decay, 1.0)
-    strength = write_strength(beta.to(tl.float32), BETA)
-    return row_k, decay, row_k * decay, row_q * decay, tl.sum(row_q * row_k), strength
+    norm_q = inverse_norm(row_q, L2NORM) * scale
+    norm_k = inverse_norm(row_k, L2NORM)
+    overlap = tl.sum(row_q * row_k) * norm_k
+    return row_q, row_k, decay, norm_q, norm_k, overlap, write_strength(beta.to(tl.float32), BETA)
 
 
 @triton.jit
 def step(state, row_v, token):
     """The state `S^T [BV, K]` after a token with these factors, and its output `[BV]`."""
-    row_k, decay, decayed_k, decayed_q, overlap, strength = token
-    along_k = tl.sum(state * decayed_k[None, :], axis=1)
-    along_q = tl.sum(state * decayed_q[None, :], axis=1)
-    correction = strength * (row_v.to(tl.float32) - along_k)
-    state = state * decay[None, :] + correction[:, None] * row_k[None, :]
-    return state, along_q + overlap * correction
+    row_q, row_k, decay, norm_q, norm_k, overlap, strength = token
+    state = state * decay[None, :]
+    along_k = tl.sum(state * row_k[None, :], axis=1)
+    along_q = tl.sum(state * row_q[None, :], axis=1)
+    correction = strength * (row_v.to(tl.float32) - norm_k * along_k)
+    state += (norm_k * correction)[:, None] * row_k[None, :]
+    return state, norm_q * (along_q + overlap * correction)
 
 
 @triton.jit
@@ -99,7 +125,7 @@ def target_slot(targets, i, own, lowest, slots):
 @triton.jit(
     do_not_specialize=[
         "T",
-        "H",
+        "group",
         "HV",
         "beta_batch",
         "beta_token",
@@ -150,7 +176,7 @@ def decode_kernel(
     scale,
     lower_bound,
     T,
-    H,
+    group,
     HV,
     q_batch: tl.int64,
     q_token: tl.int64,
@@ -175,7 +201,9 @@ def decode_kernel(
     BV: tl.constexpr,
     TILES: tl.constexpr,
     SINGLE: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HINT: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -188,7 +216,7 @@ def decode_kernel(
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // (TILES * BV))
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
-    qk_head = (head.to(tl.int32) // (HV // H)).to(tl.int64)
+    qk_head = (head.to(tl.int32) // group).to(tl.int64)
     q += batch * q_batch + qk_head * q_head
     k += batch * k_batch + qk_head * k_head
     v += batch * v_batch + head * v_head
@@ -197,6 +225,8 @@ def decode_kernel(
     o += batch * o_batch + head * o_head
     key = tl.arange(0, K)
     value = slice_ * (TILES * BV) + tl.arange(0, BV)
+    if VECTOR > 0:
+        value = tl.max_contiguous(value, VECTOR)
 
     slot = n
     live = there
@@ -216,12 +246,14 @@ def decode_kernel(
     bias = tl.zeros([K], tl.float32)
     if dt_bias is not None:
         bias = tl.load(dt_bias + head * K + key).to(tl.float32)
-    in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
-    tile_size = BV * K if V_FIRST else BV
-    initial_state += slot * start_pitch
-    if STAGES == 0:
-        next_v = load_row(v + begin * v_token, value, there)
-        next_state = load_row(initial_state, in_slot, read)
+    in_slot = state_offsets(0, value, key, K, V, V_FIRST)
+    source = initial_state + (slot * start_pitch + head * (K * V))
+    tile_step: tl.constexpr = BV * K if V_FIRST else BV
+    rows_v = ()
+    tiles = ()
+    for tile in tl.static_range(min(AHEAD, TILES)):
+        tiles += (load_tile(source + tile * tile_step, in_slot, read, HINT),)
+        rows_v += (load_row(v + begin * v_token, value + tile * BV, there),)
     first = factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
 
     stored = has_final
@@ -229,47 +261,35 @@ def decode_kernel(
         stored *= live.to(tl.int32)
     if TWO_POOLS and not EACH:
         slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
+    final_state += head * (K * V)
+    if not EACH:
+        final_state += slot * target_pitch
 
-    if SINGLE and STAGES > 0:
-        next_v = load_row(v + begin * v_token, value, there)
-        for tile in tl.range(0, TILES, num_stages=STAGES):
-            tile_at = in_slot + tile * tile_size
-            mine = value + tile * BV
-            row_v = next_v
-            next_v = load_row(v + begin * v_token, mine + BV, there & (tile + 1 < TILES))
-            state = tl.load(initial_state + tile_at, mask=everywhere(tile_at, read), other=0.0).to(tl.float32)
-            state, out = step(state, row_v, first)
+    for tile in tl.static_range(TILES):
+        if tile + AHEAD < TILES:
+            tiles += (load_tile(source + (tile + AHEAD) * tile_step, in_slot, read, HINT),)
+            rows_v += (load_row(v + begin * v_token, value + (tile + AHEAD) * BV, there),)
+        state, out = step(tiles[tile].to(tl.float32), rows_v[tile], first)
+        mine = value + tile * BV
+        if SINGLE:
             if NULL_GIVES_ZERO:
                 out = tl.where(live, out, 0.0)
             tl.store(o + begin * o_token + mine, out.to(o.dtype.element_ty))
-            store_state(final_state, slot * target_pitch + tile_at, state, stored)
-    else:
-        for tile in range(0, TILES):
-            state = next_state.to(tl.float32)
-            row_v = next_v
-            if TILES > 1:
-                further = tile + 1 < TILES
-                next_v = load_row(v + begin * v_token, value + BV, there & further)
-                next_state = load_row(initial_state, in_slot + tile_size, read * further.to(tl.int32))
-            state, out = step(state, row_v, first)
+        else:
             for t in range(begin, end):
                 if NULL_GIVES_ZERO:
                     out = tl.where(live, out, 0.0)
-                tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
+                tl.store(o + t * o_token + mine, out.to(o.dtype.element_ty))
                 if EACH:
                     i = t - begin
                     target, named = target_slot(targets, n * target_row + i * target_token, slot, lowest, target_slots)
                     state_at = target * target_pitch + i * target_step + in_slot
                     store_state(final_state, state_at, state, (live & named).to(tl.int32))
                 more = t + 1 < end
-                if SINGLE:
-                    pass
-                elif more:
+                if more:
                     rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
-                    row_v = load_row(v + (t + 1) * v_token, value, more)
+                    row_v = load_row(v + (t + 1) * v_token, mine, more)
                     token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
                     state, out = step(state, row_v, token)
-            if not EACH:
-                store_state(final_state, slot * target_pitch + in_slot, state, stored)
-            value += BV
-            in_slot += tile_size
+        if not EACH:
+            store_tile(final_state + tile * tile_step, in_slot, state, stored, HINT)

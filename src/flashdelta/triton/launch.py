@@ -160,7 +160,7 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
             *states.arguments(spec, t),
             *(spec.most_tokens, spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.H, spec.HV),
+            *(spec.T, spec.HV // spec.H, spec.HV),
             *strides(t.q, t.k, t.v, t.g, t.beta, o),
         ),
         dict(
@@ -169,7 +169,9 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             BV=c.BV,
             TILES=c.tiles,
             SINGLE=single,
-            STAGES=c.stages if single else 0,
+            AHEAD=c.ahead,
+            VECTOR=c.vector,
+            HINT=c.hint,
             GATE=spec.gate,
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
@@ -180,6 +182,7 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             NULL_GIVES_ZERO=spec.algorithm == "decode" and states.starts is not None,
         ),
         c.num_warps,
+        c.max_registers,
     )
 
 
