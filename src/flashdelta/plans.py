@@ -37,7 +37,7 @@ _plans: dict[tuple, object] = {}
 
 def key(given: Sequence[Tensor | None], options: tuple) -> tuple | None:
     """All that a call's validation and launches depend on; None for a call that may not be kept: one that is traced, checked
-    on the host, or not on a GPU, and one whose arguments the validation will refuse."""
+    on the host, or not on a GPU, and one with arguments that are no plain tensors."""
     if torch.compiler.is_compiling() or os.environ.get("FLASHDELTA_CHECK") == "1":
         return None
     grad = torch.is_grad_enabled()
@@ -54,16 +54,14 @@ def key(given: Sequence[Tensor | None], options: tuple) -> tuple | None:
             return None
     if device < 0:
         return None
-    found = tuple(found)
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
+    return tuple(found)
 
 
 def find(key: tuple | None) -> Plan | None:
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an option that can't be hashed, which the validation will refuse
+        return None
     return plan if plan is not None and plan is not _SEEN and plan.usable() else None
 
 
