@@ -59,8 +59,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to call an operator, enough to fix every compile-time choice of its kernels. `spec_tokens` is of `decode`
-    alone; `algorithm="commit"` takes the dtype and layout of states only."""
+    """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
+    of `decode` alone; `algorithm="commit"` takes the dtype and layout of states only."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -78,6 +78,7 @@ class Variant:
     g_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
+    N: int = 2
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
@@ -144,7 +145,7 @@ class Variant:
 
     def _decode(self, arch: int) -> list[Launch]:
         """A paged step: packed sequences, or `B` rows of one token; with speculative tokens, counts of accepted ones."""
-        N, tokens = 2, 1 + self.spec_tokens
+        N, tokens = self.N, 1 + self.spec_tokens
         index = _make(torch.int32)
         given = dict.fromkeys(GIVEN) | self._inputs(*((1, N * tokens) if self.packed else (N, tokens)))
         given["initial_state"] = _make(self.state_dtype)(*self._states(4))
@@ -189,16 +190,22 @@ VARIANTS = (
     Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
     Variant("recurrent bf16 K128 V128 pool, V first", algorithm="recurrent", pool=True, state_v_first=True),
     Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
-    Variant("decode K128 V128, V first", algorithm="decode", packed=False, state_v_first=True),
-    Variant("decode K128 V128, K first", algorithm="decode", packed=False, gate="softplus"),
-    Variant(
-        "decode K128 V128 bf16 states, V first",
-        algorithm="decode",
-        packed=False,
-        state_v_first=True,
-        state_dtype=torch.bfloat16,
+    *(
+        Variant(
+            f"decode K128 V128, {'bf16' if state == torch.bfloat16 else 'fp32'} states, {'V' if v_first else 'K'} first, N={N}",
+            algorithm="decode",
+            packed=False,
+            state_v_first=v_first,
+            state_dtype=state,
+            N=N,
+        )
+        for v_first in (True, False)
+        for state in (torch.float32, torch.bfloat16)
+        for N in (2, 256)
     ),
-    Variant("decode K128 V128 bf16 states, K first", algorithm="decode", packed=False, state_dtype=torch.bfloat16),
+    Variant(
+        "decode K128 V128 unbounded, V first", algorithm="decode", packed=False, state_v_first=True, gate="softplus"
+    ),
     Variant("decode K64 V64, V first", algorithm="decode", K=64, V=64, state_v_first=True),
     Variant("decode K128 V128 packed, V first", algorithm="decode", state_v_first=True),
     Variant("decode K128 V128 speculative, V first", algorithm="decode", state_v_first=True, spec_tokens=3),

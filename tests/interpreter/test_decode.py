@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.triton import config
 
 from ..cases import BF16, FP32
 from ..decoding import BY_NAME, STEPS, Step, step_id
@@ -21,6 +22,15 @@ def test_step(step: Step):
 @pytest.mark.parametrize("name", ["paged", "mixed_rows", "spec_packed", "verify"])
 def test_step_fp16(name: str):
     check_step(fd.recurrent_kda, BY_NAME[name], torch.float16, "triton")
+
+
+@pytest.mark.parametrize(
+    "name", ["paged", "k_first", "bf16", "bf16_k_first", "negative", "K64", "V64", "K256", "K16", "K1"]
+)
+def test_step_of_a_large_batch(name: str, monkeypatch):
+    """The launch parameters for many sequences and heads, on a small step."""
+    monkeypatch.setattr(config, "DECODE_FEW", 0)
+    check_step(fd.recurrent_kda, BY_NAME[name], FP32, "triton")
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)

@@ -29,16 +29,17 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`BV`: value channels of a tile; `tiles`: how many a program goes through; `ahead`: how many are on their way before they
-    are needed; `vector`: adjacent value channels a thread holds where those are dense (0: 16 bytes' worth)."""
+    """`BV`: value channels of a tile; `tiles`: how many a program goes through, one read ahead; `stream`: states need not stay
+    in the L2 cache."""
 
     BV: int
-    tiles: int
-    num_warps: int
-    ahead: int = 1
-    vector: int = 0
-    hint: int = 0
-    max_registers: int | None = None
+    num_warps: int = 1
+    tiles: int = 1
+    stream: bool = False
+
+
+DECODE_FEW = 256
+"""Pairs of sequence and value head up to which `decode` of one token a sequence takes small programs."""
 
 
 COMMIT_BLOCK = 4096
@@ -83,13 +84,29 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
 
 
 def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
-    """Provisional: to be filled by measurement."""
+    """One of three by kind of call: few pairs of sequence and value head, many, or several tokens a sequence.
+
+    With few, all programs run at once and the longest chain of one decides: a single tile each (an H200, N=1, HV=32, bf16
+    states V first: 2.7 us, with four tiles 3.5). With many, bytes in flight do: in bf16 a tile of 8 channels is too little a
+    program, and four of them, each loaded under the work on the one before, reach 90 % of the copy rate (one of 8: 76 %).
+    K first, only the width of a tile makes accesses to whole sectors: 64 channels. docs/tuning.md has all that was tried.
+    """
+    wide = spec.state_dtype == torch.float32
     if spec.T > 1 or spec.packed:
-        return DecodeConfig(BV=min(spec.V, max(1, 2048 // spec.K)), tiles=1, num_warps=1)
+        return DecodeConfig(BV=_channels(spec, 2048))
+    few = spec.N * spec.HV <= DECODE_FEW
     if spec.state_v_first:
-        if spec.state_dtype == torch.float32:
-            return DecodeConfig(BV=min(spec.V, max(1, 1024 // spec.K)), tiles=1, num_warps=1)
-        BV = min(spec.V, max(1, 512 // spec.K))
-        return DecodeConfig(BV=BV, tiles=min(8, spec.V // BV), num_warps=1, ahead=2)
-    BV = min(spec.V, 32)
-    return DecodeConfig(BV=BV, tiles=1, num_warps=2 if spec.K <= 128 else 4, vector=4)
+        if wide:
+            return DecodeConfig(BV=_channels(spec, 1024))
+        if few:
+            return DecodeConfig(BV=_channels(spec, 2048))
+        BV = _channels(spec, 1024)
+        return DecodeConfig(BV=BV, tiles=min(4, spec.V // BV), stream=True)
+    if few:
+        return DecodeConfig(BV=_channels(spec, 2048))
+    return DecodeConfig(BV=min(64, _channels(spec, 8192)), num_warps=4, stream=not wide)
+
+
+def _channels(spec: KdaSpec, elements: int) -> int:
+    """Value channels of a tile of so many elements."""
+    return min(spec.V, max(1, elements // spec.K))

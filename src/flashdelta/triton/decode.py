@@ -31,26 +31,16 @@ def load_row(x, at, there):
 
 
 @triton.jit
-def load_tile(states, at, read, HINT: tl.constexpr):
+def load_tile(states, at, read, STREAM: tl.constexpr):
     mask = everywhere(at, read)
-    if HINT == 1 or HINT == 2:
-        return tl.load(states + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    elif HINT == 3:
-        return tl.load(states + at, mask=mask, other=0.0, cache_modifier=".cg")
-    else:
-        return tl.load(states + at, mask=mask, other=0.0)
+    return tl.load(states + at, mask=mask, other=0.0, eviction_policy="evict_first" if STREAM else "")
 
 
 @triton.jit
-def store_tile(states, at, state, stored, HINT: tl.constexpr):
+def store_tile(states, at, state, stored, STREAM: tl.constexpr):
     mask = everywhere(at, stored)
     state = state.to(states.dtype.element_ty)
-    if HINT == 1:
-        tl.store(states + at, state, mask=mask, eviction_policy="evict_first")
-    elif HINT == 2 or HINT == 3:
-        tl.store(states + at, state, mask=mask, cache_modifier=".cs")
-    else:
-        tl.store(states + at, state, mask=mask)
+    tl.store(states + at, state, mask=mask, eviction_policy="evict_first" if STREAM else "")
 
 
 @triton.jit
@@ -201,9 +191,7 @@ def decode_kernel(
     BV: tl.constexpr,
     TILES: tl.constexpr,
     SINGLE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    VECTOR: tl.constexpr,
-    HINT: tl.constexpr,
+    STREAM: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -225,8 +213,9 @@ def decode_kernel(
     o += batch * o_batch + head * o_head
     key = tl.arange(0, K)
     value = slice_ * (TILES * BV) + tl.arange(0, BV)
-    if VECTOR > 0:
-        value = tl.max_contiguous(value, VECTOR)
+    if not V_FIRST:
+        # 4 channels a thread, in bf16 too: with 8, and so fewer threads along V, K is summed by more (docs/tuning.md)
+        value = tl.max_contiguous(value, min(4, BV))
 
     slot = n
     live = there
@@ -249,11 +238,8 @@ def decode_kernel(
     in_slot = state_offsets(0, value, key, K, V, V_FIRST)
     source = initial_state + (slot * start_pitch + head * (K * V))
     tile_step: tl.constexpr = BV * K if V_FIRST else BV
-    rows_v = ()
-    tiles = ()
-    for tile in tl.static_range(min(AHEAD, TILES)):
-        tiles += (load_tile(source + tile * tile_step, in_slot, read, HINT),)
-        rows_v += (load_row(v + begin * v_token, value + tile * BV, there),)
+    tile = load_tile(source, in_slot, read, STREAM)
+    row_v = load_row(v + begin * v_token, value, there)
     first = factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
 
     stored = has_final
@@ -265,12 +251,12 @@ def decode_kernel(
     if not EACH:
         final_state += slot * target_pitch
 
-    for tile in tl.static_range(TILES):
-        if tile + AHEAD < TILES:
-            tiles += (load_tile(source + (tile + AHEAD) * tile_step, in_slot, read, HINT),)
-            rows_v += (load_row(v + begin * v_token, value + (tile + AHEAD) * BV, there),)
-        state, out = step(tiles[tile].to(tl.float32), rows_v[tile], first)
-        mine = value + tile * BV
+    for i in tl.static_range(TILES):
+        mine = value + i * BV
+        if i + 1 < TILES:
+            next_tile = load_tile(source + (i + 1) * tile_step, in_slot, read, STREAM)
+            next_row = load_row(v + begin * v_token, mine + BV, there)
+        state, out = step(tile.to(tl.float32), row_v, first)
         if SINGLE:
             if NULL_GIVES_ZERO:
                 out = tl.where(live, out, 0.0)
@@ -281,15 +267,18 @@ def decode_kernel(
                     out = tl.where(live, out, 0.0)
                 tl.store(o + t * o_token + mine, out.to(o.dtype.element_ty))
                 if EACH:
-                    i = t - begin
-                    target, named = target_slot(targets, n * target_row + i * target_token, slot, lowest, target_slots)
-                    state_at = target * target_pitch + i * target_step + in_slot
+                    nth = t - begin
+                    index = n * target_row + nth * target_token
+                    target, named = target_slot(targets, index, slot, lowest, target_slots)
+                    state_at = target * target_pitch + nth * target_step + in_slot
                     store_state(final_state, state_at, state, (live & named).to(tl.int32))
                 more = t + 1 < end
                 if more:
                     rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
-                    row_v = load_row(v + (t + 1) * v_token, mine, more)
+                    more_v = load_row(v + (t + 1) * v_token, mine, more)
                     token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                    state, out = step(state, row_v, token)
+                    state, out = step(state, more_v, token)
         if not EACH:
-            store_tile(final_state + tile * tile_step, in_slot, state, stored, HINT)
+            store_tile(final_state + i * tile_step, in_slot, state, stored, STREAM)
+        if i + 1 < TILES:
+            tile, row_v = next_tile, next_row

@@ -169,9 +169,7 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             BV=c.BV,
             TILES=c.tiles,
             SINGLE=single,
-            AHEAD=c.ahead,
-            VECTOR=c.vector,
-            HINT=c.hint,
+            STREAM=c.stream,
             GATE=spec.gate,
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
@@ -182,7 +180,6 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             NULL_GIVES_ZERO=spec.algorithm == "decode" and states.starts is not None,
         ),
         c.num_warps,
-        c.max_registers,
     )
 
 
