@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta import checked
 
 from .cases import BF16, FP32
 from .decoding import BY_NAME, make_step
@@ -443,7 +444,7 @@ def test_values_are_verified_when_asked(kind: str, monkeypatch: pytest.MonkeyPat
         for name in ("q", "k", "v", "g", "beta"):
             call[name] = call[name].repeat_interleave(4, dim=1)
     fd.recurrent_kda(**call | change)
-    monkeypatch.setenv("FLASHDELTA_CHECK", "1")
+    monkeypatch.setattr(checked, "ENABLED", True)
     fd.recurrent_kda(**call)
     with pytest.raises(ValueError) as caught:
         fd.recurrent_kda(**call | change)

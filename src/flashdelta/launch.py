@@ -188,7 +188,8 @@ class Plan:
     def __init__(self, spec: KdaSpec, device: torch.device, steps: list, workspace_bytes: int, extents: list[int]):
         self.spec, self.device, self.steps, self.workspace_bytes = spec, device, steps, workspace_bytes
         self.o_shape = (spec.B, spec.T, spec.HV, spec.V)
-        *self.extents, self.out_extent = extents
+        *extents, self.out_extent = extents
+        self.extents = [(i, size) for i, size in enumerate(extents) if size > 0]
 
     @classmethod
     def make(
@@ -218,7 +219,7 @@ class Plan:
             compiled = launch.compiled(device.index)
             if compiled is None or launch.programs <= 0:
                 return None
-            template, places = [*launch.arguments, *launch.constants.values()], []
+            template, places, described = [*launch.arguments, *launch.constants.values()], [], []
             for position, x in enumerate(launch.arguments):
                 tensor = getattr(x, "base", x)
                 if not isinstance(tensor, torch.Tensor):
@@ -238,45 +239,45 @@ class Plan:
                 if tensor is not x:
                     template[position] = copy.copy(x)
                     template[position].base = None
-                places.append((position, index, offset, tensor is not x))
-            steps.append((compiled, launch.programs, template, places))
+                (places if tensor is x else described).append((position, index, offset))
+            steps.append((compiled, launch.programs, template, places, described))
         return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes, extents)
 
     def run(
         self,
         given: Sequence[torch.Tensor | None],
         out: torch.Tensor | None,
+        addresses: list[int],
         refuse: Callable[[Sequence[torch.Tensor | None], torch.Tensor], None],
     ) -> tuple:
-        """`(o, final_state or None)`. Calls `refuse(given, out)` if `out` lies where an input lies."""
+        """`(o, final_state or None)`. `addresses` are those of `given` and `out`, in a list that may be changed. Calls
+        `refuse(given, out)` if `out` lies where an input lies."""
         spec, device = self.spec, self.device
-        addresses = [0 if x is None else x.data_ptr() for x in given]
         if out is None:
             o = torch.empty(self.o_shape, dtype=spec.dtype, device=device)
-            addresses.append(o.data_ptr())
+            addresses[-1] = o.data_ptr()
         else:
-            o, first = out, out.data_ptr()
+            o, first = out, addresses[-1]
             end = first + self.out_extent
-            for address, size in zip(addresses, self.extents):
-                if address < end and first < address + size:
+            for i, size in self.extents:
+                if addresses[i] < end and first < addresses[i] + size:
                     refuse(given, out)
-            addresses.append(first)
         final_state = workspace = None
         if spec.output_final_state:
             final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device)
         if self.workspace_bytes:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
-        addresses += [0 if x is None else x.data_ptr() for x in (final_state, workspace)]
-        for compiled, programs, template, places in self.steps:
+        addresses += (
+            0 if final_state is None else final_state.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(),
+        )
+        for compiled, programs, template, places, described in self.steps:
             arguments = template.copy()
-            for position, index, offset, described in places:
-                address = addresses[index] + offset
-                if described:
-                    descriptor = copy.copy(arguments[position])
-                    descriptor.base = _Address(address)
-                    arguments[position] = descriptor
-                else:
-                    arguments[position] = address
+            for position, index, offset in places:
+                arguments[position] = addresses[index] + offset
+            for position, index, offset in described:
+                descriptor = arguments[position] = copy.copy(arguments[position])
+                descriptor.base = _Address(addresses[index] + offset)
             start(compiled, device.index, programs, arguments)
         return o, final_state
 

@@ -133,7 +133,7 @@ def chunk_kda(
         *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         *(state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices),
     )
-    key = plans.key(
+    key, addresses = plans.key(
         (*given, out, cu_seqlens_cpu),
         (
             *("chunk", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
@@ -143,7 +143,7 @@ def chunk_kda(
     )
     plan = plans.find(key)
     if plan is not None:
-        return plan.run(given, out, _refusal)
+        return plan.run(given, out, addresses[:-1], _refusal)
     options = KdaOptions(
         scale=scale,
         output_final_state=output_final_state,
@@ -209,7 +209,7 @@ def fused_recurrent_kda(
         *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         *(state_pool, state_indices, has_initial_state),
     )
-    key = plans.key(
+    key, addresses = plans.key(
         (*given, out),
         (
             *("recurrent", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
@@ -218,7 +218,7 @@ def fused_recurrent_kda(
     )
     plan = plans.find(key)
     if plan is not None:
-        return plan.run(given, out, _refusal)
+        return plan.run(given, out, addresses, _refusal)
     options = KdaOptions(
         algorithm="recurrent",
         scale=scale,
@@ -333,7 +333,7 @@ def recurrent_kda(
         *(num_accepted_tokens, initial_state_source, initial_state_indices),
         *(intermediate_states, intermediate_state_indices),
     )
-    key = plans.key(
+    key, addresses = plans.key(
         (*given, output),
         (
             *("decode", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound),
@@ -342,7 +342,7 @@ def recurrent_kda(
     )
     plan = plans.find(key)
     if plan is not None:
-        o, final_state = plan.run(given, output, _decode_refusal)
+        o, final_state = plan.run(given, output, addresses, _decode_refusal)
     else:
         options = KdaOptions(
             algorithm="decode",
@@ -494,6 +494,7 @@ def warmup(
     has_initial_state: Iterable[bool] = (False, True),
     checkpoints: Iterable[bool] = (False,),
     state_indices_dtype: torch.dtype = torch.int32,
+    speculative: bool = False,
     gate: GateName = "lower_bound",
     lower_bound: float | None = -5.0,
     dt_bias: bool = True,
@@ -507,16 +508,19 @@ def warmup(
     """Compiles what serving will need, so that no call compiles later. Blocks until the device is done.
 
     Kernels depend on head dimensions, dtypes and options, never on head counts, lengths, strides that are multiples of
-    16, or batch size; so a tiny call of each combination below compiles all of it.
+    16, or batch size; so a tiny call of each combination below compiles all of it. But one token a sequence is a kind of its
+    own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than many: those are called too.
 
     Args:
         head_dims: pairs `(K, V)`.
-        op: `chunk_kda` or `fused_recurrent_kda`.
+        op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`. The last is called over a pool, with slots by index: options
+            about initial and final states, flags and checkpoints do not count, `state_pool` does not either.
         dtype, g_dtype, beta_dtype, state_dtype: of q/k/v, g and beta (default: `dtype`), and the states.
         packed, initial_state, output_final_state: the values each may take; every combination is compiled.
         state_pool: whether calls pass one; `initial_state` and `output_final_state` then count for calls without one, and
             `has_initial_state` and `checkpoints` say whether those with one pass flags and checkpoints.
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
+        speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
         dt_bias: whether calls pass one.
         device: where to run.
         The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
@@ -527,43 +531,83 @@ def warmup(
     Raises:
         ValueError, TypeError: as `op` itself would.
     """
-    if op not in (chunk_kda, fused_recurrent_kda):
-        raise ValueError(f"op: got {op!r}, wanted flashdelta.chunk_kda or flashdelta.fused_recurrent_kda")
-    H, T, calls = 2, 65, 0
+    if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
+        names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
+        raise ValueError(f"op: got {op!r}, wanted {names}")
+    H, calls = 2, 0
     make = functools.partial(torch.zeros, device=device)
-    plain = list(itertools.product(initial_state, output_final_state))
-    pooled = list(itertools.product(has_initial_state, checkpoints))
-    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
-    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
-        state = make((1, H, V, K) if state_v_first else (1, H, K, V), dtype=state_dtype)
-        index = make(1, dtype=state_indices_dtype)
-        if is_pool:
-            has_flags, has_checkpoints = way
-            states = {"state_pool": state, "state_indices": index}
-            states |= {"has_initial_state": make(1, dtype=torch.bool)} if has_flags else {}
-            states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
-        else:
-            has_state, final = way
-            states = {"initial_state": state if has_state else None, "output_final_state": final}
+
+    def call(B: int, T: int, K: int, V: int, **states: object) -> None:
+        nonlocal calls
+        logit = "beta_is_logit" if op is recurrent_kda else "use_beta_sigmoid_in_kernel"
         op(
-            make(1, T, H, K, dtype=dtype),
-            make(1, T, H, K, dtype=dtype),
-            make(1, T, H, V, dtype=dtype),
-            make(1, T, H, K, dtype=g_dtype or dtype),
-            make(1, T, H, dtype=beta_dtype or dtype),
+            make(B, T, H, K, dtype=dtype),
+            make(B, T, H, K, dtype=dtype),
+            make(B, T, H, V, dtype=dtype),
+            make(B, T, H, K, dtype=g_dtype or dtype),
+            make(B, T, H, dtype=beta_dtype or dtype),
             **states,
+            **{logit: use_beta_sigmoid_in_kernel},
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
             lower_bound=lower_bound,
             state_v_first=state_v_first,
-            cu_seqlens=torch.tensor([0, T], dtype=cu_seqlens_dtype, device=device) if is_packed else None,
             A_log=make(H) if gate in ("softplus", "lower_bound") else None,
             dt_bias=make(H, K) if dt_bias else None,
             gate=gate,
             backend=backend,
         )
         calls += 1
+
+    plain = list(itertools.product(initial_state, output_final_state))
+    pooled = list(itertools.product(has_initial_state, checkpoints))
+    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
+    if op is recurrent_kda:
+        ways = [(True, None)]
+    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
+        for B, T in _warm_sizes(op, is_packed):
+            rows = 1 if is_pool else B  # all sequences of a pool but the first are null: one slot is enough
+            state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
+            index = make(B, dtype=state_indices_dtype)
+            index[1:] = -1
+            offsets = torch.tensor([0, T], dtype=cu_seqlens_dtype, device=device) if is_packed else None
+            if op is recurrent_kda:
+                states = {"initial_state": state, "ssm_state_indices": index}
+            elif is_pool:
+                has_flags, has_checkpoints = way
+                states = {"state_pool": state, "state_indices": index}
+                states |= {"has_initial_state": make(B, dtype=torch.bool)} if has_flags else {}
+                states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
+            else:
+                has_state, final = way
+                states = {"initial_state": state if has_state else None, "output_final_state": final}
+            call(B, T, K, V, **states, cu_seqlens=offsets)
+            if op is recurrent_kda and speculative and T > 1:
+                _warm_verification(call, (B, T, K, V), state, index, offsets, backend)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return calls
+
+
+def _warm_sizes(op: Callable, is_packed: bool) -> list[tuple[int, int]]:
+    """Batch and tokens of the calls that `warmup` makes of one kind."""
+    if op is chunk_kda:
+        return [(1, 65)]
+    several = (1, 2 if op is recurrent_kda else 65)
+    return [several] if is_packed else [(1, 1), (512, 1), several]
+
+
+def _warm_verification(
+    call: Callable, sizes: tuple[int, int, int, int], state: Tensor, index: Tensor, offsets: Tensor | None, backend: str
+) -> None:
+    """Of one sequence of two tokens: with counts of accepted ones and without, and read-only."""
+    one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
+    slots[:, 1] = -1  # a slot may receive one state only
+    tokens = {"num_spec_tokens": 1, "initial_state": state, "cu_seqlens": offsets}
+    for accepted in (None, one):
+        call(*sizes, **tokens, ssm_state_indices=slots, num_accepted_tokens=accepted)
+    rows = state.new_zeros(1, 2, *state.shape[1:])
+    for own in (None, index):
+        states = {"intermediate_states": rows, "intermediate_state_indices": own}
+        call(*sizes, **tokens, ssm_state_indices=index, update_state=False, **states)
+        commit(state, rows, index, one, intermediate_state_indices=own, backend=backend)

@@ -245,18 +245,53 @@ def test_compiles_in_one_graph_with_inductor(step: Step, backend: str):
             assert same_bits(call[name], other[name])
 
 
-def test_nothing_compiles_when_only_batch_heads_or_slots_change(backend: str):
-    fd.recurrent_kda(**make_step(KIMI, BF16, "cuda"), backend=backend)
-    others = [
-        replace(KIMI, N=1, indices=(3,)),
-        replace(KIMI, H=1, HV=1),
-        replace(KIMI, H=3, HV=12),
-        replace(KIMI, slots=40, gap=16, indices=(39, 1, 2, 3, -1)),
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("v_first", [True, False])
+def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dtype, backend: str):
+    """Afterwards no other batch, heads, slots, lengths, row strides or counts compile."""
+    options = {"state_dtype": state, "state_v_first": v_first, "speculative": True}
+    fd.warmup([(128, 128)], op=fd.recurrent_kda, backend=backend, **options)
+    base = replace(KIMI, v_first=v_first, state=state)
+    slots = ((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8))
+    spec = replace(base, T=4, N=3, spec=3, indices=slots, accepted=(4, 2, 1))
+    steps = [
+        base,
+        replace(base, N=1, indices=(3,)),
+        replace(base, H=1, HV=1),
+        replace(base, H=3, HV=12),
+        replace(base, N=300, slots=300, indices=tuple(range(300))),
+        replace(base, slots=40, gap=16, indices=(39, 1, 2, 3, -1)),
+        replace(base, form="mixed"),
+        replace(base, T=3),
+        replace(base, lengths=(1, 0, 3, 8, 1)),
+        spec,
+        replace(spec, accepted=None),
+        replace(spec, update=False, indices=(0, 5, -1), accepted=None, rows="slots"),
     ]
     with compilations() as names:
-        for step in others:
+        for step in steps:
             fd.recurrent_kda(**make_step(step, BF16, "cuda"), backend=backend)
     assert names == []
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("N", [4, 128])
+def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
+    from flashdelta.bench.decode import DecodeCase, DecodeSetup, Pools, errors, fla_call, make_step, our_call
+    from flashdelta.bench.peers import find_fla_decode
+
+    fla = find_fla_decode()
+    if fla.step is None:
+        pytest.skip(fla.absence)
+    device = torch.device("cuda")
+    setup = DecodeSetup(device, None, None, "triton", fla, None, Pools(device, 2**29), launches=2)
+    case = DecodeCase(N=N, state="fp32" if state == FP32 else "bf16", v_first=v_first, reason="")
+    with torch.inference_mode():
+        step = make_step(case, setup)
+        ours, theirs = errors(step, our_call(step, "triton")), errors(step, fla_call(step, fla))
+    print(f"{case.name}: o, state: ours {ours}, FLA {theirs}")
+    assert all(mine <= 1.02 * other for mine, other in zip(ours, theirs))
 
 
 @pytest.mark.usefixtures("much_memory")
