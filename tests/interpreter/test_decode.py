@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.ops import WARM_MANY
 from flashdelta.triton import config
 
 from ..cases import BF16, FP32
@@ -37,3 +38,9 @@ def test_step_of_a_large_batch(name: str, monkeypatch):
 @pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
 def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
     check_commit(commit_call(state, rows), "triton")
+
+
+def test_warmup_runs():
+    assert 2 * WARM_MANY > config.DECODE_FEW
+    options = {"op": fd.recurrent_kda, "dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
+    assert fd.warmup([(32, 32)], **options) == (1 + 3) + (4 + 4)
