@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta import checked
 
 from .cases import BF16, BY_NAME, CASES, FP32, Case, case_id, named
 from .inputs import make_call
@@ -706,7 +707,7 @@ BAD_OFFSETS = {
 @pytest.mark.parametrize("kind", BAD_OFFSETS)
 def test_offsets_are_verified_when_asked(kind: str, op: Callable, monkeypatch: pytest.MonkeyPatch):
     values, came, wanted = BAD_OFFSETS[kind]
-    monkeypatch.setenv("FLASHDELTA_CHECK", "1")
+    monkeypatch.setattr(checked, "ENABLED", True)
     call = start("bounded", op)
     op(**call, cu_seqlens=offsets(0, 20, 20, 60))
     with pytest.raises(ValueError) as caught:
@@ -718,7 +719,7 @@ def test_offsets_are_verified_when_asked(kind: str, op: Callable, monkeypatch: p
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("kind", BAD_OFFSETS)
 def test_bad_offsets_touch_nothing_outside_the_tensors(kind: str, op: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("FLASHDELTA_CHECK", raising=False)
+    monkeypatch.setattr(checked, "ENABLED", False)
     values = BAD_OFFSETS[kind][0]
     call = start("bounded", op) | {"output_final_state": True}
     if op is fd.chunk_kda:
@@ -757,7 +758,7 @@ def test_pool_indices_are_verified_when_asked(kind: str, op: Callable, monkeypat
     call = start("bounded", op) | {"cu_seqlens": offsets(0, 20, 20, 60)}
     if isinstance(given, tuple):
         given = marks(*map(torch.tensor, given), state_indices=offsets(1, 1, 2))
-    monkeypatch.setenv("FLASHDELTA_CHECK", "1")
+    monkeypatch.setattr(checked, "ENABLED", True)
     # the second sequence has no tokens, so its slot is not stored to
     op(**call | pool(state_indices=offsets(1, 1, 2)))
     op(**call | pool(state_indices=offsets(-1, -1, -9)))

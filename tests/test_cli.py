@@ -169,7 +169,7 @@ def test_demo_refuses_an_empty_prompt():
     assert "prompt: got an empty text" in result.stderr
 
 
-BENCHMARKS = [("bench", name) for name in ("prefill", "classic", "kernels", "startup")]
+BENCHMARKS = [("bench", name) for name in ("prefill", "classic", "kernels", "decode", "startup")]
 
 
 @pytest.mark.parametrize("command", [("verify",), ("demo",), *BENCHMARKS])
@@ -187,8 +187,8 @@ def test_impossible_device_is_refused(device):
     assert f"got '{device}'" in result.stderr
 
 
-@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels"])
-def test_benchmarks_over_whole_prompts_need_a_gpu(benchmark):
+@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "decode"])
+def test_benchmarks_of_full_size_need_a_gpu(benchmark):
     result = run("bench", benchmark, "--device", "cpu")
     assert result.exit_code == 2
     assert "wanted an NVIDIA GPU" in result.stderr
@@ -209,7 +209,9 @@ def test_bench_show_refuses_other_files(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     result = run("bench", "show", str(tmp_path / "other.json"))
     assert result.exit_code == 2
-    assert "wanted a JSON file of one of: prefill, classic, kernels, startup" in result.stderr.replace("\n", " ")
+    assert "wanted a JSON file of one of: prefill, classic, kernels, decode, startup" in result.stderr.replace(
+        "\n", " "
+    )
 
 
 def test_main_without_typer_says_what_to_install(monkeypatch, capsys):

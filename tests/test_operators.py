@@ -264,7 +264,8 @@ def test_warmup_calls_every_combination(op):
     calls = fd.warmup(
         [(32, 32), (64, 32)], op=op, dtype=FP32, packed=(False, True), initial_state=(False, True), device="cpu"
     )
-    assert calls == 2 * 2 * 2
+    # one token a sequence, few and many, are kinds of their own
+    assert calls == 2 * 2 * (2 if op is fd.chunk_kda else 1 + 3)
     assert fd.warmup([(32, 64)], op=op, packed=(True,), state_v_first=True, state_dtype=BF16, device="cpu") == 2
 
 
@@ -282,6 +283,13 @@ def test_warmup_calls_every_combination(op):
 )
 def test_warmup_takes_the_options_of_a_call(options: dict):
     assert fd.warmup([(32, 32)], device="cpu", initial_state=(False,), **options) >= 2
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+def test_warmup_of_recurrent_kda(v_first: bool):
+    options = {"op": fd.recurrent_kda, "state_v_first": v_first, "state_dtype": BF16, "device": "cpu"}
+    assert fd.warmup([(32, 64)], **options) == 1 + 3
+    assert fd.warmup([(32, 64)], speculative=True, **options) == (1 + 3) + (4 + 4)
 
 
 def test_warmup_refuses_what_the_operator_refuses():

@@ -195,7 +195,7 @@ def test_explain_takes_a_pool_and_writes_nothing(op):
 def test_warmup_makes_pool_calls():
     pools = {"state_pool": (False, True), "has_initial_state": (True,), "checkpoints": (False, True)}
     assert fd.warmup([(32, 32)], device="cpu", packed=(True,), **pools) == 2 + 2
-    assert fd.warmup([(32, 32)], op=fd.fused_recurrent_kda, device="cpu", state_pool=(True,)) == 2 * 2
+    assert fd.warmup([(32, 32)], op=fd.fused_recurrent_kda, device="cpu", state_pool=(True,)) == 2 * (1 + 3)
 
 
 def test_spec_of_a_pool_call():

@@ -30,6 +30,7 @@ PIECES = {
     "chunk, fp32, odd cases": _cases("test_chunk_fp32", CASES[1::2]),
     "recurrent and fp16": [FILE, "-k", "test_recurrent or test_chunk_fp16"],
     "state pools": [POOLS],
+    "decode": ["tests/interpreter/test_decode.py"],
     "the rest": [FILE, "-k", "not test_recurrent and not test_chunk_fp16 and not test_chunk_fp32"],
 }
 

@@ -1,6 +1,7 @@
 """What FLASHDELTA_CHECK=1 verifies: the values of tensors that live on the device, read on the host (a synchronisation).
 
-Without it a call reads none of them, and bad values lead nowhere outside the tensors.
+Without it a call reads none of them, and bad values lead nowhere outside the tensors. The variable is read once, when the
+package is imported: asking the environment costs half a microsecond a call.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 CHECKPOINT_MULTIPLE = 16
 
 
+ENABLED = os.environ.get("FLASHDELTA_CHECK") == "1"
+
+
 def enabled() -> bool:
-    return os.environ.get("FLASHDELTA_CHECK") == "1" and not torch.compiler.is_compiling()
+    return ENABLED and not torch.compiler.is_compiling()
 
 
 def check_offsets(cu_seqlens: torch.Tensor, T: int) -> None:
@@ -36,18 +40,8 @@ def check_offsets(cu_seqlens: torch.Tensor, T: int) -> None:
 
 def check_pool(spec: KdaSpec, t: KdaTensors) -> None:
     """Every index must be null or name a slot, no slot may be written twice, and checkpoints must lie where they can."""
-    lengths = [spec.T] * spec.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
-    written: set[int] = set()
-
-    def claim(argument: str, index: int, stored: bool) -> None:
-        if index >= spec.pool_slots:
-            raise wrong(argument, f"index {index}", f"indices below the pool's {spec.pool_slots} slots")
-        if index < spec.lowest_index or not stored:
-            return
-        if index in written:
-            raise wrong(argument, f"slot {index} again", "another slot for every state that is stored")
-        written.add(index)
-
+    lengths = _lengths(spec, t)
+    claim = Claims(spec.lowest_index, spec.pool_slots).claim
     for index, length in zip(t.state_indices.tolist(), lengths):
         claim("state_indices", index, length > 0)
     if t.checkpoint_offsets is None:
@@ -58,6 +52,53 @@ def check_pool(spec: KdaSpec, t: KdaTensors) -> None:
         for offset, index in zip(offsets, indices):
             if offset != 0:
                 claim("checkpoint_indices", index, length > 0)
+
+
+class Claims:
+    """Slots of a pool as they are handed out: none may be written twice, and none past the end."""
+
+    def __init__(self, lowest: int, slots: int):
+        self.lowest, self.slots = lowest, slots
+        self.written: set[int] = set()
+
+    def claim(self, argument: str, index: int, stored: bool) -> None:
+        if index >= self.slots:
+            raise wrong(argument, f"index {index}", f"indices below the pool's {self.slots} slots")
+        if index < self.lowest or not stored:
+            return
+        if index in self.written:
+            raise wrong(argument, f"slot {index} again", "another slot for every state that is stored")
+        self.written.add(index)
+
+
+def _lengths(spec: KdaSpec, t: KdaTensors) -> list[int]:
+    return [spec.T] * spec.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
+
+
+def check_decode(spec: KdaSpec, t: KdaTensors) -> None:
+    """No sequence may be too long, every index must be null or name a slot, no slot may be written twice, and counts of
+    accepted tokens must be possible."""
+    lengths = _lengths(spec, t)
+    for length in lengths:
+        if length > spec.most_tokens:
+            raise wrong("cu_seqlens", f"a sequence of {length} tokens", f"at most {spec.most_tokens}")
+    if t.source_indices is not None:
+        sources = Claims(spec.lowest_index, t.source_pool.shape[0])
+        for index in t.source_indices.tolist():
+            sources.claim("initial_state_indices", index, stored=False)
+    if t.state_indices is not None:
+        slots = Claims(spec.lowest_index, spec.pool_slots)
+        for row, length in zip(t.state_indices.reshape(len(lengths), -1).tolist() if lengths else (), lengths):
+            for i, index in enumerate(row):
+                slots.claim("ssm_state_indices", index, stored=spec.update_state and i < length)
+    if t.intermediate_indices is not None:
+        rows = Claims(spec.lowest_index, t.intermediate_states.shape[0])
+        for index, length in zip(t.intermediate_indices.tolist(), lengths):
+            rows.claim("intermediate_state_indices", index, stored=length > 0)
+    if t.num_accepted_tokens is not None:
+        for count, length in zip(t.num_accepted_tokens.tolist(), lengths):
+            if length > 0 and not 1 <= count <= spec.most_tokens:
+                raise wrong("num_accepted_tokens", count, f"1 to {spec.most_tokens}")
 
 
 def _check_checkpoints(offsets: list[int], length: int) -> None:

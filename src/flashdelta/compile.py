@@ -9,12 +9,14 @@ program, and the seconds it took.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -25,9 +27,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_decode
 from .hopper.launch import launches as hopper_launches
 from .launch import Launch
 from .spec import KdaOptions, KdaTensors, check_call
+from .triton.launch import commit_launch
 from .triton.launch import launches as triton_launches
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
@@ -55,7 +59,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to call an operator, enough to fix every compile-time choice of its kernels."""
+    """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
+    of `decode` alone; `algorithm="commit"` takes the dtype and layout of states only."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -72,15 +77,20 @@ class Variant:
     checkpoints: bool = False
     g_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
+    spec_tokens: int = 0
+    N: int = 2
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
 
     def launches(self, arch: int) -> list[Launch]:
-        H, T, N = 2, 4 * self.chunk_size, 1
-        make = lambda *shape, dtype=self.dtype: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
-        state = (N, H, self.V, self.K) if self.state_v_first else (N, H, self.K, self.V)
-        bounded = self.gate == "lower_bound"
+        if self.algorithm == "decode":
+            return self._decode(arch)
+        if self.algorithm == "commit":
+            return [commit_launch(*self._commit())]
+        H, T, N = HEADS, 4 * self.chunk_size, 1
+        make = _make(self.dtype)
+        state = self._states(N)
         indices = {}
         if self.pool:
             indices["state_indices"] = make(N, dtype=torch.int32)
@@ -89,26 +99,14 @@ class Variant:
             indices["checkpoint_offsets"] = make(N, 1, dtype=torch.int32)
             indices["checkpoint_indices"] = make(N, 1, dtype=torch.int32)
         t = KdaTensors(
-            q=make(1, T, H, self.K),
-            k=make(1, T, H, self.K),
-            v=make(1, T, H, self.V),
-            g=make(1, T, H, self.K, dtype=self.g_dtype or self.dtype),
-            beta=make(1, T, H),
-            A_log=make(H, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
-            dt_bias=make(H, self.K, dtype=torch.float32) if self.gate in ("softplus", "lower_bound") else None,
+            **self._inputs(1, T),
             cu_seqlens=make(N + 1, dtype=torch.int32) if self.packed else None,
             **{"state_pool" if self.pool else "initial_state": make(*state, dtype=self.state_dtype)},
             **indices,
         )
-        options = KdaOptions(
-            algorithm=self.algorithm,
+        options = self._options(
             output_final_state=not self.pool,
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            gate=self.gate,
-            lower_bound=-5.0 if bounded else None,
             return_intermediate_states=self.intermediate,
-            state_v_first=self.state_v_first,
             chunk_size=self.chunk_size,
         )
         spec, t = check_call(t, options)
@@ -116,6 +114,60 @@ class Variant:
         final_state = None if self.pool else make(*state, dtype=self.state_dtype)
         launches = hopper_launches if self.backend == "hopper" else triton_launches
         return launches(spec, t, arch, (make(1, T, H, self.V), final_state, h))
+
+    def _states(self, count: int) -> tuple[int, ...]:
+        inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+        return (count, HEADS, *inner)
+
+    def _inputs(self, B: int, T: int) -> dict[str, torch.Tensor | None]:
+        make, H = _make(self.dtype), HEADS
+        gated = self.gate in ("softplus", "lower_bound")
+        return {
+            "q": make(B, T, H, self.K),
+            "k": make(B, T, H, self.K),
+            "v": make(B, T, H, self.V),
+            "g": make(B, T, H, self.K, dtype=self.g_dtype or self.dtype),
+            "beta": make(B, T, H),
+            "A_log": make(H, dtype=torch.float32) if gated else None,
+            "dt_bias": make(H, self.K, dtype=torch.float32) if gated else None,
+        }
+
+    def _options(self, **others: object) -> KdaOptions:
+        return KdaOptions(
+            algorithm=self.algorithm,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            gate=self.gate,
+            lower_bound=-5.0 if self.gate == "lower_bound" else None,
+            state_v_first=self.state_v_first,
+            **others,
+        )
+
+    def _decode(self, arch: int) -> list[Launch]:
+        """A paged step: packed sequences, or `B` rows of one token; with speculative tokens, counts of accepted ones."""
+        N, tokens = self.N, 1 + self.spec_tokens
+        index = _make(torch.int32)
+        given = dict.fromkeys(GIVEN) | self._inputs(*((1, N * tokens) if self.packed else (N, tokens)))
+        given["initial_state"] = _make(self.state_dtype)(*self._states(4))
+        given["ssm_state_indices"] = index(N, tokens) if self.spec_tokens else index(N)
+        if self.spec_tokens:
+            given["num_accepted_tokens"] = index(N)
+        if self.packed:
+            given["cu_seqlens"] = index(N + 1)
+        spec, t = check_decode(given, self._options(), self.spec_tokens or None, True)
+        return triton_launches(spec, t, arch, (torch.empty_like(t.v), None, None))
+
+    def _commit(self) -> tuple[CommitSpec, CommitTensors]:
+        make, index = _make(self.state_dtype), _make(torch.int32)
+        pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
+        return check_commit(CommitTensors(pool, states, index(2), index(2)), "negative")
+
+
+HEADS = 2
+
+
+def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    return functools.partial(torch.empty, dtype=dtype, device="meta")
 
 
 VARIANTS = (
@@ -138,6 +190,27 @@ VARIANTS = (
     Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
     Variant("recurrent bf16 K128 V128 pool, V first", algorithm="recurrent", pool=True, state_v_first=True),
     Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
+    *(
+        Variant(
+            f"decode K128 V128, {'bf16' if state == torch.bfloat16 else 'fp32'} states, {'V' if v_first else 'K'} first, N={N}",
+            algorithm="decode",
+            packed=False,
+            state_v_first=v_first,
+            state_dtype=state,
+            N=N,
+        )
+        for v_first in (True, False)
+        for state in (torch.float32, torch.bfloat16)
+        for N in (2, 256)
+    ),
+    Variant(
+        "decode K128 V128 unbounded, V first", algorithm="decode", packed=False, state_v_first=True, gate="softplus"
+    ),
+    Variant("decode K64 V64, V first", algorithm="decode", K=64, V=64, state_v_first=True),
+    Variant("decode K128 V128 packed, V first", algorithm="decode", state_v_first=True),
+    Variant("decode K128 V128 speculative, V first", algorithm="decode", state_v_first=True, spec_tokens=3),
+    Variant("decode K256 V256 speculative, K first", algorithm="decode", K=256, V=256, spec_tokens=7, gate="none"),
+    Variant("commit fp32", algorithm="commit"),
     Variant("hopper K128 V128 bounded", "hopper"),
     Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
     Variant("hopper K128 V128 fixed length", "hopper", packed=False),

@@ -13,7 +13,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from .spec import KdaSpec, KdaTensors
+from .spec import KdaSpec, KdaTensors, extent
 
 Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 """`(o, final_state or None, h or None)`."""
@@ -72,7 +72,8 @@ class Launch:
         return _compiled.get(self._key(device))
 
     def _key(self, device: int) -> tuple:
-        return (device, self.kernel, *self.constants.values(), *_specialization(self.kernel, self.arguments))
+        options = (self.num_warps, self.max_registers)
+        return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
     def _run_through_triton(self) -> CompiledKernel:
         return self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())
@@ -120,10 +121,14 @@ def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None, launches: La
     """Allocates the results and runs `launches(spec, t, capability, results)`."""
     results = allocate(spec, t, out)
     device = t.v.device
-    with _current(device):
-        for launch in launches(spec, t, capability(device), results):
-            launch.run()
+    launch_all(launches(spec, t, capability(device), results), device)
     return results
+
+
+def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
+    with _current(device):
+        for launch in launches:
+            launch.run()
 
 
 def allocate(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -180,9 +185,11 @@ class Plan:
     equal; `plans.py` sees to that. A run allocates the results and one workspace, fills in addresses, and launches.
     """
 
-    def __init__(self, spec: KdaSpec, device: torch.device, steps: list, workspace_bytes: int):
+    def __init__(self, spec: KdaSpec, device: torch.device, steps: list, workspace_bytes: int, extents: list[int]):
         self.spec, self.device, self.steps, self.workspace_bytes = spec, device, steps, workspace_bytes
         self.o_shape = (spec.B, spec.T, spec.HV, spec.V)
+        *extents, self.out_extent = extents
+        self.extents = [(i, size) for i, size in enumerate(extents) if size > 0]
 
     @classmethod
     def make(
@@ -194,12 +201,14 @@ class Plan:
         launches: Launches,
     ) -> Plan | None:
         """The plan of a call that has just run; None if it can't be repeated from the addresses of `given`, its tensors as
-        the caller passed them (an input had to be copied, or two share an address)."""
+        the caller passed them (an input had to be copied, or two share an address). An argument may also lie inside a given
+        tensor, the first that it could be a view of."""
         device = t.v.device
         if spec.return_intermediate_states or device.index != torch.cuda.current_device():
             return None
         results = allocate(spec, t, out)
-        bases = {}
+        extents = [0 if x is None else extent(x) for x in (*given, results[0])]
+        bases: dict[int, int] = {}
         for i, x in enumerate((*given, *results[:2])):
             if x is not None and x.numel() > 0:
                 if x.data_ptr() in bases:
@@ -210,7 +219,7 @@ class Plan:
             compiled = launch.compiled(device.index)
             if compiled is None or launch.programs <= 0:
                 return None
-            template, places = [*launch.arguments, *launch.constants.values()], []
+            template, places, described = [*launch.arguments, *launch.constants.values()], [], []
             for position, x in enumerate(launch.arguments):
                 tensor = getattr(x, "base", x)
                 if not isinstance(tensor, torch.Tensor):
@@ -221,6 +230,8 @@ class Plan:
                 if tensor.numel() == 0:
                     continue
                 if index is None:
+                    index, offset = _inside(address, given, extents)
+                if index is None:
                     workspace = launch.workspace
                     if workspace is None or not 0 <= address - workspace.data_ptr() < workspace.nbytes:
                         return None
@@ -228,34 +239,58 @@ class Plan:
                 if tensor is not x:
                     template[position] = copy.copy(x)
                     template[position].base = None
-                places.append((position, index, offset, tensor is not x))
-            steps.append((compiled, launch.programs, template, places))
-        return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes)
+                (places if tensor is x else described).append((position, index, offset))
+            steps.append((compiled, launch.programs, template, places, described))
+        return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes, extents)
 
-    def run(self, given: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> tuple:
-        """`(o, final_state or None)`."""
+    def run(
+        self,
+        given: Sequence[torch.Tensor | None],
+        out: torch.Tensor | None,
+        addresses: list[int],
+        refuse: Callable[[Sequence[torch.Tensor | None], torch.Tensor], None],
+    ) -> tuple:
+        """`(o, final_state or None)`. `addresses` are those of `given` and `out`, in a list that may be changed. Calls
+        `refuse(given, out)` if `out` lies where an input lies."""
         spec, device = self.spec, self.device
-        o = torch.empty(self.o_shape, dtype=spec.dtype, device=device) if out is None else out
-        final_state = None
+        if out is None:
+            o = torch.empty(self.o_shape, dtype=spec.dtype, device=device)
+            addresses[-1] = o.data_ptr()
+        else:
+            o, first = out, addresses[-1]
+            end = first + self.out_extent
+            for i, size in self.extents:
+                if addresses[i] < end and first < addresses[i] + size:
+                    refuse(given, out)
+        final_state = workspace = None
         if spec.output_final_state:
             final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device)
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
-        addresses = [0 if x is None else x.data_ptr() for x in (*given, o, final_state, workspace)]
-        for compiled, programs, template, places in self.steps:
+        if self.workspace_bytes:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+        addresses += (
+            0 if final_state is None else final_state.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(),
+        )
+        for compiled, programs, template, places, described in self.steps:
             arguments = template.copy()
-            for position, index, offset, described in places:
-                address = addresses[index] + offset
-                if described:
-                    descriptor = copy.copy(arguments[position])
-                    descriptor.base = _Address(address)
-                    arguments[position] = descriptor
-                else:
-                    arguments[position] = address
+            for position, index, offset in places:
+                arguments[position] = addresses[index] + offset
+            for position, index, offset in described:
+                descriptor = arguments[position] = copy.copy(arguments[position])
+                descriptor.base = _Address(addresses[index] + offset)
             start(compiled, device.index, programs, arguments)
         return o, final_state
 
     def usable(self) -> bool:
         return torch.cuda.current_device() == self.device.index and not _hooked()
+
+
+def _inside(address: int, given: Sequence[torch.Tensor | None], extents: Sequence[int]) -> tuple[int | None, int]:
+    """The first given tensor in whose memory the address lies, by its place, and the offset there in bytes."""
+    for i, (x, size) in enumerate(zip(given, extents)):
+        if x is not None and 0 <= address - x.data_ptr() < size:
+            return i, address - x.data_ptr()
+    return None, 0
 
 
 class _Address:

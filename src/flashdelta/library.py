@@ -1,9 +1,10 @@
 """The `torch.library` operators behind the public functions.
 
 `flashdelta::kda_forward` (functional, differentiable), `flashdelta::kda_forward_out` (writes what the caller owns: `out`, the
-state pool, or both) and `flashdelta::kda_backward`. They take validated tensors, then the fields of `KdaSettings`; a result
-that was not asked for is an empty tensor, since an operator's schema has no optional results. `ops.py` calls `forward` where a
-graph is traced (`torch.compile`, fake tensors) or a gradient is wanted, and the backend itself otherwise.
+state pool, intermediate states), `flashdelta::kda_backward` and `flashdelta::kda_commit`. The first three take validated
+tensors, then the fields of `KdaSettings`; a result that was not asked for is an empty tensor, since an operator's schema has no
+optional results. `ops.py` calls `forward` where a graph is traced (`torch.compile`, fake tensors) or a gradient is wanted, and
+the backend itself otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from . import backends
 from .backends.base import Results
+from .decode_spec import CommitTensors, check_commit
 from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, spec_of
 
 _INPUTS = (
@@ -21,11 +23,13 @@ _INPUTS = (
 )
 _POOL = (
     "Tensor(a!)? state_pool, Tensor? state_indices, Tensor? has_initial_state, "
-    "Tensor? checkpoint_offsets, Tensor? checkpoint_indices"
+    "Tensor? checkpoint_offsets, Tensor? checkpoint_indices, Tensor? num_accepted_tokens, "
+    "Tensor? source_pool, Tensor? source_indices, Tensor(c!)? intermediate_states, Tensor? intermediate_indices"
 )
 _SETTINGS = (
     "str algorithm, float scale, str gate, float? lower_bound, bool safe_gate, str beta_kind, bool l2norm, int chunk_size, "
-    "bool output_final_state, bool return_intermediate_states, bool state_v_first, str null_index"
+    "bool output_final_state, bool return_intermediate_states, bool state_v_first, str null_index, "
+    "int spec_tokens, bool update_state"
 )
 _GRADIENTS = INPUT_NAMES[:-1]  # all but cu_seqlens
 
@@ -57,7 +61,7 @@ def operator_arguments(spec: KdaSpec, t: KdaTensors, backend: str, names: tuple[
 
 def forward(spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None) -> Results:
     """The call through the operator that declares what it writes."""
-    if out is None and not spec.has_pool:
+    if out is None and not spec.has_pool and t.source_pool is None:
         o, final_state, h = torch.ops.flashdelta.kda_forward(*operator_arguments(spec, t, backend))
     else:
         arguments = operator_arguments(spec, t, backend, TENSOR_NAMES)
@@ -135,3 +139,23 @@ def _differentiate(ctx, grad_o: Tensor, grad_final: Tensor, grad_h: Tensor | Non
 
 
 torch.library.register_autograd("flashdelta::kda_forward", _differentiate, setup_context=_save_inputs)
+
+
+# ---- commit -------------------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "flashdelta::kda_commit",
+    "(Tensor(a!) initial_state, Tensor intermediate_states, Tensor ssm_state_indices, Tensor num_accepted_tokens, "
+    "Tensor? intermediate_state_indices, str null_index, str backend) -> ()",
+)
+
+
+@torch.library.impl("flashdelta::kda_commit", "default")
+def _commit(*arguments) -> None:
+    spec, t = check_commit(CommitTensors(*arguments[:-2]), arguments[-2])
+    backends.choose(spec, t.initial_state.device, arguments[-1]).commit(spec, t)
+
+
+@torch.library.register_fake("flashdelta::kda_commit")
+def _commit_fake(*arguments) -> None:
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from . import backends, library, plans
 from .backends import Verdict
+from .decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
 from .spec import (
+    OWN_NAMES,
+    TENSOR_NAMES,
     GateName,
     KdaOptions,
     KdaSpec,
@@ -130,7 +133,7 @@ def chunk_kda(
         *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         *(state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices),
     )
-    key = plans.key(
+    key, addresses = plans.key(
         (*given, out, cu_seqlens_cpu),
         (
             *("chunk", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
@@ -140,7 +143,7 @@ def chunk_kda(
     )
     plan = plans.find(key)
     if plan is not None:
-        return _repeat(plan, given, out)
+        return plan.run(given, out, addresses[:-1], _refusal)
     options = KdaOptions(
         scale=scale,
         output_final_state=output_final_state,
@@ -206,7 +209,7 @@ def fused_recurrent_kda(
         *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         *(state_pool, state_indices, has_initial_state),
     )
-    key = plans.key(
+    key, addresses = plans.key(
         (*given, out),
         (
             *("recurrent", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
@@ -215,7 +218,7 @@ def fused_recurrent_kda(
     )
     plan = plans.find(key)
     if plan is not None:
-        return _repeat(plan, given, out)
+        return plan.run(given, out, addresses, _refusal)
     options = KdaOptions(
         algorithm="recurrent",
         scale=scale,
@@ -235,16 +238,188 @@ def fused_recurrent_kda(
     return o, final_state
 
 
-def _repeat(plan: plans.Plan, given: tuple, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if out is not None:
-        check_overlap(out, KdaTensors(*given))
-    return plan.run(given, out)
+def recurrent_kda(
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    mixed_qkv: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_spec_tokens: int | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    output: Tensor | None = None,
+    initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    beta_is_logit: bool = False,
+    allow_neg_eigval: bool = False,
+    gate: GateName | None = None,
+    state_v_first: bool = True,
+    null_index: NullIndex = "negative",
+    update_state: bool = True,
+    intermediate_states: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""One step of decoding: one to eight tokens a sequence, from states in a pool to states in a pool.
+
+    The recurrence of `chunk_kda` (Kimi Linear, arXiv 2510.26692, eq. 1), token by token in float32; a state in bfloat16 is
+    read, updated in float32 and rounded once. Arguments as in FlashInfer's `recurrent_kda`, whose defaults these are: states
+    V first, L2 norm on. No gradients. The call allocates nothing if `output` is given and `initial_state` receives the states,
+    reads no tensor on the host, and can be captured in a CUDA graph and replayed with other indices and data.
+
+    An index that is null (see `null_index`) or past the pool's end names no slot. A sequence whose start has no slot is null:
+    its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot.
+
+    Args:
+        q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
+            most 8 tokens a sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
+        v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
+        g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
+        beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
+        mixed_qkv: `[tokens, 2 * H * K + HV * V]`, rows any distance apart: q, k and v of a token side by side, instead of
+            them. `g` may then be `[tokens, HV * K]` and `beta` `[tokens, HV]`. Without `cu_seqlens` each row is a sequence
+            (each `1 + num_spec_tokens` rows are one). HV, K and V are `initial_state`'s.
+        A_log, dt_bias: the gate's parameters, as in `chunk_kda`.
+        scale: factor on the output; `K ** -0.5` by default.
+        initial_state: `[slots, HV, V, K]` (`[slots, HV, K, V]` without `state_v_first`), float32 or bfloat16: the pool, read
+            and written in place. Dense inside a slot; slots may lie any pitch apart. Without `ssm_state_indices` sequence `n`
+            has slot `n` of `N`. None: states start at zero and are dropped.
+        output_final_state: return the states: `initial_state`, or without one a new float32 tensor `[N, HV, V, K]`.
+        use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first.
+        use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
+        cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, never falling. Lengths
+            0 to 8 (to `1 + num_spec_tokens`); further tokens of a sequence are not looked at. A sequence without tokens leaves
+            its slots alone. Rows of `o` of no sequence are undefined.
+        ssm_state_indices: `[N]` int32 or int64: each sequence's slot. With `num_spec_tokens`, `[N, 1 + num_spec_tokens]`: the
+            slot that receives the state after each token. Any strides. No two states may be stored to one slot.
+        num_spec_tokens: `S` in 1 to 7: verify `1 + S` tokens a sequence (packed: up to) in one launch.
+        num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: the sequence starts from slot
+            `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
+            makes it null. None: 1 everywhere.
+        output: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        initial_state_source, initial_state_indices: a second pool, only read, and `[N]` each sequence's slot there: sequences
+            start from it, and `initial_state` only receives states.
+        beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
+        gate: names the gate directly: `"none"`, `"softplus"`, `"lower_bound"` or `"logsigmoid"`, as in `chunk_kda`.
+        state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
+        null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
+        update_state: with False the pool is only read; `ssm_state_indices` is `[N]` then.
+        intermediate_states: `[slots, 1 + S, HV, V, K]`, with `update_state=False` and `num_spec_tokens`: receives the state
+            after each token, in row `intermediate_state_indices[n]` (`[N]`; by default the index the sequence starts from).
+            `commit` brings the accepted one to the pool.
+        backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
+
+    Returns:
+        `(o [B, T, HV, V], states or None)`; `o` has v's dtype. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
+        `[1, tokens, HV, V]`.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    given = (
+        *(mixed_qkv, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, ssm_state_indices),
+        *(num_accepted_tokens, initial_state_source, initial_state_indices),
+        *(intermediate_states, intermediate_state_indices),
+    )
+    key, addresses = plans.key(
+        (*given, output),
+        (
+            *("decode", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound),
+            *(num_spec_tokens, beta_is_logit, allow_neg_eigval, gate, state_v_first, null_index, update_state, backend),
+        ),
+    )
+    plan = plans.find(key)
+    if plan is not None:
+        o, final_state = plan.run(given, output, addresses, _decode_refusal)
+    else:
+        options = KdaOptions(
+            algorithm="decode",
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=beta_is_logit,
+            allow_neg_eigval=allow_neg_eigval,
+            lower_bound=lower_bound,
+            state_v_first=state_v_first,
+            gate=gate,
+            null_index=null_index,
+        )
+        spec, tensors = check_decode(dict(zip(GIVEN, given)), options, num_spec_tokens, update_state)
+        o, final_state, _ = _run(spec, tensors, backend, output, key, given, CALLED)
+    return o, initial_state if output_final_state and initial_state is not None else final_state
+
+
+def commit(
+    initial_state: Tensor,
+    intermediate_states: Tensor,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor,
+    *,
+    intermediate_state_indices: Tensor | None = None,
+    null_index: NullIndex = "negative",
+    backend: str = "auto",
+) -> None:
+    """Brings the state after each sequence's last accepted token to the pool: the second half of a read-only verification
+    (`recurrent_kda` with `update_state=False`).
+
+    `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`. A null index, one past the
+    end, or a count outside `1 .. 1 + S` stores nothing. One launch, no allocation, nothing read on the host.
+
+    Args:
+        initial_state: `[slots, HV, V, K]` (or K first), the pool, written in place. Slots may lie any pitch apart.
+        intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype.
+        ssm_state_indices: `[N]` int32 or int64: each sequence's slot. No two sequences may have the same.
+        num_accepted_tokens: `[N]` int32 or int64.
+        intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index.
+        null_index, backend: as in `recurrent_kda`.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    given = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
+    spec, t = check_commit(CommitTensors(*given), null_index)
+    chosen = backends.choose(spec, t.initial_state.device, backend)
+    if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
+        torch.ops.flashdelta.kda_commit(*given, null_index, chosen.name)
+    else:
+        chosen.commit(spec, t)
+
+
+def _refusal(given: tuple, out: Tensor) -> None:
+    check_overlap("out", out, _present(TENSOR_NAMES, given))
+
+
+def _decode_refusal(given: tuple, output: Tensor) -> None:
+    check_overlap("output", output, _present(GIVEN, given))
+
+
+def _present(names: tuple[str, ...], given: tuple) -> dict[str, Tensor]:
+    return {name: x for name, x in zip(names, given) if x is not None}
 
 
 def _run(
-    spec: KdaSpec, t: KdaTensors, backend: str, out: Tensor | None, key: tuple | None, given: tuple
+    spec: KdaSpec,
+    t: KdaTensors,
+    backend: str,
+    out: Tensor | None,
+    key: tuple | None,
+    given: tuple,
+    called: Mapping[str, str] = OWN_NAMES,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    check_out(out, t, spec.requires_grad)
+    check_out(out, t, spec.requires_grad, called)
     chosen = backends.choose(spec, t.q.device, backend)
     if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
         results = chosen.run(spec, t, out)
@@ -273,8 +448,8 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not. Runs nothing.
 
     Args:
-        op: `chunk_kda` or `fused_recurrent_kda`; the rest are that function's own arguments (an unknown one is a
-            `TypeError`, as in a call).
+        op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`; the rest are that function's own arguments (an unknown
+            one is a `TypeError`, as in a call).
         device: judge for this device instead of the tensors' own; the tensors may then be on the meta device.
 
     Returns:
@@ -283,13 +458,18 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     Raises:
         ValueError, TypeError: as `op` itself would.
     """
-    if op not in (chunk_kda, fused_recurrent_kda):
-        raise ValueError(f"op: got {op!r}, wanted flashdelta.chunk_kda or flashdelta.fused_recurrent_kda")
+    if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
+        names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
+        raise ValueError(f"op: got {op!r}, wanted {names}")
     bound = inspect.signature(op).bind(*arguments, **named)
     bound.apply_defaults()
     given = bound.arguments
-    spec, tensors = check_arguments(given, "chunk" if op is chunk_kda else "recurrent")
-    check_out(given["out"], tensors, spec.requires_grad)
+    if op is recurrent_kda:
+        spec, tensors = check_decode_arguments(given)
+        check_out(given["output"], tensors, spec.requires_grad, CALLED)
+    else:
+        spec, tensors = check_arguments(given, "chunk" if op is chunk_kda else "recurrent")
+        check_out(given["out"], tensors, spec.requires_grad)
     device = tensors.q.device if device is None else torch.device(device)
     verdicts = tuple(backends.judge(spec, device))
     name = given["backend"]
@@ -314,6 +494,7 @@ def warmup(
     has_initial_state: Iterable[bool] = (False, True),
     checkpoints: Iterable[bool] = (False,),
     state_indices_dtype: torch.dtype = torch.int32,
+    speculative: bool = False,
     gate: GateName = "lower_bound",
     lower_bound: float | None = -5.0,
     dt_bias: bool = True,
@@ -327,16 +508,19 @@ def warmup(
     """Compiles what serving will need, so that no call compiles later. Blocks until the device is done.
 
     Kernels depend on head dimensions, dtypes and options, never on head counts, lengths, strides that are multiples of
-    16, or batch size; so a tiny call of each combination below compiles all of it.
+    16, or batch size; so a tiny call of each combination below compiles all of it. But one token a sequence is a kind of its
+    own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than many: those are called too.
 
     Args:
         head_dims: pairs `(K, V)`.
-        op: `chunk_kda` or `fused_recurrent_kda`.
+        op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`. The last is called over a pool, with slots by index: options
+            about initial and final states, flags and checkpoints do not count, `state_pool` does not either.
         dtype, g_dtype, beta_dtype, state_dtype: of q/k/v, g and beta (default: `dtype`), and the states.
         packed, initial_state, output_final_state: the values each may take; every combination is compiled.
         state_pool: whether calls pass one; `initial_state` and `output_final_state` then count for calls without one, and
             `has_initial_state` and `checkpoints` say whether those with one pass flags and checkpoints.
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
+        speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
         dt_bias: whether calls pass one.
         device: where to run.
         The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
@@ -347,43 +531,87 @@ def warmup(
     Raises:
         ValueError, TypeError: as `op` itself would.
     """
-    if op not in (chunk_kda, fused_recurrent_kda):
-        raise ValueError(f"op: got {op!r}, wanted flashdelta.chunk_kda or flashdelta.fused_recurrent_kda")
-    H, T, calls = 2, 65, 0
+    if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
+        names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
+        raise ValueError(f"op: got {op!r}, wanted {names}")
+    H, calls = 2, 0
     make = functools.partial(torch.zeros, device=device)
-    plain = list(itertools.product(initial_state, output_final_state))
-    pooled = list(itertools.product(has_initial_state, checkpoints))
-    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
-    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
-        state = make((1, H, V, K) if state_v_first else (1, H, K, V), dtype=state_dtype)
-        index = make(1, dtype=state_indices_dtype)
-        if is_pool:
-            has_flags, has_checkpoints = way
-            states = {"state_pool": state, "state_indices": index}
-            states |= {"has_initial_state": make(1, dtype=torch.bool)} if has_flags else {}
-            states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
-        else:
-            has_state, final = way
-            states = {"initial_state": state if has_state else None, "output_final_state": final}
+
+    def call(B: int, T: int, K: int, V: int, **states: object) -> None:
+        nonlocal calls
+        logit = "beta_is_logit" if op is recurrent_kda else "use_beta_sigmoid_in_kernel"
         op(
-            make(1, T, H, K, dtype=dtype),
-            make(1, T, H, K, dtype=dtype),
-            make(1, T, H, V, dtype=dtype),
-            make(1, T, H, K, dtype=g_dtype or dtype),
-            make(1, T, H, dtype=beta_dtype or dtype),
+            make(B, T, H, K, dtype=dtype),
+            make(B, T, H, K, dtype=dtype),
+            make(B, T, H, V, dtype=dtype),
+            make(B, T, H, K, dtype=g_dtype or dtype),
+            make(B, T, H, dtype=beta_dtype or dtype),
             **states,
+            **{logit: use_beta_sigmoid_in_kernel},
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
             lower_bound=lower_bound,
             state_v_first=state_v_first,
-            cu_seqlens=torch.tensor([0, T], dtype=cu_seqlens_dtype, device=device) if is_packed else None,
             A_log=make(H) if gate in ("softplus", "lower_bound") else None,
             dt_bias=make(H, K) if dt_bias else None,
             gate=gate,
             backend=backend,
         )
         calls += 1
+
+    plain = list(itertools.product(initial_state, output_final_state))
+    pooled = list(itertools.product(has_initial_state, checkpoints))
+    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
+    if op is recurrent_kda:
+        ways = [(True, None)]
+    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
+        for B, T in _warm_sizes(op, is_packed):
+            rows = 1 if is_pool else B  # all sequences of a pool but the first are null: one slot is enough
+            state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
+            index = make(B, dtype=state_indices_dtype)
+            index[1:] = -1
+            offsets = torch.tensor([0, T], dtype=cu_seqlens_dtype, device=device) if is_packed else None
+            if op is recurrent_kda:
+                states = {"initial_state": state, "ssm_state_indices": index}
+            elif is_pool:
+                has_flags, has_checkpoints = way
+                states = {"state_pool": state, "state_indices": index}
+                states |= {"has_initial_state": make(B, dtype=torch.bool)} if has_flags else {}
+                states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
+            else:
+                has_state, final = way
+                states = {"initial_state": state if has_state else None, "output_final_state": final}
+            call(B, T, K, V, **states, cu_seqlens=offsets)
+            if op is recurrent_kda and speculative and T > 1:
+                _warm_verification(call, (B, T, K, V), state, index, offsets, backend)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return calls
+
+
+WARM_MANY = 160
+"""Sequences, of two heads each, that are many for every backend's launch parameters."""
+
+
+def _warm_sizes(op: Callable, is_packed: bool) -> list[tuple[int, int]]:
+    """Batch and tokens of the calls that `warmup` makes of one kind."""
+    if op is chunk_kda:
+        return [(1, 65)]
+    several = (1, 2 if op is recurrent_kda else 65)
+    return [several] if is_packed else [(1, 1), (WARM_MANY, 1), several]
+
+
+def _warm_verification(
+    call: Callable, sizes: tuple[int, int, int, int], state: Tensor, index: Tensor, offsets: Tensor | None, backend: str
+) -> None:
+    """Of one sequence of two tokens: with counts of accepted ones and without, and read-only."""
+    one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
+    slots[:, 1] = -1  # a slot may receive one state only
+    tokens = {"num_spec_tokens": 1, "initial_state": state, "cu_seqlens": offsets}
+    for accepted in (None, one):
+        call(*sizes, **tokens, ssm_state_indices=slots, num_accepted_tokens=accepted)
+    rows = state.new_zeros(1, 2, *state.shape[1:])
+    for own in (None, index):
+        states = {"intermediate_states": rows, "intermediate_state_indices": own}
+        call(*sizes, **tokens, ssm_state_indices=index, update_state=False, **states)
+        commit(state, rows, index, one, intermediate_state_indices=own, backend=backend)

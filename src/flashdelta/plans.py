@@ -3,12 +3,13 @@ differs in nothing but the contents and addresses of its tensors."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from . import checked
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors whose work needs no dispatcher."""
@@ -22,7 +23,13 @@ class Plan(Protocol):
 
     def usable(self) -> bool: ...
 
-    def run(self, given: Sequence[Tensor | None], out: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
+    def run(
+        self,
+        given: Sequence[Tensor | None],
+        out: Tensor | None,
+        addresses: list[int],
+        refuse: Callable[[Sequence[Tensor | None], Tensor], None],
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 _SEEN = object()
@@ -30,31 +37,37 @@ _plans: dict[tuple, object] = {}
 """By key: `_SEEN` after the first such call, then its plan, or None if it has none."""
 
 
-def key(given: Sequence[Tensor | None], options: tuple) -> tuple | None:
-    """All that a call's validation and launches depend on; None for a call that may not be kept: one that is traced, checked
-    on the host, or not on a GPU, and one whose arguments the validation will refuse."""
-    if torch.compiler.is_compiling() or os.environ.get("FLASHDELTA_CHECK") == "1":
-        return None
-    found = [options, torch.is_grad_enabled()]
-    for x in given:
+def key(tensors: Sequence[Tensor | None], options: tuple) -> tuple[tuple | None, list[int]]:
+    """All that a call's validation and launches depend on, and the addresses of its `tensors` (0 where there is none). The
+    key is None for a call that may not be kept: one that is traced, checked on the host, or not on a GPU, and one with
+    arguments that are no plain tensors."""
+    if checked.ENABLED or torch.compiler.is_compiling():
+        return None, []
+    grad = torch.is_grad_enabled()
+    found, addresses, device = [options, grad], [], -1
+    for x in tensors:
         if x is None:
             found.append(None)
+            addresses.append(0)
         elif type(x) in PLAIN:
-            found.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15))
+            # flat, and the device as a number: all this is most of the host time of a repeated call
+            index, address = x.get_device(), x.data_ptr()
+            if index > device:
+                device = index
+            found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
+            addresses.append(address)
         else:
-            return None
-    if given[0] is None or given[0].device.type != "cuda":
-        return None
-    found = tuple(found)
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
+            return None, []
+    if device < 0:
+        return None, []
+    return tuple(found), addresses
 
 
 def find(key: tuple | None) -> Plan | None:
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an option that can't be hashed, which the validation will refuse
+        return None
     return plan if plan is not None and plan is not _SEEN and plan.usable() else None
 
 

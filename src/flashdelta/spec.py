@@ -16,14 +16,19 @@ from . import checked
 from .errors import wrong as _wrong
 from .plans import PLAIN
 
+Algorithm = Literal["chunk", "recurrent", "decode"]
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
 GATES: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid")
 NullIndex = Literal["negative", "non_positive"]
 NULL_INDICES: tuple[str, ...] = ("negative", "non_positive")
 HEAD_DIMS = (32, 64, 128, 256)
+DECODE_HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNK_SIZES = (32, 64)
 LOWEST_BOUND = -5.0
 """Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
+
+DECODE_TOKENS = 8
+"""Tokens that `recurrent_kda` takes of a sequence at most."""
 
 MAX_CHECKPOINTS = 8
 """Checkpoints a sequence may have: each adds a chunk slot to every sequence."""
@@ -32,7 +37,7 @@ MAX_CHECKPOINTS = 8
 @dataclass(frozen=True)
 class KdaTensors:
     """The tensors of one call. `A_log` is `[HV]`, `dt_bias` is `[HV, K]` and the checkpoint tensors are `[N, M]`, whatever
-    shape the caller passed."""
+    shape the caller passed. The last five are `recurrent_kda`'s alone (`decode_spec.py`)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -48,6 +53,11 @@ class KdaTensors:
     has_initial_state: torch.Tensor | None = None
     checkpoint_offsets: torch.Tensor | None = None
     checkpoint_indices: torch.Tensor | None = None
+    num_accepted_tokens: torch.Tensor | None = None
+    source_pool: torch.Tensor | None = None
+    source_indices: torch.Tensor | None = None
+    intermediate_states: torch.Tensor | None = None
+    intermediate_indices: torch.Tensor | None = None
 
     def present(self) -> dict[str, torch.Tensor]:
         named = ((name, getattr(self, name)) for name in TENSOR_NAMES)
@@ -65,10 +75,11 @@ class KdaSettings:
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
     `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `null_index` says which pool indices
-    name no slot: those below 0, or 0 too.
+    name no slot: those below 0, or 0 too. Of `recurrent_kda` alone: `spec_tokens` is the number of speculative tokens, and
+    without `update_state` the pool is only read.
     """
 
-    algorithm: Literal["chunk", "recurrent"] = "chunk"
+    algorithm: Algorithm = "chunk"
     scale: float
     gate: GateName = "none"
     lower_bound: float | None = None
@@ -80,6 +91,8 @@ class KdaSettings:
     return_intermediate_states: bool = False
     state_v_first: bool = False
     null_index: NullIndex = "negative"
+    spec_tokens: int = 0
+    update_state: bool = True
 
     def settings(self) -> dict[str, object]:
         """The settings by name: the scalar arguments of the operators in `library.py`."""
@@ -96,7 +109,8 @@ class KdaSpec(KdaSettings):
     `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when
     packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both.
     `has_initial_state`: the caller passed `initial_state`. `pool_slots` is the pool's size (0 without one) and
-    `checkpoints` the number `M` of checkpoints each sequence may have.
+    `checkpoints` the number `M` of checkpoints each sequence may have. `has_intermediate`: the caller passed
+    `intermediate_states`.
     """
 
     B: int
@@ -116,6 +130,7 @@ class KdaSpec(KdaSettings):
     has_pool: bool = False
     pool_slots: int = 0
     checkpoints: int = 0
+    has_intermediate: bool = False
     packed: bool = False
     requires_grad: bool = False
 
@@ -130,6 +145,18 @@ class KdaSpec(KdaSettings):
         if self.packed:
             return self.T // self.chunk_size + self.N * (1 + self.checkpoints)
         return -(-self.T // self.chunk_size) + self.checkpoints
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that are looked at of a sequence at most."""
+        if self.algorithm != "decode":
+            return self.T
+        return 1 + self.spec_tokens if self.spec_tokens else DECODE_TOKENS
+
+    @property
+    def stores_each_state(self) -> bool:
+        """Whether the state after every token goes somewhere, and not only the final one."""
+        return self.has_intermediate or (self.spec_tokens > 0 and self.update_state)
 
     @property
     def stores_final_state(self) -> bool:
@@ -156,7 +183,7 @@ class KdaSpec(KdaSettings):
 class KdaOptions:
     """The arguments of a public call that are not tensors, under the names the caller used."""
 
-    algorithm: Literal["chunk", "recurrent"] = "chunk"
+    algorithm: Algorithm = "chunk"
     scale: float | None = None
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
@@ -173,32 +200,42 @@ class KdaOptions:
     null_index: NullIndex = "negative"
 
 
-def _shape(x: torch.Tensor) -> str:
+OWN_NAMES: Mapping[str, str] = {}
+"""What the caller calls an argument, where it is not the name of the field here: nothing for the operators that use these."""
+
+
+def shape_of(x: torch.Tensor) -> str:
     return str(list(x.shape))
 
 
-def _check_tensor(name: str, x: object, rank: int | None = None) -> None:
+def check_tensor(name: str, x: object, rank: int | None = None) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, wanted a torch.Tensor")
     if rank is not None and x.dim() != rank:
-        raise _wrong(name, f"shape {_shape(x)}", f"a tensor of rank {rank}")
+        raise _wrong(name, f"shape {shape_of(x)}", f"a tensor of rank {rank}")
 
 
-def _check_flags(options: KdaOptions) -> None:
-    for name in (
-        "output_final_state",
-        "use_qk_l2norm_in_kernel",
-        "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel",
-        "allow_neg_eigval",
-        "safe_gate",
-        "disable_recompute",
-        "return_intermediate_states",
-        "state_v_first",
-    ):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted a bool")
+FLAGS = (
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "disable_recompute",
+    "return_intermediate_states",
+    "state_v_first",
+)
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted a bool")
+
+
+def _check_flags(options: KdaOptions, called: Mapping[str, str]) -> None:
+    for name in FLAGS:
+        check_bool(called.get(name, name), getattr(options, name))
     for name in ("scale", "lower_bound"):
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -211,10 +248,11 @@ def _check_flags(options: KdaOptions) -> None:
     if options.null_index not in NULL_INDICES:
         raise _wrong("null_index", repr(options.null_index), f"one of {NULL_INDICES}")
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
+        logits = called.get("use_beta_sigmoid_in_kernel", "use_beta_sigmoid_in_kernel")
         raise _wrong(
             "allow_neg_eigval",
-            "True with use_beta_sigmoid_in_kernel=False",
-            "beta logits (use_beta_sigmoid_in_kernel=True); pass beta in [0, 2) yourself otherwise",
+            f"True with {logits}=False",
+            f"beta logits ({logits}=True); pass beta in [0, 2) yourself otherwise",
         )
 
 
@@ -232,30 +270,42 @@ def _gate_name(options: KdaOptions) -> GateName:
     return options.gate
 
 
-def _check_shapes(t: KdaTensors) -> None:
+def _check_shapes(t: KdaTensors, head_dims: tuple[int, ...]) -> None:
     for name, rank in (("q", 4), ("k", 4), ("v", 4), ("g", 4), ("beta", 3)):
-        _check_tensor(name, getattr(t, name), rank)
+        check_tensor(name, getattr(t, name), rank)
     B, T, H, K = t.q.shape
     HV, V = t.v.shape[2:]
     if t.k.shape != t.q.shape:
-        raise _wrong("k", f"shape {_shape(t.k)}", f"q's shape {_shape(t.q)}")
+        raise _wrong("k", f"shape {shape_of(t.k)}", f"q's shape {shape_of(t.q)}")
     if H == 0:
-        raise _wrong("q", f"shape {_shape(t.q)}", "at least one head")
+        raise _wrong("q", f"shape {shape_of(t.q)}", "at least one head")
     if HV == 0 or HV % H != 0:
         raise _wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
     if t.v.shape[:2] != (B, T):
-        raise _wrong("v", f"shape {_shape(t.v)}", f"[{B}, {T}, HV, V] as in q")
+        raise _wrong("v", f"shape {shape_of(t.v)}", f"[{B}, {T}, HV, V] as in q")
     if t.g.shape != (B, T, HV, K):
-        raise _wrong("g", f"shape {_shape(t.g)}", f"[B, T, HV, K] = {[B, T, HV, K]}")
+        raise _wrong("g", f"shape {shape_of(t.g)}", f"[B, T, HV, K] = {[B, T, HV, K]}")
     if t.beta.shape != (B, T, HV):
-        raise _wrong("beta", f"shape {_shape(t.beta)}", f"[B, T, HV] = {[B, T, HV]}")
-    if K not in HEAD_DIMS:
-        raise _wrong("q", f"K = {K}", f"K in {HEAD_DIMS}")
-    if V not in HEAD_DIMS:
-        raise _wrong("v", f"V = {V}", f"V in {HEAD_DIMS}")
+        raise _wrong("beta", f"shape {shape_of(t.beta)}", f"[B, T, HV] = {[B, T, HV]}")
+    if K not in head_dims:
+        raise _wrong("q", f"K = {K}", f"K in {head_dims}")
+    if V not in head_dims:
+        raise _wrong("v", f"V = {V}", f"V in {head_dims}")
 
 
-def _check_dtypes(t: KdaTensors) -> None:
+STATE_NAMES = ("initial_state", "state_pool", "source_pool", "intermediate_states")
+INDEX_NAMES = (
+    "cu_seqlens",
+    "state_indices",
+    "checkpoint_offsets",
+    "checkpoint_indices",
+    "num_accepted_tokens",
+    "source_indices",
+    "intermediate_indices",
+)
+
+
+def _check_dtypes(t: KdaTensors, called: Mapping[str, str]) -> None:
     dtype = t.q.dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise TypeError(f"q: got dtype {dtype}, wanted bfloat16, float16, float32 or float64")
@@ -272,17 +322,20 @@ def _check_dtypes(t: KdaTensors) -> None:
         if x is not None and x.dtype not in (torch.float32, dtype):
             raise TypeError(f"{name}: got dtype {x.dtype}, wanted float32")
     wide = (torch.float64,) if dtype == torch.float64 else ()
-    for name in ("initial_state", "state_pool"):
+    for name in STATE_NAMES:
         x = getattr(t, name)
         if x is not None and x.dtype not in (torch.float32, torch.bfloat16, *wide):
-            raise TypeError(f"{name}: got dtype {x.dtype}, wanted float32 or bfloat16")
-    for name in ("cu_seqlens", "state_indices", "checkpoint_offsets", "checkpoint_indices"):
-        x = getattr(t, name)
-        if x is not None and x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: got dtype {x.dtype}, wanted int32 or int64")
+            raise TypeError(f"{called.get(name, name)}: got dtype {x.dtype}, wanted float32 or bfloat16")
+    for name in INDEX_NAMES:
+        check_index_dtype(called.get(name, name), getattr(t, name))
     flags = t.has_initial_state
     if flags is not None and flags.dtype != torch.bool:
         raise TypeError(f"has_initial_state: got dtype {flags.dtype}, wanted bool")
+
+
+def check_index_dtype(name: str, x: torch.Tensor | None) -> None:
+    if x is not None and x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got dtype {x.dtype}, wanted int32 or int64")
 
 
 def _gate_parameters(t: KdaTensors, gate: GateName, lower_bound: float | None) -> KdaTensors:
@@ -294,14 +347,14 @@ def _gate_parameters(t: KdaTensors, gate: GateName, lower_bound: float | None) -
     if A_log is None and gate == "softplus":
         raise _wrong("A_log", None, f"a tensor of shape [HV] = [{HV}] (the softplus gate needs it)")
     if A_log is not None:
-        _check_tensor("A_log", A_log)
+        check_tensor("A_log", A_log)
         if tuple(A_log.shape) not in ((HV,), (1, 1, HV, 1)):
-            raise _wrong("A_log", f"shape {_shape(A_log)}", f"[HV] = [{HV}] or [1, 1, {HV}, 1]")
+            raise _wrong("A_log", f"shape {shape_of(A_log)}", f"[HV] = [{HV}] or [1, 1, {HV}, 1]")
         A_log = A_log.reshape(HV)
     if dt_bias is not None:
-        _check_tensor("dt_bias", dt_bias)
+        check_tensor("dt_bias", dt_bias)
         if tuple(dt_bias.shape) not in ((HV * K,), (HV, K)):
-            raise _wrong("dt_bias", f"shape {_shape(dt_bias)}", f"[HV * K] = [{HV * K}] or [HV, K] = {[HV, K]}")
+            raise _wrong("dt_bias", f"shape {shape_of(dt_bias)}", f"[HV * K] = [{HV * K}] or [HV, K] = {[HV, K]}")
         dt_bias = dt_bias.reshape(HV, K)
     if gate == "lower_bound":
         if lower_bound is None:
@@ -311,14 +364,14 @@ def _gate_parameters(t: KdaTensors, gate: GateName, lower_bound: float | None) -
     return replace(t, A_log=A_log, dt_bias=dt_bias)
 
 
-def _number_of_sequences(t: KdaTensors) -> int:
+def number_of_sequences(t: KdaTensors) -> int:
     return t.q.shape[0] if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
 
 
-def _check_sequences(t: KdaTensors, state_v_first: bool) -> None:
+def check_sequences(t: KdaTensors, state_v_first: bool) -> None:
     B, T = t.q.shape[:2]
     if t.cu_seqlens is not None:
-        _check_tensor("cu_seqlens", t.cu_seqlens, rank=1)
+        check_tensor("cu_seqlens", t.cu_seqlens, rank=1)
         if t.cu_seqlens.numel() < 1:
             raise _wrong("cu_seqlens", "an empty tensor", "N + 1 offsets")
         if B != 1:
@@ -326,10 +379,10 @@ def _check_sequences(t: KdaTensors, state_v_first: bool) -> None:
         if checked.enabled():
             checked.check_offsets(t.cu_seqlens, T)
     if t.initial_state is not None:
-        _check_states("initial_state", t.initial_state, "N", _number_of_sequences(t), t, state_v_first)
+        check_states("initial_state", t.initial_state, "N", number_of_sequences(t), t, state_v_first)
 
 
-def _check_states(
+def check_states(
     name: str, states: torch.Tensor, count_name: str, count: int, t: KdaTensors, state_v_first: bool
 ) -> None:
     """Refuses states of another shape than `count` of them in the layout asked for."""
@@ -337,12 +390,29 @@ def _check_states(
     want = (count, HV, V, K) if state_v_first else (count, HV, K, V)
     if tuple(states.shape) != want:
         layout = f"[{count_name}, HV, V, K]" if state_v_first else f"[{count_name}, HV, K, V]"
-        raise _wrong(name, f"shape {_shape(states)}", f"{layout} = {list(want)}")
+        raise _wrong(name, f"shape {shape_of(states)}", f"{layout} = {list(want)}")
+
+
+def check_slots(name: str, pool: torch.Tensor, t: KdaTensors, state_v_first: bool) -> None:
+    """Refuses a pool whose slots are not states of this call, dense and apart from each other."""
+    check_tensor(name, pool, rank=4)
+    check_states(name, pool, "slots", pool.shape[0], t, state_v_first)
+    check_pitch(name, pool, dense=3)
+
+
+def check_pitch(name: str, states: torch.Tensor, dense: int) -> None:
+    """Refuses states whose last `dense` dimensions are not contiguous, or whose others overlap."""
+    content, free = 1, states.dim() - dense
+    for i in reversed(range(states.dim())):
+        size, stride = states.shape[i], states.stride(i)
+        if size > 1 and (stride != content if i >= free else stride < content):
+            raise _wrong(name, f"strides {states.stride()}", "slots that are dense and do not overlap (any pitch)")
+        content = content * size if i >= free else max(stride, 1) * size
 
 
 def _check_pool(t: KdaTensors, options: KdaOptions) -> KdaTensors:
     """Checks all about a state pool but what its index tensors hold; brings the checkpoint tensors to `[N, M]`."""
-    pool, N = t.state_pool, _number_of_sequences(t)
+    pool, N = t.state_pool, number_of_sequences(t)
     if pool is None:
         for name in TENSOR_NAMES[len(INPUT_NAMES) :]:
             if getattr(t, name) is not None:
@@ -352,19 +422,13 @@ def _check_pool(t: KdaTensors, options: KdaOptions) -> KdaTensors:
         raise _wrong("state_pool", "a tensor with initial_state", "one of the two")
     if options.output_final_state:
         raise _wrong("output_final_state", "True with state_pool", "False (the pool receives the final states)")
-    _check_tensor("state_pool", pool, rank=4)
-    _check_states("state_pool", pool, "slots", pool.shape[0], t, options.state_v_first)
-    slots, HV, rows, columns = pool.shape
-    slot, head, row, column = pool.stride()
-    dense = (column, row) == (1, columns) and (HV == 1 or head == rows * columns)
-    if not dense or (slots > 1 and slot < HV * rows * columns):
-        raise _wrong("state_pool", f"strides {pool.stride()}", "slots that are dense and do not overlap (any pitch)")
+    check_slots("state_pool", pool, t, options.state_v_first)
     if t.state_indices is None:
         raise _wrong("state_indices", None, f"a tensor of shape [N] = [{N}] with state_pool")
     for name in ("state_indices", "has_initial_state"):
         x = getattr(t, name)
         if x is not None and tuple(x.shape) != (N,):
-            raise _wrong(name, f"shape {_shape(x)}", f"[N] = [{N}]")
+            raise _wrong(name, f"shape {shape_of(x)}", f"[N] = [{N}]")
     return _check_checkpoints(t, N, options.return_intermediate_states)
 
 
@@ -379,9 +443,11 @@ def _check_checkpoints(t: KdaTensors, N: int, return_intermediate_states: bool) 
         if x is None:
             raise _wrong(name, f"None with {other}", "both or neither")
     if offsets.dim() not in (1, 2) or offsets.shape[0] != N:
-        raise _wrong("checkpoint_offsets", f"shape {_shape(offsets)}", f"[N] = [{N}] or [N, M] = [{N}, M]")
+        raise _wrong("checkpoint_offsets", f"shape {shape_of(offsets)}", f"[N] = [{N}] or [N, M] = [{N}, M]")
     if indices.shape != offsets.shape:
-        raise _wrong("checkpoint_indices", f"shape {_shape(indices)}", f"checkpoint_offsets' shape {_shape(offsets)}")
+        raise _wrong(
+            "checkpoint_indices", f"shape {shape_of(indices)}", f"checkpoint_offsets' shape {shape_of(offsets)}"
+        )
     if offsets.dim() == 1:
         offsets, indices = offsets[:, None], indices[:, None]
     if not 1 <= offsets.shape[1] <= MAX_CHECKPOINTS:
@@ -394,50 +460,56 @@ def _check_checkpoints(t: KdaTensors, N: int, return_intermediate_states: bool) 
 def _check_host_offsets(cu_seqlens_cpu: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> None:
     if cu_seqlens_cpu is None:
         return
-    _check_tensor("cu_seqlens_cpu", cu_seqlens_cpu, rank=1)
+    check_tensor("cu_seqlens_cpu", cu_seqlens_cpu, rank=1)
     if cu_seqlens is None:
         raise _wrong("cu_seqlens_cpu", "a tensor without cu_seqlens", "cu_seqlens too")
     if cu_seqlens_cpu.shape != cu_seqlens.shape:
-        raise _wrong("cu_seqlens_cpu", f"shape {_shape(cu_seqlens_cpu)}", f"cu_seqlens' shape {_shape(cu_seqlens)}")
+        raise _wrong("cu_seqlens_cpu", f"shape {shape_of(cu_seqlens_cpu)}", f"cu_seqlens' shape {shape_of(cu_seqlens)}")
     if cu_seqlens_cpu.device.type != "cpu":
         raise _wrong("cu_seqlens_cpu", f"device {cu_seqlens_cpu.device}", "device cpu")
 
 
-def _check_devices(t: KdaTensors) -> None:
+def _check_devices(t: KdaTensors, called: Mapping[str, str]) -> None:
     device = t.q.device
     for name, x in t.present().items():
         if x.device != device:
-            raise _wrong(name, f"device {x.device}", f"q's device {device}")
+            raise _wrong(called.get(name, name), f"device {x.device}", f"q's device {device}")
 
 
-def check_out(out: torch.Tensor | None, t: KdaTensors, requires_grad: bool) -> None:
+def check_out(
+    out: torch.Tensor | None, t: KdaTensors, requires_grad: bool, called: Mapping[str, str] = OWN_NAMES
+) -> None:
     """Refuses an `out` of the wrong shape, dtype, device or layout, or one that shares memory with an input."""
     if out is None:
         return
-    _check_tensor("out", out, rank=4)
+    name = called.get("out", "out")
+    check_tensor(name, out, rank=4)
     if out.shape != t.v.shape:
-        raise _wrong("out", f"shape {_shape(out)}", f"v's shape [B, T, HV, V] = {_shape(t.v)}")
+        raise _wrong(name, f"shape {shape_of(out)}", f"v's shape [B, T, HV, V] = {shape_of(t.v)}")
     if out.dtype != t.v.dtype:
-        raise TypeError(f"out: got dtype {out.dtype}, wanted v's dtype {t.v.dtype}")
+        raise TypeError(f"{name}: got dtype {out.dtype}, wanted v's dtype {t.v.dtype}")
     if out.device != t.v.device:
-        raise _wrong("out", f"device {out.device}", f"v's device {t.v.device}")
+        raise _wrong(name, f"device {out.device}", f"v's device {t.v.device}")
     if out.stride(-1) != 1:
-        raise _wrong("out", f"strides {out.stride()}", "a dense last dimension")
+        raise _wrong(name, f"strides {out.stride()}", "a dense last dimension")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
-        raise _wrong("out", f"strides {out.stride()}", "memory of its own for every element")
+        raise _wrong(name, f"strides {out.stride()}", "memory of its own for every element")
     if out.requires_grad:
-        raise _wrong("out", "a tensor that requires grad", "one that takes no gradient")
+        raise _wrong(name, "a tensor that requires grad", "one that takes no gradient")
     if requires_grad:
-        raise _wrong("out", "a tensor", "None when an input requires grad")
-    if not torch.compiler.is_compiling():
-        check_overlap(out, t)
+        raise _wrong(name, "a tensor", "None when an input requires grad")
+    check_overlap(name, out, t.present(), called)
 
 
-def check_overlap(out: torch.Tensor, t: KdaTensors) -> None:
-    """Refuses an `out` that shares memory with an input."""
-    for name, x in t.present().items():
-        if _overlap(out, x):
-            raise _wrong("out", f"memory shared with {name}", "memory of its own")
+def check_overlap(
+    name: str, written: torch.Tensor, others: Mapping[str, torch.Tensor], called: Mapping[str, str] = OWN_NAMES
+) -> None:
+    """Refuses a tensor to be written, argument `name`, that shares memory with one of the others."""
+    if torch.compiler.is_compiling():
+        return
+    for other, x in others.items():
+        if _overlap(written, x):
+            raise _wrong(name, f"memory shared with {called.get(other, other)}", "memory of its own")
 
 
 def is_plain(x: torch.Tensor) -> bool:
@@ -454,12 +526,15 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not (_has_memory(a) and _has_memory(b)):
         return False
 
-    def span(x: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
-        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a0 < b0 + extent(b) and b0 < a0 + extent(a)
 
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+
+def extent(x: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if x.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
 def check_call(
@@ -471,21 +546,44 @@ def check_call(
         TypeError: an argument of the wrong type or dtype.
         ValueError: anything else; the message names the argument, what came and what was wanted.
     """
-    _check_flags(options)
-    _check_shapes(t)
-    gate = _gate_name(options)
-    t = _gate_parameters(t, gate, options.lower_bound)
-    for name in TENSOR_NAMES[TENSOR_NAMES.index("initial_state") :]:
-        if getattr(t, name) is not None:
-            _check_tensor(name, getattr(t, name))
-    _check_dtypes(t)
-    _check_devices(t)
-    _check_sequences(t, options.state_v_first)
+    t, gate = check_inputs(t, options)
+    check_sequences(t, options.state_v_first)
     t = _check_pool(t, options)
     _check_host_offsets(cu_seqlens_cpu, t.cu_seqlens)
     if options.safe_gate and gate == "softplus":
         raise _wrong("safe_gate", "True with the unbounded softplus gate", "lower_bound set, or safe_gate=False")
-    settings = KdaSettings(
+    spec = spec_of(t, settings_of(t, options, gate))
+    if spec.has_pool and spec.requires_grad:
+        raise _wrong("state_pool", "a tensor with inputs that require grad", "torch.no_grad() (it is updated in place)")
+    if spec.has_pool and checked.enabled():
+        checked.check_pool(spec, t)
+    if spec.requires_grad and spec.return_intermediate_states:
+        raise _wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
+    return spec, t
+
+
+def check_inputs(
+    t: KdaTensors,
+    options: KdaOptions,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    called: Mapping[str, str] = OWN_NAMES,
+) -> tuple[KdaTensors, GateName]:
+    """Validates what all operators share: options, shapes of the inputs, gate parameters, dtypes and devices of all tensors.
+    Returns the tensors in canonical shape and the gate's name."""
+    _check_flags(options, called)
+    _check_shapes(t, head_dims)
+    gate = _gate_name(options)
+    t = _gate_parameters(t, gate, options.lower_bound)
+    for name in TENSOR_NAMES[TENSOR_NAMES.index("initial_state") :]:
+        if getattr(t, name) is not None:
+            check_tensor(called.get(name, name), getattr(t, name))
+    _check_dtypes(t, called)
+    _check_devices(t, called)
+    return t, gate
+
+
+def settings_of(t: KdaTensors, options: KdaOptions, gate: GateName, **others: object) -> KdaSettings:
+    return KdaSettings(
         algorithm=options.algorithm,
         scale=t.q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
         gate=gate,
@@ -498,15 +596,8 @@ def check_call(
         return_intermediate_states=options.return_intermediate_states,
         state_v_first=options.state_v_first,
         null_index=options.null_index,
+        **others,
     )
-    spec = spec_of(t, settings)
-    if spec.has_pool and spec.requires_grad:
-        raise _wrong("state_pool", "a tensor with inputs that require grad", "torch.no_grad() (it is updated in place)")
-    if spec.has_pool and checked.enabled():
-        checked.check_pool(spec, t)
-    if spec.requires_grad and spec.return_intermediate_states:
-        raise _wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
-    return spec, t
 
 
 def check_arguments(
@@ -528,7 +619,7 @@ def spec_of(t: KdaTensors, settings: KdaSettings) -> KdaSpec:
     """The spec of tensors already validated."""
     B, T, H, K = t.q.shape
     default_state = torch.float64 if t.q.dtype == torch.float64 else torch.float32
-    states = t.initial_state if t.state_pool is None else t.state_pool
+    states = next((x for x in (t.state_pool, t.source_pool, t.initial_state) if x is not None), None)
     return KdaSpec(
         **settings.settings(),
         B=B,
@@ -537,7 +628,7 @@ def spec_of(t: KdaTensors, settings: KdaSettings) -> KdaSpec:
         HV=t.v.shape[2],
         K=K,
         V=t.v.shape[3],
-        N=_number_of_sequences(t),
+        N=number_of_sequences(t),
         dtype=t.q.dtype,
         g_dtype=t.g.dtype,
         beta_dtype=t.beta.dtype,
@@ -548,6 +639,7 @@ def spec_of(t: KdaTensors, settings: KdaSettings) -> KdaSpec:
         has_pool=t.state_pool is not None,
         pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
         checkpoints=0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1],
+        has_intermediate=t.intermediate_states is not None,
         packed=t.cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),
     )

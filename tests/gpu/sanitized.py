@@ -1,4 +1,5 @@
-"""Small sets of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized [backend] [races]`.
+"""Small sets of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized [backend] [races] [decode]`.
+With `decode`, steps of `recurrent_kda` alone.
 
 Without PyTorch's caching allocator (PYTORCH_NO_CUDA_MEMORY_CACHING=1) every tensor is an allocation of its own, so a
 read or write past its end is seen.
@@ -12,8 +13,10 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
+from flashdelta.triton import config
 
 from ..cases import BF16, BY_NAME, FP32, named
+from ..decoding import STEPS, make_step
 from ..inputs import make_call
 from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from .calls import KIMI, UNBOUNDED, on_gpu
@@ -33,6 +36,13 @@ RACE_CASES = [
     *(replace(model, H=2, HV=2, lengths=(1, 0, 65, 64), state=FP32) for model in (KIMI, UNBOUNDED)),
 ]
 """Looking for races takes far longer than looking at addresses."""
+
+DECODE_RACES = ("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256")
+
+
+def decode_calls(races: bool) -> list[dict]:
+    """Steps of `recurrent_kda`, with the launch parameters of few sequences and of many."""
+    return [make_step(step, BF16) for step in STEPS if not races or step.name in DECODE_RACES]
 
 
 def calls() -> list[dict]:
@@ -57,6 +67,7 @@ def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
     races = "races" in sys.argv[2:]
     chosen = [make_call(case, BF16) for case in RACE_CASES] if races else calls()
+    chosen = [] if "decode" in sys.argv[2:] else chosen
     ran = 0
     for call in chosen:
         # made on the CPU, so that few kernels but ours run
@@ -64,6 +75,12 @@ def main() -> None:
         ran += run(fd.chunk_kda, call, backend)
         if not races:
             ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+    if backend == "triton":
+        for few in (config.DECODE_FEW, 0):
+            config.DECODE_FEW = few
+            for call in decode_calls(races):
+                on_device = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+                ran += run(fd.recurrent_kda, on_device, backend)
     torch.cuda.synchronize()
     print(f"{ran} calls")
 

@@ -56,10 +56,14 @@ def test_the_counter_counts(backend: str):
 def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, op, backend: str):
     start = replace(SMALL, lengths=(60, 40) if packed else None)
     op(**gpu_call(op, start, BF16, backend))
+    if op is fd.fused_recurrent_kda and not packed:  # one token a sequence, of few and of many, is a kind of its own
+        for B in (1, 300):
+            op(**gpu_call(op, replace(start, T=1, B=B), BF16, backend))
     others = [
         *(replace(start, H=H, HV=HV) for H, HV in ((1, 1), (3, 3), (16, 16), (1, 2), (4, 20))),
         *(replace(start, T=T) for T in (1, 16, 63, 64, 1000)),
         *(replace(start, B=B) for B in (2, 16)),
+        *(replace(start, T=1, B=B) for B in (3, 500)),
     ]
     if packed:
         lengths = ((1,), (64,), (1, 1), (0, 5, 0, 900), (16,) * 16)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..decode_spec import CommitSpec
 from ..spec import KdaSpec
 from .base import Backend
 from .hopper import HopperBackend
@@ -28,7 +29,7 @@ class Verdict:
     reason: str
 
 
-def judge(spec: KdaSpec, device: torch.device) -> list[Verdict]:
+def judge(spec: KdaSpec | CommitSpec, device: torch.device) -> list[Verdict]:
     """Every backend's verdict, fastest backend first."""
     verdicts = []
     for backend in BACKENDS:
@@ -40,7 +41,7 @@ def judge(spec: KdaSpec, device: torch.device) -> list[Verdict]:
     return verdicts
 
 
-def choose(spec: KdaSpec, device: torch.device, name: str = "auto", *, backward: bool = False) -> Backend:
+def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto", *, backward: bool = False) -> Backend:
     """The backend that runs the call.
 
     Raises:

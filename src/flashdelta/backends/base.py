@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors
 
@@ -20,10 +21,10 @@ class Backend(Protocol):
     summary: str
     differentiable: bool
 
-    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
 
-    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why `auto` should rather take another backend that can run the call, or None."""
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -34,6 +35,9 @@ class Backend(Protocol):
     ) -> Plan | None:
         """How to repeat a call that has just run, whose tensors were `given` and `out`; None if there is no shorter way than
         `run`."""
+
+    def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
+        """`ops.commit`. Only called where a `CommitSpec` meets no obstacle."""
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors
 from .base import Results, nvidia_capability
@@ -30,7 +31,7 @@ class HopperBackend:
     summary = "Gluon kernels for Hopper GPUs (sm_90)"
     differentiable = False
 
-    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
         capability = nvidia_capability(device.index)
@@ -54,7 +55,7 @@ class HopperBackend:
             return f"more than 2^31 workspace rows ({spec.B} x {spec.T} tokens, {spec.HV} heads)"
         return None
 
-    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -71,6 +72,9 @@ class HopperBackend:
         if out is not None and not aligned(out):
             return None  # its rows are copied from a dense output
         return LaunchPlan.make(spec, t, given, out, launches)
+
+    def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
+        raise NotImplementedError("it has the chunk form only")
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

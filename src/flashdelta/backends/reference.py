@@ -8,8 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .. import reference
+from ..decode_spec import CommitSpec, CommitTensors
 from ..spec import KdaSpec, KdaTensors
 from .base import Results
+
+IMPLEMENTATIONS = {
+    "chunk": reference.chunk_kda,
+    "recurrent": reference.recurrent_kda,
+    "decode": reference.decode_kda,
+}
 
 
 @contextlib.contextmanager
@@ -33,14 +40,16 @@ class ReferenceBackend:
         return None
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
-        implementation = reference.chunk_kda if spec.algorithm == "chunk" else reference.recurrent_kda
-        o, final_state, h = implementation(spec, t)
+        o, final_state, h = IMPLEMENTATIONS[spec.algorithm](spec, t)
         return (o if out is None else out.copy_(o)), final_state, h
 
     def plan(
         self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> None:
         return None
+
+    def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
+        reference.commit(spec, t)
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors
 from .base import Results, nvidia_capability
@@ -23,7 +24,7 @@ class TritonBackend:
     summary = "portable Triton kernels, sm_80 and newer"
     differentiable = False
 
-    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         if device.type == "cpu" and not _interpreting():
             return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
         if device.type not in ("cpu", "cuda"):
@@ -40,7 +41,7 @@ class TritonBackend:
             return "an input requires grad and this backend is forward only"
         return None
 
-    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return "the Triton interpreter is for testing" if device.type == "cpu" else None
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -55,6 +56,11 @@ class TritonBackend:
         from ..triton.launch import launches
 
         return LaunchPlan.make(spec, t, given, out, launches)
+
+    def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
+        from .. import triton as kernels
+
+        kernels.commit(spec, t)
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor

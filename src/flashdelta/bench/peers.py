@@ -19,6 +19,27 @@ def find_fla() -> Peer:
     try:
         from fla.ops.kda import chunk_kda
     except Exception as error:  # FLA probes GPUs and Triton while it is imported, and any of that may fail
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Peer(None, f"FLA can't be imported ({reason}); pip install 'flashdelta[bench]'")
+        return Peer(None, _absence(error))
     return Peer(chunk_kda)
+
+
+def _absence(error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"FLA can't be imported ({reason}); pip install 'flashdelta[bench]'"
+
+
+@dataclass(frozen=True)
+class DecodePeer:
+    """`fused_recurrent_kda` of a peer, in place over a pool, or why there is none."""
+
+    step: Callable[..., object] | None
+    absence: str | None = None
+
+
+def find_fla_decode() -> DecodePeer:
+    """flash-linear-attention's launcher of `fused_recurrent_kda`: its public function takes no indices of states."""
+    try:
+        from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+    except Exception as error:  # as in find_fla
+        return DecodePeer(None, _absence(error))
+    return DecodePeer(fused_recurrent_kda_fwd)

@@ -53,12 +53,13 @@ def load(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def default_path(benchmark: str, backend: str, gpu: str | None) -> Path:
-    """`<benchmark>-<backend>-<gpu>-<date>.json` in benchmarks/results/ of the checkout this package is imported from,
-    or in the current directory where there is none."""
+def default_path(benchmark: str, backend: str | None, gpu: str | None) -> Path:
+    """`<benchmark>-<backend>-<gpu>-<date>.json` (without the backend if it is None) in benchmarks/results/ of the checkout
+    this package is imported from, or in the current directory where there is none."""
     checkout = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
     slug = (gpu or "cpu").lower().replace(" ", "-")
-    name = f"{benchmark}-{backend}-{slug}-{datetime.date.today().isoformat()}.json"
+    what = benchmark if backend is None else f"{benchmark}-{backend}"
+    name = f"{what}-{slug}-{datetime.date.today().isoformat()}.json"
     return (checkout if checkout.is_dir() else Path.cwd()) / name
 
 
@@ -259,6 +260,41 @@ def _absences(document: dict, **titles: str) -> list[str]:
             where = "in every row" if len(absent) == len(rows) else "in " + "; ".join(absent)
             lines.append(f"no {title} time {where}: {problem}")
     return lines
+
+
+def decode_table(document: dict) -> Table:
+    """The rows of decoding; columns as explained in benchmarks/README.md."""
+    columns = ("ours us", "FLA us", "FLA/ours", "floor us", "share", "FLA share", "a token", "host us", "FLA host us")
+    columns += ("error ours: o, state", "error FLA: o, state", "gate")
+
+    def number(x: float | None, form: str) -> str:
+        return "-" if x is None else format(x, form)
+
+    def cells(row: dict) -> list[str]:
+        ours, fla = row["ours"], row["fla"]
+        wrong = ours["us"] is None and ours["error_o"] is not None
+        return [
+            "[red]wrong[/red]" if wrong else number(ours["us"], ".2f"),
+            number(fla["us"], ".2f"),
+            number(row["speedup"], ".2f") + ("" if row["speedup"] is None else "x"),
+            number(row["floor_us"], ".2f"),
+            *(number(row[share], ".1%") for share in ("share", "share_fla")),
+            number(row["token_cost"], ".2f"),
+            *(number(x["host_us"], ".1f") for x in (ours, fla)),
+            *(_errors(x) for x in (ours, fla)),
+            _met(row),
+        ]
+
+    return _row_table(document, columns, lambda row: [cells(row)])
+
+
+def decode_summary(document: dict) -> list[str]:
+    """Gates met, and everything that is missing with its reason."""
+    gated = [row for row in document["rows"] if row["met"] is not None]
+    missed = [f"{row['name']} ({row['ours']['us']:.2f} us, {row['share']:.1%})" for row in gated if not row["met"]]
+    gates = f"{len(gated) - len(missed)} of {len(gated)} met" + (", not: " + "; ".join(missed) if missed else "")
+    judged = gates if gated else "none judged (they hold on an H200, for rows that were timed)"
+    return [f"gates: {judged}", *_correctness(document), *_absences(document, fla="FLA")]
 
 
 def failures(document: dict) -> list[dict]:

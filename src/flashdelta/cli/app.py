@@ -211,6 +211,27 @@ def kernels(
 
 
 @bench_app.command()
+def decode(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Rows = None,
+    quick: Annotated[bool, typer.Option("--quick", help="9 rows of 120.")] = False,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
+    repeats: Repeats = 7,
+    device: Device = None,
+) -> None:
+    """Time steps of decoding over a paged pool beside FLA, with shares of the copy rate (exit code 1 if a row is wrong)."""
+    from .bench import bench_decode
+
+    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla}
+    try:
+        right = bench_decode(torch.device(device), backend, json, **choice, repeats=repeats)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
+
+
+@bench_app.command()
 def startup(
     backend: Backend = "auto",
     json: JsonPath = None,

@@ -10,14 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.cases import CASES, PrefillCase, select
+from ..bench.decode import DECODE, QUICK, run_decode
 from ..bench.environment import gpu
 from ..bench.kernels import measure_kernels
-from ..bench.peers import Peer, find_fla
+from ..bench.peers import DecodePeer, Peer, find_fla, find_fla_decode
 from ..bench.prefill import measure_row, run_prefill
 from ..bench.protocol import Effort
 from ..bench.report import (
     classic_summary,
     classic_table,
+    decode_summary,
+    decode_table,
     default_path,
     failures,
     kernels_summary,
@@ -89,6 +92,43 @@ def bench_prompts(
     return not failures(document)
 
 
+def bench_decode(
+    device: torch.device,
+    backend: str,
+    json: Path | None,
+    *,
+    rows: Sequence[str],
+    quick: bool,
+    fla: bool,
+    repeats: int,
+) -> bool:
+    """Runs and reports decoding; whether every row was right.
+
+    Raises:
+        ValueError: no GPU, or a row name that fits nothing.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench decode measures full-size pools)")
+    log = Console(stderr=True, highlight=False)
+
+    def progress(row: dict) -> None:
+        times = (f"{name} {row[name]['us']:.2f} us" for name in ("ours", "fla") if row[name]["us"] is not None)
+        log.print(f"{row['name']}: " + (", ".join(times) or f"- ({row['ours']['problem']})"), soft_wrap=True)
+
+    path = _path("decode", None if backend == "auto" else backend, json, device)
+    document = run_decode(
+        select(QUICK if quick else DECODE, rows),
+        device=device,
+        backend=backend,
+        fla=find_fla_decode() if fla else DecodePeer(None, "not asked for"),
+        effort=Effort(rounds=repeats, min_rounds=min(3, repeats), budget_ms=100.0, warmup_ms=2.0),
+        path=path,
+        progress=progress,
+    )
+    _finish(document, json, path, log)
+    return not failures(document)
+
+
 def bench_startup(device: torch.device, backend: str, json: Path | None, tokens: int) -> None:
     """Runs and reports the start-up benchmark."""
     document = run_startup(device, backend, tokens)
@@ -117,6 +157,7 @@ PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]]
     "prefill": (prefill_table, prefill_summary),
     "classic": (classic_table, classic_summary),
     "kernels": (kernels_table, kernels_summary),
+    "decode": (decode_table, decode_summary),
     "startup": (startup_table, lambda document: []),
 }
 """By benchmark: its table, and the lines under it."""
@@ -128,7 +169,7 @@ def _fla_cases(cases: Sequence[PrefillCase], chosen: Sequence[str]) -> list[Pref
     return select(cases, [text for text in chosen if text != "all"])
 
 
-def _path(benchmark: str, backend: str, json: Path | None, device: torch.device) -> Path:
+def _path(benchmark: str, backend: str | None, json: Path | None, device: torch.device) -> Path:
     if json is not None and json != STDOUT:
         return json
     found = gpu(device)

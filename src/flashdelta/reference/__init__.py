@@ -1,7 +1,8 @@
 """The exact reference, in PyTorch: any device, any dtype up to float64, differentiable."""
 
 from .chunk import chunk_kda
+from .decode import commit, decode_kda
 from .recurrent import recurrent_kda
 from .rounding import rounding_error
 
-__all__ = ["chunk_kda", "recurrent_kda", "rounding_error"]
+__all__ = ["chunk_kda", "commit", "decode_kda", "recurrent_kda", "rounding_error"]

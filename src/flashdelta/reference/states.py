@@ -6,6 +6,8 @@ tokens stores nothing.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ..spec import KdaSpec, KdaTensors
@@ -13,18 +15,36 @@ from .gate import compute_dtype
 from .sequences import lengths_of
 
 
+class NullRule(Protocol):
+    """Any spec of a call whose indices name slots."""
+
+    lowest_index: int
+
+
 def states_in(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
     """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
     dtype = compute_dtype(spec)
     state = t.initial_state
     if spec.pool_slots > 0:
-        slot, read = _slots(spec, t.state_indices)
-        if t.has_initial_state is not None:
-            read = read & t.has_initial_state
-        state = torch.where(read[:, None, None, None], t.state_pool[slot], 0.0)
+        named = named_slots(spec, t.state_indices, t.state_pool)[1]
+        read = named if t.has_initial_state is None else named & t.has_initial_state
+        state = gathered(spec, t.state_pool, t.state_indices, read)
     if state is None:
         return t.v.new_zeros((spec.N, spec.HV, spec.K, spec.V), dtype=dtype)
-    state = state.to(dtype)
+    return from_layout(spec, state)
+
+
+def gathered(spec: KdaSpec, pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    """`pool[index]` where `read`, zeros elsewhere; other slots are not looked at, whatever they hold."""
+    if pool.shape[0] == 0:
+        return pool.new_zeros((len(index), *pool.shape[1:]))
+    slot, _ = named_slots(spec, index, pool)
+    return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
+
+
+def from_layout(spec: KdaSpec, state: torch.Tensor) -> torch.Tensor:
+    """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
+    state = state.to(compute_dtype(spec))
     state = state.transpose(-1, -2) if spec.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
@@ -37,31 +57,38 @@ def states_out(spec: KdaSpec, state: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def store_final(spec: KdaSpec, t: KdaTensors, final: torch.Tensor) -> None:
     """The final states `[N, HV, K, V]` to the sequences' slots of the pool."""
-    _store(spec, t.state_pool, t.state_indices, lengths_of(spec, t) > 0, final)
+    store(spec, t.state_pool, t.state_indices, lengths_of(spec, t) > 0, final)
 
 
 def store_checkpoints(spec: KdaSpec, t: KdaTensors, states: torch.Tensor, stored: torch.Tensor) -> None:
     """The states at checkpoints `[N, M, HV, K, V]` to their slots of the pool, where `stored [N, M]`."""
-    _store(spec, t.state_pool, t.checkpoint_indices.flatten(), stored.flatten(), states.flatten(0, 1))
+    store(spec, t.state_pool, t.checkpoint_indices.flatten(), stored.flatten(), states.flatten(0, 1))
 
 
-def _slots(spec: KdaSpec, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def named_slots(spec: NullRule, index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The slot of each index (some slot where it names none), and whether it names one."""
-    named = (index >= spec.lowest_index) & (index < spec.pool_slots)
-    return index.long().clamp(0, spec.pool_slots - 1), named
+    slots = pool.shape[0]
+    named = (index >= spec.lowest_index) & (index < slots)
+    return index.long().clamp(0, max(slots - 1, 0)), named
 
 
-def _store(spec: KdaSpec, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor) -> None:
-    """Writes `states[i]` to `pool[index[i]]` where `stored[i]` and the index names a slot, and no other slot.
+def store(spec: KdaSpec, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor) -> None:
+    """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
+    store_rows(spec, pool, index, stored, states_out(spec, states, pool.dtype))
+
+
+def store_rows(
+    spec: NullRule, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Writes `values[i]` to `pool[index[i]]` where `stored[i]` and the index names a slot, and no other slot.
 
     How many rows that are, only the device knows. So every row writes: one that is not to be stored repeats what the first
     one to be stored writes, or, if there is none, writes back what its slot holds.
     """
-    if spec.pool_slots == 0 or index.numel() == 0:
+    if pool.shape[0] == 0 or index.numel() == 0:
         return
-    slot, named = _slots(spec, index)
+    slot, named = named_slots(spec, index, pool)
     stored = stored & named
     row = torch.where(stored, torch.arange(len(index), device=index.device), stored.long().argmax())
     slot = slot[row]
-    values = states_out(spec, states, pool.dtype)[row]
-    pool.index_copy_(0, slot, torch.where(stored.any(), values, pool[slot]))
+    pool.index_copy_(0, slot, torch.where(stored.any(), values[row], pool[slot]))

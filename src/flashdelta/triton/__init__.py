@@ -1,5 +1,5 @@
-"""Portable Triton kernels (sm_80 and newer), one file a stage: `prepare`, `recurrence` (with output), `recurrent`."""
+"""Portable Triton kernels (sm_80 and newer), one file a stage: `prepare`, `recurrence` (with output), `decode`, `commit`."""
 
-from .launch import forward
+from .launch import commit, forward
 
-__all__ = ["forward"]
+__all__ = ["commit", "forward"]

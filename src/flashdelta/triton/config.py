@@ -28,9 +28,22 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True)
-class RecurrentConfig:
+class DecodeConfig:
+    """`BV`: value channels of a tile; `tiles`: how many a program goes through, one read ahead; `stream`: states need not stay
+    in the L2 cache."""
+
     BV: int
-    num_warps: int
+    num_warps: int = 1
+    tiles: int = 1
+    stream: bool = False
+
+
+DECODE_FEW = 256
+"""Pairs of sequence and value head up to which `decode` of one token a sequence takes small programs."""
+
+
+COMMIT_BLOCK = 4096
+"""Elements a program of `commit` copies."""
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -70,5 +83,30 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
 
 
-def recurrent_config(spec: KdaSpec, capability: int) -> RecurrentConfig:
-    return RecurrentConfig(BV=min(spec.V, 2048 // spec.K), num_warps=1)
+def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
+    """One of three by kind of call: few pairs of sequence and value head, many, or several tokens a sequence.
+
+    With few, all programs run at once and the longest chain of one decides: a single tile each (an H200, N=1, HV=32, bf16
+    states V first: 2.7 us, with four tiles 3.5). With many, bytes in flight do: in bf16 a tile of 8 channels is too little a
+    program, and four of them, each loaded under the work on the one before, reach 90 % of the copy rate (one of 8: 76 %).
+    K first, only the width of a tile makes accesses to whole sectors: 64 channels. docs/tuning.md has all that was tried.
+    """
+    wide = spec.state_dtype == torch.float32
+    if spec.T > 1 or spec.packed:
+        return DecodeConfig(BV=_channels(spec, 2048))
+    few = spec.N * spec.HV <= DECODE_FEW
+    if spec.state_v_first:
+        if wide:
+            return DecodeConfig(BV=_channels(spec, 1024))
+        if few:
+            return DecodeConfig(BV=_channels(spec, 2048))
+        BV = _channels(spec, 1024)
+        return DecodeConfig(BV=BV, tiles=min(4, spec.V // BV), stream=True)
+    if few:
+        return DecodeConfig(BV=_channels(spec, 2048))
+    return DecodeConfig(BV=min(64, _channels(spec, 8192)), num_warps=4, stream=not wide)
+
+
+def _channels(spec: KdaSpec, elements: int) -> int:
+    """Value channels of a tile of so many elements."""
+    return min(spec.V, max(1, elements // spec.K))

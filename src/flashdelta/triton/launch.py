@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch import Launch, Results, dense, state_arguments, strides
+from ..decode_spec import CommitSpec, CommitTensors
+from ..launch import Launch, Results, dense, launch_all, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors
 from . import config
+from .commit import commit_kernel
+from .decode import decode_kernel
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
-from .recurrent import recurrent_kernel
 
 
 @dataclass(frozen=True)
@@ -58,23 +60,31 @@ def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
     return run_forward(spec, t, out, launches)
 
 
-def readable(t: KdaTensors) -> KdaTensors:
+def readable(spec: KdaSpec, t: KdaTensors) -> KdaTensors:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
-    pool in place."""
+    pool in place; `decode` reads indices of any strides too."""
     return KdaTensors(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (t.q, t.k, t.v, t.g)),
         t.beta,
         *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
         t.state_pool,
-        *dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
+        dense(t.state_indices)[0] if spec.algorithm == "chunk" else t.state_indices,
+        *dense(t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
+        *(
+            *dense(t.num_accepted_tokens),
+            t.source_pool,
+            t.source_indices,
+            t.intermediate_states,
+            t.intermediate_indices,
+        ),
     )
 
 
 def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
     """The launches that run the call, in order."""
-    t = readable(t)
-    if spec.algorithm == "recurrent":
-        return [recurrent(spec, t, capability, results)]
+    t = readable(spec, t)
+    if spec.algorithm != "chunk":
+        return [decode(spec, t, capability, results)]
     workspace = Workspace.allocate(spec, t.q.device)
     return [
         prepare(spec, t, capability, workspace),
@@ -137,27 +147,116 @@ def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspa
     )
 
 
-def recurrent(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
+def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
+    """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
     o, final_state, _ = results
-    c = config.recurrent_config(spec, capability)
+    c = config.decode_config(spec, capability)
+    states = decode_states(spec, t, final_state)
+    single = spec.T == 1 and not spec.packed
     return Launch(
-        recurrent_kernel,
-        spec.N * spec.HV * (spec.V // c.BV),
+        decode_kernel,
+        spec.N * spec.HV * (spec.V // (c.BV * c.tiles)),
         (
-            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(o, *state_arguments(spec, t, final_state)),
-            *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV),
+            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
+            *states.arguments(spec, t),
+            *(spec.most_tokens, spec.scale, spec.lower_bound or 0.0),
+            *(spec.T, spec.HV // spec.H, spec.HV),
             *strides(t.q, t.k, t.v, t.g, t.beta, o),
         ),
         dict(
             K=spec.K,
             V=spec.V,
             BV=c.BV,
+            TILES=c.tiles,
+            SINGLE=single,
+            STREAM=c.stream,
             GATE=spec.gate,
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
             V_FIRST=spec.state_v_first,
+            EACH=spec.stores_each_state,
+            IN_PLACE=spec.has_pool,
+            TWO_POOLS=t.source_pool is not None and spec.update_state,
+            NULL_GIVES_ZERO=spec.algorithm == "decode" and states.starts is not None,
         ),
         c.num_warps,
+    )
+
+
+@dataclass(frozen=True)
+class DecodeStates:
+    """Where a call of `decode` reads states (slot `starts[n]` of `initial`) and stores them (slot `targets[n]` of `final`, or
+    `targets[n, i]` after the `i`-th token). Without `starts` that is row `n`; without `targets` the slot that was read."""
+
+    initial: torch.Tensor
+    final: torch.Tensor
+    starts: torch.Tensor | None
+    targets: torch.Tensor | None
+    has_initial: bool
+    has_final: bool
+
+    def arguments(self, spec: KdaSpec, t: KdaTensors) -> tuple:
+        """As the kernel takes them."""
+        content = spec.HV * spec.K * spec.V
+        pitches = [x.stride(0) if x.dim() > 3 else content for x in (self.initial, self.final)]
+        step = self.final.stride(1) if spec.has_intermediate else 0
+        return (
+            *(self.initial, self.final, self.starts, self.targets, t.num_accepted_tokens, t.has_initial_state),
+            *(spec.lowest_index, *(x.shape[0] for x in (self.initial, self.final))),
+            *(int(self.has_initial), int(self.has_final), *pitches, step),
+            *_index_strides(self.starts),
+            *_index_strides(self.targets),
+        )
+
+
+def decode_states(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> DecodeStates:
+    two_pools = t.source_pool is not None and spec.update_state
+    initial, starts = t.state_pool, t.state_indices
+    if t.source_pool is not None:
+        initial, starts = t.source_pool, t.source_indices
+    elif t.state_pool is None:
+        initial = t.initial_state
+    final, targets = final_state, None
+    if spec.has_intermediate:
+        final, targets = t.intermediate_states, t.intermediate_indices
+    elif t.state_pool is not None and spec.update_state:
+        final = t.state_pool
+        targets = t.state_indices if two_pools or spec.spec_tokens else None
+    has_initial, has_final = initial is not None, final is not None
+    absent = None if has_initial and has_final else t.v.new_empty(0, dtype=spec.state_dtype)
+    return DecodeStates(
+        absent if initial is None else initial,
+        absent if final is None else final,
+        starts,
+        targets,
+        has_initial,
+        has_final,
+    )
+
+
+def _index_strides(indices: torch.Tensor | None) -> tuple[int, int]:
+    """Of `[N]` or `[N, 1 + S]`."""
+    if indices is None:
+        return 0, 0
+    return indices.stride(0), indices.stride(1) if indices.dim() == 2 else 0
+
+
+def commit(spec: CommitSpec, t: CommitTensors) -> None:
+    """See `ops.commit`."""
+    launch_all([commit_launch(spec, t)], t.initial_state.device)
+
+
+def commit_launch(spec: CommitSpec, t: CommitTensors) -> Launch:
+    block = config.COMMIT_BLOCK
+    indices = dense(t.ssm_state_indices, t.intermediate_state_indices, t.num_accepted_tokens)
+    return Launch(
+        commit_kernel,
+        spec.N * -(-spec.size // block),
+        (
+            *(t.initial_state, t.intermediate_states, *indices),
+            *(spec.lowest_index, spec.slots, spec.rows, spec.tokens, spec.size),
+            *(t.initial_state.stride(0), *t.intermediate_states.stride()[:2]),
+        ),
+        dict(BLOCK=block),
+        num_warps=4,
     )

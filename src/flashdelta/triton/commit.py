@@ -1,0 +1,44 @@
+"""Stage `commit`: of each sequence's intermediate states, the one after its last accepted token goes to its slot of the pool.
+
+Contract (`reference.decode.commit` is the definition): `pool[slot_n] <- intermediate[row_n, accepted_n - 1]`. A count outside
+`[1, tokens]`, or an index that names nothing, copies nothing. One program per (sequence, `BLOCK` elements of a state).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .states import named_slot
+
+
+@triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens"])
+def commit_kernel(
+    initial_state,
+    intermediate_states,
+    slot_indices,
+    row_indices,
+    accepted,
+    lowest,
+    slots,
+    rows,
+    tokens,
+    size,
+    slot_pitch: tl.int64,
+    row_pitch: tl.int64,
+    row_step: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(size, BLOCK)
+    n = tl.program_id(0) // blocks
+    count = tl.load(accepted + n).to(tl.int64)
+    slot, named = named_slot(slot_indices, n, lowest, slots)
+    row = slot
+    found = slot < rows
+    if row_indices is not None:
+        row, found = named_slot(row_indices, n, lowest, rows)
+    if named & found & (count >= 1) & (count <= tokens):
+        inside = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        mask = inside < size
+        state = tl.load(intermediate_states + row * row_pitch + (count - 1) * row_step + inside, mask=mask)
+        tl.store(initial_state + slot * slot_pitch + inside, state, mask=mask)

@@ -1,0 +1,284 @@
+"""Stage `decode`: KDA token by token, for few tokens a sequence. One program per (sequence, value head, slice of `TILES * BV`
+value channels).
+
+Contract (docs/decode.md; `reference.decode` is the definition), in fp32 throughout:
+
+    S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
+
+A tile `S^T [BV, K]` of the state is read once and stays in registers. Both sums over K are taken of the decayed state,
+
+    D = diag(exp(g_t)) S,   a = k_t^T D,   b = q_t^T D,   d = beta_t (v_t - a),   o_t = scale * (b + (q_t^T k_t) d),
+
+so that they do not wait for each other and one pass over the registers is left: `S <- D + k_t d`. The L2 norms of `q_t` and
+`k_t` multiply the sums and not the rows: four instructions an element are left, which count where states are in bfloat16.
+
+Time goes to the memory system, so loads are issued in the order in which others wait for them: the slot's index, the first
+token's rows, the first tile; norms and gate are worked out while it is on its way, and each tile while the next one is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import L2_EPS, decay_rate, locate, log2_decay, write_strength
+from .states import everywhere, named_slot, state_offsets, store_state
+
+
+@triton.jit
+def load_row(x, at, there):
+    return tl.load(x + at, mask=everywhere(at, there), other=0.0)
+
+
+@triton.jit
+def load_tile(states, at, read, STREAM: tl.constexpr):
+    mask = everywhere(at, read)
+    return tl.load(states + at, mask=mask, other=0.0, eviction_policy="evict_first" if STREAM else "")
+
+
+@triton.jit
+def store_tile(states, at, state, stored, STREAM: tl.constexpr):
+    mask = everywhere(at, stored)
+    state = state.to(states.dtype.element_ty)
+    tl.store(states + at, state, mask=mask, eviction_policy="evict_first" if STREAM else "")
+
+
+@triton.jit
+def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key):
+    """What token `t` brings along K, as it lies in memory: rows of q, k, g `[K]`, and beta; zeros if it is not `there`."""
+    return (
+        load_row(q + t * q_token, key, there),
+        load_row(k + t * k_token, key, there),
+        load_row(g + t * g_token, key, there),
+        tl.load(beta + t * beta_token, mask=there, other=0.0),
+    )
+
+
+@triton.jit
+def inverse_norm(row, L2NORM: tl.constexpr):
+    norm = 1.0
+    if L2NORM:
+        norm = tl.rsqrt(tl.sum(row * row) + L2_EPS)
+    return norm
+
+
+@triton.jit
+def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr):
+    """Of one token: `q`, `k`, `exp(g)` `[K]`, `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`; a token that is not `there`
+    changes no state."""
+    row_q, row_k, row_g, beta = rows
+    row_q, row_k = row_q.to(tl.float32), row_k.to(tl.float32)
+    decay = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
+    decay = tl.where(there, decay, 1.0)
+    norm_q = inverse_norm(row_q, L2NORM) * scale
+    norm_k = inverse_norm(row_k, L2NORM)
+    overlap = tl.sum(row_q * row_k) * norm_k
+    return row_q, row_k, decay, norm_q, norm_k, overlap, write_strength(beta.to(tl.float32), BETA)
+
+
+@triton.jit
+def step(state, row_v, token):
+    """The state `S^T [BV, K]` after a token with these factors, and its output `[BV]`."""
+    row_q, row_k, decay, norm_q, norm_k, overlap, strength = token
+    state = state * decay[None, :]
+    along_k = tl.sum(state * row_k[None, :], axis=1)
+    along_q = tl.sum(state * row_q[None, :], axis=1)
+    correction = strength * (row_v.to(tl.float32) - norm_k * along_k)
+    state += (norm_k * correction)[:, None] * row_k[None, :]
+    return state, norm_q * (along_q + overlap * correction)
+
+
+@triton.jit
+def start_index(starts, accepted, n, start_row, start_token, most_tokens):
+    """Element of `starts` that says where sequence `n` starts, and whether there is one: with `accepted` counts, that of the
+    last accepted token, and none for a count outside `[1, most_tokens]`."""
+    at = n * start_row
+    known = at == at
+    if accepted is not None:
+        count = tl.load(accepted + n)
+        known = (count >= 1) & (count <= most_tokens)
+        at += tl.where(known, count - 1, 0) * start_token
+    return at, known
+
+
+@triton.jit
+def target_slot(targets, i, own, lowest, slots):
+    """The slot that a state goes to, and whether there is one: what index `i` of `targets` names, or without them `own`."""
+    if targets is None:
+        slot = own
+        named = own < slots
+    else:
+        slot, named = named_slot(targets, i, lowest, slots)
+    return slot, named
+
+
+@triton.jit(
+    do_not_specialize=[
+        "T",
+        "group",
+        "HV",
+        "beta_batch",
+        "beta_token",
+        "beta_head",
+        "scale",
+        "lower_bound",
+        "lowest",
+        "start_slots",
+        "target_slots",
+        "has_initial",
+        "has_final",
+        "most_tokens",
+        "start_row",
+        "start_token",
+        "target_row",
+        "target_token",
+    ],
+)
+def decode_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    o,
+    initial_state,
+    final_state,
+    starts,
+    targets,
+    accepted,
+    has_initial_state,
+    lowest,
+    start_slots,
+    target_slots,
+    has_initial,
+    has_final,
+    start_pitch: tl.int64,
+    target_pitch: tl.int64,
+    target_step: tl.int64,
+    start_row,
+    start_token,
+    target_row,
+    target_token,
+    most_tokens,
+    scale,
+    lower_bound,
+    T,
+    group,
+    HV,
+    q_batch: tl.int64,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_batch: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    g_batch: tl.int64,
+    g_token: tl.int64,
+    g_head: tl.int64,
+    beta_batch: tl.int64,
+    beta_token: tl.int64,
+    beta_head: tl.int64,
+    o_batch: tl.int64,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TILES: tl.constexpr,
+    SINGLE: tl.constexpr,
+    STREAM: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    EACH: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    TWO_POOLS: tl.constexpr,
+    NULL_GIVES_ZERO: tl.constexpr,
+):
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // (TILES * BV))
+    end = tl.minimum(end, begin + most_tokens)
+    there = begin < end
+    qk_head = (head.to(tl.int32) // group).to(tl.int64)
+    q += batch * q_batch + qk_head * q_head
+    k += batch * k_batch + qk_head * k_head
+    v += batch * v_batch + head * v_head
+    g += batch * g_batch + head * g_head
+    beta += batch * beta_batch + head * beta_head
+    o += batch * o_batch + head * o_head
+    key = tl.arange(0, K)
+    value = slice_ * (TILES * BV) + tl.arange(0, BV)
+    if not V_FIRST:
+        # 4 channels a thread, in bf16 too: with 8, and so fewer threads along V, K is summed by more (docs/tuning.md)
+        value = tl.max_contiguous(value, min(4, BV))
+
+    slot = n
+    live = there
+    read = has_initial
+    if starts is not None:
+        at, known = start_index(starts, accepted, n, start_row, start_token, most_tokens)
+        slot, named = named_slot(starts, at, lowest, start_slots)
+        live &= known & named
+        if TWO_POOLS and targets is not None:
+            _, named = named_slot(targets, n * target_row, lowest, target_slots)
+            live &= named
+        read = live.to(tl.int32)
+        if has_initial_state is not None:
+            read *= tl.load(has_initial_state + n).to(tl.int32)
+    rows = load_token(q, k, g, beta, begin, there, q_token, k_token, g_token, beta_token, key)
+    rate = decay_rate(A_log, head)
+    bias = tl.zeros([K], tl.float32)
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + head * K + key).to(tl.float32)
+    in_slot = state_offsets(0, value, key, K, V, V_FIRST)
+    source = initial_state + (slot * start_pitch + head * (K * V))
+    tile_step: tl.constexpr = BV * K if V_FIRST else BV
+    tile = load_tile(source, in_slot, read, STREAM)
+    row_v = load_row(v + begin * v_token, value, there)
+    first = factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
+
+    stored = has_final
+    if IN_PLACE:
+        stored *= live.to(tl.int32)
+    if TWO_POOLS and not EACH:
+        slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
+    final_state += head * (K * V)
+    if not EACH:
+        final_state += slot * target_pitch
+
+    for i in tl.static_range(TILES):
+        mine = value + i * BV
+        if i + 1 < TILES:
+            next_tile = load_tile(source + (i + 1) * tile_step, in_slot, read, STREAM)
+            next_row = load_row(v + begin * v_token, mine + BV, there)
+        state, out = step(tile.to(tl.float32), row_v, first)
+        if SINGLE:
+            if NULL_GIVES_ZERO:
+                out = tl.where(live, out, 0.0)
+            tl.store(o + begin * o_token + mine, out.to(o.dtype.element_ty))
+        else:
+            for t in range(begin, end):
+                if NULL_GIVES_ZERO:
+                    out = tl.where(live, out, 0.0)
+                tl.store(o + t * o_token + mine, out.to(o.dtype.element_ty))
+                if EACH:
+                    nth = t - begin
+                    index = n * target_row + nth * target_token
+                    target, named = target_slot(targets, index, slot, lowest, target_slots)
+                    state_at = target * target_pitch + nth * target_step + in_slot
+                    store_state(final_state, state_at, state, (live & named).to(tl.int32))
+                more = t + 1 < end
+                if more:
+                    rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
+                    more_v = load_row(v + (t + 1) * v_token, mine, more)
+                    token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
+                    state, out = step(state, more_v, token)
+        if not EACH:
+            store_tile(final_state + i * tile_step, in_slot, state, stored, STREAM)
+        if i + 1 < TILES:
+            tile, row_v = next_tile, next_row

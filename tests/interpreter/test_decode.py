@@ -1,0 +1,46 @@
+"""The kernels of `recurrent_kda` and `commit`, run by Triton's interpreter, against a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.ops import WARM_MANY
+from flashdelta.triton import config
+
+from ..cases import BF16, FP32
+from ..decoding import BY_NAME, STEPS, Step, step_id
+from ..decoding_checks import check_commit, check_step
+from ..test_decode import commit_call
+
+
+@pytest.mark.parametrize("step", STEPS, ids=step_id)
+def test_step(step: Step):
+    check_step(fd.recurrent_kda, step, FP32, "triton")
+
+
+@pytest.mark.parametrize("name", ["paged", "mixed_rows", "spec_packed", "verify"])
+def test_step_fp16(name: str):
+    check_step(fd.recurrent_kda, BY_NAME[name], torch.float16, "triton")
+
+
+@pytest.mark.parametrize(
+    "name", ["paged", "k_first", "bf16", "bf16_k_first", "negative", "K64", "V64", "K256", "K16", "K1"]
+)
+def test_step_of_a_large_batch(name: str, monkeypatch):
+    """The launch parameters for many sequences and heads, on a small step."""
+    monkeypatch.setattr(config, "DECODE_FEW", 0)
+    check_step(fd.recurrent_kda, BY_NAME[name], FP32, "triton")
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
+def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
+    check_commit(commit_call(state, rows), "triton")
+
+
+def test_warmup_runs():
+    assert 2 * WARM_MANY > config.DECODE_FEW
+    options = {"op": fd.recurrent_kda, "dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
+    assert fd.warmup([(32, 32)], **options) == (1 + 3) + (4 + 4)
