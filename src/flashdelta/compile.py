@@ -79,6 +79,7 @@ class Variant:
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
     N: int = 2
+    heads: int = 2
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
@@ -88,7 +89,7 @@ class Variant:
             return self._decode(arch)
         if self.algorithm == "commit":
             return [commit_launch(*self._commit())]
-        H, T, N = HEADS, 4 * self.chunk_size, 1
+        H, T, N = self.heads, 4 * self.chunk_size, 1
         make = _make(self.dtype)
         state = self._states(N)
         indices = {}
@@ -117,10 +118,10 @@ class Variant:
 
     def _states(self, count: int) -> tuple[int, ...]:
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
-        return (count, HEADS, *inner)
+        return (count, self.heads, *inner)
 
     def _inputs(self, B: int, T: int) -> dict[str, torch.Tensor | None]:
-        make, H = _make(self.dtype), HEADS
+        make, H = _make(self.dtype), self.heads
         gated = self.gate in ("softplus", "lower_bound")
         return {
             "q": make(B, T, H, self.K),
@@ -161,9 +162,6 @@ class Variant:
         make, index = _make(self.state_dtype), _make(torch.int32)
         pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
         return check_commit(CommitTensors(pool, states, index(2), index(2)), "negative")
-
-
-HEADS = 2
 
 
 def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -214,6 +212,8 @@ VARIANTS = (
     Variant("hopper K128 V128 bounded", "hopper"),
     Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
     Variant("hopper K128 V128 fixed length", "hopper", packed=False),
+    Variant("hopper K128 V128 shared out", "hopper", heads=96),
+    Variant("hopper K128 V128 shared out, fixed length", "hopper", heads=96, packed=False),
     Variant("hopper K128 V128 log decays in fp32", "hopper", gate="none", g_dtype=torch.float32),
     Variant("hopper K128 V128 intermediate states", "hopper", intermediate=True, state_dtype=torch.bfloat16),
     Variant(

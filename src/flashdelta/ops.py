@@ -507,9 +507,10 @@ def warmup(
 ) -> int:
     """Compiles what serving will need, so that no call compiles later. Blocks until the device is done.
 
-    Kernels depend on head dimensions, dtypes and options, never on head counts, lengths, strides that are multiples of
-    16, or batch size; so a tiny call of each combination below compiles all of it. But one token a sequence is a kind of its
-    own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than many: those are called too.
+    Kernels depend on head dimensions, dtypes and options, hardly ever on head counts, lengths, strides that are multiples of
+    16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
+    a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
+    many; for `chunk_kda` on Hopper so many heads that they would leave many multiprocessors idle are another kind.
 
     Args:
         head_dims: pairs `(K, V)`.
@@ -534,10 +535,10 @@ def warmup(
     if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
         names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
         raise ValueError(f"op: got {op!r}, wanted {names}")
-    H, calls = 2, 0
+    calls = 0
     make = functools.partial(torch.zeros, device=device)
 
-    def call(B: int, T: int, K: int, V: int, **states: object) -> None:
+    def call(B: int, T: int, H: int, K: int, V: int, **states: object) -> None:
         nonlocal calls
         logit = "beta_is_logit" if op is recurrent_kda else "use_beta_sigmoid_in_kernel"
         op(
@@ -565,7 +566,7 @@ def warmup(
     if op is recurrent_kda:
         ways = [(True, None)]
     for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
-        for B, T in _warm_sizes(op, is_packed):
+        for B, T, H in _warm_sizes(op, is_packed, V, torch.device(device)):
             rows = 1 if is_pool else B  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
             index = make(B, dtype=state_indices_dtype)
@@ -581,28 +582,35 @@ def warmup(
             else:
                 has_state, final = way
                 states = {"initial_state": state if has_state else None, "output_final_state": final}
-            call(B, T, K, V, **states, cu_seqlens=offsets)
+            call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if op is recurrent_kda and speculative and T > 1:
-                _warm_verification(call, (B, T, K, V), state, index, offsets, backend)
+                _warm_verification(call, (B, T, H, K, V), state, index, offsets, backend)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return calls
 
 
 WARM_MANY = 160
-"""Sequences, of two heads each, that are many for every backend's launch parameters."""
+"""Sequences, of two heads each, that are many for every backend's launch parameters; also slices of 64 value channels that no
+Hopper GPU can deal out to its multiprocessors without leaving many idle, for which `hopper` has a kernel of its own."""
 
 
-def _warm_sizes(op: Callable, is_packed: bool) -> list[tuple[int, int]]:
-    """Batch and tokens of the calls that `warmup` makes of one kind."""
+def _warm_sizes(op: Callable, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int]]:
+    """Batch, tokens and heads of the calls that `warmup` makes of one kind."""
     if op is chunk_kda:
-        return [(1, 65)]
-    several = (1, 2 if op is recurrent_kda else 65)
-    return [several] if is_packed else [(1, 1), (WARM_MANY, 1), several]
+        uneven = [(1, 65, WARM_MANY * 64 // max(V, 64))] if device.type == "cuda" else []
+        return [(1, 65, 2), *uneven]
+    several = (1, 2 if op is recurrent_kda else 65, 2)
+    return [several] if is_packed else [(1, 1, 2), (WARM_MANY, 1, 2), several]
 
 
 def _warm_verification(
-    call: Callable, sizes: tuple[int, int, int, int], state: Tensor, index: Tensor, offsets: Tensor | None, backend: str
+    call: Callable,
+    sizes: tuple[int, int, int, int, int],
+    state: Tensor,
+    index: Tensor,
+    offsets: Tensor | None,
+    backend: str,
 ) -> None:
     """Of one sequence of two tokens: with counts of accepted ones and without, and read-only."""
     one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
