@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashdelta.bench.report import prefill_markdown
+from flashdelta.bench.report import decode_markdown, prefill_markdown
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -36,6 +36,13 @@ def test_links_lead_somewhere(path: Path):
 
 def test_the_readmes_table_is_the_recorded_run():
     assert prefill_markdown(_measured()) in (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_decode_table_is_the_recorded_run():
+    document = json.loads((ROOT / "benchmarks/results/decode-h200-2026-11-21.json").read_text())
+    judged = [row["name"] for row in document["rows"] if row["met"] is not None]
+    assert len(judged) == 10
+    assert decode_markdown(document, judged) in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_names_every_missed_bound():

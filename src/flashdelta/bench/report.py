@@ -202,6 +202,20 @@ def prefill_markdown(document: dict, table: str = "prefill") -> str:
     return "\n".join(lines)
 
 
+def decode_markdown(document: dict, names: Sequence[str]) -> str:
+    """Some rows of the decode benchmark as Markdown, for the README."""
+    lines = [
+        "| case | us a step | of copy | FLA us | FLA/ours | error ours: o, state | bound |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in document["rows"]:
+        if row["name"] in names:
+            times = f"{row['ours']['us']:.1f} | {row['share']:.0%} | {row['fla']['us']:.1f} | {row['speedup']:.2f}x"
+            bound = row["gate"] + ("" if row["met"] else ", missed")
+            lines.append(f"| {row['name']} state | {times} | {_errors(row['ours'])} | {bound} |")
+    return "\n".join(lines)
+
+
 def headline(document: dict) -> str:
     """One line: what was measured, where, with which versions."""
     found = document["environment"]
