@@ -183,6 +183,10 @@ class Pools:
         return self.memory[dtype][:size].view(slots, case.HV, case.K, case.K)
 
 
+LEAST_LAUNCHES = 16
+"""In a graph: starting one takes several microseconds, which are not the steps'."""
+
+
 @dataclass(frozen=True)
 class DecodeSetup:
     """What all rows share. A graph holds as many launches as walk through `walk_bytes` of states, at most `launches`."""
@@ -229,7 +233,7 @@ def make_step(case: DecodeCase, setup: DecodeSetup) -> Step:
         # as in `random_inputs`: some channels forget at once, others remember hundreds of tokens
         gate["dt_bias"] = torch.rand(HV * K, generator=generator, device=setup.device) * 9 - 8
         gate["lower_bound"] = -5.0 if case.gate == "lower_bound" else None
-    launches = max(2, min(setup.launches, -(-setup.walk_bytes // (N * case.state_bytes))))
+    launches = min(setup.launches, max(LEAST_LAUNCHES, -(-setup.walk_bytes // (N * case.state_bytes))))
     rows = max(1, min(launches, setup.pools.nbytes // (N * T * case.state_bytes)))
     slots = torch.randperm(rows * N * T, generator=torch.Generator().manual_seed(0)).int().to(setup.device)
     # every launch's indices in a tensor of their own, aligned as an engine's are
