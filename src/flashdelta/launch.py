@@ -13,10 +13,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from .spec import KdaSpec, KdaTensors, extent
-
-Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
-"""`(o, final_state or None, h or None)`."""
+from .spec import KdaSpec, KdaTensors, Results, extent
 
 
 @functools.cache

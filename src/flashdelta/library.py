@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .backends.base import Results
 from .decode_spec import CommitTensors, check_commit
-from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, spec_of
+from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, Results, spec_of
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "

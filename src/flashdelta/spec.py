@@ -34,6 +34,10 @@ MAX_CHECKPOINTS = 8
 """Checkpoints a sequence may have: each adds a chunk slot to every sequence."""
 
 
+Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+"""`(o, final_state or None, h or None)`."""
+
+
 @dataclass(frozen=True)
 class KdaTensors:
     """The tensors of one call. `A_log` is `[HV]`, `dt_bias` is `[HV, K]` and the checkpoint tensors are `[N, M]`, whatever

@@ -10,10 +10,7 @@ import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
-from ..spec import KdaSpec, KdaTensors
-
-Results = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
-"""`(o, final_state or None, h or None)`."""
+from ..spec import KdaSpec, KdaTensors, Results
 
 
 class Backend(Protocol):

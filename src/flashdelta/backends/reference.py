@@ -9,8 +9,7 @@ import torch
 
 from .. import reference
 from ..decode_spec import CommitSpec, CommitTensors
-from ..spec import KdaSpec, KdaTensors
-from .base import Results
+from ..spec import KdaSpec, KdaTensors, Results
 
 IMPLEMENTATIONS = {
     "chunk": reference.chunk_kda,

@@ -9,8 +9,8 @@ import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
-from ..spec import KdaSpec, KdaTensors
-from .base import Results, nvidia_capability
+from ..spec import KdaSpec, KdaTensors, Results
+from .base import nvidia_capability
 
 MIN_CAPABILITY = (8, 0)
 

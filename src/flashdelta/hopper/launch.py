@@ -10,9 +10,9 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch import Launch, Results, dense, state_arguments, strides
+from ..launch import Launch, dense, state_arguments, strides
 from ..launch import forward as run_forward
-from ..spec import KdaSpec, KdaTensors
+from ..spec import KdaSpec, KdaTensors, Results
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
 

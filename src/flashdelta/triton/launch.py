@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
-from ..launch import Launch, Results, dense, launch_all, state_arguments, strides
+from ..launch import Launch, dense, launch_all, state_arguments, strides
 from ..launch import forward as run_forward
-from ..spec import KdaSpec, KdaTensors
+from ..spec import KdaSpec, KdaTensors, Results
 from . import config
 from .commit import commit_kernel
 from .decode import decode_kernel
