@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
-from flashdelta import backends, library
+from flashdelta import backends, library, plans
 from flashdelta.spec import INPUT_NAMES, TENSOR_NAMES, KdaOptions, KdaTensors, check_call
 
 from .cases import BF16, BY_NAME, FP32, Case, case_id, named
@@ -307,3 +308,23 @@ def test_explain_judges_another_device_than_the_tensors():
     verdicts = {v.backend: v for v in fd.explain(fd.chunk_kda, **call, device="cuda").verdicts}
     assert verdicts["triton"].reason == "no NVIDIA GPU on this machine"
     assert fd.explain(fd.chunk_kda, **call, device="cpu").chosen == "reference"
+
+
+class Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda])
+def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
+    """A forgotten one would let a call run as an earlier one that differs in it."""
+    seen = []
+
+    def key(tensors, options):
+        seen.extend((*tensors, *options))
+        raise Asked
+
+    monkeypatch.setattr(plans, "key", key)
+    arguments = {name: object() for name in inspect.signature(op).parameters}
+    with pytest.raises(Asked):
+        op(**arguments)
+    assert [name for name, x in arguments.items() if not any(x is other for other in seen)] == []
