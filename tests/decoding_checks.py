@@ -74,3 +74,15 @@ def check_commit(call: dict, backend: str) -> None:
             slots[slot] = states[row, count - 1]
     fd.commit(**call, backend=backend)
     assert same_bits(memory_of(pool), want)
+
+
+def accepted_steps(call: dict, accepted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The accepted tokens of a read-only verification as steps one by one: each step's outputs, and the pool they leave."""
+    plain = {name: x for name, x in call.items() if not name.startswith("intermediate")}
+    plain |= {"num_spec_tokens": None, "update_state": True, "initial_state": call["initial_state"].clone()}
+    outputs = []
+    for i in range(call["q"].shape[1]):
+        one = plain | {name: call[name][:, i : i + 1] for name in ("q", "k", "v", "g", "beta")}
+        one["ssm_state_indices"] = torch.where(accepted > i, call["ssm_state_indices"], -1)
+        outputs.append(fd.recurrent_kda(**one)[0])
+    return outputs, plain["initial_state"]

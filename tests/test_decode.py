@@ -14,7 +14,7 @@ from flashdelta.spec import TENSOR_NAMES
 
 from .cases import BF16, FP32
 from .decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
-from .decoding_checks import check_commit, check_step
+from .decoding_checks import accepted_steps, check_commit, check_step
 from .inputs import HARD, Source
 from .oracle import assert_close, same_bits
 
@@ -60,17 +60,11 @@ def test_verification_and_commit_are_the_accepted_steps():
     """Verify 3 tokens without writing, commit 1, 3 and 0 of them; against steps one by one."""
     step = replace(BY_NAME["verify"], indices=(3, 5, 1), rows="slots")
     call = make_step(step)
-    plain = {name: x for name, x in call.items() if name != "intermediate_states"}
-    plain |= {"num_spec_tokens": None, "update_state": True, "initial_state": call["initial_state"].clone()}
     accepted = torch.tensor([1, 3, 0])
-    outputs = []
-    for i in range(3):
-        one = plain | {name: call[name][:, i : i + 1] for name in ("q", "k", "v", "g", "beta")}
-        one["ssm_state_indices"] = torch.where(accepted > i, call["ssm_state_indices"], -1)
-        outputs.append(fd.recurrent_kda(**one)[0])
+    outputs, pool = accepted_steps(call, accepted)
     o, _ = fd.recurrent_kda(**call)
     fd.commit(call["initial_state"], call["intermediate_states"], call["ssm_state_indices"], accepted)
-    assert_close("pool", call["initial_state"], plain["initial_state"], 1e-6)
+    assert_close("pool", call["initial_state"], pool, 1e-6)
     assert_close("o", o[1], torch.cat([x[1] for x in outputs]), 1e-6)
 
 

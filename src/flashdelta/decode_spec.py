@@ -51,8 +51,6 @@ GIVEN = (
 )
 """The tensors that a caller of `recurrent_kda` may give. `mixed_qkv` comes first: q, k and v are then views of it."""
 
-STATE_ARGUMENTS = GIVEN[GIVEN.index("initial_state") :]
-
 
 def check_decode(
     given: Mapping[str, Tensor | None], options: KdaOptions, num_spec_tokens: int | None, update_state: bool

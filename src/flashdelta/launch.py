@@ -152,6 +152,12 @@ def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def or_empty(spec: KdaSpec, t: KdaTensors, *states: torch.Tensor | None) -> list[torch.Tensor]:
+    """The states, with one empty tensor for all that the call does not have."""
+    absent = t.v.new_empty(0, dtype=spec.state_dtype) if any(x is None for x in states) else None
+    return [absent if x is None else x for x in states]
+
+
 def state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None) -> tuple:
     """Where states are read and stored, as the kernels take it (`triton/states.py`). For a state that the call does not
     have, an empty tensor, which the kernel leaves alone."""
@@ -159,11 +165,7 @@ def state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | No
         initial = final = t.state_pool
         pitch = t.state_pool.stride(0)
     else:
-        absent = None
-        if t.initial_state is None or final_state is None:
-            absent = t.v.new_empty(0, dtype=spec.state_dtype)
-        initial = absent if t.initial_state is None else t.initial_state
-        final = absent if final_state is None else final_state
+        initial, final = or_empty(spec, t, t.initial_state, final_state)
         pitch = spec.HV * spec.K * spec.V
     return (
         *(initial, final, t.state_indices, t.has_initial_state, spec.lowest_index, spec.pool_slots),

@@ -444,6 +444,12 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _check_operator(op: Callable) -> None:
+    if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
+        names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
+        raise ValueError(f"op: got {op!r}, wanted {names}")
+
+
 def explain(op: Callable, *arguments: object, device: torch.device | str | None = None, **named: object) -> Explanation:
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not. Runs nothing.
 
@@ -458,9 +464,7 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     Raises:
         ValueError, TypeError: as `op` itself would.
     """
-    if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
-        names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
-        raise ValueError(f"op: got {op!r}, wanted {names}")
+    _check_operator(op)
     bound = inspect.signature(op).bind(*arguments, **named)
     bound.apply_defaults()
     given = bound.arguments
@@ -532,9 +536,7 @@ def warmup(
     Raises:
         ValueError, TypeError: as `op` itself would.
     """
-    if op not in (chunk_kda, fused_recurrent_kda, recurrent_kda):
-        names = "flashdelta.chunk_kda, flashdelta.fused_recurrent_kda or flashdelta.recurrent_kda"
-        raise ValueError(f"op: got {op!r}, wanted {names}")
+    _check_operator(op)
     calls = 0
     make = functools.partial(torch.zeros, device=device)
 

@@ -12,7 +12,7 @@ import flashdelta as fd
 
 from ..cases import BF16, FP32
 from ..decoding import BY_NAME, STEPS, Step, make_step, step_id
-from ..decoding_checks import check_step
+from ..decoding_checks import accepted_steps, check_step
 from ..oracle import assert_close, one_rounding, relative_error, same_bits
 from .calls import CALLS_TO_A_PLAN
 from .test_execution import compilations
@@ -210,13 +210,7 @@ def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backen
     step = replace(KIMI, T=4, N=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
     accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
-    plain = {name: x for name, x in call.items() if not name.startswith("intermediate")}
-    plain |= {"num_spec_tokens": None, "update_state": True, "initial_state": call["initial_state"].clone()}
-    outputs = []
-    for i in range(4):
-        one = plain | {name: call[name][:, i : i + 1] for name in ("q", "k", "v", "g", "beta")}
-        one["ssm_state_indices"] = torch.where(accepted > i, call["ssm_state_indices"], -1)
-        outputs.append(fd.recurrent_kda(**one)[0])
+    outputs, pool = accepted_steps(call, accepted)
     o, _ = fd.recurrent_kda(**call)
     fd.commit(
         call["initial_state"],
@@ -230,7 +224,7 @@ def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backen
     assert_close("o", o[0, :1], outputs[0][0], tolerance)
     assert_close("o", o[1], torch.cat([x[1] for x in outputs]), tolerance)
     kept = [0, 3]
-    assert_close("pool", call["initial_state"][kept], plain["initial_state"][kept], tolerance)
+    assert_close("pool", call["initial_state"][kept], pool[kept], tolerance)
 
 
 @pytest.mark.parametrize("step", [KIMI, MODELS[4], MODELS[-2], MODELS[-1]], ids=step_id)

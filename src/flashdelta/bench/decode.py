@@ -18,10 +18,21 @@ from torch import Tensor
 import flashdelta
 
 from .environment import environment
-from .oracle import relative_error
+from .oracle import fault, relative_error
 from .peers import DecodePeer
 from .prefill import GATED_GPU
-from .protocol import Ceilings, Effort, Run, Timer, capture, measure_ceilings, synchronize, take_turns, timer_for
+from .protocol import (
+    Ceilings,
+    Effort,
+    Run,
+    Timer,
+    capture,
+    measure_ceilings,
+    summarize,
+    synchronize,
+    take_turns,
+    timer_for,
+)
 from .report import new_document, save
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -318,11 +329,8 @@ def _judge(step: Step, call: Callable[[Tensor], object], tolerance: float | None
     try:
         error_o, error_state = errors(step, call)
     except Exception as error:  # whatever a contender raises, the other rows are worth having
-        return Outcome(problem=_summary(error))
-    problem = None
-    if tolerance is not None and not (error_o <= tolerance and error_state <= tolerance):  # a NaN compares false
-        problem = f"wrong: error o {error_o:.1e}, state {error_state:.1e}, tolerance {tolerance:.0e}"
-    return Outcome(error_o=error_o, error_state=error_state, problem=problem)
+        return Outcome(problem=summarize(error))
+    return Outcome(error_o=error_o, error_state=error_state, problem=fault(error_o, error_state, tolerance))
 
 
 def _prepare(step: Step, call: Callable[[Tensor], object], outcome: Outcome, setup: DecodeSetup) -> tuple[Outcome, Run]:
@@ -341,11 +349,6 @@ def _prepare(step: Step, call: Callable[[Tensor], object], outcome: Outcome, set
     return outcome, run
 
 
-def _summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def measure_decode(case: DecodeCase, setup: DecodeSetup) -> dict:
     """One row of the document."""
     step = make_step(case, setup)
@@ -361,7 +364,7 @@ def measure_decode(case: DecodeCase, setup: DecodeSetup) -> dict:
             try:
                 outcomes[name], runs[name] = _prepare(step, call, outcomes[name], setup)
             except Exception as error:  # as in _judge
-                outcomes[name] = replace(outcomes[name], problem=_summary(error))
+                outcomes[name] = replace(outcomes[name], problem=summarize(error))
     for name, timing in take_turns(runs, setup.timer, setup.effort).items():
         outcomes[name] = replace(outcomes[name], us=timing.median * 1e3 / len(step.slots))
     ours, fla = outcomes["ours"].us, outcomes["fla"].us

@@ -82,3 +82,10 @@ def absolute_errors(x: Tensor, reference: Tensor) -> tuple[float, float]:
     """Root mean square and maximum of `|x - reference|`, in float64; NaN if either holds one."""
     error = (x.double() - reference).abs()
     return error.square().mean().sqrt().item(), error.max().item()
+
+
+def fault(error_o: float, error_state: float, tolerance: float | None) -> str | None:
+    """What is wrong with results that err so much, if anything; without a tolerance nothing is."""
+    if tolerance is None or (error_o <= tolerance and error_state <= tolerance):  # a NaN compares false
+        return None
+    return f"wrong: error o {error_o:.1e}, state {error_state:.1e}, tolerance {tolerance:.0e}"

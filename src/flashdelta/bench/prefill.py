@@ -16,7 +16,7 @@ import flashdelta
 from .cases import TABLES, PrefillCase, Target
 from .environment import environment
 from .inputs import MODEL_OPTIONS, UNBOUNDED_OPTIONS, Inputs, random_inputs
-from .oracle import RECURRENCE_TOKENS, TOLERANCE, Truth, absolute_errors, relative_error, truth
+from .oracle import RECURRENCE_TOKENS, TOLERANCE, Truth, absolute_errors, fault, relative_error, truth
 from .peers import Peer
 from .protocol import (
     Ceilings,
@@ -26,6 +26,7 @@ from .protocol import (
     Timing,
     capture,
     measure_ceilings,
+    summarize,
     synchronize,
     take_turns,
     timer_for,
@@ -253,7 +254,7 @@ def _gate(
         o, state = run()
         synchronize(device)
     except Exception as error:  # whatever a contender raises, the other rows are worth having
-        return Outcome(problem=_summary(error))
+        return Outcome(problem=summarize(error))
     return _judged(o, state, reference, seconds, tolerance)
 
 
@@ -272,7 +273,7 @@ def _captured(
         replay()
         synchronize(device)
     except Exception as error:  # as in _gate
-        return Outcome(problem=_summary(error)), None
+        return Outcome(problem=summarize(error)), None
     outcome = _judged(o, state, reference, None, TOLERANCE[torch.bfloat16])
     return outcome, replay if outcome.problem is None else None
 
@@ -280,12 +281,4 @@ def _captured(
 def _judged(o: Tensor, state: Tensor, reference: Truth, seconds: float | None, tolerance: float | None) -> Outcome:
     relative = relative_error(o, reference.o), relative_error(state, reference.state)
     rmse, largest = zip(absolute_errors(o, reference.o), absolute_errors(state, reference.state))
-    problem = None
-    if tolerance is not None and not all(error <= tolerance for error in relative):  # a NaN compares false
-        problem = f"wrong: error o {relative[0]:.1e}, state {relative[1]:.1e}, tolerance {tolerance:.0e}"
-    return Outcome(None, *relative, *rmse, *largest, first_call_s=seconds, problem=problem)
-
-
-def _summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return Outcome(None, *relative, *rmse, *largest, first_call_s=seconds, problem=fault(*relative, tolerance))

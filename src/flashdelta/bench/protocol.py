@@ -172,3 +172,9 @@ def _gemm_ms(device: torch.device, timer: Timer, size: int, effort: Effort) -> f
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     c = torch.empty_like(a)
     return take_turns({"gemm": lambda: torch.mm(a, b, out=c)}, timer, effort)["gemm"].median
+
+
+def summarize(error: Exception) -> str:
+    """An exception in one line of a document."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -230,12 +230,18 @@ def headline(document: dict) -> str:
 
 def prefill_summary(document: dict) -> list[str]:
     """What a reader should take away: gates met, and everything that is missing with its reason."""
-    rows = document["rows"]
-    gated = [row for row in rows if row["met"] is not None]
-    missed = [f"{row['name']} ({row['ours']['ms']['median']:.3f})" for row in gated if not row["met"]]
-    gates = f"{len(gated) - len(missed)} of {len(gated)} met" + (", not: " + "; ".join(missed) if missed else "")
-    judged = gates if gated else "none judged (they hold on an H200, for rows that were timed)"
-    return [f"gates: {judged}", *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+    gates = _gates(document, lambda row: f"{row['ours']['ms']['median']:.3f}")
+    return [gates, *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+
+
+def _gates(document: dict, measured: Callable[[dict], str]) -> str:
+    """How many gates are met, and the rows that miss theirs with what was `measured`."""
+    gated = [row for row in document["rows"] if row["met"] is not None]
+    if not gated:
+        return "gates: none judged (they hold on an H200, for rows that were timed)"
+    missed = [f"{row['name']} ({measured(row)})" for row in gated if not row["met"]]
+    found = f"gates: {len(gated) - len(missed)} of {len(gated)} met"
+    return found + (", not: " + "; ".join(missed) if missed else "")
 
 
 def classic_summary(document: dict) -> list[str]:
@@ -304,11 +310,8 @@ def decode_table(document: dict) -> Table:
 
 def decode_summary(document: dict) -> list[str]:
     """Gates met, and everything that is missing with its reason."""
-    gated = [row for row in document["rows"] if row["met"] is not None]
-    missed = [f"{row['name']} ({row['ours']['us']:.2f} us, {row['share']:.1%})" for row in gated if not row["met"]]
-    gates = f"{len(gated) - len(missed)} of {len(gated)} met" + (", not: " + "; ".join(missed) if missed else "")
-    judged = gates if gated else "none judged (they hold on an H200, for rows that were timed)"
-    return [f"gates: {judged}", *_correctness(document), *_absences(document, fla="FLA")]
+    gates = _gates(document, lambda row: f"{row['ours']['us']:.2f} us, {row['share']:.1%}")
+    return [gates, *_correctness(document), *_absences(document, fla="FLA")]
 
 
 def failures(document: dict) -> list[dict]:

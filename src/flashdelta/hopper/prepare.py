@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton import common
-from ..triton.common import L2_EPS, LOG2E
+from ..triton.common import L2_EPS
 from .arithmetic import (
     LOWEST,
     LOWEST_HALF,
@@ -42,6 +42,7 @@ from .tiles import position, store_cells, store_tile
 
 chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
 clamp_bounds = gluon.jit(common.clamp_bounds.fn)
+decay_rate = gluon.jit(common.decay_rate.fn)
 first_slot = gluon.jit(common.first_slot.fn)
 piece_count = gluon.jit(common.piece_count.fn)
 
@@ -393,9 +394,7 @@ def prepare_kernel(
     head = pid % HV
     slot = pid // HV
     # volatile: else the compiler asks for these and `beta` after the copies, and they queue
-    rate = 1.0
-    if A_log is not None:
-        rate = exp2(gl.load(A_log + head, volatile=True).to(gl.float32) * LOG2E)
+    rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
         channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
         bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)

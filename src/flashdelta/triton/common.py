@@ -177,11 +177,11 @@ def sigmoid(x):
 
 
 @triton.jit
-def decay_rate(A_log, head):
+def decay_rate(A_log, head, volatile: tl.constexpr = False):
     """`exp(A_log)` of a value head; 1 without `A_log`."""
     rate = 1.0
     if A_log is not None:
-        rate = tl.exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+        rate = tl.exp2(tl.load(A_log + head, volatile=volatile).to(tl.float32) * LOG2E)
     return rate
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
-from ..launch import Launch, dense, launch_all, state_arguments, strides
+from ..launch import Launch, dense, launch_all, or_empty, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
 from . import config
@@ -176,7 +176,7 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             V_FIRST=spec.state_v_first,
             EACH=spec.stores_each_state,
             IN_PLACE=spec.has_pool,
-            TWO_POOLS=t.source_pool is not None and spec.update_state,
+            TWO_POOLS=states.two_pools,
             NULL_GIVES_ZERO=spec.algorithm == "decode" and states.starts is not None,
         ),
         c.num_warps,
@@ -186,7 +186,8 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
 @dataclass(frozen=True)
 class DecodeStates:
     """Where a call of `decode` reads states (slot `starts[n]` of `initial`) and stores them (slot `targets[n]` of `final`, or
-    `targets[n, i]` after the `i`-th token). Without `starts` that is row `n`; without `targets` the slot that was read."""
+    `targets[n, i]` after the `i`-th token). Without `starts` that is row `n`; without `targets` the slot that was read.
+    `two_pools`: one is read and the other is written."""
 
     initial: torch.Tensor
     final: torch.Tensor
@@ -194,6 +195,7 @@ class DecodeStates:
     targets: torch.Tensor | None
     has_initial: bool
     has_final: bool
+    two_pools: bool
 
     def arguments(self, spec: KdaSpec, t: KdaTensors) -> tuple:
         """As the kernel takes them."""
@@ -222,16 +224,8 @@ def decode_states(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | None
     elif t.state_pool is not None and spec.update_state:
         final = t.state_pool
         targets = t.state_indices if two_pools or spec.spec_tokens else None
-    has_initial, has_final = initial is not None, final is not None
-    absent = None if has_initial and has_final else t.v.new_empty(0, dtype=spec.state_dtype)
-    return DecodeStates(
-        absent if initial is None else initial,
-        absent if final is None else final,
-        starts,
-        targets,
-        has_initial,
-        has_final,
-    )
+    states = or_empty(spec, t, initial, final)
+    return DecodeStates(*states, starts, targets, initial is not None, final is not None, two_pools)
 
 
 def _index_strides(indices: torch.Tensor | None) -> tuple[int, int]:
