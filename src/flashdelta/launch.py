@@ -30,8 +30,9 @@ class Launch:
     """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
 
     `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both in the kernel's order.
-    `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `workspace` is the buffer
-    that temporary arguments lie in.
+    `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `overlaps`: the kernel waits
+    for the one before it by itself, so it may be started early (programmatic dependent launch). `workspace` is the buffer that
+    temporary arguments lie in.
     """
 
     kernel: JITFunction
@@ -40,11 +41,13 @@ class Launch:
     constants: dict[str, object]
     num_warps: int
     max_registers: int | None = None
+    overlaps: bool = False
     workspace: torch.Tensor | None = None
 
     def options(self) -> dict[str, int]:
         cap = {} if self.max_registers is None else {"maxnreg": self.max_registers}
-        return {"num_warps": self.num_warps, **cap}
+        early = {"launch_pdl": True} if self.overlaps else {}
+        return {"num_warps": self.num_warps, **cap, **early}
 
     def run(self) -> None:
         """Launches on the current stream of the current device.
@@ -69,7 +72,7 @@ class Launch:
         return _compiled.get(self._key(device))
 
     def _key(self, device: int) -> tuple:
-        options = (self.num_warps, self.max_registers)
+        options = (self.num_warps, self.max_registers, self.overlaps)
         return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
     def _run_through_triton(self) -> CompiledKernel:

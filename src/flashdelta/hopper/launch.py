@@ -124,8 +124,8 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
         dict(K=spec.K, GATE=spec.gate, SAFE=spec.safe_gate, BETA=spec.beta_kind, L2NORM=spec.l2norm, FLAGS=FLAGS),
         num_warps=4,
         workspace=workspace.buffer,
-        # three programs on a multiprocessor; the exact path has more live sums, and runs two
-        max_registers=168 if spec.safe_gate else None,
+        # three programs on a multiprocessor; the exact path of K = 64 would have its products waited for one by one (C7511)
+        max_registers=168 if spec.safe_gate or spec.K == 128 else None,
     )
 
 

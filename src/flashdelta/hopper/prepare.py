@@ -314,21 +314,32 @@ def store_inverse_parts(X, D_s, n_s, I_n_s):
 
 @gluon.jit
 def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
-    """The last sequence whose first chunk slot is not past `slot`. Every warp asks for 128 at once: two dependent loads for
-    any N that occurs, where a binary search has one for each bit of N."""
+    """The last sequence whose first chunk slot is not past `slot`, and its bounds. Every warp asks for 128 at once: two
+    dependent loads for any N that occurs, one up to 128, where a binary search has one for each bit of N."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     pieces = piece_count(checkpoint_offsets, checkpoints)
     low = 0
     high = N - 1
-    while low < high:
+    begin = 0
+    end = 0
+    step = 2
+    while step > 1:
         step = (high - low) // 128 + 1
         n = low + lane * step
-        begin, _ = clamp_bounds(gl.load(cu_seqlens + n, mask=n <= high, other=0), n * 0, T, gl.int32)
-        passed = (n <= high) & (first_slot(begin, n, pieces, 64) <= slot)
+        inside = n <= high
+        begins, ends = clamp_bounds(
+            gl.load(cu_seqlens + n, mask=inside, other=0),
+            gl.load(cu_seqlens + n + 1, mask=inside, other=0),
+            T,
+            gl.int32,
+        )
+        passed = inside & (first_slot(begins, n, pieces, 64) <= slot)
         last = gl.maximum(gl.sum(passed.to(gl.int32)) - 1, 0)
+        begin = gl.sum(gl.where(lane == last, begins, 0))
+        end = gl.sum(gl.where(lane == last, ends, 0))
         low += last * step
         high = gl.minimum(high, low + step - 1)
-    return low
+    return low, begin, end
 
 
 @gluon.jit(do_not_specialize=SCALARS)
@@ -386,7 +397,8 @@ def prepare_kernel(
     rows_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    pid = gl.program_id(0)
+    # last chunks first: `recurrence` starts with the first ones, which are then still in the L2
+    pid = gl.num_programs(0) - 1 - gl.program_id(0)
     if pid == 0:
         # `recurrence` counts up from zero
         flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -403,10 +415,14 @@ def prepare_kernel(
         if slot >= slots:  # a division takes as long as dozens of other instructions
             n = slot // slots
     else:
-        n = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
+        n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
     integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
+    if cu_seqlens is None:
+        bounds: gl.constexpr = None
+    else:
+        bounds = (begin.to(integer), end.to(integer))
     batch, start, count = chunk_of_sequence(
-        cu_seqlens, checkpoint_offsets, checkpoints, n, slot.to(integer), slots, T, 64, integer
+        cu_seqlens, checkpoint_offsets, checkpoints, n, slot.to(integer), slots, T, 64, integer, bounds
     )
     if count <= 0:
         return
@@ -432,6 +448,8 @@ def prepare_kernel(
     pair1_s = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], tile_s)
     kq0_s = reinterpret(pair0_s, gl.bfloat16, [KH, 64, 64], tile_s)
     qk1_s = reinterpret(pair1_s, gl.bfloat16, [KH, 64, 64], tile_s)
+    k0_s = reinterpret(pair0_s, gl.bfloat16, [2 * KH, 32, 64], tile_s)
+    k1_s = reinterpret(pair1_s, gl.bfloat16, [2 * KH, 32, 64], tile_s)
     # right operands of the pairs, then of the inverse
     even_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], tile_s)
     odd_s = gl.allocate_shared_memory(gl.bfloat16, [128, 64], tile_s)
@@ -443,8 +461,6 @@ def prepare_kernel(
         sums0_s = reinterpret(even_s, gl.float32, [2, 32, 64], rows_s)
         sums1_s = reinterpret(odd_s, gl.float32, [2, 32, 64], rows_s)
         odd_half_s = reinterpret(odd_s, gl.bfloat16, [4, 32, 64], tile_s)
-        level_s = gl.allocate_shared_memory(gl.bfloat16, [8, 32, 64], tile_s)
-        level_pair_s = reinterpret(level_s, gl.bfloat16, [4, 64, 64], tile_s)
     # totals of the cells, then -A's diagonal blocks, then I + n
     small_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile_s)
     total_s = reinterpret(small_s, gl.float32, [8, 256], flat_s)
@@ -579,30 +595,26 @@ def prepare_kernel(
         upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
         lower, right = column_halves(lower, half_l)
     else:
+        # One block and half of the channels after the other: with more accumulators ptxas has no registers left for the products
+        # and waits for each of them, in the path above, too (C7511).
         in_block = half_row % 32
         same8 = in_block // 8 == half_column // 8
         same16 = in_block // 16 == half_column // 16
-        near0 = half_zero
-        near1 = half_zero
-        eight0 = half_zero
-        eight1 = half_zero
-        sixteen0 = half_zero
-        sixteen1 = half_zero
         lower = half_zero
-        for h in range(KH):
-            c0 = sums0_s.index(h).reshape([4, 8, 64]).load(cell)
-            c1 = sums1_s.index(h).reshape([4, 8, 64]).load(cell)
-            for block in gl.static_range(2):
-                c = c0 if block == 0 else c1
-                total = gl.reduce(c, 1, _second)
-                before, middle, whole = block_sums(total_s.index(2 * h + block), cell)
-                _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
+        for block in gl.static_range(2):
+            within = half_zero
+            for h in range(KH):
                 if block == 0:
+                    c = sums0_s.index(h).reshape([4, 8, 64]).load(cell)
                     kn, qn = load_pair(kq0_s.index(h), quad_l, cell)
                     norm_k, norm_q = pair_factors(norm0_s, norm_l, cell)
                 else:
+                    c = sums1_s.index(h).reshape([4, 8, 64]).load(cell)
                     qn, kn = load_pair(qk1_s.index(h), quad_l, cell)
                     norm_q, norm_k = pair_factors(norm1_s, norm_l, cell)
+                total = gl.reduce(c, 1, _second)
+                before, middle, whole = block_sums(total_s.index(2 * h + block), cell)
+                _, _, other = block_sums(total_s.index(2 * h + 1 - block), cell)
                 kn = kn.to(gl.float32) * norm_k
                 qn = qn.to(gl.float32) * norm_q
                 # a cell decays by at most exp(-80) to either side of its middle
@@ -610,30 +622,16 @@ def prepare_kernel(
                 d = c - mid[:, None, :]
                 a = exp2(d)
                 b = exp2_negative(d)
-                # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
-                second = cells % 2 == 1
-                half = exp2(gl.where(second[:, None], mid, total - mid))
-                factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                k8 = kn * factor
-                q8 = qn * factor
-                second = cells >= 2
-                half = before + mid - middle[None, :]
-                half = exp2(gl.where(second[:, None], half, -half))
-                factor = gl.where(gl.convert_layout(second, warp_l)[:, None, None], a, b) * half[:, None, :]
-                k16 = kn * factor
-                q16 = qn * factor
                 up = a * exp2(before + mid)[:, None, :]
                 down = b * exp2(whole[None, :] - before - mid)[:, None, :]
                 qg = tiles + (KH + h) * 4096 + block * 2048
                 kg = tiles + (2 * KH + h) * 4096 + block * 2048
                 q_up = qn * up
                 k_down = kn * down
+                k_up = (kn * up).to(gl.bfloat16)
                 if block == 0:
                     store_pair(kq0_s.index(h), kn * a, qn * a)
                     store_pair(even_tile_s.index(h), kn * b, k_down)
-                    store_pair(level_pair_s.index(0), k8, q8)
-                    store_pair(level_pair_s.index(1), k16, q16)
-                    k0_up = (kn * up).to(gl.bfloat16)
                     store_cells(qg, q_up)
                     store_cells(kg, k_down * exp2(other)[None, None, :])
                     gl.store(decay + h * 64 + position(column), exp2(whole + other))
@@ -642,31 +640,52 @@ def prepare_kernel(
                 else:
                     store_pair(qk1_s.index(h), qn * a, kn * a)
                     odd_half_s.index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
-                    store_pair(level_pair_s.index(2), q8, k8)
-                    store_pair(level_pair_s.index(3), q16, k16)
-                    k1_up = (kn * up).to(gl.bfloat16)
-                    q1_up = q_up.to(gl.bfloat16)
                     store_cells(qg, q_up * exp2(other)[None, None, :])
                     store_cells(kg, k_down)
-            fence_async_shared()
-            near0 = warpgroup_mma(kq0_s.index(h), even_half_s.index(2 * h).permute((1, 0)), near0, is_async=True)
-            near1 = warpgroup_mma(qk1_s.index(h), odd_half_s.index(2 * h).permute((1, 0)), near1, is_async=True)
-            eight0 = warpgroup_mma(level_pair_s.index(0), level_s.index(0).permute((1, 0)), eight0, is_async=True)
-            sixteen0 = warpgroup_mma(level_pair_s.index(1), level_s.index(2).permute((1, 0)), sixteen0, is_async=True)
-            eight1 = warpgroup_mma(level_pair_s.index(2), level_s.index(5).permute((1, 0)), eight1, is_async=True)
-            sixteen1 = warpgroup_mma(level_pair_s.index(3), level_s.index(7).permute((1, 0)), sixteen1, is_async=True)
-            near0, near1, eight0, eight1, sixteen0, sixteen1 = warpgroup_mma_wait(
-                0, deps=[near0, near1, eight0, eight1, sixteen0, sixteen1]
-            )
-            store_pair(kq0_s.index(h), k0_up, k0_up)
-            store_pair(qk1_s.index(h), q1_up, k1_up)
+                fence_async_shared()
+                pair = kq0_s.index(h) if block == 0 else qk1_s.index(h)
+                near_k = even_half_s.index(2 * h) if block == 0 else odd_half_s.index(2 * h)
+                pair_k = (k0_s.index(2 * h) if block == 0 else k1_s.index(2 * h + 1)).permute((1, 0))
+                near = warpgroup_mma(pair, near_k.permute((1, 0)), half_zero, use_acc=False, is_async=True)
+                # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
+                second = cells % 2 == 1
+                half = gl.where(second[:, None], mid, total - mid)
+                factor = exp2(gl.where(gl.convert_layout(second, warp_l)[:, None, None], d, -d) + half[:, None, :])
+                near = warpgroup_mma_wait(0, deps=[near])
+                within += gl.where(same8, near, 0.0)
+                if block == 0:
+                    store_pair(pair, kn * factor, qn * factor)
+                else:
+                    store_pair(pair, qn * factor, kn * factor)
+                fence_async_shared()
+                eight = warpgroup_mma(pair, pair_k, half_zero, use_acc=False, is_async=True)
+                second = cells >= 2
+                half = before + mid - middle[None, :]
+                half = gl.where(second[:, None], half, -half)
+                factor = exp2(gl.where(gl.convert_layout(second, warp_l)[:, None, None], d, -d) + half[:, None, :])
+                eight = warpgroup_mma_wait(0, deps=[eight])
+                within += gl.where(same8, 0.0, gl.where(same16, eight, 0.0))
+                if block == 0:
+                    store_pair(pair, kn * factor, qn * factor)
+                else:
+                    store_pair(pair, qn * factor, kn * factor)
+                fence_async_shared()
+                sixteen = warpgroup_mma(pair, pair_k, half_zero, use_acc=False, is_async=True)
+                sixteen = warpgroup_mma_wait(0, deps=[sixteen])
+                within += gl.where(same16, 0.0, sixteen)
+                if block == 0:
+                    store_pair(pair, k_up, k_up)
+                else:
+                    store_pair(pair, q_up, k_up)
+            if block == 0:
+                upper = within
+            else:
+                right = within
         fence_async_shared()
         for part in gl.static_range(KH):
             far_k = even_half_s.index(2 * part + 1).permute((1, 0))
             lower = warpgroup_mma(qk1_s.index(part), far_k, lower, is_async=True)
         lower = warpgroup_mma_wait(0, deps=[lower])
-        upper = gl.where(same8, near0, gl.where(same16, eight0, sixteen0))
-        right = gl.where(same8, near1, gl.where(same16, eight1, sixteen1))
 
     # rows of `upper`: k, then q of the first block, by its columns; of `lower` and `right`: q, then k of the second block, by
     # the columns of the first and of the second
@@ -711,8 +730,6 @@ def prepare_kernel(
     store_tile(tiles + 3 * KH * 4096, high, 0)
     high0, high1 = column_halves(high, dot_l)
     low0, low1 = column_halves(low, dot_l)
-    k0_s = reinterpret(pair0_s, gl.bfloat16, [2 * KH, 32, 64], tile_s)
-    k1_s = reinterpret(pair1_s, gl.bfloat16, [2 * KH, 32, 64], tile_s)
     # relative to the second block's reference first, then moved to the first block's
     w = weighted(high1, low1, k1_s.index(1), zero, False)
     if KH == 2:

@@ -108,10 +108,19 @@ def find_in_pieces(checkpoint_offsets, n, chunk, pieces, length, C: tl.constexpr
 
 @triton.jit
 def chunk_of_sequence(
-    cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C: tl.constexpr, integer: tl.constexpr = tl.int64
+    cu_seqlens,
+    checkpoint_offsets,
+    checkpoints,
+    n,
+    slot,
+    slots,
+    T,
+    C: tl.constexpr,
+    integer: tl.constexpr = tl.int64,
+    bounds=None,
 ):
     """The batch row, first token and token count of a chunk slot that belongs to sequence `n`; the count is 0 or less where
-    the slot is not used."""
+    the slot is not used. `bounds`: those of a packed sequence, if they are known."""
     pieces = piece_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None:
         batch = n
@@ -120,7 +129,10 @@ def chunk_of_sequence(
         end = begin + T
     else:
         batch = n * 0
-        begin, end = sequence_bounds(cu_seqlens, n, T, integer)
+        if bounds is None:
+            begin, end = sequence_bounds(cu_seqlens, n, T, integer)
+        else:
+            begin, end = bounds
         chunk = slot - first_slot(begin, n, pieces, C)
     if checkpoint_offsets is None:
         start = chunk * C

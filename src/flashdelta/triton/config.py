@@ -29,17 +29,15 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`BV`: value channels of a tile; `tiles`: how many a program goes through, one read ahead; `stream`: states need not stay
-    in the L2 cache."""
+    """`BV`: value channels a program; `stream`: states need not stay in the L2 cache."""
 
     BV: int
     num_warps: int = 1
-    tiles: int = 1
     stream: bool = False
 
 
 DECODE_FEW = 256
-"""Pairs of sequence and value head up to which `decode` of one token a sequence takes small programs."""
+"""Pairs of sequence and value head up to which `decode` of one token a sequence counts as few."""
 
 
 COMMIT_BLOCK = 4096
@@ -84,26 +82,18 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
 
 
 def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
-    """One of three by kind of call: few pairs of sequence and value head, many, or several tokens a sequence.
-
-    With few, all programs run at once and the longest chain of one decides: a single tile each (an H200, N=1, HV=32, bf16
-    states V first: 2.7 us, with four tiles 3.5). With many, bytes in flight do: in bf16 a tile of 8 channels is too little a
-    program, and four of them, each loaded under the work on the one before, reach 90 % of the copy rate (one of 8: 76 %).
-    K first, only the width of a tile makes accesses to whole sectors: 64 channels. docs/tuning.md has all that was tried.
+    """By kind of call: bytes in flight decide, so a program has 4 KB of states (bf16, one warp: 2 KB reach 76 % of the copy
+    rate, 4 KB 89 %, and with 8 KB registers let too few programs run). K first, only the width of a tile makes accesses to
+    whole sectors: 64 channels where there are many programs. docs/tuning.md has all that was tried.
     """
     wide = spec.state_dtype == torch.float32
     if spec.T > 1 or spec.packed:
-        return DecodeConfig(BV=_channels(spec, 2048))
+        return DecodeConfig(BV=_channels(spec, 2048), stream=True)
     few = spec.N * spec.HV <= DECODE_FEW
-    if spec.state_v_first:
-        if wide:
-            return DecodeConfig(BV=_channels(spec, 1024))
-        if few:
-            return DecodeConfig(BV=_channels(spec, 2048))
-        BV = _channels(spec, 1024)
-        return DecodeConfig(BV=BV, tiles=min(4, spec.V // BV), stream=True)
-    if few:
-        return DecodeConfig(BV=_channels(spec, 2048))
+    if spec.state_v_first and wide:
+        return DecodeConfig(BV=_channels(spec, 1024))
+    if spec.state_v_first or few:
+        return DecodeConfig(BV=_channels(spec, 2048), stream=not few)
     return DecodeConfig(BV=min(64, _channels(spec, 8192)), num_warps=4, stream=not wide)
 
 

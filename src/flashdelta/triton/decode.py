@@ -1,5 +1,5 @@
-"""Stage `decode`: KDA token by token, for few tokens a sequence. One program per (sequence, value head, slice of `TILES * BV`
-value channels).
+"""Stage `decode`: KDA token by token, for few tokens a sequence. One program per (sequence, value head, slice of `BV` value
+channels).
 
 Contract (docs/decode.md; `reference.decode` is the definition), in fp32 throughout:
 
@@ -13,16 +13,18 @@ so that they do not wait for each other and one pass over the registers is left:
 `k_t` multiply the sums and not the rows: four instructions an element are left, which count where states are in bfloat16.
 
 Time goes to the memory system, so loads are issued in the order in which others wait for them: the slot's index, the first
-token's rows, the first tile; norms and gate are worked out while it is on its way, and each tile while the next one is.
+token's rows, the tile; norms and gate are worked out while it is on its way. From sm_90 on a launch may start while the kernel
+before it ends, as far as `gdc_wait`; before that nothing is loaded or stored.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import L2_EPS, decay_rate, locate, log2_decay, write_strength
-from .states import everywhere, named_slot, state_offsets, store_state
+from .states import everywhere, named_slot, state_offsets
 
 
 @triton.jit
@@ -189,7 +191,6 @@ def decode_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
-    TILES: tl.constexpr,
     SINGLE: tl.constexpr,
     STREAM: tl.constexpr,
     GATE: tl.constexpr,
@@ -200,8 +201,12 @@ def decode_kernel(
     IN_PLACE: tl.constexpr,
     TWO_POOLS: tl.constexpr,
     NULL_GIVES_ZERO: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // (TILES * BV))
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
     qk_head = (head.to(tl.int32) // group).to(tl.int64)
@@ -212,7 +217,7 @@ def decode_kernel(
     beta += batch * beta_batch + head * beta_head
     o += batch * o_batch + head * o_head
     key = tl.arange(0, K)
-    value = slice_ * (TILES * BV) + tl.arange(0, BV)
+    value = slice_ * BV + tl.arange(0, BV)
     if not V_FIRST:
         # 4 channels a thread, in bf16 too: with 8, and so fewer threads along V, K is summed by more (docs/tuning.md)
         value = tl.max_contiguous(value, min(4, BV))
@@ -236,9 +241,7 @@ def decode_kernel(
     if dt_bias is not None:
         bias = tl.load(dt_bias + head * K + key).to(tl.float32)
     in_slot = state_offsets(0, value, key, K, V, V_FIRST)
-    source = initial_state + (slot * start_pitch + head * (K * V))
-    tile_step: tl.constexpr = BV * K if V_FIRST else BV
-    tile = load_tile(source, in_slot, read, STREAM)
+    state = load_tile(initial_state + (slot * start_pitch + head * (K * V)), in_slot, read, STREAM)
     row_v = load_row(v + begin * v_token, value, there)
     first = factors(rows, there, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
 
@@ -251,34 +254,27 @@ def decode_kernel(
     if not EACH:
         final_state += slot * target_pitch
 
-    for i in tl.static_range(TILES):
-        mine = value + i * BV
-        if i + 1 < TILES:
-            next_tile = load_tile(source + (i + 1) * tile_step, in_slot, read, STREAM)
-            next_row = load_row(v + begin * v_token, mine + BV, there)
-        state, out = step(tile.to(tl.float32), row_v, first)
-        if SINGLE:
+    state, out = step(state.to(tl.float32), row_v, first)
+    if SINGLE:
+        if NULL_GIVES_ZERO:
+            out = tl.where(live, out, 0.0)
+        tl.store(o + begin * o_token + value, out.to(o.dtype.element_ty))
+    else:
+        for t in range(begin, end):
             if NULL_GIVES_ZERO:
                 out = tl.where(live, out, 0.0)
-            tl.store(o + begin * o_token + mine, out.to(o.dtype.element_ty))
-        else:
-            for t in range(begin, end):
-                if NULL_GIVES_ZERO:
-                    out = tl.where(live, out, 0.0)
-                tl.store(o + t * o_token + mine, out.to(o.dtype.element_ty))
-                if EACH:
-                    nth = t - begin
-                    index = n * target_row + nth * target_token
-                    target, named = target_slot(targets, index, slot, lowest, target_slots)
-                    state_at = target * target_pitch + nth * target_step + in_slot
-                    store_state(final_state, state_at, state, (live & named).to(tl.int32))
-                more = t + 1 < end
-                if more:
-                    rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
-                    more_v = load_row(v + (t + 1) * v_token, mine, more)
-                    token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                    state, out = step(state, more_v, token)
-        if not EACH:
-            store_tile(final_state + i * tile_step, in_slot, state, stored, STREAM)
-        if i + 1 < TILES:
-            tile, row_v = next_tile, next_row
+            tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
+            if EACH:
+                nth = t - begin
+                index = n * target_row + nth * target_token
+                target, named = target_slot(targets, index, slot, lowest, target_slots)
+                state_at = target * target_pitch + nth * target_step + in_slot
+                store_tile(final_state, state_at, state, (live & named).to(tl.int32), STREAM)
+            more = t + 1 < end
+            if more:
+                rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
+                row_v = load_row(v + (t + 1) * v_token, value, more)
+                token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
+                state, out = step(state, row_v, token)
+    if not EACH:
+        store_tile(final_state, in_slot, state, stored, STREAM)

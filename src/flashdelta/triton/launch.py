@@ -153,9 +153,10 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
     c = config.decode_config(spec, capability)
     states = decode_states(spec, t, final_state)
     single = spec.T == 1 and not spec.packed
+    overlaps = capability >= 90
     return Launch(
         decode_kernel,
-        spec.N * spec.HV * (spec.V // (c.BV * c.tiles)),
+        spec.N * spec.HV * (spec.V // c.BV),
         (
             *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
             *states.arguments(spec, t),
@@ -167,7 +168,6 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             K=spec.K,
             V=spec.V,
             BV=c.BV,
-            TILES=c.tiles,
             SINGLE=single,
             STREAM=c.stream,
             GATE=spec.gate,
@@ -178,8 +178,10 @@ def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> L
             IN_PLACE=spec.has_pool,
             TWO_POOLS=states.two_pools,
             NULL_GIVES_ZERO=spec.algorithm == "decode" and states.starts is not None,
+            OVERLAP=overlaps,
         ),
         c.num_warps,
+        overlaps=overlaps,
     )
 
 
