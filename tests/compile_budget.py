@@ -1,4 +1,5 @@
-"""What every kernel may cost, by architecture: registers, spilled bytes, shared memory (`compile_budget.json`).
+"""What every kernel may cost, by architecture: registers, spilled bytes, shared memory, waits for products
+(`compile_budget.json`).
 
 Record it anew after a change to a kernel (and read the diff):
 
@@ -20,7 +21,7 @@ import flashdelta
 
 FILE = Path(__file__).with_name("compile_budget.json")
 ARCHITECTURES = (80, 89, 90, 100, 120)
-COSTS = ("registers", "spill_bytes", "shared_bytes")
+COSTS = ("registers", "spill_bytes", "shared_bytes", "product_waits")
 
 DEVICE_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """What a program may use on the device: 163, 99 and 227 KB."""

@@ -37,7 +37,7 @@ def test_hopper_variants_are_named_so():
 
 def _cost(**changes: object) -> dict:
     cost = {"kernel": "k", "variant": "v", "arch": 90, "triton": "3.6.0"}
-    return cost | {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000} | changes
+    return cost | {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "product_waits": 4} | changes
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,19 @@ def _cost(**changes: object) -> dict:
         ({"registers": 129}, "129 registers, at most 128"),
         ({"spill_bytes": 8}, "8 spill_bytes, at most 0"),
         ({"shared_bytes": 1001}, "1001 shared_bytes, at most 1000"),
+        ({"product_waits": 5}, "5 product_waits, at most 4"),
         ({"variant": "new"}, "not in the budget"),
         ({"variant": "new"}, "but not compiled"),
     ],
 )
 def test_going_over_budget_is_said(changes: dict, said: str):
-    budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000}}
+    budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "product_waits": 4}}
     assert compile_budget.violations([_cost()], budget, 90) == []
     assert any(said in line for line in compile_budget.violations([_cost(**changes)], budget, 90))
 
 
 def test_more_shared_memory_than_the_device_has_is_said():
     size = DEVICE_SHARED_BYTES[90] + 1
-    budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": size}}
+    budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": size, "product_waits": 4}}
     said = compile_budget.violations([_cost(shared_bytes=size)], budget, 90)
     assert said == [f"sm_90 k: v: {size} shared_bytes, the device has {size - 1}"]

@@ -3,7 +3,7 @@
     python -m flashdelta.compile --arch 80 --arch 90 --json
 
 Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a
-program, and the seconds it took.
+program, places where Hopper code waits for products, and the seconds it took.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Cost:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    product_waits: int
     seconds: float
 
 
@@ -251,7 +252,8 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source(launch), target=target, options=launch.options())
     seconds = time.perf_counter() - began
-    registers, spills = resource_usage(compiled.asm["cubin"])
+    cubin = compiled.asm["cubin"]
+    registers, spills = resource_usage(cubin)
     return Cost(
         kernel=launch.kernel.__name__,
         variant=variant,
@@ -260,21 +262,31 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
         registers=registers,
         spill_bytes=spills,
         shared_bytes=compiled.metadata.shared,
+        product_waits=product_waits(cubin) if arch == 90 else 0,
         seconds=round(seconds, 2),
     )
 
 
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of stack (spills) a thread, by the `cuobjdump` that Triton carries."""
+def _inspect(tool: str, cubin: bytes, *options: str) -> str:
+    """What one of the tools that Triton carries says about a kernel's machine code."""
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        report = subprocess.run(
-            [os.path.join(tools, "cuobjdump"), "-res-usage", f.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+        command = [os.path.join(tools, tool), *options, f.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of stack (spills) a thread."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _inspect("cuobjdump", cubin, "-res-usage"))
     return int(found[1]), int(found[2])
+
+
+def product_waits(cubin: bytes) -> int:
+    """Places where the code waits for asynchronous products of Hopper. They multiply where ptxas serialises the products,
+    which it does without failing: for want of registers, or because an operand changes too early."""
+    return _inspect("nvdisasm", cubin, "-c").count("WARPGROUP.DEPBAR")
 
 
 def main() -> None:
@@ -294,7 +306,8 @@ def main() -> None:
                 if not arguments.json:
                     print(
                         f"sm_{cost.arch} {cost.kernel:18} {cost.variant:46} {cost.registers:4} registers "
-                        f"{cost.spill_bytes:5} B spilled {cost.shared_bytes:7} B shared {cost.seconds:5.1f} s",
+                        f"{cost.spill_bytes:5} B spilled {cost.shared_bytes:7} B shared {cost.product_waits:4} waits "
+                        f"{cost.seconds:5.1f} s",
                         flush=True,
                     )
     if arguments.json:

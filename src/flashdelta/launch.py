@@ -29,7 +29,8 @@ def capability(device: torch.device) -> int:
 class Launch:
     """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
 
-    `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both in the kernel's order.
+    The grid is `[programs, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both in
+    the kernel's order.
     `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `overlaps`: the kernel waits
     for the one before it by itself, so it may be started early (programmatic dependent launch). `workspace` is the buffer that
     temporary arguments lie in.
@@ -43,6 +44,7 @@ class Launch:
     max_registers: int | None = None
     overlaps: bool = False
     workspace: torch.Tensor | None = None
+    rows: int = 1
 
     def options(self) -> dict[str, int]:
         cap = {} if self.max_registers is None else {"maxnreg": self.max_registers}
@@ -65,7 +67,7 @@ class Launch:
         if compiled is None:
             _compiled[self._key(device)] = self._run_through_triton()
             return
-        start(compiled, device, self.programs, (*self.arguments, *self.constants.values()))
+        start(compiled, device, (self.programs, self.rows, 1), (*self.arguments, *self.constants.values()))
 
     def compiled(self, device: int) -> CompiledKernel | None:
         """The kernel as compiled by an earlier launch like this one."""
@@ -76,16 +78,16 @@ class Launch:
         return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
     def _run_through_triton(self) -> CompiledKernel:
-        return self.kernel[(self.programs,)](*self.arguments, **self.constants, **self.options())
+        return self.kernel[(self.programs, self.rows)](*self.arguments, **self.constants, **self.options())
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
-def start(compiled: CompiledKernel, device: int, programs: int, arguments: tuple | list) -> None:
+def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], arguments: tuple | list) -> None:
     """Starts a compiled kernel on the current stream. Addresses may stand for tensors."""
     stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 def _hooked() -> bool:
@@ -242,7 +244,7 @@ class Plan:
                     template[position] = copy.copy(x)
                     template[position].base = None
                 (places if tensor is x else described).append((position, index, offset))
-            steps.append((compiled, launch.programs, template, places, described))
+            steps.append((compiled, (launch.programs, launch.rows, 1), template, places, described))
         return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes, extents)
 
     def run(
@@ -273,14 +275,14 @@ class Plan:
             0 if final_state is None else final_state.data_ptr(),
             0 if workspace is None else workspace.data_ptr(),
         )
-        for compiled, programs, template, places, described in self.steps:
+        for compiled, grid, template, places, described in self.steps:
             arguments = template.copy()
             for position, index, offset in places:
                 arguments[position] = addresses[index] + offset
             for position, index, offset in described:
                 descriptor = arguments[position] = copy.copy(arguments[position])
                 descriptor.base = _Address(addresses[index] + offset)
-            start(compiled, device.index, programs, arguments)
+            start(compiled, device.index, grid, arguments)
         return o, final_state
 
     def usable(self) -> bool:

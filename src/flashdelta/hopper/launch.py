@@ -110,9 +110,10 @@ def _eighths(*tensors: torch.Tensor) -> list[int]:
 
 
 def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
+    slots = spec.B * spec.slots if spec.N > 0 else 0
     return Launch(
         prepare_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        slots * spec.HV if spec.safe_gate else slots,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *(workspace.tiles, workspace.decay, workspace.arrived),
@@ -126,6 +127,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
         workspace=workspace.buffer,
         # three programs on a multiprocessor; the exact path of K = 64 would have its products waited for one by one (C7511)
         max_registers=168 if spec.safe_gate or spec.K == 128 else None,
+        rows=1 if spec.safe_gate else spec.HV,
     )
 
 

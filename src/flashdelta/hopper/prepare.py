@@ -398,13 +398,19 @@ def prepare_kernel(
     flat_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     # last chunks first: `recurrence` starts with the first ones, which are then still in the L2
-    pid = gl.num_programs(0) - 1 - gl.program_id(0)
+    if SAFE:
+        pid = gl.num_programs(0) - 1 - gl.program_id(0)
+        head = pid % HV
+        slot = pid // HV
+    else:
+        # Head by head: heads take one path or the other, and the code of both at a time is more than the instruction cache holds
+        slot = gl.num_programs(0) - 1 - gl.program_id(0)
+        head = gl.program_id(1)
+        pid = slot * HV + head
     if pid == 0:
         # `recurrence` counts up from zero
         flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
         gl.store(arrived + flag, flag * 0)
-    head = pid % HV
-    slot = pid // HV
     # volatile: else the compiler asks for these and `beta` after the copies, and they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
@@ -628,7 +634,6 @@ def prepare_kernel(
                 kg = tiles + (2 * KH + h) * 4096 + block * 2048
                 q_up = qn * up
                 k_down = kn * down
-                k_up = (kn * up).to(gl.bfloat16)
                 if block == 0:
                     store_pair(kq0_s.index(h), kn * a, qn * a)
                     store_pair(even_tile_s.index(h), kn * b, k_down)
@@ -673,10 +678,13 @@ def prepare_kernel(
                 sixteen = warpgroup_mma(pair, pair_k, half_zero, use_acc=False, is_async=True)
                 sixteen = warpgroup_mma_wait(0, deps=[sixteen])
                 within += gl.where(same16, 0.0, sixteen)
+                # anew: kept until here, it would cost registers that ptxas wants for the products
+                up = exp2(d + (before + mid)[:, None, :])
+                k_up = kn * up
                 if block == 0:
                     store_pair(pair, k_up, k_up)
                 else:
-                    store_pair(pair, q_up, k_up)
+                    store_pair(pair, qn * up, k_up)
             if block == 0:
                 upper = within
             else:
