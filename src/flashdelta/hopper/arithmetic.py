@@ -1,4 +1,4 @@
-"""Arithmetic that both stages need: fast exponentials, gates, and products more exact than their bf16 operands."""
+"""Arithmetic that both stages need: 64-bit products, fast exponentials, gates, and products more exact than their bf16 operands."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ LOWEST = gl.constexpr(-20.0 * 1.4426950408889634)
 LOWEST_HALF = gl.constexpr(-80.0 * 1.4426950408889634)
 """Least log2 decay of half a block of 32 rows where one reference may serve the block: exp(80) times a key is finite, as with
 the lowest bound of a bounded gate."""
+
+
+@gluon.jit
+def wide(a, b):
+    """The 64-bit product of two 32-bit integers."""
+    return a.to(gl.int64) * b.to(gl.int64)
 
 
 @gluon.jit

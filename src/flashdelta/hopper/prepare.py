@@ -35,6 +35,7 @@ from .arithmetic import (
     product3,
     round_pairs,
     split_high_low,
+    wide,
     write_strength,
 )
 from .compat import copy_async, reinterpret
@@ -60,12 +61,6 @@ def _add(a, b):
 @gluon.jit
 def _second(a, b):
     return b
-
-
-@gluon.jit
-def wide(a, b):
-    """The 64-bit product of two 32-bit integers."""
-    return a.to(gl.int64) * b.to(gl.int64)
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import common, states
 from ..triton import recurrence as portable
+from .arithmetic import wide
 from .compat import copy_async, copy_tile
 from .shares import own_share, part_count, part_of_share
 from .tiles import LINES, from_lines, position, to_lines
@@ -53,7 +54,7 @@ def chunks_before(cu_seqlens, n, T):
         m = base + lane
         begin = gl.load(cu_seqlens + m, mask=m < n, other=0)
         end = gl.load(cu_seqlens + m + 1, mask=m < n, other=0)
-        begin, end = clamp_bounds(begin, end, T)
+        begin, end = clamp_bounds(begin, end, T, gl.int32)
         total += gl.sum((end - begin + C - 1) // C)
     return total
 
@@ -91,7 +92,10 @@ def locate_part(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.cons
             end = begin + stop * C
         begin += first * C
         slot += first
-    return head, n, batch, begin, end, slot, pieces, first, stop
+    # 32 bits do, and take half the registers; offsets of checkpoints have 64
+    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
+    begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
+    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, first, stop
 
 
 @gluon.jit
@@ -130,7 +134,7 @@ def load(
         head, n, batch, begin, end, slot, pieces, _, _ = locate_part(
             k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
         )
-        in_head = (batch * v_batch + head * v_head) * 8 + slice_ * BV
+        in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
         start = begin
         for piece in range(0, pieces):
             stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
@@ -144,7 +148,7 @@ def load(
                 for t in gl.static_range(TILES):
                     copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
                 token = start + i * C
-                here = v + (in_head + token * (v_token.to(gl.int64) * 8))
+                here = v + (in_head + wide(token, v_token) * 8)
                 # zeros past the end: a NaN of the next sequence would spread through the products
                 inside = (row < (stop - token).to(gl.int32))[:, None]
                 copy_async(v_s.index(s), here + in_v, mask=inside)
@@ -200,7 +204,7 @@ def await_state(arrived):
 def store_output(o, o_s, out, token, count, row, in_o, o_token, out_l: gl.constexpr):
     """`out [BV, 64]`, bf16, as `count` rows of o from `token` on."""
     o_s.permute((1, 0)).store(out)
-    gl.store(o + token * (o_token.to(gl.int64) * 8) + in_o, o_s.load(out_l), mask=(row < count)[:, None])
+    gl.store(o + wide(token, o_token) * 8 + in_o, o_s.load(out_l), mask=(row < count)[:, None])
 
 
 @gluon.jit
@@ -261,7 +265,7 @@ def compute(
         own, read, stored = sequence_slot(
             state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
         )
-        o_item = o + (batch * o_batch + head * o_head) * 8 + slice_ * BV
+        o_item = o + (wide(batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
         total = 0
         start = begin
         for piece in range(0, pieces):
@@ -295,7 +299,7 @@ def compute(
                     s = turn % STAGES
                     base = s * TILES
                     if h is not None:
-                        h_at = state_offsets(((h_row + turn - first) * HV + head) * K * V, value, key, K, V, V_FIRST)
+                        h_at = state_offsets(wide(h_row + turn - first, HV * (K * V)) + head * (K * V), value, key, K, V, V_FIRST)
                         gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                         if KH == 2:
                             gl.store(h + h_at + NEXT, to_lines(state1.to(h.dtype.element_ty)))
