@@ -29,8 +29,8 @@ def capability(device: torch.device) -> int:
 class Launch:
     """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
 
-    The grid is `[programs, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both in
-    the kernel's order.
+    The grid is `[programs, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both
+    in the kernel's order.
     `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `overlaps`: the kernel waits
     for the one before it by itself, so it may be started early (programmatic dependent launch). `workspace` is the buffer that
     temporary arguments lie in.

@@ -1,4 +1,4 @@
-"""Arithmetic that both stages need: 64-bit products, fast exponentials, gates, and products more exact than their bf16 operands."""
+"""Arithmetic that both stages need: fast exponentials, gates, products more exact than their bf16 operands, 64-bit ones."""
 
 from __future__ import annotations
 

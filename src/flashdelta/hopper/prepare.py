@@ -398,7 +398,7 @@ def prepare_kernel(
         head = pid % HV
         slot = pid // HV
     else:
-        # Head by head: heads take one path or the other, and the code of both at a time is more than the instruction cache holds
+        # head by head: most take one path throughout, and the code of both is more than the instruction cache holds
         slot = gl.num_programs(0) - 1 - gl.program_id(0)
         head = gl.program_id(1)
         pid = slot * HV + head
@@ -596,8 +596,8 @@ def prepare_kernel(
         upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
         lower, right = column_halves(lower, half_l)
     else:
-        # One block and half of the channels after the other: with more accumulators ptxas has no registers left for the products
-        # and waits for each of them, in the path above, too (C7511).
+        # One block and half of the channels after the other: with more accumulators ptxas has no registers left for the
+        # products and waits for each of them, in the path above, too (C7511).
         in_block = half_row % 32
         same8 = in_block // 8 == half_column // 8
         same16 = in_block // 16 == half_column // 16

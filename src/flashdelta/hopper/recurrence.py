@@ -299,7 +299,9 @@ def compute(
                     s = turn % STAGES
                     base = s * TILES
                     if h is not None:
-                        h_at = state_offsets(wide(h_row + turn - first, HV * (K * V)) + head * (K * V), value, key, K, V, V_FIRST)
+                        h_at = state_offsets(
+                            wide(h_row + turn - first, HV * (K * V)) + head * (K * V), value, key, K, V, V_FIRST
+                        )
                         gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                         if KH == 2:
                             gl.store(h + h_at + NEXT, to_lines(state1.to(h.dtype.element_ty)))
