@@ -15,6 +15,7 @@ Differentiable, for any device and dtype up to float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from ..spec import KdaSpec, KdaTensors
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots
+from .split import AffineMap, cut, identity, starts
 from .states import states_in, states_out, store_checkpoints, store_final
 
 
@@ -77,24 +79,61 @@ def prepare(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tenso
     )
 
 
-def chunk_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def recur(p: Prepared, v: torch.Tensor, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pseudo-values of a chunk and the state after it, from the state before it."""
+    pseudo = p.inverse @ v - p.w @ S
+    return pseudo, p.decay[..., None] * S + p.kg.transpose(-1, -2) @ pseudo
+
+
+def segment_map(prepared: Sequence[Prepared], v: torch.Tensor) -> AffineMap:
+    """The map from the state before some chunks to the state after them; `v [chunks, 1, HV, C, V]`, one chunk or more."""
+    K = prepared[0].w.shape[-1]
+    none = identity(v.shape[2], K, v.shape[4], v)
+    M, b = none.M[None], none.b[None]
+    for p, v_chunk in zip(prepared, v):
+        # the columns of M are states that no value writes to
+        _, M = recur(p, v_chunk.new_zeros(*v_chunk.shape[:-1], K), M)
+        _, b = recur(p, v_chunk, b)
+    return AffineMap(M[0], b[0])
+
+
+def segment_starts(
+    slots: ChunkSlots, parts: torch.Tensor, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """By slot that opens a segment with chunks: the state before it, `[1, HV, K, V]`."""
+    segments = cut(slots.opening, slots.chunks, parts)
+    runs = [slice(*run) for run in zip(segments.first.tolist(), segments.stop.tolist())]
+    none = identity(*initial.shape[1:], v)
+    maps = [segment_map(prepared[run], v[run]) if run.stop > run.start else none for run in runs]
+    states = starts(segments, maps, initial)
+    return {run.start: state[None] for run, state in zip(runs, states) if run.stop > run.start}
+
+
+def chunk_kda(
+    spec: KdaSpec, t: KdaTensors, parts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
-    states and the states at checkpoints go there."""
+    states and the states at checkpoints go there. With `parts [N]` each sequence is cut into so many segments (`split.py`)."""
     C, empty = spec.chunk_size, spec.T == 0 or spec.N == 0
-    slots = chunk_slots(spec, t) if (spec.packed or spec.checkpoints > 0) and not empty else None
+    slots = chunk_slots(spec, t) if (spec.packed or spec.checkpoints > 0 or parts is not None) and not empty else None
     q, k, v, g, beta = elementwise_inputs(spec, t)
     initial = states_in(spec, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))
     S = initial if slots is None else initial.new_zeros(1, *initial.shape[1:])
+    prepared: Iterable[Prepared] = (prepare(q[i], k[i], g[i], beta[i]) for i in range(0 if empty else q.shape[0]))
+    opened: dict[int, torch.Tensor] = {}
+    if parts is not None and not empty:
+        prepared = list(prepared)
+        opened = segment_starts(slots, parts, prepared, v, initial)
     before, after, outputs = [], [], []
-    for i in range(0 if empty else q.shape[0]):
+    for i, p in enumerate(prepared):
         if slots is not None:
             S = torch.where(slots.first[i], initial[slots.sequence[i]][None], S)
+        S = opened.get(i, S)
         before.append(S)
-        p = prepare(q[i], k[i], g[i], beta[i])
-        pseudo = p.inverse @ v[i] - p.w @ S
+        pseudo, new = recur(p, v[i], S)
         outputs.append(p.qg @ S + p.Aqk @ pseudo)
-        S = p.decay[..., None] * S + p.kg.transpose(-1, -2) @ pseudo
+        S = new
         after.append(S)
     o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), spec, slots).to(t.v.dtype)
     last = initial if empty else S

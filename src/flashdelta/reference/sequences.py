@@ -24,7 +24,8 @@ class ChunkSlots:
     """Sequences cut into chunk slots, `S` of them in all. Batch rows count as sequences one after another.
 
     `token [S, C]`: token index, clamped; `valid [S, C]`: whether it lies in the chunk; `sequence [S]`; `first [S]`: whether
-    the slot opens its sequence; `last [N]`: the last slot of each sequence that holds tokens (its first if empty);
+    the slot opens its sequence; `opening [N]`: the first slot of each sequence, and `chunks [N]` how many it has;
+    `last [N]`: the last slot of each sequence that holds tokens (its first if empty);
     `reached [N, M]`: the slot after which a checkpoint's state is there; `stored [N, M]`: whether it is to be stored.
     """
 
@@ -32,6 +33,8 @@ class ChunkSlots:
     valid: torch.Tensor
     sequence: torch.Tensor
     first: torch.Tensor
+    opening: torch.Tensor
+    chunks: torch.Tensor
     last: torch.Tensor
     reached: torch.Tensor
     stored: torch.Tensor
@@ -81,6 +84,8 @@ def chunk_slots(spec: KdaSpec, t: KdaTensors) -> ChunkSlots:
         valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, piece + 1][:, None]),
         sequence=sequence,
         first=slot == opening[sequence],
+        opening=opening,
+        chunks=through[:, -1],
         last=opening + (through[:, -1] - 1).clamp(min=0),
         reached=opening[:, None] + (through[:, :-1] - 1).clamp(min=0),
         stored=(offsets > 0) & (offsets == cuts[:, 1:-1]),

@@ -1,0 +1,196 @@
+"""Segments of long sequences, on the reference: maps, plans, and a split forward against the whole one, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashdelta.reference import chunk_kda, split
+from flashdelta.reference.chunk import prepare, segment_map
+from flashdelta.reference.split import AffineMap, SplitCosts, cut, identity, most_segments, parts_of_sequences
+from flashdelta.spec import KdaOptions, KdaTensors, check_call
+
+COSTS = SplitCosts(step=97, map=60, compose=150, fixed=800)
+C = 32
+FP64 = torch.float64
+
+
+def _inputs(T: int, seed: int = 0, H: int = 1, HV: int = 2, K: int = 32, V: int = 64, decay: float = 0.1) -> dict:
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=source, dtype=FP64)
+
+    q, k = (torch.nn.functional.normalize(normal(1, T, H, K), dim=-1) for _ in "qk")
+    g = -decay * normal(1, T, HV, K).abs()
+    beta = 2.0 * torch.rand(1, T, HV, generator=source, dtype=FP64)
+    return {"q": q, "k": k, "v": normal(1, T, HV, V), "g": g, "beta": beta}
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _forward(tensors: dict, parts: torch.Tensor | None, **options: object) -> tuple:
+    spec, t = check_call(KdaTensors(**tensors), KdaOptions(chunk_size=C, **options))
+    return chunk_kda(spec, t, parts)
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+LENGTHS = ([1, 31, 32, 33], [0, 200, 0, 65], [331], [7, 640, 1, 0])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 64])
+@pytest.mark.parametrize("decay", [0.0, 0.1, 8.0])
+def test_split_is_the_whole(lengths: list[int], parts: int, decay: float):
+    tensors = _inputs(sum(lengths), decay=decay) | {"cu_seqlens": _offsets(lengths)}
+    tensors["initial_state"] = torch.randn(
+        len(lengths), 2, 32, 64, dtype=FP64, generator=torch.Generator().manual_seed(1)
+    )
+    options = {"output_final_state": True, "return_intermediate_states": True}
+    whole = _forward(tensors, None, **options)
+    for found, wanted in zip(_forward(tensors, torch.full((len(lengths),), parts), **options), whole):
+        _close(found, wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_plan_is_the_whole(data: st.DataObject):
+    lengths = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
+    parts = torch.tensor([data.draw(st.integers(1, 8)) for _ in lengths])
+    tensors = _inputs(sum(lengths), seed=data.draw(st.integers(0, 99))) | {"cu_seqlens": _offsets(lengths)}
+    whole = _forward(tensors, None, output_final_state=True)
+    found = _forward(tensors, parts, output_final_state=True)
+    _close(found[0], whole[0])
+    _close(found[1], whole[1])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_batch_rows_are_sequences(parts: int):
+    rows = [_inputs(100, seed) for seed in range(3)]
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    whole = _forward(tensors, None, output_final_state=True)
+    for found, wanted in zip(_forward(tensors, torch.full((3,), parts), output_final_state=True)[:2], whole):
+        _close(found, wanted)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_split_with_a_pool_and_checkpoints(parts: int):
+    lengths, slots = [150, 64, 0], 8
+    tensors = _inputs(sum(lengths)) | {
+        "cu_seqlens": _offsets(lengths),
+        "state_indices": torch.tensor([2, -1, 0]),
+        "checkpoint_offsets": torch.tensor([[16, 96], [64, 64], [0, 0]]),
+        "checkpoint_indices": torch.tensor([[4, 5], [6, -1], [-1, -1]]),
+    }
+    pools = [torch.randn(slots, 2, 32, 64, dtype=FP64, generator=torch.Generator().manual_seed(2)) for _ in range(2)]
+    whole = _forward(tensors | {"state_pool": pools[0]}, None)
+    found = _forward(tensors | {"state_pool": pools[1]}, torch.full((3,), parts))
+    _close(found[0], whole[0])
+    _close(pools[1], pools[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.tuples(*[st.integers(1, 3)] * 3))
+def test_maps_compose_in_any_grouping(seed: int, counts: tuple[int, int, int]):
+    HV, K, V = 2, 8, 4
+    source = torch.Generator().manual_seed(seed)
+    chunks = sum(counts)
+    k = torch.nn.functional.normalize(torch.randn(chunks, 1, HV, 16, K, generator=source, dtype=FP64), dim=-1)
+    g = -torch.rand(chunks, 1, HV, 16, K, generator=source, dtype=FP64)
+    beta = torch.rand(chunks, 1, HV, 16, generator=source, dtype=FP64)
+    v = torch.randn(chunks, 1, HV, 16, V, generator=source, dtype=FP64)
+    prepared = [prepare(k[i], k[i], g[i], beta[i]) for i in range(chunks)]
+    cuts = [0, counts[0], counts[0] + counts[1], chunks]
+    a, b, c = (segment_map(prepared[i:j], v[i:j]) for i, j in zip(cuts, cuts[1:]))
+    left, right, whole = c.after(b).after(a), c.after(b.after(a)), segment_map(prepared, v)
+    S = torch.randn(HV, K, V, generator=source, dtype=FP64)
+    for found in (left, right):
+        _close(found.M, whole.M)
+        _close(found.b, whole.b)
+    _close(c(b(a(S))), whole(S))
+    _close(identity(HV, K, V, S)(S), S)
+
+
+def test_maps_only_shrink():
+    """The eigenvalues of `I - beta k k^T` and of decays lie in [-1, 1], so long chains can't explode."""
+    tensors = _inputs(64 * 16, H=2, HV=2, K=16, V=16, decay=1e-4)
+    q, k, g, v = (tensors[name].view(16, 64, 2, -1).permute(0, 2, 1, 3)[:, None] for name in "qkgv")
+    beta = tensors["beta"].view(16, 64, 2).permute(0, 2, 1)[:, None]
+    M = segment_map([prepare(q[i], k[i], g[i], beta[i]) for i in range(16)], v).M
+    assert torch.linalg.matrix_norm(M, 2).max() <= 1 + 1e-12
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _parts(chunks: list[int], lanes: int, **options: object) -> list[int]:
+    return parts_of_sequences(torch.tensor(chunks), lanes, 132, COSTS, **options).tolist()
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 4000), min_size=1, max_size=8),
+    st.integers(1, 300),
+    st.sampled_from(["auto", False, 2, 7]),
+    st.booleans(),
+)
+def test_plans_keep_their_bounds(chunks: list[int], lanes: int, mode: str | bool | int, invariant: bool):
+    parts = _parts(chunks, lanes, split=mode, batch_invariant=invariant)
+    assert all(1 <= p <= max(c, 1) for p, c in zip(parts, chunks))
+    assert sum(parts) <= most_segments(len(chunks), sum(chunks), lanes, 132, mode, invariant)
+    if invariant:
+        assert parts == [_parts([c], lanes, split=mode)[0] for c in chunks]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lanes", "wanted"),
+    [
+        ([2048], 8, [16]),  # 128K tokens, 4 heads of two slices
+        ([2048, 16, 16, 16, 16, 16], 8, [15, 1, 1, 1, 1, 1]),  # 128K + 5 x 1K: the long one alone
+        ([128], 8, [16]),
+        ([16], 8, [1]),  # too short to pay for the maps
+        ([128], 128, [1]),  # the heads fill the GPU
+        ([128] * 20, 16, [1] * 20),  # the batch does
+        ([0, 0], 8, [1, 1]),
+    ],
+)
+def test_plans_split_what_gains(chunks: list[int], lanes: int, wanted: list[int]):
+    assert _parts(chunks, lanes) == wanted
+
+
+def test_split_can_be_turned_off_and_forced():
+    assert _parts([2048, 3], 8, split=False) == [1, 1]
+    assert _parts([2048, 3, 0], 8, split=5) == [5, 3, 1]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), min_size=1, max_size=6))
+def test_segments_cover_every_chunk_once(sequences: list[tuple[int, int]]):
+    chunks = torch.tensor([c for c, _ in sequences])
+    parts = torch.tensor([min(p, max(c, 1)) for c, p in sequences])
+    opening = torch.cat([torch.zeros(1, dtype=torch.long), chunks.cumsum(0)])[:-1]
+    segments = cut(opening, chunks, parts)
+    covered = [slot for a, b in zip(segments.first.tolist(), segments.stop.tolist()) for slot in range(a, b)]
+    assert covered == list(range(int(chunks.sum())))
+    assert segments.opens.sum() == len(sequences)
+    sizes = segments.stop - segments.first
+    for n, (c, p) in enumerate(zip(chunks.tolist(), parts.tolist())):
+        mine = sizes[segments.sequence == n]
+        assert len(mine) == p and mine.max() - mine.min() <= 1
+        assert c == 0 or mine.min() >= 1
+
+
+def test_starts_follow_the_maps():
+    maps = [
+        AffineMap(torch.full((1, 1, 1), float(m)), torch.full((1, 1, 1), float(b))) for m, b in ((2, 1), (3, 5), (7, 0))
+    ]
+    segments = cut(torch.tensor([0, 2]), torch.tensor([2, 1]), torch.tensor([2, 1]))
+    found = split.starts(segments, maps, torch.tensor([10.0, 20.0]).view(2, 1, 1, 1))
+    assert found.flatten().tolist() == [10.0, 21.0, 20.0]
