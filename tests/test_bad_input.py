@@ -243,6 +243,12 @@ OPTIONS = [
     Bad("scale_type", lambda c: {"scale": zeros(1)}, TypeError, "scale", "(Tensor)", "float or None"),
     Bad("chunk_16", lambda c: {"chunk_size": 16}, ValueError, "chunk_size", "16", "(32, 64)", CHUNK),
     Bad("chunk_128", lambda c: {"chunk_size": 128}, ValueError, "chunk_size", "128", "(32, 64)", CHUNK),
+    Bad("split_0", lambda c: {"split": 0}, ValueError, "split", "0", "a number of segments", CHUNK),
+    Bad("split_1025", lambda c: {"split": 1025}, ValueError, "split", "1025", "at most 1024", CHUNK),
+    Bad("split_name", lambda c: {"split": "all"}, ValueError, "split", "'all'", "'auto'", CHUNK),
+    Bad("split_true", lambda c: {"split": True}, TypeError, "split", "True (bool)", "'auto'", CHUNK),
+    Bad("split_float", lambda c: {"split": 2.0}, TypeError, "split", "2.0 (float)", "'auto'", CHUNK),
+    Bad("invariant", lambda c: {"batch_invariant": 1}, TypeError, "batch_invariant", "1 (int)", "a bool", CHUNK),
     Bad("chunk_float", lambda c: {"chunk_size": 64.0}, TypeError, "chunk_size", "64.0 (float)", "int", CHUNK),
     Bad(
         "neg_eigval",
@@ -632,7 +638,7 @@ def test_unknown_argument_is_an_error(name: str, op: Callable):
 
 
 @pytest.mark.parametrize(
-    "name", ["safe_gate", "chunk_size", "return_intermediate_states", "cu_seqlens_cpu", "checkpoint_offsets"]
+    "name", ["safe_gate", "chunk_size", "return_intermediate_states", "cu_seqlens_cpu", "checkpoint_offsets", "split"]
 )
 def test_recurrent_op_refuses_what_only_chunks_have(name: str):
     with pytest.raises(TypeError, match=f"'{name}'"):

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flashdelta as fd
 from flashdelta.reference import chunk_kda, split
 from flashdelta.reference.chunk import prepare, segment_map
-from flashdelta.reference.split import AffineMap, SplitCosts, cut, identity, most_segments, parts_of_sequences
+from flashdelta.reference.split import AffineMap, cut, identity
 from flashdelta.spec import KdaOptions, KdaTensors, check_call
+from flashdelta.split import AUTO, most_segments, parts_of_sequences
 
-COSTS = SplitCosts(step=97, map=60, compose=150, fixed=800)
-C = 32
+from .split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
+
 FP64 = torch.float64
 
 
-def _inputs(T: int, seed: int = 0, H: int = 1, HV: int = 2, K: int = 32, V: int = 64, decay: float = 0.1) -> dict:
-    source = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=source, dtype=FP64)
-
-    q, k = (torch.nn.functional.normalize(normal(1, T, H, K), dim=-1) for _ in "qk")
-    g = -decay * normal(1, T, HV, K).abs()
-    beta = 2.0 * torch.rand(1, T, HV, generator=source, dtype=FP64)
-    return {"q": q, "k": k, "v": normal(1, T, HV, V), "g": g, "beta": beta}
-
-
-def _offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
 def _forward(tensors: dict, parts: torch.Tensor | None, **options: object) -> tuple:
-    spec, t = check_call(KdaTensors(**tensors), KdaOptions(chunk_size=C, **options))
+    spec, t = check_call(KdaTensors(**tensors), KdaOptions(chunk_size=CHUNK, **options))
     return chunk_kda(spec, t, parts)
 
 
@@ -42,20 +30,21 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
 
 
-LENGTHS = ([1, 31, 32, 33], [0, 200, 0, 65], [331], [7, 640, 1, 0])
-
-
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("parts", [1, 2, 3, 64])
-@pytest.mark.parametrize("decay", [0.0, 0.1, 8.0])
-def test_split_is_the_whole(lengths: list[int], parts: int, decay: float):
-    tensors = _inputs(sum(lengths), decay=decay) | {"cu_seqlens": _offsets(lengths)}
-    tensors["initial_state"] = torch.randn(
-        len(lengths), 2, 32, 64, dtype=FP64, generator=torch.Generator().manual_seed(1)
-    )
-    options = {"output_final_state": True, "return_intermediate_states": True}
-    whole = _forward(tensors, None, **options)
-    for found, wanted in zip(_forward(tensors, torch.full((len(lengths),), parts), **options), whole):
+@pytest.mark.parametrize("parts", [2, 3, 64])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
+    call = forced(split_call(lengths, v_first, return_intermediate_states=True), FP64)
+    whole = fd.chunk_kda(**call, backend="reference")
+    for found, wanted in zip(fd.chunk_kda(**call, split=parts, backend="reference"), whole):
+        _close(found, wanted)
+
+
+@pytest.mark.parametrize("decay", [0.0, 8.0])
+def test_split_without_decay_and_with_strong_decay(decay: float):
+    tensors = split_inputs(331, decay=decay, dtype=FP64)
+    whole = _forward(tensors, None, output_final_state=True)
+    for found, wanted in zip(_forward(tensors, torch.tensor([6]), output_final_state=True)[:2], whole):
         _close(found, wanted)
 
 
@@ -64,7 +53,9 @@ def test_split_is_the_whole(lengths: list[int], parts: int, decay: float):
 def test_any_plan_is_the_whole(data: st.DataObject):
     lengths = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
     parts = torch.tensor([data.draw(st.integers(1, 8)) for _ in lengths])
-    tensors = _inputs(sum(lengths), seed=data.draw(st.integers(0, 99))) | {"cu_seqlens": _offsets(lengths)}
+    tensors = split_inputs(sum(lengths), seed=data.draw(st.integers(0, 99)), dtype=FP64) | {
+        "cu_seqlens": offsets(lengths)
+    }
     whole = _forward(tensors, None, output_final_state=True)
     found = _forward(tensors, parts, output_final_state=True)
     _close(found[0], whole[0])
@@ -73,7 +64,7 @@ def test_any_plan_is_the_whole(data: st.DataObject):
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_batch_rows_are_sequences(parts: int):
-    rows = [_inputs(100, seed) for seed in range(3)]
+    rows = [split_inputs(100, seed, dtype=FP64) for seed in range(3)]
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     whole = _forward(tensors, None, output_final_state=True)
     for found, wanted in zip(_forward(tensors, torch.full((3,), parts), output_final_state=True)[:2], whole):
@@ -82,18 +73,11 @@ def test_batch_rows_are_sequences(parts: int):
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_split_with_a_pool_and_checkpoints(parts: int):
-    lengths, slots = [150, 64, 0], 8
-    tensors = _inputs(sum(lengths)) | {
-        "cu_seqlens": _offsets(lengths),
-        "state_indices": torch.tensor([2, -1, 0]),
-        "checkpoint_offsets": torch.tensor([[16, 96], [64, 64], [0, 0]]),
-        "checkpoint_indices": torch.tensor([[4, 5], [6, -1], [-1, -1]]),
-    }
-    pools = [torch.randn(slots, 2, 32, 64, dtype=FP64, generator=torch.Generator().manual_seed(2)) for _ in range(2)]
-    whole = _forward(tensors | {"state_pool": pools[0]}, None)
-    found = _forward(tensors | {"state_pool": pools[1]}, torch.full((3,), parts))
-    _close(found[0], whole[0])
-    _close(pools[1], pools[0])
+    whole, cut_up = forced(split_pool_call(), FP64), forced(split_pool_call(), FP64)
+    wanted, _ = fd.chunk_kda(**whole, backend="reference")
+    found, _ = fd.chunk_kda(**cut_up, split=parts, backend="reference")
+    _close(found, wanted)
+    _close(cut_up["state_pool"], whole["state_pool"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -108,7 +92,7 @@ def test_maps_compose_in_any_grouping(seed: int, counts: tuple[int, int, int]):
     v = torch.randn(chunks, 1, HV, 16, V, generator=source, dtype=FP64)
     prepared = [prepare(k[i], k[i], g[i], beta[i]) for i in range(chunks)]
     cuts = [0, counts[0], counts[0] + counts[1], chunks]
-    a, b, c = (segment_map(prepared[i:j], v[i:j]) for i, j in zip(cuts, cuts[1:]))
+    a, b, c = (segment_map(prepared[i:j], v[i:j]) for i, j in itertools.pairwise(cuts))
     left, right, whole = c.after(b).after(a), c.after(b.after(a)), segment_map(prepared, v)
     S = torch.randn(HV, K, V, generator=source, dtype=FP64)
     for found in (left, right):
@@ -120,7 +104,7 @@ def test_maps_compose_in_any_grouping(seed: int, counts: tuple[int, int, int]):
 
 def test_maps_only_shrink():
     """The eigenvalues of `I - beta k k^T` and of decays lie in [-1, 1], so long chains can't explode."""
-    tensors = _inputs(64 * 16, H=2, HV=2, K=16, V=16, decay=1e-4)
+    tensors = split_inputs(64 * 16, H=2, HV=2, K=16, V=16, decay=1e-4, dtype=FP64)
     q, k, g, v = (tensors[name].view(16, 64, 2, -1).permute(0, 2, 1, 3)[:, None] for name in "qkgv")
     beta = tensors["beta"].view(16, 64, 2).permute(0, 2, 1)[:, None]
     M = segment_map([prepare(q[i], k[i], g[i], beta[i]) for i in range(16)], v).M
@@ -138,10 +122,10 @@ def _parts(chunks: list[int], lanes: int, **options: object) -> list[int]:
 @given(
     st.lists(st.integers(0, 4000), min_size=1, max_size=8),
     st.integers(1, 300),
-    st.sampled_from(["auto", False, 2, 7]),
+    st.sampled_from([AUTO, 1, 2, 7]),
     st.booleans(),
 )
-def test_plans_keep_their_bounds(chunks: list[int], lanes: int, mode: str | bool | int, invariant: bool):
+def test_plans_keep_their_bounds(chunks: list[int], lanes: int, mode: int, invariant: bool):
     parts = _parts(chunks, lanes, split=mode, batch_invariant=invariant)
     assert all(1 <= p <= max(c, 1) for p, c in zip(parts, chunks))
     assert sum(parts) <= most_segments(len(chunks), sum(chunks), lanes, 132, mode, invariant)
@@ -166,7 +150,7 @@ def test_plans_split_what_gains(chunks: list[int], lanes: int, wanted: list[int]
 
 
 def test_split_can_be_turned_off_and_forced():
-    assert _parts([2048, 3], 8, split=False) == [1, 1]
+    assert _parts([2048, 3], 8, split=1) == [1, 1]
     assert _parts([2048, 3, 0], 8, split=5) == [5, 3, 1]
 
 

@@ -31,6 +31,7 @@ PIECES = {
     "recurrent and fp16": [FILE, "-k", "test_recurrent or test_chunk_fp16"],
     "state pools": [POOLS],
     "decode": ["tests/interpreter/test_decode.py"],
+    "split": ["tests/interpreter/test_split.py"],
     "the rest": [FILE, "-k", "not test_recurrent and not test_chunk_fp16 and not test_chunk_fp32"],
 }
 

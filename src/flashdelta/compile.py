@@ -79,6 +79,7 @@ class Variant:
     g_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
+    split: str | int = "auto"
     N: int = 2
     heads: int = 2
 
@@ -110,6 +111,7 @@ class Variant:
             output_final_state=not self.pool,
             return_intermediate_states=self.intermediate,
             chunk_size=self.chunk_size,
+            split=self.split,
         )
         spec, t = check_call(t, options)
         h = make(spec.intermediate_shape) if self.intermediate else None
@@ -178,6 +180,10 @@ VARIANTS = (
     Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),
     Variant("bf16 K128 V128 pool with checkpoints, V first", pool=True, checkpoints=True, state_v_first=True),
     Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", pool=True, checkpoints=True),
+    Variant("bf16 K128 V128 split", split=4),
+    Variant("bf16 K128 V128 split, pool with checkpoints", split=4, pool=True, checkpoints=True, state_v_first=True),
+    Variant("bf16 K256 V256 split, fixed length", K=256, V=256, packed=False, split=4),
+    Variant("fp32 K128 V128 split", dtype=torch.float32, split=4),
     Variant("bf16 K32 V64", K=32, V=64),
     Variant("bf16 K64 V32", K=64, V=32),
     Variant("bf16 K256 V256", K=256, V=256, gate="none"),

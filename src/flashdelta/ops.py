@@ -63,6 +63,8 @@ def chunk_kda(
     has_initial_state: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
+    split: str | bool | int = "auto",
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
@@ -119,6 +121,10 @@ def chunk_kda(
             (where the state is the final one), and M at most 8. Offsets past the end are ignored. The chunk grid of a sequence
             starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the results.
         checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`.
+        split: into how many segments, that run at the same time, each sequence is cut (docs/split.md): a number up to 1024
+            (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay by measurement; on no
+            backend was that measured yet, so none. Results differ in rounding.
+        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
 
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
@@ -139,6 +145,7 @@ def chunk_kda(
             *("chunk", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
             *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute),
             *(return_intermediate_states, state_v_first, chunk_size, gate, null_index, backend),
+            *(split, type(split), batch_invariant),
         ),
     )
     plan = plans.find(key)
@@ -159,6 +166,8 @@ def chunk_kda(
         chunk_size=chunk_size,
         gate=gate,
         null_index=null_index,
+        split=split,
+        batch_invariant=batch_invariant,
     )
     tensors = KdaTensors(*given)
     spec, tensors = check_call(tensors, options, cu_seqlens_cpu)

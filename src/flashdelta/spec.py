@@ -15,6 +15,7 @@ import torch
 from . import checked
 from .errors import wrong as _wrong
 from .plans import PLAIN
+from .split import AUTO
 
 Algorithm = Literal["chunk", "recurrent", "decode"]
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
@@ -29,6 +30,9 @@ LOWEST_BOUND = -5.0
 
 DECODE_TOKENS = 8
 """Tokens that `recurrent_kda` takes of a sequence at most."""
+
+MAX_SEGMENTS = 1024
+"""Of a sequence."""
 
 MAX_CHECKPOINTS = 8
 """Checkpoints a sequence may have: each adds a chunk slot to every sequence."""
@@ -79,7 +83,8 @@ class KdaSettings:
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
     `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `null_index` says which pool indices
-    name no slot: those below 0, or 0 too. Of `recurrent_kda` alone: `spec_tokens` is the number of speculative tokens, and
+    name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
+    (`split.py`). Of `recurrent_kda` alone: `spec_tokens` is the number of speculative tokens, and
     without `update_state` the pool is only read.
     """
 
@@ -97,6 +102,8 @@ class KdaSettings:
     null_index: NullIndex = "negative"
     spec_tokens: int = 0
     update_state: bool = True
+    split: int = AUTO
+    batch_invariant: bool = False
 
     def settings(self) -> dict[str, object]:
         """The settings by name: the scalar arguments of the operators in `library.py`."""
@@ -202,6 +209,8 @@ class KdaOptions:
     state_v_first: bool = False
     chunk_size: int = 64
     null_index: NullIndex = "negative"
+    split: str | bool | int = "auto"
+    batch_invariant: bool = False
 
 
 OWN_NAMES: Mapping[str, str] = {}
@@ -229,6 +238,7 @@ FLAGS = (
     "disable_recompute",
     "return_intermediate_states",
     "state_v_first",
+    "batch_invariant",
 )
 
 
@@ -249,6 +259,7 @@ def _check_flags(options: KdaOptions, called: Mapping[str, str]) -> None:
         raise TypeError(f"chunk_size: got {size!r} ({type(size).__name__}), wanted an int, one of {CHUNK_SIZES}")
     if options.chunk_size not in CHUNK_SIZES:
         raise _wrong("chunk_size", repr(options.chunk_size), f"one of {CHUNK_SIZES}")
+    _segments(options.split)
     if options.null_index not in NULL_INDICES:
         raise _wrong("null_index", repr(options.null_index), f"one of {NULL_INDICES}")
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
@@ -258,6 +269,20 @@ def _check_flags(options: KdaOptions, called: Mapping[str, str]) -> None:
             f"True with {logits}=False",
             f"beta logits ({logits}=True); pass beta in [0, 2) yourself otherwise",
         )
+
+
+def _segments(split: object) -> int:
+    """`split` as a number."""
+    wanted = "'auto', False or a number of segments, at least 1"
+    if split is False:
+        return 1
+    if isinstance(split, bool) or not isinstance(split, (int, str)):
+        raise TypeError(f"split: got {split!r} ({type(split).__name__}), wanted {wanted}")
+    if split == "auto":
+        return AUTO
+    if isinstance(split, str) or not 1 <= split <= MAX_SEGMENTS:
+        raise _wrong("split", repr(split), f"{wanted} and at most {MAX_SEGMENTS}")
+    return split
 
 
 def _gate_name(options: KdaOptions) -> GateName:
@@ -600,6 +625,8 @@ def settings_of(t: KdaTensors, options: KdaOptions, gate: GateName, **others: ob
         return_intermediate_states=options.return_intermediate_states,
         state_v_first=options.state_v_first,
         null_index=options.null_index,
+        split=_segments(options.split),
+        batch_invariant=options.batch_invariant,
         **others,
     )
 

@@ -115,7 +115,10 @@ def chunk_kda(
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
     states and the states at checkpoints go there. With `parts [N]` each sequence is cut into so many segments (`split.py`)."""
     C, empty = spec.chunk_size, spec.T == 0 or spec.N == 0
-    slots = chunk_slots(spec, t) if (spec.packed or spec.checkpoints > 0 or parts is not None) and not empty else None
+    cuts = spec.packed or spec.checkpoints > 0 or spec.split > 1 or parts is not None
+    slots = chunk_slots(spec, t) if cuts and not empty else None
+    if spec.split > 1 and not empty:
+        parts = slots.chunks.clamp(1, spec.split)
     q, k, v, g, beta = elementwise_inputs(spec, t)
     initial = states_in(spec, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))

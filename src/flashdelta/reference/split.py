@@ -18,68 +18,9 @@ import torch
 
 
 @dataclass(frozen=True)
-class SplitCosts:
-    """What the planner weighs, in units of 10 ns: a chunk of the recurrence, a chunk of a segment's map, one step of the chain
-    that composes maps, and what a split costs at all. `shortest`: chunks a segment has at least. `margin`: percent that a
-    sequence's time must fall by."""
-
-    step: int
-    map: int
-    compose: int
-    fixed: int
-    shortest: int = 8
-    margin: int = 20
-
-
-def parts_of_sequences(
-    chunks: torch.Tensor,
-    lanes: int,
-    programs: int,
-    costs: SplitCosts,
-    split: str | bool | int = "auto",
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    """How many segments each sequence is cut into, `[N]`, at least 1.
-
-    Args:
-        chunks: `[N]` integers, the chunks of each sequence. Only whole numbers are formed from them, on their device.
-        lanes: work items of a segment: value heads times slices of the value channels.
-        programs: work items that run at the same time.
-        costs: of the kernels that will run.
-        split: `"auto"`; False, for none; or the number of segments of every sequence that has as many chunks.
-        batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise the chunks of the whole batch are shared
-            out: a segment is not shorter than what each program would do if all were even.
-    """
-    none = torch.ones_like(chunks)
-    if split is False:
-        return none
-    if split != "auto":
-        return chunks.clamp(1, int(split))
-    work = (chunks if batch_invariant else chunks.sum()) * lanes
-    length = ((work + programs - 1) // programs).clamp(min=costs.shortest)
-    parts = (chunks // length).clamp(min=1)
-    longest = (chunks + parts - 1) // parts
-    whole = chunks * costs.step
-    cut = longest * (costs.step + costs.map) + parts * costs.compose + costs.fixed
-    return torch.where(cut * 100 <= whole * (100 - costs.margin), parts, none)
-
-
-def most_segments(
-    N: int, chunks: int, lanes: int, programs: int, split: str | bool | int, batch_invariant: bool
-) -> int:
-    """A bound on the segments of a batch of `N` sequences with at most `chunks` chunks in all, known without their lengths."""
-    if split is False:
-        return N
-    if split != "auto":
-        return N * int(split)
-    most = max(programs // lanes, 1)
-    return min(N * most if batch_invariant else N + most, max(chunks, N))
-
-
-@dataclass(frozen=True)
 class Segments:
-    """Runs of chunk slots, sequence by sequence, `[G]` each: the `sequence`, the `first` slot and past the last one (`stop`), and
-    whether a segment `opens` its sequence. A sequence without chunks has one empty segment."""
+    """Runs of chunk slots, sequence by sequence, `[G]` each: the `sequence`, the `first` slot and past the last one (`stop`),
+    and whether a segment `opens` its sequence. A sequence without chunks has one empty segment."""
 
     sequence: torch.Tensor
     first: torch.Tensor

@@ -15,12 +15,15 @@ from .commit import commit_kernel
 from .decode import decode_kernel
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
+from .segments import compose_kernel, maps_kernel, plan_kernel
 
 
 @dataclass(frozen=True)
 class Workspace:
     """What `prepare` leaves for `recurrence`, chunk by chunk: `w, qg, kg [S, HV, C, K]`, `inverse, Aqk [S, HV, C, C]` in the
-    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots. One allocation of `nbytes(spec)`: `buffer`."""
+    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots. With up to `G` segments also their fp32
+    `maps [G, HV, K, K]`, `offsets` and `starts [G, HV, V, K]`, and `first_segment [N + 1]` int32 (`segments.py`); else None.
+    One allocation: `buffer`."""
 
     w: torch.Tensor
     qg: torch.Tensor
@@ -28,31 +31,41 @@ class Workspace:
     inverse: torch.Tensor
     Aqk: torch.Tensor
     decay: torch.Tensor
+    maps: torch.Tensor | None
+    offsets: torch.Tensor | None
+    starts: torch.Tensor | None
+    first_segment: torch.Tensor | None
     buffer: torch.Tensor
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         return (self.w, self.qg, self.kg, self.inverse, self.Aqk, self.decay)
 
     @staticmethod
-    def shapes(spec: KdaSpec) -> list[tuple[int, ...]]:
-        S, HV, C, K = spec.B * spec.slots, spec.HV, spec.chunk_size, spec.K
-        return [(S, HV, C, K)] * 3 + [(S, HV, C, C)] * 2
-
-    @staticmethod
-    def nbytes(spec: KdaSpec) -> int:
-        S, HV, C, K = spec.B * spec.slots, spec.HV, spec.chunk_size, spec.K
-        return S * HV * ((3 * C * K + 2 * C * C) * spec.dtype.itemsize + 4 * K)
+    def layout(spec: KdaSpec, segments: int = 0) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of all but the buffer, in order."""
+        S, HV, C, K, V = spec.B * spec.slots, spec.HV, spec.chunk_size, spec.K, spec.V
+        chunks = [((S, HV, C, K), spec.dtype)] * 3 + [((S, HV, C, C), spec.dtype)] * 2
+        chunks.append(((spec.B * spec.slots, HV, K), torch.float32))
+        if segments == 0:
+            return chunks
+        states = [((segments, HV, rows, K), torch.float32) for rows in (K, V, V)]
+        return [*chunks, *states, ((spec.N + 1,), torch.int32)]
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device) -> Workspace:
-        buffer = torch.empty(cls.nbytes(spec), dtype=torch.uint8, device=device)
-        parts, offset = [], 0
-        for shape in cls.shapes(spec):
-            size = torch.Size(shape).numel() * spec.dtype.itemsize
-            parts.append(buffer[offset : offset + size].view(spec.dtype).view(shape))
-            offset += size
-        decay = buffer[offset:].view(torch.float32).view(spec.B * spec.slots, spec.HV, spec.K)
-        return cls(*parts, decay, buffer)
+    def sizes(cls, spec: KdaSpec, segments: int = 0) -> list[int]:
+        """Bytes of the parts."""
+        return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in cls.layout(spec, segments)]
+
+    @classmethod
+    def nbytes(cls, spec: KdaSpec, segments: int = 0) -> int:
+        return sum(cls.sizes(spec, segments))
+
+    @classmethod
+    def allocate(cls, spec: KdaSpec, device: torch.device, segments: int = 0) -> Workspace:
+        layout, sizes = cls.layout(spec, segments), cls.sizes(spec, segments)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        parts = [x.view(dtype).view(shape) for x, (shape, dtype) in zip(buffer.split(sizes), layout)]
+        return cls(*parts, *[None] * (0 if segments else 4), buffer)
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -85,10 +98,19 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     t = readable(spec, t)
     if spec.algorithm != "chunk":
         return [decode(spec, t, capability, results)]
-    workspace = Workspace.allocate(spec, t.q.device)
+    segments = config.segments(spec, capability, t.q.device)
+    workspace = Workspace.allocate(spec, t.q.device, segments)
+    split = []
+    if segments:
+        split = [
+            plan(spec, t, capability, workspace),
+            maps(spec, t, capability, workspace, segments),
+            compose(spec, t, capability, workspace, results),
+        ]
     return [
         prepare(spec, t, capability, workspace),
-        recurrence(spec, t, capability, workspace, results),
+        *split,
+        recurrence(spec, t, capability, workspace, results, segments),
     ]
 
 
@@ -120,15 +142,69 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
     )
 
 
-def recurrence(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results) -> Launch:
+def plan(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace) -> Launch:
+    costs = config.split_costs(capability) or config.ANY_COSTS
+    return Launch(
+        plan_kernel,
+        1,
+        (
+            *(t.cu_seqlens, t.checkpoint_offsets, workspace.first_segment),
+            *(spec.T, spec.N, spec.checkpoints),
+            *(config.lanes(spec, capability), config.programs(t.q.device), spec.split, int(spec.batch_invariant)),
+            *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
+        ),
+        dict(C=spec.chunk_size, BLOCK=128),
+        num_warps=4,
+        workspace=workspace.buffer,
+    )
+
+
+def maps(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, segments: int) -> Launch:
+    c = config.recurrence_config(spec, capability)
+    BV = min(c.BV, spec.K)
+    return Launch(
+        maps_kernel,
+        segments * spec.HV * ((spec.K + spec.V) // BV),
+        (
+            *(workspace.w, workspace.kg, workspace.inverse, workspace.decay, t.v),
+            *(workspace.maps, workspace.offsets, workspace.first_segment, t.cu_seqlens, t.checkpoint_offsets),
+            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
+            *strides(t.v),
+        ),
+        dict(C=spec.chunk_size, K=spec.K, V=spec.V, BV=BV, PRECISION=config.dot_precision(spec.dtype), STAGES=c.stages),
+        c.num_warps,
+        workspace=workspace.buffer,
+    )
+
+
+def compose(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results) -> Launch:
+    BV = min(32, spec.V)
+    return Launch(
+        compose_kernel,
+        spec.N * spec.HV * (spec.V // BV),
+        (
+            *(workspace.maps, workspace.offsets, workspace.starts, workspace.first_segment, t.cu_seqlens),
+            *state_arguments(spec, t, results[1]),
+            *(spec.T, spec.N, spec.HV),
+        ),
+        dict(K=spec.K, V=spec.V, BV=BV, BK=min(64, spec.K), V_FIRST=spec.state_v_first),
+        num_warps=4,
+        workspace=workspace.buffer,
+    )
+
+
+def recurrence(
+    spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results, segments: int = 0
+) -> Launch:
     c = config.recurrence_config(spec, capability)
     o, final_state, h = results
     return Launch(
         recurrence_kernel,
-        spec.N * spec.HV * (spec.V // c.BV),
+        (segments or spec.N) * spec.HV * (spec.V // c.BV),
         (
             *workspace.parts(),
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(workspace.first_segment, workspace.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.v, o),

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .common import chunk_place, chunks_before, locate, piece_extent
+from .segments import part_of_piece, segment_bounds, segment_chunks, segment_of, sequence_chunks
 from .states import load_state, named_slot, sequence_slot, state_offsets, store_state
 
 
@@ -46,6 +47,8 @@ def recurrence_kernel(
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
+    first_segment,
+    starts,
     initial_state,
     final_state,
     state_indices,
@@ -74,7 +77,16 @@ def recurrence_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    if first_segment is None:
+        slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    else:
+        slice_ = tl.program_id(0) % (V // BV)
+        head = (tl.program_id(0) // (V // BV) % HV).to(tl.int64)
+        segment = tl.program_id(0) // (V // BV) // HV
+        n, part, parts, exists = segment_of(segment, first_segment, N)
+        if not exists:
+            return
+        batch, begin, end = segment_bounds(n, cu_seqlens, T)
     slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
     h_row = slot
     if h is not None and cu_seqlens is not None:
@@ -88,7 +100,17 @@ def recurrence_kernel(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
     in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
-    state = load_state(initial_state, own * state_pitch + in_slot, read)
+    if first_segment is None:
+        state = load_state(initial_state, own * state_pitch + in_slot, read)
+    else:
+        first, last = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
+        if part > 0:
+            at = (segment.to(tl.int64) * HV + head) * K * V
+            state = tl.load(starts + state_offsets(at, value, key, K, V, True))
+        else:
+            state = load_state(initial_state, own * state_pitch + in_slot, read)
+        stored *= (part + 1 == parts).to(tl.int32)
+        done = first * 0
 
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
@@ -97,7 +119,12 @@ def recurrence_kernel(
     start = begin
     for piece in range(0, pieces):
         stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-        for i in tl.range(0, chunks, num_stages=STAGES):
+        low = 0
+        high = chunks
+        if first_segment is not None:
+            low, high = part_of_piece(first, last, done, chunks)
+            done += chunks
+        for i in tl.range(low, high, num_stages=STAGES):
             chunk = (slot + i) * HV + head
             token = start + i * C + row
             valid = (token < stop)[:, None]
@@ -125,6 +152,9 @@ def recurrence_kernel(
             there, reached = checkpoint_slot(
                 checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
             )
+            if first_segment is not None:
+                # by the segment that the last chunk before the checkpoint is in
+                reached *= ((first < done) & (done <= last)).to(tl.int32)
             store_state(final_state, there * state_pitch + in_slot, state, reached)
             slot += chunks
             start = stop

@@ -1,0 +1,268 @@
+"""Long sequences cut into segments (docs/split.md; the definition is `reference/split.py`): stages `plan`, `maps`, `compose`.
+
+`plan` says how many segments each sequence has. `maps` finds, for every segment but a sequence's last, the map from the state
+before it to the state after it, transposed: `S'^T = S^T M^T + b^T`. `compose` walks a sequence's maps and leaves the state
+before each segment, from which `recurrence` runs all segments at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import chunk_place, clamp_bounds, locate, piece_count, piece_end, piece_extent, sequence_bounds
+from .states import load_state, sequence_slot, state_offsets
+
+
+@triton.jit
+def sequence_chunks(checkpoint_offsets, n, pieces, length, C: tl.constexpr):
+    """How many chunks sequences `n` of these lengths have, over all their pieces."""
+    if checkpoint_offsets is None:
+        chunks = (length + C - 1) // C
+    else:
+        chunks = length * 0
+        start = length * 0
+        for piece in range(0, pieces):
+            end = piece_end(checkpoint_offsets, n, piece, pieces, start, length)
+            chunks += (end - start + C - 1) // C
+            start = end
+    return chunks
+
+
+@triton.jit
+def block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Chunks of the sequences `base .. base + BLOCK`, 0 past the last."""
+    lane = base + tl.arange(0, BLOCK)
+    n = tl.minimum(lane, N - 1)
+    if cu_seqlens is None:
+        length = (n * 0 + T).to(tl.int64)
+    else:
+        begin, end = clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T)
+        length = end - begin
+    return tl.where(lane < N, sequence_chunks(checkpoint_offsets, n, pieces, length, C), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("T", "N", "checkpoints", "lanes", "programs", "split", "batch_invariant"),
+        *("step", "map_", "compose", "fixed", "shortest", "margin"),
+    ]
+)
+def plan_kernel(
+    cu_seqlens,
+    checkpoint_offsets,
+    first_segment,
+    T,
+    N,
+    checkpoints,
+    lanes,
+    programs,
+    split,
+    batch_invariant,
+    step,
+    map_,
+    compose,
+    fixed,
+    shortest,
+    margin,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`first_segment [N + 1]`: where each sequence's segments begin among all. One program."""
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    total = tl.zeros([], tl.int64)
+    for base in range(0, N, BLOCK):
+        total += tl.sum(block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C, BLOCK))
+    before = tl.zeros([], tl.int64)
+    for base in range(0, N, BLOCK):
+        lane = base + tl.arange(0, BLOCK)
+        chunks = block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C, BLOCK)
+        work = tl.where(batch_invariant != 0, chunks, total) * lanes
+        length = tl.maximum((work + programs - 1) // programs, shortest)
+        planned = tl.maximum(chunks // length, 1)
+        longest = (chunks + planned - 1) // planned
+        cut = longest * (step + map_) + planned * compose + fixed
+        planned = tl.where(cut * 100 <= chunks * step * (100 - margin), planned, 1)
+        forced = tl.minimum(tl.maximum(chunks, 1), split)
+        parts = tl.where(lane < N, tl.where(split != 0, forced, planned), 0)
+        ends = before + tl.cumsum(parts, 0)
+        tl.store(first_segment + lane, (ends - parts).to(tl.int32), mask=lane < N)
+        before += tl.sum(parts)
+    tl.store(first_segment + N, before.to(tl.int32))
+
+
+@triton.jit
+def segment_of(segment, first_segment, N):
+    """Of segment number `segment`: its sequence, its place in it, how many segments the sequence has, and whether there are so
+    many segments at all."""
+    n = segment * 0
+    high = n + N - 1
+    while n < high:
+        middle = (n + high + 1) // 2
+        if tl.load(first_segment + middle) <= segment:
+            n = middle
+        else:
+            high = middle - 1
+    first = tl.load(first_segment + n)
+    parts = tl.load(first_segment + n + 1) - first
+    return n.to(tl.int64), segment - first, parts, segment - first < parts
+
+
+@triton.jit
+def segment_chunks(part, parts, chunks):
+    """The chunks of a sequence that a segment has: the first, and past the last one."""
+    chunks = chunks.to(tl.int64)
+    return part * chunks // parts, (part + 1) * chunks // parts
+
+
+@triton.jit
+def part_of_piece(first, stop, before, chunks):
+    """Which of the chunks of a piece, `before` of whose sequence lie before it, are in `[first, stop)`."""
+    start = tl.minimum(tl.maximum(first - before, 0), chunks)
+    return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)
+
+
+@triton.jit
+def segment_bounds(n, cu_seqlens, T):
+    """Batch row, first and past-the-last token of a segment's sequence."""
+    if cu_seqlens is None:
+        batch = n
+        begin = n * 0
+        end = begin + T
+    else:
+        batch = n * 0
+        begin, end = sequence_bounds(cu_seqlens, n, T)
+    return batch, begin, end
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "slots", "checkpoints"])
+def maps_kernel(
+    w,
+    kg,
+    inverse,
+    decay,
+    v,
+    maps,
+    offsets,
+    first_segment,
+    cu_seqlens,
+    checkpoint_offsets,
+    T,
+    N,
+    HV,
+    slots,
+    checkpoints,
+    v_batch: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`maps [G, HV, K, K]`: row c is column c of M. `offsets [G, HV, V, K]`: b, V first. One program per (segment, value head,
+    `BV` of the K + V columns of M and b), which walks the segment as `recurrence` does: M's columns are states that start as
+    unit vectors and that no value writes to, b's start from zero."""
+    COLUMNS: tl.constexpr = K + V
+    slice_ = tl.program_id(0) % (COLUMNS // BV)
+    item = tl.program_id(0) // (COLUMNS // BV)
+    head = (item % HV).to(tl.int64)
+    segment = item // HV
+    n, part, parts, exists = segment_of(segment, first_segment, N)
+    if (not exists) | (part + 1 == parts):
+        return
+    batch, begin, end = segment_bounds(n, cu_seqlens, T)
+    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
+
+    dtype = w.dtype.element_ty
+    row = tl.arange(0, C)
+    key = tl.arange(0, K)
+    column = slice_ * BV + tl.arange(0, BV)
+    state = tl.where(column[:, None] == key[None, :], 1.0, 0.0)
+    # values of M's columns are zero; columns past K are value channels
+    value = column - K
+    v += batch * v_batch + head * v_head
+    tile = row[:, None] * K + key[None, :]
+    square = row[:, None] * C + row[None, :]
+    start = begin
+    done = first * 0
+    for piece in range(0, pieces):
+        end_, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
+        low, high = part_of_piece(first, stop, done, chunks)
+        for i in tl.range(low, high, num_stages=STAGES):
+            chunk = (slot + i) * HV + head
+            token = start + i * C + row
+            valid = (token < end_)[:, None] & (value >= 0)[None, :]
+            tile_w = tl.load(w + chunk * C * K + tile)
+            tile_kg = tl.load(kg + chunk * C * K + tile)
+            total = tl.load(decay + chunk * K + key)
+            tile_inverse = tl.load(inverse + chunk * C * C + square)
+            tile_v = tl.load(v + token[:, None] * v_token + value[None, :], mask=valid, other=0.0)
+            pseudo = tl.dot(tl.trans(tile_v), tl.trans(tile_inverse), input_precision=PRECISION)
+            pseudo -= tl.dot(state.to(dtype), tl.trans(tile_w), input_precision=PRECISION)
+            state = tl.dot(pseudo.to(dtype), tile_kg, acc=state * total[None, :], input_precision=PRECISION)
+        slot += chunks
+        done += chunks
+        start = end_
+    at = segment.to(tl.int64) * HV + head
+    if slice_ * BV < K:
+        tl.store(maps + at * K * K + column[:, None] * K + key[None, :], state)
+    else:
+        tl.store(offsets + at * V * K + value[:, None] * K + key[None, :], state)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
+def compose_kernel(
+    maps,
+    offsets,
+    starts,
+    first_segment,
+    cu_seqlens,
+    initial_state,
+    final_state,
+    state_indices,
+    has_initial_state,
+    lowest,
+    pool_slots,
+    has_initial,
+    has_final,
+    state_pitch: tl.int64,
+    T,
+    N,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):
+    """`starts [G, HV, V, K]`: the state before each segment, V first, in float32. One program per (sequence, value head, `BV`
+    value channels). The state goes from step to step through `starts` itself, `BK` key channels at a time."""
+    slice_, head, n, _, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    first = tl.load(first_segment + n)
+    last = tl.load(first_segment + n + 1) - 1
+    if first >= last:
+        return
+    own, read, _ = sequence_slot(
+        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+    )
+    value = slice_ * BV + tl.arange(0, BV)
+    key = tl.arange(0, BK)
+    here = first.to(tl.int64) * HV + head
+    for block in range(0, K, BK):
+        at = own * state_pitch + state_offsets(head * K * V, value, block + key, K, V, V_FIRST)
+        state = load_state(initial_state, at, read)
+        tl.store(starts + state_offsets(here * K * V, value, block + key, K, V, True), state)
+    for _ in range(first, last):
+        tl.debug_barrier()
+        for block in range(0, K, BK):
+            state = tl.load(offsets + state_offsets(here * K * V, value, block + key, K, V, True))
+            for along in range(0, K, BK):
+                left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
+                right = tl.load(maps + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
+                state = tl.dot(left, right, acc=state, input_precision="tf32x3")
+            tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
+        here += HV

@@ -1,0 +1,70 @@
+"""Split sequences: the Triton kernels against whole sequences in float64, and the planning kernel against the planner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.split import AUTO, SplitCosts, parts_of_sequences
+from flashdelta.triton.segments import plan_kernel
+
+from ..oracle import assert_close
+from ..split_cases import COSTS, LENGTHS, forced, offsets, split_call, split_pool_call
+
+TOLERANCE = 2e-5
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert_close("split", found, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(("parts", "v_first"), [(2, True), (5, False)])
+def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
+    call = split_call(lengths, v_first=v_first, return_intermediate_states=True)
+    found = fd.chunk_kda(**call, split=parts, backend="triton")
+    for x, wanted in zip(found, fd.chunk_kda(**forced(call, torch.float64), backend="reference")):
+        _close(x, wanted)
+
+
+def test_split_of_batch_rows():
+    call = split_call([90, 90, 90])
+    batch = {
+        name: x.view(3, 90, *x.shape[2:]) if x.dim() > 2 and name != "initial_state" else x
+        for name, x in ((n, y) for n, y in call.items() if isinstance(y, torch.Tensor) and n != "cu_seqlens")
+    }
+    rest = {n: y for n, y in call.items() if not isinstance(y, torch.Tensor)}
+    found = fd.chunk_kda(**batch, **rest, split=2, backend="triton")
+    wanted = fd.chunk_kda(**forced(batch | rest, torch.float64), backend="reference")
+    _close(found[0], wanted[0])
+    _close(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_split_with_a_pool_and_checkpoints(parts: int):
+    call = split_pool_call()
+    exact = forced(call, torch.float64)
+    o, _ = fd.chunk_kda(**call, split=parts, backend="triton")
+    wanted, _ = fd.chunk_kda(**exact, backend="reference")
+    _close(o, wanted)
+    _close(call["state_pool"], exact["state_pool"])
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 40])
+@pytest.mark.parametrize(("split", "invariant"), [(AUTO, False), (AUTO, True), (3, False)])
+def test_plan_is_the_planners(lanes: int, split: int, invariant: bool):
+    chunks = torch.cat(
+        [torch.tensor([700, 0, 16, 130]), torch.randint(0, 90, (150,), generator=torch.Generator().manual_seed(0))]
+    )
+    cu_seqlens = offsets((chunks * 64 - (chunks > 0) * 5).tolist()).int()
+    N, costs = len(chunks), COSTS
+    first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
+    plan_kernel[(1,)](
+        *(cu_seqlens, None, first_segment, int(cu_seqlens[-1]), N, 0, lanes, 132, split, int(invariant)),
+        *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
+        C=64,
+        BLOCK=128,
+    )
+    parts = parts_of_sequences(chunks, lanes, 132, SplitCosts(97, 60, 150, 800), split, invariant)
+    assert first_segment.diff().tolist() == parts.tolist() and first_segment[0] == 0
