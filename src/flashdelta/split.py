@@ -7,8 +7,12 @@ kernels of a backend form the same whole numbers from device data.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .spec import KdaSpec
 
 AUTO = 0
 """Instead of a number of segments: as many as pay."""
@@ -62,3 +66,11 @@ def most_segments(
         most = split
     bound = N + most if split == AUTO and not batch_invariant else N * most
     return min(bound, max(chunks, N) + N)
+
+
+def segments_of_call(spec: KdaSpec, lanes: int, programs: int, costs: SplitCosts | None) -> int:
+    """A bound on the segments of a call that may be split, 0 for one that is not; without `costs` only a forced one is."""
+    if spec.split == 1 or (spec.split == AUTO and costs is None):
+        return 0
+    most = most_segments(spec.N, spec.B * spec.slots, lanes, programs, spec.split, spec.batch_invariant)
+    return most if most > spec.N else 0

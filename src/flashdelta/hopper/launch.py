@@ -13,8 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..launch import Launch, dense, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
+from ..split import SplitCosts, segments_of_call
+from ..triton.launch import compose, plan
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
+from .segments import maps_kernel
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -25,6 +28,9 @@ SHARED_MEMORY = 232_448
 
 MOST_PROGRAMS = 144
 """Of `recurrence`: no Hopper GPU has more multiprocessors."""
+
+SPLIT_COSTS: SplitCosts | None = None
+"""Not measured yet: sequences stay whole unless the caller says otherwise."""
 
 EVEN = 0.9
 """Share of the multiprocessors' time that is in use, from which on whole items do."""
@@ -39,12 +45,17 @@ class Workspace:
     """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
     inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. What programs of
     `recurrence` leave for each other: `handed [programs, 64, K]` fp32, a state, and `arrived [FLAGS]`, how many threads have
-    stored theirs. One allocation of `nbytes(spec)`."""
+    stored theirs. With up to `G` segments also their `maps [G, HV, K, K]`, `offsets` and `starts [G, HV, V, K]` in fp32, and
+    `first_segment [N + 1]` int32 (`triton/segments.py`); else these are empty. One allocation of `nbytes(spec, segments)`."""
 
     tiles: torch.Tensor
     decay: torch.Tensor
     handed: torch.Tensor
     arrived: torch.Tensor
+    maps: torch.Tensor
+    offsets: torch.Tensor
+    starts: torch.Tensor
+    first_segment: torch.Tensor
     buffer: torch.Tensor
 
     @staticmethod
@@ -53,25 +64,35 @@ class Workspace:
         return max(spec.B * spec.slots * spec.HV * (3 * (spec.K // TILE) + 2), 1) * TILE
 
     @staticmethod
-    def sizes(spec: KdaSpec) -> tuple[int, int, int, int]:
+    def sizes(spec: KdaSpec, segments: int = 0) -> list[int]:
         """Bytes of the parts."""
         decay = spec.B * spec.slots * spec.HV * spec.K
         handed = min(items(spec), MOST_PROGRAMS) * TILE * spec.K
-        return Workspace.rows(spec) * TILE * 2, decay * 4, handed * 4, FLAGS * 4
+        states = [segments * spec.HV * rows * spec.K * 4 for rows in (spec.K, spec.V, spec.V)]
+        return [
+            Workspace.rows(spec) * TILE * 2,
+            decay * 4,
+            handed * 4,
+            FLAGS * 4,
+            *states,
+            (spec.N + 1) * 4 if segments else 0,
+        ]
 
     @staticmethod
-    def nbytes(spec: KdaSpec) -> int:
-        return sum(Workspace.sizes(spec))
+    def nbytes(spec: KdaSpec, segments: int = 0) -> int:
+        return sum(Workspace.sizes(spec, segments))
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device) -> Workspace:
-        buffer = torch.empty(cls.nbytes(spec), dtype=torch.uint8, device=device)
-        tiles, decay, handed, arrived = buffer.split(cls.sizes(spec))
+    def allocate(cls, spec: KdaSpec, device: torch.device, segments: int = 0) -> Workspace:
+        buffer = torch.empty(cls.nbytes(spec, segments), dtype=torch.uint8, device=device)
+        tiles, decay, handed, arrived, *states, first_segment = buffer.split(cls.sizes(spec, segments))
         return cls(
             tiles.view(torch.bfloat16).view(-1, TILE),
             decay.view(torch.float32),
             handed.view(torch.float32),
             arrived.view(torch.int32),
+            *(x.view(torch.float32) for x in states),
+            first_segment.view(torch.int32),
             buffer,
         )
 
@@ -100,8 +121,20 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     A_log, dt_bias, initial_state, cu_seqlens = dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)
     indices = dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices)
     t = KdaTensors(q, k, v, g, t.beta, A_log, dt_bias, initial_state, cu_seqlens, t.state_pool, *indices)
-    workspace = Workspace.allocate(spec, q.device)
-    return [prepare(spec, t, workspace), recurrence(spec, t, workspace, results)]
+    segments = segments_of_call(spec, lanes(spec), programs(spec, q.device), SPLIT_COSTS)
+    workspace = Workspace.allocate(spec, q.device, segments)
+    if not segments:
+        return [prepare(spec, t, workspace), recurrence(spec, t, workspace, results)]
+    found = (workspace.maps, workspace.offsets, workspace.starts, workspace.first_segment)
+    return [
+        prepare(spec, t, workspace),
+        plan(
+            *(spec, t, workspace.first_segment, lanes(spec), programs(spec, t.q.device), SPLIT_COSTS, workspace.buffer),
+        ),
+        maps(spec, t, workspace, segments),
+        compose(spec, t, found, results[1], workspace.buffer),
+        recurrence(spec, t, workspace, results, segments),
+    ]
 
 
 def _eighths(*tensors: torch.Tensor) -> list[int]:
@@ -138,6 +171,36 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def lanes(spec: KdaSpec) -> int:
+    """Items of a segment."""
+    return spec.HV * (spec.V // TILE)
+
+
+def programs(spec: KdaSpec, device: torch.device, slices: int | None = None) -> int:
+    """Programs that run at the same time, so many `slices` of a head side by side."""
+    slices = slices or spec.V // TILE
+    return min(multiprocessors(device), MOST_PROGRAMS) // slices * slices
+
+
+def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, segments: int) -> Launch:
+    slices = (spec.K + spec.V) // TILE
+    stage = (2 * spec.K // TILE + 2) * TILE * TILE * 2 + spec.K * 4
+    return Launch(
+        maps_kernel,
+        min(segments * spec.HV * slices, programs(spec, t.v.device, slices)),
+        (
+            TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
+            *(workspace.decay, t.v, workspace.maps, workspace.offsets, workspace.first_segment, t.cu_seqlens),
+            *(spec.T, spec.N, spec.HV, spec.slots),
+            *_eighths(t.v),
+            segments,
+        ),
+        dict(K=spec.K, V=spec.V, STAGES=min(4, (SHARED_MEMORY - 256) // stage)),
+        num_warps=4,
+        workspace=workspace.buffer,
+    )
+
+
 def sharing_pays(spec: KdaSpec, programs: int) -> bool:
     """Whether `recurrence` shares chunks out evenly: where whole items would leave many multiprocessors idle in the last
     round, of all items or of the last sequence's. Otherwise programs go through the items side by side, which is kinder to
@@ -148,32 +211,32 @@ def sharing_pays(spec: KdaSpec, programs: int) -> bool:
     return 1 < rounds < MOST_ROUNDS and any(r > 1 and r < EVEN * math.ceil(r) for r in (rounds, last))
 
 
-def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
+def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results, segments: int = 0) -> Launch:
     o, final_state, h = results
-    # the slices of a head side by side
-    slices = spec.V // TILE
-    most = min(multiprocessors(t.v.device), MOST_PROGRAMS) // slices * slices
+    most = programs(spec, t.v.device)
     # as many chunks in flight as shared memory holds beside the output tile
     stage = (3 * spec.K // TILE + 3) * TILE * TILE * 2 + spec.K * 4
     stages = min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage)
     return Launch(
         recurrence_kernel,
-        min(items(spec), most),
+        min(segments * lanes(spec) or items(spec), most),
         (
             TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
             workspace.decay,
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.handed, workspace.arrived),
+            *((workspace.first_segment, workspace.starts) if segments else (None, None)),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v, o),
+            segments,
         ),
         dict(
             K=spec.K,
             V=spec.V,
             V_FIRST=spec.state_v_first,
             STAGES=stages,
-            SHARED=sharing_pays(spec, most),
+            SHARED=segments == 0 and sharing_pays(spec, most),
         ),
         num_warps=4,
         workspace=workspace.buffer,

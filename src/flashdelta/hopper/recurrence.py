@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import common, states
 from ..triton import recurrence as portable
+from ..triton import segments as portable_segments
 from .arithmetic import wide
 from .compat import copy_async, copy_tile
 from .shares import own_share, part_count, part_of_share
@@ -43,6 +44,9 @@ state_offsets = gluon.jit(states.state_offsets.fn)
 load_state = gluon.jit(states.load_state.fn)
 store_state = gluon.jit(states.store_state.fn)
 sequence_slot = gluon.jit(states.sequence_slot.fn)
+segment_of = gluon.jit(portable_segments.segment_of.fn)
+segment_bounds = gluon.jit(portable_segments.segment_bounds.fn)
+segment_chunks = gluon.jit(portable_segments.segment_chunks.fn)
 
 
 @gluon.jit
@@ -62,11 +66,11 @@ def chunks_before(cu_seqlens, n, T):
 @gluon.jit
 def program_parts(share, sizes, SLICES: gl.constexpr):
     """How many items or parts of items the program does."""
-    _, N, HV, _, _ = sizes
+    _, _, HV, _, _, runs = sizes
     if share is None:
         group = gl.program_id(0) // SLICES
         groups = gl.num_programs(0) // SLICES
-        parts = (N * HV - group + groups - 1) // groups
+        parts = (runs * HV - group + groups - 1) // groups
     else:
         item0, chunk0, item1, chunk1 = share
         parts = part_count(item0, chunk0, item1, chunk1)
@@ -74,12 +78,52 @@ def program_parts(share, sizes, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def locate_part(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
+def item_of(k, SLICES: gl.constexpr):
+    """The program's item number `k`, where it does every so many-th."""
+    return gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
+
+
+@gluon.jit
+def locate_segment(item, first_segment, cu_seqlens, sizes):
+    """As `locate_part`, where an item is a value head of a segment, and the item that it is a part of the sequence. A segment
+    that is not planned has no tokens, and ends before the sequence."""
+    T, N, HV, slots, checkpoints, _ = sizes
+    n, part, parts, exists = segment_of(item // HV, first_segment, N)
+    batch, begin, end = segment_bounds(n, cu_seqlens, T)
+    slot, pieces = chunk_place(cu_seqlens, None, checkpoints, n, begin, slots, C)
+    first, stop = segment_chunks(part, parts, (end - begin + C - 1) // C)
+    last = exists & (part + 1 == parts)
+    end = gl.where(last, end, begin + stop * C)
+    begin += first * C
+    end = gl.where(exists, end, begin)
+    first, stop = first.to(gl.int32), gl.where(last, 0, gl.maximum(stop, 1)).to(gl.int32)
+    return item % HV, n, batch, begin, end, slot + first, pieces, first, stop
+
+
+@gluon.jit
+def locate_part(k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
     """The program's part number `k`: value head, sequence, batch row, first and past-the-last token, first chunk slot, number
     of pieces; the item's chunks before it, and the number of those up to its end if it ends before the item, else 0."""
-    T, _, HV, slots, checkpoints = sizes
+    if first_segment is None:
+        head, n, batch, begin, end, slot, pieces, first, stop = locate_share(
+            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
+        )
+    else:
+        head, n, batch, begin, end, slot, pieces, first, stop = locate_segment(
+            item_of(k, SLICES), first_segment, cu_seqlens, sizes
+        )
+    # 32 bits do, and take half the registers; offsets of checkpoints have 64
+    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
+    begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
+    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, first, stop
+
+
+@gluon.jit
+def locate_share(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
+    """`locate_part` without segments: an item is a value head of a sequence."""
+    T, _, HV, slots, checkpoints, _ = sizes
     if share is None:
-        item = gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
+        item = item_of(k, SLICES)
         first: gl.constexpr = 0
         stop: gl.constexpr = 0
     else:
@@ -92,10 +136,7 @@ def locate_part(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.cons
             end = begin + stop * C
         begin += first * C
         slot += first
-    # 32 bits do, and take half the registers; offsets of checkpoints have 64
-    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
-    begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
-    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, first, stop
+    return head, n, batch, begin, end, slot, pieces, first, stop
 
 
 @gluon.jit
@@ -108,6 +149,7 @@ def load(
     v_s,
     barriers,
     share,
+    first_segment,
     cu_seqlens,
     checkpoint_offsets,
     sizes,
@@ -118,7 +160,7 @@ def load(
 ):
     """The loader: one warp that keeps the stages full."""
     ready, free = barriers
-    _, _, HV, _, _ = sizes
+    _, _, HV, _, _, _ = sizes
     SLICES: gl.constexpr = V // BV
     slice_ = gl.program_id(0) % SLICES
     v_batch, v_token, v_head = strides
@@ -132,7 +174,7 @@ def load(
     turn = 0
     for k in range(program_parts(share, sizes, SLICES)):
         head, n, batch, begin, end, slot, pieces, _, _ = locate_part(
-            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
+            k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
         )
         in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
         start = begin
@@ -224,7 +266,9 @@ def compute(
     checkpoint_indices,
     handed,
     arrived,
+    starts,
     share,
+    first_segment,
     sizes,
     strides,
     K: gl.constexpr,
@@ -239,7 +283,7 @@ def compute(
     """
     ready, free = barriers
     initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final = states
-    T, _, HV, _, _ = sizes
+    T, _, HV, _, _, _ = sizes
     SLICES: gl.constexpr = V // BV
     slice_ = gl.program_id(0) % SLICES
     o_batch, o_token, o_head = strides
@@ -257,7 +301,7 @@ def compute(
     turn = 0
     for k in range(program_parts(share, sizes, SLICES)):
         head, n, batch, begin, end, slot, pieces, before, until = locate_part(
-            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
+            k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
         )
         h_row = slot
         if h is not None and cu_seqlens is not None:
@@ -274,7 +318,13 @@ def compute(
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
         value = slice_ * BV + in_slice
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-        if share is None:
+        if first_segment is not None:
+            if before > 0:
+                run = item_of(k, SLICES).to(gl.int64) * (K * V)
+                state0, state1 = load_halves(starts, state_offsets(run, value, key, K, V, True), 64, 1, K, acc_l)
+            else:
+                state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
+        elif share is None:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
         elif before > 0:
             await_state(arrived - SLICES)
@@ -356,7 +406,9 @@ def compute(
         # turn is first + total now; offsets that the compiler can't see to be those of above need no registers in the loop
         nothing = turn - first - total
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
-        if share is None:
+        if first_segment is not None:
+            store_halves(final_state, at, NEXT, state0, state1, stored * (until == 0), K)
+        elif share is None:
             store_halves(final_state, at, NEXT, state0, state1, stored, K)
         elif until > 0:
             store_halves(handed, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
@@ -369,6 +421,7 @@ _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head
 SCALARS = (
     *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
     *_STRIDES,
+    "segments",
 )
 """Arguments whose values leave the machine code as it is."""
 
@@ -385,6 +438,8 @@ def recurrence_kernel(
     checkpoint_indices,
     handed,
     arrived,
+    first_segment,
+    starts,
     initial_state,
     final_state,
     state_indices,
@@ -405,6 +460,7 @@ def recurrence_kernel(
     o_batch: gl.int32,
     o_token: gl.int32,
     o_head: gl.int32,
+    segments: gl.int32,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -424,7 +480,7 @@ def recurrence_kernel(
         mbarrier.init(free.index(s), count=1)
     fence_async_shared()
     barriers = (ready, free)
-    sizes = (T, N, HV, slots, checkpoints)
+    sizes = (T, N, HV, slots, checkpoints, N if first_segment is None else segments)
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
     states = (initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final)
@@ -456,7 +512,9 @@ def recurrence_kernel(
                     checkpoint_indices,
                     handed,
                     arrived,
+                    starts,
                     share,
+                    first_segment,
                     sizes,
                     in_o,
                     K,
@@ -476,6 +534,7 @@ def recurrence_kernel(
                     v_s,
                     barriers,
                     share,
+                    first_segment,
                     cu_seqlens,
                     checkpoint_offsets,
                     sizes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..spec import KdaSpec
-from ..split import AUTO, SplitCosts, most_segments
+from ..split import SplitCosts
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,6 @@ def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
     return DecodeConfig(BV=min(64, _channels(spec, 8192)), num_warps=4, stream=not wide)
 
 
-ANY_COSTS = SplitCosts(step=1, map=1, compose=1, fixed=1)
-"""For a forced split, which weighs nothing."""
-
-
 def split_costs(capability: int) -> SplitCosts | None:
     """What the planner weighs; None where splits were not measured: sequences stay whole unless the caller says otherwise."""
     return None
@@ -115,16 +111,6 @@ def lanes(spec: KdaSpec, capability: int) -> int:
 def programs(device: torch.device) -> int:
     """Of `recurrence`, that run at the same time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def segments(spec: KdaSpec, capability: int, device: torch.device) -> int:
-    """A bound on the segments of a call that may be split, 0 for one that is not."""
-    if (spec.split == AUTO and split_costs(capability) is None) or spec.split == 1:
-        return 0
-    most = most_segments(
-        *(spec.N, spec.B * spec.slots, lanes(spec, capability), programs(device)), spec.split, spec.batch_invariant
-    )
-    return most if most > spec.N else 0
 
 
 def _channels(spec: KdaSpec, elements: int) -> int:

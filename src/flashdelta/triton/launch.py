@@ -10,6 +10,7 @@ from ..decode_spec import CommitSpec, CommitTensors
 from ..launch import Launch, dense, launch_all, or_empty, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
+from ..split import SplitCosts, segments_of_call
 from . import config
 from .commit import commit_kernel
 from .decode import decode_kernel
@@ -39,6 +40,9 @@ class Workspace:
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         return (self.w, self.qg, self.kg, self.inverse, self.Aqk, self.decay)
+
+    def segments(self) -> tuple[torch.Tensor, ...]:
+        return (self.maps, self.offsets, self.starts, self.first_segment)
 
     @staticmethod
     def layout(spec: KdaSpec, segments: int = 0) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -98,14 +102,15 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     t = readable(spec, t)
     if spec.algorithm != "chunk":
         return [decode(spec, t, capability, results)]
-    segments = config.segments(spec, capability, t.q.device)
+    costs, lanes, programs = config.split_costs(capability), config.lanes(spec, capability), config.programs(t.q.device)
+    segments = segments_of_call(spec, lanes, programs, costs)
     workspace = Workspace.allocate(spec, t.q.device, segments)
     split = []
     if segments:
         split = [
-            plan(spec, t, capability, workspace),
+            plan(spec, t, workspace.first_segment, lanes, programs, costs, workspace.buffer),
             maps(spec, t, capability, workspace, segments),
-            compose(spec, t, capability, workspace, results),
+            compose(spec, t, workspace.segments(), results[1], workspace.buffer),
         ]
     return [
         prepare(spec, t, capability, workspace),
@@ -142,20 +147,28 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
     )
 
 
-def plan(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace) -> Launch:
-    costs = config.split_costs(capability) or config.ANY_COSTS
+def plan(
+    spec: KdaSpec,
+    t: KdaTensors,
+    first_segment: torch.Tensor,
+    lanes: int,
+    programs: int,
+    costs: SplitCosts | None,
+    workspace: torch.Tensor,
+) -> Launch:
+    """Without costs, for a forced split, which weighs nothing."""
+    costs = costs or SplitCosts(step=1, map=1, compose=1, fixed=1)
     return Launch(
         plan_kernel,
         1,
         (
-            *(t.cu_seqlens, t.checkpoint_offsets, workspace.first_segment),
-            *(spec.T, spec.N, spec.checkpoints),
-            *(config.lanes(spec, capability), config.programs(t.q.device), spec.split, int(spec.batch_invariant)),
+            *(t.cu_seqlens, t.checkpoint_offsets, first_segment),
+            *(spec.T, spec.N, spec.checkpoints, lanes, programs, spec.split, int(spec.batch_invariant)),
             *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
         ),
         dict(C=spec.chunk_size, BLOCK=128),
         num_warps=4,
-        workspace=workspace.buffer,
+        workspace=workspace,
     )
 
 
@@ -177,19 +190,22 @@ def maps(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, se
     )
 
 
-def compose(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results) -> Launch:
+def compose(
+    spec: KdaSpec,
+    t: KdaTensors,
+    segments: tuple[torch.Tensor, ...],
+    final_state: torch.Tensor | None,
+    workspace: torch.Tensor,
+) -> Launch:
+    """`segments`: maps, offsets, starts and where each sequence's segments begin."""
     BV = min(32, spec.V)
     return Launch(
         compose_kernel,
         spec.N * spec.HV * (spec.V // BV),
-        (
-            *(workspace.maps, workspace.offsets, workspace.starts, workspace.first_segment, t.cu_seqlens),
-            *state_arguments(spec, t, results[1]),
-            *(spec.T, spec.N, spec.HV),
-        ),
+        (*segments, t.cu_seqlens, *state_arguments(spec, t, final_state), spec.T, spec.N, spec.HV),
         dict(K=spec.K, V=spec.V, BV=BV, BK=min(64, spec.K), V_FIRST=spec.state_v_first),
         num_warps=4,
-        workspace=workspace.buffer,
+        workspace=workspace,
     )
 
 

@@ -1,0 +1,208 @@
+"""Stage `maps` for Hopper: for every segment but a sequence's last, the map from the state before it to the state after it
+(docs/split.md). A work item is a (segment, value head, slice of 64 of the K + V columns of M and b); there is a program per
+multiprocessor, which does every so many-th.
+
+Contract: as `triton/segments.py: maps_kernel`, from the tiles that `prepare` leaves. It is `recurrence` without output: M's
+columns are states that start as unit vectors and that no value writes to, b's start from zero. One warp fetches, four compute.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .arithmetic import wide
+from .compat import copy_async, copy_tile
+from .recurrence import BV, C, item_of, locate_part, program_parts, state_offsets, store_halves
+from .tiles import LINES, from_lines, position
+
+
+@gluon.jit
+def locate_map(k, first_segment, cu_seqlens, sizes, SLICES: gl.constexpr):
+    """The program's item number `k`: value head, batch row, first and past-the-last token, first chunk slot, number of chunks;
+    none where no map is wanted."""
+    head, _, batch, begin, end, slot, _, _, until = locate_part(k, None, first_segment, cu_seqlens, None, sizes, SLICES)
+    chunks = gl.where(until > 0, (end - begin + C - 1) // C, 0)
+    return head, batch, begin, end, slot, chunks
+
+
+@gluon.jit
+def load_map(
+    tiles_d,
+    decay,
+    v,
+    stages,
+    first_segment,
+    cu_seqlens,
+    sizes,
+    strides,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The loader: one warp that keeps the stages full."""
+    tiles_s, decay_s, v_s, barriers = stages
+    ready, free = barriers
+    _, _, HV, _, _, _ = sizes
+    SLICES: gl.constexpr = (K + V) // BV
+    slice_ = gl.program_id(0) % SLICES - K // BV
+    v_batch, v_token, v_head = strides
+    KH: gl.constexpr = K // 64
+    TILES: gl.constexpr = 2 * KH + 1
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, copy_l)))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
+    key = gl.arange(0, K, layout=line_l)
+    in_v = row[:, None] * (v_token * 8) + column[None, :]
+    turn = 0
+    for k in range(program_parts(None, sizes, SLICES)):
+        head, batch, begin, end, slot, chunks = locate_map(k, first_segment, cu_seqlens, sizes, SLICES)
+        in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
+        for i in range(chunks):
+            s = turn % STAGES
+            mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
+            bar = ready.index(s)
+            mbarrier.expect(bar, TILES * 8192)
+            chunk = (slot + i) * HV + head
+            at = chunk * ((3 * KH + 2) * 64)
+            for t in gl.static_range(KH):
+                copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
+                copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], bar, tiles_s.index(s * TILES + KH + t))
+            copy_tile(tiles_d, [at + 3 * KH * 64, 0], bar, tiles_s.index(s * TILES + 2 * KH))
+            token = begin + i * C
+            # no value writes to M's columns
+            count = gl.where(slice_ >= 0, end - token, 0)
+            copy_async(v_s.index(s), v + (in_head + wide(token, v_token) * 8) + in_v, mask=(row < count)[:, None])
+            copy_async(decay_s.index(s), decay + chunk * K + key)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            turn += 1
+
+
+@gluon.jit
+def compute_map(
+    stages,
+    maps,
+    offsets,
+    first_segment,
+    cu_seqlens,
+    sizes,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The consumer: four warps that carry 64 columns from chunk to chunk."""
+    tiles_s, decay_s, v_s, barriers = stages
+    ready, free = barriers
+    SLICES: gl.constexpr = (K + V) // BV
+    slice_ = gl.program_id(0) % SLICES
+    KH: gl.constexpr = K // 64
+    TILES: gl.constexpr = 2 * KH + 1
+    acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+    zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
+    turn = 0
+    for k in range(program_parts(None, sizes, SLICES)):
+        _, _, _, _, _, chunks = locate_map(k, first_segment, cu_seqlens, sizes, SLICES)
+        unit = gl.where(column[:, None] == key[None, :], 1.0, 0.0)
+        state0 = from_lines(unit, acc_l)
+        unit = gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0)
+        state1 = from_lines(unit, acc_l)
+        for _i in range(chunks):
+            s = turn % STAGES
+            base = s * TILES
+            left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
+            if KH == 2:
+                left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
+            mbarrier.wait(ready.index(s), (turn // STAGES) & 1)
+            v_t = v_s.index(s).permute((1, 0)).load(dot_l)
+            pseudo = warpgroup_mma(
+                v_t, tiles_s.index(base + 2 * KH).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            # w is stored negated
+            pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
+            if KH == 2:
+                pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
+            state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+            if KH == 2:
+                state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+                pseudo, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[pseudo, v_t, left0, left1])
+            else:
+                pseudo, v_t, left0 = warpgroup_mma_wait(0, deps=[pseudo, v_t, left0])
+            p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
+            state0 = warpgroup_mma(p, tiles_s.index(base + KH), state0, is_async=True)
+            if KH == 2:
+                state1 = warpgroup_mma(p, tiles_s.index(base + KH + 1), state1, is_async=True)
+                state0, state1, p = warpgroup_mma_wait(0, deps=[state0, state1, p])
+            else:
+                state0, p = warpgroup_mma_wait(0, deps=[state0, p])
+            mbarrier.arrive(free.index(s), count=1)
+            turn += 1
+        run = item_of(k, SLICES).to(gl.int64)
+        wanted = (chunks > 0).to(gl.int32)
+        if slice_ * BV < K:
+            at = state_offsets(run * (K * K), column, key, K, K, True)
+            store_halves(maps, at, 64, state0, state1, wanted, K)
+        else:
+            at = state_offsets(run * (K * V), column - K, key, K, V, True)
+            store_halves(offsets, at, 64, state0, state1, wanted, K)
+
+
+_STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
+SCALARS = ("T", "N", "HV", "slots", *_STRIDES, "segments")
+"""Arguments whose values leave the machine code as it is."""
+
+
+@gluon.jit(do_not_specialize=SCALARS)
+def maps_kernel(
+    tiles_d,
+    decay,
+    v,
+    maps,
+    offsets,
+    first_segment,
+    cu_seqlens,
+    T: gl.int32,
+    N: gl.int32,
+    HV: gl.int32,
+    slots: gl.int32,
+    v_batch: gl.int32,
+    v_token: gl.int32,
+    v_head: gl.int32,
+    segments: gl.int32,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    TILES: gl.constexpr = 2 * (K // 64) + 1
+    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
+    decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        # the TMA's expectation and the copies of the loader's 32 threads
+        mbarrier.init(ready.index(s), count=33)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    barriers = (ready, free)
+    sizes = (T, N, HV, slots, 0, segments)
+    in_v = (v_batch, v_token, v_head)
+    stages = (tiles_s, decay_s, v_s, barriers)
+    gl.warp_specialize(
+        [
+            (compute_map, (stages, maps, offsets, first_segment, cu_seqlens, sizes, K, V, STAGES)),
+            (load_map, (tiles_d, decay, v, stages, first_segment, cu_seqlens, sizes, in_v, K, V, STAGES)),
+        ],
+        [1],
+        [96],
+    )
