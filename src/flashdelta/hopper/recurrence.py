@@ -50,6 +50,19 @@ segment_chunks = gluon.jit(portable_segments.segment_chunks.fn)
 
 
 @gluon.jit
+def stage_barriers(STAGES: gl.constexpr):
+    """Of each stage: one that it is filled, one that it is free."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        # the TMA's expectation and the copies of the loader's 32 threads
+        mbarrier.init(ready.index(s), count=33)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    return ready, free
+
+
+@gluon.jit
 def chunks_before(cu_seqlens, n, T):
     """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
     total = n * 0
@@ -472,14 +485,7 @@ def recurrence_kernel(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        # the TMA's expectation and the copies of the loader's 32 threads
-        mbarrier.init(ready.index(s), count=33)
-        mbarrier.init(free.index(s), count=1)
-    fence_async_shared()
-    barriers = (ready, free)
+    barriers = stage_barriers(STAGES)
     sizes = (T, N, HV, slots, checkpoints, N if first_segment is None else segments)
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)

@@ -11,16 +11,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .arithmetic import wide
 from .compat import copy_async, copy_tile
-from .recurrence import BV, C, item_of, locate_part, program_parts, state_offsets, store_halves
+from .recurrence import BV, C, item_of, locate_part, program_parts, stage_barriers, state_offsets, store_halves
 from .tiles import LINES, from_lines, position
 
 
@@ -187,14 +182,7 @@ def maps_kernel(
     tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        # the TMA's expectation and the copies of the loader's 32 threads
-        mbarrier.init(ready.index(s), count=33)
-        mbarrier.init(free.index(s), count=1)
-    fence_async_shared()
-    barriers = (ready, free)
+    barriers = stage_barriers(STAGES)
     sizes = (T, N, HV, slots, 0, segments)
     in_v = (v_batch, v_token, v_head)
     stages = (tiles_s, decay_s, v_s, barriers)
