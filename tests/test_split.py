@@ -178,3 +178,12 @@ def test_starts_follow_the_maps():
     segments = cut(torch.tensor([0, 2]), torch.tensor([2, 1]), torch.tensor([2, 1]))
     found = split.starts(segments, maps, torch.tensor([10.0, 20.0]).view(2, 1, 1, 1))
     assert found.flatten().tolist() == [10.0, 21.0, 20.0]
+
+
+def test_explain_says_the_plan():
+    call = split_call([200, 31, 0])
+    assert fd.explain(fd.chunk_kda, **call).segments == (1, 1, 1)
+    assert "sequences stay whole" in str(fd.explain(fd.chunk_kda, **call))
+    explanation = fd.explain(fd.chunk_kda, **call, split=5)
+    assert explanation.segments == (5, 1, 1)
+    assert "segments of the sequences: 5, 1, 1" in str(explanation)

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import backends, library, plans
 from .backends import Verdict
 from .decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
+from .reference.sequences import chunks_of
 from .spec import (
     OWN_NAMES,
     TENSOR_NAMES,
@@ -440,13 +441,19 @@ def _run(
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `explain`: `chosen` backend (None if none can run the call) and every backend's verdict."""
+    """The answer of `explain`: `chosen` backend (None if none can run the call) and every backend's verdict; of `chunk_kda` on
+    it, how many `segments` each sequence is cut into (None where the lengths can't be read)."""
 
     chosen: str | None
     verdicts: tuple[Verdict, ...]
+    segments: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         lines = [f"runs on: {self.chosen or 'no backend'}"]
+        if self.segments is not None and max(self.segments, default=1) > 1:
+            lines.append(f"  segments of the sequences: {', '.join(map(str, self.segments))}")
+        elif self.segments is not None:
+            lines.append("  sequences stay whole")
         for v in self.verdicts:
             state = "preferred" if v.preferred else "supported, not preferred" if v.supported else "not supported"
             lines.append(f"  {v.backend:<10} {state}: {v.reason}")
@@ -460,7 +467,8 @@ def _check_operator(op: Callable) -> None:
 
 
 def explain(op: Callable, *arguments: object, device: torch.device | str | None = None, **named: object) -> Explanation:
-    """Says which backend would run `op(*arguments, **named)`, and why each other one would not. Runs nothing.
+    """Says which backend would run `op(*arguments, **named)`, and why each other one would not; of `chunk_kda` also how
+    sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`; the rest are that function's own arguments (an unknown
@@ -468,7 +476,7 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
         device: judge for this device instead of the tensors' own; the tensors may then be on the meta device.
 
     Returns:
-        An `Explanation`; `print` it, or read `chosen` and `verdicts` (`supported`, `preferred`, `reason`).
+        An `Explanation`; `print` it, or read `chosen`, `verdicts` (`supported`, `preferred`, `reason`) and `segments`.
 
     Raises:
         ValueError, TypeError: as `op` itself would.
@@ -488,7 +496,11 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     name = given["backend"]
     if name == "auto" and not any(v.supported for v in verdicts):
         return Explanation(None, verdicts)
-    return Explanation(backends.choose(spec, device, name).name, verdicts)
+    chosen = backends.choose(spec, device, name)
+    segments = None
+    if op is chunk_kda and is_plain(tensors.q) and tensors.q.device.type == device.type != "meta":
+        segments = tuple(chosen.parts(spec, chunks_of(spec, tensors), device).tolist())
+    return Explanation(chosen.name, verdicts, segments)
 
 
 def warmup(

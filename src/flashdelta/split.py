@@ -68,6 +68,16 @@ def most_segments(
     return min(bound, max(chunks, N) + N)
 
 
+def planned_parts(
+    spec: KdaSpec, chunks: torch.Tensor, lanes: int, programs: int, costs: SplitCosts | None
+) -> torch.Tensor:
+    """`parts_of_sequences` of a call; without `costs` only a forced split."""
+    if spec.split == AUTO and costs is None:
+        return torch.ones_like(chunks)
+    costs = costs or SplitCosts(step=1, map=1, compose=1, fixed=1)
+    return parts_of_sequences(chunks, lanes, programs, costs, spec.split, spec.batch_invariant)
+
+
 def segments_of_call(spec: KdaSpec, lanes: int, programs: int, costs: SplitCosts | None) -> int:
     """A bound on the segments of a call that may be split, 0 for one that is not; without `costs` only a forced one is."""
     if spec.split == 1 or (spec.split == AUTO and costs is None):

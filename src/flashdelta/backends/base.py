@@ -33,6 +33,9 @@ class Backend(Protocol):
         """How to repeat a call that has just run, whose tensors were `given` and `out`; None if there is no shorter way than
         `run`."""
 
+    def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Segments that each sequence of so many `chunks [N]` is cut into (`split.py`)."""
+
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         """`ops.commit`. Only called where a `CommitSpec` meets no obstacle."""
 

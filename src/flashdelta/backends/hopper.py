@@ -10,6 +10,7 @@ import torch
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors, Results
+from ..split import planned_parts
 from .base import nvidia_capability
 
 MAX_ROWS = 2**31
@@ -59,6 +60,11 @@ class HopperBackend:
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None
+
+    def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
+        from ..hopper import launch
+
+        return planned_parts(spec, chunks, launch.lanes(spec), launch.programs(spec, device), launch.SPLIT_COSTS)
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
         from ..hopper.launch import forward

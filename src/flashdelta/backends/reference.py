@@ -10,6 +10,7 @@ import torch
 from .. import reference
 from ..decode_spec import CommitSpec, CommitTensors
 from ..spec import KdaSpec, KdaTensors, Results
+from ..split import planned_parts
 
 IMPLEMENTATIONS = {
     "chunk": reference.chunk_kda,
@@ -46,6 +47,9 @@ class ReferenceBackend:
         self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> None:
         return None
+
+    def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return planned_parts(spec, chunks, 1, 1, None)
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         reference.commit(spec, t)

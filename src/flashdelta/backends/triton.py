@@ -10,6 +10,7 @@ import torch
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors, Results
+from ..split import planned_parts
 from .base import nvidia_capability
 
 MIN_CAPABILITY = (8, 0)
@@ -56,6 +57,13 @@ class TritonBackend:
         from ..triton.launch import launches
 
         return LaunchPlan.make(spec, t, given, out, launches)
+
+    def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
+        from ..launch import capability
+        from ..triton import config
+
+        at = capability(device)
+        return planned_parts(spec, chunks, config.lanes(spec, at), config.programs(device), config.split_costs(at))
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         from .. import triton as kernels

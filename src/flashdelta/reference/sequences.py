@@ -61,6 +61,12 @@ def piece_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) ->
     return torch.stack([*cuts, length], dim=1)
 
 
+def chunks_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+    """Chunks of each sequence, `[N]`, over all its pieces."""
+    pieces = piece_cuts(t.checkpoint_offsets, lengths_of(spec, t)).diff(dim=1)
+    return ((pieces + spec.chunk_size - 1) // spec.chunk_size).sum(1)
+
+
 def chunk_slots(spec: KdaSpec, t: KdaTensors) -> ChunkSlots:
     C, N = spec.chunk_size, spec.N
     begins, lengths = offsets_of(spec, t)[:-1], lengths_of(spec, t)
