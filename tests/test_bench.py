@@ -21,6 +21,7 @@ from flashdelta.bench.cases import (
     PrefillCase,
     Shape,
     Target,
+    lengths_named,
     random_lengths,
     select,
     skewed_lengths,
@@ -31,6 +32,7 @@ from flashdelta.bench.oracle import absolute_errors, relative_error, truth
 from flashdelta.bench.peers import Peer
 from flashdelta.bench.prefill import compare, judge, run_prefill
 from flashdelta.bench.protocol import Ceilings, Effort, HostTimer, Timing, measure_ceilings, take_turns
+from flashdelta.bench.split import measure_split
 from flashdelta.bench.startup import run_startup
 
 CPU = torch.device("cpu")
@@ -333,6 +335,32 @@ def test_classic_table_and_summary(tmp_path):
     assert f"{ours['rmse_state']:.1e} {ours['max_error_state']:.1e}" in text
     assert report.classic_summary(document)[:2] == [
         "FLA/ours: 1.00x (geometric mean of 1 rows, least 1.00x)",
+        "correctness: all rows passed",
+    ]
+
+
+def test_lengths_are_read_off_a_batchs_name():
+    assert lengths_named("1K+1+63") == (1024, 1, 63)
+    assert lengths_named("2x16K+3x256") == (16384, 16384, 256, 256, 256)
+    names = [case.name for case in CASES["split"]]
+    assert len(set(names)) == len(names) == 52
+    assert {case.shape.H for case in CASES["split"]} == {4, 8}
+
+
+def test_split_table_and_summary(tmp_path):
+    cases = [replace(case, target=None) for case in (SMALL, SMALL_PACKED)]
+    fla = Peer(lambda **inputs: flashdelta.chunk_kda(**inputs, backend="reference"))
+    settings = {"fla": fla, "fla_rows": frozenset(["small"]), "timer": FakeTimer([2.0])}
+    document = dry_run(tmp_path, cases, benchmark="split", measure=measure_split, **settings)
+    row = document["rows"][0]
+    assert row["gain"] == 1.0 and set(row["segments"]) == {1} and row["whole"]["problem"] is None
+    assert "whole" in shown(report.split_table(document))
+    document["rows"][1] |= {"gain": 2.0, "segments": (3, 1)}
+    assert "3 1" in shown(report.split_table(document))
+    assert report.split_summary(document)[:4] == [
+        "split rows: 2.00x as fast as whole (geometric mean), best 2.00x, worst 2.00x",
+        "whole rows: planning costs 0.0% at most",
+        "FLA with its own split over ours: 1.00x (geometric mean)",
         "correctness: all rows passed",
     ]
 

@@ -169,7 +169,7 @@ def test_demo_refuses_an_empty_prompt():
     assert "prompt: got an empty text" in result.stderr
 
 
-BENCHMARKS = [("bench", name) for name in ("prefill", "classic", "kernels", "decode", "startup")]
+BENCHMARKS = [("bench", name) for name in ("prefill", "classic", "kernels", "split", "decode", "startup")]
 
 
 @pytest.mark.parametrize("command", [("verify",), ("demo",), *BENCHMARKS])
@@ -187,7 +187,7 @@ def test_impossible_device_is_refused(device):
     assert f"got '{device}'" in result.stderr
 
 
-@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "decode"])
+@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "split", "decode"])
 def test_benchmarks_of_full_size_need_a_gpu(benchmark):
     result = run("bench", benchmark, "--device", "cpu")
     assert result.exit_code == 2
@@ -209,7 +209,7 @@ def test_bench_show_refuses_other_files(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     result = run("bench", "show", str(tmp_path / "other.json"))
     assert result.exit_code == 2
-    assert "wanted a JSON file of one of: prefill, classic, kernels, decode, startup" in result.stderr.replace(
+    assert "wanted a JSON file of one of: prefill, classic, kernels, split, decode, startup" in result.stderr.replace(
         "\n", " "
     )
 

@@ -215,12 +215,40 @@ CLASSIC_PACKED = (
 )
 """20 rows: 3 packings x 2 counts x 2 totals, and with grouped value heads 2 groupings x 2 packings x 2 counts."""
 
+SPLIT_BATCHES = (
+    *("4x256", "8x256", "16x256", "4x1K", "8x1K", "4x2K", "1K+512+256+128", "2K+1K+512+256", "1K+1+63+65+129"),
+    *("4K", "8K", "32K", "64K", "128K", "8x4K", "4x8K", "2x16K", "24K+8K", "28K+4K", "32K+2x256", "40K+1K+8K"),
+    *("64K+512+256+128", "128K+1K", "128K+2x1K", "128K+5x1K", "128K+10x1K"),
+)
+"""Batches of `bench split`, by the lengths of their sequences."""
+
+
+def lengths_named(name: str) -> tuple[int, ...]:
+    """`2x16K+512` is two sequences of 16384 tokens and one of 512."""
+    lengths: list[int] = []
+    for term in name.split("+"):
+        count, _, size = term.rpartition("x")
+        tokens = int(size.removesuffix("K")) * (1024 if size.endswith("K") else 1)
+        lengths += [tokens] * int(count or 1)
+    return tuple(lengths)
+
+
+def _split_case(name: str, H: int) -> PrefillCase:
+    lengths = lengths_named(name)
+    shape = Shape(H=H, lengths=lengths) if len(lengths) > 1 else Shape(H=H, T=lengths[0])
+    return PrefillCase(f"{name} H{H}", shape, "long and short sequences over few heads")
+
+
+SPLIT = tuple(_split_case(name, H) for H in (4, 8) for name in SPLIT_BATCHES)
+"""52 rows: 26 batches x 2 numbers of heads."""
+
 TABLES: dict[str, tuple[PrefillCase, ...]] = {
     "prefill": PREFILL,
     "unbounded gates": UNBOUNDED,
     "few heads": FEW_HEADS,
     "classic, fixed length": CLASSIC_FIXED,
     "classic, packed": CLASSIC_PACKED,
+    "split": SPLIT,
 }
 """By the name under which a row's table is recorded."""
 
@@ -228,6 +256,7 @@ CASES: dict[str, tuple[PrefillCase, ...]] = {
     "prefill": (*PREFILL, *UNBOUNDED, *FEW_HEADS),
     "classic": (*CLASSIC_FIXED, *CLASSIC_PACKED),
     "kernels": (*PREFILL, *UNBOUNDED, *FEW_HEADS),
+    "split": SPLIT,
 }
 """By benchmark: the rows it can measure."""
 

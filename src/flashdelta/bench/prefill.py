@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -72,12 +72,16 @@ class Setup:
     gated: bool = False
 
 
-def measure_row(case: PrefillCase, setup: Setup) -> dict:
+Others = Mapping[str, Callable[[PrefillCase, Inputs, Setup], Run]]
+"""Further contenders by name: what makes the call of a row."""
+
+
+def measure_row(case: PrefillCase, setup: Setup, others: Others | None = None) -> dict:
     """One row of the document. Contenders that raise or err are recorded, not timed."""
     inputs = case_inputs(case, setup)
     serial = case.shape.tokens
     reference = truth(inputs, options_of(case), "recurrence" if serial <= RECURRENCE_TOKENS else "chunked")
-    outcomes, runs = _admit(case, setup, inputs, reference)
+    outcomes, runs = _admit(case, setup, inputs, reference, others or {})
     for name, timing in take_turns(runs, setup.timer, setup.effort).items():
         outcomes[name] = replace(outcomes[name], ms=timing)
     ours, fla = outcomes["ours"].ms, outcomes["fla"].ms
@@ -208,7 +212,7 @@ def compare(case: PrefillCase, row: dict, rows: Sequence[dict], gated: bool) -> 
 
 
 def _admit(
-    case: PrefillCase, setup: Setup, inputs: Inputs, reference: Truth
+    case: PrefillCase, setup: Setup, inputs: Inputs, reference: Truth, others: Others
 ) -> tuple[dict[str, Outcome], dict[str, Run]]:
     """Every contender's outcome so far, and the calls of those that passed the correctness gate."""
     ours = our_call(case, inputs, setup)
@@ -229,6 +233,11 @@ def _admit(
         outcomes["fla"] = _gate(fla, reference, setup.device, tolerance=None)
         if outcomes["fla"].problem is None:
             runs["fla"] = fla
+    for name, make in others.items():
+        run = make(case, inputs, setup)
+        outcomes[name] = _gate(run, reference, setup.device)
+        if outcomes[name].problem is None:
+            runs[name] = run
     return outcomes, runs
 
 

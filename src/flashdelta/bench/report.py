@@ -148,6 +148,28 @@ def classic_table(document: dict) -> Table:
     return _row_table(document, (*TIME_COLUMNS, *columns), lambda row: [cells(row)])
 
 
+def split_table(document: dict) -> Table:
+    """The rows of `bench split`: split as planned, whole, and FLA."""
+    columns = ("ours ms", "whole ms", "FLA ms", "whole/ours", "FLA/ours", "segments", "floor ms")
+    columns += tuple(f"error {name}: o, state" for name in ("ours", "whole", "FLA"))
+
+    def ratio(x: float | None) -> str:
+        return "-" if x is None else f"{x:.2f}x"
+
+    def cells(row: dict) -> list[str]:
+        plan = row["segments"]
+        return [
+            *(_ms(row[name]) for name in ("ours", "whole", "fla")),
+            ratio(row["gain"]),
+            ratio(row["speedup"]),
+            "-" if plan is None else "whole" if max(plan, default=1) == 1 else " ".join(map(str, plan)),
+            f"{row['floor_ms']:.3f}",
+            *(_errors(row[name]) for name in ("ours", "whole", "fla")),
+        ]
+
+    return _row_table(document, columns, lambda row: [cells(row)])
+
+
 def kernels_table(document: dict) -> Table:
     """One line a kernel of each row: time, work against the ceilings, what a program occupies."""
     columns = (
@@ -263,6 +285,26 @@ def kernels_summary(document: dict) -> list[str]:
             call = f"call {_ms(row['ours'])} ms, CUDA graph {_ms(row['graph'])} ms, kernels {total:.3f} ms"
             lines.append(f"{row['name']} ({row['backend']}): {call}, floor {row['floor_ms']:.3f} ms")
     return [*lines, *_correctness(document), *_absences(document, graph="CUDA graph")]
+
+
+def split_summary(document: dict) -> list[str]:
+    """What splitting gains where it is done, and costs where it is not, as a share of the whole call's time."""
+    rows = [row for row in document["rows"] if row["gain"] is not None]
+    split = [row["gain"] for row in rows if max(row["segments"] or (1,), default=1) > 1]
+    whole = [row["gain"] for row in rows if max(row["segments"] or (1,), default=1) == 1]
+    speedups = [row["speedup"] for row in rows if row["speedup"] is not None]
+    lines = []
+    if split:
+        mean = statistics.geometric_mean(split)
+        lines.append(
+            f"split rows: {mean:.2f}x as fast as whole (geometric mean), best {max(split):.2f}x, worst {min(split):.2f}x"
+        )
+    if whole:
+        lines.append(f"whole rows: planning costs {max(1 / gain - 1 for gain in whole):.1%} at most")
+    if speedups:
+        mean = statistics.geometric_mean(speedups)
+        lines.append(f"FLA with its own split over ours: {mean:.2f}x (geometric mean)")
+    return [*lines, *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
 
 
 def _correctness(document: dict) -> list[str]:

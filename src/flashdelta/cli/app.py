@@ -197,6 +197,21 @@ def classic(
 
 
 @bench_app.command()
+def split(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Rows = None,
+    fla: Fla = None,
+    no_fla: NoFla = False,
+    repeats: Repeats = 20,
+    device: Device = None,
+) -> None:
+    """Time long sequences over few heads, split and whole, beside FLA with its own split (exit code 1 if a row is wrong)."""
+    fla = ["none"] if no_fla else fla
+    _bench_prompts("split", device, backend, json, rows=rows, fla=fla, repeats=repeats)
+
+
+@bench_app.command()
 def kernels(
     backend: Backend = "auto",
     json: JsonPath = None,

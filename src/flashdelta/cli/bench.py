@@ -31,16 +31,19 @@ from ..bench.report import (
     prefill_table,
     require_matplotlib,
     save,
+    split_summary,
+    split_table,
     startup_table,
     to_json,
     wide_console,
 )
+from ..bench.split import let_fla_split, measure_split
 from ..bench.startup import run_startup
 
 STDOUT = Path("-")
 
 
-MEASURE = {"prefill": measure_row, "classic": measure_row, "kernels": measure_kernels}
+MEASURE = {"prefill": measure_row, "classic": measure_row, "kernels": measure_kernels, "split": measure_split}
 """By benchmark over whole prompts: what makes a row."""
 
 PLOTTED = ("prefill", "classic")
@@ -68,6 +71,8 @@ def bench_prompts(
         require_matplotlib()  # before the measuring, not after it
     cases = select(CASES[benchmark], rows)
     timed = _fla_cases(cases, fla_rows)
+    if benchmark == "split":
+        let_fla_split()
     log = Console(stderr=True, highlight=False)
 
     def progress(row: dict) -> None:
@@ -157,6 +162,7 @@ PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]]
     "prefill": (prefill_table, prefill_summary),
     "classic": (classic_table, classic_summary),
     "kernels": (kernels_table, kernels_summary),
+    "split": (split_table, split_summary),
     "decode": (decode_table, decode_summary),
     "startup": (startup_table, lambda document: []),
 }
