@@ -36,6 +36,7 @@ THREADS = gl.constexpr(128)
 """Of the four warps that compute."""
 
 locate_item = gluon.jit(common.locate_item.fn)
+place_of = gluon.jit(common.place_of.fn)
 chunk_place = gluon.jit(common.chunk_place.fn)
 piece_extent = gluon.jit(common.piece_extent.fn)
 clamp_bounds = gluon.jit(common.clamp_bounds.fn)
@@ -45,7 +46,6 @@ load_state = gluon.jit(states.load_state.fn)
 store_state = gluon.jit(states.store_state.fn)
 sequence_slot = gluon.jit(states.sequence_slot.fn)
 segment_of = gluon.jit(portable_segments.segment_of.fn)
-segment_bounds = gluon.jit(portable_segments.segment_bounds.fn)
 segment_chunks = gluon.jit(portable_segments.segment_chunks.fn)
 
 
@@ -102,7 +102,7 @@ def locate_segment(item, first_segment, cu_seqlens, sizes):
     that is not planned has no tokens, and ends before the sequence."""
     T, N, HV, slots, checkpoints, _ = sizes
     n, part, parts, exists = segment_of(item // HV, first_segment, N)
-    batch, begin, end = segment_bounds(n, cu_seqlens, T)
+    batch, begin, end = place_of(n, cu_seqlens, T)
     slot, pieces = chunk_place(cu_seqlens, None, checkpoints, n, begin, slots, C)
     first, stop = segment_chunks(part, parts, (end - begin + C - 1) // C)
     last = exists & (part + 1 == parts)

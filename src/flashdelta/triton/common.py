@@ -23,12 +23,8 @@ def sequence_bounds(cu_seqlens, n, T, integer: tl.constexpr = tl.int64):
 
 
 @triton.jit
-def locate_item(item, cu_seqlens, T, HV, SLICES: tl.constexpr):
-    """What work item `item` of a kernel over (sequence, value head, slice of value channels) is: slice, value head, sequence,
-    batch row, first and past-the-last token."""
-    slice_ = item % SLICES
-    head = ((item // SLICES) % HV).to(tl.int64)
-    n = (item // SLICES // HV).to(tl.int64)
+def place_of(n, cu_seqlens, T):
+    """Batch row, first and past-the-last token of sequence `n`."""
     if cu_seqlens is None:
         batch = n
         begin = n * 0
@@ -36,6 +32,17 @@ def locate_item(item, cu_seqlens, T, HV, SLICES: tl.constexpr):
     else:
         batch = n * 0
         begin, end = sequence_bounds(cu_seqlens, n, T)
+    return batch, begin, end
+
+
+@triton.jit
+def locate_item(item, cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """What work item `item` of a kernel over (sequence, value head, slice of value channels) is: slice, value head, sequence,
+    batch row, first and past-the-last token."""
+    slice_ = item % SLICES
+    head = ((item // SLICES) % HV).to(tl.int64)
+    n = (item // SLICES // HV).to(tl.int64)
+    batch, begin, end = place_of(n, cu_seqlens, T)
     return slice_, head, n, batch, begin, end
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_place, chunks_before, locate, piece_extent
-from .segments import part_of_piece, segment_bounds, segment_chunks, segment_of, sequence_chunks
+from .common import chunk_place, chunks_before, locate, piece_extent, place_of
+from .segments import part_of_piece, segment_chunks, segment_of, sequence_chunks
 from .states import load_state, named_slot, sequence_slot, state_offsets, store_state
 
 
@@ -86,7 +86,7 @@ def recurrence_kernel(
         n, part, parts, exists = segment_of(segment, first_segment, N)
         if not exists:
             return
-        batch, begin, end = segment_bounds(n, cu_seqlens, T)
+        batch, begin, end = place_of(n, cu_seqlens, T)
     slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
     h_row = slot
     if h is not None and cu_seqlens is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_place, clamp_bounds, locate, piece_count, piece_end, piece_extent, sequence_bounds
+from .common import chunk_place, clamp_bounds, locate, piece_count, piece_end, piece_extent, place_of
 from .states import load_state, sequence_slot, state_offsets
 
 
@@ -122,19 +122,6 @@ def part_of_piece(first, stop, before, chunks):
     return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)
 
 
-@triton.jit
-def segment_bounds(n, cu_seqlens, T):
-    """Batch row, first and past-the-last token of a segment's sequence."""
-    if cu_seqlens is None:
-        batch = n
-        begin = n * 0
-        end = begin + T
-    else:
-        batch = n * 0
-        begin, end = sequence_bounds(cu_seqlens, n, T)
-    return batch, begin, end
-
-
 @triton.jit(do_not_specialize=["T", "N", "HV", "slots", "checkpoints"])
 def maps_kernel(
     w,
@@ -173,7 +160,7 @@ def maps_kernel(
     n, part, parts, exists = segment_of(segment, first_segment, N)
     if (not exists) | (part + 1 == parts):
         return
-    batch, begin, end = segment_bounds(n, cu_seqlens, T)
+    batch, begin, end = place_of(n, cu_seqlens, T)
     slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
     first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
 
