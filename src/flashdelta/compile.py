@@ -227,6 +227,14 @@ VARIANTS = (
         "hopper K128 V128 pool with checkpoints, V first", "hopper", pool=True, checkpoints=True, state_v_first=True
     ),
     Variant("hopper K128 V128 split", "hopper", split=4),
+    Variant(
+        "hopper K128 V128 split, pool with checkpoints",
+        "hopper",
+        split=4,
+        pool=True,
+        checkpoints=True,
+        state_v_first=True,
+    ),
     Variant("hopper K64 V64 split, fixed length", "hopper", K=64, V=64, split=4, packed=False),
     Variant("hopper K64 V64", "hopper", K=64, V=64),
     Variant("hopper K64 V64 unbounded", "hopper", K=64, V=64, gate="logsigmoid"),

@@ -25,6 +25,14 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).

@@ -450,10 +450,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"runs on: {self.chosen or 'no backend'}"]
-        if self.segments is not None and max(self.segments, default=1) > 1:
-            lines.append(f"  segments of the sequences: {', '.join(map(str, self.segments))}")
-        elif self.segments is not None:
-            lines.append("  sequences stay whole")
+        if self.segments is not None:
+            split = f"segments of the sequences: {', '.join(map(str, self.segments))}"
+            lines.append("  " + (split if max(self.segments, default=1) > 1 else "sequences stay whole"))
         for v in self.verdicts:
             state = "preferred" if v.preferred else "supported, not preferred" if v.supported else "not supported"
             lines.append(f"  {v.backend:<10} {state}: {v.reason}")

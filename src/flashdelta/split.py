@@ -68,19 +68,25 @@ def most_segments(
     return min(bound, max(chunks, N) + N)
 
 
-def planned_parts(
-    spec: KdaSpec, chunks: torch.Tensor, lanes: int, programs: int, costs: SplitCosts | None
-) -> torch.Tensor:
-    """`parts_of_sequences` of a call; without `costs` only a forced split."""
-    if spec.split == AUTO and costs is None:
+NO_COSTS = SplitCosts(step=1, map=1, compose=1, fixed=1)
+"""Where splits were not measured. Only a forced one is done there, which weighs nothing."""
+
+
+def splits(spec: KdaSpec, costs: SplitCosts) -> bool:
+    """Whether sequences of the call may be split."""
+    return spec.split > 1 or (spec.split == AUTO and costs is not NO_COSTS)
+
+
+def planned_parts(spec: KdaSpec, chunks: torch.Tensor, lanes: int, programs: int, costs: SplitCosts) -> torch.Tensor:
+    """`parts_of_sequences` of a call."""
+    if not splits(spec, costs):
         return torch.ones_like(chunks)
-    costs = costs or SplitCosts(step=1, map=1, compose=1, fixed=1)
     return parts_of_sequences(chunks, lanes, programs, costs, spec.split, spec.batch_invariant)
 
 
-def segments_of_call(spec: KdaSpec, lanes: int, programs: int, costs: SplitCosts | None) -> int:
-    """A bound on the segments of a call that may be split, 0 for one that is not; without `costs` only a forced one is."""
-    if spec.split == 1 or (spec.split == AUTO and costs is None):
+def segments_of_call(spec: KdaSpec, lanes: int, programs: int, costs: SplitCosts) -> int:
+    """A bound on the segments of a call that may be split, 0 for one that is not."""
+    if not splits(spec, costs):
         return 0
     most = most_segments(spec.N, spec.B * spec.slots, lanes, programs, spec.split, spec.batch_invariant)
     return most if most > spec.N else 0

@@ -50,8 +50,6 @@ class HopperBackend:
             return f"dtype {spec.dtype}; it computes in bfloat16"
         if spec.K not in (64, 128) or spec.V not in (64, 128):
             return f"K = {spec.K}, V = {spec.V}; it takes 64 and 128"
-        if spec.split > 1:
-            return f"split={spec.split}; its own split has not been run on a GPU yet"
         if spec.chunk_size != 64:
             return f"chunk_size {spec.chunk_size}; it takes 64"
         if spec.B * spec.slots * spec.HV * (3 * spec.K + 128) >= MAX_ROWS:

@@ -10,7 +10,7 @@ import torch
 from .. import reference
 from ..decode_spec import CommitSpec, CommitTensors
 from ..spec import KdaSpec, KdaTensors, Results
-from ..split import planned_parts
+from ..split import NO_COSTS, planned_parts
 
 IMPLEMENTATIONS = {
     "chunk": reference.chunk_kda,
@@ -49,7 +49,7 @@ class ReferenceBackend:
         return None
 
     def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return planned_parts(spec, chunks, 1, 1, None)
+        return planned_parts(spec, chunks, 1, 1, NO_COSTS)
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         reference.commit(spec, t)

@@ -59,11 +59,11 @@ class TritonBackend:
         return LaunchPlan.make(spec, t, given, out, launches)
 
     def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
-        from ..launch import capability
+        from ..launch import capability, multiprocessors
         from ..triton import config
 
         at = capability(device)
-        return planned_parts(spec, chunks, config.lanes(spec, at), config.programs(device), config.split_costs(at))
+        return planned_parts(spec, chunks, config.lanes(spec, at), multiprocessors(device), config.split_costs(at))
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         from .. import triton as kernels

@@ -87,7 +87,7 @@ def measure_row(case: PrefillCase, setup: Setup, others: Others | None = None) -
     ours, fla = outcomes["ours"].ms, outcomes["fla"].ms
     floor_ms = case.shape.forward_bytes() / setup.ceilings.copy_tb_s / 1e9
     speedup = fla.median / ours.median if ours and fla else None
-    chosen = _chosen(case, inputs, setup.backend)
+    chosen, segments = _chosen(case, inputs, setup.backend)
     row = {
         "name": case.name,
         "table": next((table for table, cases in TABLES.items() if case in cases), None),
@@ -95,6 +95,7 @@ def measure_row(case: PrefillCase, setup: Setup, others: Others | None = None) -
         "shape": {**asdict(case.shape), "HV": case.shape.value_heads, "T": case.shape.tokens},
         "reference": f"{reference.method}, float64",
         "backend": chosen,
+        "segments": segments,
         "floor_ms": floor_ms,
         "speedup": speedup,
         "share_of_floor": floor_ms / ours.median if ours else None,
@@ -186,12 +187,13 @@ def case_inputs(case: PrefillCase, setup: Setup) -> Inputs:
     return random_inputs(case.shape, setup.device, forgetful=case.forgetful)
 
 
-def _chosen(case: PrefillCase, inputs: Inputs, backend: str) -> str | None:
-    """The backend that runs the row, by name."""
+def _chosen(case: PrefillCase, inputs: Inputs, backend: str) -> tuple[str | None, tuple[int, ...] | None]:
+    """The backend that runs the row, by name, and how many segments each sequence has there."""
     try:
-        return flashdelta.explain(flashdelta.chunk_kda, **inputs, **options_of(case), backend=backend).chosen
+        explanation = flashdelta.explain(flashdelta.chunk_kda, **inputs, **options_of(case), backend=backend)
     except ValueError:
-        return None
+        return None, None
+    return explanation.chosen, explanation.segments
 
 
 def our_call(case: PrefillCase, inputs: Inputs, setup: Setup) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -148,6 +148,10 @@ def classic_table(document: dict) -> Table:
     return _row_table(document, (*TIME_COLUMNS, *columns), lambda row: [cells(row)])
 
 
+def _is_split(row: dict) -> bool:
+    return max(row["segments"] or (), default=1) > 1
+
+
 def split_table(document: dict) -> Table:
     """The rows of `bench split`: split as planned, whole, and FLA."""
     columns = ("ours ms", "whole ms", "FLA ms", "whole/ours", "FLA/ours", "segments", "floor ms")
@@ -162,7 +166,7 @@ def split_table(document: dict) -> Table:
             *(_ms(row[name]) for name in ("ours", "whole", "fla")),
             ratio(row["gain"]),
             ratio(row["speedup"]),
-            "-" if plan is None else "whole" if max(plan, default=1) == 1 else " ".join(map(str, plan)),
+            "-" if plan is None else " ".join(map(str, plan)) if _is_split(row) else "whole",
             f"{row['floor_ms']:.3f}",
             *(_errors(row[name]) for name in ("ours", "whole", "fla")),
         ]
@@ -290,8 +294,8 @@ def kernels_summary(document: dict) -> list[str]:
 def split_summary(document: dict) -> list[str]:
     """What splitting gains where it is done, and costs where it is not, as a share of the whole call's time."""
     rows = [row for row in document["rows"] if row["gain"] is not None]
-    split = [row["gain"] for row in rows if max(row["segments"] or (1,), default=1) > 1]
-    whole = [row["gain"] for row in rows if max(row["segments"] or (1,), default=1) == 1]
+    split = [row["gain"] for row in rows if _is_split(row)]
+    whole = [row["gain"] for row in rows if not _is_split(row)]
     speedups = [row["speedup"] for row in rows if row["speedup"] is not None]
     lines = []
     if split:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import os
 
-import flashdelta
-
 from .cases import PrefillCase
 from .inputs import Inputs
-from .prefill import Setup, case_inputs, measure_row, options_of, our_call
+from .prefill import Setup, measure_row, our_call
 from .protocol import Run
 
 FLA_SWITCH = "FLA_INTRACARD_CP"
@@ -25,12 +23,7 @@ def whole_call(case: PrefillCase, inputs: Inputs, setup: Setup) -> Run:
 
 
 def measure_split(case: PrefillCase, setup: Setup) -> dict:
-    """A row with the further contender `whole`, what a split gains (`gain`: whole over ours), and the plan: how many `segments`
-    each sequence has."""
+    """A row with the further contender `whole`, and what a split gains (`gain`: whole over ours)."""
     row = measure_row(case, setup, {"whole": whole_call})
-    plan = flashdelta.explain(
-        flashdelta.chunk_kda, **case_inputs(case, setup), **options_of(case), backend=setup.backend
-    ).segments
     ours, whole = row["ours"]["ms"], row["whole"]["ms"]
-    gain = whole["median"] / ours["median"] if ours and whole else None
-    return row | {"segments": plan, "gain": gain}
+    return row | {"gain": whole["median"] / ours["median"] if ours and whole else None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -10,11 +9,11 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch import Launch, dense, state_arguments, strides
+from ..launch import Launch, dense, multiprocessors, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
-from ..split import SplitCosts, segments_of_call
-from ..triton.launch import compose, plan
+from ..split import NO_COSTS, SplitCosts, segments_of_call
+from ..triton.launch import SegmentStates, split_launches
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
 from .segments import maps_kernel
@@ -29,8 +28,7 @@ SHARED_MEMORY = 232_448
 MOST_PROGRAMS = 144
 """Of `recurrence`: no Hopper GPU has more multiprocessors."""
 
-SPLIT_COSTS: SplitCosts | None = None
-"""Not measured yet: sequences stay whole unless the caller says otherwise."""
+SPLIT_COSTS: SplitCosts = NO_COSTS
 
 EVEN = 0.9
 """Share of the multiprocessors' time that is in use, from which on whole items do."""
@@ -45,17 +43,13 @@ class Workspace:
     """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
     inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. What programs of
     `recurrence` leave for each other: `handed [programs, 64, K]` fp32, a state, and `arrived [FLAGS]`, how many threads have
-    stored theirs. With up to `G` segments also their `maps [G, HV, K, K]`, `offsets` and `starts [G, HV, V, K]` in fp32, and
-    `first_segment [N + 1]` int32 (`triton/segments.py`); else these are empty. One allocation of `nbytes(spec, segments)`."""
+    stored theirs. What a split keeps, if there is one. One allocation of `nbytes(spec, segments)`."""
 
     tiles: torch.Tensor
     decay: torch.Tensor
     handed: torch.Tensor
     arrived: torch.Tensor
-    maps: torch.Tensor
-    offsets: torch.Tensor
-    starts: torch.Tensor
-    first_segment: torch.Tensor
+    segments: SegmentStates
     buffer: torch.Tensor
 
     @staticmethod
@@ -68,15 +62,8 @@ class Workspace:
         """Bytes of the parts."""
         decay = spec.B * spec.slots * spec.HV * spec.K
         handed = min(items(spec), MOST_PROGRAMS) * TILE * spec.K
-        states = [segments * spec.HV * rows * spec.K * 4 for rows in (spec.K, spec.V, spec.V)]
-        return [
-            Workspace.rows(spec) * TILE * 2,
-            decay * 4,
-            handed * 4,
-            FLAGS * 4,
-            *states,
-            (spec.N + 1) * 4 if segments else 0,
-        ]
+        kept = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in SegmentStates.layout(spec, segments))
+        return [Workspace.rows(spec) * TILE * 2, decay * 4, handed * 4, FLAGS * 4, *kept]
 
     @staticmethod
     def nbytes(spec: KdaSpec, segments: int = 0) -> int:
@@ -85,14 +72,14 @@ class Workspace:
     @classmethod
     def allocate(cls, spec: KdaSpec, device: torch.device, segments: int = 0) -> Workspace:
         buffer = torch.empty(cls.nbytes(spec, segments), dtype=torch.uint8, device=device)
-        tiles, decay, handed, arrived, *states, first_segment = buffer.split(cls.sizes(spec, segments))
+        tiles, decay, handed, arrived, *kept = buffer.split(cls.sizes(spec, segments))
+        layout = SegmentStates.layout(spec, segments)
         return cls(
             tiles.view(torch.bfloat16).view(-1, TILE),
             decay.view(torch.float32),
             handed.view(torch.float32),
             arrived.view(torch.int32),
-            *(x.view(torch.float32) for x in states),
-            first_segment.view(torch.int32),
+            SegmentStates(*(x.view(dtype).view(shape) for x, (shape, dtype) in zip(kept, layout))),
             buffer,
         )
 
@@ -121,20 +108,14 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     A_log, dt_bias, initial_state, cu_seqlens = dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)
     indices = dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices)
     t = KdaTensors(q, k, v, g, t.beta, A_log, dt_bias, initial_state, cu_seqlens, t.state_pool, *indices)
-    segments = segments_of_call(spec, lanes(spec), programs(spec, q.device), SPLIT_COSTS)
+    planned = (lanes(spec), programs(spec, q.device), SPLIT_COSTS)
+    segments = segments_of_call(spec, *planned)
     workspace = Workspace.allocate(spec, q.device, segments)
-    if not segments:
-        return [prepare(spec, t, workspace), recurrence(spec, t, workspace, results)]
-    found = (workspace.maps, workspace.offsets, workspace.starts, workspace.first_segment)
-    return [
-        prepare(spec, t, workspace),
-        plan(
-            *(spec, t, workspace.first_segment, lanes(spec), programs(spec, t.q.device), SPLIT_COSTS, workspace.buffer),
-        ),
-        maps(spec, t, workspace, segments),
-        compose(spec, t, found, results[1], workspace.buffer),
-        recurrence(spec, t, workspace, results, segments),
-    ]
+    split = []
+    if segments:
+        between = maps(spec, t, workspace, segments)
+        split = split_launches(spec, t, workspace.segments, planned, between, results)
+    return [prepare(spec, t, workspace), *split, recurrence(spec, t, workspace, results, segments)]
 
 
 def _eighths(*tensors: torch.Tensor) -> list[int]:
@@ -164,13 +145,6 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
     )
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def lanes(spec: KdaSpec) -> int:
     """Items of a segment."""
     return spec.HV * (spec.V // TILE)
@@ -185,13 +159,15 @@ def programs(spec: KdaSpec, device: torch.device, slices: int | None = None) -> 
 def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, segments: int) -> Launch:
     slices = (spec.K + spec.V) // TILE
     stage = (2 * spec.K // TILE + 2) * TILE * TILE * 2 + spec.K * 4
+    found = workspace.segments
     return Launch(
         maps_kernel,
         min(segments * spec.HV * slices, programs(spec, t.v.device, slices)),
         (
             TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
-            *(workspace.decay, t.v, workspace.maps, workspace.offsets, workspace.first_segment, t.cu_seqlens),
-            *(spec.T, spec.N, spec.HV, spec.slots),
+            *(workspace.decay, t.v, found.maps, found.offsets, found.first_segment),
+            *(t.cu_seqlens, t.checkpoint_offsets),
+            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v),
             segments,
         ),
@@ -225,7 +201,7 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
             workspace.decay,
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.handed, workspace.arrived),
-            *((workspace.first_segment, workspace.starts) if segments else (None, None)),
+            *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v, o),

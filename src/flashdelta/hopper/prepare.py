@@ -411,16 +411,14 @@ def prepare_kernel(
     if dt_bias is not None:
         channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
         bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
+    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
     if cu_seqlens is None:
+        bounds: gl.constexpr = None
         n = 0
         if slot >= slots:  # a division takes as long as dozens of other instructions
             n = slot // slots
     else:
         n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
-    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
-    if cu_seqlens is None:
-        bounds: gl.constexpr = None
-    else:
         bounds = (begin.to(integer), end.to(integer))
     batch, start, count = chunk_of_sequence(
         cu_seqlens, checkpoint_offsets, checkpoints, n, slot.to(integer), slots, T, 64, integer, bounds

@@ -36,7 +36,6 @@ THREADS = gl.constexpr(128)
 """Of the four warps that compute."""
 
 locate_item = gluon.jit(common.locate_item.fn)
-place_of = gluon.jit(common.place_of.fn)
 chunk_place = gluon.jit(common.chunk_place.fn)
 piece_extent = gluon.jit(common.piece_extent.fn)
 clamp_bounds = gluon.jit(common.clamp_bounds.fn)
@@ -46,7 +45,8 @@ load_state = gluon.jit(states.load_state.fn)
 store_state = gluon.jit(states.store_state.fn)
 sequence_slot = gluon.jit(states.sequence_slot.fn)
 segment_of = gluon.jit(portable_segments.segment_of.fn)
-segment_chunks = gluon.jit(portable_segments.segment_chunks.fn)
+part_of_piece = gluon.jit(portable_segments.part_of_piece.fn)
+place_segment = gluon.jit(portable_segments.place_segment.fn)
 
 
 @gluon.jit
@@ -97,20 +97,34 @@ def item_of(k, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def locate_segment(item, first_segment, cu_seqlens, sizes):
-    """As `locate_part`, where an item is a value head of a segment, and the item that it is a part of the sequence. A segment
-    that is not planned has no tokens, and ends before the sequence."""
+def locate_segment(item, first_segment, cu_seqlens, checkpoint_offsets, sizes):
+    """As `locate_part`, where an item is a value head of a segment, and the item that it is a part of the sequence. With
+    checkpoints, whose pieces have grids of their own, tokens and chunk slot are those of the whole sequence. A segment that is
+    not planned has no tokens, and ends before the sequence."""
     T, N, HV, slots, checkpoints, _ = sizes
     n, part, parts, exists = segment_of(item // HV, first_segment, N)
-    batch, begin, end = place_of(n, cu_seqlens, T)
-    slot, pieces = chunk_place(cu_seqlens, None, checkpoints, n, begin, slots, C)
-    first, stop = segment_chunks(part, parts, (end - begin + C - 1) // C)
+    batch, begin, end, slot, pieces, first, stop = place_segment(
+        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
+    )
     last = exists & (part + 1 == parts)
-    end = gl.where(last, end, begin + stop * C)
-    begin += first * C
+    if checkpoint_offsets is None:
+        end = gl.where(last, end, begin + stop * C)
+        begin += first * C
+        slot += first
     end = gl.where(exists, end, begin)
-    first, stop = first.to(gl.int32), gl.where(last, 0, gl.maximum(stop, 1)).to(gl.int32)
-    return item % HV, n, batch, begin, end, slot + first, pieces, first, stop
+    first, stop = gl.where(exists, first, 1), gl.where(last, 0, gl.where(exists, stop, 1))
+    return item % HV, n, batch, begin, end, slot, pieces, first, stop
+
+
+@gluon.jit
+def own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks):
+    """Which of the chunks of a piece the part has, as `locate_part` gives it; `passed` chunks of the item lie before them."""
+    if first_segment is None or checkpoint_offsets is None:
+        low: gl.constexpr = 0
+        high = chunks
+    else:
+        low, high = part_of_piece(before, gl.where(until > 0, until, passed + chunks), passed, chunks)
+    return low, high
 
 
 @gluon.jit
@@ -123,7 +137,7 @@ def locate_part(k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, 
         )
     else:
         head, n, batch, begin, end, slot, pieces, first, stop = locate_segment(
-            item_of(k, SLICES), first_segment, cu_seqlens, sizes
+            item_of(k, SLICES), first_segment, cu_seqlens, checkpoint_offsets, sizes
         )
     # 32 bits do, and take half the registers; offsets of checkpoints have 64
     integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
@@ -186,14 +200,16 @@ def load(
     in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
     for k in range(program_parts(share, sizes, SLICES)):
-        head, n, batch, begin, end, slot, pieces, _, _ = locate_part(
+        head, n, batch, begin, end, slot, pieces, before, until = locate_part(
             k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
         )
         in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
         start = begin
+        passed = 0
         for piece in range(0, pieces):
             stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            for i in range(chunks):
+            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+            for i in range(low, high):
                 s = turn % STAGES
                 mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
                 bar = ready.index(s)
@@ -211,6 +227,7 @@ def load(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 turn += 1
             slot += chunks
+            passed += chunks
             start = stop
 
 
@@ -325,20 +342,24 @@ def compute(
         o_item = o + (wide(batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
         total = 0
         start = begin
+        passed = 0
         for piece in range(0, pieces):
             start, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            total += chunks
+            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+            total += high - low
+            passed += chunks
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
         value = slice_ * BV + in_slice
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-        if first_segment is not None:
-            if before > 0:
-                run = item_of(k, SLICES).to(gl.int64) * (K * V)
-                state0, state1 = load_halves(starts, state_offsets(run, value, key, K, V, True), 64, 1, K, acc_l)
+        if first_segment is None and share is None:
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
+        elif first_segment is not None:
+            # the last segment may have stored the final state where the first one's was
+            if (before > 0) | (until > 0):
+                left = state_offsets(item_of(k, SLICES).to(gl.int64) * (K * V), value, key, K, V, True)
+                state0, state1 = load_halves(starts, left, 64, 1, K, acc_l)
             else:
                 state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
-        elif share is None:
-            state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
         elif before > 0:
             await_state(arrived - SLICES)
             left = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
@@ -356,9 +377,11 @@ def compute(
             inverse = tiles_s.index(ahead * TILES + 3 * KH).permute((1, 0))
             pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
             start = begin
+            passed = 0
             for piece in range(0, pieces):
                 stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-                for i in range(chunks):
+                low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+                for i in range(low, high):
                     s = turn % STAGES
                     base = s * TILES
                     if h is not None:
@@ -411,6 +434,10 @@ def compute(
                     there, reached = checkpoint_slot(
                         checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
                     )
+                    passed += chunks
+                    if first_segment is not None:
+                        # by the segment that the last chunk before the checkpoint is in
+                        reached *= ((before < passed) & ((until == 0) | (passed <= until))).to(gl.int32)
                     at = there * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
                     store_halves(final_state, at, NEXT, state0, state1, reached, K)
                     start = stop

@@ -15,17 +15,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .arithmetic import wide
 from .compat import copy_async, copy_tile
-from .recurrence import BV, C, item_of, locate_part, program_parts, stage_barriers, state_offsets, store_halves
+from .recurrence import (
+    BV,
+    C,
+    item_of,
+    locate_segment,
+    own_chunks,
+    piece_extent,
+    program_parts,
+    stage_barriers,
+    state_offsets,
+    store_halves,
+)
 from .tiles import LINES, from_lines, position
 
 
 @gluon.jit
-def locate_map(k, first_segment, cu_seqlens, sizes, SLICES: gl.constexpr):
-    """The program's item number `k`: value head, batch row, first and past-the-last token, first chunk slot, number of chunks;
-    none where no map is wanted."""
-    head, _, batch, begin, end, slot, _, _, until = locate_part(k, None, first_segment, cu_seqlens, None, sizes, SLICES)
-    chunks = gl.where(until > 0, (end - begin + C - 1) // C, 0)
-    return head, batch, begin, end, slot, chunks
+def map_place(k, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
+    """The program's item number `k`, as `locate_segment`, and the number of its chunks; none where no map is wanted."""
+    head, n, batch, begin, end, slot, pieces, before, until = locate_segment(
+        item_of(k, SLICES), first_segment, cu_seqlens, checkpoint_offsets, sizes
+    )
+    chunks = gl.maximum(until - before, 0).to(gl.int32)
+    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, before, until, chunks
 
 
 @gluon.jit
@@ -36,6 +48,7 @@ def load_map(
     stages,
     first_segment,
     cu_seqlens,
+    checkpoint_offsets,
     sizes,
     strides,
     K: gl.constexpr,
@@ -59,26 +72,36 @@ def load_map(
     in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
     for k in range(program_parts(None, sizes, SLICES)):
-        head, batch, begin, end, slot, chunks = locate_map(k, first_segment, cu_seqlens, sizes, SLICES)
+        head, n, batch, begin, end, slot, pieces, before, until, wanted = map_place(
+            k, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
+        )
         in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
-        for i in range(chunks):
-            s = turn % STAGES
-            mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
-            bar = ready.index(s)
-            mbarrier.expect(bar, TILES * 8192)
-            chunk = (slot + i) * HV + head
-            at = chunk * ((3 * KH + 2) * 64)
-            for t in gl.static_range(KH):
-                copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
-                copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], bar, tiles_s.index(s * TILES + KH + t))
-            copy_tile(tiles_d, [at + 3 * KH * 64, 0], bar, tiles_s.index(s * TILES + 2 * KH))
-            token = begin + i * C
-            # no value writes to M's columns
-            count = gl.where(slice_ >= 0, end - token, 0)
-            copy_async(v_s.index(s), v + (in_head + wide(token, v_token) * 8) + in_v, mask=(row < count)[:, None])
-            copy_async(decay_s.index(s), decay + chunk * K + key)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            turn += 1
+        start = begin
+        passed = 0
+        for piece in range(0, gl.where(wanted > 0, pieces, 0)):
+            stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
+            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+            for i in range(low, high):
+                s = turn % STAGES
+                mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
+                bar = ready.index(s)
+                mbarrier.expect(bar, TILES * 8192)
+                chunk = (slot + i).to(gl.int32) * HV + head
+                at = chunk * ((3 * KH + 2) * 64)
+                for t in gl.static_range(KH):
+                    copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
+                    copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], bar, tiles_s.index(s * TILES + KH + t))
+                copy_tile(tiles_d, [at + 3 * KH * 64, 0], bar, tiles_s.index(s * TILES + 2 * KH))
+                token = (start + i * C).to(gl.int32)
+                # no value writes to M's columns
+                count = gl.where(slice_ >= 0, (stop - token).to(gl.int32), 0)
+                copy_async(v_s.index(s), v + (in_head + wide(token, v_token) * 8) + in_v, mask=(row < count)[:, None])
+                copy_async(decay_s.index(s), decay + chunk * K + key)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                turn += 1
+            slot += chunks
+            passed += chunks
+            start = stop
 
 
 @gluon.jit
@@ -88,6 +111,7 @@ def compute_map(
     offsets,
     first_segment,
     cu_seqlens,
+    checkpoint_offsets,
     sizes,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -107,7 +131,7 @@ def compute_map(
     zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
     for k in range(program_parts(None, sizes, SLICES)):
-        _, _, _, _, _, chunks = locate_map(k, first_segment, cu_seqlens, sizes, SLICES)
+        _, _, _, _, _, _, _, _, _, chunks = map_place(k, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES)
         unit = gl.where(column[:, None] == key[None, :], 1.0, 0.0)
         state0 = from_lines(unit, acc_l)
         unit = gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0)
@@ -153,7 +177,7 @@ def compute_map(
 
 
 _STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
-SCALARS = ("T", "N", "HV", "slots", *_STRIDES, "segments")
+SCALARS = ("T", "N", "HV", "slots", "checkpoints", *_STRIDES, "segments")
 """Arguments whose values leave the machine code as it is."""
 
 
@@ -166,10 +190,12 @@ def maps_kernel(
     offsets,
     first_segment,
     cu_seqlens,
+    checkpoint_offsets,
     T: gl.int32,
     N: gl.int32,
     HV: gl.int32,
     slots: gl.int32,
+    checkpoints: gl.int32,
     v_batch: gl.int32,
     v_token: gl.int32,
     v_head: gl.int32,
@@ -183,13 +209,13 @@ def maps_kernel(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = stage_barriers(STAGES)
-    sizes = (T, N, HV, slots, 0, segments)
+    sizes = (T, N, HV, slots, checkpoints, segments)
     in_v = (v_batch, v_token, v_head)
     stages = (tiles_s, decay_s, v_s, barriers)
     gl.warp_specialize(
         [
-            (compute_map, (stages, maps, offsets, first_segment, cu_seqlens, sizes, K, V, STAGES)),
-            (load_map, (tiles_d, decay, v, stages, first_segment, cu_seqlens, sizes, in_v, K, V, STAGES)),
+            (compute_map, (stages, maps, offsets, first_segment, cu_seqlens, checkpoint_offsets, sizes, K, V, STAGES)),
+            (load_map, (tiles_d, decay, v, stages, first_segment, cu_seqlens, checkpoint_offsets, sizes, in_v, K, V, STAGES)),
         ],
         [1],
         [96],

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ..spec import KdaSpec, KdaTensors
+from ..split import NO_COSTS, planned_parts
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots
 from .split import AffineMap, cut, identity, starts
@@ -118,7 +119,7 @@ def chunk_kda(
     cuts = spec.packed or spec.checkpoints > 0 or spec.split > 1 or parts is not None
     slots = chunk_slots(spec, t) if cuts and not empty else None
     if spec.split > 1 and not empty:
-        parts = slots.chunks.clamp(1, spec.split)
+        parts = planned_parts(spec, slots.chunks, 1, 1, NO_COSTS)
     q, k, v, g, beta = elementwise_inputs(spec, t)
     initial = states_in(spec, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))

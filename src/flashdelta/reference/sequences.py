@@ -61,10 +61,14 @@ def piece_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) ->
     return torch.stack([*cuts, length], dim=1)
 
 
+def piece_chunks(spec: KdaSpec, cuts: torch.Tensor) -> torch.Tensor:
+    """Chunks of each piece, from `piece_cuts`."""
+    return (cuts.diff(dim=1) + spec.chunk_size - 1) // spec.chunk_size
+
+
 def chunks_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
     """Chunks of each sequence, `[N]`, over all its pieces."""
-    pieces = piece_cuts(t.checkpoint_offsets, lengths_of(spec, t)).diff(dim=1)
-    return ((pieces + spec.chunk_size - 1) // spec.chunk_size).sum(1)
+    return piece_chunks(spec, piece_cuts(t.checkpoint_offsets, lengths_of(spec, t))).sum(1)
 
 
 def chunk_slots(spec: KdaSpec, t: KdaTensors) -> ChunkSlots:
@@ -73,7 +77,7 @@ def chunk_slots(spec: KdaSpec, t: KdaTensors) -> ChunkSlots:
     n = torch.arange(N, device=begins.device)
     opening = begins // C + n * (1 + spec.checkpoints) if spec.packed else n * spec.slots
     cuts = piece_cuts(t.checkpoint_offsets, lengths)
-    chunks = (cuts.diff(dim=1) + C - 1) // C
+    chunks = piece_chunks(spec, cuts)
     through = chunks.cumsum(1)  # chunks of a sequence up to and with each piece
 
     slot = torch.arange(spec.B * spec.slots, device=begins.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..spec import KdaSpec
-from ..split import SplitCosts
+from ..split import NO_COSTS, SplitCosts
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,14 @@ def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
     return DecodeConfig(BV=min(64, _channels(spec, 8192)), num_warps=4, stream=not wide)
 
 
-def split_costs(capability: int) -> SplitCosts | None:
-    """What the planner weighs; None where splits were not measured: sequences stay whole unless the caller says otherwise."""
-    return None
+def split_costs(capability: int) -> SplitCosts:
+    """What the planner weighs."""
+    return NO_COSTS
 
 
 def lanes(spec: KdaSpec, capability: int) -> int:
     """Programs of `recurrence` a segment."""
     return spec.HV * (spec.V // recurrence_config(spec, capability).BV)
-
-
-def programs(device: torch.device) -> int:
-    """Of `recurrence`, that run at the same time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _channels(spec: KdaSpec, elements: int) -> int:

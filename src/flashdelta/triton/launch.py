@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
-from ..launch import Launch, dense, launch_all, or_empty, state_arguments, strides
+from ..launch import Launch, dense, launch_all, multiprocessors, or_empty, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import SplitCosts, segments_of_call
@@ -20,11 +20,29 @@ from .segments import compose_kernel, maps_kernel, plan_kernel
 
 
 @dataclass(frozen=True)
+class SegmentStates:
+    """What the stages of a split leave for each other (`segments.py`), with up to `G` segments: their `maps [G, HV, K, K]`,
+    `offsets` and `starts [G, HV, V, K]` in fp32, and `first_segment [N + 1]` int32. Without a split all None."""
+
+    maps: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    first_segment: torch.Tensor | None = None
+
+    @staticmethod
+    def layout(spec: KdaSpec, segments: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes, in order; none without segments."""
+        if segments == 0:
+            return []
+        states = [((segments, spec.HV, rows, spec.K), torch.float32) for rows in (spec.K, spec.V, spec.V)]
+        return [*states, ((spec.N + 1,), torch.int32)]
+
+
+@dataclass(frozen=True)
 class Workspace:
     """What `prepare` leaves for `recurrence`, chunk by chunk: `w, qg, kg [S, HV, C, K]`, `inverse, Aqk [S, HV, C, C]` in the
-    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots. With up to `G` segments also their fp32
-    `maps [G, HV, K, K]`, `offsets` and `starts [G, HV, V, K]`, and `first_segment [N + 1]` int32 (`segments.py`); else None.
-    One allocation: `buffer`."""
+    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots; what a split keeps, if there is one. One
+    allocation: `buffer`."""
 
     w: torch.Tensor
     qg: torch.Tensor
@@ -32,28 +50,18 @@ class Workspace:
     inverse: torch.Tensor
     Aqk: torch.Tensor
     decay: torch.Tensor
-    maps: torch.Tensor | None
-    offsets: torch.Tensor | None
-    starts: torch.Tensor | None
-    first_segment: torch.Tensor | None
+    segments: SegmentStates
     buffer: torch.Tensor
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         return (self.w, self.qg, self.kg, self.inverse, self.Aqk, self.decay)
 
-    def segments(self) -> tuple[torch.Tensor, ...]:
-        return (self.maps, self.offsets, self.starts, self.first_segment)
-
     @staticmethod
     def layout(spec: KdaSpec, segments: int = 0) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of all but the buffer, in order."""
-        S, HV, C, K, V = spec.B * spec.slots, spec.HV, spec.chunk_size, spec.K, spec.V
-        chunks = [((S, HV, C, K), spec.dtype)] * 3 + [((S, HV, C, C), spec.dtype)] * 2
-        chunks.append(((spec.B * spec.slots, HV, K), torch.float32))
-        if segments == 0:
-            return chunks
-        states = [((segments, HV, rows, K), torch.float32) for rows in (K, V, V)]
-        return [*chunks, *states, ((spec.N + 1,), torch.int32)]
+        S, HV, C, K = spec.B * spec.slots, spec.HV, spec.chunk_size, spec.K
+        operands = [((S, HV, C, K), spec.dtype)] * 3 + [((S, HV, C, C), spec.dtype)] * 2
+        return [*operands, ((S, HV, K), torch.float32), *SegmentStates.layout(spec, segments)]
 
     @classmethod
     def sizes(cls, spec: KdaSpec, segments: int = 0) -> list[int]:
@@ -69,7 +77,7 @@ class Workspace:
         layout, sizes = cls.layout(spec, segments), cls.sizes(spec, segments)
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         parts = [x.view(dtype).view(shape) for x, (shape, dtype) in zip(buffer.split(sizes), layout)]
-        return cls(*parts, *[None] * (0 if segments else 4), buffer)
+        return cls(*parts[:6], SegmentStates(*parts[6:]), buffer)
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -102,16 +110,13 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     t = readable(spec, t)
     if spec.algorithm != "chunk":
         return [decode(spec, t, capability, results)]
-    costs, lanes, programs = config.split_costs(capability), config.lanes(spec, capability), config.programs(t.q.device)
-    segments = segments_of_call(spec, lanes, programs, costs)
+    planned = (config.lanes(spec, capability), multiprocessors(t.q.device), config.split_costs(capability))
+    segments = segments_of_call(spec, *planned)
     workspace = Workspace.allocate(spec, t.q.device, segments)
     split = []
     if segments:
-        split = [
-            plan(spec, t, workspace.first_segment, lanes, programs, costs, workspace.buffer),
-            maps(spec, t, capability, workspace, segments),
-            compose(spec, t, workspace.segments(), results[1], workspace.buffer),
-        ]
+        between = maps(spec, t, capability, workspace, segments)
+        split = split_launches(spec, t, workspace.segments, planned, between, results)
     return [
         prepare(spec, t, capability, workspace),
         *split,
@@ -147,22 +152,36 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
     )
 
 
+def split_launches(
+    spec: KdaSpec,
+    t: KdaTensors,
+    segments: SegmentStates,
+    planned: tuple[int, int, SplitCosts],
+    maps: Launch,
+    results: Results,
+) -> list[Launch]:
+    """Between `prepare` and `recurrence`: `plan`, a backend's own `maps`, `compose`. `planned`: lanes, programs, costs."""
+    return [
+        plan(spec, t, segments, *planned, maps.workspace),
+        maps,
+        compose(spec, t, segments, results[1], maps.workspace),
+    ]
+
+
 def plan(
     spec: KdaSpec,
     t: KdaTensors,
-    first_segment: torch.Tensor,
+    segments: SegmentStates,
     lanes: int,
     programs: int,
-    costs: SplitCosts | None,
+    costs: SplitCosts,
     workspace: torch.Tensor,
 ) -> Launch:
-    """Without costs, for a forced split, which weighs nothing."""
-    costs = costs or SplitCosts(step=1, map=1, compose=1, fixed=1)
     return Launch(
         plan_kernel,
         1,
         (
-            *(t.cu_seqlens, t.checkpoint_offsets, first_segment),
+            *(t.cu_seqlens, t.checkpoint_offsets, segments.first_segment),
             *(spec.T, spec.N, spec.checkpoints, lanes, programs, spec.split, int(spec.batch_invariant)),
             *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
         ),
@@ -174,13 +193,13 @@ def plan(
 
 def maps(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, segments: int) -> Launch:
     c = config.recurrence_config(spec, capability)
-    BV = min(c.BV, spec.K)
+    BV, found = min(c.BV, spec.K), workspace.segments
     return Launch(
         maps_kernel,
         segments * spec.HV * ((spec.K + spec.V) // BV),
         (
             *(workspace.w, workspace.kg, workspace.inverse, workspace.decay, t.v),
-            *(workspace.maps, workspace.offsets, workspace.first_segment, t.cu_seqlens, t.checkpoint_offsets),
+            *(found.maps, found.offsets, found.first_segment, t.cu_seqlens, t.checkpoint_offsets),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.v),
         ),
@@ -193,16 +212,19 @@ def maps(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, se
 def compose(
     spec: KdaSpec,
     t: KdaTensors,
-    segments: tuple[torch.Tensor, ...],
+    segments: SegmentStates,
     final_state: torch.Tensor | None,
     workspace: torch.Tensor,
 ) -> Launch:
-    """`segments`: maps, offsets, starts and where each sequence's segments begin."""
     BV = min(32, spec.V)
     return Launch(
         compose_kernel,
         spec.N * spec.HV * (spec.V // BV),
-        (*segments, t.cu_seqlens, *state_arguments(spec, t, final_state), spec.T, spec.N, spec.HV),
+        (
+            *(segments.maps, segments.offsets, segments.starts, segments.first_segment, t.cu_seqlens),
+            *state_arguments(spec, t, final_state),
+            *(spec.T, spec.N, spec.HV),
+        ),
         dict(K=spec.K, V=spec.V, BV=BV, BK=min(64, spec.K), V_FIRST=spec.state_v_first),
         num_warps=4,
         workspace=workspace,
@@ -220,7 +242,7 @@ def recurrence(
         (
             *workspace.parts(),
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
-            *(workspace.first_segment, workspace.starts),
+            *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.v, o),

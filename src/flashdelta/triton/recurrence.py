@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_place, chunks_before, locate, piece_extent, place_of
-from .segments import part_of_piece, segment_chunks, segment_of, sequence_chunks
+from .common import chunk_place, chunks_before, locate, piece_extent
+from .segments import part_of_piece, place_segment, segment_of
 from .states import load_state, named_slot, sequence_slot, state_offsets, store_state
 
 
@@ -79,6 +79,7 @@ def recurrence_kernel(
 ):
     if first_segment is None:
         slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+        slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
     else:
         slice_ = tl.program_id(0) % (V // BV)
         head = (tl.program_id(0) // (V // BV) % HV).to(tl.int64)
@@ -86,8 +87,9 @@ def recurrence_kernel(
         n, part, parts, exists = segment_of(segment, first_segment, N)
         if not exists:
             return
-        batch, begin, end = place_of(n, cu_seqlens, T)
-    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+        batch, begin, end, slot, pieces, first, last = place_segment(
+            n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
+        )
     h_row = slot
     if h is not None and cu_seqlens is not None:
         h_row = chunks_before(cu_seqlens, n, T, C, 128)
@@ -103,8 +105,8 @@ def recurrence_kernel(
     if first_segment is None:
         state = load_state(initial_state, own * state_pitch + in_slot, read)
     else:
-        first, last = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
-        if part > 0:
+        # the last segment may have stored the final state where the first one's was
+        if parts > 1:
             at = (segment.to(tl.int64) * HV + head) * K * V
             state = tl.load(starts + state_offsets(at, value, key, K, V, True))
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_place, clamp_bounds, locate, piece_count, piece_end, piece_extent, place_of
+from .common import chunk_place, locate, piece_count, piece_end, piece_extent, place_of
 from .states import load_state, sequence_slot, state_offsets
 
 
@@ -34,11 +34,8 @@ def block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C: tl.co
     """Chunks of the sequences `base .. base + BLOCK`, 0 past the last."""
     lane = base + tl.arange(0, BLOCK)
     n = tl.minimum(lane, N - 1)
-    if cu_seqlens is None:
-        length = (n * 0 + T).to(tl.int64)
-    else:
-        begin, end = clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T)
-        length = end - begin
+    _, begin, end = place_of(n, cu_seqlens, T)
+    length = (end - begin).to(tl.int64)
     return tl.where(lane < N, sequence_chunks(checkpoint_offsets, n, pieces, length, C), 0)
 
 
@@ -112,7 +109,16 @@ def segment_of(segment, first_segment, N):
 def segment_chunks(part, parts, chunks):
     """The chunks of a sequence that a segment has: the first, and past the last one."""
     chunks = chunks.to(tl.int64)
-    return part * chunks // parts, (part + 1) * chunks // parts
+    return (part * chunks // parts).to(tl.int32), ((part + 1) * chunks // parts).to(tl.int32)
+
+
+@triton.jit
+def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C: tl.constexpr):
+    """Of a sequence `place_of` and `chunk_place`, of its segment `segment_chunks`."""
+    batch, begin, end = place_of(n, cu_seqlens, T)
+    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
+    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
+    return batch, begin, end, slot, pieces, first, stop
 
 
 @triton.jit
@@ -160,9 +166,9 @@ def maps_kernel(
     n, part, parts, exists = segment_of(segment, first_segment, N)
     if (not exists) | (part + 1 == parts):
         return
-    batch, begin, end = place_of(n, cu_seqlens, T)
-    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
-    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
+    batch, begin, end, slot, pieces, first, stop = place_segment(
+        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
+    )
 
     dtype = w.dtype.element_ty
     row = tl.arange(0, C)
