@@ -14,7 +14,7 @@ from flashdelta.reference import chunk_kda, split
 from flashdelta.reference.chunk import prepare, segment_map
 from flashdelta.reference.split import AffineMap, cut, identity
 from flashdelta.spec import KdaOptions, KdaTensors, check_call
-from flashdelta.split import AUTO, most_segments, parts_of_sequences
+from flashdelta.split import AUTO, gains, most_segments, parts_of_sequences
 
 from .split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
 
@@ -114,39 +114,49 @@ def test_maps_only_shrink():
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _parts(chunks: list[int], lanes: int, **options: object) -> list[int]:
-    return parts_of_sequences(torch.tensor(chunks), lanes, 132, COSTS, **options).tolist()
+def _parts(chunks: list[int], room: int, **options: object) -> list[int]:
+    return parts_of_sequences(torch.tensor(chunks), room, COSTS, **options).tolist()
 
 
 @settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 4000), min_size=1, max_size=8),
-    st.integers(1, 300),
+    st.integers(0, 72),
     st.sampled_from([AUTO, 1, 2, 7]),
     st.booleans(),
 )
-def test_plans_keep_their_bounds(chunks: list[int], lanes: int, mode: int, invariant: bool):
-    parts = _parts(chunks, lanes, split=mode, batch_invariant=invariant)
+def test_plans_keep_their_bounds(chunks: list[int], room: int, mode: int, invariant: bool):
+    parts = _parts(chunks, room, split=mode, batch_invariant=invariant)
     assert all(1 <= p <= max(c, 1) for p, c in zip(parts, chunks))
-    assert sum(parts) <= most_segments(len(chunks), sum(chunks), lanes, 132, mode, invariant)
+    assert sum(parts) <= most_segments(len(chunks), sum(chunks), room, mode, invariant)
     if invariant:
-        assert parts == [_parts([c], lanes, split=mode)[0] for c in chunks]
+        assert parts == [_parts([c], room, split=mode)[0] for c in chunks]
+    if mode == AUTO and not invariant:
+        assert sum(parts) - len(parts) <= room
 
 
 @pytest.mark.parametrize(
-    ("chunks", "lanes", "wanted"),
+    ("chunks", "room", "wanted"),
     [
-        ([2048], 8, [16]),  # 128K tokens, 4 heads of two slices
-        ([2048, 16, 16, 16, 16, 16], 8, [15, 1, 1, 1, 1, 1]),  # 128K + 5 x 1K: the long one alone
-        ([128], 8, [16]),
+        ([2048], 8, [9]),  # 128K tokens, 4 heads
+        ([2048, 16, 16, 16, 16, 16], 8, [8, 1, 1, 1, 1, 1]),  # 128K + 5 x 1K: the long one alone
+        ([2048], 33, [34]),  # one head
+        ([128], 33, [11]),  # where more would take longer to compose than they save
         ([16], 8, [1]),  # too short to pay for the maps
-        ([128], 128, [1]),  # the heads fill the GPU
-        ([128] * 20, 16, [1] * 20),  # the batch does
+        ([128], 0, [1]),  # the heads fill the GPU
+        ([128] * 20, 4, [1] * 20),  # the batch does
         ([0, 0], 8, [1, 1]),
     ],
 )
-def test_plans_split_what_gains(chunks: list[int], lanes: int, wanted: list[int]):
-    assert _parts(chunks, lanes) == wanted
+def test_plans_split_what_gains(chunks: list[int], room: int, wanted: list[int]):
+    assert _parts(chunks, room) == wanted
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 3000), st.integers(1, 72), st.lists(st.integers(0, 3000), max_size=4))
+def test_no_batch_is_split_of_whose_tokens_one_sequence_would_not_be(chunks: int, room: int, others: list[int]):
+    if not gains(chunks + sum(others), 1, room, COSTS):
+        assert _parts([chunks, *others], room) == [1] * (1 + len(others))
 
 
 def test_split_can_be_turned_off_and_forced():

@@ -1,11 +1,12 @@
 """How many segments long sequences are cut into, so that few heads fill a GPU (docs/split.md): the planner.
 
-It takes the chunks of each sequence and how much runs at the same time, and knows nothing of where: one GPU, or several. The
-kernels of a backend form the same whole numbers from device data.
+It takes the chunks of each sequence and how many maps are formed at the same time, and knows nothing of where: one GPU, or
+several. The kernels of a backend form the same whole numbers from device data.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 AUTO = 0
 """Instead of a number of segments: as many as pay."""
+
+MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
+"""Bits of the most segments of a sequence, 127."""
+
+MOST_ALIKE = 256
+"""Sequences of a batch from which on none is split, whatever their number."""
 
 
 @dataclass(frozen=True)
@@ -33,38 +40,39 @@ class SplitCosts:
 
 
 def parts_of_sequences(
-    chunks: torch.Tensor, lanes: int, programs: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
+    chunks: torch.Tensor, room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
 ) -> torch.Tensor:
     """How many segments each sequence is cut into, `[N]`, at least 1.
 
     Args:
         chunks: `[N]` integers, the chunks of each sequence. Only whole numbers are formed from them, on their device.
-        lanes: work items of a segment: value heads times slices of the value channels.
-        programs: work items that run at the same time.
+        room: maps of segments that can be formed at the same time.
         costs: of the kernels that will run.
         split: `AUTO`, or the number of segments of every sequence that has as many chunks.
-        batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise the chunks of the whole batch are shared
-            out: a segment is not shorter than what each program would do if all were even.
+        batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise sequences share the room by their chunks.
     """
     if split != AUTO:
         return chunks.clamp(1, split)
-    work = (chunks if batch_invariant else chunks.sum()) * lanes
-    length = ((work + programs - 1) // programs).clamp(min=costs.shortest)
-    parts = (chunks // length).clamp(min=1)
+    total = chunks if batch_invariant else chunks.sum()
+    # the last segment of a sequence needs no map
+    parts = 1 + room * chunks // total.clamp(min=1)
+    parts = torch.minimum(parts, chunks // costs.shortest)
+    # longest * (step + map) + parts * compose is least at the root of this
+    square = chunks * (costs.step + costs.map)
+    root = torch.zeros_like(chunks)
+    for bit in MOST_PARTS:
+        root = torch.where((root + bit) * (root + bit) * costs.compose <= square, root + bit, root)
+    parts = torch.minimum(parts, root).clamp(min=1)
     longest = (chunks + parts - 1) // parts
     whole = chunks * costs.step
     cut = longest * (costs.step + costs.map) + parts * costs.compose + costs.fixed
     return torch.where(cut * 100 <= whole * (100 - costs.margin), parts, 1)
 
 
-def most_segments(
-    N: int, chunks: int, lanes: int, programs: int, split: int = AUTO, batch_invariant: bool = False
-) -> int:
+def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invariant: bool = False) -> int:
     """A bound on the segments of a batch of `N` sequences with at most `chunks` chunks in all, known without their lengths."""
-    most = max(programs // lanes, 1)
-    if split != AUTO:
-        most = split
-    bound = N + most if split == AUTO and not batch_invariant else N * most
+    most = split if split != AUTO else 1 + room
+    bound = N + room if split == AUTO and not batch_invariant else N * most
     return min(bound, max(chunks, N) + N)
 
 
@@ -77,16 +85,27 @@ def splits(spec: KdaSpec, costs: SplitCosts) -> bool:
     return spec.split > 1 or (spec.split == AUTO and costs is not NO_COSTS)
 
 
-def planned_parts(spec: KdaSpec, chunks: torch.Tensor, lanes: int, programs: int, costs: SplitCosts) -> torch.Tensor:
+def planned_parts(spec: KdaSpec, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
     """`parts_of_sequences` of a call."""
     if not splits(spec, costs):
         return torch.ones_like(chunks)
-    return parts_of_sequences(chunks, lanes, programs, costs, spec.split, spec.batch_invariant)
+    return parts_of_sequences(chunks, room, costs, spec.split, spec.batch_invariant)
 
 
-def segments_of_call(spec: KdaSpec, lanes: int, programs: int, costs: SplitCosts) -> int:
-    """A bound on the segments of a call that may be split, 0 for one that is not."""
-    if not splits(spec, costs):
+@functools.cache
+def gains(longest: int, share: int, room: int, costs: SplitCosts) -> bool:
+    """Whether a sequence of so many chunks, one of `share` such, would be split."""
+    return bool((parts_of_sequences(torch.tensor([longest] * share), room, costs) > 1).any())
+
+
+def segments_of_call(spec: KdaSpec, room: int, costs: SplitCosts) -> int:
+    """A bound on the segments of a call that may be split, 0 for one that is not: if one sequence had all the tokens of a
+    packed batch, and still were not split, no other batch of as many tokens is."""
+    if not splits(spec, costs) or spec.N == 0:
         return 0
-    most = most_segments(spec.N, spec.B * spec.slots, lanes, programs, spec.split, spec.batch_invariant)
+    if spec.split == AUTO:
+        together = spec.packed or spec.batch_invariant
+        if not gains(spec.slots, 1 if together else min(spec.B, MOST_ALIKE), room, costs):
+            return 0
+    most = most_segments(spec.N, spec.B * spec.slots, room, spec.split, spec.batch_invariant)
     return most if most > spec.N else 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.split import AUTO, SplitCosts, parts_of_sequences
+from flashdelta.split import AUTO, parts_of_sequences
 from flashdelta.triton.segments import plan_kernel
 
 from ..oracle import assert_close
@@ -51,9 +51,9 @@ def test_split_with_a_pool_and_checkpoints(parts: int):
     _close(call["state_pool"], exact["state_pool"])
 
 
-@pytest.mark.parametrize("lanes", [1, 8, 40])
+@pytest.mark.parametrize("room", [1, 8, 40])
 @pytest.mark.parametrize(("split", "invariant"), [(AUTO, False), (AUTO, True), (3, False)])
-def test_plan_is_the_planners(lanes: int, split: int, invariant: bool):
+def test_plan_is_the_planners(room: int, split: int, invariant: bool):
     chunks = torch.cat(
         [torch.tensor([700, 0, 16, 130]), torch.randint(0, 90, (150,), generator=torch.Generator().manual_seed(0))]
     )
@@ -61,10 +61,10 @@ def test_plan_is_the_planners(lanes: int, split: int, invariant: bool):
     N, costs = len(chunks), COSTS
     first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
     plan_kernel[(1,)](
-        *(cu_seqlens, None, first_segment, int(cu_seqlens[-1]), N, 0, lanes, 132, split, int(invariant)),
+        *(cu_seqlens, None, first_segment, int(cu_seqlens[-1]), N, 0, room, split, int(invariant)),
         *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
         C=64,
         BLOCK=128,
     )
-    parts = parts_of_sequences(chunks, lanes, 132, SplitCosts(97, 60, 150, 800), split, invariant)
+    parts = parts_of_sequences(chunks, room, COSTS, split, invariant)
     assert first_segment.diff().tolist() == parts.tolist() and first_segment[0] == 0

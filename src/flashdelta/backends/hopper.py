@@ -62,7 +62,7 @@ class HopperBackend:
     def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
         from ..hopper import launch
 
-        return planned_parts(spec, chunks, launch.lanes(spec), launch.programs(spec, device), launch.SPLIT_COSTS)
+        return planned_parts(spec, chunks, launch.room(spec, device), launch.SPLIT_COSTS)
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
         from ..hopper.launch import forward

@@ -49,7 +49,7 @@ class ReferenceBackend:
         return None
 
     def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return planned_parts(spec, chunks, 1, 1, NO_COSTS)
+        return planned_parts(spec, chunks, 1, NO_COSTS)
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         reference.commit(spec, t)

@@ -63,7 +63,7 @@ class TritonBackend:
         from ..triton import config
 
         at = capability(device)
-        return planned_parts(spec, chunks, config.lanes(spec, at), multiprocessors(device), config.split_costs(at))
+        return planned_parts(spec, chunks, config.room(spec, at, multiprocessors(device)), config.SPLIT_COSTS)
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         from .. import triton as kernels

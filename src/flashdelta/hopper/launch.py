@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -12,8 +12,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..launch import Launch, dense, multiprocessors, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
-from ..split import NO_COSTS, SplitCosts, segments_of_call
-from ..triton.launch import SegmentStates, split_launches
+from ..split import SplitCosts, segments_of_call
+from ..triton.launch import SegmentStates, compose
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
 from .segments import maps_kernel
@@ -28,7 +28,8 @@ SHARED_MEMORY = 232_448
 MOST_PROGRAMS = 144
 """Of `recurrence`: no Hopper GPU has more multiprocessors."""
 
-SPLIT_COSTS: SplitCosts = NO_COSTS
+SPLIT_COSTS = SplitCosts(step=98, map=57, compose=230, fixed=850)
+"""Measured on an H200 at K = V = 128 (docs/split.md)."""
 
 EVEN = 0.9
 """Share of the multiprocessors' time that is in use, from which on whole items do."""
@@ -108,14 +109,17 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     A_log, dt_bias, initial_state, cu_seqlens = dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)
     indices = dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices)
     t = KdaTensors(q, k, v, g, t.beta, A_log, dt_bias, initial_state, cu_seqlens, t.state_pool, *indices)
-    planned = (lanes(spec), programs(spec, q.device), SPLIT_COSTS)
-    segments = segments_of_call(spec, *planned)
+    segments = segments_of_call(spec, room(spec, q.device), SPLIT_COSTS)
     workspace = Workspace.allocate(spec, q.device, segments)
     split = []
     if segments:
-        between = maps(spec, t, workspace, segments)
-        split = split_launches(spec, t, workspace.segments, planned, between, results)
-    return [prepare(spec, t, workspace), *split, recurrence(spec, t, workspace, results, segments)]
+        between = maps(spec, t, workspace, results)
+        split = [between, compose(spec, t, capability, workspace.segments, results, workspace.buffer)]
+    return [prepare(spec, t, workspace), *split, recurrence(spec, t, workspace, results)]
+
+
+def _tiles(x: torch.Tensor) -> TensorDescriptor:
+    return TensorDescriptor(x, x.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT)
 
 
 def _eighths(*tensors: torch.Tensor) -> list[int]:
@@ -125,18 +129,28 @@ def _eighths(*tensors: torch.Tensor) -> list[int]:
 
 def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
     slots = spec.B * spec.slots if spec.N > 0 else 0
+    chunks = slots * spec.HV if spec.safe_gate else slots
     return Launch(
         prepare_kernel,
-        slots * spec.HV if spec.safe_gate else slots,
+        chunks + (workspace.segments.first_segment is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(workspace.tiles, workspace.decay, workspace.arrived),
+            *(workspace.tiles, workspace.decay, workspace.arrived, workspace.segments.first_segment),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.HV, spec.HV // spec.H, spec.slots, spec.checkpoints),
             *_eighths(t.q, t.k, t.g),
             *strides(t.beta),
+            *(room(spec, t.q.device), spec.split, int(spec.batch_invariant)),
         ),
-        dict(K=spec.K, GATE=spec.gate, SAFE=spec.safe_gate, BETA=spec.beta_kind, L2NORM=spec.l2norm, FLAGS=FLAGS),
+        dict(
+            K=spec.K,
+            GATE=spec.gate,
+            SAFE=spec.safe_gate,
+            BETA=spec.beta_kind,
+            L2NORM=spec.l2norm,
+            FLAGS=FLAGS,
+            COSTS=astuple(SPLIT_COSTS),
+        ),
         num_warps=4,
         workspace=workspace.buffer,
         # three programs on a multiprocessor; the exact path of K = 64 would have its products waited for one by one (C7511)
@@ -145,34 +159,34 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
     )
 
 
-def lanes(spec: KdaSpec) -> int:
-    """Items of a segment."""
-    return spec.HV * (spec.V // TILE)
+def room(spec: KdaSpec, device: torch.device) -> int:
+    """Maps that `maps` forms at the same time."""
+    return min(multiprocessors(device), MOST_PROGRAMS) // (spec.HV * ((spec.K + spec.V) // TILE))
 
 
-def programs(spec: KdaSpec, device: torch.device, slices: int | None = None) -> int:
-    """Programs that run at the same time, so many `slices` of a head side by side."""
-    slices = slices or spec.V // TILE
+def programs(spec: KdaSpec, device: torch.device) -> int:
+    """Programs that run at the same time, the slices of a head side by side."""
+    slices = spec.V // TILE
     return min(multiprocessors(device), MOST_PROGRAMS) // slices * slices
 
 
-def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, segments: int) -> Launch:
-    slices = (spec.K + spec.V) // TILE
+def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
     stage = (2 * spec.K // TILE + 2) * TILE * TILE * 2 + spec.K * 4
     found = workspace.segments
     return Launch(
         maps_kernel,
-        min(segments * spec.HV * slices, programs(spec, t.v.device, slices)),
+        min(multiprocessors(t.v.device), MOST_PROGRAMS),
         (
-            TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
+            _tiles(workspace.tiles),
             *(workspace.decay, t.v, found.maps, found.offsets, found.first_segment),
             *(t.cu_seqlens, t.checkpoint_offsets),
+            *state_arguments(spec, t, results[1]),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v),
-            segments,
         ),
-        dict(K=spec.K, V=spec.V, STAGES=min(4, (SHARED_MEMORY - 256) // stage)),
+        dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=min(4, (SHARED_MEMORY - 256) // stage)),
         num_warps=4,
+        overlaps=True,
         workspace=workspace.buffer,
     )
 
@@ -187,17 +201,18 @@ def sharing_pays(spec: KdaSpec, programs: int) -> bool:
     return 1 < rounds < MOST_ROUNDS and any(r > 1 and r < EVEN * math.ceil(r) for r in (rounds, last))
 
 
-def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results, segments: int = 0) -> Launch:
+def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
     o, final_state, h = results
     most = programs(spec, t.v.device)
     # as many chunks in flight as shared memory holds beside the output tile
     stage = (3 * spec.K // TILE + 3) * TILE * TILE * 2 + spec.K * 4
     stages = min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage)
+    split = workspace.segments.starts is not None
     return Launch(
         recurrence_kernel,
-        min(segments * lanes(spec) or items(spec), most),
+        most if split and spec.N > 0 else min(items(spec), most),
         (
-            TensorDescriptor(workspace.tiles, workspace.tiles.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT),
+            _tiles(workspace.tiles),
             workspace.decay,
             *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.handed, workspace.arrived),
@@ -205,15 +220,8 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *_eighths(t.v, o),
-            segments,
         ),
-        dict(
-            K=spec.K,
-            V=spec.V,
-            V_FIRST=spec.state_v_first,
-            STAGES=stages,
-            SHARED=segments == 0 and sharing_pays(spec, most),
-        ),
+        dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=stages, SHARED=sharing_pays(spec, most)),
         num_warps=4,
         workspace=workspace.buffer,
     )

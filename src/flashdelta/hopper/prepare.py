@@ -39,6 +39,8 @@ from .arithmetic import (
     write_strength,
 )
 from .compat import copy_async, reinterpret
+from .segments import plan_segments
+from .stages import start_next_launch
 from .tiles import position, store_cells, store_tile
 
 chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
@@ -49,7 +51,8 @@ piece_count = gluon.jit(common.piece_count.fn)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
+PLANNED = ("room", "split", "batch_invariant")
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES, *PLANNED)
 """Arguments whose values leave the machine code as it is."""
 
 
@@ -350,6 +353,7 @@ def prepare_kernel(
     tiles,
     decay,
     arrived,
+    first_segment,
     scale: gl.float32,
     lower_bound: gl.float32,
     T: gl.int32,
@@ -370,12 +374,16 @@ def prepare_kernel(
     beta_batch: gl.int32,
     beta_token: gl.int32,
     beta_head: gl.int32,
+    room: gl.int32,
+    split: gl.int32,
+    batch_invariant: gl.int32,
     K: gl.constexpr,
     GATE: gl.constexpr,
     SAFE: gl.constexpr,
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
     FLAGS: gl.constexpr,
+    COSTS: gl.constexpr,
 ):
     KH: gl.constexpr = K // 64
     # [warp, row, channel] of a cell per thread
@@ -402,6 +410,24 @@ def prepare_kernel(
         slot = gl.num_programs(0) - 1 - gl.program_id(0)
         head = gl.program_id(1)
         pid = slot * HV + head
+    if first_segment is not None:
+        start_next_launch()
+        # one more program, the first to start, is none of a chunk
+        if gl.program_id(0) == 0:
+            if gl.program_id(1) == 0:
+                plan_segments(
+                    cu_seqlens,
+                    checkpoint_offsets,
+                    first_segment,
+                    T,
+                    N,
+                    checkpoints,
+                    room,
+                    split,
+                    batch_invariant,
+                    COSTS,
+                )
+            return
     if pid == 0:
         # `recurrence` counts up from zero
         flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))

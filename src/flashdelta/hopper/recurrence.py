@@ -15,155 +15,25 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton import common, states
 from ..triton import recurrence as portable
-from ..triton import segments as portable_segments
 from .arithmetic import wide
 from .compat import copy_async, copy_tile
-from .shares import own_share, part_count, part_of_share
-from .tiles import LINES, from_lines, position, to_lines
+from .places import BV, C, chunks_before, locate_part, own_chunks, piece_extent, program_parts
+from .shares import own_share
+from .stages import (
+    announce_state,
+    await_state,
+    load_halves,
+    sequence_slot,
+    stage_barriers,
+    state_offsets,
+    store_halves,
+)
+from .tiles import LINES, position, to_lines
 
-C = gl.constexpr(64)
-BV = gl.constexpr(64)
-THREADS = gl.constexpr(128)
-"""Of the four warps that compute."""
-
-locate_item = gluon.jit(common.locate_item.fn)
-chunk_place = gluon.jit(common.chunk_place.fn)
-piece_extent = gluon.jit(common.piece_extent.fn)
-clamp_bounds = gluon.jit(common.clamp_bounds.fn)
 checkpoint_slot = gluon.jit(portable.checkpoint_slot.fn)
-state_offsets = gluon.jit(states.state_offsets.fn)
-load_state = gluon.jit(states.load_state.fn)
-store_state = gluon.jit(states.store_state.fn)
-sequence_slot = gluon.jit(states.sequence_slot.fn)
-segment_of = gluon.jit(portable_segments.segment_of.fn)
-part_of_piece = gluon.jit(portable_segments.part_of_piece.fn)
-place_segment = gluon.jit(portable_segments.place_segment.fn)
-
-
-@gluon.jit
-def stage_barriers(STAGES: gl.constexpr):
-    """Of each stage: one that it is filled, one that it is free."""
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        # the TMA's expectation and the copies of the loader's 32 threads
-        mbarrier.init(ready.index(s), count=33)
-        mbarrier.init(free.index(s), count=1)
-    fence_async_shared()
-    return ready, free
-
-
-@gluon.jit
-def chunks_before(cu_seqlens, n, T):
-    """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
-    total = n * 0
-    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    for base in range(0, n, 128):
-        m = base + lane
-        begin = gl.load(cu_seqlens + m, mask=m < n, other=0)
-        end = gl.load(cu_seqlens + m + 1, mask=m < n, other=0)
-        begin, end = clamp_bounds(begin, end, T, gl.int32)
-        total += gl.sum((end - begin + C - 1) // C)
-    return total
-
-
-@gluon.jit
-def program_parts(share, sizes, SLICES: gl.constexpr):
-    """How many items or parts of items the program does."""
-    _, _, HV, _, _, runs = sizes
-    if share is None:
-        group = gl.program_id(0) // SLICES
-        groups = gl.num_programs(0) // SLICES
-        parts = (runs * HV - group + groups - 1) // groups
-    else:
-        item0, chunk0, item1, chunk1 = share
-        parts = part_count(item0, chunk0, item1, chunk1)
-    return parts
-
-
-@gluon.jit
-def item_of(k, SLICES: gl.constexpr):
-    """The program's item number `k`, where it does every so many-th."""
-    return gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
-
-
-@gluon.jit
-def locate_segment(item, first_segment, cu_seqlens, checkpoint_offsets, sizes):
-    """As `locate_part`, where an item is a value head of a segment, and the item that it is a part of the sequence. With
-    checkpoints, whose pieces have grids of their own, tokens and chunk slot are those of the whole sequence. A segment that is
-    not planned has no tokens, and ends before the sequence."""
-    T, N, HV, slots, checkpoints, _ = sizes
-    n, part, parts, exists = segment_of(item // HV, first_segment, N)
-    batch, begin, end, slot, pieces, first, stop = place_segment(
-        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
-    )
-    last = exists & (part + 1 == parts)
-    if checkpoint_offsets is None:
-        end = gl.where(last, end, begin + stop * C)
-        begin += first * C
-        slot += first
-    end = gl.where(exists, end, begin)
-    first, stop = gl.where(exists, first, 1), gl.where(last, 0, gl.where(exists, stop, 1))
-    return item % HV, n, batch, begin, end, slot, pieces, first, stop
-
-
-@gluon.jit
-def own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks):
-    """Which of the chunks of a piece the part has, as `locate_part` gives it; `passed` chunks of the item lie before them."""
-    if first_segment is None or checkpoint_offsets is None:
-        low: gl.constexpr = 0
-        high = chunks
-    else:
-        low, high = part_of_piece(before, gl.where(until > 0, until, passed + chunks), passed, chunks)
-    return low, high
-
-
-@gluon.jit
-def locate_part(k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
-    """The program's part number `k`: value head, sequence, batch row, first and past-the-last token, first chunk slot, number
-    of pieces; the item's chunks before it, and the number of those up to its end if it ends before the item, else 0."""
-    if first_segment is None:
-        head, n, batch, begin, end, slot, pieces, first, stop = locate_share(
-            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
-        )
-    else:
-        head, n, batch, begin, end, slot, pieces, first, stop = locate_segment(
-            item_of(k, SLICES), first_segment, cu_seqlens, checkpoint_offsets, sizes
-        )
-    # 32 bits do, and take half the registers; offsets of checkpoints have 64
-    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
-    begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
-    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, first, stop
-
-
-@gluon.jit
-def locate_share(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
-    """`locate_part` without segments: an item is a value head of a sequence."""
-    T, _, HV, slots, checkpoints, _ = sizes
-    if share is None:
-        item = item_of(k, SLICES)
-        first: gl.constexpr = 0
-        stop: gl.constexpr = 0
-    else:
-        item0, chunk0, item1, chunk1 = share
-        item, first, stop = part_of_share(k, item0, chunk0, item1, chunk1)
-    _, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, 1)
-    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
-    if share is not None:
-        if stop > 0:
-            end = begin + stop * C
-        begin += first * C
-        slot += first
-    return head, n, batch, begin, end, slot, pieces, first, stop
 
 
 @gluon.jit
@@ -171,10 +41,7 @@ def load(
     tiles_d,
     decay,
     v,
-    tiles_s,
-    decay_s,
-    v_s,
-    barriers,
+    stages,
     share,
     first_segment,
     cu_seqlens,
@@ -186,8 +53,8 @@ def load(
     STAGES: gl.constexpr,
 ):
     """The loader: one warp that keeps the stages full."""
-    ready, free = barriers
-    _, _, HV, _, _, _ = sizes
+    tiles_s, decay_s, v_s, ready, free = stages
+    _, _, HV, _, _ = sizes
     SLICES: gl.constexpr = V // BV
     slice_ = gl.program_id(0) % SLICES
     v_batch, v_token, v_head = strides
@@ -199,23 +66,24 @@ def load(
     key = gl.arange(0, K, layout=line_l)
     in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
-    for k in range(program_parts(share, sizes, SLICES)):
-        head, n, batch, begin, end, slot, pieces, before, until = locate_part(
-            k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
+    parts, segments = program_parts(share, first_segment, sizes, SLICES)
+    for k in range(parts):
+        head, n, batch, begin, end, slot, pieces, before, until, _run = locate_part(
+            k, segments, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
         )
         in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
         start = begin
-        passed = 0
+        opening = slot
         for piece in range(0, pieces):
             stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
             for i in range(low, high):
                 s = turn % STAGES
                 mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
                 bar = ready.index(s)
-                mbarrier.expect(bar, TILES * 8192)
                 chunk = (slot + i) * HV + head
                 at = (chunk * (TILES * 64)).to(gl.int32)
+                mbarrier.expect(bar, TILES * 8192)
                 for t in gl.static_range(TILES):
                     copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
                 token = start + i * C
@@ -227,49 +95,7 @@ def load(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 turn += 1
             slot += chunks
-            passed += chunks
             start = stop
-
-
-@gluon.jit
-def load_halves(states, at, next_, present, K: gl.constexpr, layout: gl.constexpr):
-    """A state by halves of 64 key channels, which lie `next_` elements apart; the second is zero if there is only one."""
-    first = from_lines(load_state(states, at, present), layout)
-    if K == 128:
-        second = from_lines(load_state(states, at + next_, present), layout)
-    else:
-        second = gl.zeros((BV, 64), gl.float32, layout=layout)
-    return first, second
-
-
-@gluon.jit
-def store_halves(states, at, next_, first, second, wanted, K: gl.constexpr):
-    store_state(states, at, to_lines(first), wanted)
-    if K == 128:
-        store_state(states, at + next_, to_lines(second), wanted)
-
-
-@gluon.jit
-def announce_state(arrived):
-    """Says that all that the program's threads stored before may be read."""
-    lane = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    gl.atomic_add(arrived + lane * 0, lane * 0 + 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def await_state(arrived):
-    """Waits until the threads of another program have all said so."""
-    lane = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    gl.static_assert(THREADS == 128 and gl.num_warps() == 4, "each of the threads announces the state, and awaits it")
-    asm: gl.constexpr = """{
-        .reg .pred all;
-    again:
-        ld.acquire.gpu.global.s32 $0, [$1];
-        setp.ge.s32 all, $0, 128;
-        @!all bra again;
-    }"""
-    at = (arrived + lane * 0).to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -281,11 +107,8 @@ def store_output(o, o_s, out, token, count, row, in_o, o_token, out_l: gl.conste
 
 @gluon.jit
 def compute(
-    tiles_s,
-    decay_s,
-    v_s,
+    stages,
     o_s,
-    barriers,
     o,
     h,
     states,
@@ -311,9 +134,9 @@ def compute(
     The tensor cores work off the products in order. While they do the last of a chunk, and `inverse v` of the next, the
     state is rounded for the next chunk; the output leaves during the next chunk's first products.
     """
-    ready, free = barriers
+    tiles_s, decay_s, v_s, ready, free = stages
     initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final = states
-    T, _, HV, _, _, _ = sizes
+    T, N, HV, _, _ = sizes
     SLICES: gl.constexpr = V // BV
     slice_ = gl.program_id(0) % SLICES
     o_batch, o_token, o_head = strides
@@ -329,10 +152,24 @@ def compute(
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
-    for k in range(program_parts(share, sizes, SLICES)):
-        head, n, batch, begin, end, slot, pieces, before, until = locate_part(
-            k, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
+    parts, segments = program_parts(share, first_segment, sizes, SLICES)
+    for k in range(parts):
+        head, n, batch, begin, end, slot, pieces, before, until, run = locate_part(
+            k, segments, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
         )
+        if first_segment is None:
+            is_segment: gl.constexpr = False
+        else:
+            is_segment = (segments > N) & ((before > 0) | (until > 0))
+        if share is None:
+            taken_over: gl.constexpr = False
+            handed_on: gl.constexpr = False
+        else:
+            taken_over = before > 0
+            handed_on = until > 0
+            if first_segment is not None:
+                taken_over &= segments == N
+                handed_on &= segments == N
         h_row = slot
         if h is not None and cu_seqlens is not None:
             h_row = chunks_before(cu_seqlens, n, T) + before
@@ -342,25 +179,20 @@ def compute(
         o_item = o + (wide(batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
         total = 0
         start = begin
-        passed = 0
+        opening = slot
         for piece in range(0, pieces):
             start, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
             total += high - low
-            passed += chunks
+            slot += chunks
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
         value = slice_ * BV + in_slice
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-        if first_segment is None and share is None:
-            state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
-        elif first_segment is not None:
-            # the last segment may have stored the final state where the first one's was
-            if (before > 0) | (until > 0):
-                left = state_offsets(item_of(k, SLICES).to(gl.int64) * (K * V), value, key, K, V, True)
-                state0, state1 = load_halves(starts, left, 64, 1, K, acc_l)
-            else:
-                state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
-        elif before > 0:
+        if is_segment:
+            # all segments: the last may store the final state before the first has read the initial one
+            left = state_offsets(run.to(gl.int64) * (K * V), value, key, K, V, True)
+            state0, state1 = load_halves(starts, left, 64, 1, K, acc_l)
+        elif taken_over:
             await_state(arrived - SLICES)
             left = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
             state0, state1 = load_halves(handed, left, 64, 1, K, acc_l)
@@ -377,10 +209,10 @@ def compute(
             inverse = tiles_s.index(ahead * TILES + 3 * KH).permute((1, 0))
             pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
             start = begin
-            passed = 0
+            slot = opening
             for piece in range(0, pieces):
                 stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-                low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+                low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
                 for i in range(low, high):
                     s = turn % STAGES
                     base = s * TILES
@@ -434,9 +266,10 @@ def compute(
                     there, reached = checkpoint_slot(
                         checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
                     )
-                    passed += chunks
+                    slot += chunks
                     if first_segment is not None:
                         # by the segment that the last chunk before the checkpoint is in
+                        passed = slot - opening
                         reached *= ((before < passed) & ((until == 0) | (passed <= until))).to(gl.int32)
                     at = there * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
                     store_halves(final_state, at, NEXT, state0, state1, reached, K)
@@ -447,10 +280,8 @@ def compute(
         nothing = turn - first - total
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if first_segment is not None:
-            store_halves(final_state, at, NEXT, state0, state1, stored * (until == 0), K)
-        elif share is None:
-            store_halves(final_state, at, NEXT, state0, state1, stored, K)
-        elif until > 0:
+            stored = gl.where(is_segment & (until > 0), 0, stored)
+        if handed_on:
             store_halves(handed, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
             announce_state(arrived)
         else:
@@ -459,9 +290,17 @@ def compute(
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
 SCALARS = (
-    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
+    "lowest",
+    "pool_slots",
+    "has_initial",
+    "has_final",
+    "state_pitch",
+    "T",
+    "N",
+    "HV",
+    "slots",
+    "checkpoints",
     *_STRIDES,
-    "segments",
 )
 """Arguments whose values leave the machine code as it is."""
 
@@ -500,7 +339,6 @@ def recurrence_kernel(
     o_batch: gl.int32,
     o_token: gl.int32,
     o_head: gl.int32,
-    segments: gl.int32,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -512,8 +350,9 @@ def recurrence_kernel(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    barriers = stage_barriers(STAGES)
-    sizes = (T, N, HV, slots, checkpoints, N if first_segment is None else segments)
+    ready, free = stage_barriers(STAGES)
+    stages = (tiles_s, decay_s, v_s, ready, free)
+    sizes = (T, N, HV, slots, checkpoints)
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
     states = (initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final)
@@ -530,11 +369,8 @@ def recurrence_kernel(
             (
                 compute,
                 (
-                    tiles_s,
-                    decay_s,
-                    v_s,
+                    stages,
                     o_s,
-                    barriers,
                     o,
                     h,
                     states,
@@ -562,10 +398,7 @@ def recurrence_kernel(
                     tiles_d,
                     decay,
                     v,
-                    tiles_s,
-                    decay_s,
-                    v_s,
-                    barriers,
+                    stages,
                     share,
                     first_segment,
                     cu_seqlens,

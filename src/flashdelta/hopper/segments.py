@@ -1,9 +1,9 @@
-"""Stage `maps` for Hopper: for every segment but a sequence's last, the map from the state before it to the state after it
-(docs/split.md). A work item is a (segment, value head, slice of 64 of the K + V columns of M and b); there is a program per
-multiprocessor, which does every so many-th.
+"""Sequences in segments (docs/split.md) for Hopper: the plan, and stage `maps`.
 
-Contract: as `triton/segments.py: maps_kernel`, from the tiles that `prepare` leaves. It is `recurrence` without output: M's
-columns are states that start as unit vectors and that no value writes to, b's start from zero. One warp fetches, four compute.
+`maps` finds, for every segment but a sequence's last, the map from the state before it to the state after it. A work item is
+a (segment, value head, slice of 64 of the K + V columns of M and b); there is a program per multiprocessor, which does every
+so many-th. Contract: as `triton/segments.py: maps_kernel`, from the tiles that `prepare` leaves. It is `recurrence` without
+output. One warp fetches, four compute.
 """
 
 from __future__ import annotations
@@ -13,31 +13,90 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..triton import common
+from ..triton import segments as portable
 from .arithmetic import wide
 from .compat import copy_async, copy_tile
-from .recurrence import (
-    BV,
-    C,
-    item_of,
-    locate_segment,
-    own_chunks,
-    piece_extent,
-    program_parts,
+from .places import BV, C, even_parts, item_of, locate_segment, own_chunks, piece_extent
+from .shares import add
+from .stages import (
+    load_halves,
+    sequence_slot,
     stage_barriers,
+    start_next_launch,
     state_offsets,
     store_halves,
+    wait_for_launch,
 )
 from .tiles import LINES, from_lines, position
 
+chunks_of = gluon.jit(portable.chunks_of.fn)
+planned_parts = gluon.jit(portable.planned_parts.fn)
+piece_count = gluon.jit(common.piece_count.fn)
+
 
 @gluon.jit
-def map_place(k, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
-    """The program's item number `k`, as `locate_segment`, and the number of its chunks; none where no map is wanted."""
-    head, n, batch, begin, end, slot, pieces, before, until = locate_segment(
-        item_of(k, SLICES), first_segment, cu_seqlens, checkpoint_offsets, sizes
+def plan_segments(
+    cu_seqlens,
+    checkpoint_offsets,
+    first_segment,
+    T,
+    N,
+    checkpoints,
+    room,
+    split,
+    batch_invariant,
+    COSTS: gl.constexpr,
+):
+    """`first_segment [N + 1]`: where each sequence's segments begin among all, for the whole program to write."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    pieces = piece_count(checkpoint_offsets, checkpoints)
+    total = gl.full([], 0, gl.int64)
+    for base in range(0, N, 128):
+        total += gl.sum(chunks_of(base + lane, cu_seqlens, checkpoint_offsets, pieces, N, T, C))
+    before = total * 0
+    for base in range(0, N, 128):
+        n = base + lane
+        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C)
+        parts = planned_parts(
+            chunks,
+            total,
+            room,
+            split,
+            batch_invariant,
+            COSTS[0],
+            COSTS[1],
+            COSTS[2],
+            COSTS[3],
+            COSTS[4],
+            COSTS[5],
+        )
+        parts = gl.where(n < N, parts, 0)
+        ends = before + gl.associative_scan(parts, 0, add)
+        gl.store(first_segment + n, (ends - parts).to(gl.int32), mask=n < N)
+        before += gl.sum(parts)
+    gl.store(first_segment + N, before.to(gl.int32))
+
+
+@gluon.jit
+def map_parts(first_segment, sizes, SLICES: gl.constexpr):
+    """How many slices of maps the program does. Some programs may be left over."""
+    _, N, HV, _, _ = sizes
+    inside = gl.program_id(0) < gl.num_programs(0) // SLICES * SLICES
+    return gl.where(inside, even_parts((gl.load(first_segment + N) - N) * HV, SLICES), 0)
+
+
+@gluon.jit
+def locate_map(k, first_segment, cu_seqlens, checkpoint_offsets, sizes, K: gl.constexpr, V: gl.constexpr):
+    """The program's item number `k`, as `locate_segment`, and how many of its chunks count: M of a sequence's first segment is
+    not needed, as the state before it is known."""
+    SLICES: gl.constexpr = (K + V) // BV
+    head, n, batch, begin, end, slot, pieces, before, until, run, part = locate_segment(
+        item_of(k, SLICES), 1, first_segment, cu_seqlens, checkpoint_offsets, sizes
     )
-    chunks = gl.maximum(until - before, 0).to(gl.int32)
-    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, before, until, chunks
+    in_M = gl.program_id(0) % SLICES * BV < K
+    chunks = gl.where((part == 0) & in_M, 0, until - before)
+    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, before, until, run, part, chunks
 
 
 @gluon.jit
@@ -56,9 +115,8 @@ def load_map(
     STAGES: gl.constexpr,
 ):
     """The loader: one warp that keeps the stages full."""
-    tiles_s, decay_s, v_s, barriers = stages
-    ready, free = barriers
-    _, _, HV, _, _, _ = sizes
+    tiles_s, decay_s, v_s, ready, free = stages
+    _, _, HV, _, _ = sizes
     SLICES: gl.constexpr = (K + V) // BV
     slice_ = gl.program_id(0) % SLICES - K // BV
     v_batch, v_token, v_head = strides
@@ -71,16 +129,16 @@ def load_map(
     key = gl.arange(0, K, layout=line_l)
     in_v = row[:, None] * (v_token * 8) + column[None, :]
     turn = 0
-    for k in range(program_parts(None, sizes, SLICES)):
-        head, n, batch, begin, end, slot, pieces, before, until, wanted = map_place(
-            k, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
+    for k in range(map_parts(first_segment, sizes, SLICES)):
+        head, n, batch, begin, end, slot, pieces, before, until, _run, _part, wanted = locate_map(
+            k, first_segment, cu_seqlens, checkpoint_offsets, sizes, K, V
         )
         in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
         start = begin
-        passed = 0
+        opening = slot
         for piece in range(0, gl.where(wanted > 0, pieces, 0)):
             stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks)
+            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
             for i in range(low, high):
                 s = turn % STAGES
                 mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
@@ -100,7 +158,6 @@ def load_map(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 turn += 1
             slot += chunks
-            passed += chunks
             start = stop
 
 
@@ -109,17 +166,21 @@ def compute_map(
     stages,
     maps,
     offsets,
+    states,
+    state_indices,
+    has_initial_state,
     first_segment,
     cu_seqlens,
     checkpoint_offsets,
     sizes,
     K: gl.constexpr,
     V: gl.constexpr,
+    V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The consumer: four warps that carry 64 columns from chunk to chunk."""
-    tiles_s, decay_s, v_s, barriers = stages
-    ready, free = barriers
+    tiles_s, decay_s, v_s, ready, free = stages
+    initial_state, lowest, pool_slots, state_pitch, has_initial, has_final = states
     SLICES: gl.constexpr = (K + V) // BV
     slice_ = gl.program_id(0) % SLICES
     KH: gl.constexpr = K // 64
@@ -128,14 +189,22 @@ def compute_map(
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
     key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+    NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
     turn = 0
-    for k in range(program_parts(None, sizes, SLICES)):
-        _, _, _, _, _, _, _, _, _, chunks = map_place(k, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES)
-        unit = gl.where(column[:, None] == key[None, :], 1.0, 0.0)
-        state0 = from_lines(unit, acc_l)
-        unit = gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0)
-        state1 = from_lines(unit, acc_l)
+    for k in range(map_parts(first_segment, sizes, SLICES)):
+        head, n, _batch, begin, end, _slot, _pieces, _before, _until, run, part, chunks = locate_map(
+            k, first_segment, cu_seqlens, checkpoint_offsets, sizes, K, V
+        )
+        # M's columns start as unit vectors, b's from zero, of a sequence's first segment from the initial state
+        own, read, _stored = sequence_slot(
+            state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+        )
+        read = gl.where((part == 0) & (slice_ * BV >= K), read, 0)
+        at = own * state_pitch + state_offsets(head * (K * V), column - K, key, K, V, V_FIRST)
+        state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
+        state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), acc_l)
+        state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), acc_l)
         for _i in range(chunks):
             s = turn % STAGES
             base = s * TILES
@@ -166,7 +235,6 @@ def compute_map(
                 state0, p = warpgroup_mma_wait(0, deps=[state0, p])
             mbarrier.arrive(free.index(s), count=1)
             turn += 1
-        run = item_of(k, SLICES).to(gl.int64)
         wanted = (chunks > 0).to(gl.int32)
         if slice_ * BV < K:
             at = state_offsets(run * (K * K), column, key, K, K, True)
@@ -177,7 +245,10 @@ def compute_map(
 
 
 _STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
-SCALARS = ("T", "N", "HV", "slots", "checkpoints", *_STRIDES, "segments")
+SCALARS = (
+    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
+    *_STRIDES,
+)
 """Arguments whose values leave the machine code as it is."""
 
 
@@ -191,6 +262,15 @@ def maps_kernel(
     first_segment,
     cu_seqlens,
     checkpoint_offsets,
+    initial_state,
+    final_state,
+    state_indices,
+    has_initial_state,
+    lowest: gl.int32,
+    pool_slots: gl.int32,
+    has_initial: gl.int32,
+    has_final: gl.int32,
+    state_pitch: gl.int64,
     T: gl.int32,
     N: gl.int32,
     HV: gl.int32,
@@ -199,23 +279,47 @@ def maps_kernel(
     v_batch: gl.int32,
     v_token: gl.int32,
     v_head: gl.int32,
-    segments: gl.int32,
     K: gl.constexpr,
     V: gl.constexpr,
+    V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    wait_for_launch()
+    start_next_launch()
     TILES: gl.constexpr = 2 * (K // 64) + 1
     tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = stage_barriers(STAGES)
-    sizes = (T, N, HV, slots, checkpoints, segments)
+    ready, free = stage_barriers(STAGES)
+    sizes = (T, N, HV, slots, checkpoints)
     in_v = (v_batch, v_token, v_head)
-    stages = (tiles_s, decay_s, v_s, barriers)
+    stages = (tiles_s, decay_s, v_s, ready, free)
+    states = (initial_state, lowest, pool_slots, state_pitch, has_initial, has_final)
     gl.warp_specialize(
         [
-            (compute_map, (stages, maps, offsets, first_segment, cu_seqlens, checkpoint_offsets, sizes, K, V, STAGES)),
-            (load_map, (tiles_d, decay, v, stages, first_segment, cu_seqlens, checkpoint_offsets, sizes, in_v, K, V, STAGES)),
+            (
+                compute_map,
+                (
+                    stages,
+                    maps,
+                    offsets,
+                    states,
+                    state_indices,
+                    has_initial_state,
+                    first_segment,
+                    cu_seqlens,
+                    checkpoint_offsets,
+                    sizes,
+                    K,
+                    V,
+                    V_FIRST,
+                    STAGES,
+                ),
+            ),
+            (
+                load_map,
+                (tiles_d, decay, v, stages, first_segment, cu_seqlens, checkpoint_offsets, sizes, in_v, K, V, STAGES),
+            ),
         ],
         [1],
         [96],

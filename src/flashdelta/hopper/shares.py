@@ -22,7 +22,7 @@ clamp_bounds = gluon.jit(common.clamp_bounds.fn)
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
@@ -108,7 +108,7 @@ def own_share(share, shares, cu_seqlens, N, T, HV, C: gl.constexpr):
         before = steps * 0
         for base in range(0, N, 128):
             weight = weights(cu_seqlens, base, N, T, C)
-            stop = before + gl.associative_scan(weight, 0, _add)
+            stop = before + gl.associative_scan(weight, 0, add)
             before += gl.sum(weight)
             item, chunk = items_before(step0, stop, weight, HV)
             item0 += item

@@ -119,7 +119,7 @@ def chunk_kda(
     cuts = spec.packed or spec.checkpoints > 0 or spec.split > 1 or parts is not None
     slots = chunk_slots(spec, t) if cuts and not empty else None
     if spec.split > 1 and not empty:
-        parts = planned_parts(spec, slots.chunks, 1, 1, NO_COSTS)
+        parts = planned_parts(spec, slots.chunks, 1, NO_COSTS)
     q, k, v, g, beta = elementwise_inputs(spec, t)
     initial = states_in(spec, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))

@@ -10,7 +10,7 @@ from ..decode_spec import CommitSpec, CommitTensors
 from ..launch import Launch, dense, launch_all, multiprocessors, or_empty, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
-from ..split import SplitCosts, segments_of_call
+from ..split import segments_of_call
 from . import config
 from .commit import commit_kernel
 from .decode import decode_kernel
@@ -110,13 +110,16 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     t = readable(spec, t)
     if spec.algorithm != "chunk":
         return [decode(spec, t, capability, results)]
-    planned = (config.lanes(spec, capability), multiprocessors(t.q.device), config.split_costs(capability))
-    segments = segments_of_call(spec, *planned)
+    room = config.room(spec, capability, multiprocessors(t.q.device))
+    segments = segments_of_call(spec, room, config.SPLIT_COSTS)
     workspace = Workspace.allocate(spec, t.q.device, segments)
     split = []
     if segments:
-        between = maps(spec, t, capability, workspace, segments)
-        split = split_launches(spec, t, workspace.segments, planned, between, results)
+        split = [
+            plan(spec, t, workspace, room),
+            maps(spec, t, capability, workspace, results, segments),
+            compose(spec, t, capability, workspace.segments, results, workspace.buffer),
+        ]
     return [
         prepare(spec, t, capability, workspace),
         *split,
@@ -152,82 +155,68 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
     )
 
 
-def split_launches(
-    spec: KdaSpec,
-    t: KdaTensors,
-    segments: SegmentStates,
-    planned: tuple[int, int, SplitCosts],
-    maps: Launch,
-    results: Results,
-) -> list[Launch]:
-    """Between `prepare` and `recurrence`: `plan`, a backend's own `maps`, `compose`. `planned`: lanes, programs, costs."""
-    return [
-        plan(spec, t, segments, *planned, maps.workspace),
-        maps,
-        compose(spec, t, segments, results[1], maps.workspace),
-    ]
-
-
-def plan(
-    spec: KdaSpec,
-    t: KdaTensors,
-    segments: SegmentStates,
-    lanes: int,
-    programs: int,
-    costs: SplitCosts,
-    workspace: torch.Tensor,
-) -> Launch:
+def plan(spec: KdaSpec, t: KdaTensors, workspace: Workspace, room: int) -> Launch:
+    costs = config.SPLIT_COSTS
     return Launch(
         plan_kernel,
         1,
         (
-            *(t.cu_seqlens, t.checkpoint_offsets, segments.first_segment),
-            *(spec.T, spec.N, spec.checkpoints, lanes, programs, spec.split, int(spec.batch_invariant)),
+            *(t.cu_seqlens, t.checkpoint_offsets, workspace.segments.first_segment),
+            *(spec.T, spec.N, spec.checkpoints, room, spec.split, int(spec.batch_invariant)),
             *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
         ),
         dict(C=spec.chunk_size, BLOCK=128),
         num_warps=4,
-        workspace=workspace,
+        workspace=workspace.buffer,
     )
 
 
-def maps(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, segments: int) -> Launch:
+def maps(
+    spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results, segments: int
+) -> Launch:
     c = config.recurrence_config(spec, capability)
-    BV, found = min(c.BV, spec.K), workspace.segments
+    BV, found = config.maps_width(spec, capability), workspace.segments
     return Launch(
         maps_kernel,
         segments * spec.HV * ((spec.K + spec.V) // BV),
         (
             *(workspace.w, workspace.kg, workspace.inverse, workspace.decay, t.v),
             *(found.maps, found.offsets, found.first_segment, t.cu_seqlens, t.checkpoint_offsets),
+            *state_arguments(spec, t, results[1]),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.v),
         ),
-        dict(C=spec.chunk_size, K=spec.K, V=spec.V, BV=BV, PRECISION=config.dot_precision(spec.dtype), STAGES=c.stages),
+        dict(
+            C=spec.chunk_size,
+            K=spec.K,
+            V=spec.V,
+            BV=BV,
+            V_FIRST=spec.state_v_first,
+            PRECISION=config.dot_precision(spec.dtype),
+            STAGES=c.stages,
+        ),
         c.num_warps,
         workspace=workspace.buffer,
     )
 
 
 def compose(
-    spec: KdaSpec,
-    t: KdaTensors,
-    segments: SegmentStates,
-    final_state: torch.Tensor | None,
-    workspace: torch.Tensor,
+    spec: KdaSpec, t: KdaTensors, capability: int, found: SegmentStates, results: Results, buffer: torch.Tensor
 ) -> Launch:
-    BV = min(32, spec.V)
+    c = config.compose_config(spec, capability)
+    overlaps = capability >= 90
     return Launch(
         compose_kernel,
-        spec.N * spec.HV * (spec.V // BV),
+        spec.N * spec.HV * (spec.V // c.BV),
         (
-            *(segments.maps, segments.offsets, segments.starts, segments.first_segment, t.cu_seqlens),
-            *state_arguments(spec, t, final_state),
+            *(found.maps, found.offsets, found.starts, found.first_segment, t.cu_seqlens),
+            *state_arguments(spec, t, results[1]),
             *(spec.T, spec.N, spec.HV),
         ),
-        dict(K=spec.K, V=spec.V, BV=BV, BK=min(64, spec.K), V_FIRST=spec.state_v_first),
-        num_warps=4,
-        workspace=workspace,
+        dict(K=spec.K, V=spec.V, BV=c.BV, BK=c.BK, V_FIRST=spec.state_v_first, STAGES=c.stages, OVERLAP=overlaps),
+        c.num_warps,
+        overlaps=overlaps,
+        workspace=buffer,
     )
 
 

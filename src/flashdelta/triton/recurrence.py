@@ -90,9 +90,16 @@ def recurrence_kernel(
         batch, begin, end, slot, pieces, first, last = place_segment(
             n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
         )
+        if checkpoint_offsets is None:
+            # pieces have chunk grids of their own; without them the program's tokens are enough to know
+            end = tl.where(part + 1 == parts, end, begin + last * C)
+            begin += first * C
+            slot += first
     h_row = slot
     if h is not None and cu_seqlens is not None:
         h_row = chunks_before(cu_seqlens, n, T, C, 128)
+        if first_segment is not None:
+            h_row += first
     dtype = w.dtype.element_ty
 
     row = tl.arange(0, C)
@@ -123,7 +130,7 @@ def recurrence_kernel(
         stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
         low = 0
         high = chunks
-        if first_segment is not None:
+        if first_segment is not None and checkpoint_offsets is not None:
             low, high = part_of_piece(first, last, done, chunks)
             done += chunks
         for i in tl.range(low, high, num_stages=STAGES):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .common import chunk_place, locate, piece_count, piece_end, piece_extent, place_of
 from .states import load_state, sequence_slot, state_offsets
@@ -30,18 +31,35 @@ def sequence_chunks(checkpoint_offsets, n, pieces, length, C: tl.constexpr):
 
 
 @triton.jit
-def block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Chunks of the sequences `base .. base + BLOCK`, 0 past the last."""
-    lane = base + tl.arange(0, BLOCK)
-    n = tl.minimum(lane, N - 1)
-    _, begin, end = place_of(n, cu_seqlens, T)
+def chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C: tl.constexpr):
+    """Chunks of the sequences `n`, 0 past the last."""
+    inside = tl.minimum(n, N - 1)
+    _, begin, end = place_of(inside, cu_seqlens, T)
     length = (end - begin).to(tl.int64)
-    return tl.where(lane < N, sequence_chunks(checkpoint_offsets, n, pieces, length, C), 0)
+    return tl.where(n < N, sequence_chunks(checkpoint_offsets, inside, pieces, length, C), 0)
+
+
+@triton.jit
+def planned_parts(chunks, total, room, split, batch_invariant, step, map_, compose, fixed, shortest, margin):
+    """`split.py: parts_of_sequences` for sequences of `chunks` chunks."""
+    total = tl.where(batch_invariant != 0, chunks, total)
+    planned = tl.minimum(1 + room * chunks // tl.maximum(total, 1), chunks // shortest)
+    square = chunks * (step + map_)
+    root = chunks * 0
+    for i in tl.static_range(7):
+        more = root + (64 >> i)
+        root = tl.where(more * more * compose <= square, more, root)
+    planned = tl.maximum(tl.minimum(planned, root), 1)
+    longest = (chunks + planned - 1) // planned
+    cut = longest * (step + map_) + planned * compose + fixed
+    planned = tl.where(cut * 100 <= chunks * step * (100 - margin), planned, 1)
+    forced = tl.minimum(tl.maximum(chunks, 1), split)
+    return tl.where(split != 0, forced, planned)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("T", "N", "checkpoints", "lanes", "programs", "split", "batch_invariant"),
+        *("T", "N", "checkpoints", "room", "split", "batch_invariant"),
         *("step", "map_", "compose", "fixed", "shortest", "margin"),
     ]
 )
@@ -52,8 +70,7 @@ def plan_kernel(
     T,
     N,
     checkpoints,
-    lanes,
-    programs,
+    room,
     split,
     batch_invariant,
     step,
@@ -67,41 +84,37 @@ def plan_kernel(
 ):
     """`first_segment [N + 1]`: where each sequence's segments begin among all. One program."""
     pieces = piece_count(checkpoint_offsets, checkpoints)
+    lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     for base in range(0, N, BLOCK):
-        total += tl.sum(block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C, BLOCK))
+        total += tl.sum(chunks_of(base + lane, cu_seqlens, checkpoint_offsets, pieces, N, T, C))
     before = tl.zeros([], tl.int64)
     for base in range(0, N, BLOCK):
-        lane = base + tl.arange(0, BLOCK)
-        chunks = block_of_chunks(cu_seqlens, checkpoint_offsets, pieces, base, N, T, C, BLOCK)
-        work = tl.where(batch_invariant != 0, chunks, total) * lanes
-        length = tl.maximum((work + programs - 1) // programs, shortest)
-        planned = tl.maximum(chunks // length, 1)
-        longest = (chunks + planned - 1) // planned
-        cut = longest * (step + map_) + planned * compose + fixed
-        planned = tl.where(cut * 100 <= chunks * step * (100 - margin), planned, 1)
-        forced = tl.minimum(tl.maximum(chunks, 1), split)
-        parts = tl.where(lane < N, tl.where(split != 0, forced, planned), 0)
+        n = base + lane
+        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C)
+        parts = planned_parts(chunks, total, room, split, batch_invariant, step, map_, compose, fixed, shortest, margin)
+        parts = tl.where(n < N, parts, 0)
         ends = before + tl.cumsum(parts, 0)
-        tl.store(first_segment + lane, (ends - parts).to(tl.int32), mask=lane < N)
+        tl.store(first_segment + n, (ends - parts).to(tl.int32), mask=n < N)
         before += tl.sum(parts)
     tl.store(first_segment + N, before.to(tl.int32))
 
 
 @triton.jit
-def segment_of(segment, first_segment, N):
+def segment_of(segment, first_segment, N, skipped=0):
     """Of segment number `segment`: its sequence, its place in it, how many segments the sequence has, and whether there are so
-    many segments at all."""
+    many segments at all. The last `skipped` segments of each sequence are not counted."""
     n = segment * 0
     high = n + N - 1
     while n < high:
         middle = (n + high + 1) // 2
-        if tl.load(first_segment + middle) <= segment:
+        if tl.load(first_segment + middle) - middle * skipped <= segment:
             n = middle
         else:
             high = middle - 1
     first = tl.load(first_segment + n)
     parts = tl.load(first_segment + n + 1) - first
+    segment += n * skipped
     return n.to(tl.int64), segment - first, parts, segment - first < parts
 
 
@@ -128,7 +141,11 @@ def part_of_piece(first, stop, before, chunks):
     return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "slots", "checkpoints"])
+@triton.jit(
+    do_not_specialize=[
+        *("T", "N", "HV", "slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
+    ]
+)
 def maps_kernel(
     w,
     kg,
@@ -140,6 +157,15 @@ def maps_kernel(
     first_segment,
     cu_seqlens,
     checkpoint_offsets,
+    initial_state,
+    final_state,
+    state_indices,
+    has_initial_state,
+    lowest,
+    pool_slots,
+    has_initial,
+    has_final,
+    state_pitch: tl.int64,
     T,
     N,
     HV,
@@ -152,19 +178,22 @@ def maps_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    V_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """`maps [G, HV, K, K]`: row c is column c of M. `offsets [G, HV, V, K]`: b, V first. One program per (segment, value head,
     `BV` of the K + V columns of M and b), which walks the segment as `recurrence` does: M's columns are states that start as
-    unit vectors and that no value writes to, b's start from zero."""
+    unit vectors and that no value writes to, b's start from zero. Of a sequence's first segment b starts from the initial
+    state, so that it is the state after it, and M is not formed."""
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
     item = tl.program_id(0) // (COLUMNS // BV)
     head = (item % HV).to(tl.int64)
     segment = item // HV
     n, part, parts, exists = segment_of(segment, first_segment, N)
-    if (not exists) | (part + 1 == parts):
+    in_M = slice_ * BV < K
+    if (not exists) | (part + 1 == parts) | (in_M & (part == 0)):
         return
     batch, begin, end, slot, pieces, first, stop = place_segment(
         n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
@@ -174,9 +203,14 @@ def maps_kernel(
     row = tl.arange(0, C)
     key = tl.arange(0, K)
     column = slice_ * BV + tl.arange(0, BV)
-    state = tl.where(column[:, None] == key[None, :], 1.0, 0.0)
     # values of M's columns are zero; columns past K are value channels
     value = column - K
+    own, read, _ = sequence_slot(
+        state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+    )
+    at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+    state = load_state(initial_state, at, tl.where(part == 0, read, 0))
+    state += tl.where(column[:, None] == key[None, :], 1.0, 0.0)
     v += batch * v_batch + head * v_head
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
@@ -201,7 +235,7 @@ def maps_kernel(
         done += chunks
         start = end_
     at = segment.to(tl.int64) * HV + head
-    if slice_ * BV < K:
+    if in_M:
         tl.store(maps + at * K * K + column[:, None] * K + key[None, :], state)
     else:
         tl.store(offsets + at * V * K + value[:, None] * K + key[None, :], state)
@@ -231,9 +265,14 @@ def compose_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
     V_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`starts [G, HV, V, K]`: the state before each segment, V first, in float32. One program per (sequence, value head, `BV`
-    value channels). The state goes from step to step through `starts` itself, `BK` key channels at a time."""
+    value channels). Maps are fetched ahead and the state stays in registers if shared memory holds a map, `BK == K`.
+    Otherwise the state goes from step to step through `starts` itself, `BK` key channels at a time."""
+    if OVERLAP:
+        gdc_wait()
     slice_, head, n, _, begin, end = locate(cu_seqlens, T, HV, V // BV)
     first = tl.load(first_segment + n)
     last = tl.load(first_segment + n + 1) - 1
@@ -244,18 +283,35 @@ def compose_kernel(
     )
     value = slice_ * BV + tl.arange(0, BV)
     key = tl.arange(0, BK)
-    here = first.to(tl.int64) * HV + head
-    for block in range(0, K, BK):
-        at = own * state_pitch + state_offsets(head * K * V, value, block + key, K, V, V_FIRST)
-        state = load_state(initial_state, at, read)
-        tl.store(starts + state_offsets(here * K * V, value, block + key, K, V, True), state)
-    for _ in range(first, last):
-        tl.debug_barrier()
+    if BK == K:
+        at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+        in_state = state_offsets(head * K * V, value, key, K, V, True)
+        here = first.to(tl.int64) * HV * K
+        tl.store(starts + here * V + in_state, load_state(initial_state, at, read))
+        state = tl.load(offsets + here * V + in_state)
+        here += HV * K
+        in_map = head * K * K + key[:, None] * K + key[None, :]
+        for _ in tl.range(first + 1, last, num_stages=STAGES):
+            tl.store(starts + here * V + in_state, state)
+            right = tl.load(maps + here * K + in_map)
+            state = tl.dot(state, right, acc=tl.load(offsets + here * V + in_state), input_precision="tf32x3")
+            here += HV * K
+        tl.store(starts + here * V + in_state, state)
+    else:
+        here = first.to(tl.int64) * HV + head
         for block in range(0, K, BK):
-            state = tl.load(offsets + state_offsets(here * K * V, value, block + key, K, V, True))
-            for along in range(0, K, BK):
-                left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
-                right = tl.load(maps + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
-                state = tl.dot(left, right, acc=state, input_precision="tf32x3")
-            tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
+            at = own * state_pitch + state_offsets(head * K * V, value, block + key, K, V, V_FIRST)
+            place = state_offsets(here * K * V, value, block + key, K, V, True)
+            tl.store(starts + place, load_state(initial_state, at, read))
+            tl.store(starts + place + HV * K * V, tl.load(offsets + place))
         here += HV
+        for _ in range(first + 1, last):
+            tl.debug_barrier()
+            for block in range(0, K, BK):
+                state = tl.load(offsets + state_offsets(here * K * V, value, block + key, K, V, True))
+                for along in range(0, K, BK):
+                    left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
+                    right = tl.load(maps + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
+                    state = tl.dot(left, right, acc=state, input_precision="tf32x3")
+                tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
+            here += HV
