@@ -51,7 +51,12 @@ def calls() -> list[dict]:
     found += [whole | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
     pools = [replace(pool_case, case=on_gpu(pool_case.case)) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
     found += [pool_call(pool_case, BF16) for pool_case in pools]
-    return found
+    return found + [call | {"split": 3} for call in found if call.get("cu_seqlens") is not None]
+
+
+def race_calls() -> list[dict]:
+    found = [make_call(case, BF16) for case in RACE_CASES]
+    return found + [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
 
 
 def run(op, call: dict, backend: str) -> int:
@@ -66,7 +71,7 @@ def run(op, call: dict, backend: str) -> int:
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
     races = "races" in sys.argv[2:]
-    chosen = [make_call(case, BF16) for case in RACE_CASES] if races else calls()
+    chosen = race_calls() if races else calls()
     chosen = [] if "decode" in sys.argv[2:] else chosen
     ran = 0
     for call in chosen:

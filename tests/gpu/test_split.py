@@ -12,7 +12,7 @@ import flashdelta as fd
 from ..cases import BF16, BY_NAME, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS
 from ..oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
-from ..pools import memory_of, pool_truth
+from ..pools import PoolCase, memory_of, pool_truth
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
@@ -74,14 +74,108 @@ def test_forced_split_of_a_sequence_is_its_own(backend: str):
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_split_with_a_pool_and_checkpoints(parts: int, backend: str):
-    call = gpu_pool_call(fd.chunk_kda, PREFILL, BF16, backend)
+@pytest.mark.parametrize("pool_case", [PREFILL, replace(PREFILL, marks=None, mark_slots=None)], ids=["marks", "plain"])
+def test_split_with_a_pool_and_checkpoints(pool_case: PoolCase, parts: int, backend: str):
+    """In place: the last segment stores where the first one's state lay."""
+    call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
     true_o, true_pool = pool_truth(call)
+    memory = memory_of(call["state_pool"])
+    outside = torch.ones_like(memory, dtype=torch.bool)
+    pool = call["state_pool"]
+    outside.as_strided(pool.shape, pool.stride(), pool.storage_offset()).fill_(False)
+    before = memory[outside].clone()
     o, _ = fd.chunk_kda(**call, split=parts)
     tokens = covered_tokens(call)
     assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
     assert_close("pool", call["state_pool"], true_pool, tolerance_of(call) + one_rounding(call["state_pool"].dtype))
-    assert memory_of(call["state_pool"]).isnan().any()  # canaries between the slots
+    assert same_bits(memory[outside], before)
+
+
+FEW_HEADS = replace(KIMI, H=2, HV=2, state=FP32)
+
+
+def _planned(call: dict) -> list[int]:
+    return list(fd.explain(fd.chunk_kda, **call).segments)
+
+
+def _remembering(call: dict, low: float, high: float) -> dict:
+    """The call with log decays between these."""
+    call = {name: x for name, x in call.items() if name not in ("A_log", "dt_bias", "lower_bound")}
+    return call | {"g": torch.empty_like(call["g"]).uniform_(low, high), "use_gate_in_kernel": False}
+
+
+def test_long_sequences_are_split_by_themselves(backend: str):
+    call = _remembering(
+        gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 1, 70, 0)), backend=backend), -1e-3, 0.0
+    )
+    assert _planned(call)[0] > 1 and _planned(call)[1:] == [1, 1, 1]
+    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
+    for name, x, w in zip(("o", "final_state"), found, whole):
+        assert not same_bits(x, w)
+        assert_close(name, x, w.double(), tolerance_of(call))
+
+
+@pytest.mark.parametrize("gate", ["long memory", "strong decay"])
+def test_split_errs_as_the_whole_does(gate: str, backend: str):
+    """Against float64, over 256 chunks, with decays near 0 and strong ones."""
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, T=16384), backend=backend)
+    call = _remembering(call, *{"long memory": (-1e-5, 0.0), "strong decay": (-4.0, -0.5)}[gate])
+    exact = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in call.items()
+    }
+    truth = fd.chunk_kda(**exact | {"backend": "reference"})
+    whole = fd.chunk_kda(**call | {"split": False})
+    for parts in ("auto", 3, 64):
+        found = fd.chunk_kda(**call | {"split": parts})
+        for name, x, w, t in zip(("o", "final_state"), found, whole, truth):
+            error, plain = ((y.double() - t).norm() / t.norm() for y in (x, w))
+            assert error <= 1.2 * plain + 1e-6, f"{name}, {parts}: error {error:.3g}, of whole sequences {plain:.3g}"
+
+
+def test_a_million_tokens(backend: str):
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, H=1, HV=1, T=2**20), backend=backend)
+    assert _planned(call)[0] > 8
+    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
+    for name, x, w in zip(("o", "final_state"), found, whole):
+        assert_close(name, x, w.double(), tolerance_of(call))
+
+
+def test_batch_invariant_plans(backend: str):
+    """The bits of a sequence are those that it has alone."""
+    lengths = (9000, 300, 5000)
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend) | {"batch_invariant": True}
+    parts = _planned(call)
+    assert parts[0] > 1 and parts[2] > 1
+    o, final_state = fd.chunk_kda(**call)
+    begin = 0
+    for n, length in enumerate(lengths):
+        own = slice(begin, begin + length)
+        begin += length
+        alone = call | {name: call[name][:, own] for name in TOKEN_TENSORS}
+        alone |= {"cu_seqlens": torch.tensor([0, length], device="cuda", dtype=call["cu_seqlens"].dtype)}
+        alone |= {"initial_state": call["initial_state"][n : n + 1]}
+        assert _planned(alone) == parts[n : n + 1]
+        o_alone, final_alone = fd.chunk_kda(**alone)
+        assert same_bits(o[:, own], o_alone) and same_bits(final_state[n : n + 1], final_alone)
+
+
+def test_graph_replays_with_other_plans(backend: str, no_synchronisation):
+    """One graph: long sequences that are split, and short ones that are not."""
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 0, 100, 0)), backend=backend)
+    fd.chunk_kda(**call)
+    graph = torch.cuda.CUDAGraph()
+    with no_synchronisation():
+        fd.chunk_kda(**call)
+    with torch.cuda.graph(graph):
+        captured = fd.chunk_kda(**call)
+    for offsets in ([0, 9000, 9000, 9100, 9100], [0, 2275, 4550, 6825, 9100], [0, 0, 4000, 4001, 9100]):
+        call["cu_seqlens"].copy_(torch.tensor(offsets, dtype=call["cu_seqlens"].dtype))
+        graph.replay()
+        found = tuple(x.clone() for x in captured[:2])
+        again = fd.chunk_kda(**call)
+        assert all(same_bits(x, y) for x, y in zip(found, again))
+        whole = fd.chunk_kda(**call | {"split": False})
+        assert_close("o", found[0], whole[0].double(), tolerance_of(call))
 
 
 def test_graph_replays_with_other_lengths(backend: str, no_synchronisation):

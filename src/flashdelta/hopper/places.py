@@ -89,8 +89,7 @@ def locate_segment(item, skipped, first_segment, cu_seqlens, checkpoint_offsets,
 @gluon.jit
 def own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks):
     """Which of the chunks of a piece the part has, as `locate_part` gives it; `passed` chunks of the item lie before them.
-    Without checkpoints a part's tokens are its own. (`passed` comes from what the loop over pieces carries already: a count of
-    its own, from 0, Triton 3.6 takes for the constant 0 in the loader.)"""
+    Without checkpoints a part's tokens are its own."""
     if first_segment is None or checkpoint_offsets is None:
         low: gl.constexpr = 0
         high = chunks

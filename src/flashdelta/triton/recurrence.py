@@ -119,20 +119,19 @@ def recurrence_kernel(
         else:
             state = load_state(initial_state, own * state_pitch + in_slot, read)
         stored *= (part + 1 == parts).to(tl.int32)
-        done = first * 0
 
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
     v += batch * v_batch + head * v_head
     o += batch * o_batch + head * o_head
     start = begin
+    opening = slot
     for piece in range(0, pieces):
         stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
         low = 0
         high = chunks
         if first_segment is not None and checkpoint_offsets is not None:
-            low, high = part_of_piece(first, last, done, chunks)
-            done += chunks
+            low, high = part_of_piece(first, last, slot - opening, chunks)
         for i in tl.range(low, high, num_stages=STAGES):
             chunk = (slot + i) * HV + head
             token = start + i * C + row
@@ -161,10 +160,10 @@ def recurrence_kernel(
             there, reached = checkpoint_slot(
                 checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
             )
+            slot += chunks
             if first_segment is not None:
                 # by the segment that the last chunk before the checkpoint is in
-                reached *= ((first < done) & (done <= last)).to(tl.int32)
+                reached *= ((first < slot - opening) & (slot - opening <= last)).to(tl.int32)
             store_state(final_state, there * state_pitch + in_slot, state, reached)
-            slot += chunks
             start = stop
     store_state(final_state, own * state_pitch + in_slot, state, stored)

@@ -136,7 +136,8 @@ def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, s
 
 @triton.jit
 def part_of_piece(first, stop, before, chunks):
-    """Which of the chunks of a piece, `before` of whose sequence lie before it, are in `[first, stop)`."""
+    """Which of the chunks of a piece, `before` of whose sequence lie before it, are in `[first, stop)`. `before` comes from
+    what the loop over pieces carries already: a count of its own, from 0, Triton 3.6 takes for the constant 0."""
     start = tl.minimum(tl.maximum(first - before, 0), chunks)
     return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)
 
@@ -215,10 +216,10 @@ def maps_kernel(
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
     start = begin
-    done = first * 0
+    opening = slot
     for piece in range(0, pieces):
         end_, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-        low, high = part_of_piece(first, stop, done, chunks)
+        low, high = part_of_piece(first, stop, slot - opening, chunks)
         for i in tl.range(low, high, num_stages=STAGES):
             chunk = (slot + i) * HV + head
             token = start + i * C + row
@@ -232,7 +233,6 @@ def maps_kernel(
             pseudo -= tl.dot(state.to(dtype), tl.trans(tile_w), input_precision=PRECISION)
             state = tl.dot(pseudo.to(dtype), tile_kg, acc=state * total[None, :], input_precision=PRECISION)
         slot += chunks
-        done += chunks
         start = end_
     at = segment.to(tl.int64) * HV + head
     if in_M:
