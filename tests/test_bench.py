@@ -367,7 +367,7 @@ def test_split_table_and_summary(tmp_path):
 
 def test_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    report.plot_prefill(sample_document(tmp_path), tmp_path / "plot.png")
+    report.plot_times(sample_document(tmp_path), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
@@ -376,7 +376,7 @@ def test_plot_has_the_floor_and_every_contender_at_its_lengths(tmp_path, monkeyp
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self.axes[0]))
     document = sample_document(tmp_path)
-    report.plot_prefill(document, tmp_path / "plot.svg")
+    report.plot_times(document, tmp_path / "plot.svg")
     (axes,) = drawn
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
@@ -388,13 +388,13 @@ def test_plot_has_the_floor_and_every_contender_at_its_lengths(tmp_path, monkeyp
 def test_plot_without_its_rows_says_which_it_needs(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="H = HV = 64"):
-        report.plot_prefill(dry_run(tmp_path), tmp_path / "plot.png")
+        report.plot_times(dry_run(tmp_path), tmp_path / "plot.png")
 
 
 def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'flashdelta\[bench\]'"):
-        report.plot_prefill(sample_document(tmp_path), tmp_path / "plot.png")
+        report.plot_times(sample_document(tmp_path), tmp_path / "plot.png")
 
 
 def test_startup_times_two_processes():

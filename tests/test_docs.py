@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashdelta.bench.report import decode_markdown, prefill_markdown
+from flashdelta.bench.report import decode_markdown, prefill_markdown, split_markdown
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -43,6 +43,14 @@ def test_the_readmes_decode_table_is_the_recorded_run():
     judged = [row["name"] for row in document["rows"] if row["met"] is not None]
     assert len(judged) == 10
     assert decode_markdown(document, judged) in (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_split_table_is_the_recorded_run():
+    document = json.loads((ROOT / "benchmarks/results/split-hopper-h200-2026-11-21.json").read_text())
+    names = ("8K H4", "32K H4", "128K H4", "2x16K H4", "128K+5x1K H4")
+    assert split_markdown(document, names) in (ROOT / "README.md").read_text()
+    errors = [(row["ours"][x], row["fla"][x]) for row in document["rows"] for x in ("error_o", "error_state")]
+    assert len(document["rows"]) == 26 and all(ours < fla for ours, fla in errors)
 
 
 def test_the_readme_names_every_missed_bound():

@@ -74,7 +74,8 @@ def chunk_kda(
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
-    never written, but for `state_pool`. A sequence's result does not depend, to the bit, on what else is in the batch.
+    never written, but for `state_pool`. A sequence's result does not depend, to the bit, on what else is in the batch, but for
+    the plan of a split (see `split`).
 
     Args:
         q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -123,8 +124,8 @@ def chunk_kda(
             starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the results.
         checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`.
         split: into how many segments, that run at the same time, each sequence is cut (docs/split.md): a number up to 1024
-            (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay by measurement; on no
-            backend was that measured yet, so none. Results differ in rounding.
+            (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay, which few heads and long
+            sequences do. Results differ in rounding.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
 
     Returns:

@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -228,6 +229,20 @@ def prefill_markdown(document: dict, table: str = "prefill") -> str:
     return "\n".join(lines)
 
 
+def split_markdown(document: dict, names: Sequence[str]) -> str:
+    """Some rows of the split benchmark as Markdown, for the README."""
+    lines = [
+        "| batch, heads | segments | ours ms | not split ms | FLA ms | FLA/ours | floor ms |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in document["rows"]:
+        if row["name"] in names:
+            times = " | ".join(_ms(row[name]) for name in ("ours", "whole", "fla"))
+            plan = " ".join(map(str, row["segments"]))
+            lines.append(f"| {row['name']} | {plan} | {times} | {row['speedup']:.2f}x | {row['floor_ms']:.3f} |")
+    return "\n".join(lines)
+
+
 def decode_markdown(document: dict, names: Sequence[str]) -> str:
     """Some rows of the decode benchmark as Markdown, for the README."""
     lines = [
@@ -371,8 +386,25 @@ def require_matplotlib() -> None:
         raise ValueError("plot: matplotlib is not installed; run: pip install 'flashdelta[bench]'")
 
 
-def plot_prefill(document: dict, path: Path) -> None:
-    """Time against T at H = HV = 64, one sequence, both axes logarithmic, with the floor; the suffix names the format.
+@dataclass(frozen=True)
+class Plotted:
+    """What a benchmark's plot shows: rows with one sequence and so many heads, and contenders beside ours."""
+
+    heads: int
+    title: str
+    others: tuple[tuple[str, str], ...] = ()
+
+
+PLOTTED = {
+    "prefill": Plotted(64, "KDA prefill"),
+    "classic": Plotted(64, "KDA prefill"),
+    "split": Plotted(4, "KDA prefill, few heads", (("whole", "not split"),)),
+}
+"""By benchmark."""
+
+
+def plot_times(document: dict, path: Path) -> None:
+    """Time against T for one sequence, both axes logarithmic, with the floor; the suffix names the format.
 
     Raises:
         ValueError: the document has no such row, or matplotlib is not installed.
@@ -380,14 +412,16 @@ def plot_prefill(document: dict, path: Path) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    rows = [row for row in document["rows"] if _on_plot(row["shape"])]
+    plotted = PLOTTED[document["benchmark"]]
+    rows = [row for row in document["rows"] if _on_plot(row["shape"], plotted.heads)]
     if not rows:
-        raise ValueError("plot: got no row with one sequence and H = HV = 64, T1024 to T16384")
+        raise ValueError(f"plot: got no row with one sequence and H = HV = {plotted.heads}")
     rows.sort(key=lambda row: row["shape"]["T"])
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()
     ours = ", ".join(["flashdelta", *sorted({row["backend"] for row in rows if row["backend"]})])
-    for name, label in (("fla", "FLA"), ("ours", ours), ("graph", f"{ours}, CUDA graph")):
+    others = [(name, f"{ours}, {label}") for name, label in plotted.others]
+    for name, label in (("fla", "FLA"), *others, ("ours", ours), ("graph", f"{ours}, CUDA graph")):
         timed = [(row["shape"]["T"], row[name]["ms"]["median"]) for row in rows if row[name]["ms"] is not None]
         if timed:
             axes.plot(*zip(*timed), marker="o", label=label)
@@ -402,14 +436,14 @@ def plot_prefill(document: dict, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, [str(T) for T in lengths])
-    axes.set(xlabel="tokens T", ylabel="ms", title="KDA prefill, B = 1, H = 64, K = V = 128, bf16")
+    axes.set(xlabel="tokens T", ylabel="ms", title=f"{plotted.title}, B = 1, H = {plotted.heads}, K = V = 128, bf16")
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
 
 
-def _on_plot(shape: dict) -> bool:
-    return shape["B"] == 1 and not shape["lengths"] and shape["H"] == shape["HV"] == 64
+def _on_plot(shape: dict, heads: int) -> bool:
+    return shape["B"] == 1 and not shape["lengths"] and shape["H"] == shape["HV"] == heads
 
 
 STARTUP_BUDGET_S = {"first": 8.0, "later": 0.5}

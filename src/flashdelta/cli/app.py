@@ -139,7 +139,7 @@ Fla = Annotated[
 ]
 NoFla = Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")]
-Plot = Annotated[Optional[Path], typer.Option(help="Also plot time against T at H=64 into this file.")]
+Plot = Annotated[Optional[Path], typer.Option(help="Also plot time against T of one sequence into this file.")]
 
 
 def _bench_prompts(
@@ -205,10 +205,11 @@ def split(
     no_fla: NoFla = False,
     repeats: Repeats = 20,
     device: Device = None,
+    plot: Plot = None,
 ) -> None:
     """Time long sequences over few heads, split and whole, beside FLA with its own split (exit code 1 if a row is wrong)."""
     fla = ["none"] if no_fla else fla
-    _bench_prompts("split", device, backend, json, rows=rows, fla=fla, repeats=repeats)
+    _bench_prompts("split", device, backend, json, rows=rows, fla=fla, repeats=repeats, plot=plot)
 
 
 @bench_app.command()

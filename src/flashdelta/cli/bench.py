@@ -17,6 +17,7 @@ from ..bench.peers import DecodePeer, Peer, find_fla, find_fla_decode
 from ..bench.prefill import measure_row, run_prefill
 from ..bench.protocol import Effort
 from ..bench.report import (
+    PLOTTED,
     classic_summary,
     classic_table,
     decode_summary,
@@ -26,7 +27,7 @@ from ..bench.report import (
     kernels_summary,
     kernels_table,
     load,
-    plot_prefill,
+    plot_times,
     prefill_summary,
     prefill_table,
     require_matplotlib,
@@ -45,8 +46,6 @@ STDOUT = Path("-")
 
 MEASURE = {"prefill": measure_row, "classic": measure_row, "kernels": measure_kernels, "split": measure_split}
 """By benchmark over whole prompts: what makes a row."""
-
-PLOTTED = ("prefill", "classic")
 
 
 def bench_prompts(
@@ -93,7 +92,7 @@ def bench_prompts(
     )
     _finish(document, json, path, log)
     if plot is not None:
-        plot_prefill(document, plot)
+        plot_times(document, plot)
     return not failures(document)
 
 
@@ -155,7 +154,7 @@ def show_results(path: Path, plot: Path | None) -> None:
     if plot is not None:
         if document["benchmark"] not in PLOTTED:
             raise ValueError(f"plot: got a {document['benchmark']} result, wanted one of: {', '.join(PLOTTED)}")
-        plot_prefill(document, plot)
+        plot_times(document, plot)
 
 
 PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]] = {
