@@ -682,14 +682,13 @@ def test_triton_backend_on_the_cpu_says_how(monkeypatch: pytest.MonkeyPatch):
         fd.chunk_kda(**start("bounded", fd.chunk_kda), backend="triton")
 
 
-@pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("name", ["q", "beta", "dt_bias", "initial_state"])
-def test_forward_only_backend_refuses_gradients(name: str, op: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_backend_refuses_gradients_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or it would refuse the CPU first; no kernel is reached
-    call = start("state", op)
+    call = start("state", fd.fused_recurrent_kda)
     call[name] = call[name].requires_grad_()
-    with pytest.raises(ValueError, match=r"^backend: got 'triton', wanted .*requires grad.*forward only"):
-        op(**call, backend="triton")
+    with pytest.raises(ValueError, match=r"^backend: got 'triton', wanted .*requires grad.*in chunks only"):
+        fd.fused_recurrent_kda(**call, backend="triton")
 
 
 def test_triton_backend_refuses_float64(monkeypatch: pytest.MonkeyPatch):

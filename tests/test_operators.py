@@ -242,9 +242,9 @@ def test_explain_runs_nothing_and_takes_meta_tensors(op):
 
 def test_explain_says_that_gradients_are_the_obstacle(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    call = short_call(BY_NAME["bounded"], fd.chunk_kda)
+    call = short_call(BY_NAME["bounded"], fd.fused_recurrent_kda)
     call["q"].requires_grad_()
-    assert "forward only" in verdict(fd.explain(fd.chunk_kda, **call), "triton").reason
+    assert "in chunks only" in verdict(fd.explain(fd.fused_recurrent_kda, **call), "triton").reason
 
 
 def test_explain_refuses_what_it_does_not_know():

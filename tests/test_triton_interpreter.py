@@ -32,6 +32,7 @@ PIECES = {
     "state pools": [POOLS],
     "decode": ["tests/interpreter/test_decode.py"],
     "split": ["tests/interpreter/test_split.py"],
+    "backward": ["tests/interpreter/test_backward.py"],
     "the rest": [FILE, "-k", "not test_recurrent and not test_chunk_fp16 and not test_chunk_fp32"],
 }
 

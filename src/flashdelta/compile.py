@@ -31,6 +31,8 @@ from .decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_d
 from .hopper.launch import launches as hopper_launches
 from .launch import Launch
 from .spec import KdaOptions, KdaTensors, check_call
+from .triton.gradients import Gradients
+from .triton.gradients import launches as backward_launches
 from .triton.launch import commit_launch
 from .triton.launch import launches as triton_launches
 
@@ -80,6 +82,7 @@ class Variant:
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
     split: str | int = "auto"
+    backward: bool = False
     N: int = 2
     heads: int = 2
 
@@ -116,6 +119,9 @@ class Variant:
         spec, t = check_call(t, options)
         h = make(spec.intermediate_shape) if self.intermediate else None
         final_state = None if self.pool else make(*state, dtype=self.state_dtype)
+        if self.backward:
+            grads = Gradients.allocate(spec, t)
+            return backward_launches(spec, t, arch, make(1, T, H, self.V), final_state, grads)
         launches = hopper_launches if self.backend == "hopper" else triton_launches
         return launches(spec, t, arch, (make(1, T, H, self.V), final_state, h))
 
@@ -184,6 +190,11 @@ VARIANTS = (
     Variant("bf16 K128 V128 split, pool with checkpoints", split=4, pool=True, checkpoints=True, state_v_first=True),
     Variant("bf16 K256 V256 split, fixed length", K=256, V=256, packed=False, split=4),
     Variant("fp32 K128 V128 split", dtype=torch.float32, split=4),
+    Variant("bf16 K128 V128 backward", backward=True),
+    Variant("bf16 K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
+    Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
+    Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
+    Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
     Variant("bf16 K32 V64", K=32, V=64),
     Variant("bf16 K64 V32", K=64, V=32),
     Variant("bf16 K256 V256", K=256, V=256, gate="none"),

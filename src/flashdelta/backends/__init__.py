@@ -42,7 +42,7 @@ def judge(spec: KdaSpec | CommitSpec, device: torch.device) -> list[Verdict]:
 
 
 def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto", *, backward: bool = False) -> Backend:
-    """The backend that runs the call.
+    """The backend that runs the call; with `backward`, its backward pass: if the one named has none, the fastest that has.
 
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
@@ -53,7 +53,9 @@ def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto",
                 obstacle = backend.obstacle(spec, device)
                 if obstacle:
                     raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
-                return backend
+                if backend.differentiable or not backward:
+                    return backend
+    if name not in NAMES:
         raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
     able = [b for b in BACKENDS if b.obstacle(spec, device) is None and (b.differentiable or not backward)]
     if not able:

@@ -42,8 +42,6 @@ class HopperBackend:
             return f"compute capability {capability}; it runs on Hopper, (9, 0)"
         if not HAS_GLUON:
             return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
-        if spec.requires_grad:
-            return "gradients are needed; it has no backward"
         if spec.algorithm != "chunk":
             return "token by token; it has the chunk form only"
         if spec.dtype != torch.bfloat16:

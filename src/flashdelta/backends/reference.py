@@ -65,5 +65,10 @@ class ReferenceBackend:
             outputs, grads = [o], [grad_o]
             if spec.output_final_state:
                 outputs, grads = [o, final_state], [grad_o, grad_final]
-            found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
+            # without a token nothing but the state passes through
+            reached = [(x, d) for x, d in zip(outputs, grads) if x.requires_grad]
+            found = [None] * len(inputs)
+            if reached:
+                outputs, grads = zip(*reached)
+                found = torch.autograd.grad(outputs, list(inputs.values()), grads, allow_unused=True)
         return {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(inputs.items(), found)}

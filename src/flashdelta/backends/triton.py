@@ -23,7 +23,7 @@ def _interpreting() -> bool:
 class TritonBackend:
     name = "triton"
     summary = "portable Triton kernels, sm_80 and newer"
-    differentiable = False
+    differentiable = True
 
     def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         if device.type == "cpu" and not _interpreting():
@@ -38,8 +38,8 @@ class TritonBackend:
                 return f"compute capability {capability}; it needs {MIN_CAPABILITY} or newer"
         if spec.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"
-        if spec.requires_grad:
-            return "an input requires grad and this backend is forward only"
+        if spec.requires_grad and spec.algorithm != "chunk":
+            return "an input requires grad and this backend has gradients in chunks only"
         return None
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
@@ -73,4 +73,6 @@ class TritonBackend:
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("the Triton backend is forward only")
+        from ..triton.gradients import backward
+
+        return backward(spec, t, grad_o, grad_final)

@@ -39,6 +39,17 @@ class ComposeConfig:
 
 
 @dataclass(frozen=True)
+class BackwardConfig:
+    """`BK`, `BV`: key and value channels that a program of `wy` or `intra` holds at a time; `stages`: how many slices of values
+    are in flight."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """`BV`: value channels a program; `stream`: states need not stay in the L2 cache."""
 
@@ -101,6 +112,17 @@ def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:
         return ComposeConfig(BV=min(32, spec.V), BK=64, num_warps=4, stages=1)
     stages = 3 if SHARED_MEMORY[capability] > 170_000 else 2
     return ComposeConfig(BV=min(16, spec.V), BK=spec.K, num_warps=8, stages=stages)
+
+
+def wy_config(spec: KdaSpec, capability: int) -> BackwardConfig:
+    """The widest slices that do not spill on sm_90 (bfloat16); not timed yet."""
+    if spec.dtype == torch.float32:
+        return BackwardConfig(BK=16, BV=16, num_warps=8)
+    return BackwardConfig(BK=32, BV=32, num_warps=8, stages=2)
+
+
+def intra_config(spec: KdaSpec, capability: int) -> BackwardConfig:
+    return BackwardConfig(BK=16, BV=0, num_warps=8 if spec.dtype == torch.float32 else 4)
 
 
 def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:

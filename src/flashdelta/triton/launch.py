@@ -127,7 +127,9 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     ]
 
 
-def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace) -> Launch:
+def prepare(
+    spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, solved: torch.Tensor | None = None
+) -> Launch:
     c = config.prepare_config(spec, capability)
     return Launch(
         prepare_kernel,
@@ -135,6 +137,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace)
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *workspace.parts(),
+            solved,
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.q, t.k, t.g, t.beta),
@@ -221,7 +224,13 @@ def compose(
 
 
 def recurrence(
-    spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results, segments: int = 0
+    spec: KdaSpec,
+    t: KdaTensors,
+    capability: int,
+    workspace: Workspace,
+    results: Results,
+    segments: int = 0,
+    pseudo: torch.Tensor | None = None,
 ) -> Launch:
     c = config.recurrence_config(spec, capability)
     o, final_state, h = results
@@ -230,7 +239,7 @@ def recurrence(
         (segments or spec.N) * spec.HV * (spec.V // c.BV),
         (
             *workspace.parts(),
-            *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(t.v, o, h, pseudo, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),

@@ -9,6 +9,8 @@ Contract (docs/algorithm.md; `reference.chunk.prepare` is the definition), for `
     qg, kg  = scale q exp(G), k exp(G_C - G)                          [C, K]
     decay   = exp(G_C)                                                [K]
 
+For the backward pass also `solved = (I + A)^-1 [C, C]`.
+
 with the gate, the L2 norm of q and k, and beta's sigmoid applied on the way. Tokens past the end of a sequence count as
 q = k = g = beta = 0.
 
@@ -50,22 +52,22 @@ def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr):
 
 
 @triton.jit
-def boundary_matrix(HALF: tl.constexpr):
-    """Row i selects the steps between row i and the boundary of its block of `2 HALF` rows: from the boundary up to and
-    with i in the second half, after i up to the boundary in the first."""
-    i = tl.arange(0, ROWS)[:, None]
-    s = tl.arange(0, ROWS)[None, :]
-    second = i % (2 * HALF) >= HALF
-    same = i // HALF == s // HALF
-    return same & ((second & (s <= i)) | ((i % (2 * HALF) < HALF) & (s > i)))
+def boundary_matrix(level, COUNT: tl.constexpr = ROWS):
+    """Of `COUNT` rows, row i selects the steps between row i and the boundary between the halves of its block of `2 << level`
+    rows: from the boundary up to and with i in the second half, after i up to the boundary in the first."""
+    i = tl.arange(0, COUNT)[:, None]
+    s = tl.arange(0, COUNT)[None, :]
+    second = (i >> level) % 2 == 1
+    same = (i >> level) == (s >> level)
+    return same & ((second & (s <= i)) | (((i >> level) % 2 == 0) & (s > i)))
 
 
 @triton.jit
-def pair_mask(HALF: tl.constexpr):
-    """Pairs (i, j) of one block of `2 HALF` rows with i in its second half and j in its first."""
-    i = tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, ROWS)[None, :]
-    return (i // (2 * HALF) == j // (2 * HALF)) & (i % (2 * HALF) >= HALF) & (j % (2 * HALF) < HALF)
+def pair_mask(level, COUNT: tl.constexpr = ROWS):
+    """Pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
+    i = tl.arange(0, COUNT)[:, None] >> level
+    j = tl.arange(0, COUNT)[None, :] >> level
+    return (i >> 1 == j >> 1) & (i % 2 == 1) & (j % 2 == 0)
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def near_bounded(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.con
     Pairs i < j come out wrong; see `lower`.
     """
     i = tl.arange(0, ROWS)[:, None]
-    distance = sums(boundary_matrix(SUB), high, low)
+    distance = sums(boundary_matrix(4), high, low)
     signed = tl.where(i < SUB, -distance, distance)
     kk, qk = products(kk, qk, k, q, tl.exp2(signed), k, tl.exp2(-signed), dtype, PRECISION)
     return kk, qk
@@ -99,8 +101,8 @@ def near_exact(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.const
     only: one tile of factors serves both sides.
     """
     for level in tl.static_range(5):
-        factor = tl.exp2(sums(boundary_matrix(1 << level), high, low))
-        pairs = pair_mask(1 << level)
+        factor = tl.exp2(sums(boundary_matrix(level), high, low))
+        pairs = pair_mask(level)
         zero = tl.zeros([ROWS, ROWS], tl.float32)
         level_kk, level_qk = products(zero, zero, k, q, factor, k, factor, dtype, PRECISION)
         kk += tl.where(pairs, level_kk, 0.0)
@@ -156,9 +158,9 @@ def apply_weights(weights, tile, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_norm(x, rows, valid, K: tl.constexpr, BK: tl.constexpr):
-    """`1 / sqrt(sum x^2 + eps)` of each row of a block."""
-    total = tl.zeros([ROWS], tl.float32)
+def inverse_norm(x, rows, valid, K: tl.constexpr, BK: tl.constexpr, COUNT: tl.constexpr = ROWS):
+    """`1 / sqrt(sum x^2 + eps)` of each of `COUNT` rows."""
+    total = tl.zeros([COUNT], tl.float32)
     for s in tl.range(0, K, BK):
         tile = tl.load(x + rows + s + tl.arange(0, BK)[None, :], mask=valid, other=0.0).to(tl.float32)
         total += tl.sum(tile * tile, axis=1)
@@ -193,6 +195,7 @@ def prepare_kernel(
     inverse,
     Aqk,
     decay,
+    solved,
     scale,
     lower_bound,
     T,
@@ -242,6 +245,8 @@ def prepare_kernel(
     decay += chunk * K
     Aqk += chunk * C * C
     inverse += chunk * C * C
+    if solved is not None:
+        solved += chunk * C * C
     dtype: tl.constexpr = w.dtype.element_ty
     rate = decay_rate(A_log, head)
 
@@ -334,11 +339,16 @@ def prepare_kernel(
         corner = -tl.dot(corner, inverses[0], input_precision="tf32x3")
         far = corner * strength[0][None, :]
         tl.store(inverse + below, far.to(dtype))
+        if solved is not None:
+            tl.store(solved + above, zero.to(dtype))
+            tl.store(solved + below, corner.to(dtype))
     near = ()
     for block in tl.static_range(BLOCKS):
         square = (row + block * ROWS)[:, None] * C + row[None, :] + block * ROWS
         near = near + (inverses[block] * strength[block][None, :],)
         tl.store(inverse + square, near[block].to(dtype))
+        if solved is not None:
+            tl.store(solved + square, inverses[block].to(dtype))
 
     # w holds k exp(G) until here; other threads of this program wrote part of what a thread now reads
     tl.debug_barrier()

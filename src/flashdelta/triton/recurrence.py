@@ -44,6 +44,7 @@ def recurrence_kernel(
     v,
     o,
     h,
+    pseudo,
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
@@ -95,8 +96,10 @@ def recurrence_kernel(
             end = tl.where(part + 1 == parts, end, begin + last * C)
             begin += first * C
             slot += first
+    # for the backward pass by chunk slot and V first, else as the caller wants it
+    H_V_FIRST: tl.constexpr = V_FIRST if pseudo is None else True
     h_row = slot
-    if h is not None and cu_seqlens is not None:
+    if h is not None and cu_seqlens is not None and pseudo is None:
         h_row = chunks_before(cu_seqlens, n, T, C, 128)
         if first_segment is not None:
             h_row += first
@@ -137,7 +140,7 @@ def recurrence_kernel(
             token = start + i * C + row
             valid = (token < stop)[:, None]
             if h is not None:
-                h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, V_FIRST)
+                h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, H_V_FIRST)
                 tl.store(h + h_at, state.to(h.dtype.element_ty))
             tile_w = tl.load(w + chunk * C * K + tile)
             tile_inverse = tl.load(inverse + chunk * C * C + square)
@@ -148,10 +151,13 @@ def recurrence_kernel(
             total = tl.load(decay + chunk * K + key)
 
             left = state.to(dtype)
-            pseudo = tl.dot(tl.trans(tile_v), tl.trans(tile_inverse), input_precision=PRECISION)
-            pseudo -= tl.dot(left, tl.trans(tile_w), input_precision=PRECISION)
+            found = tl.dot(tl.trans(tile_v), tl.trans(tile_inverse), input_precision=PRECISION)
+            found -= tl.dot(left, tl.trans(tile_w), input_precision=PRECISION)
             out = tl.dot(left, tl.trans(tile_qg), input_precision=PRECISION)
-            pseudo_left = pseudo.to(dtype)
+            pseudo_left = found.to(dtype)
+            if pseudo is not None:
+                here = ((batch * T + token) * HV + head)[:, None] * V + value[None, :]
+                tl.store(pseudo + here, tl.trans(pseudo_left), mask=valid)
             state = tl.dot(pseudo_left, tile_kg, acc=state * total[None, :], input_precision=PRECISION)
             out = tl.dot(pseudo_left, tl.trans(tile_Aqk), acc=out, input_precision=PRECISION)
             o_at = token[:, None] * o_token + value[None, :]

@@ -1,0 +1,466 @@
+"""The backward pass (docs/backward.md derives every formula). Stages after `prepare` and `recurrence` have run again:
+
+    reverse   walks a sequence's chunks from the last to the first and leaves the gradient of the state after each
+    wy        from states and their gradients to those of values, of what `prepare` left, and of its matrices
+    intra     from the gradients of the matrices `A` and `Aqk` to those of queries, keys, decays, and of what a gate, a norm or
+              a sigmoid was fed
+
+Gradients of a query or key head that serves several value heads are kept apart by value head, and summed after.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, decay_rate, find_chunk, locate, sigmoid, write_strength
+from .prepare import SUB, boundary_matrix, inverse_norm, pair_mask, split_decay, sums
+from .states import load_state, state_offsets, store_state
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "slots", "has_initial", "has_final"])
+def reverse_kernel(
+    w,
+    qg,
+    kg,
+    Aqk,
+    decay,
+    grad_o,
+    grad_final,
+    grad_pseudo,
+    grad_h,
+    grad_initial,
+    cu_seqlens,
+    has_initial,
+    has_final,
+    T,
+    N,
+    HV,
+    slots,
+    o_batch: tl.int64,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per (sequence, value head, `BV` value channels). `grad_h [S, HV, V, K]`: of the state after the chunk in each
+    slot; `grad_pseudo [B, T, HV, V]`: of the pseudo-values."""
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    chunks = ((end - begin + C - 1) // C).to(tl.int32)
+    slot = n * slots
+    if cu_seqlens is not None:
+        slot = begin // C + n
+    dtype = w.dtype.element_ty
+    row = tl.arange(0, C)
+    key = tl.arange(0, K)
+    value = slice_ * BV + tl.arange(0, BV)
+    in_slot = state_offsets(head * K * V, value, key, K, V, V_FIRST)
+    grad = load_state(grad_final, n * HV * K * V + in_slot, has_final)
+    tile = row[:, None] * K + key[None, :]
+    square = row[:, None] * C + row[None, :]
+    grad_o += batch * o_batch + head * o_head
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        i = chunks - 1 - step
+        chunk = (slot + i) * HV + head
+        token = begin + i * C + row
+        valid = (token < end)[:, None]
+        tl.store(grad_h + chunk * K * V + value[:, None] * K + key[None, :], grad.to(dtype))
+        tile_o = tl.load(grad_o + token[:, None] * o_token + value[None, :], mask=valid, other=0.0)
+        tile_Aqk = tl.load(Aqk + chunk * C * C + square)
+        tile_kg = tl.load(kg + chunk * C * K + tile)
+        tile_qg = tl.load(qg + chunk * C * K + tile)
+        tile_w = tl.load(w + chunk * C * K + tile)
+        total = tl.load(decay + chunk * K + key)
+        left = tl.trans(tile_o)
+        pseudo = tl.dot(left, tile_Aqk, input_precision=PRECISION)
+        pseudo = tl.dot(grad.to(dtype), tl.trans(tile_kg), acc=pseudo, input_precision=PRECISION)
+        here = ((batch * T + token) * HV + head)[:, None] * V + value[None, :]
+        tl.store(grad_pseudo + here, tl.trans(pseudo).to(dtype), mask=valid)
+        grad = tl.dot(left, tile_qg, acc=grad * total[None, :], input_precision=PRECISION)
+        grad -= tl.dot(pseudo.to(dtype), tile_w, input_precision=PRECISION)
+    store_state(grad_initial, n * HV * K * V + in_slot, grad, has_initial)
+
+
+@triton.jit
+def chunk_decays(g, dt_bias, tokens, column, valid, head, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr):
+    """The gate's input (with its bias) of a chunk's rows, and their log2 decays as `high + low`."""
+    x = tl.load(g + tokens + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+    if dt_bias is not None:
+        x += tl.load(dt_bias + head * K + column).to(tl.float32)[None, :]
+    high, low = split_decay(x, rate, lower_bound, valid, GATE)
+    return x, high, low
+
+
+@triton.jit
+def row_norms(x, tokens, valid, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
+    norm = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        norm = inverse_norm(x, tokens, valid[:, None], K, BK, C)
+    return norm
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("T", "N", "H", "HV", "slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
+    ]
+)
+def wy_kernel(
+    q,
+    k,
+    g,
+    v,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    inverse,
+    solved,
+    h,
+    pseudo,
+    grad_o,
+    grad_pseudo,
+    grad_h,
+    grad_q,
+    grad_k,
+    grad_G,
+    grad_v,
+    grad_beta,
+    grad_A,
+    grad_Aqk,
+    scale,
+    lower_bound,
+    T,
+    N,
+    H,
+    HV,
+    slots,
+    q_batch: tl.int64,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    g_batch: tl.int64,
+    g_token: tl.int64,
+    g_head: tl.int64,
+    v_batch: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    o_batch: tl.int64,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per (chunk, value head). In float32, by token and value head: `grad_q, grad_k` (of normalised rows) and
+    `grad_G [B, T, HV, K]` without what comes through the chunk's matrices, `grad_beta [B, T, HV]`; `grad_A, grad_Aqk [S, HV, C,
+    C]`, lower. `grad_v [B, T, HV, V]` is done."""
+    pid = tl.program_id(0)
+    head = (pid % HV).to(tl.int64)
+    slot = (pid // HV).to(tl.int64)
+    batch, start, count = find_chunk(cu_seqlens, None, 0, slot, slots, N, T, C)
+    if count <= 0:
+        return
+    qk_head = head // (HV // H)
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    v += batch * v_batch + start * v_token + head * v_head
+    grad_o += batch * o_batch + start * o_token + head * o_head
+    chunk = slot * HV + head
+    dtype: tl.constexpr = h.dtype.element_ty
+    row = tl.arange(0, C)
+    valid = row < count
+    square = row[:, None] * C + row[None, :]
+    own = ((batch * T + start + row) * HV + head)[:, None]
+    tile_T = tl.load(inverse + chunk * C * C + square)
+
+    grad_T = tl.zeros([C, C], tl.float32)
+    Aqk = tl.zeros([C, C], tl.float32)
+    for s in tl.range(0, V, BV, num_stages=STAGES):
+        value = s + tl.arange(0, BV)[None, :]
+        in_own = own * V + value
+        tile_v = tl.load(v + row[:, None] * v_token + value, mask=valid[:, None], other=0.0)
+        tile_o = tl.load(grad_o + row[:, None] * o_token + value, mask=valid[:, None], other=0.0)
+        tile_p = tl.load(pseudo + in_own, mask=valid[:, None], other=0.0)
+        tile_dp = tl.load(grad_pseudo + in_own, mask=valid[:, None], other=0.0)
+        grad_T = tl.dot(tile_dp, tl.trans(tile_v), acc=grad_T, input_precision=PRECISION)
+        Aqk = tl.dot(tile_o, tl.trans(tile_p), acc=Aqk, input_precision=PRECISION)
+        tile_dv = tl.dot(tl.trans(tile_T), tile_dp, input_precision=PRECISION)
+        tl.store(grad_v + in_own, tile_dv.to(grad_v.dtype.element_ty), mask=valid[:, None])
+    lower = row[:, None] >= row[None, :]
+    tl.store(grad_Aqk + chunk * C * C + square, tl.where(lower, Aqk, 0.0))
+
+    rate = decay_rate(A_log, head)
+    norm_q = row_norms(q, row[:, None] * q_token, valid, C, K, BK, L2NORM)
+    norm_k = row_norms(k, row[:, None] * k_token, valid, C, K, BK, L2NORM)
+    for s in tl.range(0, K, BK, num_stages=1):
+        column = s + tl.arange(0, BK)
+        _, high, low = chunk_decays(g, dt_bias, row[:, None] * g_token, column, valid, head, rate, lower_bound, K, GATE)
+        grown = tl.exp2(sums(row[None, :] <= row[:, None], high, low))
+        shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low))
+        total = tl.sum(tl.where(row[:, None] == 0, grown * shrunk, 0.0), axis=0)
+        tile_q = tl.load(q + row[:, None] * q_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        tile_k = tl.load(k + row[:, None] * k_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        tile_q *= norm_q[:, None]
+        tile_k *= norm_k[:, None]
+        qg = tl.zeros([C, BK], tl.float32)
+        kg = tl.zeros([C, BK], tl.float32)
+        w = tl.zeros([C, BK], tl.float32)
+        whole = tl.zeros([BK], tl.float32)
+        for t in tl.range(0, V, BV, num_stages=STAGES):
+            value = t + tl.arange(0, BV)
+            in_state = chunk * K * V + value[:, None] * K + column[None, :]
+            in_own = own * V + value[None, :]
+            tile_o = tl.load(grad_o + row[:, None] * o_token + value[None, :], mask=valid[:, None], other=0.0)
+            tile_p = tl.load(pseudo + in_own, mask=valid[:, None], other=0.0)
+            tile_dp = tl.load(grad_pseudo + in_own, mask=valid[:, None], other=0.0)
+            before = tl.load(h + in_state)
+            after = tl.load(grad_h + in_state)
+            qg = tl.dot(tile_o, before, acc=qg, input_precision=PRECISION)
+            kg = tl.dot(tile_p, after, acc=kg, input_precision=PRECISION)
+            w = tl.dot(tile_dp, before, acc=w, input_precision=PRECISION)
+            whole += tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
+        # w came from `v' = u - w S`
+        w = (-w).to(dtype)
+        kG = tl.dot(tl.trans(tile_T), w, input_precision=PRECISION) * grown
+        grad_T = tl.dot(w, tl.trans((tile_k * grown).to(dtype)), acc=grad_T, input_precision=PRECISION)
+        qg *= grown * scale
+        kg *= shrunk
+        # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
+        last = row[:, None] == tl.minimum(count, C) - 1
+        left = tl.where(last, 0.0, tile_k * kg)
+        G = tile_q * qg + tile_k * kG - left
+        G += tl.where(last, (tl.sum(left, axis=0) + whole * total)[None, :], 0.0)
+        in_own = own * K + column[None, :]
+        tl.store(grad_q + in_own, qg, mask=valid[:, None])
+        tl.store(grad_k + in_own, kG + kg, mask=valid[:, None])
+        tl.store(grad_G + in_own, G, mask=valid[:, None])
+
+    # T = M diag(beta) with M = (I + A)^-1
+    tile_M = tl.load(solved + chunk * C * C + square)
+    X = tl.dot(tl.trans(tile_M), grad_T.to(dtype), input_precision=PRECISION)
+    diagonal = tl.sum(tl.where(row[:, None] == row[None, :], X, 0.0), axis=1)
+    tl.store(grad_beta + (batch * T + start + row) * HV + head, diagonal, mask=valid)
+    A = -tl.dot(X.to(dtype), tl.trans(tile_T), input_precision=PRECISION)
+    tl.store(grad_A + chunk * C * C + square, tl.where(row[:, None] > row[None, :], A, 0.0))
+
+
+@triton.jit
+def pair_gradients(
+    sum_q, sum_left, sum_right, pairs, Aqk, A, q, k, written, left, right, dtype: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Adds, for the chosen pairs (i, j), what reaches `q_i` and `k_i` (for beta 1) on the left and `k_j` on the right, where
+    `exp(G_i - G_j) = left_i right_j`. `written`: `beta_i k_i`."""
+    Aqk = tl.where(pairs, Aqk, 0.0).to(dtype)
+    A = tl.where(pairs, A, 0.0).to(dtype)
+    k_right = (k * right).to(dtype)
+    sum_q += tl.dot(Aqk, k_right, input_precision=PRECISION) * left
+    sum_left += tl.dot(A, k_right, input_precision=PRECISION) * left
+    found = tl.dot(tl.trans(Aqk), (q * left).to(dtype), input_precision=PRECISION)
+    found = tl.dot(tl.trans(A), (written * left).to(dtype), acc=found, input_precision=PRECISION)
+    sum_right += found * right
+    return sum_q, sum_left, sum_right
+
+
+@triton.jit
+def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
+    """From the gradient of a log decay to that of the gate's input `x`, and of `A_log`."""
+    if GATE == "softplus":
+        found = -rate * sigmoid(x) * grad
+        # softplus(x), as in `softplus_log2`
+        height = tl.maximum(x, 0.0) + tl.log2(1.0 + tl.exp2(tl.abs(x) * -LOG2E)) / LOG2E
+        of_A = -rate * height * grad
+    elif GATE == "lower_bound":
+        s = sigmoid(x * rate)
+        found = lower_bound * s * (1.0 - s) * rate * grad
+        of_A = found * x
+    elif GATE == "logsigmoid":
+        found = sigmoid(-x) * grad
+        of_A = found * 0.0
+    else:
+        found = grad
+        of_A = grad * 0.0
+    return found, of_A
+
+
+@triton.jit
+def strength_gradient(x, grad, BETA: tl.constexpr):
+    if BETA == "logit":
+        s = sigmoid(x)
+        grad *= s * (1.0 - s)
+    elif BETA == "double_logit":
+        s = sigmoid(x)
+        grad *= 2.0 * s * (1.0 - s)
+    return grad
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("T", "N", "H", "HV", "slots", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
+    ]
+)
+def intra_kernel(
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    grad_A,
+    grad_Aqk,
+    grad_q,
+    grad_k,
+    grad_G,
+    grad_beta,
+    out_q,
+    out_k,
+    out_g,
+    out_beta,
+    part_A_log,
+    part_dt_bias,
+    scale,
+    lower_bound,
+    T,
+    N,
+    H,
+    HV,
+    slots,
+    q_batch: tl.int64,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    g_batch: tl.int64,
+    g_token: tl.int64,
+    g_head: tl.int64,
+    beta_batch: tl.int64,
+    beta_token: tl.int64,
+    beta_head: tl.int64,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    SAFE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per (chunk, value head). Adds what comes through `A` and `Aqk` to the gradients that `wy` left (in place),
+    then leaves those of the call's inputs, dense by value head: `out_q, out_k, out_g [B, T, HV, K]`, `out_beta [B, T, HV]`; of
+    the gate's parameters the chunk's part, `part_A_log [S, HV, K]` and `part_dt_bias [S, HV, K]`."""
+    pid = tl.program_id(0)
+    head = (pid % HV).to(tl.int64)
+    slot = (pid // HV).to(tl.int64)
+    batch, start, count = find_chunk(cu_seqlens, None, 0, slot, slots, N, T, C)
+    if count <= 0:
+        return
+    LEVELS: tl.constexpr = 6 if C == 64 else 5
+    FIRST: tl.constexpr = 5 if SAFE else 0
+    qk_head = head // (HV // H)
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    beta += batch * beta_batch + start * beta_token + head * beta_head
+    chunk = slot * HV + head
+    dtype: tl.constexpr = q.dtype.element_ty
+    row = tl.arange(0, C)
+    i = row[:, None]
+    j = row[None, :]
+    valid = row < count
+    own = ((batch * T + start + row) * HV + head)[:, None]
+    square = chunk * C * C + i * C + j
+    same = tl.load(grad_Aqk + chunk * C * C + row * (C + 1))[:, None] * scale
+    raw = tl.load(beta + row * beta_token, mask=valid, other=0.0).to(tl.float32)
+    strength = tl.where(valid, write_strength(raw, BETA), 0.0)
+    rate = decay_rate(A_log, head)
+    norm_q = row_norms(q, i * q_token, valid, C, K, BK, L2NORM)
+    norm_k = row_norms(k, i * k_token, valid, C, K, BK, L2NORM)
+    dots_q = tl.zeros([C], tl.float32)
+    dots_k = tl.zeros([C], tl.float32)
+    of_beta = tl.load(grad_beta + (batch * T + start + row) * HV + head, mask=valid, other=0.0)
+    for s in tl.range(0, K, BK, num_stages=1):
+        column = s + tl.arange(0, BK)
+        x, high, low = chunk_decays(g, dt_bias, i * g_token, column, valid, head, rate, lower_bound, K, GATE)
+        tile_q = tl.load(q + i * q_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        tile_k = tl.load(k + i * k_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        tile_q *= norm_q[:, None]
+        tile_k *= norm_k[:, None]
+        written = tile_k * strength[:, None]
+        # anew for every slice: else the compiler keeps what the pairs of each level select of them in shared memory
+        A = tl.load(grad_A + square)
+        Aqk = tl.load(grad_Aqk + square) * scale
+        sum_q = tl.zeros([C, BK], tl.float32)
+        sum_left = tl.zeros([C, BK], tl.float32)
+        sum_right = tl.zeros([C, BK], tl.float32)
+        if SAFE:
+            # the middle of 32 rows as the reference of all their pairs, as in `prepare.near_bounded`
+            distance = sums(boundary_matrix(4, C), high, low)
+            signed = tl.where(i % 32 < SUB, -distance, distance)
+            near = (i // 32 == j // 32) & (i > j)
+            left = tl.exp2(signed)
+            right = tl.exp2(-signed)
+            sum_q, sum_left, sum_right = pair_gradients(
+                sum_q, sum_left, sum_right, near, Aqk, A, tile_q, tile_k, written, left, right, dtype, PRECISION
+            )
+        for level in tl.range(FIRST, LEVELS, num_stages=1):
+            # every pair i > j lies in the two halves of exactly one block, as in `prepare.near_exact`
+            factor = tl.exp2(sums(boundary_matrix(level, C), high, low))
+            pairs = pair_mask(level, C)
+            sum_q, sum_left, sum_right = pair_gradients(
+                sum_q, sum_left, sum_right, pairs, Aqk, A, tile_q, tile_k, written, factor, factor, dtype, PRECISION
+            )
+        of_beta += tl.sum(tile_k * sum_left, axis=1)
+        sum_left *= strength[:, None]
+        in_own = own * K + column[None, :]
+        G = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
+        G += tile_q * sum_q + tile_k * (sum_left - sum_right)
+        # of a log decay: all sums that it is a term of
+        decay = tl.cumsum(G, axis=0, reverse=True)
+        found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
+        found = tl.where(valid[:, None], found, 0.0)
+        tl.store(out_g + in_own, found.to(out_g.dtype.element_ty), mask=valid[:, None])
+        if part_A_log is not None:
+            tl.store(part_A_log + chunk * K + column, tl.sum(tl.where(valid[:, None], of_A, 0.0), axis=0))
+        if part_dt_bias is not None:
+            tl.store(part_dt_bias + chunk * K + column, tl.sum(found, axis=0))
+        sum_q += tl.load(grad_q + in_own, mask=valid[:, None], other=0.0) + same * tile_k
+        sum_k = sum_left + sum_right + same * tile_q
+        sum_k += tl.load(grad_k + in_own, mask=valid[:, None], other=0.0)
+        if L2NORM:
+            dots_q += tl.sum(sum_q * tile_q, axis=1)
+            dots_k += tl.sum(sum_k * tile_k, axis=1)
+            tl.store(grad_q + in_own, sum_q, mask=valid[:, None])
+            tl.store(grad_k + in_own, sum_k, mask=valid[:, None])
+        else:
+            tl.store(out_q + in_own, sum_q.to(out_q.dtype.element_ty), mask=valid[:, None])
+            tl.store(out_k + in_own, sum_k.to(out_k.dtype.element_ty), mask=valid[:, None])
+    of_beta = strength_gradient(raw, of_beta, BETA)
+    tl.store(out_beta + (batch * T + start + row) * HV + head, of_beta.to(out_beta.dtype.element_ty), mask=valid)
+    if L2NORM:
+        # other threads of this program wrote part of what a thread now reads
+        tl.debug_barrier()
+        for s in tl.range(0, K, BK, num_stages=1):
+            column = s + tl.arange(0, BK)[None, :]
+            in_own = own * K + column
+            tile_q = tl.load(q + i * q_token + column, mask=valid[:, None], other=0.0).to(tl.float32)
+            tile_k = tl.load(k + i * k_token + column, mask=valid[:, None], other=0.0).to(tl.float32)
+            sum_q = tl.load(grad_q + in_own, mask=valid[:, None], other=0.0)
+            sum_k = tl.load(grad_k + in_own, mask=valid[:, None], other=0.0)
+            sum_q = (sum_q - tile_q * (norm_q * dots_q)[:, None]) * norm_q[:, None]
+            sum_k = (sum_k - tile_k * (norm_k * dots_k)[:, None]) * norm_k[:, None]
+            tl.store(out_q + in_own, sum_q.to(out_q.dtype.element_ty), mask=valid[:, None])
+            tl.store(out_k + in_own, sum_k.to(out_k.dtype.element_ty), mask=valid[:, None])

@@ -1,0 +1,69 @@
+"""Gradients on the GPU: against float64, bit for bit again, in the dtypes of training; a model that learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+
+from ..cases import BF16, BY_NAME, FP32, Case, case_id
+from ..gradients import gradients, incoming, relative_errors, true_gradients
+from ..inputs import TOKEN_TENSORS
+from ..oracle import poisoned_memory
+from .calls import KIMI, UNBOUNDED, gpu_call, on_gpu
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 63, 64, 65, 0, 300)
+CASES = [
+    replace(KIMI, name="kimi", lengths=LENGTHS, state=FP32),
+    replace(UNBOUNDED, name="unbounded", lengths=LENGTHS, state=FP32, v_first=True),
+    replace(KIMI, name="grouped", H=2, HV=6, T=130),
+    replace(UNBOUNDED, name="rows", B=2, T=130),
+    replace(KIMI, name="small_heads", K=64, V=64, T=130),
+    replace(KIMI, name="large_heads", K=256, V=256, T=130),
+    replace(KIMI, name="chunk32", chunk_size=32, T=100),
+    *(on_gpu(BY_NAME[name]) for name in ("same_keys", "g-50", "zero_rows", "no_decay", "beta_double", "fused")),
+]
+TOLERANCE = {BF16: 2e-2, FP32: 1e-3}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_gradients_are_those_of_the_reference(case: Case, dtype: torch.dtype, backend: str):
+    call = gpu_call(fd.chunk_kda, case, dtype, backend=backend)
+    grads = incoming(call)
+    with poisoned_memory():
+        found = gradients(call, *grads)
+    errors = relative_errors(found, true_gradients(call, *grads))
+    assert all(error <= TOLERANCE[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=case_id)
+def test_gradients_repeat_to_the_bit(case: Case, backend: str):
+    call = gpu_call(fd.chunk_kda, case, backend=backend)
+    grads = incoming(call)
+    first = gradients(call, *grads)
+    for _ in range(50):
+        again = gradients(call, *grads)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_nan_stays_in_its_sequence(backend: str):
+    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(100, 200), state=FP32), backend=backend)
+    grad_o, grad_final = incoming(call)
+    clean = gradients(call, grad_o, grad_final)
+    grad_o[:, 3] = torch.nan
+    found = gradients(call, grad_o, grad_final)
+    assert all(torch.equal(found[name][:, 100:], clean[name][:, 100:]) for name in TOKEN_TENSORS)
+    assert found["v"][:, :100].isnan().any()
+
+
+def test_gradients_of_a_long_sequence(backend: str):
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=4096, H=8, HV=8), backend=backend)
+    grads = incoming(call)
+    errors = relative_errors(gradients(call, *grads), true_gradients(call, *grads))
+    assert all(error <= TOLERANCE[BF16] for error in errors.values()), errors

@@ -1,0 +1,49 @@
+"""Gradients of a call, and how they are held against others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+
+from .oracle import covered_tokens, float64
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def incoming(call: dict) -> tuple[Tensor, Tensor]:
+    """What the gradients of `o` and of the final state are taken with."""
+    q, v = call["q"], call["v"]
+    source = torch.Generator().manual_seed(5)
+    grad_o = torch.randn(v.shape, generator=source, dtype=torch.float64)
+    sequences = q.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
+    inner = (v.shape[3], q.shape[3]) if call.get("state_v_first") else (q.shape[3], v.shape[3])
+    grad_final = torch.randn(sequences, v.shape[2], *inner, generator=source, dtype=torch.float64)
+    return grad_o.to(q.device), grad_final.to(q.device)
+
+
+def gradients(call: dict, grad_o: Tensor, grad_final: Tensor) -> dict[str, Tensor]:
+    """By the inputs' names."""
+    leaves = {name: call[name].detach().clone().requires_grad_() for name in INPUTS if call.get(name) is not None}
+    asked = {"output_final_state": True, "return_intermediate_states": False}
+    o, final_state = fd.chunk_kda(**call | leaves | asked)
+    covered = covered_tokens(call)
+    # rows of no sequence are undefined
+    found = [o[:, covered], final_state]
+    wanted = [grad_o[:, covered].to(o.dtype), grad_final.to(final_state.dtype)]
+    grads = torch.autograd.grad(found, list(leaves.values()), wanted, allow_unused=True)
+    return {name: x for name, x in zip(leaves, grads) if x is not None}
+
+
+def true_gradients(call: dict, grad_o: Tensor, grad_final: Tensor) -> dict[str, Tensor]:
+    """By the float64 reference."""
+    return gradients(float64(call) | {"backend": "reference"}, grad_o, grad_final)
+
+
+def relative_errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Of each gradient, by norm: against its own and the largest one's."""
+    most = max((float(x.norm()) for x in truth.values()), default=0.0)
+    return {
+        name: float((found[name].double() - x).norm()) / (float(x.norm()) + most + 1e-30) for name, x in truth.items()
+    }

@@ -1,0 +1,83 @@
+"""Gradients by the Triton kernels, run on the CPU by Triton's interpreter, against float64 autograd of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ..cases import BF16, CASES, LENGTH_CASES, Case, case_id
+from ..gradients import gradients, incoming, relative_errors, true_gradients
+from ..inputs import TOKEN_TENSORS, make_call
+from ..oracle import poisoned_memory
+
+TOLERANCE = 3e-4
+"""Of each gradient's norm, and of the largest gradient's: one that is nearly zero is what is left of larger terms."""
+
+
+def small(case: Case) -> Case:
+    """The case on few tokens: every program takes the interpreter a second."""
+    heads = {} if case.H != case.HV or case.layout != "dense" else {"H": 1, "HV": 1}
+    lengths = case.lengths and tuple(min(length, 66) for length in case.lengths[:4])
+    return replace(case, T=min(case.T, 66), lengths=lengths, h=False, **heads)
+
+
+KINDS = [small(case) for case in CASES if case not in LENGTH_CASES] + [
+    small(case) for case in LENGTH_CASES if case.name in ("T0", "T1", "T33", "T63", "B0", "chunk32", "chunk32_unsafe")
+]
+
+
+def assert_gradients(found: dict, truth: dict, tolerance: float = TOLERANCE) -> None:
+    assert found.keys() == truth.keys()
+    errors = {name: error for name, error in relative_errors(found, truth).items() if not error <= tolerance}
+    assert not errors
+
+
+@pytest.mark.parametrize("case", KINDS, ids=case_id)
+def test_gradients_are_those_of_the_reference(case: Case):
+    call = make_call(case)
+    grads = incoming(call)
+    with poisoned_memory():
+        found = gradients(call | {"backend": "triton"}, *grads)
+    # a state in bfloat16 is rounded, and so are its gradient and the final state's
+    assert_gradients(found, true_gradients(call, *grads), 5e-3 if case.state == BF16 else TOLERANCE)
+
+
+def test_gradients_have_their_inputs_dtypes():
+    call = make_call(small(next(case for case in KINDS if case.name == "gva2")), torch.float16)
+    call |= {name: call[name].float() for name in ("g", "beta")}
+    grads = incoming(call)
+    found = gradients(call | {"backend": "triton"}, *grads)
+    assert {name: x.dtype for name, x in found.items()} == {name: call[name].dtype for name in found}
+    assert all(found[name].shape == call[name].shape for name in found)
+    assert_gradients(found, true_gradients(call, *grads), 1e-2)
+
+
+def test_packed_gradients_are_those_of_each_sequence():
+    case = replace(next(case for case in KINDS if case.name == "packed"), lengths=(17, 0, 66))
+    call = make_call(case) | {"backend": "triton"}
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    begin = 0
+    for n, length in enumerate(case.lengths):
+        own = slice(begin, begin + length)
+        begin += length
+        alone = call | {name: call[name][:, own] for name in TOKEN_TENSORS}
+        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
+        found = gradients(alone, grad_o[:, own], grad_final[n : n + 1])
+        for name in TOKEN_TENSORS:
+            assert torch.equal(found[name], together[name][:, own]), name
+        assert torch.equal(found["initial_state"], together["initial_state"][n : n + 1])
+
+
+def test_nan_stays_in_its_sequence():
+    case = replace(next(case for case in KINDS if case.name == "packed"), lengths=(17, 40))
+    call = make_call(case) | {"backend": "triton"}
+    grad_o, grad_final = incoming(call)
+    clean = gradients(call, grad_o, grad_final)
+    grad_o[:, 3] = torch.nan
+    found = gradients(call, grad_o, grad_final)
+    for name in TOKEN_TENSORS:
+        assert torch.equal(found[name][:, 17:], clean[name][:, 17:]), name
+    assert found["v"][:, :17].isnan().any()
