@@ -16,10 +16,12 @@ from ..spec import KdaSpec, KdaTensors, Results
 class Backend(Protocol):
     name: str
     summary: str
-    differentiable: bool
 
     def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
+
+    def differentiable(self, device: torch.device) -> bool:
+        """Whether `backward` may be called there."""
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why `auto` should rather take another backend that can run the call, or None."""

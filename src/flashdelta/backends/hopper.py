@@ -30,7 +30,6 @@ HAS_GLUON = _has_gluon()
 class HopperBackend:
     name = "hopper"
     summary = "Gluon kernels for Hopper GPUs (sm_90)"
-    differentiable = False
 
     def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -42,6 +41,8 @@ class HopperBackend:
             return f"compute capability {capability}; it runs on Hopper, (9, 0)"
         if not HAS_GLUON:
             return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
+        if spec.requires_grad:
+            return "gradients are needed; it has no backward"
         if spec.algorithm != "chunk":
             return "token by token; it has the chunk form only"
         if spec.dtype != torch.bfloat16:
@@ -53,6 +54,9 @@ class HopperBackend:
         if spec.B * spec.slots * spec.HV * (3 * spec.K + 128) >= MAX_ROWS:
             return f"more than 2^31 workspace rows ({spec.B} x {spec.T} tokens, {spec.HV} heads)"
         return None
+
+    def differentiable(self, device: torch.device) -> bool:
+        return False
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None

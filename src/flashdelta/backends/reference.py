@@ -31,10 +31,12 @@ def _autograd_inside_an_operator() -> Iterator[None]:
 class ReferenceBackend:
     name = "reference"
     summary = "exact PyTorch, any device, differentiable"
-    differentiable = True
 
     def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
         return None
+
+    def differentiable(self, device: torch.device) -> bool:
+        return True
 
     def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
         return None

@@ -115,14 +115,17 @@ def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:
 
 
 def wy_config(spec: KdaSpec, capability: int) -> BackwardConfig:
-    """The widest slices that do not spill on sm_90 (bfloat16); not timed yet."""
+    """Not timed yet. Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not
+    there."""
     if spec.dtype == torch.float32:
-        return BackwardConfig(BK=16, BV=16, num_warps=8)
-    return BackwardConfig(BK=32, BV=32, num_warps=8, stages=2)
+        return BackwardConfig(BK=16, BV=16, num_warps=4 if capability in (90, 100) else 8)
+    return BackwardConfig(BK=32, BV=32, num_warps=4)
 
 
 def intra_config(spec: KdaSpec, capability: int) -> BackwardConfig:
-    return BackwardConfig(BK=16, BV=0, num_warps=8 if spec.dtype == torch.float32 else 4)
+    """As `wy_config`."""
+    wide = spec.dtype == torch.float32 and capability not in (90, 100)
+    return BackwardConfig(BK=16, BV=0, num_warps=8 if wide else 4)
 
 
 def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:
