@@ -535,7 +535,8 @@ def warmup(
     Kernels depend on head dimensions, dtypes and options, hardly ever on head counts, lengths, strides that are multiples of
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
-    many; for `chunk_kda` on Hopper so many heads that they would leave many multiprocessors idle are another kind.
+    many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper so many
+    heads that they would leave many multiprocessors idle.
 
     Args:
         head_dims: pairs `(K, V)`.
@@ -589,18 +590,18 @@ def warmup(
     if op is recurrent_kda:
         ways = [(True, None)]
     for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
-        for B, T, H in _warm_sizes(op, is_packed, V, torch.device(device)):
-            rows = 1 if is_pool else B  # all sequences of a pool but the first are null: one slot is enough
+        for B, T, H, N in _warm_sizes(op, is_packed, V, torch.device(device)):
+            rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
-            index = make(B, dtype=state_indices_dtype)
+            index = make(N, dtype=state_indices_dtype)
             index[1:] = -1
-            offsets = torch.tensor([0, T], dtype=cu_seqlens_dtype, device=device) if is_packed else None
+            offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
             if op is recurrent_kda:
                 states = {"initial_state": state, "ssm_state_indices": index}
             elif is_pool:
                 has_flags, has_checkpoints = way
                 states = {"state_pool": state, "state_indices": index}
-                states |= {"has_initial_state": make(B, dtype=torch.bool)} if has_flags else {}
+                states |= {"has_initial_state": make(N, dtype=torch.bool)} if has_flags else {}
                 states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
             else:
                 has_state, final = way
@@ -618,13 +619,22 @@ WARM_MANY = 160
 Hopper GPU can deal out to its multiprocessors without leaving many idle, for which `hopper` has a kernel of its own."""
 
 
-def _warm_sizes(op: Callable, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int]]:
-    """Batch, tokens and heads of the calls that `warmup` makes of one kind."""
+WARM_LONG = (1, 8192, 2, 1)
+"""Sizes as of `_warm_sizes`: a sequence that is split."""
+
+WARM_LONG_BATCH = (1, 7168, 12, 14)
+"""A batch with sequences that may be split, or else leave multiprocessors idle."""
+
+
+def _warm_sizes(op: Callable, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int, int]]:
+    """Batch, tokens, heads and sequences of the calls that `warmup` makes of one kind."""
     if op is chunk_kda:
-        uneven = [(1, 65, WARM_MANY * 64 // max(V, 64))] if device.type == "cuda" else []
-        return [(1, 65, 2), *uneven]
-    several = (1, 2 if op is recurrent_kda else 65, 2)
-    return [several] if is_packed else [(1, 1, 2), (WARM_MANY, 1, 2), several]
+        if device.type != "cuda":
+            return [(1, 65, 2, 1)]
+        long = [WARM_LONG, WARM_LONG_BATCH] if is_packed else [WARM_LONG]
+        return [(1, 65, 2, 1), (1, 65, WARM_MANY * 64 // max(V, 64), 1), *long]
+    several = (1, 2 if op is recurrent_kda else 65, 2, 1)
+    return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
 
 
 def _warm_verification(
