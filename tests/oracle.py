@@ -38,6 +38,8 @@ CHUNK_ONLY = (
     "return_intermediate_states",
     "cu_seqlens_cpu",
     "disable_recompute",
+    "split",
+    "batch_invariant",
 )
 """Arguments of `chunk_kda` that `fused_recurrent_kda` does not have."""
 
