@@ -27,10 +27,11 @@ def test_budget_covers_every_stage_on_every_gpu(arch: int):
     # Hopper's kernels are named as the portable ones; their variants tell them apart
     hopper = {kernel for name, kernel in kernels.items() if name.startswith(f"{kernel}: hopper ")}
     portable = {kernel for name, kernel in kernels.items() if not name.startswith(f"{kernel}: hopper ")}
-    split = {"plan_kernel", "maps_kernel", "compose_kernel"}
-    assert portable == {"prepare_kernel", "recurrence_kernel", "decode_kernel", "commit_kernel"} | split
-    # a split's plan and composition are the portable ones
-    assert hopper == ({"prepare_kernel", "recurrence_kernel"} | split if arch == 90 else set())
+    forward, split = {"prepare_kernel", "recurrence_kernel"}, {"maps_kernel", "compose_kernel"}
+    backward = {"reverse_kernel", "wy_kernel", "intra_kernel"}
+    assert portable == forward | split | backward | {"plan_kernel", "decode_kernel", "commit_kernel"}
+    # `prepare` plans, and composition is the portable one
+    assert hopper == (forward | split if arch == 90 else set())
 
 
 def test_hopper_variants_are_named_so():
