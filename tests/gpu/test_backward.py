@@ -1,4 +1,4 @@
-"""Gradients on the GPU: against float64, bit for bit again, in the dtypes of training; a model that learns."""
+"""Gradients on the GPU: against float64, bit for bit again, NaN where it belongs."""
 
 from __future__ import annotations
 

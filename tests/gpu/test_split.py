@@ -11,7 +11,7 @@ import flashdelta as fd
 
 from ..cases import BF16, BY_NAME, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS
-from ..oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
+from ..oracle import assert_close, covered_tokens, float64, one_rounding, poisoned_memory, same_bits, tolerance_of
 from ..pools import PoolCase, memory_of, pool_truth
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
@@ -38,10 +38,7 @@ def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
     for _ in range(CALLS_TO_A_PLAN):
         with poisoned_memory():
             found = fd.chunk_kda(**call | {"split": parts})
-    exact = {
-        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in call.items()
-    }
-    truth = fd.chunk_kda(**exact | {"backend": "reference"})
+    truth = fd.chunk_kda(**float64(call) | {"backend": "reference"})
     if case.lengths:
         hold_each(call, found, truth)
     tokens = covered_tokens(call)
@@ -120,10 +117,7 @@ def test_split_errs_as_the_whole_does(gate: str, backend: str):
     """Against float64, over 256 chunks, with decays near 0 and strong ones."""
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, T=16384), backend=backend)
     call = _remembering(call, *{"long memory": (-1e-5, 0.0), "strong decay": (-4.0, -0.5)}[gate])
-    exact = {
-        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in call.items()
-    }
-    truth = fd.chunk_kda(**exact | {"backend": "reference"})
+    truth = fd.chunk_kda(**float64(call) | {"backend": "reference"})
     whole = fd.chunk_kda(**call | {"split": False})
     for parts in ("auto", 3, 64):
         found = fd.chunk_kda(**call | {"split": parts})
@@ -159,15 +153,21 @@ def test_batch_invariant_plans(backend: str):
         assert same_bits(o[:, own], o_alone) and same_bits(final_state[n : n + 1], final_alone)
 
 
-def test_graph_replays_with_other_plans(backend: str, no_synchronisation):
-    """One graph: long sequences that are split, and short ones that are not."""
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 0, 100, 0)), backend=backend)
+def _capture(call: dict, no_synchronisation) -> tuple[torch.cuda.CUDAGraph, tuple]:
+    """A graph of the call, which never waits for the GPU, and what its replays write."""
     fd.chunk_kda(**call)
     graph = torch.cuda.CUDAGraph()
     with no_synchronisation():
         fd.chunk_kda(**call)
     with torch.cuda.graph(graph):
         captured = fd.chunk_kda(**call)
+    return graph, captured
+
+
+def test_graph_replays_with_other_plans(backend: str, no_synchronisation):
+    """One graph: long sequences that are split, and short ones that are not."""
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 0, 100, 0)), backend=backend)
+    graph, captured = _capture(call, no_synchronisation)
     for offsets in ([0, 9000, 9000, 9100, 9100], [0, 2275, 4550, 6825, 9100], [0, 0, 4000, 4001, 9100]):
         call["cu_seqlens"].copy_(torch.tensor(offsets, dtype=call["cu_seqlens"].dtype))
         graph.replay()
@@ -181,12 +181,7 @@ def test_graph_replays_with_other_plans(backend: str, no_synchronisation):
 def test_graph_replays_with_other_lengths(backend: str, no_synchronisation):
     lengths = lengths_between(3, 6, 400, empty=0.2)
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=lengths, state=FP32), backend=backend) | {"split": 4}
-    fd.chunk_kda(**call)
-    graph = torch.cuda.CUDAGraph()
-    with no_synchronisation():
-        fd.chunk_kda(**call)
-    with torch.cuda.graph(graph):
-        captured = fd.chunk_kda(**call)
+    graph, captured = _capture(call, no_synchronisation)
     total = sum(lengths)
     for cut in (0, total // 3, total):
         other = torch.tensor([0, cut, *[total] * (len(lengths) - 1)], device="cuda").to(call["cu_seqlens"].dtype)

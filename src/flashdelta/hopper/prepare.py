@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..triton import common
 from ..triton.common import L2_EPS
@@ -40,7 +41,6 @@ from .arithmetic import (
 )
 from .compat import copy_async, reinterpret
 from .segments import plan_segments
-from .stages import start_next_launch
 from .tiles import position, store_cells, store_tile
 
 chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
@@ -411,7 +411,7 @@ def prepare_kernel(
         head = gl.program_id(1)
         pid = slot * HV + head
     if first_segment is not None:
-        start_next_launch()
+        gdc_launch_dependents()
         # one more program, the first to start, is none of a chunk
         if gl.program_id(0) == 0:
             if gl.program_id(1) == 0:

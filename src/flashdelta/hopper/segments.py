@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..triton import common
 from ..triton import segments as portable
@@ -23,10 +24,8 @@ from .stages import (
     load_halves,
     sequence_slot,
     stage_barriers,
-    start_next_launch,
     state_offsets,
     store_halves,
-    wait_for_launch,
 )
 from .tiles import LINES, from_lines, position
 
@@ -284,8 +283,8 @@ def maps_kernel(
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    wait_for_launch()
-    start_next_launch()
+    gdc_wait()
+    gdc_launch_dependents()
     TILES: gl.constexpr = 2 * (K // 64) + 1
     tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)

@@ -71,19 +71,3 @@ def await_state(arrived):
     }"""
     at = (arrived + lane * 0).to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_launch():
-    """Waits, in a launch that overlaps, for all that was launched before."""
-    lane = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    asm: gl.constexpr = "{ griddepcontrol.wait; mov.b32 $0, $1; }"
-    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def start_next_launch():
-    """Lets the next launch start, if it overlaps, as soon as every program has come here."""
-    lane = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    asm: gl.constexpr = "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }"
-    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)

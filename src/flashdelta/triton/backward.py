@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, decay_rate, find_chunk, locate, sigmoid, write_strength
+from .common import LOG2E, decay_rate, locate, own_chunk, sigmoid, softplus_log2, write_strength
 from .prepare import SUB, boundary_matrix, inverse_norm, pair_mask, split_decay, sums
 from .states import load_state, state_offsets, store_state
 
@@ -161,15 +161,11 @@ def wy_kernel(
     GATE: tl.constexpr,
     L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One program per (chunk, value head). In float32, by token and value head: `grad_q, grad_k` (of normalised rows) and
     `grad_G [B, T, HV, K]` without what comes through the chunk's matrices, `grad_beta [B, T, HV]`; `grad_A, grad_Aqk [S, HV, C,
     C]`, lower. `grad_v [B, T, HV, V]` is done."""
-    pid = tl.program_id(0)
-    head = (pid % HV).to(tl.int64)
-    slot = (pid // HV).to(tl.int64)
-    batch, start, count = find_chunk(cu_seqlens, None, 0, slot, slots, N, T, C)
+    head, slot, batch, start, count = own_chunk(cu_seqlens, None, 0, slots, N, T, HV, C)
     if count <= 0:
         return
     qk_head = head // (HV // H)
@@ -188,7 +184,7 @@ def wy_kernel(
 
     grad_T = tl.zeros([C, C], tl.float32)
     Aqk = tl.zeros([C, C], tl.float32)
-    for s in tl.range(0, V, BV, num_stages=STAGES):
+    for s in tl.range(0, V, BV, num_stages=1):
         value = s + tl.arange(0, BV)[None, :]
         in_own = own * V + value
         tile_v = tl.load(v + row[:, None] * v_token + value, mask=valid[:, None], other=0.0)
@@ -219,7 +215,7 @@ def wy_kernel(
         kg = tl.zeros([C, BK], tl.float32)
         w = tl.zeros([C, BK], tl.float32)
         whole = tl.zeros([BK], tl.float32)
-        for t in tl.range(0, V, BV, num_stages=STAGES):
+        for t in tl.range(0, V, BV, num_stages=1):
             value = t + tl.arange(0, BV)
             in_state = chunk * K * V + value[:, None] * K + column[None, :]
             in_own = own * V + value[None, :]
@@ -279,9 +275,7 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
     """From the gradient of a log decay to that of the gate's input `x`, and of `A_log`."""
     if GATE == "softplus":
         found = -rate * sigmoid(x) * grad
-        # softplus(x), as in `softplus_log2`
-        height = tl.maximum(x, 0.0) + tl.log2(1.0 + tl.exp2(tl.abs(x) * -LOG2E)) / LOG2E
-        of_A = -rate * height * grad
+        of_A = -rate * (softplus_log2(x) / LOG2E) * grad
     elif GATE == "lower_bound":
         s = sigmoid(x * rate)
         found = lower_bound * s * (1.0 - s) * rate * grad
@@ -362,10 +356,7 @@ def intra_kernel(
     """One program per (chunk, value head). Adds what comes through `A` and `Aqk` to the gradients that `wy` left (in place),
     then leaves those of the call's inputs, dense by value head: `out_q, out_k, out_g [B, T, HV, K]`, `out_beta [B, T, HV]`; of
     the gate's parameters the chunk's part, `part_A_log [S, HV, K]` and `part_dt_bias [S, HV, K]`."""
-    pid = tl.program_id(0)
-    head = (pid % HV).to(tl.int64)
-    slot = (pid // HV).to(tl.int64)
-    batch, start, count = find_chunk(cu_seqlens, None, 0, slot, slots, N, T, C)
+    head, slot, batch, start, count = own_chunk(cu_seqlens, None, 0, slots, N, T, HV, C)
     if count <= 0:
         return
     LEVELS: tl.constexpr = 6 if C == 64 else 5

@@ -172,6 +172,15 @@ def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C
 
 
 @triton.jit
+def own_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C: tl.constexpr):
+    """Of a program per (chunk slot, value head): value head, slot, and `find_chunk`."""
+    head = (tl.program_id(0) % HV).to(tl.int64)
+    slot = (tl.program_id(0) // HV).to(tl.int64)
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
+    return head, slot, batch, start, count
+
+
+@triton.jit
 def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
     """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
     total = n * 0

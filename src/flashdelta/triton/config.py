@@ -40,13 +40,11 @@ class ComposeConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """`BK`, `BV`: key and value channels that a program of `wy` or `intra` holds at a time; `stages`: how many slices of values
-    are in flight."""
+    """`BK`, `BV`: key and value channels that a program of `wy` or `intra` holds at a time."""
 
     BK: int
     BV: int
     num_warps: int
-    stages: int = 1
 
 
 @dataclass(frozen=True)

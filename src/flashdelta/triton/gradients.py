@@ -10,7 +10,7 @@ from ..launch import Launch, capability, launch_all, strides
 from ..spec import KdaSpec, KdaTensors
 from . import config
 from .backward import intra_kernel, reverse_kernel, wy_kernel
-from .launch import Workspace, prepare, readable, recurrence
+from .launch import Workspace, prepare, readable, recurrence, walk_constants
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,7 @@ def reverse(
             *(spec.T, spec.N, spec.HV, spec.slots),
             *strides(grad_o),
         ),
-        dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            V=spec.V,
-            BV=c.BV,
-            V_FIRST=spec.state_v_first,
-            PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
-        ),
+        walk_constants(spec, c, c.BV),
         c.num_warps,
     )
 
@@ -190,7 +182,6 @@ def wy(
             GATE=spec.gate,
             L2NORM=spec.l2norm,
             PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
         ),
         c.num_warps,
     )

@@ -174,6 +174,19 @@ def plan(spec: KdaSpec, t: KdaTensors, workspace: Workspace, room: int) -> Launc
     )
 
 
+def walk_constants(spec: KdaSpec, c: config.RecurrenceConfig, BV: int) -> dict[str, object]:
+    """Of the kernels that walk a sequence's chunks, with slices of `BV` columns."""
+    return dict(
+        C=spec.chunk_size,
+        K=spec.K,
+        V=spec.V,
+        BV=BV,
+        V_FIRST=spec.state_v_first,
+        PRECISION=config.dot_precision(spec.dtype),
+        STAGES=c.stages,
+    )
+
+
 def maps(
     spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, results: Results, segments: int
 ) -> Launch:
@@ -189,15 +202,7 @@ def maps(
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.v),
         ),
-        dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            V=spec.V,
-            BV=BV,
-            V_FIRST=spec.state_v_first,
-            PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
-        ),
+        walk_constants(spec, c, BV),
         c.num_warps,
         workspace=workspace.buffer,
     )
@@ -245,15 +250,7 @@ def recurrence(
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *strides(t.v, o),
         ),
-        dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            V=spec.V,
-            BV=c.BV,
-            V_FIRST=spec.state_v_first,
-            PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
-        ),
+        walk_constants(spec, c, c.BV),
         c.num_warps,
         workspace=workspace.buffer,
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import L2_EPS, decay_rate, find_chunk, log2_decay, write_strength
+from .common import L2_EPS, decay_rate, log2_decay, own_chunk, write_strength
 
 ROWS = tl.constexpr(32)
 """Rows of a block."""
@@ -227,10 +227,7 @@ def prepare_kernel(
     STAGES: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = C // ROWS
-    pid = tl.program_id(0)
-    head = (pid % HV).to(tl.int64)
-    slot = (pid // HV).to(tl.int64)
-    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
+    head, slot, batch, start, count = own_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C)
     if count <= 0:
         return
     qk_head = head // (HV // H)
