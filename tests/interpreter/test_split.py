@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.split import AUTO, parts_of_sequences
+from flashdelta.split import AUTO, most_segments, parts_of_sequences
 from flashdelta.triton.segments import plan_kernel
 
 from ..oracle import assert_close
@@ -51,6 +51,19 @@ def test_split_with_a_pool_and_checkpoints(parts: int):
     _close(call["state_pool"], exact["state_pool"])
 
 
+def _plan(cu_seqlens: torch.Tensor, T: int, room: int, split: int, invariant: bool = False) -> torch.Tensor:
+    """`first_segment` as the kernel plans it."""
+    N, costs = len(cu_seqlens) - 1, COSTS
+    first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
+    plan_kernel[(1,)](
+        *(cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)),
+        *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
+        C=64,
+        BLOCK=128,
+    )
+    return first_segment
+
+
 @pytest.mark.parametrize("room", [1, 8, 40])
 @pytest.mark.parametrize(("split", "invariant"), [(AUTO, False), (AUTO, True), (3, False)])
 def test_plan_is_the_planners(room: int, split: int, invariant: bool):
@@ -58,13 +71,14 @@ def test_plan_is_the_planners(room: int, split: int, invariant: bool):
         [torch.tensor([700, 0, 16, 130]), torch.randint(0, 90, (150,), generator=torch.Generator().manual_seed(0))]
     )
     cu_seqlens = offsets((chunks * 64 - (chunks > 0) * 5).tolist()).int()
-    N, costs = len(chunks), COSTS
-    first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
-    plan_kernel[(1,)](
-        *(cu_seqlens, None, first_segment, int(cu_seqlens[-1]), N, 0, room, split, int(invariant)),
-        *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
-        C=64,
-        BLOCK=128,
-    )
+    first_segment = _plan(cu_seqlens, int(cu_seqlens[-1]), room, split, invariant)
     parts = parts_of_sequences(chunks, room, COSTS, split, invariant)
     assert first_segment.diff().tolist() == parts.tolist() and first_segment[0] == 0
+
+
+@pytest.mark.parametrize(("split", "invariant"), [(AUTO, False), (AUTO, True), (64, False)])
+def test_falling_offsets_get_no_more_segments_than_there_is_room_for(split: int, invariant: bool):
+    """Every second sequence claims all tokens."""
+    T, N, room = 64 * 64, 15, 8
+    first_segment = _plan(torch.tensor([0, T] * 8, dtype=torch.int32), T, room, split, invariant)
+    assert first_segment[-1] <= most_segments(N, T // 64 + N, room, split, invariant)

@@ -30,6 +30,7 @@ from .stages import (
 from .tiles import LINES, from_lines, position
 
 chunks_of = gluon.jit(portable.chunks_of.fn)
+states_fit = gluon.jit(portable.states_fit.fn)
 planned_parts = gluon.jit(portable.planned_parts.fn)
 piece_count = gluon.jit(common.piece_count.fn)
 
@@ -53,6 +54,7 @@ def plan_segments(
     total = gl.full([], 0, gl.int64)
     for base in range(0, N, 128):
         total += gl.sum(chunks_of(base + lane, cu_seqlens, checkpoint_offsets, pieces, N, T, C))
+    fits = states_fit(total, cu_seqlens, pieces, N, T, C)
     before = total * 0
     for base in range(0, N, 128):
         n = base + lane
@@ -70,7 +72,7 @@ def plan_segments(
             COSTS[4],
             COSTS[5],
         )
-        parts = gl.where(n < N, parts, 0)
+        parts = gl.where(n < N, gl.where(fits, parts, 1), 0)
         ends = before + gl.associative_scan(parts, 0, add)
         gl.store(first_segment + n, (ends - parts).to(gl.int32), mask=n < N)
         before += gl.sum(parts)

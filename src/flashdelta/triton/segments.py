@@ -40,6 +40,15 @@ def chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C: tl.constexpr):
 
 
 @triton.jit
+def states_fit(total, cu_seqlens, pieces, N, T, C: tl.constexpr):
+    """Whether sequences of `total` chunks in all are no more than `T` tokens hold. Offsets that fall give them more; the states
+    between segments have room for `split.py: most_segments` of right ones, so such a batch stays whole."""
+    if cu_seqlens is None:
+        return True
+    return total <= T // C + N * pieces
+
+
+@triton.jit
 def planned_parts(chunks, total, room, split, batch_invariant, step, map_, compose, fixed, shortest, margin):
     """`split.py: parts_of_sequences` for sequences of `chunks` chunks."""
     total = tl.where(batch_invariant != 0, chunks, total)
@@ -88,12 +97,13 @@ def plan_kernel(
     total = tl.zeros([], tl.int64)
     for base in range(0, N, BLOCK):
         total += tl.sum(chunks_of(base + lane, cu_seqlens, checkpoint_offsets, pieces, N, T, C))
+    fits = states_fit(total, cu_seqlens, pieces, N, T, C)
     before = tl.zeros([], tl.int64)
     for base in range(0, N, BLOCK):
         n = base + lane
         chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C)
         parts = planned_parts(chunks, total, room, split, batch_invariant, step, map_, compose, fixed, shortest, margin)
-        parts = tl.where(n < N, parts, 0)
+        parts = tl.where(n < N, tl.where(fits, parts, 1), 0)
         ends = before + tl.cumsum(parts, 0)
         tl.store(first_segment + n, (ends - parts).to(tl.int32), mask=n < N)
         before += tl.sum(parts)
