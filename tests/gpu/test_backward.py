@@ -15,10 +15,7 @@ from ..inputs import TOKEN_TENSORS
 from ..oracle import poisoned_memory
 from .calls import KIMI, UNBOUNDED, gpu_call, on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.xfail(reason="right under the interpreter only, so no GPU takes it: docs/backward.md", run=False),
-]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 63, 64, 65, 0, 300)
 CASES = [

@@ -39,12 +39,10 @@ class TritonBackend:
             return "float64; it takes bfloat16, float16 and float32"
         if spec.requires_grad and spec.algorithm != "chunk":
             return "an input requires grad and this backend has gradients in chunks only"
-        if spec.requires_grad and not self.differentiable(device):
-            return "an input requires grad and its backward pass is not right on a GPU yet"
         return None
 
     def differentiable(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+        return True
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return "the Triton interpreter is for testing" if device.type == "cpu" else None
