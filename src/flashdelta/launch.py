@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,10 +135,12 @@ def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None, launches: La
     return results
 
 
-def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
+def launch_all(launches: Iterable[Launch], device: torch.device) -> None:
+    """In order; each runs, and is let go of, before the next is asked for."""
     with _current(device):
         for launch in launches:
             launch.run()
+            del launch
 
 
 def allocate(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import backends, library, plans
+from . import autograd, backends, library, plans
 from .backends import Verdict
 from .decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
 from .reference.sequences import chunks_of
@@ -432,7 +432,9 @@ def _run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_out(out, t, spec.requires_grad, called)
     chosen = backends.choose(spec, t.q.device, backend)
-    if not (spec.requires_grad or torch.compiler.is_compiling() or not all(map(is_plain, t.present().values()))):
+    if not torch.compiler.is_compiling() and all(map(is_plain, t.present().values())):
+        if spec.requires_grad:
+            return autograd.differentiable(spec, t, chosen)
         results = chosen.run(spec, t, out)
         plans.remember(key, lambda: chosen.plan(spec, t, given, out))
         return results

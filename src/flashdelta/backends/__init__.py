@@ -53,11 +53,11 @@ def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto",
                 obstacle = backend.obstacle(spec, device)
                 if obstacle:
                     raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
-                if backend.differentiable(device) or not backward:
+                if backend.differentiable(spec) or not backward:
                     return backend
     if name not in NAMES:
         raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
-    able = [b for b in BACKENDS if b.obstacle(spec, device) is None and (b.differentiable(device) or not backward)]
+    able = [b for b in BACKENDS if b.obstacle(spec, device) is None and (b.differentiable(spec) or not backward)]
     if not able:
         reasons = "; ".join(f"{v.backend}: {v.reason}" for v in judge(spec, device))
         raise ValueError(f"backend: no backend can run this call ({reasons})")

@@ -20,7 +20,7 @@ class Backend(Protocol):
     def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
 
-    def differentiable(self, device: torch.device) -> bool:
+    def differentiable(self, spec: KdaSpec) -> bool:
         """Whether `backward` may be called there."""
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:

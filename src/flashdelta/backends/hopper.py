@@ -41,8 +41,6 @@ class HopperBackend:
             return f"compute capability {capability}; it runs on Hopper, (9, 0)"
         if not HAS_GLUON:
             return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
-        if spec.requires_grad:
-            return "gradients are needed; it has no backward"
         if spec.algorithm != "chunk":
             return "token by token; it has the chunk form only"
         if spec.dtype != torch.bfloat16:
@@ -55,8 +53,8 @@ class HopperBackend:
             return f"more than 2^31 workspace rows ({spec.B} x {spec.T} tokens, {spec.HV} heads)"
         return None
 
-    def differentiable(self, device: torch.device) -> bool:
-        return False
+    def differentiable(self, spec: KdaSpec) -> bool:
+        return spec.safe_gate
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None
@@ -87,4 +85,6 @@ class HopperBackend:
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("not differentiable")
+        from ..hopper.gradients import backward
+
+        return backward(spec, t, grad_o, grad_final)

@@ -35,7 +35,7 @@ class ReferenceBackend:
     def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
         return None
 
-    def differentiable(self, device: torch.device) -> bool:
+    def differentiable(self, spec: KdaSpec) -> bool:
         return True
 
     def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:

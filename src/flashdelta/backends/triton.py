@@ -41,7 +41,7 @@ class TritonBackend:
             return "an input requires grad and this backend has gradients in chunks only"
         return None
 
-    def differentiable(self, device: torch.device) -> bool:
+    def differentiable(self, spec: KdaSpec) -> bool:
         return True
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:

@@ -83,11 +83,35 @@ def gate(x, bias, rate, GATE: gl.constexpr):
 
 
 @gluon.jit
+def sigmoid(x):
+    return reciprocal(1.0 + exp2(x * -LOG2E))
+
+
+@gluon.jit
+def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
+    """From the gradient of a log decay to that of the gate's input `x = g + dt_bias`, and of `A_log`."""
+    if GATE == "softplus":
+        found = sigmoid(x) * grad * -rate
+        of_A = softplus_log2(x) * grad * (rate * (-1.0 / LOG2E))
+    elif GATE == "lower_bound":
+        s = sigmoid(x * rate)
+        found = (s - s * s) * grad * (lower_bound * rate)
+        of_A = found * x
+    elif GATE == "logsigmoid":
+        found = sigmoid(-x) * grad
+        of_A = found * 0.0
+    else:
+        found = grad
+        of_A = grad * 0.0
+    return found, of_A
+
+
+@gluon.jit
 def write_strength(x, BETA: gl.constexpr):
     if BETA == "logit":
-        x = reciprocal(1.0 + exp2(x * -LOG2E))
+        x = sigmoid(x)
     elif BETA == "double_logit":
-        x = 2.0 * reciprocal(1.0 + exp2(x * -LOG2E))
+        x = 2.0 * sigmoid(x)
     return x
 
 

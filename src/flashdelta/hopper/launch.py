@@ -103,14 +103,22 @@ def aligned(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
 
 
+def readable(t: KdaTensors) -> KdaTensors:
+    """As the kernels can read them: in place if `aligned`, as tensors of a model are."""
+    return KdaTensors(
+        *(x if aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (t.q, t.k, t.v, t.g)),
+        t.beta,
+        *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
+        t.state_pool,
+        *dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
+    )
+
+
 def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
-    """The launches that run the call, in order. Inputs are read in place if `aligned`, as those of a model are."""
-    q, k, v, g = (x if aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (t.q, t.k, t.v, t.g))
-    A_log, dt_bias, initial_state, cu_seqlens = dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens)
-    indices = dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices)
-    t = KdaTensors(q, k, v, g, t.beta, A_log, dt_bias, initial_state, cu_seqlens, t.state_pool, *indices)
-    segments = segments_of_call(spec, room(spec, q.device), SPLIT_COSTS)
-    workspace = Workspace.allocate(spec, q.device, segments)
+    """The launches that run the call, in order."""
+    t = readable(t)
+    segments = segments_of_call(spec, room(spec, t.q.device), SPLIT_COSTS)
+    workspace = Workspace.allocate(spec, t.q.device, segments)
     split = []
     if segments:
         between = maps(spec, t, workspace, results)
@@ -118,16 +126,16 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
     return [prepare(spec, t, workspace), *split, recurrence(spec, t, workspace, results)]
 
 
-def _tiles(x: torch.Tensor) -> TensorDescriptor:
+def tiles(x: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, x.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT)
 
 
-def _eighths(*tensors: torch.Tensor) -> list[int]:
+def eighths(*tensors: torch.Tensor) -> list[int]:
     """Strides in units of 8 elements."""
     return [s // 8 for s in strides(*tensors)]
 
 
-def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
+def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace, solved: torch.Tensor | None = None) -> Launch:
     slots = spec.B * spec.slots if spec.N > 0 else 0
     chunks = slots * spec.HV if spec.safe_gate else slots
     return Launch(
@@ -135,10 +143,10 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace) -> Launch:
         chunks + (workspace.segments.first_segment is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(workspace.tiles, workspace.decay, workspace.arrived, workspace.segments.first_segment),
+            *(workspace.tiles, workspace.decay, workspace.arrived, workspace.segments.first_segment, solved),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.HV, spec.HV // spec.H, spec.slots, spec.checkpoints),
-            *_eighths(t.q, t.k, t.g),
+            *eighths(t.q, t.k, t.g),
             *strides(t.beta),
             *(room(spec, t.q.device), spec.split, int(spec.batch_invariant)),
         ),
@@ -177,12 +185,12 @@ def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -
         maps_kernel,
         min(multiprocessors(t.v.device), MOST_PROGRAMS),
         (
-            _tiles(workspace.tiles),
+            tiles(workspace.tiles),
             *(workspace.decay, t.v, found.maps, found.offsets, found.first_segment),
             *(t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(spec, t, results[1]),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
-            *_eighths(t.v),
+            *eighths(t.v),
         ),
         dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=min(4, (SHARED_MEMORY - 256) // stage)),
         num_warps=4,
@@ -201,7 +209,10 @@ def sharing_pays(spec: KdaSpec, programs: int) -> bool:
     return 1 < rounds < MOST_ROUNDS and any(r > 1 and r < EVEN * math.ceil(r) for r in (rounds, last))
 
 
-def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
+def recurrence(
+    spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results, is_backward: bool = False
+) -> Launch:
+    """The backward pass wants pseudo-values in the place of `o`, and `h` V first."""
     o, final_state, h = results
     most = programs(spec, t.v.device)
     # as many chunks in flight as shared memory holds beside the output tile
@@ -212,16 +223,24 @@ def recurrence(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Resu
         recurrence_kernel,
         most if split and spec.N > 0 else min(items(spec), most),
         (
-            _tiles(workspace.tiles),
+            tiles(workspace.tiles),
             workspace.decay,
-            *(t.v, o, h, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(t.v, None if is_backward else o, h, o if is_backward else None),
+            *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.handed, workspace.arrived),
             *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
-            *_eighths(t.v, o),
+            *eighths(t.v, o),
         ),
-        dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=stages, SHARED=sharing_pays(spec, most)),
+        dict(
+            K=spec.K,
+            V=spec.V,
+            V_FIRST=spec.state_v_first,
+            H_V_FIRST=spec.state_v_first or is_backward,
+            STAGES=stages,
+            SHARED=sharing_pays(spec, most),
+        ),
         num_warps=4,
         workspace=workspace.buffer,
     )

@@ -354,6 +354,7 @@ def prepare_kernel(
     decay,
     arrived,
     first_segment,
+    solved,
     scale: gl.float32,
     lower_bound: gl.float32,
     T: gl.int32,
@@ -749,6 +750,11 @@ def prepare_kernel(
     X = product3(n2_high, n2_low, D_high.slice(0, 32), D_low.slice(0, 32), Y, True)
     X, n2_high, n2_low = warpgroup_mma_wait(0, deps=[X, n2_high, n2_low])
 
+    if solved is not None:
+        # by token, as the operator of the backward pass has it
+        own = (wide(batch, T) + (start + acc_row)) * HV + head
+        acc_column = gl.arange(0, 64, layout=gl.SliceLayout(0, acc_l))
+        gl.store(solved + own[:, None] * 64 + acc_column[None, :], round_pairs(X), mask=(acc_row < count)[:, None])
     weights = X * beta_s.load(gl.SliceLayout(0, acc_l))[None, :]
     # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
     # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.

@@ -3,7 +3,8 @@ slice of 64 value channels); there is a program per multiprocessor, which does a
 that the chunks of the next item are on their way while it finishes one. With checkpoints it does every so many-th item.
 Programs of one head's slices do the same at the same time: what they read alike comes from memory once.
 
-Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves.
+Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves. For the backward pass without `o`, with the
+pseudo-values `pseudo_out [B, T, HV, V]` and all `h`, V first.
 
 Everything is transposed: the state `S^T [64, K]` and the pseudo-values `v'^T [64, 64]` are accumulators of one product and,
 rounded to bf16, register operands of the next. One warp fetches: the chunks' tiles by TMA, v (zeros past the end) and decays
@@ -111,6 +112,7 @@ def compute(
     o_s,
     o,
     h,
+    pseudo_out,
     states,
     state_indices,
     has_initial_state,
@@ -127,6 +129,7 @@ def compute(
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
+    H_V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The consumer: four warps that carry an item's state from chunk to chunk.
@@ -147,6 +150,7 @@ def compute(
     out_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
+    H_NEXT: gl.constexpr = 64 if H_V_FIRST else 64 * V
     row = position(gl.arange(0, C, layout=gl.SliceLayout(1, out_l)))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
@@ -176,7 +180,10 @@ def compute(
         own, read, stored = sequence_slot(
             state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
         )
-        o_item = o + (wide(batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
+        if o is not None:
+            o_item = o + (wide(batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
+        if pseudo_out is not None:
+            pseudo_item = pseudo_out + (wide(batch, T) * HV + head) * V + slice_ * BV
         total = 0
         start = begin
         opening = slot
@@ -218,11 +225,11 @@ def compute(
                     base = s * TILES
                     if h is not None:
                         h_at = state_offsets(
-                            wide(h_row + turn - first, HV * (K * V)) + head * (K * V), value, key, K, V, V_FIRST
+                            wide(h_row + turn - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
                         )
                         gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                         if KH == 2:
-                            gl.store(h + h_at + NEXT, to_lines(state1.to(h.dtype.element_ty)))
+                            gl.store(h + h_at + H_NEXT, to_lines(state1.to(h.dtype.element_ty)))
                     left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
                     if KH == 2:
                         left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
@@ -235,7 +242,8 @@ def compute(
                     )
                     if KH == 2:
                         out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
-                    store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
+                    if o is not None:
+                        store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
                     state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
                     if KH == 2:
                         state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
@@ -245,6 +253,12 @@ def compute(
                     state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
                     if KH == 2:
                         state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
+                    if pseudo_out is not None:
+                        token = start + i * C
+                        store_output(
+                            *(pseudo_item, o_s, pseudo.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
+                            *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8), out_l),
+                        )
                     # the last chunk does its own `inverse v` again, which nobody uses
                     turn += 1
                     after = gl.minimum(turn, first + total - 1)
@@ -275,7 +289,8 @@ def compute(
                     store_halves(final_state, at, NEXT, state0, state1, reached, K)
                     start = stop
             pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
-            store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
+            if o is not None:
+                store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
         # turn is first + total now; offsets that the compiler can't see to be those of above need no registers in the loop
         nothing = turn - first - total
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
@@ -312,6 +327,7 @@ def recurrence_kernel(
     v,
     o,
     h,
+    pseudo_out,
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
@@ -342,6 +358,7 @@ def recurrence_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
+    H_V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):
@@ -373,6 +390,7 @@ def recurrence_kernel(
                     o_s,
                     o,
                     h,
+                    pseudo_out,
                     states,
                     state_indices,
                     has_initial_state,
@@ -389,6 +407,7 @@ def recurrence_kernel(
                     K,
                     V,
                     V_FIRST,
+                    H_V_FIRST,
                     STAGES,
                 ),
             ),

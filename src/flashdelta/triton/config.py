@@ -76,6 +76,12 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+def backward_precision(spec: KdaSpec, capability: int) -> str:
+    """Of `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of tf32 operands that lie by
+    columns, and programs that read out of bounds."""
+    return "ieee" if spec.dtype == torch.float32 and capability == 90 else dot_precision(spec.dtype)
+
+
 def safe_blocks(spec: KdaSpec) -> bool:
     """Whether blocks of 32 rows may use one reference: `exp(80)` must be finite in the operand dtype."""
     return spec.safe_gate and spec.dtype != torch.float16
@@ -113,17 +119,15 @@ def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:
 
 
 def wy_config(spec: KdaSpec, capability: int) -> BackwardConfig:
-    """Not timed yet. Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not
-    there."""
+    """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there."""
     if spec.dtype == torch.float32:
-        return BackwardConfig(BK=16, BV=16, num_warps=4 if capability in (90, 100) else 8)
+        return BackwardConfig(BK=16, BV=16, num_warps=8)
     return BackwardConfig(BK=32, BV=32, num_warps=4)
 
 
 def intra_config(spec: KdaSpec, capability: int) -> BackwardConfig:
     """As `wy_config`."""
-    wide = spec.dtype == torch.float32 and capability not in (90, 100)
-    return BackwardConfig(BK=16, BV=0, num_warps=8 if wide else 4)
+    return BackwardConfig(BK=16, BV=0, num_warps=8 if spec.dtype == torch.float32 else 4)
 
 
 def decode_config(spec: KdaSpec, capability: int) -> DecodeConfig:

@@ -181,7 +181,7 @@ def wy(
             BV=c.BV,
             GATE=spec.gate,
             L2NORM=spec.l2norm,
-            PRECISION=config.dot_precision(spec.dtype),
+            PRECISION=config.backward_precision(spec, at),
         ),
         c.num_warps,
     )
@@ -208,7 +208,7 @@ def intra(spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, gradients: Gradient
             SAFE=config.safe_blocks(spec),
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
-            PRECISION=config.dot_precision(spec.dtype),
+            PRECISION=config.backward_precision(spec, at),
         ),
         c.num_warps,
     )

@@ -1,0 +1,166 @@
+"""From a validated call and the gradients of its results to the launches of the backward pass on Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..launch import Launch, launch_all, strides
+from ..spec import KdaSpec, KdaTensors
+from ..triton.gradients import Gradients
+from .intra import intra_kernel
+from .launch import SHARED_MEMORY, TILE, Workspace, aligned, eighths, items, prepare, programs, readable, recurrence, tiles
+from .reverse import reverse_kernel
+from .wy import wy_kernel
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What the walks along a sequence leave beside the workspace, in bf16: `solved [B, T, HV, 64]`, states before and their
+    gradients after each of the `R` chunks, `h, grad_h [R, HV, V, K]`, and `pseudo, grad_pseudo [B, T, HV, V]`."""
+
+    solved: torch.Tensor
+    h: torch.Tensor
+    grad_h: torch.Tensor
+    pseudo: torch.Tensor
+    grad_pseudo: torch.Tensor
+
+    @classmethod
+    def allocate(cls, spec: KdaSpec, device: torch.device) -> Walked:
+        tokens, rows = (spec.B, spec.T, spec.HV), spec.B * spec.slots
+        shapes = [(*tokens, TILE), *[(rows, spec.HV, spec.V, spec.K)] * 2, *[(*tokens, spec.V)] * 2]
+        return cls(*(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `wy` leaves for `intra`: in fp32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`, in bf16 `grad_A,
+    grad_Aqk [B, T, HV, 64]`."""
+
+    grad_q: torch.Tensor
+    grad_k: torch.Tensor
+    grad_G: torch.Tensor
+    grad_beta: torch.Tensor
+    grad_A: torch.Tensor
+    grad_Aqk: torch.Tensor
+
+    @classmethod
+    def allocate(cls, spec: KdaSpec, device: torch.device) -> Parts:
+        tokens = (spec.B, spec.T, spec.HV)
+        full = [torch.empty((*tokens, spec.K), dtype=torch.float32, device=device) for _ in range(3)]
+        squares = [torch.empty((*tokens, TILE), dtype=torch.bfloat16, device=device) for _ in range(2)]
+        return cls(*full, torch.empty(tokens, dtype=torch.float32, device=device), *squares)
+
+
+def backward(spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients by the names of `KdaTensors`; the forward's stages run again."""
+    t = readable(t)
+    device = t.q.device
+    grad_o = grad_o if aligned(grad_o) else grad_o.clone(memory_format=torch.contiguous_format)
+    gradients = Gradients.allocate(spec, t)
+    launch_all(launches(spec, t, grad_o, grad_final.contiguous(), gradients), device)
+    return gradients.by_name(spec, t)
+
+
+def launches(
+    spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, gradients: Gradients
+) -> Iterator[Launch]:
+    """In order. Each is to run before the next is asked for: what only the ones before it needed is given back then."""
+    device = t.q.device
+    again = replace(spec, output_final_state=False)
+    workspace, walked = Workspace.allocate(spec, device), Walked.allocate(spec, device)
+    yield prepare(spec, t, workspace, walked.solved)
+    yield recurrence(again, t, workspace, (walked.pseudo, None, walked.h), is_backward=True)
+    yield reverse(spec, t, workspace, walked, grad_o, grad_final, gradients)
+    del workspace
+    parts = Parts.allocate(spec, device)
+    yield wy(spec, t, walked, parts, grad_o, gradients)
+    del walked
+    yield intra(spec, t, parts, gradients)
+
+
+def reverse(
+    spec: KdaSpec,
+    t: KdaTensors,
+    workspace: Workspace,
+    walked: Walked,
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor,
+    gradients: Gradients,
+) -> Launch:
+    absent = grad_o.new_empty(0, dtype=spec.state_dtype)
+    stage = (3 * spec.K // TILE + 2) * TILE * TILE * 2 + spec.K * 4
+    return Launch(
+        reverse_kernel,
+        min(items(spec), programs(spec, t.q.device)),
+        (
+            *(tiles(workspace.tiles), workspace.decay, grad_o),
+            grad_final if spec.output_final_state else absent,
+            *(walked.grad_pseudo, walked.grad_h),
+            absent if gradients.initial_state is None else gradients.initial_state,
+            *(t.cu_seqlens, int(spec.has_initial_state), int(spec.output_final_state)),
+            *(spec.T, spec.N, spec.HV, spec.slots),
+            *eighths(grad_o),
+        ),
+        dict(
+            K=spec.K,
+            V=spec.V,
+            V_FIRST=spec.state_v_first,
+            STAGES=min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage),
+        ),
+        num_warps=4,
+    )
+
+
+def wy(
+    spec: KdaSpec, t: KdaTensors, walked: Walked, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
+) -> Launch:
+    return Launch(
+        wy_kernel,
+        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        (
+            *(t.q, t.k, t.g, t.v, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
+            *(walked.solved, walked.h, walked.pseudo, grad_o, walked.grad_pseudo, walked.grad_h),
+            *(parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk),
+            *(spec.scale, spec.lower_bound or 0.0),
+            *(spec.T, spec.N, spec.HV, spec.group, spec.slots),
+            *eighths(t.q, t.k, t.g, t.v, grad_o),
+            *strides(t.beta),
+        ),
+        dict(
+            K=spec.K,
+            V=spec.V,
+            GATE=spec.gate,
+            SAFE=spec.safe_gate,
+            BETA=spec.beta_kind,
+            L2NORM=spec.l2norm,
+            V_FIRST=True,
+        ),
+        num_warps=8,
+    )
+
+
+def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, gradients: Gradients) -> Launch:
+    return Launch(
+        intra_kernel,
+        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
+            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
+            *(gradients.q, gradients.k, gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias),
+            *(spec.scale, spec.lower_bound or 0.0),
+            *(spec.T, spec.N, spec.HV, spec.group, spec.slots),
+            *eighths(t.q, t.k, t.g),
+            *strides(t.beta),
+        ),
+        dict(
+            K=spec.K,
+            GATE=spec.gate,
+            BETA=spec.beta_kind,
+            L2NORM=spec.l2norm,
+            PREFETCH=spec.K == 64 or spec.g_dtype == torch.bfloat16,
+        ),
+        num_warps=8,
+    )

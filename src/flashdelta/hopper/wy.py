@@ -1,0 +1,288 @@
+"""Stage `wy` of the backward pass for Hopper: from states and their gradients to those of values, of what `prepare` left, and
+of its matrices. One program of 8 warps per (chunk, value head).
+
+Contract: as `triton/backward.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
+chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`.
+
+All of a chunk's operands are in shared memory at once; they arrive in the order in which they are needed, and results take
+their places.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ..triton import common
+from .arithmetic import exp2, wide, write_strength
+from .compat import reinterpret
+from .places import chunks_before
+from .rows import (
+    WARPS,
+    C,
+    decay_bias,
+    fetch_rows,
+    inverse_norms,
+    own_chunk,
+    store_decays,
+    store_rows,
+    weighted_sums,
+)
+
+decay_rate = gluon.jit(common.decay_rate.fn)
+
+_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
+"""Arguments whose values leave the machine code as it is."""
+
+
+@gluon.jit
+def by_rows(shared, V_FIRST: gl.constexpr):
+    """A state as `[V, K]`."""
+    if V_FIRST:
+        return shared
+    else:
+        return shared.permute((1, 0))
+
+
+@gluon.jit
+def inner_product(h_s, grad_h_s, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+    """`sum_v S dS` of each key channel."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    product = h_s.load(layout).to(gl.float32) * grad_h_s.load(layout).to(gl.float32)
+    return gl.sum(product, axis=0 if V_FIRST else 1)
+
+
+@gluon.jit(do_not_specialize=SCALARS)
+def wy_kernel(
+    q,
+    k,
+    g,
+    v,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    solved,
+    h,
+    pseudo,
+    grad_o,
+    grad_pseudo,
+    grad_h,
+    grad_q,
+    grad_k,
+    grad_G,
+    grad_v,
+    grad_beta,
+    grad_A,
+    grad_Aqk,
+    scale: gl.float32,
+    lower_bound: gl.float32,
+    T: gl.int32,
+    N: gl.int32,
+    HV: gl.int32,
+    group: gl.int32,
+    slots: gl.int32,
+    q_batch: gl.int32,
+    q_token: gl.int32,
+    q_head: gl.int32,
+    k_batch: gl.int32,
+    k_token: gl.int32,
+    k_head: gl.int32,
+    g_batch: gl.int32,
+    g_token: gl.int32,
+    g_head: gl.int32,
+    v_batch: gl.int32,
+    v_token: gl.int32,
+    v_head: gl.int32,
+    o_batch: gl.int32,
+    o_token: gl.int32,
+    o_head: gl.int32,
+    beta_batch: gl.int32,
+    beta_token: gl.int32,
+    beta_head: gl.int32,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    GATE: gl.constexpr,
+    SAFE: gl.constexpr,
+    BETA: gl.constexpr,
+    L2NORM: gl.constexpr,
+    V_FIRST: gl.constexpr,
+):
+    """`GATE` may be "cumulative": `g` holds the sums of log decays, in natural logarithms times `lower_bound`'s place, which
+    gives the factor to base 2."""
+    key_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
+    value_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, V // 2, 16]
+    )
+    square_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
+    dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=key_l, k_width=2)
+    key_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    value_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
+    half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
+    tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
+    head = gl.program_id(0) % HV
+    slot = gl.program_id(0) // HV
+    n, begin, batch, start, count = own_chunk(cu_seqlens, slot, slots, N, T)
+    if count <= 0:
+        return
+    qk_head = head // group
+    # in units of 8 elements, which tells the compiler that 16-byte copies are aligned
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
+    v += (wide(batch, v_batch) + wide(start, v_token) + wide(head, v_head)) * 8
+    grad_o += (wide(batch, o_batch) + wide(start, o_token) + wide(head, o_head)) * 8
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    own = wide(batch, T) * HV + wide(start, HV) + head
+    of_key = HV * K
+    of_value = HV * V
+    of_square = HV * C
+    chunk = slot
+    if cu_seqlens is not None:
+        chunk = chunks_before(cu_seqlens, n, T) + (start - begin) // C
+    state = (wide(chunk, HV) + head) * (K * V)
+
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], value_s)
+    grad_o_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], value_s)
+    pseudo_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], value_s)
+    grad_pseudo_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], value_s)
+    M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
+    h_rows: gl.constexpr = V if V_FIRST else K
+    h_columns: gl.constexpr = K if V_FIRST else V
+    h_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([h_rows, h_columns], gl.bfloat16)
+    h_s = gl.allocate_shared_memory(gl.bfloat16, [h_rows, h_columns], h_l)
+    grad_h_s = gl.allocate_shared_memory(gl.bfloat16, [h_rows, h_columns], h_l)
+    grad_w_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
+
+    fetch_rows(g_s, g, g_token * 8, count)
+    async_copy.commit_group()
+    fetch_rows(M_s, solved + own * C, of_square, count)
+    fetch_rows(v_s, v, v_token * 8, count)
+    fetch_rows(grad_pseudo_s, grad_pseudo + own * V, of_value, count)
+    fetch_rows(grad_o_s, grad_o, o_token * 8, count)
+    fetch_rows(pseudo_s, pseudo + own * V, of_value, count)
+    async_copy.commit_group()
+    fetch_rows(h_s, h + state, h_columns, h_rows)
+    fetch_rows(grad_h_s, grad_h + state, h_columns, h_rows)
+    fetch_rows(q_s, q, q_token * 8, count)
+    fetch_rows(k_s, k, k_token * 8, count)
+    async_copy.commit_group()
+
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
+    column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
+    valid = (row < count)[:, None]
+    strength = write_strength(
+        gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32), BETA
+    )
+    strength = gl.where(row < count, strength, 0.0)
+    key_zero = gl.zeros((C, K), gl.float32, layout=key_l)
+    value_zero = gl.zeros((C, V), gl.float32, layout=value_l)
+    square_zero = gl.zeros((C, C), gl.float32, layout=square_l)
+    if GATE == "cumulative":
+        end = gl.load(g + (count - 1) * (g_token * 8) + column)[None, :]
+        async_copy.wait_group(2)
+        x = g_s.load(key_l)
+        grown = exp2(x * lower_bound)
+        after = gl.where(valid, end - x, 0.0) * lower_bound
+    else:
+        rate = decay_rate(A_log, head)
+        bias = decay_bias(dt_bias, head, rate, column, K, GATE)
+        async_copy.wait_group(2)
+        # in the place of what they come from
+        if g.dtype.element_ty == gl.bfloat16:
+            high_s = reinterpret(g_s, gl.float16, [C, K], half_s)
+            low_s = reinterpret(grad_w_s, gl.float16, [C, K], half_s)
+        else:
+            both_s = reinterpret(g_s, gl.float16, [2, C, K], half_s)
+            high_s = both_s.index(0)
+            low_s = both_s.index(1)
+        store_decays(high_s, low_s, g_s.load(key_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
+        i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
+        s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
+        up_to = gl.where(s <= i, 1.0, 0.0).to(gl.float16)
+        beyond = gl.where(s > i, 1.0, 0.0).to(gl.float16)
+        before = weighted_sums(up_to, high_s, low_s, key_zero)
+        after = weighted_sums(beyond, high_s, low_s, key_zero)
+        before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
+        grown = exp2(before)
+
+    async_copy.wait_group(1)
+    fence_async_shared()
+    from_M = M_s.permute((1, 0))
+    of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
+    grad_T = warpgroup_mma(grad_pseudo_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+    square_row = gl.arange(0, C, layout=gl.SliceLayout(1, square_l))[:, None]
+    square_column = gl.arange(0, C, layout=gl.SliceLayout(0, square_l))[None, :]
+    if grad_Aqk is not None:
+        Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+        grad_T, of_v, Aqk = warpgroup_mma_wait(0, deps=[grad_T, of_v, Aqk])
+        Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
+        store_rows(grad_Aqk + own * C, of_square, Aqk, count, None)
+    else:
+        grad_T, of_v = warpgroup_mma_wait(0, deps=[grad_T, of_v])
+    of_v *= gl.convert_layout(strength, gl.SliceLayout(1, value_l))[:, None]
+    store_rows(grad_v + own * V, of_value, of_v, count, v_s)
+
+    async_copy.wait_group(0)
+    fence_async_shared()
+    by_h = by_rows(h_s, V_FIRST)
+    of_w = warpgroup_mma(grad_pseudo_s, by_h, key_zero, use_acc=False, is_async=True)
+    kn = k_s.load(key_l).to(gl.float32)
+    norm_k = inverse_norms(kn, L2NORM)
+    if V < K:
+        grown_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
+    else:
+        grown_s = reinterpret(v_s, gl.bfloat16, [C, K], key_s)
+    grown_s.store((kn * norm_k * grown).to(gl.bfloat16))
+    whole = gl.convert_layout(inner_product(h_s, grad_h_s, K, V, V_FIRST), gl.SliceLayout(0, key_l))
+    of_w = warpgroup_mma_wait(0, deps=[of_w])
+    # w came from `v' = u - w S`
+    grad_w_s.store((-of_w).to(gl.bfloat16))
+    fence_async_shared()
+    of_qg = warpgroup_mma(grad_o_s, by_h, key_zero, use_acc=False, is_async=True)
+    of_kg = warpgroup_mma(pseudo_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
+    of_kG = warpgroup_mma(from_M, grad_w_s, key_zero, use_acc=False, is_async=True)
+    grad_T = warpgroup_mma(grad_w_s, grown_s.permute((1, 0)), grad_T, is_async=True)
+    qn = q_s.load(key_l).to(gl.float32)
+    qn *= inverse_norms(qn, L2NORM)
+    # with their operands: nothing else may take their place before
+    of_qg, of_kg, of_kG, grad_T, _, _, _ = warpgroup_mma_wait(
+        0, deps=[of_qg, of_kg, of_kG, grad_T, h_s, grad_h_s, grown_s]
+    )
+    tiles_s = reinterpret(pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s)
+    grad_T_s = tiles_s.index(0)
+    grad_T_s.store(grad_T.to(gl.bfloat16))
+    fence_async_shared()
+    X = warpgroup_mma(from_M, grad_T_s, square_zero, use_acc=False, is_async=True)
+
+    of_qg *= grown * scale
+    store_rows(grad_q + own * K, of_key, of_qg, count, None)
+    G = qn * of_qg
+    of_kG *= grown * strength[:, None]
+    kn = k_s.load(key_l).to(gl.float32) * norm_k
+    G += kn * of_kG
+    of_kg *= exp2(after)
+    # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
+    last = (row == count - 1)[:, None]
+    left = gl.where(last, 0.0, kn * of_kg)
+    G -= left
+    G += gl.where(last, gl.sum(left, axis=0)[None, :] + whole[None, :] * grown, 0.0)
+    store_rows(grad_k + own * K, of_key, of_kG + of_kg, count, None)
+    store_rows(grad_G + own * K, of_key, G, count, None)
+    X, _ = warpgroup_mma_wait(0, deps=[X, grad_T_s])
+    diagonal = gl.sum(gl.where(square_row == square_column, X, 0.0), axis=1)
+    square_index = gl.arange(0, C, layout=gl.SliceLayout(1, square_l))
+    gl.store(grad_beta + own + square_index * HV, diagonal, mask=square_index < count)
+    X_s = reinterpret(grad_pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
+    X_s.store((X * gl.convert_layout(strength, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
+    fence_async_shared()
+    A = warpgroup_mma(X_s, from_M, square_zero, use_acc=False)
+    A = gl.where(square_row > square_column, -A, 0.0)
+    store_rows(grad_A + own * C, of_square, A, count, None)
