@@ -57,6 +57,7 @@ class Cost:
     spill_bytes: int
     shared_bytes: int
     product_waits: int
+    late_operands: int
     seconds: float
 
 
@@ -290,6 +291,7 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
         spill_bytes=spills,
         shared_bytes=compiled.metadata.shared,
         product_waits=product_waits(cubin) if arch == 90 else 0,
+        late_operands=late_operands(compiled.asm["ptx"]) if arch == 90 else 0,
         seconds=round(seconds, 2),
     )
 
@@ -308,6 +310,20 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     """Registers a thread and bytes of stack (spills) a thread."""
     found = re.search(r"REG:(\d+) STACK:(\d+)", _inspect("cuobjdump", cubin, "-res-usage"))
     return int(found[1]), int(found[2])
+
+
+def late_operands(ptx: str) -> int:
+    """Registers that asynchronous products of Hopper read, and that are written after the fence before them: the product may
+    read what was there before. Triton 3.6 puts constants there."""
+    late, found = set(), 0
+    for line in map(str.strip, ptx.splitlines()):
+        if line.startswith("wgmma.fence"):
+            late.clear()
+        elif line.startswith("wgmma.mma_async"):
+            found += len(late & set(re.findall(r"%r\d+", line)))
+        elif written := re.match(r"(?!st\.|bar|bra|//)\S+\s+\{?((?:%\w+(?:, )?)+)", line):
+            late.update(re.findall(r"%r\d+", written[1]))
+    return found
 
 
 def product_waits(cubin: bytes) -> int:

@@ -54,7 +54,7 @@ class HopperBackend:
         return None
 
     def differentiable(self, spec: KdaSpec) -> bool:
-        return spec.safe_gate
+        return True
 
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None

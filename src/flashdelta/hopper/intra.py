@@ -1,12 +1,17 @@
 """Stage `intra` of the backward pass for Hopper: from the gradients of the matrices `A` and `Aqk` to those of the call's
-inputs. One program of 8 warps per (chunk, value head), for bounded decays.
+inputs. One program of 8 warps per (chunk, value head), which takes 64 key channels after the other; two fit on a
+multiprocessor.
 
-Contract: as `triton/backward.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`. Pairs of tokens in one block of 32 rows are split at the block's middle, those of the two
-blocks at the boundary between them (docs/backward.md): with `E` the sum of log decays up to the middle of a row's own block,
+Contract: as `triton/backward.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and `norms [B, T, HV, 2]` has the
+inverse norms of each token's key and query. `grad_q` and `grad_k` are changed.
 
-    left = exp(G - E)      right = exp(E - G)      between = exp(middle to boundary)
+Pairs i > j of tokens are split at a place between them, with `E` the sum of log decays up to there (docs/backward.md):
 
-near pairs have the factor `left_i right_j`, far ones `left_i between_i between_j right_j`.
+    left_i = exp(G_i - E)      right_j = exp(E - G_j)
+
+For bounded decays that is the middle of a block of 32 rows for pairs in one block, and the boundary between the blocks for
+others, whose factors are those of near pairs times `between = exp(middle to boundary)`. For other decays it is the boundary
+between the halves of the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
 """
 
 from __future__ import annotations
@@ -20,20 +25,22 @@ from ..triton import backward, common
 from .arithmetic import exp2, exp2_negative, gate_gradient, wide, write_strength
 from .compat import reinterpret
 from .rows import (
-    WARPS,
     C,
     decay_bias,
     fetch_rows,
-    inverse_norms,
     load_rows,
     own_chunk,
     store_decays,
     store_rows,
     weighted_sums,
+    weights,
 )
 
 decay_rate = gluon.jit(common.decay_rate.fn)
 strength_gradient = gluon.jit(backward.strength_gradient.fn)
+
+KEYS = gl.constexpr(64)
+"""Key channels at a time."""
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
@@ -43,14 +50,108 @@ SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
 @gluon.jit
 def part_pairs(near_s, far_s):
     """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks."""
-    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, copy_l))[None, :]
     x = near_s.load(copy_l)
-    near = (i // 32 == j // 32) & (i > j)
-    far = (i >= 32) & (j < 32)
-    near_s.store(gl.where(near, x, 0.0).to(gl.bfloat16))
-    far_s.store(gl.where(far, x, 0.0).to(gl.bfloat16))
+    near_s.store(gl.where((i // 32 == j // 32) & (i > j), x, 0.0).to(gl.bfloat16))
+    far_s.store(gl.where((i >= 32) & (j < 32), x, 0.0).to(gl.bfloat16))
+
+
+@gluon.jit
+def level_pairs(level_s, matrix_s, level):
+    """Of a matrix the pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
+    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))[:, None] >> level
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, copy_l))[None, :] >> level
+    pairs = (i >> 1 == j >> 1) & (i % 2 == 1) & (j % 2 == 0)
+    level_s.store(gl.where(pairs, matrix_s.load(copy_l), 0.0).to(gl.bfloat16))
+
+
+@gluon.jit
+def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr):
+    """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, and `k_j` on the right.
+    `rows`: factors of a key's row on the right, of a query's and of a key's on the left."""
+    of_right, of_q, of_w = rows
+    near_A, far_A, near_Aqk, far_Aqk = matrices
+    right_k, left_q, left_w, far_kq, far_w, high_s, low_s = operands
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))[:, None]
+    zero = gl.zeros((C, KEYS), gl.float32, layout=acc_l)
+    after = (s % 32 >= 16) & (s <= i) & (i % 32 >= 16)
+    before = (s % 32 < 16) & (s > i) & (i % 32 < 16)
+    signed = gl.where(i // 32 == s // 32, gl.where(after, 1.0, gl.where(before, -1.0, 0.0)), 0.0)
+    signed = weights(signed, gl.float16)
+    distance = weighted_sums(signed, high_s, low_s, zero)
+    # from the middle of the first block to the boundary, from there to the middle of the second
+    first = (i < 32) & (s >= 16) & (s < 32)
+    second = (i >= 32) & (s >= 32) & (s < 48)
+    ones = weights(gl.where(first | second, 1.0, 0.0), gl.float16)
+    between = weighted_sums(ones, high_s, low_s, zero)
+    distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, ones])
+    between = exp2(between)
+    left = exp2(distance)
+    x = k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)
+    right_k.store(x.to(gl.bfloat16))
+    y = q_s.load(acc_l).to(gl.float32) * (left * of_q)
+    left_q.store(y.to(gl.bfloat16))
+    # keys of the first block and queries of the second: the matrices are zero where they meet the others
+    far_kq.store((gl.where(row < 32, x, y) * between).to(gl.bfloat16))
+    x = k_s.load(acc_l).to(gl.float32) * (left * of_w)
+    left_w.store(x.to(gl.bfloat16))
+    far_w.store((x * between).to(gl.bfloat16))
+    fence_async_shared()
+    sum_q = warpgroup_mma(far_Aqk, far_kq, zero, use_acc=False, is_async=True)
+    sum_left = warpgroup_mma(far_A, far_kq, zero, use_acc=False, is_async=True)
+    sum_right = warpgroup_mma(far_Aqk.permute((1, 0)), far_kq, zero, use_acc=False, is_async=True)
+    sum_right = warpgroup_mma(far_A.permute((1, 0)), far_w, sum_right, is_async=True)
+    sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
+    sum_q = warpgroup_mma(near_Aqk, right_k, sum_q * between, is_async=True)
+    sum_left = warpgroup_mma(near_A, right_k, sum_left * between, is_async=True)
+    sum_right = warpgroup_mma(near_Aqk.permute((1, 0)), left_q, sum_right * between, is_async=True)
+    sum_right = warpgroup_mma(near_A.permute((1, 0)), left_w, sum_right, is_async=True)
+    sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
+    left = exp2(distance)
+    return sum_q * left, sum_left * left, sum_right * exp2_negative(distance)
+
+
+@gluon.jit
+def all_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr):
+    """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
+    of_right, of_q, of_w = rows
+    A_s, level_A, Aqk_s, level_Aqk = matrices
+    right_k, left_q, left_w, _far_kq, _far_w, high_s, low_s = operands
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
+    zero = gl.zeros((C, KEYS), gl.float32, layout=acc_l)
+    sum_q = zero
+    sum_left = zero
+    sum_right = zero
+    for level in range(6):
+        # from a row to the boundary between the halves of its block
+        second = (i >> level) % 2 == 1
+        steps = ((i >> level) == (s >> level)) & gl.where(second, s <= i, s > i)
+        to_boundary = weights(gl.where(steps, 1.0, 0.0), gl.float16)
+        factor = weighted_sums(to_boundary, high_s, low_s, zero)
+        level_pairs(level_A, A_s, level)
+        level_pairs(level_Aqk, Aqk_s, level)
+        factor, to_boundary = warpgroup_mma_wait(0, deps=[factor, to_boundary])
+        factor = exp2(factor)
+        # a row is in one half only: one tile of factors serves both sides
+        right_k.store((k_s.load(acc_l).to(gl.float32) * (factor * of_right)).to(gl.bfloat16))
+        left_q.store((q_s.load(acc_l).to(gl.float32) * (factor * of_q)).to(gl.bfloat16))
+        left_w.store((k_s.load(acc_l).to(gl.float32) * (factor * of_w)).to(gl.bfloat16))
+        fence_async_shared()
+        found = warpgroup_mma(level_Aqk, right_k, zero, use_acc=False, is_async=True)
+        right = warpgroup_mma(level_Aqk.permute((1, 0)), left_q, zero, use_acc=False, is_async=True)
+        right = warpgroup_mma(level_A.permute((1, 0)), left_w, right, is_async=True)
+        found, right = warpgroup_mma_wait(0, deps=[found, right])
+        sum_q += found * factor
+        sum_right += right * factor
+        found = warpgroup_mma(level_A, right_k, zero, use_acc=False)
+        sum_left += found * factor
+    return sum_q, sum_left, sum_right
 
 
 @gluon.jit(do_not_specialize=SCALARS)
@@ -62,6 +163,7 @@ def intra_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
+    norms,
     grad_A,
     grad_Aqk,
     grad_q,
@@ -95,21 +197,18 @@ def intra_kernel(
     beta_head: gl.int32,
     K: gl.constexpr,
     GATE: gl.constexpr,
+    SAFE: gl.constexpr,
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):
-    """`PREFETCH`: whether what `wy` left of queries and keys fits in shared memory, too."""
-    acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
+    acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
-    rows_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
-    half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
-    tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    wide_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
-    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
+    tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KEYS], gl.bfloat16)
+    half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KEYS], gl.float16)
+    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KEYS], g.dtype.element_ty)
     head = gl.program_id(0) % HV
     slot = gl.program_id(0) // HV
-    _, _, batch, start, count = own_chunk(cu_seqlens, slot, slots, N, T)
+    _n, _begin, batch, start, count = own_chunk(cu_seqlens, slot, slots, N, T)
     if count <= 0:
         return
     qk_head = head // group
@@ -123,141 +222,113 @@ def intra_kernel(
     of_key = HV * K
     of_square = HV * C
 
-    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    # right operands of near and far pairs; sums of log decays before, results after
-    right_k = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    left_q = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    left_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    # keys of the first block and queries of the second: the matrices are zero where they meet the others
-    far_kq = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    far_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, KEYS], g_l)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    right_k = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    left_q = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    left_w = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    far_kq = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    far_w = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
     near_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
+    high_s = reinterpret(far_kq, gl.float16, [C, KEYS], half_s)
+    low_s = reinterpret(far_w, gl.float16, [C, KEYS], half_s)
+    matrices = (near_A, far_A, near_Aqk, far_Aqk)
+    operands = (right_k, left_q, left_w, far_kq, far_w, high_s, low_s)
 
-    fetch_rows(g_s, g, g_token * 8, count)
-    async_copy.commit_group()
-    fetch_rows(q_s, q, q_token * 8, count)
-    fetch_rows(k_s, k, k_token * 8, count)
     fetch_rows(near_A, grad_A + own * C, of_square, count)
     fetch_rows(near_Aqk, grad_Aqk + own * C, of_square, count)
-    async_copy.commit_group()
-    if PREFETCH:
-        grad_q_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
-        grad_k_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
-        fetch_rows(grad_q_s, grad_q + own * K, of_key, count)
-        fetch_rows(grad_k_s, grad_k + own * K, of_key, count)
-    async_copy.commit_group()
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
-    column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
-    valid = (row < count)[:, None]
+    here = row < count
+    valid = here[:, None]
     rate = decay_rate(A_log, head)
-    bias = decay_bias(dt_bias, head, rate, column, K, GATE)
-    raw = gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32)
-    strength = gl.where(row < count, write_strength(raw, BETA), 0.0)[:, None]
-    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=row < count, other=0.0).to(gl.float32)[:, None] * scale
-
-    async_copy.wait_group(2)
-    high_s = reinterpret(right_k, gl.float16, [C, K], half_s)
-    low_s = reinterpret(left_q, gl.float16, [C, K], half_s)
-    store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, True)
+    raw = gl.load(beta + row * beta_token, mask=here, other=0.0).to(gl.float32)
+    strength = gl.where(here, write_strength(raw, BETA), 0.0)[:, None]
+    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0).to(gl.float32)[:, None]
+    of_beta = gl.load(grad_beta + own + row * HV, mask=here, other=0.0)
+    if L2NORM:
+        norm_k = gl.load(norms + (own + row * HV) * 2, mask=here, other=0.0)[:, None]
+        norm_q = gl.load(norms + (own + row * HV) * 2 + 1, mask=here, other=0.0)[:, None]
+        dots_q = gl.zeros((C,), gl.float32, layout=gl.SliceLayout(1, acc_l))
+        dots_k = gl.zeros((C,), gl.float32, layout=gl.SliceLayout(1, acc_l))
+    else:
+        norm_k = gl.full((C, 1), 1.0, gl.float32, layout=acc_l)
+        norm_q = norm_k
+    rows = (norm_k, norm_q * scale, norm_k * strength)
     i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
-    zero = gl.zeros((C, K), gl.float32, layout=acc_l)
-    after = (s % 32 >= 16) & (s <= i) & (i % 32 >= 16)
-    before = (s % 32 < 16) & (s > i) & (i % 32 < 16)
-    signed = gl.where(i // 32 == s // 32, gl.where(after, 1.0, gl.where(before, -1.0, 0.0)), 0.0).to(gl.float16)
-    distance = weighted_sums(signed, high_s, low_s, zero)
-    # from the middle of the first block to the boundary, from there to the middle of the second
-    first = (i < 32) & (s >= 16) & (s < 32)
-    second = (i >= 32) & (s >= 32) & (s < 48)
-    ones = gl.where(first | second, 1.0, 0.0).to(gl.float16)
-    between = weighted_sums(ones, high_s, low_s, zero)
-    distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, ones])
-    between = exp2(between)
-
-    async_copy.wait_group(1)
-    part_pairs(near_A, far_A)
-    part_pairs(near_Aqk, far_Aqk)
-    kn = k_s.load(acc_l).to(gl.float32)
-    norm_k = inverse_norms(kn, L2NORM)
-    kn *= norm_k
-    qn = q_s.load(acc_l).to(gl.float32)
-    norm_q = inverse_norms(qn, L2NORM)
-    qn *= norm_q
-    left = exp2(distance)
-    x = kn * exp2_negative(distance)
-    right_k.store(x.to(gl.bfloat16))
-    y = qn * (left * scale)
-    left_q.store(y.to(gl.bfloat16))
-    far_kq.store((gl.where((row < 32)[:, None], x, y) * between).to(gl.bfloat16))
-    x = kn * strength * left
-    left_w.store(x.to(gl.bfloat16))
-    far_w.store((x * between).to(gl.bfloat16))
-    fence_async_shared()
-
-    sum_q = warpgroup_mma(far_Aqk, far_kq, zero, use_acc=False, is_async=True)
-    sum_left = warpgroup_mma(far_A, far_kq, zero, use_acc=False, is_async=True)
-    sum_right = warpgroup_mma(far_Aqk.permute((1, 0)), far_kq, zero, use_acc=False, is_async=True)
-    sum_right = warpgroup_mma(far_A.permute((1, 0)), far_w, sum_right, is_async=True)
-    sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
-    sum_q = warpgroup_mma(near_Aqk, right_k, sum_q * between, is_async=True)
-    sum_left = warpgroup_mma(near_A, right_k, sum_left * between, is_async=True)
-    sum_right = warpgroup_mma(near_Aqk.permute((1, 0)), left_q, sum_right * between, is_async=True)
-    sum_right = warpgroup_mma(near_A.permute((1, 0)), left_w, sum_right, is_async=True)
-    G = load_rows(grad_G + own * K, of_key, count, acc_l, K)
-    sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
-
-    left = exp2(distance)
-    kn = k_s.load(acc_l).to(gl.float32) * norm_k
-    qn = q_s.load(acc_l).to(gl.float32) * norm_q
-    sum_q *= left * scale
-    sum_left *= left
-    sum_right *= exp2_negative(distance)
-    of_beta = gl.sum(kn * sum_left, axis=1)
-    sum_left *= strength
-    G += qn * sum_q + kn * (sum_left - sum_right)
-    # of a log decay: all sums that it is a term of
-    high = G.to(gl.bfloat16)
-    far_kq.store(high)
-    far_w.store((G - high.to(gl.float32)).to(gl.bfloat16))
-    fence_async_shared()
-    async_copy.wait_group(0)
-    sum_q += same * kn
-    if PREFETCH:
-        sum_q += grad_q_s.load(acc_l)
-    else:
-        sum_q += load_rows(grad_q + own * K, of_key, count, acc_l, K)
-    if L2NORM:
-        sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
-    store_rows(out_q + own * K, of_key, sum_q, count, right_k)
-    later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
-    decay = weighted_sums(later, far_kq, far_w, zero)
-    sum_k = sum_left + sum_right + same * qn
-    if PREFETCH:
-        sum_k += grad_k_s.load(acc_l)
-    else:
-        sum_k += load_rows(grad_k + own * K, of_key, count, acc_l, K)
-    if L2NORM:
-        sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
-    store_rows(out_k + own * K, of_key, sum_k, count, left_q)
-    of_beta += gl.load(grad_beta + own + row * HV, mask=row < count, other=0.0)
+    for first in range(0, K, KEYS):
+        at = own * K + first
+        column = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, acc_l))
+        bias = decay_bias(dt_bias, head, rate, column, K, GATE)
+        fetch_rows(g_s, g + first, g_token * 8, count)
+        async_copy.commit_group()
+        fetch_rows(q_s, q + first, q_token * 8, count)
+        fetch_rows(k_s, k + first, k_token * 8, count)
+        async_copy.commit_group()
+        async_copy.wait_group(1)
+        store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
+        async_copy.wait_group(0)
+        if SAFE:
+            if first == 0:
+                part_pairs(near_A, far_A)
+                part_pairs(near_Aqk, far_Aqk)
+        # `scale` on the right side, and on the left below
+        if SAFE:
+            sum_q, sum_left, sum_right = bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l)
+        else:
+            sum_q, sum_left, sum_right = all_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l)
+        kn = k_s.load(acc_l).to(gl.float32) * norm_k
+        qn = q_s.load(acc_l).to(gl.float32) * norm_q
+        sum_q *= scale
+        of_beta += gl.sum(kn * sum_left, axis=1)
+        sum_left *= strength
+        G = load_rows(grad_G + at, of_key, count, acc_l, KEYS)
+        G += qn * sum_q + kn * (sum_left - sum_right)
+        # of a log decay: all sums that it is a term of
+        high = G.to(gl.bfloat16)
+        far_kq.store(high)
+        far_w.store((G - high.to(gl.float32)).to(gl.bfloat16))
+        fence_async_shared()
+        later = weights(gl.where(s >= i, 1.0, 0.0), gl.bfloat16)
+        zero = gl.zeros((C, KEYS), gl.float32, layout=acc_l)
+        decay = weighted_sums(later, far_kq, far_w, zero)
+        sum_q += (same * scale) * kn + load_rows(grad_q + at, of_key, count, acc_l, KEYS)
+        sum_k = sum_left + sum_right + (same * scale) * qn + load_rows(grad_k + at, of_key, count, acc_l, KEYS)
+        # with its operands: nothing else may take their place before
+        decay, later, _high, _low = warpgroup_mma_wait(0, deps=[decay, later, far_kq, far_w])
+        x = g_s.load(acc_l).to(gl.float32)
+        if dt_bias is not None:
+            x += gl.load(dt_bias + head * K + column).to(gl.float32)[None, :]
+        found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
+        found = gl.where(valid, found, 0.0)
+        store_rows(out_g + at, of_key, found, count, left_w)
+        if part_A_log is not None:
+            gl.store(part_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
+        if part_dt_bias is not None:
+            gl.store(part_dt_bias + chunk * K + column, gl.sum(found, axis=0))
+        if L2NORM:
+            dots_q += gl.sum(sum_q * qn, axis=1)
+            dots_k += gl.sum(sum_k * kn, axis=1)
+            # until all channels have been summed up
+            store_rows(grad_q + at, of_key, sum_q, count, None)
+            store_rows(grad_k + at, of_key, sum_k, count, None)
+        else:
+            store_rows(out_q + at, of_key, sum_q, count, right_k)
+            store_rows(out_k + at, of_key, sum_k, count, left_q)
     of_beta = strength_gradient(raw, of_beta, BETA)
-    gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=row < count)
-
-    # with its operands: nothing else may take their place before
-    decay, _, _, _ = warpgroup_mma_wait(0, deps=[decay, later, far_kq, far_w])
-    x = g_s.load(acc_l).to(gl.float32)
-    if dt_bias is not None:
-        x += gl.load(dt_bias + head * K + column).to(gl.float32)[None, :]
-    found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
-    found = gl.where(valid, found, 0.0)
-    store_rows(out_g + own * K, of_key, found, count, left_w)
-    if part_A_log is not None:
-        gl.store(part_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
-    if part_dt_bias is not None:
-        gl.store(part_dt_bias + chunk * K + column, gl.sum(found, axis=0))
+    gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=here)
+    if L2NORM:
+        for first in range(0, K, KEYS):
+            at = own * K + first
+            # by the threads that stored them
+            sum_q = load_rows(grad_q + at, of_key, count, acc_l, KEYS)
+            sum_k = load_rows(grad_k + at, of_key, count, acc_l, KEYS)
+            qn = load_rows(q + first, q_token * 8, count, acc_l, KEYS).to(gl.float32) * norm_q
+            kn = load_rows(k + first, k_token * 8, count, acc_l, KEYS).to(gl.float32) * norm_k
+            store_rows(out_q + at, of_key, (sum_q - qn * dots_q[:, None]) * norm_q, count, right_k)
+            store_rows(out_k + at, of_key, (sum_k - kn * dots_k[:, None]) * norm_k, count, left_q)

@@ -16,7 +16,6 @@ from .prepare import find_sequence
 chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
 
 C = gl.constexpr(64)
-WARPS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -38,7 +37,7 @@ def own_chunk(cu_seqlens, slot, slots, N, T):
 def fetch_rows(shared, x, token, count):
     """Starts the copy of `shared.shape[0]` rows that lie `token` elements apart. Zeros from row `count` on."""
     LANES: gl.constexpr = 128 // shared.dtype.primitive_bitwidth
-    copy_l: gl.constexpr = gl.BlockedLayout([1, LANES], [4, 8], [WARPS, 1], [1, 0])
+    copy_l: gl.constexpr = gl.BlockedLayout([1, LANES], [4, 8], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, copy_l))
     column = gl.arange(0, shared.shape[1], layout=gl.SliceLayout(0, copy_l))
     copy_async(shared, x + (row * token)[:, None] + column[None, :], mask=(row < count)[:, None])
@@ -49,7 +48,7 @@ def store_rows(out, token, x, count, stage_s):
     """Stores `x` as `count` rows that lie `token` elements apart; bf16 16 bytes at a time if there is a place to turn it."""
     if stage_s is not None and out.dtype.element_ty == gl.bfloat16:
         stage_s.store(x.to(gl.bfloat16))
-        copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, copy_l))
         column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, copy_l))
         at = out + (row * token)[:, None] + column[None, :]
@@ -83,9 +82,9 @@ def inverse_norms(x, L2NORM: gl.constexpr):
 
 @gluon.jit
 def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr):
-    """`[1, K]`: of the value head, as `gate` takes it."""
+    """Of the value head's key channels `column`, as `gate` takes it, in one row."""
     layout: gl.constexpr = column.type.layout
-    bias = gl.zeros((K,), gl.float32, layout=layout)
+    bias = gl.zeros(column.shape, gl.float32, layout=layout)
     if dt_bias is not None:
         bias += gate_bias(gl.load(dt_bias + head * K + column).to(gl.float32), rate, GATE)
     return bias[None, :]
@@ -104,7 +103,15 @@ def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE: gl.cons
 
 
 @gluon.jit
-def weighted_sums(weights, high_s, low_s, zero):
-    """`weights [64, 64]`, small integers as a left operand, times `high_s + low_s [64, K]`; not waited for."""
-    acc = warpgroup_mma(weights, high_s, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(weights, low_s, acc, is_async=True)
+def weights(x, dtype: gl.constexpr):
+    """Small integers as a left operand in registers. The compiler must not know them: it would write constants to their
+    registers after the fence that the product needs (`compile.late_operands`)."""
+    x = x.to(dtype)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def weighted_sums(w, high_s, low_s, zero):
+    """`weights w [64, 64]` times `high_s + low_s [64, K]`; not waited for."""
+    acc = warpgroup_mma(w, high_s, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(w, low_s, acc, is_async=True)

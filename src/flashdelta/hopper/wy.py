@@ -20,7 +20,6 @@ from .arithmetic import exp2, wide, write_strength
 from .compat import reinterpret
 from .places import chunks_before
 from .rows import (
-    WARPS,
     C,
     decay_bias,
     fetch_rows,
@@ -29,6 +28,7 @@ from .rows import (
     store_decays,
     store_rows,
     weighted_sums,
+    weights,
 )
 
 decay_rate = gluon.jit(common.decay_rate.fn)
@@ -50,7 +50,7 @@ def by_rows(shared, V_FIRST: gl.constexpr):
 @gluon.jit
 def inner_product(h_s, grad_h_s, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
     """`sum_v S dS` of each key channel."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     product = h_s.load(layout).to(gl.float32) * grad_h_s.load(layout).to(gl.float32)
     return gl.sum(product, axis=0 if V_FIRST else 1)
 
@@ -78,6 +78,7 @@ def wy_kernel(
     grad_beta,
     grad_A,
     grad_Aqk,
+    norms,
     scale: gl.float32,
     lower_bound: gl.float32,
     T: gl.int32,
@@ -206,8 +207,8 @@ def wy_kernel(
         store_decays(high_s, low_s, g_s.load(key_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
         i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
         s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
-        up_to = gl.where(s <= i, 1.0, 0.0).to(gl.float16)
-        beyond = gl.where(s > i, 1.0, 0.0).to(gl.float16)
+        up_to = weights(gl.where(s <= i, 1.0, 0.0), gl.float16)
+        beyond = weights(gl.where(s > i, 1.0, 0.0), gl.float16)
         before = weighted_sums(up_to, high_s, low_s, key_zero)
         after = weighted_sums(beyond, high_s, low_s, key_zero)
         before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
@@ -251,7 +252,14 @@ def wy_kernel(
     of_kG = warpgroup_mma(from_M, grad_w_s, key_zero, use_acc=False, is_async=True)
     grad_T = warpgroup_mma(grad_w_s, grown_s.permute((1, 0)), grad_T, is_async=True)
     qn = q_s.load(key_l).to(gl.float32)
-    qn *= inverse_norms(qn, L2NORM)
+    norm_q = inverse_norms(qn, L2NORM)
+    qn *= norm_q
+    if norms is not None:
+        both = gl.join(norm_k, norm_q).reshape([C, 2])
+        layout: gl.constexpr = both.type.layout
+        pair_row = gl.arange(0, C, layout=gl.SliceLayout(1, layout))[:, None]
+        kind = gl.arange(0, 2, layout=gl.SliceLayout(0, layout))[None, :]
+        gl.store(norms + (own + pair_row * HV) * 2 + kind, both, mask=pair_row < count)
     # with their operands: nothing else may take their place before
     of_qg, of_kg, of_kG, grad_T, _, _, _ = warpgroup_mma_wait(
         0, deps=[of_qg, of_kg, of_kG, grad_T, h_s, grad_h_s, grown_s]
