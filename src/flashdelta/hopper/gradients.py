@@ -36,21 +36,20 @@ class Walked:
 
 @dataclass(frozen=True)
 class Parts:
-    """What `wy` leaves for `intra`: in fp32 `grad_q, grad_k, grad_G [B, T, HV, K]`, `grad_beta [B, T, HV]` and `norms [B, T, HV,
-    2]`, in bf16 `grad_A, grad_Aqk [B, T, HV, 64]`."""
+    """What `wy` leaves for `intra`: in fp32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`, in bf16 `grad_A,
+    grad_Aqk [B, T, HV, 64]`."""
 
     grad_q: torch.Tensor
     grad_k: torch.Tensor
     grad_G: torch.Tensor
     grad_beta: torch.Tensor
-    norms: torch.Tensor
     grad_A: torch.Tensor
     grad_Aqk: torch.Tensor
 
     @classmethod
     def allocate(cls, spec: KdaSpec, device: torch.device) -> Parts:
         tokens = (spec.B, spec.T, spec.HV)
-        wide = [*[(*tokens, spec.K)] * 3, tokens, (*tokens, 2)]
+        wide = [*[(*tokens, spec.K)] * 3, tokens]
         return cls(
             *(torch.empty(shape, dtype=torch.float32, device=device) for shape in wide),
             *(torch.empty((*tokens, TILE), dtype=torch.bfloat16, device=device) for _ in range(2)),
@@ -127,7 +126,6 @@ def wy(
             *(t.q, t.k, t.g, t.v, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
             *(walked.solved, walked.h, walked.pseudo, grad_o, walked.grad_pseudo, walked.grad_h),
             *(parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk),
-            parts.norms if spec.l2norm else None,
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.HV, spec.group, spec.slots),
             *eighths(t.q, t.k, t.g, t.v, grad_o),
@@ -151,8 +149,7 @@ def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, gradients: Gradients) -> L
         intra_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.norms),
-            *(parts.grad_A, parts.grad_Aqk),
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
             *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
             *(gradients.q, gradients.k, gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias),
             *(spec.scale, spec.lower_bound or 0.0),
@@ -166,6 +163,7 @@ def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, gradients: Gradients) -> L
             SAFE=spec.safe_gate,
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
+            PREFETCH=spec.K == 128 and spec.g_dtype == torch.bfloat16,
         ),
-        num_warps=4,
+        num_warps=4 * (spec.K // 64),
     )

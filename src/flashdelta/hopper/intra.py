@@ -1,9 +1,7 @@
 """Stage `intra` of the backward pass for Hopper: from the gradients of the matrices `A` and `Aqk` to those of the call's
-inputs. One program of 8 warps per (chunk, value head), which takes 64 key channels after the other; two fit on a
-multiprocessor.
+inputs. One program per (chunk, value head).
 
-Contract: as `triton/backward.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and `norms [B, T, HV, 2]` has the
-inverse norms of each token's key and query. `grad_q` and `grad_k` are changed.
+Contract: as `triton/backward.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`.
 
 Pairs i > j of tokens are split at a place between them, with `E` the sum of log decays up to there (docs/backward.md):
 
@@ -28,6 +26,7 @@ from .rows import (
     C,
     decay_bias,
     fetch_rows,
+    inverse_norms,
     load_rows,
     own_chunk,
     store_decays,
@@ -38,9 +37,6 @@ from .rows import (
 
 decay_rate = gluon.jit(common.decay_rate.fn)
 strength_gradient = gluon.jit(backward.strength_gradient.fn)
-
-KEYS = gl.constexpr(64)
-"""Key channels at a time."""
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
@@ -69,7 +65,7 @@ def level_pairs(level_s, matrix_s, level):
 
 
 @gluon.jit
-def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr):
+def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
     """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, and `k_j` on the right.
     `rows`: factors of a key's row on the right, of a query's and of a key's on the left."""
     of_right, of_q, of_w = rows
@@ -78,7 +74,7 @@ def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l
     i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
     row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))[:, None]
-    zero = gl.zeros((C, KEYS), gl.float32, layout=acc_l)
+    zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     after = (s % 32 >= 16) & (s <= i) & (i % 32 >= 16)
     before = (s % 32 < 16) & (s > i) & (i % 32 < 16)
     signed = gl.where(i // 32 == s // 32, gl.where(after, 1.0, gl.where(before, -1.0, 0.0)), 0.0)
@@ -117,14 +113,14 @@ def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l
 
 
 @gluon.jit
-def all_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr):
+def all_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
     of_right, of_q, of_w = rows
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, _far_kq, _far_w, high_s, low_s = operands
     i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
-    zero = gl.zeros((C, KEYS), gl.float32, layout=acc_l)
+    zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     sum_q = zero
     sum_left = zero
     sum_right = zero
@@ -163,7 +159,6 @@ def intra_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
-    norms,
     grad_A,
     grad_Aqk,
     grad_q,
@@ -200,12 +195,19 @@ def intra_kernel(
     SAFE: gl.constexpr,
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
-    acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    """`PREFETCH`: what `wy` left of queries and keys fits in shared memory, too."""
+    # a warpgroup for 64 channels
+    acc_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, K // 64], instr_shape=[16, 64, 16]
+    )
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
-    tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KEYS], gl.bfloat16)
-    half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KEYS], gl.float16)
-    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KEYS], g.dtype.element_ty)
+    rows_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
+    wide_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
+    tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
     head = gl.program_id(0) % HV
     slot = gl.program_id(0) // HV
     _n, _begin, batch, start, count = own_chunk(cu_seqlens, slot, slots, N, T)
@@ -222,113 +224,107 @@ def intra_kernel(
     of_key = HV * K
     of_square = HV * C
 
-    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, KEYS], g_l)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
-    right_k = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
-    left_q = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
-    left_w = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
-    far_kq = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
-    far_w = gl.allocate_shared_memory(gl.bfloat16, [C, KEYS], tile_s)
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    right_k = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    left_q = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    left_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    far_kq = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    far_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     near_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
-    high_s = reinterpret(far_kq, gl.float16, [C, KEYS], half_s)
-    low_s = reinterpret(far_w, gl.float16, [C, KEYS], half_s)
+    # log decays, then what `wy` left of them and this adds, as high and low parts
+    high_s = reinterpret(far_kq, gl.float16, [C, K], half_s)
+    low_s = reinterpret(far_w, gl.float16, [C, K], half_s)
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, far_kq, far_w, high_s, low_s)
 
+    fetch_rows(g_s, g, g_token * 8, count)
+    async_copy.commit_group()
+    fetch_rows(q_s, q, q_token * 8, count)
+    fetch_rows(k_s, k, k_token * 8, count)
     fetch_rows(near_A, grad_A + own * C, of_square, count)
     fetch_rows(near_Aqk, grad_Aqk + own * C, of_square, count)
+    async_copy.commit_group()
+    if PREFETCH:
+        grad_q_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
+        grad_k_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
+        fetch_rows(grad_q_s, grad_q + own * K, of_key, count)
+        fetch_rows(grad_k_s, grad_k + own * K, of_key, count)
+    async_copy.commit_group()
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
+    column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
     here = row < count
     valid = here[:, None]
     rate = decay_rate(A_log, head)
+    bias = decay_bias(dt_bias, head, rate, column, K, GATE)
     raw = gl.load(beta + row * beta_token, mask=here, other=0.0).to(gl.float32)
     strength = gl.where(here, write_strength(raw, BETA), 0.0)[:, None]
-    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0).to(gl.float32)[:, None]
-    of_beta = gl.load(grad_beta + own + row * HV, mask=here, other=0.0)
-    if L2NORM:
-        norm_k = gl.load(norms + (own + row * HV) * 2, mask=here, other=0.0)[:, None]
-        norm_q = gl.load(norms + (own + row * HV) * 2 + 1, mask=here, other=0.0)[:, None]
-        dots_q = gl.zeros((C,), gl.float32, layout=gl.SliceLayout(1, acc_l))
-        dots_k = gl.zeros((C,), gl.float32, layout=gl.SliceLayout(1, acc_l))
-    else:
-        norm_k = gl.full((C, 1), 1.0, gl.float32, layout=acc_l)
-        norm_q = norm_k
+    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0).to(gl.float32)[:, None] * scale
+
+    async_copy.wait_group(2)
+    store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
+    async_copy.wait_group(1)
+    norm_k = inverse_norms(k_s.load(acc_l).to(gl.float32), L2NORM)
+    norm_q = inverse_norms(q_s.load(acc_l).to(gl.float32), L2NORM)
+    # `scale` on the right side, and on the left below
     rows = (norm_k, norm_q * scale, norm_k * strength)
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
-    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
-    for first in range(0, K, KEYS):
-        at = own * K + first
-        column = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, acc_l))
-        bias = decay_bias(dt_bias, head, rate, column, K, GATE)
-        fetch_rows(g_s, g + first, g_token * 8, count)
-        async_copy.commit_group()
-        fetch_rows(q_s, q + first, q_token * 8, count)
-        fetch_rows(k_s, k + first, k_token * 8, count)
-        async_copy.commit_group()
-        async_copy.wait_group(1)
-        store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
-        async_copy.wait_group(0)
-        if SAFE:
-            if first == 0:
-                part_pairs(near_A, far_A)
-                part_pairs(near_Aqk, far_Aqk)
-        # `scale` on the right side, and on the left below
-        if SAFE:
-            sum_q, sum_left, sum_right = bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l)
-        else:
-            sum_q, sum_left, sum_right = all_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l)
-        kn = k_s.load(acc_l).to(gl.float32) * norm_k
-        qn = q_s.load(acc_l).to(gl.float32) * norm_q
-        sum_q *= scale
-        of_beta += gl.sum(kn * sum_left, axis=1)
-        sum_left *= strength
-        G = load_rows(grad_G + at, of_key, count, acc_l, KEYS)
-        G += qn * sum_q + kn * (sum_left - sum_right)
-        # of a log decay: all sums that it is a term of
-        high = G.to(gl.bfloat16)
-        far_kq.store(high)
-        far_w.store((G - high.to(gl.float32)).to(gl.bfloat16))
-        fence_async_shared()
-        later = weights(gl.where(s >= i, 1.0, 0.0), gl.bfloat16)
-        zero = gl.zeros((C, KEYS), gl.float32, layout=acc_l)
-        decay = weighted_sums(later, far_kq, far_w, zero)
-        sum_q += (same * scale) * kn + load_rows(grad_q + at, of_key, count, acc_l, KEYS)
-        sum_k = sum_left + sum_right + (same * scale) * qn + load_rows(grad_k + at, of_key, count, acc_l, KEYS)
-        # with its operands: nothing else may take their place before
-        decay, later, _high, _low = warpgroup_mma_wait(0, deps=[decay, later, far_kq, far_w])
-        x = g_s.load(acc_l).to(gl.float32)
-        if dt_bias is not None:
-            x += gl.load(dt_bias + head * K + column).to(gl.float32)[None, :]
-        found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
-        found = gl.where(valid, found, 0.0)
-        store_rows(out_g + at, of_key, found, count, left_w)
-        if part_A_log is not None:
-            gl.store(part_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
-        if part_dt_bias is not None:
-            gl.store(part_dt_bias + chunk * K + column, gl.sum(found, axis=0))
-        if L2NORM:
-            dots_q += gl.sum(sum_q * qn, axis=1)
-            dots_k += gl.sum(sum_k * kn, axis=1)
-            # until all channels have been summed up
-            store_rows(grad_q + at, of_key, sum_q, count, None)
-            store_rows(grad_k + at, of_key, sum_k, count, None)
-        else:
-            store_rows(out_q + at, of_key, sum_q, count, right_k)
-            store_rows(out_k + at, of_key, sum_k, count, left_q)
+    if SAFE:
+        part_pairs(near_A, far_A)
+        part_pairs(near_Aqk, far_Aqk)
+        sum_q, sum_left, sum_right = bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l, K)
+    else:
+        sum_q, sum_left, sum_right = all_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l, K)
+    G = load_rows(grad_G + own * K, of_key, count, acc_l, K)
+    kn = k_s.load(acc_l).to(gl.float32) * norm_k
+    qn = q_s.load(acc_l).to(gl.float32) * norm_q
+    sum_q *= scale
+    of_beta = gl.sum(kn * sum_left, axis=1)
+    sum_left *= strength
+    G += qn * sum_q + kn * (sum_left - sum_right)
+    high = G.to(gl.bfloat16)
+    far_kq.store(high)
+    far_w.store((G - high.to(gl.float32)).to(gl.bfloat16))
+    fence_async_shared()
+
+    async_copy.wait_group(0)
+    sum_q += same * kn
+    if PREFETCH:
+        sum_q += grad_q_s.load(acc_l)
+    else:
+        sum_q += load_rows(grad_q + own * K, of_key, count, acc_l, K)
+    if L2NORM:
+        sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
+    store_rows(out_q + own * K, of_key, sum_q, count, right_k)
+    sum_k = sum_left + sum_right + same * qn
+    if PREFETCH:
+        sum_k += grad_k_s.load(acc_l)
+    else:
+        sum_k += load_rows(grad_k + own * K, of_key, count, acc_l, K)
+    if L2NORM:
+        sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
+    store_rows(out_k + own * K, of_key, sum_k, count, left_q)
+    of_beta += gl.load(grad_beta + own + row * HV, mask=here, other=0.0)
     of_beta = strength_gradient(raw, of_beta, BETA)
     gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=here)
-    if L2NORM:
-        for first in range(0, K, KEYS):
-            at = own * K + first
-            # by the threads that stored them
-            sum_q = load_rows(grad_q + at, of_key, count, acc_l, KEYS)
-            sum_k = load_rows(grad_k + at, of_key, count, acc_l, KEYS)
-            qn = load_rows(q + first, q_token * 8, count, acc_l, KEYS).to(gl.float32) * norm_q
-            kn = load_rows(k + first, k_token * 8, count, acc_l, KEYS).to(gl.float32) * norm_k
-            store_rows(out_q + at, of_key, (sum_q - qn * dots_q[:, None]) * norm_q, count, right_k)
-            store_rows(out_k + at, of_key, (sum_k - kn * dots_k[:, None]) * norm_k, count, left_q)
+
+    # of a log decay: all sums that it is a term of
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
+    later = weights(gl.where(s >= i, 1.0, 0.0), gl.bfloat16)
+    decay = weighted_sums(later, far_kq, far_w, gl.zeros((C, K), gl.float32, layout=acc_l))
+    decay, later = warpgroup_mma_wait(0, deps=[decay, later])
+    x = g_s.load(acc_l).to(gl.float32)
+    if dt_bias is not None:
+        x += gl.load(dt_bias + head * K + column).to(gl.float32)[None, :]
+    found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
+    found = gl.where(valid, found, 0.0)
+    store_rows(out_g + own * K, of_key, found, count, left_w)
+    if part_A_log is not None:
+        gl.store(part_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
+    if part_dt_bias is not None:
+        gl.store(part_dt_bias + chunk * K + column, gl.sum(found, axis=0))

@@ -78,7 +78,6 @@ def wy_kernel(
     grad_beta,
     grad_A,
     grad_Aqk,
-    norms,
     scale: gl.float32,
     lower_bound: gl.float32,
     T: gl.int32,
@@ -252,17 +251,10 @@ def wy_kernel(
     of_kG = warpgroup_mma(from_M, grad_w_s, key_zero, use_acc=False, is_async=True)
     grad_T = warpgroup_mma(grad_w_s, grown_s.permute((1, 0)), grad_T, is_async=True)
     qn = q_s.load(key_l).to(gl.float32)
-    norm_q = inverse_norms(qn, L2NORM)
-    qn *= norm_q
-    if norms is not None:
-        both = gl.join(norm_k, norm_q).reshape([C, 2])
-        layout: gl.constexpr = both.type.layout
-        pair_row = gl.arange(0, C, layout=gl.SliceLayout(1, layout))[:, None]
-        kind = gl.arange(0, 2, layout=gl.SliceLayout(0, layout))[None, :]
-        gl.store(norms + (own + pair_row * HV) * 2 + kind, both, mask=pair_row < count)
+    qn *= inverse_norms(qn, L2NORM)
     # with their operands: nothing else may take their place before
-    of_qg, of_kg, of_kG, grad_T, _, _, _ = warpgroup_mma_wait(
-        0, deps=[of_qg, of_kg, of_kG, grad_T, h_s, grad_h_s, grown_s]
+    of_qg, of_kg, of_kG, grad_T, _, _, _, _, _ = warpgroup_mma_wait(
+        0, deps=[of_qg, of_kg, of_kG, grad_T, grad_o_s, h_s, grad_h_s, grad_w_s, grown_s]
     )
     tiles_s = reinterpret(pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s)
     grad_T_s = tiles_s.index(0)
