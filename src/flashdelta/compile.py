@@ -282,6 +282,7 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
     seconds = time.perf_counter() - began
     cubin = compiled.asm["cubin"]
     registers, spills = resource_usage(cubin)
+    sass = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
     return Cost(
         kernel=launch.kernel.__name__,
         variant=variant,
@@ -290,8 +291,8 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
         registers=registers,
         spill_bytes=spills,
         shared_bytes=compiled.metadata.shared,
-        product_waits=product_waits(cubin) if arch == 90 else 0,
-        late_operands=late_operands(compiled.asm["ptx"]) if arch == 90 else 0,
+        product_waits=product_waits(sass),
+        late_operands=late_operands(sass),
         seconds=round(seconds, 2),
     )
 
@@ -312,24 +313,38 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def late_operands(ptx: str) -> int:
-    """Registers that asynchronous products of Hopper read, and that are written after the fence before them: the product may
-    read what was there before. Triton 3.6 puts constants there."""
-    late, found = set(), 0
-    for line in map(str.strip, ptx.splitlines()):
-        if line.startswith("wgmma.fence"):
-            late.clear()
-        elif line.startswith("wgmma.mma_async"):
-            found += len(late & set(re.findall(r"%r\d+", line)))
-        elif written := re.match(r"(?!st\.|bar|bra|//)\S+\s+\{?((?:%\w+(?:, )?)+)", line):
-            late.update(re.findall(r"%r\d+", written[1]))
+def late_operands(sass: str) -> int:
+    """Registers of left operands of Hopper's asynchronous products that are written when they should have been before: after
+    the fence before the product, or while it is under way. ptxas does that to constants, and the product reads what was there
+    before."""
+    fenced, flying, found = set(), set(), 0
+    for line in sass.splitlines():
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) ?(.*)", line)
+        if match is None:
+            continue
+        operation, operands = match[1], match[2]
+        if operation == "WARPGROUP.ARRIVE":
+            fenced.clear()
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            flying.clear()
+        elif operation.startswith("HGMMA"):
+            if left := re.match(r"R\d+, R(\d+)", operands):
+                registers = set(range(int(left[1]), int(left[1]) + 4))
+                found += len(registers & fenced)
+                flying |= registers
+        elif (written := re.match(r"R(\d+)", operands)) and not operation.startswith(("ST", "RED")):
+            wide = re.search(r"\.(64|128)\b|\.M88\.(4)", operation)
+            count = {"64": 2, "128": 4, "4": 4}[wide[1] or wide[2]] if wide else 1
+            registers = set(range(int(written[1]), int(written[1]) + count))
+            found += len(registers & flying)
+            fenced |= registers
     return found
 
 
-def product_waits(cubin: bytes) -> int:
+def product_waits(sass: str) -> int:
     """Places where the code waits for asynchronous products of Hopper. They multiply where ptxas serialises the products,
     which it does without failing: for want of registers, or because an operand changes too early."""
-    return _inspect("nvdisasm", cubin, "-c").count("WARPGROUP.DEPBAR")
+    return sass.count("WARPGROUP.DEPBAR")
 
 
 def main() -> None:

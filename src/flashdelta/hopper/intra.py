@@ -31,8 +31,8 @@ from .rows import (
     own_chunk,
     store_decays,
     store_rows,
+    weight_places,
     weighted_sums,
-    weights,
 )
 
 decay_rate = gluon.jit(common.decay_rate.fn)
@@ -65,25 +65,24 @@ def level_pairs(level_s, matrix_s, level):
 
 
 @gluon.jit
-def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
+def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
     """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, and `k_j` on the right.
     `rows`: factors of a key's row on the right, of a query's and of a key's on the left."""
     of_right, of_q, of_w = rows
     near_A, far_A, near_Aqk, far_Aqk = matrices
     right_k, left_q, left_w, far_kq, far_w, high_s, low_s = operands
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
-    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
+    i, s = weight_places(T, N, dot_l)
     row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))[:, None]
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     after = (s % 32 >= 16) & (s <= i) & (i % 32 >= 16)
     before = (s % 32 < 16) & (s > i) & (i % 32 < 16)
     signed = gl.where(i // 32 == s // 32, gl.where(after, 1.0, gl.where(before, -1.0, 0.0)), 0.0)
-    signed = weights(signed, gl.float16)
+    signed = signed.to(gl.float16)
     distance = weighted_sums(signed, high_s, low_s, zero)
     # from the middle of the first block to the boundary, from there to the middle of the second
     first = (i < 32) & (s >= 16) & (s < 32)
     second = (i >= 32) & (s >= 32) & (s < 48)
-    ones = weights(gl.where(first | second, 1.0, 0.0), gl.float16)
+    ones = gl.where(first | second, 1.0, 0.0).to(gl.float16)
     between = weighted_sums(ones, high_s, low_s, zero)
     distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, ones])
     between = exp2(between)
@@ -113,13 +112,12 @@ def bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l
 
 
 @gluon.jit
-def all_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
+def all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
     of_right, of_q, of_w = rows
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, _far_kq, _far_w, high_s, low_s = operands
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
-    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
+    i, s = weight_places(T, N, dot_l)
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     sum_q = zero
     sum_left = zero
@@ -128,7 +126,7 @@ def all_pairs(k_s, q_s, rows, matrices, operands, acc_l: gl.constexpr, dot_l: gl
         # from a row to the boundary between the halves of its block
         second = (i >> level) % 2 == 1
         steps = ((i >> level) == (s >> level)) & gl.where(second, s <= i, s > i)
-        to_boundary = weights(gl.where(steps, 1.0, 0.0), gl.float16)
+        to_boundary = gl.where(steps, 1.0, 0.0).to(gl.float16)
         factor = weighted_sums(to_boundary, high_s, low_s, zero)
         level_pairs(level_A, A_s, level)
         level_pairs(level_Aqk, Aqk_s, level)
@@ -276,9 +274,9 @@ def intra_kernel(
     if SAFE:
         part_pairs(near_A, far_A)
         part_pairs(near_Aqk, far_Aqk)
-        sum_q, sum_left, sum_right = bounded_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right = bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
     else:
-        sum_q, sum_left, sum_right = all_pairs(k_s, q_s, rows, matrices, operands, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right = all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
     G = load_rows(grad_G + own * K, of_key, count, acc_l, K)
     kn = k_s.load(acc_l).to(gl.float32) * norm_k
     qn = q_s.load(acc_l).to(gl.float32) * norm_q
@@ -313,9 +311,8 @@ def intra_kernel(
     gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=here)
 
     # of a log decay: all sums that it is a term of
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
-    s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
-    later = weights(gl.where(s >= i, 1.0, 0.0), gl.bfloat16)
+    i, s = weight_places(T, N, dot_l)
+    later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
     decay = weighted_sums(later, far_kq, far_w, gl.zeros((C, K), gl.float32, layout=acc_l))
     decay, later = warpgroup_mma_wait(0, deps=[decay, later])
     x = g_s.load(acc_l).to(gl.float32)

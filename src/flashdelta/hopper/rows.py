@@ -103,15 +103,17 @@ def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE: gl.cons
 
 
 @gluon.jit
-def weights(x, dtype: gl.constexpr):
-    """Small integers as a left operand in registers. The compiler must not know them: it would write constants to their
-    registers after the fence that the product needs (`compile.late_operands`)."""
-    x = x.to(dtype)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+def weight_places(T, N, layout: gl.constexpr):
+    """Rows `[64, 1]` and columns `[1, 64]` of weights that are a left operand in registers. No compiler may know them: of
+    constants ptxas writes the registers when the product is already under way (`compile.late_operands`). T and N are not
+    negative, but neither is that known."""
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, layout)) + (gl.minimum(T, 0) - gl.minimum(N, 0))
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    return i[:, None], s[None, :]
 
 
 @gluon.jit
-def weighted_sums(w, high_s, low_s, zero):
-    """`weights w [64, 64]` times `high_s + low_s [64, K]`; not waited for."""
-    acc = warpgroup_mma(w, high_s, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(w, low_s, acc, is_async=True)
+def weighted_sums(weights, high_s, low_s, zero):
+    """`weights [64, 64]`, small integers as a left operand, times `high_s + low_s [64, K]`; not waited for."""
+    acc = warpgroup_mma(weights, high_s, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(weights, low_s, acc, is_async=True)

@@ -27,8 +27,8 @@ from .rows import (
     own_chunk,
     store_decays,
     store_rows,
+    weight_places,
     weighted_sums,
-    weights,
 )
 
 decay_rate = gluon.jit(common.decay_rate.fn)
@@ -204,10 +204,9 @@ def wy_kernel(
             high_s = both_s.index(0)
             low_s = both_s.index(1)
         store_decays(high_s, low_s, g_s.load(key_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
-        i = gl.arange(0, C, layout=gl.SliceLayout(1, dot_l))[:, None]
-        s = gl.arange(0, C, layout=gl.SliceLayout(0, dot_l))[None, :]
-        up_to = weights(gl.where(s <= i, 1.0, 0.0), gl.float16)
-        beyond = weights(gl.where(s > i, 1.0, 0.0), gl.float16)
+        i, s = weight_places(T, N, dot_l)
+        up_to = gl.where(s <= i, 1.0, 0.0).to(gl.float16)
+        beyond = gl.where(s > i, 1.0, 0.0).to(gl.float16)
         before = weighted_sums(up_to, high_s, low_s, key_zero)
         after = weighted_sums(beyond, high_s, low_s, key_zero)
         before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
