@@ -75,7 +75,8 @@ class WyGradients:
 class WySpec:
     """A call, validated. `B, T, H, HV, K, V` are the tensor sizes, `N` the number of sequences (`B`, or
     `len(cu_seqlens) - 1` when packed) and `rows` the chunks that `h` and `dh` hold of a batch row. `dtype` is that of q and of
-    all operands of products; `state_dtype` and `state_grad_dtype` those of `h` and `dh`. `log2`: g is in base 2."""
+    all operands of products; `state_dtype` and `state_grad_dtype` those of `h` and `dh`. `log2`: g is in base 2.
+    `requires_grad` and `algorithm` are what backends ask of a call."""
 
     B: int
     T: int
@@ -96,6 +97,8 @@ class WySpec:
     A_dtype: torch.dtype
     state_dtype: torch.dtype
     state_grad_dtype: torch.dtype
+    requires_grad: bool = False
+    algorithm: str = "wy"
 
     @property
     def group(self) -> int:
@@ -146,8 +149,17 @@ def check_wy(
             raise wrong(name, f"device {x.device}", f"q's device {t.q.device}")
         if x.requires_grad and torch.is_grad_enabled():
             raise wrong(name, "a tensor that requires grad", "torch.no_grad() (this is a backward pass: it has none)")
+    spec = wy_spec_of(t, scale, chunk_size, state_v_first, use_exp2)
+    if spec.packed and checked.enabled():
+        checked.check_offsets(t.cu_seqlens, spec.T)
+        checked.check_rows(spec, t.cu_seqlens)
+    return spec
+
+
+def wy_spec_of(t: WyTensors, scale: float | None, chunk_size: int, state_v_first: bool, use_exp2: bool) -> WySpec:
+    """The spec of tensors already validated."""
     B, T, H, K = t.q.shape
-    spec = WySpec(
+    return WySpec(
         B=B,
         T=T,
         H=H,
@@ -168,10 +180,6 @@ def check_wy(
         state_dtype=t.h.dtype,
         state_grad_dtype=t.dh.dtype,
     )
-    if spec.packed and checked.enabled():
-        checked.check_offsets(t.cu_seqlens, T)
-        checked.check_rows(spec, t.cu_seqlens)
-    return spec
 
 
 def _check_shapes(t: WyTensors, C: int, state_v_first: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ..spec import KdaSpec
 from ..split import SplitCosts
+from ..wy_spec import WySpec
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,19 @@ class ComposeConfig:
 
 
 @dataclass(frozen=True)
+class WyConfig:
+    """`BK`, `BV`: key and value channels that a program holds at a time; with all value channels, their gradients stay while
+    `stages` slices of the state are in flight."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
-    """`BK`, `BV`: key and value channels that a program of `wy` or `intra` holds at a time."""
+    """`BK`, `BV`: key and value channels that a program of `intra` holds at a time."""
 
     BK: int
     BV: int
@@ -112,12 +124,13 @@ def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:
     return ComposeConfig(BV=min(16, spec.V), BK=spec.K, num_warps=8, stages=stages)
 
 
-def wy_config(spec: KdaSpec, capability: int) -> BackwardConfig:
-    """Not timed yet. Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not
-    there."""
+def wy_config(spec: KdaSpec | WySpec, capability: int) -> WyConfig:
+    """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there."""
     if spec.dtype == torch.float32:
-        return BackwardConfig(BK=16, BV=16, num_warps=4 if capability in (90, 100) else 8)
-    return BackwardConfig(BK=32, BV=32, num_warps=4)
+        return WyConfig(BK=16, BV=16, num_warps=4 if capability in (90, 100) else 8, stages=1)
+    if capability in (90, 100) and spec.V <= 128:
+        return WyConfig(BK=32, BV=spec.V, num_warps=4, stages=2)
+    return WyConfig(BK=32, BV=32, num_warps=4, stages=1)
 
 
 def intra_config(spec: KdaSpec, capability: int) -> BackwardConfig:
