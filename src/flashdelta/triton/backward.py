@@ -105,101 +105,112 @@ def row_norms(x, tokens, valid, C: tl.constexpr, K: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
-def chunk_exponentials(
+def chunk_sums(
     g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr
 ):
-    """Of a chunk's rows `exp(G)` and `exp(G_C - G)`, and `exp(G_C)`. With the gate `cumulative` (`cumulative_log2`: in base 2)
-    `G` is what g holds."""
+    """From which `grown` and `shrunk` take their sums of log2 decays: the rows' decays as `high, low`. With the gate
+    `cumulative` (`cumulative_log2`: in base 2) g holds the sums `G`: these and the last one, `G_C`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
-        G = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        last = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
+        first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
         if GATE == "cumulative":
-            G *= LOG2E
-            last *= LOG2E
-        grown = tl.exp2(G)
-        shrunk = tl.exp2(last[None, :] - G)
-        total = tl.exp2(last)
+            first *= LOG2E
+            second *= LOG2E
     else:
-        _, high, low = chunk_decays(g, dt_bias, row[:, None] * g_token, column, valid, head, rate, lower_bound, K, GATE)
-        grown = tl.exp2(sums(row[None, :] <= row[:, None], high, low))
-        shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low))
-        # of any row, exp(G_i) exp(G_C - G_i) is the decay of the whole chunk
-        total = tl.sum(tl.where(row[:, None] == 0, grown * shrunk, 0.0), axis=0)
-    return grown, shrunk, total
+        _, first, second = chunk_decays(
+            g, dt_bias, row[:, None] * g_token, column, valid, head, rate, lower_bound, K, GATE
+        )
+    return first, second
 
 
 @triton.jit
-def value_tiles(grad_o, o_token, pseudo, grad_pseudo, own, value, row, valid, V: tl.constexpr):
-    """The chosen value channels of `do`, `v'` and `dv'`."""
-    in_own = own * V + value[None, :]
-    tile_o = tl.load(grad_o + row[:, None] * o_token + value[None, :], mask=valid[:, None], other=0.0)
-    tile_p = tl.load(pseudo + in_own, mask=valid[:, None], other=0.0)
-    tile_dp = tl.load(grad_pseudo + in_own, mask=valid[:, None], other=0.0)
-    return tile_o, tile_p, tile_dp
+def grown_by(first, second, row, GATE: tl.constexpr):
+    """`exp(G)` of all rows, and `exp(G_C)`."""
+    if GATE == "cumulative" or GATE == "cumulative_log2":
+        grown = tl.exp2(first)
+        total = tl.exp2(second)
+    else:
+        grown = tl.exp2(sums(row[None, :] <= row[:, None], first, second))
+        # rows past the end do not decay
+        total = tl.sum(tl.where(row[:, None] == row.shape[0] - 1, grown, 0.0), axis=0)
+    return grown, total
+
+
+@triton.jit
+def shrunk_by(first, second, row, GATE: tl.constexpr):
+    """`exp(G_C - G)` of all rows."""
+    if GATE == "cumulative" or GATE == "cumulative_log2":
+        distance = second[None, :] - first
+    else:
+        distance = sums(row[None, :] > row[:, None], first, second)
+    return tl.exp2(distance)
+
+
+@triton.jit
+def value_tile(x, rows, value, valid):
+    return tl.load(x + rows + value[None, :], mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def through_states(
+    x,
+    rows,
+    valid,
+    states,
+    column,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`x S^T` by slices of value channels."""
+    found = tl.zeros([valid.shape[0], column.shape[0]], tl.float32)
+    for t in tl.range(0, V, BV, num_stages=1):
+        value = t + tl.arange(0, BV)
+        tile = value_tile(x, rows, value, valid)
+        state = tl.load(states + state_offsets(0, value, column, K, V, V_FIRST)).to(tile.dtype)
+        found = tl.dot(tile, state, acc=found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+    """`sum_v S dS'` by slices of value channels."""
+    whole = tl.zeros([column.shape[0]], tl.float32)
+    for t in tl.range(0, V, BV, num_stages=1):
+        in_state = state_offsets(0, t + tl.arange(0, BV), column, K, V, V_FIRST)
+        whole += tl.sum(tl.load(h + in_state).to(tl.float32) * tl.load(grad_h + in_state).to(tl.float32), axis=0)
+    return whole
+
+
+@triton.jit
+def value_tiles(v, v_token, grad_o, o_token, pseudo, grad_pseudo, in_own, row, value, valid, V: tl.constexpr):
+    """The chosen channels of `v, do, v', dv'`."""
+    tile_v = value_tile(v, row[:, None] * v_token, value, valid)
+    tile_o = value_tile(grad_o, row[:, None] * o_token, value, valid)
+    return (
+        tile_v,
+        tile_o,
+        value_tile(pseudo, in_own * V, value, valid),
+        value_tile(grad_pseudo, in_own * V, value, valid),
+    )
 
 
 @triton.jit
 def value_products(
-    grad_M,
-    Aqk,
-    of_beta,
-    v,
-    v_token,
-    grad_v,
-    grad_Aqk,
-    tile_M,
-    strength,
-    tile_o,
-    tile_p,
-    tile_dp,
-    own,
-    value,
-    row,
-    valid,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_M, Aqk, of_beta, tiles, tile_M, strength, grad_v, grad_Aqk, in_values, valid, PRECISION: tl.constexpr
 ):
-    """Adds the chosen value channels' part of `dM` (without beta), `dAqk` and `dbeta`; stores `dv`."""
-    tile_v = tl.load(v + row[:, None] * v_token + value[None, :], mask=valid[:, None], other=0.0)
+    """Adds the channels of `value_tiles` to `dM` (without beta), `dAqk` and `dbeta`; stores `dv`."""
+    tile_v, tile_o, tile_p, tile_dp = tiles
     grad_M = tl.dot(tile_dp, tl.trans(tile_v), acc=grad_M, input_precision=PRECISION)
     if grad_Aqk is not None:
         Aqk = tl.dot(tile_o, tl.trans(tile_p), acc=Aqk, input_precision=PRECISION)
     written = tl.dot(tl.trans(tile_M), tile_dp, input_precision=PRECISION)
     of_beta += tl.sum(written * tile_v.to(tl.float32), axis=1)
     written *= strength[:, None]
-    tl.store(grad_v + own * V + value[None, :], written.to(grad_v.dtype.element_ty), mask=valid[:, None])
+    tl.store(grad_v + in_values, written.to(grad_v.dtype.element_ty), mask=valid[:, None])
     return grad_M, Aqk, of_beta
-
-
-@triton.jit
-def state_products(
-    qg,
-    kg,
-    w,
-    whole,
-    h,
-    grad_h,
-    state,
-    value,
-    column,
-    tile_o,
-    tile_p,
-    tile_dp,
-    dtype: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Adds the chosen value channels' part of `do S^T`, `v' dS'^T`, `dv' S^T` and `sum_v S dS'`."""
-    in_state = state_offsets(state, value, column, K, V, V_FIRST)
-    before = tl.load(h + in_state).to(dtype)
-    after = tl.load(grad_h + in_state).to(dtype)
-    qg = tl.dot(tile_o, before, acc=qg, input_precision=PRECISION)
-    kg = tl.dot(tile_p, after, acc=kg, input_precision=PRECISION)
-    w = tl.dot(tile_dp, before, acc=w, input_precision=PRECISION)
-    whole += tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
-    return qg, kg, w, whole
 
 
 @triton.jit(
@@ -276,7 +287,6 @@ def wy_kernel(
     its own): matrices by token, `[B, T, HV, C]`, and states of `rows` chunks a batch row, packed without gaps between
     sequences.
     """
-    HELD: tl.constexpr = BV == V
     head, slot, batch, start, count = own_chunk(cu_seqlens, None, 0, slots, N, T, HV, C)
     state = slot
     if BY_TOKEN and cu_seqlens is not None:
@@ -285,6 +295,7 @@ def wy_kernel(
         count = tl.where(state < rows, count, 0)
     if count <= 0:
         return
+    HELD: tl.constexpr = BV == V
     qk_head = head // (HV // H)
     q += batch * q_batch + start * q_token + qk_head * q_head
     k += batch * k_batch + start * k_token + qk_head * k_head
@@ -292,14 +303,25 @@ def wy_kernel(
     v += batch * v_batch + start * v_token + head * v_head
     beta += batch * beta_batch + start * beta_token + head * beta_head
     grad_o += batch * o_batch + start * o_token + head * o_head
-    state = (state * HV + head) * K * V
+    own = (batch * T + start) * HV + head
+    pseudo += own * V
+    grad_pseudo += own * V
+    grad_v += own * V
+    grad_q += own * K
+    grad_k += own * K
+    grad_G += own * K
+    grad_beta += own
+    h += (state * HV + head) * K * V
+    grad_h += (state * HV + head) * K * V
+    matrix = own * C if BY_TOKEN else (slot * HV + head) * C * C
+    solved += matrix
+    grad_A += matrix
     dtype: tl.constexpr = pseudo.dtype.element_ty
     row = tl.arange(0, C)
     valid = row < count
     lower = row[:, None] >= row[None, :]
-    own = ((batch * T + start + row) * HV + head)[:, None]
-    slotted = (slot * HV + head) * C * C + row[:, None] * C
-    in_matrix = (own * C if BY_TOKEN else slotted) + row[None, :]
+    in_own = row[:, None] * HV
+    in_matrix = (in_own if BY_TOKEN else row[:, None]) * C + row[None, :]
     tile_M = tl.load(solved + in_matrix, mask=lower & valid[:, None], other=0.0).to(dtype)
     strength = write_strength(tl.load(beta + row * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
 
@@ -307,77 +329,77 @@ def wy_kernel(
     Aqk = tl.zeros([C, C], tl.float32)
     of_beta = tl.zeros([C], tl.float32)
     if HELD:
-        channels = tl.arange(0, V)
-        tile_o, tile_p, tile_dp = value_tiles(grad_o, o_token, pseudo, grad_pseudo, own, channels, row, valid, V)
+        value = tl.arange(0, V)
+        held = value_tiles(v, v_token, grad_o, o_token, pseudo, grad_pseudo, in_own, row, value, valid, V)
         grad_M, Aqk, of_beta = value_products(
-            *(grad_M, Aqk, of_beta, v, v_token, grad_v, grad_Aqk, tile_M, strength, tile_o, tile_p, tile_dp),
-            *(own, channels, row, valid, V, PRECISION),
+            *(grad_M, Aqk, of_beta, held, tile_M, strength, grad_v, grad_Aqk),
+            *(in_own * V + value[None, :], valid, PRECISION),
         )
     else:
         for t in tl.range(0, V, BV, num_stages=1):
             value = t + tl.arange(0, BV)
-            part_o, part_p, part_dp = value_tiles(grad_o, o_token, pseudo, grad_pseudo, own, value, row, valid, V)
+            tiles = value_tiles(v, v_token, grad_o, o_token, pseudo, grad_pseudo, in_own, row, value, valid, V)
             grad_M, Aqk, of_beta = value_products(
-                *(grad_M, Aqk, of_beta, v, v_token, grad_v, grad_Aqk, tile_M, strength, part_o, part_p, part_dp),
-                *(own, value, row, valid, V, PRECISION),
+                *(grad_M, Aqk, of_beta, tiles, tile_M, strength, grad_v, grad_Aqk),
+                *(in_own * V + value[None, :], valid, PRECISION),
             )
     if grad_Aqk is not None:
-        tl.store(grad_Aqk + slotted + row[None, :], tl.where(lower, Aqk, 0.0))
+        tl.store(grad_Aqk + matrix + in_matrix, tl.where(lower, Aqk, 0.0))
 
     rate = decay_rate(A_log, head)
-    norm_q = row_norms(q, row[:, None] * q_token, valid, C, K, BK, L2NORM)
-    norm_k = row_norms(k, row[:, None] * k_token, valid, C, K, BK, L2NORM)
+    norm_q = row_norms(q, row[:, None] * q_token, valid, C, K, 32, L2NORM)
+    norm_k = row_norms(k, row[:, None] * k_token, valid, C, K, 32, L2NORM)
+    last = row[:, None] == tl.minimum(count, C) - 1
     for s in tl.range(0, K, BK, num_stages=STAGES):
+        # in an order in which little is alive at a time
         column = s + tl.arange(0, BK)
-        tile_q = tl.load(q + row[:, None] * q_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        tile_k = tl.load(k + row[:, None] * k_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        qg = tl.zeros([C, BK], tl.float32)
-        kg = tl.zeros([C, BK], tl.float32)
-        w = tl.zeros([C, BK], tl.float32)
-        whole = tl.zeros([BK], tl.float32)
+        tile_q = value_tile(q, row[:, None] * q_token, column, valid)
+        tile_k = value_tile(k, row[:, None] * k_token, column, valid)
+        first, second = chunk_sums(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE)
         if HELD:
-            qg, kg, w, whole = state_products(
-                *(qg, kg, w, whole, h, grad_h, state, channels, column, tile_o, tile_p, tile_dp),
-                *(dtype, K, V, V_FIRST, PRECISION),
-            )
+            in_state = state_offsets(0, value, column, K, V, V_FIRST)
+            before = tl.load(h + in_state).to(dtype)
+            after = tl.load(grad_h + in_state).to(dtype)
+            whole = tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
+            w = tl.dot(held[3], before, input_precision=PRECISION)
         else:
-            for t in tl.range(0, V, BV, num_stages=1):
-                value = t + tl.arange(0, BV)
-                part_o, part_p, part_dp = value_tiles(grad_o, o_token, pseudo, grad_pseudo, own, value, row, valid, V)
-                qg, kg, w, whole = state_products(
-                    *(qg, kg, w, whole, h, grad_h, state, value, column, part_o, part_p, part_dp),
-                    *(dtype, K, V, V_FIRST, PRECISION),
-                )
-        grown, shrunk, total = chunk_exponentials(
-            g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE
-        )
-        tile_q *= norm_q[:, None]
-        tile_k *= norm_k[:, None]
+            whole = state_overlap(h, grad_h, column, K, V, BV, V_FIRST)
+            w = through_states(grad_pseudo, in_own * V, valid, h, column, K, V, BV, V_FIRST, PRECISION)
         # w came from `v' = u - w S`
         w = (-w).to(dtype)
+        grown, total = grown_by(first, second, row, GATE)
+        tile_k = tile_k.to(tl.float32) * norm_k[:, None]
         written = tile_k * grown
         grad_M = tl.dot(w, tl.trans(written.to(dtype)), acc=grad_M, input_precision=PRECISION)
         kG = tl.dot(tl.trans(tile_M), w, input_precision=PRECISION)
         of_beta += tl.sum(kG * written, axis=1)
         kG *= grown * strength[:, None]
+        if HELD:
+            qg = tl.dot(held[1], before, input_precision=PRECISION)
+        else:
+            qg = through_states(grad_o, row[:, None] * o_token, valid, h, column, K, V, BV, V_FIRST, PRECISION)
         qg *= grown * scale
-        kg *= shrunk
+        in_keys = in_own * K + column[None, :]
+        tl.store(grad_q + in_keys, qg, mask=valid[:, None])
+        G = tile_q.to(tl.float32) * norm_q[:, None] * qg + tile_k * kG
+        if HELD:
+            kg = tl.dot(held[2], after, input_precision=PRECISION)
+        else:
+            kg = through_states(pseudo, in_own * V, valid, grad_h, column, K, V, BV, V_FIRST, PRECISION)
+        kg *= shrunk_by(first, second, row, GATE)
+        tl.store(grad_k + in_keys, kG + kg, mask=valid[:, None])
         # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
-        last = row[:, None] == tl.minimum(count, C) - 1
         left = tl.where(last, 0.0, tile_k * kg)
-        G = tile_q * qg + tile_k * kG - left
+        G -= left
         G += tl.where(last, (tl.sum(left, axis=0) + whole * total)[None, :], 0.0)
-        in_own = own * K + column[None, :]
-        tl.store(grad_q + in_own, qg, mask=valid[:, None])
-        tl.store(grad_k + in_own, kG + kg, mask=valid[:, None])
-        tl.store(grad_G + in_own, G, mask=valid[:, None])
+        tl.store(grad_G + in_keys, G, mask=valid[:, None])
 
-    tl.store(grad_beta + (batch * T + start + row) * HV + head, of_beta, mask=valid)
+    tl.store(grad_beta + row * HV, of_beta, mask=valid)
     # of the matrix of which M = (I + A)^-1 is: -M^T dM M^T
     X = tl.dot(tl.trans(tile_M), (grad_M * strength[None, :]).to(dtype), input_precision=PRECISION)
     A = -tl.dot(X.to(dtype), tl.trans(tile_M), input_precision=PRECISION)
-    stored = valid[:, None] if BY_TOKEN else lower | True
-    tl.store(grad_A + in_matrix, tl.where(row[:, None] > row[None, :], A, 0.0), mask=stored)
+    below = row[:, None] > row[None, :]
+    tl.store(grad_A + in_matrix, tl.where(below, A, 0.0), mask=valid[:, None] | (not BY_TOKEN))
 
 
 @triton.jit
