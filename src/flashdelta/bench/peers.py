@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -43,3 +45,30 @@ def find_fla_decode() -> DecodePeer:
     except Exception as error:  # as in find_fla
         return DecodePeer(None, _absence(error))
     return DecodePeer(fused_recurrent_kda_fwd)
+
+
+@dataclass(frozen=True)
+class WyPeer:
+    """A peer's fused backward of the WY step, with the results and the arguments (by name) of `kernels.chunk_bwd_wy_dqkg`, sums
+    of log decays in base 2; or why there is none."""
+
+    wy: Callable[..., tuple] | None
+    absence: str | None = None
+
+
+def find_fla_wy() -> WyPeer:
+    """flash-linear-attention's launcher of its kernel."""
+    try:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
+    except Exception as error:  # as in find_fla
+        return WyPeer(None, _absence(error))
+    return WyPeer(chunk_kda_bwd_wy_dqkg_fused)
+
+
+def fla_chunk_indices(cu_seqlens: Tensor | None, chunk_size: int) -> Tensor | None:
+    """What FLA's launchers look chunks up in, made once for a training step; by default each of them makes its own."""
+    if cu_seqlens is None:
+        return None
+    from fla.ops.utils import prepare_chunk_indices
+
+    return prepare_chunk_indices(cu_seqlens, chunk_size)

@@ -113,9 +113,6 @@ def chunk_sums(
     if GATE == "cumulative" or GATE == "cumulative_log2":
         first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
-        if GATE == "cumulative":
-            first *= LOG2E
-            second *= LOG2E
     else:
         _, first, second = chunk_decays(
             g, dt_bias, row[:, None] * g_token, column, valid, head, rate, lower_bound, K, GATE
@@ -124,11 +121,17 @@ def chunk_sums(
 
 
 @triton.jit
+def exp_of(G, GATE: tl.constexpr):
+    """Of a sum of log decays as the gate `cumulative` or `cumulative_log2` has it."""
+    return tl.exp2(G * LOG2E if GATE == "cumulative" else G)
+
+
+@triton.jit
 def grown_by(first, second, row, GATE: tl.constexpr):
     """`exp(G)` of all rows, and `exp(G_C)`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
-        grown = tl.exp2(first)
-        total = tl.exp2(second)
+        grown = exp_of(first, GATE)
+        total = exp_of(second, GATE)
     else:
         grown = tl.exp2(sums(row[None, :] <= row[:, None], first, second))
         # rows past the end do not decay
@@ -140,10 +143,11 @@ def grown_by(first, second, row, GATE: tl.constexpr):
 def shrunk_by(first, second, row, GATE: tl.constexpr):
     """`exp(G_C - G)` of all rows."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
-        distance = second[None, :] - first
+        # of sums close to each other the difference is exact: before any product rounds them
+        shrunk = exp_of(second[None, :] - first, GATE)
     else:
-        distance = sums(row[None, :] > row[:, None], first, second)
-    return tl.exp2(distance)
+        shrunk = tl.exp2(sums(row[None, :] > row[:, None], first, second))
+    return shrunk
 
 
 @triton.jit
