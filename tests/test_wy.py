@@ -153,10 +153,10 @@ def test_hopper_comes_first_where_it_can_run_the_call(monkeypatch: pytest.Monkey
     call = make_wy(PLAIN)
     spec = check_wy(WyTensors(**{name: call[name] for name in TENSORS}))
     device = torch.device("cuda", 0)
-    assert kernels._choose(spec, device, "auto") == chosen
+    assert kernels.choose(spec, device, "auto") == chosen
     if chosen == "triton":
         with pytest.raises(ValueError, match=r"^backend: got 'hopper', wanted one that can run this call \(hopper: "):
-            kernels._choose(spec, device, "hopper")
+            kernels.choose(spec, device, "hopper")
 
 
 def test_the_chosen_kernel_runs(monkeypatch: pytest.MonkeyPatch):
@@ -167,7 +167,7 @@ def test_the_chosen_kernel_runs(monkeypatch: pytest.MonkeyPatch):
         return reference.chunk_bwd_wy_dqkg(spec, t)
 
     monkeypatch.setattr(kernels, "_hopper", lambda: SimpleNamespace(wy_dqkg=run))
-    monkeypatch.setattr(kernels, "_choose", lambda spec, device, backend: "hopper")
+    monkeypatch.setattr(kernels, "choose", lambda spec, device, backend: "hopper")
     call = make_wy(PLAIN)
     found = wy(**call)
     assert [spec.chunk_size for spec in seen] == [64]

@@ -87,7 +87,7 @@ def chunk_bwd_wy_dqkg(
     t = WyTensors(q, k, v, v_new, g, beta, A, h, dh, do, dv, cu_seqlens)
     options = {"scale": scale, "chunk_size": chunk_size, "state_v_first": state_v_first, "use_exp2": use_exp2}
     spec = check_wy(t, **options)
-    chosen = _choose(spec, t.q.device, backend)
+    chosen = choose(spec, t.q.device, backend)
     if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
         given = (getattr(t, name) for name in WY_NAMES)
         return torch.ops.flashdelta.chunk_bwd_wy_dqkg(*given, spec.scale, chunk_size, state_v_first, use_exp2, chosen)
@@ -119,7 +119,12 @@ def _hopper() -> ModuleType | None:
     return kernels if hasattr(kernels, "wy_dqkg") else None
 
 
-def _choose(spec: WySpec, device: torch.device, backend: str) -> str:
+def choose(spec: WySpec, device: torch.device, backend: str) -> str:
+    """The backend that runs the call, by name.
+
+    Raises:
+        ValueError: `backend` is none, or can't run this call.
+    """
     if backend not in ("auto", *_NAMES):
         raise ValueError(f"backend: got {backend!r}, wanted one of {('auto', *_NAMES)}")
     if backend != "auto":
