@@ -127,14 +127,15 @@ def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:
 def wy_config(spec: KdaSpec | WySpec, capability: int) -> WyConfig:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
-    Held value channels and two slices of states of 16 key channels leave room for two programs a multiprocessor (94 KB); slices
-    of 32 do not. `stages=3` is two buffers: with 2 the compiler copies a slice only once the one before it is used up.
+    On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two programs a multiprocessor
+    (94 KB); 32 do not, and spill. `stages=3` is two buffers: with 2 the compiler copies a slice only once the one before it is
+    used up. Elsewhere held operands would fill the registers.
     """
     if spec.dtype == torch.float32:
         return WyConfig(BK=16, BV=16, num_warps=4 if capability in (90, 100) else 8, stages=1)
     if capability == 90 and spec.V <= 128:
         return WyConfig(BK=16, BV=spec.V, num_warps=4, stages=3)
-    return WyConfig(BK=32, BV=32, num_warps=4, stages=1)
+    return WyConfig(BK=16, BV=min(spec.V, 64) if capability in (90, 100) else 32, num_warps=4, stages=1)
 
 
 def intra_config(spec: KdaSpec, capability: int) -> BackwardConfig:
