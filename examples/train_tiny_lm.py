@@ -6,7 +6,7 @@
     python examples/train_tiny_lm.py --losses run.json --compare examples/tiny_lm_losses.json --plot run.png
 
 On a GPU activations are bfloat16 (autocast) and parameters float32. `--losses` writes the loss of every step, `--compare` holds
-the last held-out loss against such a file's (exit code 1 past 1 %), and `--plot` draws both.
+the last held-out loss against such a file's (exit code 1 if it is more than 1 % above), and `--plot` draws both.
 
 The text is the prose of `pydoc_data.topics` (the Python language reference, about a quarter of a million characters)
 and whatever `--text` adds. Every 20th paragraph is held out; the validation loss is measured on those.
@@ -138,11 +138,11 @@ class Record:
 
 
 TOLERANCE = 0.01
-"""Of the last held-out loss against the reference's."""
+"""How far the last held-out loss may be above the reference's."""
 
 
 def compare(found: dict, reference: dict) -> tuple[bool, str]:
-    """Whether the last held-out loss is within 1 % of the reference's, and what to say about it.
+    """Whether the last held-out loss is at most 1 % above the reference's, and what to say about it.
 
     Raises:
         ValueError: the runs are not comparable.
@@ -155,7 +155,7 @@ def compare(found: dict, reference: dict) -> tuple[bool, str]:
         raise ValueError("compare: got a run with other evaluations, wanted the same --steps and --every")
     ours, theirs = (list(run["held_out"].values())[-1] for run in (found, reference))
     off = ours / theirs - 1
-    return abs(off) <= TOLERANCE, f"held out {ours:.4f}, reference {theirs:.4f}: {off:+.2%}"
+    return off <= TOLERANCE, f"held out {ours:.4f}, reference {theirs:.4f}: {off:+.2%}"
 
 
 def smooth(losses: list[float], width: int = 20) -> Tensor:
@@ -255,7 +255,7 @@ def main() -> None:
     losses = record.as_json(options)
     reference = json.loads(options.compare.read_text()) if options.compare else None
     if options.losses is not None:
-        options.losses.write_text(json.dumps(losses, indent=1) + "\n")
+        options.losses.write_text(json.dumps(losses) + "\n")
     if options.plot is not None:
         plot(losses, reference, options.plot)
     if reference is not None:
