@@ -202,7 +202,7 @@ def gradient_errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[d
 @dataclass(frozen=True)
 class Outcome:
     """One contender in one row: an eager call, its replay from a CUDA graph, errors by gradient (`gradient_errors`), bytes
-    allocated at the peak above the inputs, or why there is no time."""
+    allocated at the peak above the inputs, or why there is no time, or no graph."""
 
     ms: Timing | None = None
     graph_ms: Timing | None = None
@@ -211,6 +211,7 @@ class Outcome:
     peak_bytes: int | None = None
     first_call_s: float | None = None
     problem: str | None = None
+    graph_problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,16 @@ def _admit(call: Run, truth: Sequence[Tensor], device: torch.device, tolerance: 
     return Outcome(None, None, error, largest, peak, seconds, problem)
 
 
+def _captured(call: Run, outcome: Outcome, device: torch.device) -> tuple[Run | None, Outcome]:
+    """The call's replay from a CUDA graph, if there is one, and the outcome with why not."""
+    if device.type != "cuda":
+        return None, outcome
+    try:
+        return capture(call)[0], outcome
+    except Exception as failure:  # as in _admit
+        return None, replace(outcome, graph_problem=summarize(failure))
+
+
 def measure_wy(case: WyCase, setup: WySetup) -> dict:
     """One row of the document."""
     inputs = wy_inputs(case.shape, setup.device)
@@ -260,13 +271,13 @@ def measure_wy(case: WyCase, setup: WySetup) -> dict:
         outcomes[name] = _admit(call, truth, setup.device, TOLERANCE if name == "ours" else None)
         if outcomes[name].problem is None:
             runs[name] = call
-            if setup.device.type == "cuda":
-                runs[f"{name} graph"], _ = capture(call)
+            graph, outcomes[name] = _captured(call, outcomes[name], setup.device)
+            runs |= {f"{name} graph": graph} if graph is not None else {}
     del truth
     for name, timing in take_turns(runs, setup.timer, setup.effort).items():
         contender, _, graph = name.partition(" ")
         outcomes[contender] = replace(outcomes[contender], **{"graph_ms" if graph else "ms": timing})
-    times = {name: kernel_ms(asdict(outcome)) for name, outcome in outcomes.items()}
+    times = kernel_ms({name: asdict(outcome) for name, outcome in outcomes.items()})
     floor_ms = moved_bytes(case.shape) / setup.ceilings.copy_tb_s / 1e9
     share = times["ours"] / times["fla"] if times["ours"] and times["fla"] else None
     backend = None
@@ -289,10 +300,11 @@ def measure_wy(case: WyCase, setup: WySetup) -> dict:
     }
 
 
-def kernel_ms(outcome: dict) -> float | None:
-    """The median of a contender without host time, where there is one; else of its eager calls."""
-    timing = outcome["graph_ms"] or outcome["ms"]
-    return timing["median"] if timing else None
+def kernel_ms(outcomes: Mapping[str, dict]) -> dict[str, float | None]:
+    """The medians of a row's contenders without host time, if all that were timed have such; else of their eager calls."""
+    timed = [outcome for outcome in outcomes.values() if outcome["ms"]]
+    key = "graph_ms" if all(outcome["graph_ms"] for outcome in timed) else "ms"
+    return {name: outcome[key]["median"] if outcome["ms"] else None for name, outcome in outcomes.items()}
 
 
 def run_wy(

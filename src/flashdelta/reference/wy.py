@@ -15,11 +15,9 @@ from .sequences import chunk_slots
 
 def chunk_bwd_wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
     """In float32, or in float64 for inputs in float64; zeros for tokens of no sequence."""
-    found = WyGradients.allocate(spec, t)
     if spec.B * spec.T == 0 or spec.N == 0:
-        for x in found.in_order():
-            x.zero_()
-        return found
+        return WyGradients(*(x.zero_() for x in WyGradients.allocate(spec, t).in_order()))
+    wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
     tokens = KdaTensors(q=t.q, k=t.k, v=t.v, g=t.g, beta=t.beta, cu_seqlens=t.cu_seqlens)
     call = spec_of(tokens, KdaSettings(scale=spec.scale, chunk_size=spec.chunk_size))
     slots = chunk_slots(call, tokens)
@@ -29,11 +27,11 @@ def chunk_bwd_wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
     chunk_ends = slots.valid.sum(-1).sub(1).clamp(min=0)
 
     def chunks(x: Tensor) -> Tensor:
-        x = x.to(found.q.dtype)
+        x = x.to(wide)
         return to_chunks(x if x.shape[2] == spec.HV else x.repeat_interleave(spec.group, 2), spec.chunk_size, slots)
 
     def states(x: Tensor) -> Tensor:
-        x = x.to(found.q.dtype).flatten(0, 1)[row, None]
+        x = x.to(wide).flatten(0, 1)[row, None]
         return x.mT if spec.state_v_first else x
 
     q, k, v, pseudo, G, M = (chunks(x) for x in (t.q, t.k, t.v, t.v_new, t.g, t.A))
