@@ -16,6 +16,7 @@ from flashdelta.bench.peers import Peer, WyPeer
 from flashdelta.bench.protocol import Ceilings, Effort
 from flashdelta.bench.train import TRAIN, TrainCase, run_train
 from flashdelta.bench.wy import GRADIENTS, WY, WyCase, run_wy, wy_inputs, wy_truth
+from flashdelta.cli.bench import show_results
 
 CPU = torch.device("cpu")
 SMALL = Shape(T=70, H=1, HV=2, K=32, V=64)
@@ -226,4 +227,25 @@ def test_plot_of_wy(tmp_path):
         gradients_report.plot_wy(document, tmp_path / "plot.png")
     document["rows"][0]["shape"] |= {"H": 32, "HV": 32}
     gradients_report.plot_wy(document, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+# ---- the commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "run", "cases", "peer"),
+    [("train", run_train, TRAIN_ROWS[:1], Peer), ("wy", run_wy, WY_ROWS[:1], WyPeer)],
+)
+def test_a_saved_result_is_shown_and_plotted(tmp_path, capsys, benchmark, run, cases, peer):
+    document = dry_run(run, tmp_path, cases, peer(None, "FLA is not here"))
+    if benchmark == "train":
+        for name in ("ours", "fla"):
+            document["rows"][0][name]["kernels"] = [{"kernel": "wy_kernel", "ms": 1.0, "launches": 1.0}]
+    else:
+        document["rows"][0]["shape"] |= {"H": 32, "HV": 32}
+    report.save(document, tmp_path / "results.json")
+    pytest.importorskip("matplotlib")
+    show_results(tmp_path / "results.json", tmp_path / "plot.png")
+    assert f"{benchmark} on CPU" in capsys.readouterr().out
     assert (tmp_path / "plot.png").stat().st_size > 1000
