@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 
-from ..gradients import INPUTS, incoming
+from ..cases import FP32
+from ..gradients import INPUTS, gradients, incoming
+from ..inputs import TOKEN_TENSORS, sequence_calls
 from ..test_training import example
 from .calls import KIMI, gpu_call
 
@@ -77,3 +80,16 @@ def test_compiled_gradients_are_the_same_bits():
         torch.autograd.grad(f(leaves), list(leaves.values()), grad_o.to(call["v"].dtype)) for f in (compiled, step)
     )
     assert all(torch.equal(x, y) for x, y in zip(found, want))
+
+
+@pytest.mark.parametrize("lengths", [(1, 63, 0, 200), (64, 65)], ids=str)
+def test_packed_gradients_are_those_of_each_sequence(lengths: tuple[int, ...], backend: str):
+    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=lengths, state=FP32), backend=backend)
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    start = 0
+    for n, alone in enumerate(sequence_calls(call)):
+        own = slice(start, start := start + lengths[n])
+        found = gradients(alone, grad_o[:, own], grad_final[n : n + 1])
+        assert all(torch.equal(found[name], together[name][:, own]) for name in TOKEN_TENSORS)
+        assert torch.equal(found["initial_state"], together["initial_state"][n : n + 1])
