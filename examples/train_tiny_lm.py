@@ -3,6 +3,10 @@
     python examples/train_tiny_lm.py                     # the shipped weights' settings
     python examples/train_tiny_lm.py --steps 200 --out /tmp/model.safetensors
     python examples/train_tiny_lm.py --device cuda --text my_book.txt
+    python examples/train_tiny_lm.py --losses run.json --compare examples/tiny_lm_losses.json --plot run.png
+
+On a GPU activations are bfloat16 (autocast) and parameters float32. `--losses` writes the loss of every step, `--compare` holds
+the last held-out loss against such a file's (exit code 1 if it is more than 1 % above), and `--plot` draws both.
 
 The text is the prose of `pydoc_data.topics` (the Python language reference, about a quarter of a million characters)
 and whatever `--text` adds. Every 20th paragraph is held out; the validation loss is measured on those.
@@ -11,11 +15,13 @@ and whatever `--text` adds. Every 20th paragraph is held out; the validation los
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -101,19 +107,84 @@ def schedule(steps: int) -> Callable[[int], float]:
 
 @dataclass
 class Record:
-    """What is printed at every evaluation: losses in nats per character, seconds since the start."""
+    """Losses in nats per character: of every step, and held out by the step after which they were taken. `text` is how many
+    characters there are to train on, and held out."""
 
     console: Console
-    start: float
+    text: tuple[int, int]
+    start: float = field(default_factory=time.monotonic)
+    train: list[Tensor] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
+    shown: int = 0
 
     def header(self) -> None:
         self.console.print(f"{'step':>6} {'train':>7} {'held out':>9} {'seconds':>8}")
 
-    def line(self, step: int, train: float, held_out: float) -> None:
-        self.console.print(f"{step:>6} {train:>7.3f} {held_out:>9.3f} {time.monotonic() - self.start:>8.0f}")
+    def line(self, held_out: float) -> None:
+        """Prints the mean of the steps since the line before."""
+        step = len(self.train)
+        mean = float(torch.stack(self.train[self.shown :]).mean())
+        self.held_out[step], self.shown = held_out, step
+        self.console.print(f"{step:>6} {mean:>7.3f} {held_out:>9.3f} {time.monotonic() - self.start:>8.0f}")
+
+    def as_json(self, options: argparse.Namespace) -> dict:
+        named = ("steps", "batch", "length", "rate", "seed", "backend", "device")
+        return {
+            "settings": {name: getattr(options, name) for name in named},
+            "text": list(self.text),
+            "held_out": {str(step): loss for step, loss in self.held_out.items()},
+            "train": [round(float(loss), 5) for loss in torch.stack(self.train).tolist()],
+        }
 
 
-def train(options: argparse.Namespace, console: Console) -> KdaLanguageModel:
+TOLERANCE = 0.01
+"""How far the last held-out loss may be above the reference's."""
+
+
+def compare(found: dict, reference: dict) -> tuple[bool, str]:
+    """Whether the last held-out loss is at most 1 % above the reference's, and what to say about it.
+
+    Raises:
+        ValueError: the runs are not comparable.
+    """
+    if found["text"] != reference["text"]:
+        raise ValueError(
+            f"compare: got a run on {reference['text']} characters, wanted one on the same {found['text']}"
+        )
+    if found["held_out"].keys() != reference["held_out"].keys():
+        raise ValueError("compare: got a run with other evaluations, wanted the same --steps and --every")
+    ours, theirs = (list(run["held_out"].values())[-1] for run in (found, reference))
+    off = ours / theirs - 1
+    return off <= TOLERANCE, f"held out {ours:.4f}, reference {theirs:.4f}: {off:+.2%}"
+
+
+def smooth(losses: list[float], width: int = 20) -> Tensor:
+    """Means of `width` steps in a row."""
+    return torch.tensor(losses).unfold(0, width, 1).mean(1)
+
+
+def plot(found: dict, reference: dict | None, path: Path) -> None:
+    """Training and held-out losses against the step, the reference's beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for run, name, color in ((reference, "reference", "gray"), (found, found["settings"]["backend"], "C0")):
+        if run is None:
+            continue
+        if len(run["train"]) >= 20:
+            means = smooth(run["train"])
+            label = f"{name}: training, means of 20 steps"
+            axes.plot(range(20, 20 + len(means)), means, color=color, alpha=0.6, label=label)
+        steps = [int(step) for step in run["held_out"]]
+        axes.plot(steps, list(run["held_out"].values()), "o--", color=color, label=f"{name}: held out")
+    axes.set(xlabel="step", ylabel="nats per character", title="Training the demo's model")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def train(options: argparse.Namespace, console: Console) -> tuple[KdaLanguageModel, Record]:
     """Trains and returns the model; saves it at every evaluation, so that an interrupted run leaves a usable file."""
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
@@ -124,29 +195,32 @@ def train(options: argparse.Namespace, console: Console) -> KdaLanguageModel:
     console.print(f"{len(tokens):,} characters, {len(held_out):,} held out; {size:,} parameters")
     optimizer = optimizer_of(model, options.rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(options.steps))
-    record, running = Record(console, time.monotonic()), []
+    kind = torch.device(options.device).type
+    half = torch.autocast(kind, torch.bfloat16, enabled=options.autocast)
+    record = Record(console, (len(tokens), len(held_out)))
     record.header()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("training", total=options.steps)
         for step in range(1, options.steps + 1):
             windows = batches(tokens, options.batch, options.length, generator).to(options.device)
-            loss = loss_of(model, windows)
+            with half:
+                loss = loss_of(model, windows)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-            running.append(loss.detach())
+            record.train.append(loss.detach())
             progress.advance(task)
             if step % options.every == 0 or step == options.steps:
-                held_out_loss = validation_loss(model, held_out, options.batch, options.length)
-                record.line(step, float(torch.stack(running).mean()), held_out_loss)
-                running.clear()
-                save_model(model, options.out)
-    return model
+                with half:
+                    record.line(validation_loss(model, held_out, options.batch, options.length))
+                if options.out is not None:
+                    save_model(model, options.out)
+    return model, record
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--batch", type=int, default=6, help="sequences a step")
@@ -158,17 +232,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, action="append", default=[], help="another text file (repeatable)")
     parser.add_argument("--backend", choices=NAMES, default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    parser.add_argument(
+        "--autocast", action=argparse.BooleanOptionalAction, help="activations in bfloat16 (default: on a GPU)"
+    )
+    parser.add_argument("--losses", type=Path, help="write the losses to this JSON file")
+    parser.add_argument("--compare", type=Path, help="such a file of the reference")
+    parser.add_argument("--plot", type=Path, help="draw the losses into this file")
+    options = parser.parse_args(arguments)
+    if options.autocast is None:
+        options.autocast = torch.device(options.device).type == "cuda"
+    return options
 
 
 def main() -> None:
     options, console = parse(), Console(highlight=False)
-    model = train(options, console).eval()
+    model, record = train(options, console)
     generator = torch.Generator(options.device).manual_seed(options.seed)
     prompt = encode(PROMPT)[None].to(options.device)
-    continuation = model.generate(prompt, 300, temperature=0.5, generator=generator)
+    continuation = model.eval().generate(prompt, 300, temperature=0.5, generator=generator)
     console.print(f"\n{PROMPT}{decode(continuation[0])}", markup=False)
     console.print(f"\nsaved {options.out} ({options.out.stat().st_size / 2**20:.2f} MiB)")
+    losses = record.as_json(options)
+    reference = json.loads(options.compare.read_text()) if options.compare else None
+    if options.losses is not None:
+        options.losses.write_text(json.dumps(losses) + "\n")
+    if options.plot is not None:
+        plot(losses, reference, options.plot)
+    if reference is not None:
+        close, said = compare(losses, reference)
+        console.print(said)
+        sys.exit(0 if close else 1)
 
 
 if __name__ == "__main__":

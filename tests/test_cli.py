@@ -169,7 +169,9 @@ def test_demo_refuses_an_empty_prompt():
     assert "prompt: got an empty text" in result.stderr
 
 
-BENCHMARKS = [("bench", name) for name in ("prefill", "classic", "kernels", "split", "decode", "startup")]
+BENCHMARKS = [
+    ("bench", name) for name in ("prefill", "classic", "kernels", "split", "decode", "train", "wy", "startup")
+]
 
 
 @pytest.mark.parametrize("command", [("verify",), ("demo",), *BENCHMARKS])
@@ -187,7 +189,7 @@ def test_impossible_device_is_refused(device):
     assert f"got '{device}'" in result.stderr
 
 
-@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "split", "decode"])
+@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "split", "decode", "train", "wy"])
 def test_benchmarks_of_full_size_need_a_gpu(benchmark):
     result = run("bench", benchmark, "--device", "cpu")
     assert result.exit_code == 2

@@ -16,6 +16,7 @@ from .errors import wrong
 
 if TYPE_CHECKING:
     from .spec import KdaSpec, KdaTensors
+    from .wy_spec import WySpec
 
 CHECKPOINT_MULTIPLE = 16
 
@@ -36,6 +37,13 @@ def check_offsets(cu_seqlens: torch.Tensor, T: int) -> None:
             raise wrong("cu_seqlens", f"offsets that fall from {a} to {b}", "offsets that never fall")
     if offsets[-1] > T:
         raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {T}")
+
+
+def check_rows(spec: WySpec, cu_seqlens: torch.Tensor) -> None:
+    """`h` must hold every chunk of a packed batch."""
+    chunks = int(((cu_seqlens.diff() + spec.chunk_size - 1) // spec.chunk_size).sum())
+    if chunks > spec.rows:
+        raise wrong("h", f"{spec.rows} rows", f"one for each of the {chunks} chunks")
 
 
 def check_pool(spec: KdaSpec, t: KdaTensors) -> None:

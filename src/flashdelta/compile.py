@@ -35,6 +35,8 @@ from .triton.gradients import Gradients
 from .triton.gradients import launches as backward_launches
 from .triton.launch import commit_launch
 from .triton.launch import launches as triton_launches
+from .triton.wy import launch as wy_launch
+from .wy_spec import WyGradients, WyTensors, check_wy
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 TYPES = {
@@ -64,7 +66,8 @@ class Cost:
 @dataclass(frozen=True)
 class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
-    of `decode` alone; `algorithm="commit"` takes the dtype and layout of states only."""
+    of `decode` alone; `algorithm="commit"` takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no
+    gate."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -95,6 +98,8 @@ class Variant:
             return self._decode(arch)
         if self.algorithm == "commit":
             return [commit_launch(*self._commit())]
+        if self.algorithm == "wy":
+            return [self._wy(arch)]
         H, T, N = self.heads, 4 * self.chunk_size, 1
         make = _make(self.dtype)
         state = self._states(N)
@@ -173,6 +178,24 @@ class Variant:
         pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
         return check_commit(CommitTensors(pool, states, index(2), index(2)), "negative")
 
+    def _wy(self, arch: int) -> Launch:
+        make, wide = _make(self.dtype), _make(torch.float32)
+        H, chunks, C = self.heads, 4, self.chunk_size
+        keys, values = (1, chunks * C, H, self.K), (1, chunks * C, H, self.V)
+        states = make(1, chunks, *self._states(1)[1:])
+        t = WyTensors(
+            **{name: make(keys) for name in ("q", "k")},
+            **{name: make(values) for name in ("v", "v_new", "do", "dv")},
+            g=wide(keys),
+            beta=wide(keys[:3]),
+            A=make(*keys[:3], C),
+            h=states,
+            dh=states,
+            cu_seqlens=_make(torch.int32)(3) if self.packed else None,
+        )
+        spec = check_wy(t, chunk_size=C, state_v_first=self.state_v_first, use_exp2=True)
+        return wy_launch(spec, t, arch, WyGradients.allocate(spec, t))
+
 
 def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return functools.partial(torch.empty, dtype=dtype, device="meta")
@@ -196,6 +219,11 @@ VARIANTS = (
     Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
     Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
     Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
+    Variant("wy bf16 K128 V128", algorithm="wy"),
+    Variant("wy bf16 K128 V128 fixed length, V first", algorithm="wy", packed=False, state_v_first=True),
+    Variant("wy bf16 K64 V64 chunk 32", algorithm="wy", K=64, V=64, chunk_size=32),
+    Variant("wy bf16 K256 V256", algorithm="wy", K=256, V=256),
+    Variant("wy fp32 K128 V128", algorithm="wy", dtype=torch.float32),
     Variant("bf16 K32 V64", K=32, V=64),
     Variant("bf16 K64 V32", K=64, V=32),
     Variant("bf16 K256 V256", K=256, V=256, gate="none"),

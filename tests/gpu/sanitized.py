@@ -1,5 +1,5 @@
 """Small sets of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized [backend] [races] [decode]`.
-With `decode`, steps of `recurrent_kda` alone.
+With `decode`, steps of `recurrent_kda` alone; with `backward`, gradients and the WY step's backward alone.
 
 Without PyTorch's caching allocator (PYTORCH_NO_CUDA_MEMORY_CACHING=1) every tensor is an allocation of its own, so a
 read or write past its end is seen.
@@ -17,8 +17,10 @@ from flashdelta.triton import config
 
 from ..cases import BF16, BY_NAME, FP32, named
 from ..decoding import STEPS, make_step
+from ..gradients import gradients, incoming
 from ..inputs import make_call
 from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, on_gpu
 
 CASES = [
@@ -36,6 +38,12 @@ RACE_CASES = [
     *(replace(model, H=2, HV=2, lengths=(1, 0, 65, 64), state=FP32) for model in (KIMI, UNBOUNDED)),
 ]
 """Looking for races takes far longer than looking at addresses."""
+
+WY_CASES = [
+    WyCase(name=f"sanitized{i}", why="a tail, empty sequences", K=128, V=V, lengths=lengths, v_first=v_first)
+    for i, (V, v_first) in enumerate(((128, False), (64, True)))
+    for lengths in (None, (1, 0, 65, 64))
+]
 
 DECODE_RACES = ("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256")
 
@@ -59,6 +67,33 @@ def race_calls() -> list[dict]:
     return found + [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
 
 
+def on_device(call: dict) -> dict:
+    """The call, made on the CPU, so that few kernels but ours run."""
+    return {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+
+
+def run_backward(backend: str, races: bool) -> int:
+    """The number of calls that ran. Offsets that lie are among them, but not where only races are looked for."""
+    ran = 0
+    for case in RACE_CASES if races else CASES:
+        call = make_call(replace(case, h=False), BF16) | {"backend": backend}
+        if backend == "triton":
+            grads = incoming(call)
+            gradients(on_device(call), *(x.cuda() for x in grads))
+            ran += 1
+    steps = [make_wy(case, BF16) for case in WY_CASES]
+    if not races:
+        steps += [steps[1] | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
+    for call in steps:
+        try:
+            fd.kernels.chunk_bwd_wy_dqkg(**on_device(call), backend=backend)
+            ran += 1
+        except ValueError:  # Hopper's declines it
+            if backend == "triton":
+                raise
+    return ran
+
+
 def run(op, call: dict, backend: str) -> int:
     """The number of calls that ran: 0 if the backend declines, which the portable one may not."""
     verdicts = {v.backend: v for v in fd.explain(op, **call).verdicts}
@@ -70,22 +105,20 @@ def run(op, call: dict, backend: str) -> int:
 
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
-    races = "races" in sys.argv[2:]
+    races, decode, backward = (word in sys.argv[2:] for word in ("races", "decode", "backward"))
     chosen = race_calls() if races else calls()
-    chosen = [] if "decode" in sys.argv[2:] else chosen
     ran = 0
-    for call in chosen:
-        # made on the CPU, so that few kernels but ours run
-        call = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    for call in map(on_device, chosen if not decode and not backward else ()):
         ran += run(fd.chunk_kda, call, backend)
         if not races:
             ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
-    if backend == "triton":
+    if backend == "triton" and not backward:
         for few in (config.DECODE_FEW, 0):
             config.DECODE_FEW = few
             for call in decode_calls(races):
-                on_device = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-                ran += run(fd.recurrent_kda, on_device, backend)
+                ran += run(fd.recurrent_kda, on_device(call), backend)
+    if backward:
+        ran += run_backward(backend, races)
     torch.cuda.synchronize()
     print(f"{ran} calls")
 

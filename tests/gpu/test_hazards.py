@@ -23,6 +23,9 @@ ROOT = Path(__file__).parent.parent.parent
 FOUND_ERRORS = 86
 """Exit status that means the sanitizer found an error, not that it could not run."""
 
+KINDS = ("", "backward")
+"""Words to `tests.gpu.sanitized`: forward passes and decoding, or backward passes."""
+
 READ_PAST_THE_END = """
 import torch, triton, triton.language as tl
 @triton.jit
@@ -93,8 +96,9 @@ def _hands_over(file: str, line: str) -> bool:
     )
 
 
-def test_memcheck_finds_nothing(backend: str):
-    done = memcheck("-m", "tests.gpu.sanitized", backend)
+@pytest.mark.parametrize("kind", KINDS)
+def test_memcheck_finds_nothing(backend: str, kind: str):
+    done = memcheck("-m", "tests.gpu.sanitized", backend, *kind.split())
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     assert "ERROR SUMMARY: 0 errors" in done.stdout
 
@@ -107,8 +111,10 @@ def test_memcheck_would_find_a_read_past_the_end(tmp_path: Path):
     assert done.returncode != 0
 
 
-def test_racecheck_finds_no_error(backend: str):
-    done = sanitized("racecheck", ["--print-limit", "20"], "-m", "tests.gpu.sanitized", backend, "races")
+@pytest.mark.parametrize("kind", KINDS)
+def test_racecheck_finds_no_error(backend: str, kind: str):
+    calls = ("-m", "tests.gpu.sanitized", backend, "races", *kind.split())
+    done = sanitized("racecheck", ["--print-limit", "20"], *calls)
     print(done.stdout[-12_000:])
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     if re.search(r"^0 calls", done.stdout, re.MULTILINE):

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashdelta.triton import config
+
 from ..cases import BF16, CASES, LENGTH_CASES, Case, case_id
 from ..gradients import gradients, incoming, relative_errors, true_gradients
 from ..inputs import TOKEN_TENSORS, make_call
@@ -42,6 +44,17 @@ def test_gradients_are_those_of_the_reference(case: Case):
         found = gradients(call | {"backend": "triton"}, *grads)
     # a state in bfloat16 is rounded, and so are its gradient and the final state's
     assert_gradients(found, true_gradients(call, *grads), 5e-3 if case.state == BF16 else TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["bounded", "softplus", "gva2", "packed", "chunk32"])
+def test_gradients_with_held_value_channels(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As `wy` is launched on Hopper."""
+    monkeypatch.setattr(config, "wy_config", lambda spec, capability: config.WyConfig(16, spec.V, 4, 3))
+    call = make_call(next(case for case in KINDS if case.name == name))
+    grads = incoming(call)
+    with poisoned_memory():
+        found = gradients(call | {"backend": "triton"}, *grads)
+    assert_gradients(found, true_gradients(call, *grads))
 
 
 def test_gradients_have_their_inputs_dtypes():

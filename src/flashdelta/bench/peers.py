@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,3 +44,29 @@ def find_fla_decode() -> DecodePeer:
     except Exception as error:  # as in find_fla
         return DecodePeer(None, _absence(error))
     return DecodePeer(fused_recurrent_kda_fwd)
+
+
+@dataclass(frozen=True)
+class WyPeer:
+    """A peer's fused backward of the WY step, or why there is none. `bind(**inputs)` makes the call on the tensors of
+    `kernels.chunk_bwd_wy_dqkg`, by its argument names and with sums of log decays in base 2; the call returns its results."""
+
+    bind: Callable[..., Callable[[], tuple]] | None
+    absence: str | None = None
+
+
+def find_fla_wy() -> WyPeer:
+    """flash-linear-attention's launcher of its kernel. What it looks chunks up in is made when binding: a training step makes
+    it once for all its kernels."""
+    try:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
+        from fla.ops.utils import prepare_chunk_indices
+    except Exception as error:  # as in find_fla
+        return WyPeer(None, _absence(error))
+
+    def bind(chunk_size: int = 64, **inputs: object) -> Callable[[], tuple]:
+        offsets = inputs.get("cu_seqlens")
+        indices = None if offsets is None else prepare_chunk_indices(offsets, chunk_size)
+        return functools.partial(chunk_kda_bwd_wy_dqkg_fused, **inputs, chunk_size=chunk_size, chunk_indices=indices)
+
+    return WyPeer(bind)

@@ -174,6 +174,18 @@ def _gemm_ms(device: torch.device, timer: Timer, size: int, effort: Effort) -> f
     return take_turns({"gemm": lambda: torch.mm(a, b, out=c)}, timer, effort)["gemm"].median
 
 
+def peak_above(run: Run, device: torch.device) -> int | None:
+    """Bytes that `run` allocates at its peak beyond what was there before; None where nobody counts them."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 def summarize(error: Exception) -> str:
     """An exception in one line of a document."""
     lines = str(error).strip().splitlines()

@@ -95,7 +95,7 @@ def _error(x: float | str | None) -> str:
     return "-" if x is None else f"{float(x):.1e}"
 
 
-def _met(row: dict) -> str:
+def met(row: dict) -> str:
     if row["met"] is None:
         return "-"
     return f"{row['gate']}: " + ("[green]met[/green]" if row["met"] else "[red]not met[/red]")
@@ -113,13 +113,13 @@ def prefill_table(document: dict) -> Table:
             _errors(row["ours"]),
             _errors(row["fla"]),
             "-" if row["must_ms"] is None else f"{row['must_ms']:.2f}",
-            _met(row),
+            met(row),
         ]
 
-    return _row_table(document, columns, lambda row: [cells(row)])
+    return row_table(document, columns, lambda row: [cells(row)])
 
 
-def _row_table(document: dict, columns: Sequence[str], lines: Callable[[dict], list[list[str]]]) -> Table:
+def row_table(document: dict, columns: Sequence[str], lines: Callable[[dict], list[list[str]]]) -> Table:
     """A table of the document's rows, each with one or more `lines`, whose cells stand behind the row's name."""
     table = Table(title=headline(document), title_justify="left", caption_justify="left")
     for column in ("case", *columns):
@@ -146,7 +146,7 @@ def classic_table(document: dict) -> Table:
         ]
         return [*_times(row), *errors]
 
-    return _row_table(document, (*TIME_COLUMNS, *columns), lambda row: [cells(row)])
+    return row_table(document, (*TIME_COLUMNS, *columns), lambda row: [cells(row)])
 
 
 def _is_split(row: dict) -> bool:
@@ -172,7 +172,7 @@ def split_table(document: dict) -> Table:
             *(_errors(row[name]) for name in ("ours", "whole", "fla")),
         ]
 
-    return _row_table(document, columns, lambda row: [cells(row)])
+    return row_table(document, columns, lambda row: [cells(row)])
 
 
 def kernels_table(document: dict) -> Table:
@@ -212,7 +212,7 @@ def kernels_table(document: dict) -> Table:
             number("waves", ".2f"),
         ]
 
-    return _row_table(document, columns, lambda row: [cells(kernel) for kernel in row["kernels"]])
+    return row_table(document, columns, lambda row: [cells(kernel) for kernel in row["kernels"]])
 
 
 def prefill_markdown(document: dict, table: str = "prefill") -> str:
@@ -271,11 +271,11 @@ def headline(document: dict) -> str:
 
 def prefill_summary(document: dict) -> list[str]:
     """What a reader should take away: gates met, and everything that is missing with its reason."""
-    gates = _gates(document, lambda row: f"{row['ours']['ms']['median']:.3f}")
-    return [gates, *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+    judged = gates(document, lambda row: f"{row['ours']['ms']['median']:.3f}")
+    return [judged, *correctness(document), *absences(document, fla="FLA", graph="CUDA graph")]
 
 
-def _gates(document: dict, measured: Callable[[dict], str]) -> str:
+def gates(document: dict, measured: Callable[[dict], str]) -> str:
     """How many gates are met, and the rows that miss theirs with what was `measured`."""
     gated = [row for row in document["rows"] if row["met"] is not None]
     if not gated:
@@ -292,7 +292,7 @@ def classic_summary(document: dict) -> list[str]:
     if speedups:
         mean = statistics.geometric_mean(speedups)
         lines.append(f"FLA/ours: {mean:.2f}x (geometric mean of {len(speedups)} rows, least {min(speedups):.2f}x)")
-    return [*lines, *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+    return [*lines, *correctness(document), *absences(document, fla="FLA", graph="CUDA graph")]
 
 
 def kernels_summary(document: dict) -> list[str]:
@@ -303,7 +303,7 @@ def kernels_summary(document: dict) -> list[str]:
             total = sum(kernel["ms"] for kernel in row["kernels"])
             call = f"call {_ms(row['ours'])} ms, CUDA graph {_ms(row['graph'])} ms, kernels {total:.3f} ms"
             lines.append(f"{row['name']} ({row['backend']}): {call}, floor {row['floor_ms']:.3f} ms")
-    return [*lines, *_correctness(document), *_absences(document, graph="CUDA graph")]
+    return [*lines, *correctness(document), *absences(document, graph="CUDA graph")]
 
 
 def split_summary(document: dict) -> list[str]:
@@ -323,16 +323,16 @@ def split_summary(document: dict) -> list[str]:
     if speedups:
         mean = statistics.geometric_mean(speedups)
         lines.append(f"FLA with its own split over ours: {mean:.2f}x (geometric mean)")
-    return [*lines, *_correctness(document), *_absences(document, fla="FLA", graph="CUDA graph")]
+    return [*lines, *correctness(document), *absences(document, fla="FLA", graph="CUDA graph")]
 
 
-def _correctness(document: dict) -> list[str]:
+def correctness(document: dict) -> list[str]:
     failed, rows = failures(document), document["rows"]
     verdict = f"{len(failed)} of {len(rows)} rows failed" if failed else "all rows passed"
     return [f"correctness: {verdict}", *(f"  {row['name']}: {row['ours']['problem']}" for row in failed)]
 
 
-def _absences(document: dict, **titles: str) -> list[str]:
+def absences(document: dict, **titles: str) -> list[str]:
     """Why contenders, given by key and title, have no time."""
     rows, lines = document["rows"], []
     for name, title in titles.items():
@@ -363,16 +363,16 @@ def decode_table(document: dict) -> Table:
             number(row["token_cost"], ".2f"),
             *(number(x["host_us"], ".1f") for x in (ours, fla)),
             *(_errors(x) for x in (ours, fla)),
-            _met(row),
+            met(row),
         ]
 
-    return _row_table(document, columns, lambda row: [cells(row)])
+    return row_table(document, columns, lambda row: [cells(row)])
 
 
 def decode_summary(document: dict) -> list[str]:
     """Gates met, and everything that is missing with its reason."""
-    gates = _gates(document, lambda row: f"{row['ours']['us']:.2f} us, {row['share']:.1%}")
-    return [gates, *_correctness(document), *_absences(document, fla="FLA")]
+    judged = gates(document, lambda row: f"{row['ours']['us']:.2f} us, {row['share']:.1%}")
+    return [judged, *correctness(document), *absences(document, fla="FLA")]
 
 
 def failures(document: dict) -> list[dict]:
@@ -455,7 +455,7 @@ def startup_table(document: dict) -> Table:
     for column, justify in (("process", "left"), ("call", "left"), ("s", "right"), ("budget s", "right"), ("", "left")):
         table.add_column(column, justify=justify)
     for row in document["rows"]:
-        met = "" if row["met"] is None else "[green]met[/green]" if row["met"] else "[red]not met[/red]"
+        verdict = "" if row["met"] is None else "[green]met[/green]" if row["met"] else "[red]not met[/red]"
         budget = "" if row["budget_s"] is None else f"{row['budget_s']:.1f}"
-        table.add_row(row["process"], row["call"], f"{row['seconds']:.3f}", budget, met)
+        table.add_row(row["process"], row["call"], f"{row['seconds']:.3f}", budget, verdict)
     return table

@@ -247,6 +247,49 @@ def decode(
     raise typer.Exit(0 if right else 1)
 
 
+def _bench_gradients(benchmark: str, device: str, backend: str, json: Optional[Path], **choice: object) -> None:
+    """Runs one of the benchmarks of the backward pass and exits; with 1 if a row is wrong."""
+    from .bench import bench_gradients
+
+    try:
+        right = bench_gradients(benchmark, torch.device(device), backend, json, **choice)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
+
+
+@bench_app.command()
+def train(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Rows = None,
+    quick: Annotated[bool, typer.Option("--quick", help="2 rows of 7.")] = False,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
+    repeats: Repeats = 20,
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot time by kernel into this file.")] = None,
+    device: Device = None,
+) -> None:
+    """Time training steps beside FLA, with memory, errors of all gradients, and kernels (exit code 1 if a row is wrong)."""
+    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "repeats": repeats, "plot": plot}
+    _bench_gradients("train", device, backend, json, **choice)
+
+
+@bench_app.command()
+def wy(
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Rows = None,
+    quick: Annotated[bool, typer.Option("--quick", help="4 rows of 58.")] = False,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
+    repeats: Repeats = 20,
+    plot: Plot = None,
+    device: Device = None,
+) -> None:
+    """Time the fused backward of the WY step beside FLA's kernel, with errors by gradient (exit code 1 if a row is wrong)."""
+    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "repeats": repeats, "plot": plot}
+    _bench_gradients("wy", device, backend, json, **choice)
+
+
 @bench_app.command()
 def startup(
     backend: Backend = "auto",

@@ -12,8 +12,9 @@ from rich.table import Table
 from ..bench.cases import CASES, PrefillCase, select
 from ..bench.decode import DECODE, QUICK, run_decode
 from ..bench.environment import gpu
+from ..bench.gradients_report import plot_kernels, plot_wy, train_summary, train_table, wy_summary, wy_table
 from ..bench.kernels import measure_kernels
-from ..bench.peers import DecodePeer, Peer, find_fla, find_fla_decode
+from ..bench.peers import DecodePeer, Peer, WyPeer, find_fla, find_fla_decode, find_fla_wy
 from ..bench.prefill import measure_row, run_prefill
 from ..bench.protocol import Effort
 from ..bench.report import (
@@ -40,6 +41,10 @@ from ..bench.report import (
 )
 from ..bench.split import let_fla_split, measure_split
 from ..bench.startup import run_startup
+from ..bench.train import QUICK as TRAIN_QUICK
+from ..bench.train import TRAIN, run_train
+from ..bench.wy import QUICK as WY_QUICK
+from ..bench.wy import WY, run_wy
 
 STDOUT = Path("-")
 
@@ -133,6 +138,58 @@ def bench_decode(
     return not failures(document)
 
 
+GRADIENTS = {
+    "train": (TRAIN, TRAIN_QUICK, run_train, find_fla, Peer, plot_kernels),
+    "wy": (WY, WY_QUICK, run_wy, find_fla_wy, WyPeer, plot_wy),
+}
+"""By benchmark of the backward pass: its rows, fewer of them, what measures them, how FLA is found, what stands for none, and
+the plot."""
+
+
+def bench_gradients(
+    benchmark: str,
+    device: torch.device,
+    backend: str,
+    json: Path | None,
+    *,
+    rows: Sequence[str],
+    quick: bool,
+    fla: bool,
+    repeats: int,
+    plot: Path | None = None,
+) -> bool:
+    """Runs and reports one of the benchmarks of the backward pass; whether every row was right.
+
+    Raises:
+        ValueError: no GPU, a row name that fits nothing, or a plot without matplotlib or without its rows.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench {benchmark} measures full-size steps)")
+    if plot is not None:
+        require_matplotlib()  # before the measuring, not after it
+    every, few, run, find, peer, draw = GRADIENTS[benchmark]
+    log = Console(stderr=True, highlight=False)
+
+    def progress(row: dict) -> None:
+        times = (f"{name} {row[name]['ms']['median']:.3f} ms" for name in ("ours", "fla") if row[name]["ms"])
+        log.print(f"{row['name']}: " + (", ".join(times) or f"- ({row['ours']['problem']})"), soft_wrap=True)
+
+    path = _path(benchmark, None if backend == "auto" else backend, json, device)
+    document = run(
+        select(few if quick else every, rows),
+        device=device,
+        backend=backend,
+        fla=find() if fla else peer(None, "not asked for"),
+        effort=Effort(rounds=repeats),
+        path=path,
+        progress=progress,
+    )
+    _finish(document, json, path, log)
+    if plot is not None:
+        draw(document, plot)
+    return not failures(document)
+
+
 def bench_startup(device: torch.device, backend: str, json: Path | None, tokens: int) -> None:
     """Runs and reports the start-up benchmark."""
     document = run_startup(device, backend, tokens)
@@ -152,9 +209,9 @@ def show_results(path: Path, plot: Path | None) -> None:
         raise ValueError(f"results: got {path}, wanted a JSON file of one of: {', '.join(PRINTERS)}")
     _print(document)
     if plot is not None:
-        if document["benchmark"] not in PLOTTED:
-            raise ValueError(f"plot: got a {document['benchmark']} result, wanted one of: {', '.join(PLOTTED)}")
-        plot_times(document, plot)
+        if document["benchmark"] not in PLOTS:
+            raise ValueError(f"plot: got a {document['benchmark']} result, wanted one of: {', '.join(PLOTS)}")
+        PLOTS[document["benchmark"]](document, plot)
 
 
 PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]] = {
@@ -164,8 +221,17 @@ PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]]
     "split": (split_table, split_summary),
     "decode": (decode_table, decode_summary),
     "startup": (startup_table, lambda document: []),
+    "train": (train_table, train_summary),
+    "wy": (wy_table, wy_summary),
 }
 """By benchmark: its table, and the lines under it."""
+
+PLOTS: dict[str, Callable[[dict, Path], None]] = {
+    **dict.fromkeys(PLOTTED, plot_times),
+    "train": plot_kernels,
+    "wy": plot_wy,
+}
+"""By benchmark, where it has one."""
 
 
 def _fla_cases(cases: Sequence[PrefillCase], chosen: Sequence[str]) -> list[PrefillCase]:

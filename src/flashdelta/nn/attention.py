@@ -170,8 +170,9 @@ class KimiDeltaAttention(nn.Module):
             past = projected.new_zeros(B, self.conv_size - 1, channels)
         window = torch.cat([past, projected], dim=1)
         taps = (window[:, i : i + T] * weight for i, weight in enumerate(self.conv_weight))
+        # under autocast the taps are float32 and what they multiply is not: the call's tensors have one dtype.
         # the clone lets the window go: a cache must not hold the memory of a whole prompt
-        return F.silu(sum(taps)), window[:, T:].clone()
+        return F.silu(sum(taps)).to(projected.dtype), window[:, T:].clone()
 
     def _kda_call(
         self, x: Tensor, mixed: Tensor, cache: KdaCache | None, return_cache: bool

@@ -160,16 +160,17 @@ def chunk_kda(
 
 
 def from_chunks(o: torch.Tensor, spec: KdaSpec, slots: ChunkSlots | None) -> torch.Tensor:
-    """`[S, B, HV, C, V] -> [B, T, HV, V]`; zeros for tokens of no sequence."""
+    """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
     S, C = o.shape[1:3]
+    V = o.shape[-1]
     if slots is None:
-        return o.reshape(spec.B, S * C, spec.HV, spec.V)[:, : spec.T].contiguous()
+        return o.reshape(spec.B, S * C, spec.HV, V)[:, : spec.T].contiguous()
     # one row past the end takes what the invalid tokens of a chunk would write
-    shape, tokens = (spec.B, spec.T, spec.HV, spec.V), spec.B * spec.T
+    shape, tokens = (spec.B, spec.T, spec.HV, V), spec.B * spec.T
     index = torch.where(slots.valid, slots.token, tokens).reshape(-1)
-    flat = o.reshape(S * C, spec.HV, spec.V)
-    return flat.new_zeros(tokens + 1, spec.HV, spec.V).index_copy(0, index, flat)[:tokens].view(shape)
+    flat = o.reshape(S * C, spec.HV, V)
+    return flat.new_zeros(tokens + 1, spec.HV, V).index_copy(0, index, flat)[:tokens].view(shape)
 
 
 def intermediate_states(spec: KdaSpec, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from ..spec import KdaSpec
 from ..split import SplitCosts
+from ..wy_spec import WySpec
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,19 @@ class ComposeConfig:
 
 
 @dataclass(frozen=True)
+class WyConfig:
+    """`BK`, `BV`: key and value channels that a program holds at a time; with all value channels, their gradients stay while
+    `stages` slices of the state are in flight."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
-    """`BK`, `BV`: key and value channels that a program of `wy` or `intra` holds at a time."""
+    """`BK`, `BV`: key and value channels that a program of `intra` holds at a time."""
 
     BK: int
     BV: int
@@ -76,7 +88,7 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def backward_precision(spec: KdaSpec, capability: int) -> str:
+def backward_precision(spec: KdaSpec | WySpec, capability: int) -> str:
     """Of `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of tf32 operands that lie by
     columns, and programs that read out of bounds."""
     return "ieee" if spec.dtype == torch.float32 and capability == 90 else dot_precision(spec.dtype)
@@ -118,11 +130,18 @@ def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:
     return ComposeConfig(BV=min(16, spec.V), BK=spec.K, num_warps=8, stages=stages)
 
 
-def wy_config(spec: KdaSpec, capability: int) -> BackwardConfig:
-    """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there."""
+def wy_config(spec: KdaSpec | WySpec, capability: int) -> WyConfig:
+    """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
+
+    On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two programs a multiprocessor
+    (94 KB); 32 do not, and spill. `stages=3` is two buffers: with 2 the compiler copies a slice only once the one before it is
+    used up. Elsewhere held operands would fill the registers.
+    """
     if spec.dtype == torch.float32:
-        return BackwardConfig(BK=16, BV=16, num_warps=8)
-    return BackwardConfig(BK=32, BV=32, num_warps=4)
+        return WyConfig(BK=16, BV=16, num_warps=8, stages=1)
+    if capability == 90 and spec.V <= 128:
+        return WyConfig(BK=16, BV=spec.V, num_warps=4, stages=3)
+    return WyConfig(BK=16, BV=min(spec.V, 64) if capability in (90, 100) else 32, num_warps=4, stages=1)
 
 
 def intra_config(spec: KdaSpec, capability: int) -> BackwardConfig:

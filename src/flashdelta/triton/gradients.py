@@ -117,7 +117,7 @@ def launches(
         prepare(spec, t, at, workspace, kept.solved),
         recurrence(again, t, at, workspace, (torch.empty_like(kept.pseudo), None, kept.h), 0, kept.pseudo),
         reverse(spec, t, at, workspace, kept, grad_o, grad_final, gradients),
-        wy(spec, t, at, workspace, kept, grad_o, gradients),
+        wy(spec, t, at, kept, grad_o, gradients),
         intra(spec, t, at, kept, gradients),
     ]
 
@@ -152,26 +152,18 @@ def reverse(
     )
 
 
-def wy(
-    spec: KdaSpec,
-    t: KdaTensors,
-    at: int,
-    workspace: Workspace,
-    kept: Kept,
-    grad_o: torch.Tensor,
-    gradients: Gradients,
-) -> Launch:
+def wy(spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, grad_o: torch.Tensor, gradients: Gradients) -> Launch:
     c = config.wy_config(spec, at)
     return Launch(
         wy_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
-            *(t.q, t.k, t.g, t.v, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(workspace.inverse, kept.solved, kept.h, kept.pseudo, grad_o, kept.grad_pseudo, kept.grad_h),
+            *(t.q, t.k, t.g, t.v, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
+            *(kept.solved, kept.h, kept.pseudo, grad_o, kept.grad_pseudo, kept.grad_h),
             *(kept.grad_q, kept.grad_k, kept.grad_G, gradients.v, kept.grad_beta, kept.grad_A, kept.grad_Aqk),
             *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots),
-            *strides(t.q, t.k, t.g, t.v, grad_o),
+            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.slots),
+            *strides(t.q, t.k, t.g, t.v, grad_o, t.beta),
         ),
         dict(
             C=spec.chunk_size,
@@ -180,8 +172,12 @@ def wy(
             BK=c.BK,
             BV=c.BV,
             GATE=spec.gate,
+            BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
+            BY_TOKEN=False,
+            V_FIRST=True,
             PRECISION=config.backward_precision(spec, at),
+            STAGES=c.stages,
         ),
         c.num_warps,
     )

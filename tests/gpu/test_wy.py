@@ -1,0 +1,97 @@
+"""The operator `chunk_bwd_wy_dqkg` on the GPU: against float64, beside FLA number by number, bit for bit again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.bench.peers import find_fla_wy
+
+from ..oracle import poisoned_memory
+from ..wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
+
+pytestmark = pytest.mark.gpu
+
+MODEL = WyCase(name="model", why="heads of 128", K=128, V=128, T=300, H=4, HV=4, log2=True)
+LENGTHS = (1, 63, 64, 65, 0, 300)
+CASES = [
+    MODEL,
+    replace(MODEL, name="model_rows", B=3, T=65, v_first=True),
+    replace(MODEL, name="model_packed", lengths=LENGTHS),
+    replace(MODEL, name="model_packed_v_first", lengths=LENGTHS, v_first=True),
+    replace(MODEL, name="model_grouped", H=2, HV=6),
+    replace(MODEL, name="model_small", K=64, V=64, log2=False),
+    replace(MODEL, name="model_uneven", K=64, V=128),
+    replace(MODEL, name="model_large", K=256, V=256),
+    replace(MODEL, name="model_chunk32", chunk_size=32),
+    replace(MODEL, name="model_strong", decay=30.0),
+    *(BY_NAME[name] for name in ("packed32", "strided", "one", "none", "no_sequence")),
+]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+wy = fd.kernels.chunk_bwd_wy_dqkg
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_results_are_the_reference(case: WyCase, dtype: torch.dtype, backend: str):
+    call = make_wy(case, dtype, "cuda")
+    with poisoned_memory():
+        found = wy(**call, backend=backend)
+    found = errors(found, exact(call))
+    assert all(error <= TOLERANCE[dtype] for error in found.values()), found
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=case_id)
+def test_results_repeat_to_the_bit(case: WyCase, backend: str):
+    call = make_wy(case, torch.bfloat16, "cuda") | {"backend": backend}
+    first = wy(**call)
+    for _ in range(50):
+        assert all(torch.equal(x, y) for x, y in zip(wy(**call), first))
+
+
+def test_nan_stays_in_its_sequence(backend: str):
+    call = make_wy(CASES[2], torch.bfloat16, "cuda") | {"backend": backend}
+    clean = wy(**call)
+    call["do"][:, 5] = torch.nan
+    found = wy(**call)
+    others = [i for i in range(sum(LENGTHS)) if not 1 <= i < 64]
+    assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(found, clean))
+    assert found[0][:, 5].isnan().all()
+
+
+def test_offsets_are_not_read_on_the_host(backend: str, no_synchronisation):
+    call = make_wy(CASES[2], torch.bfloat16, "cuda") | {"backend": backend}
+    wy(**call)
+    with no_synchronisation():
+        wy(**call)
+
+
+def test_replays_from_a_cuda_graph(backend: str):
+    call = make_wy(MODEL, torch.bfloat16, "cuda") | {"backend": backend}
+    want = wy(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = wy(**call)
+    for x in found:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(found, want))
+
+
+@pytest.mark.parametrize("lengths", [None, (1300, 547, 0, 201)], ids=["fixed", "packed"])
+def test_results_are_flas(lengths: tuple[int, ...] | None, backend: str):
+    """The same tensors, the same definitions: what differs is rounding, and our error is not above 1.1 times FLA's."""
+    fla = find_fla_wy()
+    if fla.bind is None:
+        pytest.skip(fla.absence)
+    call = make_wy(replace(MODEL, T=2048, H=32, HV=32, lengths=lengths), torch.bfloat16, "cuda")
+    theirs = fla.bind(**{name: x for name, x in call.items() if name != "use_exp2"})()
+    want, ours = exact(call), wy(**call, backend=backend)
+    mine, his = errors(ours, want), errors(theirs, want)
+    print(f"ours {mine}, FLA {his}")
+    assert all(x.dtype == y.dtype and x.shape == y.shape for x, y in zip(ours, theirs))
+    assert all(math.isfinite(mine[name]) and mine[name] <= 1.1 * his[name] for name in NAMES)

@@ -1,0 +1,160 @@
+"""Calls of `fd.kernels.chunk_bwd_wy_dqkg`, and the gradients that they must find."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+
+NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dA")
+TENSORS = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv")
+BY_TOKEN = tuple(name for name in TENSORS if name not in ("h", "dh"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WyCase:
+    name: str
+    why: str
+    B: int = 1
+    T: int = 70
+    H: int = 2
+    HV: int = 2
+    K: int = 32
+    V: int = 64
+    lengths: tuple[int, ...] | None = None
+    chunk_size: int = 64
+    v_first: bool = False
+    log2: bool = False
+    scale: float | None = None
+    decay: float = 0.2
+    strided: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.T if self.lengths is None else sum(self.lengths)
+
+
+CASES = [
+    WyCase(name="plain", why="a chunk and a tail"),
+    WyCase(name="rows", why="sequences side by side", B=2, T=65),
+    WyCase(name="grouped", why="query and key heads that serve several value heads", H=1, HV=3),
+    WyCase(name="v_first", why="states with V first", v_first=True),
+    WyCase(name="log2", why="sums in base 2, as FLA has them", log2=True, scale=0.3),
+    WyCase(name="chunk32", why="the other chunk size, K > V", chunk_size=32, K=64, V=32),
+    WyCase(name="packed", why="gapless rows of states, empty sequences", lengths=(17, 0, 64, 1, 66), v_first=True),
+    WyCase(name="packed32", why="the same with K first and grouped heads", lengths=(33, 31, 0), chunk_size=32, HV=4),
+    WyCase(name="strong", why="decays that are gone within a chunk", decay=30.0),
+    WyCase(name="strided", why="views that are not dense", strided=True, B=2, T=33),
+    WyCase(name="one", why="one token", T=1),
+    WyCase(name="none", why="no token", T=0),
+    WyCase(name="no_sequence", why="offsets of no sequence", lengths=()),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+def case_id(case: WyCase) -> str:
+    return case.name
+
+
+def chunks(call: dict) -> Iterator[tuple[int, int, int, int]]:
+    """Batch row, first and past-the-last token, and row of states of every chunk."""
+    B, T = call["q"].shape[:2]
+    offsets = [0, T] if call.get("cu_seqlens") is None else call["cu_seqlens"].tolist()
+    for b in range(B):
+        row = 0
+        for begin, end in itertools.pairwise(offsets):
+            for start in range(begin, end, call["chunk_size"]):
+                yield b, start, min(start + call["chunk_size"], end), row
+                row += 1
+
+
+def make_wy(case: WyCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
+    """The arguments, drawn in float64 and rounded: a case holds the same numbers in every dtype up to rounding."""
+    source = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, dtype=torch.float64)
+
+    B, T, HV, C = case.B, case.tokens, case.HV, case.chunk_size
+    keys, values = (B, T, case.H, case.K), (B, T, HV, case.V)
+    call: dict = {name: torch.nn.functional.normalize(normal(*keys), dim=-1) for name in ("q", "k")}
+    call |= {name: normal(*values) for name in ("v", "v_new", "do", "dv")}
+    call["beta"] = torch.rand(B, T, HV, generator=source, dtype=torch.float64)
+    call |= {"chunk_size": C, "state_v_first": case.v_first, "use_exp2": case.log2, "scale": case.scale}
+    if case.lengths is not None:
+        call["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(case.lengths)])
+    decays = -case.decay * torch.rand(B, T, HV, case.K, generator=source, dtype=torch.float64)
+    call["g"], call["A"] = torch.zeros_like(decays), torch.zeros(B, T, HV, C, dtype=torch.float64)
+    last = -1
+    for b, start, end, row in chunks(call):
+        last = max(last, row)
+        call["g"][b, start:end] = decays[b, start:end].cumsum(0) / (math.log(2.0) if case.log2 else 1.0)
+        lower = (0.2 * normal(HV, end - start, end - start)).tril(-1)
+        inverse = torch.linalg.inv(torch.eye(end - start, dtype=torch.float64) + lower)
+        call["A"][b, start:end, :, : end - start] = inverse.transpose(0, 1)
+    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
+    call |= {name: normal(B, last + 1, HV, *inner) for name in ("h", "dh")}
+    for name in TENSORS:
+        x = call[name].to(wide if name in ("g", "beta") else dtype).to(device)
+        call[name] = x.transpose(1, 2).contiguous().transpose(1, 2) if case.strided else x
+    if case.lengths is not None:
+        call["cu_seqlens"] = call["cu_seqlens"].to(device)
+    return call
+
+
+def exact(call: dict) -> dict[str, Tensor]:
+    """The results of the float64 reference."""
+    wide = {name: call[name].double() for name in TENSORS}
+    return dict(zip(NAMES, fd.kernels.chunk_bwd_wy_dqkg(**call | wide | {"backend": "reference"})))
+
+
+def by_definition(call: dict) -> dict[str, Tensor]:
+    """The same by autograd, from what a chunk computes: `<do, o> + <dh, S'> + <dv, v'>` where `o = scale (q exp G) S`,
+    `S' = exp(G_C) S + (k exp(G_C - G))^T v_new` and `v' = (I + A)^-1 (beta (v - (k exp G) S))`."""
+    group = call["v"].shape[2] // call["q"].shape[2]
+    unit = math.log(2.0) if call["use_exp2"] else 1.0
+    leaves = {name: call[name].double().repeat_interleave(group, 2).requires_grad_() for name in ("q", "k")}
+    leaves |= {name: call[name].double().requires_grad_() for name in ("v", "beta")}
+    leaves["g"] = (call["g"].double() * unit).requires_grad_()
+    added = torch.zeros_like(call["A"], dtype=torch.float64).requires_grad_()
+    scale = call["q"].shape[3] ** -0.5 if call["scale"] is None else call["scale"]
+    total = added.sum() * 0.0
+    for b, start, end, row in chunks(call):
+        for head in range(call["v"].shape[2]):
+            own = (b, slice(start, end), head)
+            S, grad_S = (call[name][b, row, head].double() for name in ("h", "dh"))
+            if call["state_v_first"]:
+                S, grad_S = S.T, grad_S.T
+            q, k, v, g, beta = (leaves[name][own] for name in ("q", "k", "v", "g", "beta"))
+            M = call["A"][own][:, : end - start].double()
+            # to first order (I + A + E)^-1 = M - M E M
+            M = M - M @ added[own][:, : end - start] @ M
+            pseudo = M @ (beta[:, None] * (v - (k * g.exp()) @ S))
+            after = g[-1].exp()[:, None] * S + (k * (g[-1] - g).exp()).T @ call["v_new"][own].double()
+            o = scale * (q * g.exp()) @ S
+            total = total + sum(
+                (x * grad.double()).sum()
+                for x, grad in ((o, call["do"][own]), (after, grad_S), (pseudo, call["dv"][own]))
+            )
+    wanted = [*(leaves[name] for name in ("q", "k", "v", "beta", "g")), added]
+    found = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+    of_A = found[-1].clone()
+    for b, start, end, _ in chunks(call):
+        of_A[b, start:end] = of_A[b, start:end].transpose(0, 1).tril(-1).transpose(0, 1)
+    return dict(zip(NAMES, (*found[:-1], of_A)))
+
+
+def errors(found: tuple[Tensor, ...], want: dict[str, Tensor]) -> dict[str, float]:
+    """`||x - want|| / ||want||` by name; 0 where both are zero."""
+    return {
+        name: float((x.double() - want[name]).norm() / want[name].norm().clamp(min=1e-300))
+        for name, x in zip(NAMES, found)
+    }
