@@ -71,6 +71,8 @@ def violations(costs: list[dict], budget: dict[str, dict[str, int]], arch: int) 
         for name in COSTS:
             if cost[name] > allowed[name]:
                 lines.append(f"{key(cost)}: {cost[name]} {name}, at most {allowed[name]} (Triton {cost['triton']})")
+        if cost["late_operands"]:
+            lines.append(f"{key(cost)}: {cost['late_operands']} late_operands, at most 0 (Triton {cost['triton']})")
         if cost["shared_bytes"] > DEVICE_SHARED_BYTES[arch]:
             lines.append(
                 f"{key(cost)}: {cost['shared_bytes']} shared_bytes, the device has {DEVICE_SHARED_BYTES[arch]}"

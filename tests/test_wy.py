@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta import checked, kernels, reference
-from flashdelta.wy_spec import WyTensors, check_wy
+from flashdelta import checked, kernels
+from flashdelta.wy_spec import WySpec, WyTensors, check_wy
 
-from .wy import BY_NAME, BY_TOKEN, CASES, NAMES, TENSORS, WyCase, by_definition, case_id, errors, exact, make_wy
+from .wy import BY_NAME, BY_TOKEN, CASES, NAMES, TENSORS, WyCase, by_definition, case_id, errors, make_wy
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 PLAIN = BY_NAME["plain"]
@@ -138,37 +138,31 @@ def test_offsets_are_verified_on_request(monkeypatch: pytest.MonkeyPatch):
 # ---- the choice of a backend ----------------------------------------------------------------------------------------------
 
 
+def spec_for(**changes: torch.dtype) -> WySpec:
+    call = make_wy(replace(PLAIN, K=64))
+    tensors = {name: call[name].to(changes.get(name, torch.bfloat16)) for name in TENSORS} | {"g": call["g"]}
+    return check_wy(WyTensors(**tensors))
+
+
 @pytest.mark.parametrize(
-    ("module", "chosen"),
+    ("capability", "changes", "obstacle"),
     [
-        (None, "triton"),
-        (SimpleNamespace(wy_dqkg_obstacle=lambda spec, device: None, wy_dqkg=None), "hopper"),
-        (SimpleNamespace(wy_dqkg_obstacle=lambda spec, device: "no", wy_dqkg=None), "triton"),
+        ((9, 0), {}, None),
+        ((8, 0), {}, "compute capability (8, 0)"),
+        ((9, 0), {"A": torch.float32}, "A in torch.float32; it takes bfloat16"),
+        ((9, 0), {"dh": torch.float32}, "dh in torch.float32; it takes bfloat16"),
+        ((9, 0), dict.fromkeys(TENSORS, torch.float32), "A in torch.float32"),
     ],
-    ids=["absent", "able", "declines"],
+    ids=str,
 )
-def test_hopper_comes_first_where_it_can_run_the_call(monkeypatch: pytest.MonkeyPatch, module, chosen: str):
-    monkeypatch.setattr(kernels, "_hopper", lambda: module)
-    monkeypatch.setattr("flashdelta.backends.triton.nvidia_capability", lambda index: (9, 0))
-    call = make_wy(PLAIN)
-    spec = check_wy(WyTensors(**{name: call[name] for name in TENSORS}))
-    device = torch.device("cuda", 0)
-    assert kernels.choose(spec, device, "auto") == chosen
-    if chosen == "triton":
-        with pytest.raises(ValueError, match=r"^backend: got 'hopper', wanted one that can run this call \(hopper: "):
+def test_hopper_comes_first_where_it_can_run_the_call(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict, obstacle: str | None
+):
+    for backend in ("hopper", "triton"):
+        monkeypatch.setattr(f"flashdelta.backends.{backend}.nvidia_capability", lambda index: capability)
+    spec, device = spec_for(**changes), torch.device("cuda", 0)
+    assert kernels.choose(spec, device, "auto") == ("triton" if obstacle else "hopper")
+    if obstacle:
+        with pytest.raises(ValueError) as raised:
             kernels.choose(spec, device, "hopper")
-
-
-def test_the_chosen_kernel_runs(monkeypatch: pytest.MonkeyPatch):
-    seen = []
-
-    def run(spec, t):
-        seen.append(spec)
-        return reference.chunk_bwd_wy_dqkg(spec, t)
-
-    monkeypatch.setattr(kernels, "_hopper", lambda: SimpleNamespace(wy_dqkg=run))
-    monkeypatch.setattr(kernels, "choose", lambda spec, device, backend: "hopper")
-    call = make_wy(PLAIN)
-    found = wy(**call)
-    assert [spec.chunk_size for spec in seen] == [64]
-    assert all(error <= 1e-6 for error in errors(found, exact(call)).values())
+        assert f"backend: got 'hopper', wanted one that can run this call (hopper: {obstacle}" in str(raised.value)

@@ -28,6 +28,8 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_decode
+from .hopper.gradients import launches as hopper_backward_launches
+from .hopper.gradients import wy_dqkg_launch as hopper_wy_launch
 from .hopper.launch import launches as hopper_launches
 from .launch import Launch
 from .spec import KdaOptions, KdaTensors, check_call
@@ -127,7 +129,10 @@ class Variant:
         final_state = None if self.pool else make(*state, dtype=self.state_dtype)
         if self.backward:
             grads = Gradients.allocate(spec, t)
-            return backward_launches(spec, t, arch, make(1, T, H, self.V), final_state, grads)
+            grad_o = make(1, T, H, self.V)
+            if self.backend == "hopper":
+                return list(hopper_backward_launches(spec, t, grad_o, final_state, grads))
+            return backward_launches(spec, t, arch, grad_o, final_state, grads)
         launches = hopper_launches if self.backend == "hopper" else triton_launches
         return launches(spec, t, arch, (make(1, T, H, self.V), final_state, h))
 
@@ -194,7 +199,8 @@ class Variant:
             cu_seqlens=_make(torch.int32)(3) if self.packed else None,
         )
         spec = check_wy(t, chunk_size=C, state_v_first=self.state_v_first, use_exp2=True)
-        return wy_launch(spec, t, arch, WyGradients.allocate(spec, t))
+        found = WyGradients.allocate(spec, t)
+        return hopper_wy_launch(spec, t, found) if self.backend == "hopper" else wy_launch(spec, t, arch, found)
 
 
 def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -276,6 +282,19 @@ VARIANTS = (
         state_v_first=True,
     ),
     Variant("hopper K64 V64 split, fixed length", "hopper", K=64, V=64, split=4, packed=False),
+    Variant("hopper K128 V128 backward", "hopper", backward=True),
+    Variant("hopper K128 V128 backward, fixed length", "hopper", packed=False, backward=True),
+    Variant(
+        "hopper K128 V128 backward, unbounded, V first", "hopper", gate="softplus", state_v_first=True, backward=True
+    ),
+    Variant(
+        "hopper K128 V128 backward, log decays in fp32", "hopper", gate="none", g_dtype=torch.float32, backward=True
+    ),
+    Variant("hopper K64 V128 backward", "hopper", K=64, backward=True),
+    Variant("hopper K128 V64 backward, unbounded", "hopper", V=64, gate="logsigmoid", backward=True),
+    Variant("hopper wy K128 V128", "hopper", algorithm="wy"),
+    Variant("hopper wy K128 V128 fixed length, V first", "hopper", algorithm="wy", packed=False, state_v_first=True),
+    Variant("hopper wy K64 V64", "hopper", algorithm="wy", K=64, V=64),
     Variant("hopper K64 V64", "hopper", K=64, V=64),
     Variant("hopper K64 V64 unbounded", "hopper", K=64, V=64, gate="logsigmoid"),
 )

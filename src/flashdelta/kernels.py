@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from . import reference
+from .backends.hopper import wy_obstacle
 from .backends.triton import TritonBackend
 from .spec import is_plain
 from .wy_spec import WY_NAMES, WyGradients, WySpec, WyTensors, check_wy, wy_spec_of
@@ -102,21 +99,8 @@ _NAMES = ("hopper", "triton", "reference")
 def _obstacle(name: str, spec: WySpec, device: torch.device) -> str | None:
     """Why a backend can't run the call, or None if it can."""
     if name == "hopper":
-        if device.type != "cuda":
-            return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
-        kernels = _hopper()
-        return "it has no such kernel here" if kernels is None else kernels.wy_dqkg_obstacle(spec, device)
+        return wy_obstacle(spec, device)
     return TritonBackend().obstacle(spec, device) if name == "triton" else None
-
-
-@functools.cache
-def _hopper() -> ModuleType | None:
-    """The module with Hopper's kernel; None where this Triton has no Gluon for it."""
-    try:
-        kernels = importlib.import_module("flashdelta.hopper.backward")
-    except ImportError:
-        return None
-    return kernels if hasattr(kernels, "wy_dqkg") else None
 
 
 def choose(spec: WySpec, device: torch.device, backend: str) -> str:
@@ -139,7 +123,9 @@ def choose(spec: WySpec, device: torch.device, backend: str) -> str:
 
 def _run(spec: WySpec, t: WyTensors, backend: str) -> WyGradients:
     if backend == "hopper":
-        return _hopper().wy_dqkg(spec, t)
+        from .hopper.gradients import wy_dqkg
+
+        return wy_dqkg(spec, t)
     if backend == "triton":
         from .triton.wy import wy_dqkg  # decorated kernels read TRITON_INTERPRET when first imported
 

@@ -11,6 +11,7 @@ from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import planned_parts
+from ..wy_spec import WySpec
 from .base import nvidia_capability
 
 MAX_ROWS = 2**31
@@ -25,6 +26,39 @@ def _has_gluon() -> bool:
 
 
 HAS_GLUON = _has_gluon()
+HEAD_DIMS = (64, 128)
+CHUNK_SIZE = 64
+
+
+def _gpu_obstacle(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
+    capability = nvidia_capability(device.index)
+    if capability is None:
+        return "no NVIDIA GPU on this machine"
+    if capability[0] != 9:
+        return f"compute capability {capability}; it runs on Hopper, (9, 0)"
+    if not HAS_GLUON:
+        return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
+    return None
+
+
+def _shape_obstacle(spec: KdaSpec | WySpec) -> str | None:
+    if spec.dtype != torch.bfloat16:
+        return f"dtype {spec.dtype}; it computes in bfloat16"
+    if spec.K not in HEAD_DIMS or spec.V not in HEAD_DIMS:
+        return f"K = {spec.K}, V = {spec.V}; it takes 64 and 128"
+    if spec.chunk_size != CHUNK_SIZE:
+        return f"chunk_size {spec.chunk_size}; it takes {CHUNK_SIZE}"
+    return None
+
+
+def wy_obstacle(spec: WySpec, device: torch.device) -> str | None:
+    """Why Hopper's kernel can't run a call of `kernels.chunk_bwd_wy_dqkg`, or None if it can."""
+    for name, dtype in (("A", spec.A_dtype), ("h", spec.state_dtype), ("dh", spec.state_grad_dtype)):
+        if dtype != torch.bfloat16:
+            return _gpu_obstacle(device) or f"{name} in {dtype}; it takes bfloat16"
+    return _gpu_obstacle(device) or _shape_obstacle(spec)
 
 
 class HopperBackend:
@@ -32,23 +66,12 @@ class HopperBackend:
     summary = "Gluon kernels for Hopper GPUs (sm_90)"
 
     def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
-        capability = nvidia_capability(device.index)
-        if capability is None:
-            return "no NVIDIA GPU on this machine"
-        if capability[0] != 9:
-            return f"compute capability {capability}; it runs on Hopper, (9, 0)"
-        if not HAS_GLUON:
-            return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
+        if obstacle := _gpu_obstacle(device):
+            return obstacle
         if spec.algorithm != "chunk":
             return "token by token; it has the chunk form only"
-        if spec.dtype != torch.bfloat16:
-            return f"dtype {spec.dtype}; it computes in bfloat16"
-        if spec.K not in (64, 128) or spec.V not in (64, 128):
-            return f"K = {spec.K}, V = {spec.V}; it takes 64 and 128"
-        if spec.chunk_size != 64:
-            return f"chunk_size {spec.chunk_size}; it takes 64"
+        if obstacle := _shape_obstacle(spec):
+            return obstacle
         if spec.B * spec.slots * spec.HV * (3 * spec.K + 128) >= MAX_ROWS:
             return f"more than 2^31 workspace rows ({spec.B} x {spec.T} tokens, {spec.HV} heads)"
         return None

@@ -7,11 +7,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..launch import Launch, launch_all, strides
+from ..launch import Launch, dense, launch_all, strides
 from ..spec import KdaSpec, KdaTensors
 from ..triton.gradients import Gradients
+from ..wy_spec import WyGradients, WySpec, WyTensors
 from .intra import intra_kernel
-from .launch import SHARED_MEMORY, TILE, Workspace, aligned, eighths, items, prepare, programs, readable, recurrence, tiles
+from .launch import (
+    SHARED_MEMORY,
+    TILE,
+    Workspace,
+    eighths,
+    in_eighths,
+    items,
+    prepare,
+    programs,
+    readable,
+    recurrence,
+    tiles,
+)
 from .reverse import reverse_kernel
 from .wy import wy_kernel
 
@@ -60,7 +73,7 @@ def backward(spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: tor
     """Gradients by the names of `KdaTensors`; the forward's stages run again."""
     t = readable(t)
     device = t.q.device
-    grad_o = grad_o if aligned(grad_o) else grad_o.clone(memory_format=torch.contiguous_format)
+    grad_o = in_eighths(grad_o)
     gradients = Gradients.allocate(spec, t)
     launch_all(launches(spec, t, grad_o, grad_final.contiguous(), gradients), device)
     return gradients.by_name(spec, t)
@@ -127,7 +140,7 @@ def wy(
             *(walked.solved, walked.h, walked.pseudo, grad_o, walked.grad_pseudo, walked.grad_h),
             *(parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk),
             *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.HV, spec.group, spec.slots),
+            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, spec.slots),
             *eighths(t.q, t.k, t.g, t.v, grad_o),
             *strides(t.beta),
         ),
@@ -139,6 +152,42 @@ def wy(
             BETA=spec.beta_kind,
             L2NORM=spec.l2norm,
             V_FIRST=True,
+        ),
+        num_warps=8,
+    )
+
+
+def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
+    """`kernels.chunk_bwd_wy_dqkg`: stage `wy` on its own."""
+    found = WyGradients.allocate(spec, t)
+    launch_all([wy_dqkg_launch(spec, t, found)], t.q.device)
+    return found
+
+
+def wy_dqkg_launch(spec: WySpec, t: WyTensors, found: WyGradients) -> Launch:
+    q, k, g, v, do = (in_eighths(x) for x in (t.q, t.k, t.g, t.v, t.do))
+    A, h, v_new, dv, dh = map(in_eighths, dense(t.A, t.h, t.v_new, t.dv, t.dh))
+    (cu_seqlens,) = dense(t.cu_seqlens)
+    return Launch(
+        wy_kernel,
+        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        (
+            *(q, k, g, v, t.beta, None, None, cu_seqlens),
+            *(A, h, v_new, do, dv, dh),
+            *(found.q, found.k, found.g, found.v, found.beta, found.A, None),
+            *(spec.scale, 0.0),
+            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, spec.rows),
+            *eighths(q, k, g, v, do),
+            *strides(t.beta),
+        ),
+        dict(
+            K=spec.K,
+            V=spec.V,
+            GATE="cumulative_log2" if spec.log2 else "cumulative",
+            SAFE=False,
+            BETA="value",
+            L2NORM=False,
+            V_FIRST=spec.state_v_first,
         ),
         num_warps=8,
     )

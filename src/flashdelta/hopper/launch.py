@@ -103,10 +103,15 @@ def aligned(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
 
 
+def in_eighths(x: torch.Tensor) -> torch.Tensor:
+    """The tensor if `aligned`, as those of a model are, else a copy."""
+    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def readable(t: KdaTensors) -> KdaTensors:
-    """As the kernels can read them: in place if `aligned`, as tensors of a model are."""
+    """As the kernels can read them."""
     return KdaTensors(
-        *(x if aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (t.q, t.k, t.v, t.g)),
+        *(in_eighths(x) for x in (t.q, t.k, t.v, t.g)),
         t.beta,
         *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
         t.state_pool,

@@ -25,7 +25,7 @@ from .tiles import LINES, position, to_lines
 
 @gluon.jit
 def locate(k, cu_seqlens, sizes, SLICES: gl.constexpr):
-    """The program's item number `k`: value head, sequence, batch row, first token, number of chunks, tokens, first chunk slot."""
+    """The program's item number `k`: value head, sequence, batch row, first token, chunks, tokens, first chunk slot."""
     head, n, batch, begin, end, slot, _, _, _, _ = locate_part(k, 0, None, None, cu_seqlens, None, sizes, SLICES)
     return head, n, batch, begin, (end - begin + C - 1) // C, end - begin, slot
 
@@ -155,9 +155,7 @@ def compute(
                 gl.store(here + in_state, to_lines(gl.convert_layout(left0, acc_l, assert_trivial=True)))
                 if KH == 2:
                     gl.store(here + 64 + in_state, to_lines(gl.convert_layout(left1, acc_l, assert_trivial=True)))
-                store_output(
-                    pseudo_item, turned_s, done, done_token, done_count, row, in_pseudo, token_stride, out_l
-                )
+                store_output(pseudo_item, turned_s, done, done_token, done_count, row, in_pseudo, token_stride, out_l)
                 if KH == 2:
                     pseudo, left0, left1 = warpgroup_mma_wait(KH, deps=[pseudo, left0, left1])
                 else:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from ..triton import common
 from ..triton.common import L2_EPS
-from .arithmetic import LOWEST, gate, gate_bias, gate_unit, wide
+from .arithmetic import LOWEST, gate, gate_bias, gate_unit
 from .compat import copy_async
 from .prepare import find_sequence
 
@@ -73,10 +73,9 @@ def load_rows(x, token, count, layout: gl.constexpr, K: gl.constexpr):
 def inverse_norms(x, L2NORM: gl.constexpr):
     """`[64, 1]`: `1 / sqrt(sum x^2 + eps)` of the rows, or 1."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    factor = gl.full((C,), 1.0, gl.float32, layout=layout)
     if L2NORM:
         factor = gl.rsqrt(gl.sum(x * x, axis=1) + L2_EPS)
-    else:
-        factor = gl.full((C,), 1.0, gl.float32, layout=layout)
     return factor[:, None]
 
 

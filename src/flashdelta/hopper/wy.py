@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton import common
+from ..triton.common import LOG2E
 from .arithmetic import exp2, wide, write_strength
 from .compat import reinterpret
 from .places import chunks_before
@@ -34,7 +35,7 @@ from .rows import (
 decay_rate = gluon.jit(common.decay_rate.fn)
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", *_STRIDES)
 """Arguments whose values leave the machine code as it is."""
 
 
@@ -85,6 +86,7 @@ def wy_kernel(
     HV: gl.int32,
     group: gl.int32,
     slots: gl.int32,
+    rows: gl.int32,
     q_batch: gl.int32,
     q_token: gl.int32,
     q_head: gl.int32,
@@ -111,8 +113,9 @@ def wy_kernel(
     L2NORM: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
-    """`GATE` may be "cumulative": `g` holds the sums of log decays, in natural logarithms times `lower_bound`'s place, which
-    gives the factor to base 2."""
+    """`GATE` may be "cumulative" or "cumulative_log2": `g` holds the sums of log decays. `rows`: chunks that `h` and `grad_h`
+    have; a packed sequence's chunk past them is left out."""
+    SUMMED: gl.constexpr = GATE == "cumulative" or GATE == "cumulative_log2"
     key_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
     value_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, V // 2, 16]
@@ -144,6 +147,8 @@ def wy_kernel(
     chunk = slot
     if cu_seqlens is not None:
         chunk = chunks_before(cu_seqlens, n, T) + (start - begin) // C
+        if chunk >= rows:
+            return
     state = (wide(chunk, HV) + head) * (K * V)
 
     g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
@@ -178,19 +183,18 @@ def wy_kernel(
     row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
     valid = (row < count)[:, None]
-    strength = write_strength(
-        gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32), BETA
-    )
+    strength = write_strength(gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32), BETA)
     strength = gl.where(row < count, strength, 0.0)
     key_zero = gl.zeros((C, K), gl.float32, layout=key_l)
     value_zero = gl.zeros((C, V), gl.float32, layout=value_l)
     square_zero = gl.zeros((C, C), gl.float32, layout=square_l)
-    if GATE == "cumulative":
+    if SUMMED:
+        unit: gl.constexpr = 1.0 if GATE == "cumulative_log2" else LOG2E
         end = gl.load(g + (count - 1) * (g_token * 8) + column)[None, :]
         async_copy.wait_group(2)
         x = g_s.load(key_l)
-        grown = exp2(x * lower_bound)
-        after = gl.where(valid, end - x, 0.0) * lower_bound
+        grown = exp2(x * unit)
+        after = gl.where(valid, end - x, 0.0) * unit
     else:
         rate = decay_rate(A_log, head)
         bias = decay_bias(dt_bias, head, rate, column, K, GATE)
@@ -213,6 +217,12 @@ def wy_kernel(
         grown = exp2(before)
 
     async_copy.wait_group(1)
+    if SUMMED:
+        # the operator promises nothing of what is right of the diagonal
+        copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        M_row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))[:, None]
+        M_column = gl.arange(0, C, layout=gl.SliceLayout(0, copy_l))[None, :]
+        M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
     fence_async_shared()
     from_M = M_s.permute((1, 0))
     of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
@@ -235,7 +245,7 @@ def wy_kernel(
     of_w = warpgroup_mma(grad_pseudo_s, by_h, key_zero, use_acc=False, is_async=True)
     kn = k_s.load(key_l).to(gl.float32)
     norm_k = inverse_norms(kn, L2NORM)
-    if V < K:
+    if V < K:  # noqa: SIM108 (one line would be too long)
         grown_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
     else:
         grown_s = reinterpret(v_s, gl.bfloat16, [C, K], key_s)
