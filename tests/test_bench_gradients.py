@@ -174,6 +174,7 @@ def test_wy_rows_are_what_the_issue_asks_for():
 def test_inputs_are_those_of_a_training_step(shape: Shape):
     """With what goes through the matrices `A` and `Aqk` left out, `dv` is the whole gradient of v."""
     inputs = wy_inputs(shape, CPU, torch.float64)
+    assert all(x.is_contiguous() for x in inputs.values() if x is not None)
     dv = dict(zip(GRADIENTS, wy_truth(inputs, heads=1)))["dv"]
     call = wy.random_inputs(shape, CPU, dtype=torch.float64)
     call["v"].requires_grad_()

@@ -64,9 +64,13 @@ def find_fla_wy() -> WyPeer:
     except Exception as error:  # as in find_fla
         return WyPeer(None, _absence(error))
 
-    def bind(chunk_size: int = 64, **inputs: object) -> Callable[[], tuple]:
+    def bind(scale: float | None = None, chunk_size: int = 64, **inputs: object) -> Callable[[], tuple]:
         offsets = inputs.get("cu_seqlens")
-        indices = None if offsets is None else prepare_chunk_indices(offsets, chunk_size)
-        return functools.partial(chunk_kda_bwd_wy_dqkg_fused, **inputs, chunk_size=chunk_size, chunk_indices=indices)
+        settings = {
+            "scale": inputs["q"].shape[-1] ** -0.5 if scale is None else scale,  # its own default is no number
+            "chunk_size": chunk_size,
+            "chunk_indices": None if offsets is None else prepare_chunk_indices(offsets, chunk_size),
+        }
+        return functools.partial(chunk_kda_bwd_wy_dqkg_fused, **inputs, **settings)
 
     return WyPeer(bind)

@@ -112,7 +112,7 @@ def moved_bytes(shape: Shape) -> int:
 
 def wy_inputs(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor | None]:
     """The tensors of a call, by argument: what a training step on `random_inputs` has at that point, with a random gradient of
-    `o`. Computed in float32, rounded once; sums of log decays are in base 2."""
+    `o`. Dense, which FLA's kernel takes for granted; computed in float32, rounded once; sums of log decays are in base 2."""
     spec, t = check_arguments({**random_inputs(shape, device, dtype=dtype), **MODEL_OPTIONS})
     slots = chunk_slots(spec, t)
     elements = elementwise_inputs(spec, t)
@@ -149,8 +149,8 @@ def wy_inputs(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfl
 
     group = spec.group
     return {
-        "q": (elements[0][:, :, ::group] / spec.scale).to(dtype),
-        "k": elements[1][:, :, ::group].to(dtype),
+        "q": (elements[0][:, :, ::group] / spec.scale).to(dtype).contiguous(),
+        "k": elements[1][:, :, ::group].to(dtype).contiguous(),
         "v": t.v,
         "v_new": tokens(torch.stack(pseudo)).to(dtype),
         "g": tokens(g.cumsum(-2)) / math.log(2.0),
