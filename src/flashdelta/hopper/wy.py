@@ -236,6 +236,7 @@ def wy_kernel(
         store_rows(grad_Aqk + own * C, of_square, Aqk, count, None)
     else:
         grad_T, of_v = warpgroup_mma_wait(0, deps=[grad_T, of_v])
+    of_beta = gl.convert_layout(gl.sum(of_v * v_s.load(value_l).to(gl.float32), axis=1), gl.SliceLayout(1, key_l))
     of_v *= gl.convert_layout(strength, gl.SliceLayout(1, value_l))[:, None]
     store_rows(grad_v + own * V, of_value, of_v, count, v_s)
 
@@ -274,8 +275,10 @@ def wy_kernel(
     of_qg *= grown * scale
     store_rows(grad_q + own * K, of_key, of_qg, count, None)
     G = qn * of_qg
-    of_kG *= grown * strength[:, None]
+    of_kG *= grown
     kn = k_s.load(key_l).to(gl.float32) * norm_k
+    of_beta += gl.sum(of_kG * kn, axis=1)
+    of_kG *= strength[:, None]
     G += kn * of_kG
     of_kg *= exp2(after)
     # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
@@ -286,9 +289,7 @@ def wy_kernel(
     store_rows(grad_k + own * K, of_key, of_kG + of_kg, count, None)
     store_rows(grad_G + own * K, of_key, G, count, None)
     X, _ = warpgroup_mma_wait(0, deps=[X, grad_T_s])
-    diagonal = gl.sum(gl.where(square_row == square_column, X, 0.0), axis=1)
-    square_index = gl.arange(0, C, layout=gl.SliceLayout(1, square_l))
-    gl.store(grad_beta + own + square_index * HV, diagonal, mask=square_index < count)
+    gl.store(grad_beta + own + row * HV, of_beta, mask=row < count)
     X_s = reinterpret(grad_pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
     X_s.store((X * gl.convert_layout(strength, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
     fence_async_shared()
