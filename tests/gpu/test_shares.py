@@ -93,7 +93,8 @@ def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_shared_items_change_no_bit(case: Case, other_backend: str):
-    call = gpu_call(fd.chunk_kda, case, BF16, other_backend)
+    # the plan of a split depends on the batch
+    call = gpu_call(fd.chunk_kda, case, BF16, other_backend) | {"split": False}
     assert shared_items(work_of(call)) > 0
     if case.lengths is None:
         want = head_by_head(call)
