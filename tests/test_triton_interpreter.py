@@ -33,6 +33,7 @@ PIECES = {
     "decode": ["tests/interpreter/test_decode.py"],
     "split": ["tests/interpreter/test_split.py"],
     "backward": ["tests/interpreter/test_backward.py"],
+    "prefill": ["tests/interpreter/test_prefill.py"],
     "the rest": [FILE, "-k", "not test_recurrent and not test_chunk_fp16 and not test_chunk_fp32"],
 }
 

@@ -2,7 +2,8 @@
 
 from .chunk import chunk_kda
 from .decode import commit, decode_kda
+from .prefill import prefill
 from .recurrent import recurrent_kda
 from .rounding import rounding_error
 
-__all__ = ["chunk_kda", "commit", "decode_kda", "recurrent_kda", "rounding_error"]
+__all__ = ["chunk_kda", "commit", "decode_kda", "prefill", "recurrent_kda", "rounding_error"]
