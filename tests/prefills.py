@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from flashdelta import reference
-from flashdelta.prefill import INPUTS, PREFILL_SIZES, check_prefill, rows_of_heads
+from flashdelta.prefill import INPUTS, PREFILL_SIZES, prefill_of
 
 from .cases import FP32, HARD_CASES, LENGTHS, Case
 from .inputs import make_call
@@ -57,11 +56,8 @@ def prefill_call(case: Case, device: str = "cpu", seed: int = 0) -> dict:
 
 def truth(call: dict) -> Results:
     """The reference in float64."""
-    given = {name: call[name] for name in INPUTS}
-    options = (call["chunk_size"], call.get("scale"), call.get("gate", "none"), "ieee")
-    spec, _ = check_prefill(given, *options)
-    exact = replace(spec, call=replace(spec.call, dtype=torch.float64))
-    return reference.prefill(exact, rows_of_heads(*(x.double() for x in given.values())))
+    exact = [call[name].double() for name in INPUTS]
+    return reference.prefill(*prefill_of(*exact, call["chunk_size"], call.get("scale"), call["gate"], "ieee"))
 
 
 def hold(case: Case, results: Results, want: Results) -> None:

@@ -277,6 +277,29 @@ def decode(
 
 
 @bench_app.command()
+def fp32(
+    json: JsonPath = None,
+    rows: Rows = None,
+    quick: Annotated[bool, typer.Option("--quick", help="4 rows of 20.")] = False,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
+    library: Annotated[
+        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")
+    ] = None,
+    repeats: Repeats = 50,
+    device: Device = None,
+) -> None:
+    """Time the float32 prefill in both precisions, and the C library, beside FLA (exit code 1 if a row is wrong)."""
+    from .bench import bench_fp32
+
+    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "library": library}
+    try:
+        right = bench_fp32(torch.device(device), json, **choice, repeats=repeats)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
+
+
+@bench_app.command()
 def startup(
     backend: Backend = "auto",
     json: JsonPath = None,
