@@ -118,7 +118,7 @@ def demo(
 @app.command()
 def export(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; made if need be.")],
-    arch: Annotated[list[str], typer.Option(help="sm_80, sm_89, sm_90, sm_100 or sm_120; repeatable.")],
+    arch: Annotated[list[str], typer.Option(help="sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120; repeatable.")],
     op: Annotated[
         Optional[list[str]],
         typer.Option(help="prefill_f32, prefill_bf16 or decode_bf16; repeatable.", show_default="all"),

@@ -10,10 +10,10 @@ from rich.console import Console
 
 import flashdelta
 
-from ..compile import ARCHITECTURES
 from ..errors import wrong
 from ..export import OPS, compile_kernels, wanted_kernels, write
 from ..prefill import DEFAULT_PRECISION, PRECISIONS, PREFILL_GATES, PREFILL_SIZES
+from ..triton.config import SHARED_MEMORY
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[s
         _chosen("gate", choice, PREFILL_GATES),
         _chosen("precision", {"precision": (DEFAULT_PRECISION,), **choice}, PRECISIONS),
     )
-    numbers = {f"sm_{arch}": arch for arch in ARCHITECTURES}
+    numbers = {f"sm_{arch}": arch for arch in SHARED_MEMORY}
     chosen = _chosen("arch", {"arch": arches}, list(numbers), numbers.__getitem__)
     log = Console(stderr=True, highlight=False)
     log.print(f"compiling {len(wanted)} kernels for {', '.join(arches)}", soft_wrap=True)
