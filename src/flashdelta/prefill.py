@@ -32,7 +32,7 @@ INPUTS = ("q", "k", "v", "g", "beta")
 @dataclass(frozen=True)
 class PrefillSpec:
     """A validated call of `B * H` heads: `call` is that of `chunk_kda` with a batch row for each; `precision` is that of
-    products whose operands are float32."""
+    products whose operands are float32. (In bfloat16, which the C library has, these are few.)"""
 
     B: int
     H: int
