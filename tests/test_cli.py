@@ -209,8 +209,9 @@ def test_bench_show_refuses_other_files(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     result = run("bench", "show", str(tmp_path / "other.json"))
     assert result.exit_code == 2
-    assert "wanted a JSON file of one of: prefill, classic, kernels, split, decode, fp32, startup" in result.stderr.replace(
-        "\n", " "
+    assert (
+        "wanted a JSON file of one of: prefill, classic, kernels, split, decode, fp32, startup"
+        in result.stderr.replace("\n", " ")
     )
 
 

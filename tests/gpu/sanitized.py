@@ -13,12 +13,14 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
+from flashdelta.prefill import PRECISIONS
 from flashdelta.triton import config
 
 from ..cases import BF16, BY_NAME, FP32, named
 from ..decoding import STEPS, make_step
 from ..inputs import make_call
 from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..prefills import PLAIN, SIZES, prefill_call, sized
 from .calls import KIMI, UNBOUNDED, on_gpu
 
 CASES = [
@@ -59,6 +61,18 @@ def race_calls() -> list[dict]:
     return found + [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
 
 
+def prefill_calls(races: bool) -> list[dict]:
+    """Of `kda_prefill`."""
+    lengths = (70,) if races else (1, 33, 70)
+    found = [prefill_call(sized(replace(PLAIN, T=T), size)) for size in (SIZES[0], SIZES[-1]) for T in lengths]
+    return [call | {"precision": precision} for call in found for precision in PRECISIONS]
+
+
+def on_device(call: dict) -> dict:
+    """Calls are made on the CPU, so that few kernels but ours run."""
+    return {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+
+
 def run(op, call: dict, backend: str) -> int:
     """The number of calls that ran: 0 if the backend declines, which the portable one may not."""
     verdicts = {v.backend: v for v in fd.explain(op, **call).verdicts}
@@ -75,17 +89,19 @@ def main() -> None:
     chosen = [] if "decode" in sys.argv[2:] else chosen
     ran = 0
     for call in chosen:
-        # made on the CPU, so that few kernels but ours run
-        call = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        call = on_device(call)
         ran += run(fd.chunk_kda, call, backend)
         if not races:
             ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+    if backend == "triton" and "decode" not in sys.argv[2:]:
+        for call in prefill_calls(races):
+            fd.kda_prefill(**on_device(call))
+            ran += 1
     if backend == "triton":
         for few in (config.DECODE_FEW, 0):
             config.DECODE_FEW = few
             for call in decode_calls(races):
-                on_device = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-                ran += run(fd.recurrent_kda, on_device, backend)
+                ran += run(fd.recurrent_kda, on_device(call), backend)
     torch.cuda.synchronize()
     print(f"{ran} calls")
 

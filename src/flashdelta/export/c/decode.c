@@ -69,7 +69,7 @@ static fd_values values_of(const fd_decode_args *a) {
 
 fd_status fd_decode_bf16(const fd_decode_args *args, CUstream stream) {
     FD_TRY(check(args));
-    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, args->K, args->V, FD_ANY, args->gate, FD_PRECISION_DEFAULT};
+    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, args->K, args->V, 0, args->gate, FD_PRECISION_DEFAULT};
     fd_ready found;
     FD_TRY(fd_find(&wanted, 1, &found));
     fd_values values = values_of(args);
