@@ -12,6 +12,7 @@ from flashdelta.bench.report import decode_markdown, prefill_markdown, split_mar
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+DOCUMENTS.append(ROOT / "examples" / "c" / "README.md")
 SNIPPETS = [
     pytest.param(code, id=f"{path.name}-{i}")
     for path in DOCUMENTS

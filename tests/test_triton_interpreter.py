@@ -34,6 +34,7 @@ PIECES = {
     "split": ["tests/interpreter/test_split.py"],
     "backward": ["tests/interpreter/test_backward.py"],
     "backward of the WY step": ["tests/interpreter/test_wy.py"],
+    "prefill": ["tests/interpreter/test_prefill.py"],
     "the rest": [FILE, "-k", "not test_recurrent and not test_chunk_fp16 and not test_chunk_fp32"],
 }
 

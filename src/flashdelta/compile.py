@@ -32,10 +32,11 @@ from .hopper.gradients import launches as hopper_backward_launches
 from .hopper.gradients import wy_dqkg_launch as hopper_wy_launch
 from .hopper.launch import launches as hopper_launches
 from .launch import Launch
+from .prefill import DEFAULT_PRECISION, PREFILL_SIZES, prefill_of
 from .spec import KdaOptions, KdaTensors, check_call
 from .triton.gradients import Gradients
 from .triton.gradients import launches as backward_launches
-from .triton.launch import commit_launch
+from .triton.launch import commit_launch, prefill_launches
 from .triton.launch import launches as triton_launches
 from .triton.wy import launch as wy_launch
 from .wy_spec import WyGradients, WyTensors, check_wy
@@ -68,8 +69,8 @@ class Cost:
 @dataclass(frozen=True)
 class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
-    of `decode` alone; `algorithm="commit"` takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no
-    gate."""
+    of `decode` alone, `precision` of `prefill`; `algorithm="commit"` takes the dtype and layout of states only, `"wy"`
+    (`kernels.chunk_bwd_wy_dqkg`) no gate."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -89,6 +90,7 @@ class Variant:
     spec_tokens: int = 0
     split: str | int = "auto"
     backward: bool = False
+    precision: str = DEFAULT_PRECISION
     N: int = 2
     heads: int = 2
 
@@ -102,6 +104,8 @@ class Variant:
             return [commit_launch(*self._commit())]
         if self.algorithm == "wy":
             return [self._wy(arch)]
+        if self.algorithm == "prefill":
+            return self._prefill(arch)
         H, T, N = self.heads, 4 * self.chunk_size, 1
         make = _make(self.dtype)
         state = self._states(N)
@@ -177,6 +181,13 @@ class Variant:
             given["cu_seqlens"] = index(N + 1)
         spec, t = check_decode(given, self._options(), self.spec_tokens or None, True)
         return triton_launches(spec, t, arch, (torch.empty_like(t.v), None, None))
+
+    def _prefill(self, arch: int) -> list[Launch]:
+        make, T = _make(self.dtype), 4 * self.chunk_size
+        q, k, v, g = (make(1, self.heads, T, width) for width in (self.K, self.K, self.V, self.K))
+        inputs = (q, k, v, g, make(1, self.heads, T))
+        spec, t = prefill_of(*inputs, self.chunk_size, None, self.gate, self.precision)
+        return prefill_launches(spec, t, arch, *spec.allocate(q.device))
 
     def _commit(self) -> tuple[CommitSpec, CommitTensors]:
         make, index = _make(self.state_dtype), _make(torch.int32)
@@ -262,6 +273,20 @@ VARIANTS = (
     Variant("decode K128 V128 speculative, V first", algorithm="decode", state_v_first=True, spec_tokens=3),
     Variant("decode K256 V256 speculative, K first", algorithm="decode", K=256, V=256, spec_tokens=7, gate="none"),
     Variant("commit fp32", algorithm="commit"),
+    *(
+        Variant(
+            f"prefill fp32 K{K} V{V} chunk {C}, {precision}",
+            algorithm="prefill",
+            K=K,
+            V=V,
+            dtype=torch.float32,
+            gate="none",
+            chunk_size=C,
+            precision=precision,
+        )
+        for precision in ("tf32x3", "ieee")
+        for K, V, C in PREFILL_SIZES
+    ),
     Variant("hopper K128 V128 bounded", "hopper"),
     Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
     Variant("hopper K128 V128 fixed length", "hopper", packed=False),

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import backends
 from .decode_spec import CommitTensors, check_commit
+from .prefill import DEFAULT_PRECISION, INPUTS, PrefillSpec, check_prefill
+from .prefill import run as run_prefill
 from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, Results, spec_of
 
 _INPUTS = (
@@ -158,3 +160,42 @@ def _commit(*arguments) -> None:
 @torch.library.register_fake("flashdelta::kda_commit")
 def _commit_fake(*arguments) -> None:
     return None
+
+
+# ---- prefill ------------------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "kda_prefill::forward",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int chunk_size, *, float? scale=None, str gate='none', "
+    f"str precision='{DEFAULT_PRECISION}', str backend='auto') -> (Tensor o, Tensor w, Tensor u)",
+)
+
+
+def _check_prefill(
+    given: tuple[Tensor, ...], chunk_size: int, scale: float | None, gate: str, precision: str
+) -> tuple[PrefillSpec, KdaTensors]:
+    return check_prefill(dict(zip(INPUTS, given)), chunk_size, scale, gate, precision)
+
+
+@torch.library.impl("kda_prefill::forward", "default")
+def _prefill(
+    *given: Tensor,
+    scale: float | None = None,
+    gate: str = "none",
+    precision: str = DEFAULT_PRECISION,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t = _check_prefill(given[:-1], given[-1], scale, gate, precision)
+    return run_prefill(spec, t, backends.choose(spec.call, t.q.device, backend).name)
+
+
+@torch.library.register_fake("kda_prefill::forward")
+def _prefill_fake(
+    *given: Tensor,
+    scale: float | None = None,
+    gate: str = "none",
+    precision: str = DEFAULT_PRECISION,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t = _check_prefill(given[:-1], given[-1], scale, gate, precision)
+    return spec.allocate(t.q.device)

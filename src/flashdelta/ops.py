@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import autograd, backends, library, plans
+from . import autograd, backends, library, plans, prefill
 from .backends import Verdict
 from .decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
+from .prefill import DEFAULT_PRECISION, INPUTS, Precision, PrefillGate, check_prefill
 from .reference.sequences import chunks_of
 from .spec import (
     OWN_NAMES,
@@ -407,6 +408,54 @@ def commit(
         torch.ops.flashdelta.kda_commit(*given, null_index, chosen.name)
     else:
         chosen.commit(spec, t)
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    *,
+    scale: float | None = None,
+    gate: PrefillGate = "none",
+    precision: Precision = DEFAULT_PRECISION,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kimi Delta Attention over whole sequences in float32, head first, with the chunk form's `w` and `u` as results.
+
+    The function of `chunk_kda`, from zero states. With `G` the sums of log decays inside a chunk of `C` tokens and `T` the
+    inverse of docs/algorithm.md, `w = T (k exp(G))` and `u = T v`: what a caller needs to run the recurrence itself. Any decay
+    is exact: none is formed as a quotient. Also `torch.ops.kda_prefill.forward`. No gradients.
+
+    Args:
+        q, k: `[B, H, T, K]`, float32, contiguous, as all inputs; no norm is taken.
+        v: `[B, H, T, V]`.
+        g: `[B, H, T, K]`: log decay per step (natural log, at most 0), or its logit (see `gate`).
+        beta: `[B, H, T]`: write strength in `[0, 2)`.
+        chunk_size: `C`. `(K, V, C)` is one of (64, 64, 32), (64, 64, 64), (128, 128, 32) and (128, 128, 64).
+        scale: factor on the output; `K ** -0.5` by default.
+        gate: `"none"`: g is the log decay. `"logsigmoid"`: the log decay is `log sigmoid(g)`.
+        precision: of the matrix products. `"tf32x3"`: three TF32 products for each, 21 mantissa bits or more, on tensor
+            cores. `"ieee"`: float32 throughout, without tensor cores.
+        backend: as in `chunk_kda`; `"reference"` computes in PyTorch.
+
+    Returns:
+        `(o [B, H, T, V], w [B, H, Nc, C, K], u [B, H, Nc, C, V])` with `Nc = ceil(T / C)`, float32. Rows of `w` and `u` past
+        the last token are zero.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    given = (q, k, v, g, beta)
+    spec, t = check_prefill(dict(zip(INPUTS, given)), chunk_size, scale, gate, precision)
+    chosen = backends.choose(spec.call, q.device, backend)
+    if torch.compiler.is_compiling() or not all(map(is_plain, given)):
+        return torch.ops.kda_prefill.forward(
+            *given, chunk_size, scale=scale, gate=gate, precision=precision, backend=chosen.name
+        )
+    return prefill.run(spec, t, chosen.name)
 
 
 def _refusal(given: tuple, out: Tensor) -> None:

@@ -7,12 +7,14 @@ read or write past its end is seen.
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 
 import torch
 
 import flashdelta as fd
+from flashdelta.prefill import PRECISIONS
 from flashdelta.triton import config
 
 from ..cases import BF16, BY_NAME, FP32, named
@@ -20,6 +22,7 @@ from ..decoding import STEPS, make_step
 from ..gradients import gradients, incoming
 from ..inputs import make_call
 from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..prefills import PLAIN, SIZES, prefill_call, sized
 from ..wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, on_gpu
 
@@ -74,24 +77,31 @@ def on_device(call: dict) -> dict:
 
 def run_backward(backend: str, races: bool) -> int:
     """The number of calls that ran. Offsets that lie are among them, but not where only races are looked for."""
-    ran = 0
+    calls = []
     for case in RACE_CASES if races else CASES:
         call = make_call(replace(case, h=False), BF16) | {"backend": backend}
-        if backend == "triton":
-            grads = incoming(call)
-            gradients(on_device(call), *(x.cuda() for x in grads))
-            ran += 1
+        grads = incoming(call)
+        calls.append(functools.partial(gradients, on_device(call), *(x.cuda() for x in grads)))
     steps = [make_wy(case, BF16) for case in WY_CASES]
     if not races:
         steps += [steps[1] | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
-    for call in steps:
+    calls += [functools.partial(fd.kernels.chunk_bwd_wy_dqkg, **on_device(call), backend=backend) for call in steps]
+    ran = 0
+    for call in calls:
         try:
-            fd.kernels.chunk_bwd_wy_dqkg(**on_device(call), backend=backend)
+            call()
             ran += 1
         except ValueError:  # Hopper's declines it
             if backend == "triton":
                 raise
     return ran
+
+
+def prefill_calls(races: bool) -> list[dict]:
+    """Of `kda_prefill`."""
+    lengths = (70,) if races else (1, 33, 70)
+    found = [prefill_call(sized(replace(PLAIN, T=T), size)) for size in (SIZES[0], SIZES[-1]) for T in lengths]
+    return [call | {"precision": precision} for call in found for precision in PRECISIONS]
 
 
 def run(op, call: dict, backend: str) -> int:
@@ -112,6 +122,10 @@ def main() -> None:
         ran += run(fd.chunk_kda, call, backend)
         if not races:
             ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+    if backend == "triton" and not decode and not backward:
+        for call in prefill_calls(races):
+            fd.kda_prefill(**on_device(call))
+            ran += 1
     if backend == "triton" and not backward:
         for few in (config.DECODE_FEW, 0):
             config.DECODE_FEW = few

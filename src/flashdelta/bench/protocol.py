@@ -156,22 +156,32 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measures both ceilings: `copy_bytes` copied within the device, and a `gemm_size`-cubed matrix product."""
     return Ceilings(
-        copy_tb_s=2 * copy_bytes / _copy_ms(device, timer, copy_bytes, effort) / 1e9,
-        gemm_tflop_s=2 * gemm_size**3 / _gemm_ms(device, timer, gemm_size, effort) / 1e9,
+        copy_tb_s=copy_tb_s(device, timer, copy_bytes, effort),
+        gemm_tflop_s=gemm_tflop_s(device, timer, gemm_size, effort),
     )
 
 
-def _copy_ms(device: torch.device, timer: Timer, size: int, effort: Effort) -> float:
+def copy_tb_s(device: torch.device, timer: Timer, size: int = 2**31, effort: Effort = CEILING_EFFORT) -> float:
+    """Of `size` bytes copied within the device: read plus written."""
     source = torch.randint(-128, 128, (size,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    return take_turns({"copy": lambda: target.copy_(source)}, timer, effort)["copy"].median
+    ms = take_turns({"copy": lambda: target.copy_(source)}, timer, effort)["copy"].median
+    return 2 * size / ms / 1e9
 
 
-def _gemm_ms(device: torch.device, timer: Timer, size: int, effort: Effort) -> float:
+def gemm_tflop_s(
+    device: torch.device,
+    timer: Timer,
+    size: int = 8192,
+    effort: Effort = CEILING_EFFORT,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Of a product of two square matrices of `size` rows."""
     # random data: a product of zeros draws less power and so runs faster
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     c = torch.empty_like(a)
-    return take_turns({"gemm": lambda: torch.mm(a, b, out=c)}, timer, effort)["gemm"].median
+    ms = take_turns({"gemm": lambda: torch.mm(a, b, out=c)}, timer, effort)["gemm"].median
+    return 2 * size**3 / ms / 1e9
 
 
 def peak_above(run: Run, device: torch.device) -> int | None:

@@ -257,6 +257,10 @@ def decode_markdown(document: dict, names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+GEMMS = {"gemm_tflop_s": "bf16", "tf32_tflop_s": "TF32", "fp32_tflop_s": "fp32"}
+"""Ceilings of products by their key in a document."""
+
+
 def headline(document: dict) -> str:
     """One line: what was measured, where, with which versions."""
     found = document["environment"]
@@ -265,7 +269,8 @@ def headline(document: dict) -> str:
     parts = [f"{document['benchmark']} on {gpu}", *known]
     if "ceilings" in document:
         ceilings = document["ceilings"]
-        parts += [f"copy {ceilings['copy_tb_s']:.2f} TB/s", f"bf16 GEMM {ceilings['gemm_tflop_s']:.0f} TFLOP/s"]
+        parts.append(f"copy {ceilings['copy_tb_s']:.2f} TB/s")
+        parts += [f"{name} GEMM {ceilings[key]:.0f} TFLOP/s" for key, name in GEMMS.items() if key in ceilings]
     return " · ".join(parts)
 
 
@@ -373,6 +378,51 @@ def decode_summary(document: dict) -> list[str]:
     """Gates met, and everything that is missing with its reason."""
     judged = gates(document, lambda row: f"{row['ours']['us']:.2f} us, {row['share']:.1%}")
     return [judged, *correctness(document), *absences(document, fla="FLA")]
+
+
+def fp32_table(document: dict) -> Table:
+    """The rows of the float32 prefill: times, shares of the ceilings by precision, errors, and the host's time of a call."""
+    columns = ("tf32x3\nms", "ieee\nms", "C\nms", "FLA fp32\nms", "FLA bf16\nms", "floor\nms")
+    columns += (
+        "tf32x3, of\ncopy TF32",
+        "ieee, of\ncopy fp32",
+        "tf32x3, error\no w u",
+        "ieee\no",
+        "FLA fp32\no",
+        "FLA bf16\no",
+    )
+    columns += ("host\nus", "C host\nus")
+
+    def cells(row: dict) -> list[str]:
+        def share(name: str) -> str:
+            found = [row["shares"][f"{name} of {what}"] for what in ("copy", "products")]
+            return " ".join("-" if x is None else f"{x:.0%}" for x in found)
+
+        return [
+            *(_ms(row[name]) for name in ("tf32x3", "ieee", "c", "fla_fp32", "fla_bf16")),
+            f"{row['floor_ms']:.3f}",
+            share("tf32x3"),
+            share("ieee"),
+            _errors(row["ours"], "error_o", "error_w", "error_u"),
+            *(_error(row[name]["error_o"]) for name in ("ieee", "fla_fp32", "fla_bf16")),
+            *("-" if row[name]["host_us"] is None else f"{row[name]['host_us']:.1f}" for name in ("ours", "c")),
+        ]
+
+    return _row_table(document, columns, lambda row: [cells(row)])
+
+
+def fp32_summary(document: dict) -> list[str]:
+    """How many rows meet each gate, which do not, and everything that is missing with its reason."""
+    rows, lines = document["rows"], []
+    for gate in rows[0]["gates"] if rows else ():
+        judged = [row for row in rows if row["gates"][gate] is not None]
+        missed = [row["name"] for row in judged if not row["gates"][gate]]
+        found = f"{len(judged) - len(missed)} of {len(judged)} rows" if judged else "not measured"
+        lines.append(f"{gate}: {found}" + (", not: " + "; ".join(missed) if missed else ""))
+    if document["protocol"]["ctypes us"] is not None:
+        lines.append(f"of the C host us, ctypes takes {document['protocol']['ctypes us']:.1f}")
+    titles = {"ieee": "ieee", "c": "C library", "fla_fp32": "FLA fp32", "fla_bf16": "FLA bf16"}
+    return [*lines, *_correctness(document), *_absences(document, **titles)]
 
 
 def failures(document: dict) -> list[dict]:

@@ -115,6 +115,35 @@ def demo(
     raise typer.Exit(0 if result.checked else 1)
 
 
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; made if need be.")],
+    arch: Annotated[list[str], typer.Option(help="sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120; repeatable.")],
+    op: Annotated[
+        Optional[list[str]],
+        typer.Option(help="prefill_f32, prefill_bf16 or decode_bf16; repeatable.", show_default="all"),
+    ] = None,
+    size: Annotated[
+        Optional[list[str]], typer.Option(help="K,V,C, as in 128,128,64; repeatable.", show_default="all four")
+    ] = None,
+    gate: Annotated[
+        Optional[list[str]], typer.Option(help="none or logsigmoid; repeatable.", show_default="both")
+    ] = None,
+    precision: Annotated[
+        Optional[list[str]], typer.Option(help="tf32x3 or ieee, of prefill_f32; repeatable.", show_default="tf32x3")
+    ] = None,
+    jobs: Annotated[Optional[int], typer.Option(min=1, help="Kernels compiled at a time.")] = None,
+) -> None:
+    """Compile kernels ahead of time and write them as a C library: header, sources, CMakeLists.txt. Needs no GPU."""
+    from .export import run_export
+
+    choice = {"op": op, "size": size, "gate": gate, "precision": precision}
+    try:
+        run_export(out, arch, {name: values for name, values in choice.items() if values}, jobs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 JsonPath = Annotated[
     Optional[Path],
     typer.Option(
@@ -288,6 +317,29 @@ def wy(
     """Time the fused backward of the WY step beside FLA's kernel, with errors by gradient (exit code 1 if a row is wrong)."""
     choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "repeats": repeats, "plot": plot}
     _bench_gradients("wy", device, backend, json, **choice)
+
+
+@bench_app.command()
+def fp32(
+    json: JsonPath = None,
+    rows: Rows = None,
+    quick: Annotated[bool, typer.Option("--quick", help="4 rows of 20.")] = False,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
+    library: Annotated[
+        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")
+    ] = None,
+    repeats: Repeats = 50,
+    device: Device = None,
+) -> None:
+    """Time the float32 prefill in both precisions, and the C library, beside FLA (exit code 1 if a row is wrong)."""
+    from .bench import bench_fp32
+
+    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "library": library}
+    try:
+        right = bench_fp32(torch.device(device), json, **choice, repeats=repeats)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
 
 
 @bench_app.command()

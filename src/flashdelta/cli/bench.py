@@ -12,6 +12,8 @@ from rich.table import Table
 from ..bench.cases import CASES, PrefillCase, select
 from ..bench.decode import DECODE, QUICK, run_decode
 from ..bench.environment import gpu
+from ..bench.fp32 import FP32, run_fp32
+from ..bench.fp32 import QUICK as FP32_QUICK
 from ..bench.gradients_report import plot_kernels, plot_wy, train_summary, train_table, wy_summary, wy_table
 from ..bench.kernels import measure_kernels
 from ..bench.peers import DecodePeer, Peer, WyPeer, find_fla, find_fla_decode, find_fla_wy
@@ -25,6 +27,8 @@ from ..bench.report import (
     decode_table,
     default_path,
     failures,
+    fp32_summary,
+    fp32_table,
     kernels_summary,
     kernels_table,
     load,
@@ -138,6 +142,44 @@ def bench_decode(
     return not failures(document)
 
 
+def bench_fp32(
+    device: torch.device,
+    json: Path | None,
+    *,
+    rows: Sequence[str],
+    quick: bool,
+    fla: bool,
+    library: Path | None,
+    repeats: int,
+) -> bool:
+    """Runs and reports the float32 prefill; whether every row was right.
+
+    Raises:
+        ValueError: no GPU, or a row name that fits nothing.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench fp32 measures full-size prompts)")
+    log = Console(stderr=True, highlight=False)
+
+    def progress(row: dict) -> None:
+        names = ("tf32x3", "ieee", "c", "fla_fp32", "fla_bf16")
+        times = [f"{name} {row[name]['ms']['median']:.3f} ms" for name in names if row[name]["ms"]]
+        log.print(f"{row['name']}: " + (", ".join(times) or f"- ({row['ours']['problem']})"), soft_wrap=True)
+
+    path = _path("fp32", None, json, device)
+    document = run_fp32(
+        select(FP32_QUICK if quick else FP32, rows),
+        device=device,
+        fla=find_fla() if fla else Peer(None, "not asked for"),
+        library=library,
+        effort=Effort(rounds=repeats, min_rounds=min(5, repeats), budget_ms=1000.0, warmup_ms=10.0),
+        path=path,
+        progress=progress,
+    )
+    _finish(document, json, path, log)
+    return not failures(document)
+
+
 GRADIENTS = {
     "train": (TRAIN, TRAIN_QUICK, run_train, find_fla, Peer, plot_kernels),
     "wy": (WY, WY_QUICK, run_wy, find_fla_wy, WyPeer, plot_wy),
@@ -220,6 +262,7 @@ PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]]
     "kernels": (kernels_table, kernels_summary),
     "split": (split_table, split_summary),
     "decode": (decode_table, decode_summary),
+    "fp32": (fp32_table, fp32_summary),
     "startup": (startup_table, lambda document: []),
     "train": (train_table, train_summary),
     "wy": (wy_table, wy_summary),

@@ -100,7 +100,8 @@ def safe_blocks(spec: KdaSpec) -> bool:
 
 
 def prepare_config(spec: KdaSpec, capability: int) -> PrepareConfig:
-    return PrepareConfig(BK=16, num_warps=2, stages=3)
+    """In float32 two warps spill 1500 bytes a thread, four of them at most 430 (K = V = 128; not timed)."""
+    return PrepareConfig(BK=16, num_warps=4 if spec.dtype == torch.float32 else 2, stages=3)
 
 
 def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..launch import Launch, dense, launch_all, multiprocessors, or_empty, state_arguments, strides
+from ..launch import capability as capability_of
 from ..launch import forward as run_forward
+from ..prefill import PrefillSpec
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import segments_of_call
 from . import config
@@ -73,10 +75,15 @@ class Workspace:
         return sum(cls.sizes(spec, segments))
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device, segments: int = 0) -> Workspace:
-        layout, sizes = cls.layout(spec, segments), cls.sizes(spec, segments)
+    def allocate(
+        cls, spec: KdaSpec, device: torch.device, segments: int = 0, w: torch.Tensor | None = None
+    ) -> Workspace:
+        """With `w`, which then is no part of the buffer, `prepare` leaves it there."""
+        own = 0 if w is None else 1
+        layout, sizes = cls.layout(spec, segments)[own:], cls.sizes(spec, segments)[own:]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         parts = [x.view(dtype).view(shape) for x, (shape, dtype) in zip(buffer.split(sizes), layout)]
+        parts = [w][:own] + parts
         return cls(*parts[:6], SegmentStates(*parts[6:]), buffer)
 
 
@@ -236,6 +243,7 @@ def recurrence(
     results: Results,
     segments: int = 0,
     pseudo: torch.Tensor | None = None,
+    u: torch.Tensor | None = None,
 ) -> Launch:
     c = config.recurrence_config(spec, capability)
     o, final_state, h = results
@@ -244,7 +252,7 @@ def recurrence(
         (segments or spec.N) * spec.HV * (spec.V // c.BV),
         (
             *workspace.parts(),
-            *(t.v, o, h, pseudo, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(t.v, o, h, pseudo, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
@@ -254,6 +262,33 @@ def recurrence(
         c.num_warps,
         workspace=workspace.buffer,
     )
+
+
+def prefill(spec: PrefillSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(o, w, u)`; see `ops.kda_prefill`."""
+    device = t.q.device
+    o, w, u = spec.allocate(device)
+    launch_all(prefill_launches(spec, t, capability_of(device), o, w, u), device)
+    return o, w, u
+
+
+def prefill_launches(
+    spec: PrefillSpec,
+    t: KdaTensors,
+    capability: int,
+    o: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor | None,
+    final_state: torch.Tensor | None = None,
+) -> list[Launch]:
+    """The launches of a `kda_prefill`; without `u` it is not stored."""
+    call, results = spec.call, (o.view(t.v.shape), final_state, None)
+    workspace = Workspace.allocate(call, t.q.device, w=w)
+    stages = (
+        prepare(call, t, capability, workspace),
+        recurrence(call, t, capability, workspace, results, u=u),
+    )
+    return [replace(stage, constants=stage.constants | {"PRECISION": spec.precision}) for stage in stages]
 
 
 def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:

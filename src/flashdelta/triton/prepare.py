@@ -36,19 +36,32 @@ LOWEST = tl.constexpr(-1000.0)
 """Least log2 decay of one step: exp2 of less is 0 all the same, and infinity times a 0 of a matrix would be NaN."""
 
 
-@triton.jit
-def sums(matrix, high, low):
-    """`[32, 32]` zeros and ones times log decays `high + low [32, BK]`, both float16: exact to 22 bits."""
-    matrix = tl.where(matrix, 1.0, 0.0).to(tl.float16)
-    return tl.dot(matrix, low, acc=tl.dot(matrix, high))
+FINE_STEP = tl.constexpr(2.0**-11)
+"""What rounding to float16 may be off by, over the number's own size."""
 
 
 @triton.jit
-def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr):
-    """Log2 decays of a block's rows as `high + low`; rows past the end do not decay."""
+def sums(matrix, high, low, FINE: tl.constexpr = False):
+    """`[32, 32]` zeros and ones times log decays in the two parts of `split_decay`."""
+    ones = tl.where(matrix, 1.0, 0.0).to(tl.float16)
+    if FINE:
+        return tl.dot(ones, high, acc=tl.dot(ones, low) * FINE_STEP)
+    return tl.dot(ones, low, acc=tl.dot(ones, high))
+
+
+@triton.jit
+def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr, FINE: tl.constexpr = False):
+    """Log2 decays of a block's rows as `high + low`, both float16: 22 bits. Rows past the end do not decay.
+
+    Next to 0 the steps of float16 are 6e-8 apart: over a long sequence even such a decay counts, and rounding it the same way
+    in every token shows in float32. There the low part has steps `FINE_STEP` times as far apart.
+    """
     x = tl.where(valid[:, None], tl.maximum(log2_decay(x, rate, lower_bound, GATE), LOWEST), 0.0)
     high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
+    low = x - high.to(tl.float32)
+    if FINE:
+        low = low / FINE_STEP
+    return high, low.to(tl.float16)
 
 
 @triton.jit
@@ -86,7 +99,7 @@ def near_bounded(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.con
     Pairs i < j come out wrong; see `lower`.
     """
     i = tl.arange(0, ROWS)[:, None]
-    distance = sums(boundary_matrix(4), high, low)
+    distance = sums(boundary_matrix(4), high, low, dtype == tl.float32)
     signed = tl.where(i < SUB, -distance, distance)
     kk, qk = products(kk, qk, k, q, tl.exp2(signed), k, tl.exp2(-signed), dtype, PRECISION)
     return kk, qk
@@ -101,7 +114,7 @@ def near_exact(kk, qk, k, q, high, low, dtype: tl.constexpr, PRECISION: tl.const
     only: one tile of factors serves both sides.
     """
     for level in tl.static_range(5):
-        factor = tl.exp2(sums(boundary_matrix(level), high, low))
+        factor = tl.exp2(sums(boundary_matrix(level), high, low, dtype == tl.float32))
         pairs = pair_mask(level)
         zero = tl.zeros([ROWS, ROWS], tl.float32)
         level_kk, level_qk = products(zero, zero, k, q, factor, k, factor, dtype, PRECISION)
@@ -130,7 +143,7 @@ def forward_substitution(A):
 
 
 @triton.jit
-def invert_block(A):
+def invert_block(A, PRECISION: tl.constexpr):
     """`(I + A)^-1` of a strictly lower `A [32, 32]`: its 16x16 diagonal blocks, then
     `[[x, 0], [b, y]]^-1 = [[X, 0], [-Y b X, Y]]`. In fp32: alternating terms cancel where keys repeat."""
     NB: tl.constexpr = ROWS // SUB
@@ -142,7 +155,7 @@ def invert_block(A):
     X = tl.reshape(tl.broadcast_to(X[:, :, None, :], [NB, SUB, NB, SUB]), [ROWS, ROWS])
     X = tl.where(diagonal, X, 0.0)
     B = tl.where(diagonal, 0.0, A)
-    return X - tl.dot(tl.dot(X, B, input_precision="tf32x3"), X, input_precision="tf32x3")
+    return X - tl.dot(tl.dot(X, B, input_precision=PRECISION), X, input_precision=PRECISION)
 
 
 @triton.jit
@@ -227,6 +240,8 @@ def prepare_kernel(
     STAGES: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = C // ROWS
+    # whatever the operands of other products are, the inverse is float32
+    SOLVE: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     head, slot, batch, start, count = own_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C)
     if count <= 0:
         return
@@ -245,6 +260,7 @@ def prepare_kernel(
     if solved is not None:
         solved += chunk * C * C
     dtype: tl.constexpr = w.dtype.element_ty
+    FINE: tl.constexpr = dtype == tl.float32
     rate = decay_rate(A_log, head)
 
     zero = tl.zeros([ROWS, ROWS], tl.float32)
@@ -282,23 +298,23 @@ def prepare_kernel(
             x = tl.load(g + token[:, None] * g_token + column, mask=valid[:, None], other=0.0).to(tl.float32)
             tile_k = tl.load(k + token[:, None] * k_token + column, mask=valid[:, None], other=0.0)
             tile_q = tl.load(q + token[:, None] * q_token + column, mask=valid[:, None], other=0.0)
-            high, low = split_decay(x + bias, rate, lower_bound, valid, GATE)
+            high, low = split_decay(x + bias, rate, lower_bound, valid, GATE, FINE)
             if SAFE:
                 kk, qk = near_bounded(kk, qk, tile_k, tile_q, high, low, dtype, PRECISION)
             else:
                 kk, qk = near_exact(kk, qk, tile_k, tile_q, high, low, dtype, PRECISION)
                 dots += tl.sum(tile_q.to(tl.float32) * tile_k.to(tl.float32), axis=1)
-            grown = tl.exp2(sums(row[None, :] <= row[:, None], high, low))
-            shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low))
+            grown = tl.exp2(sums(row[None, :] <= row[:, None], high, low, FINE))
+            shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low, FINE))
             # of any row, exp(G_i) exp(G_end - G_i) is the decay of the whole block
             total = grown * shrunk
             if block == 1:
                 first = row < count
                 x = tl.load(g + row[:, None] * g_token + column, mask=first[:, None], other=0.0).to(tl.float32)
                 first_k = tl.load(k + row[:, None] * k_token + column, mask=first[:, None], other=0.0)
-                high, low = split_decay(x + bias, rate, lower_bound, first, GATE)
-                first_shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low))
-                first_total = tl.exp2(sums(row[None, :] >= 0 * row[:, None], high, low))
+                high, low = split_decay(x + bias, rate, lower_bound, first, GATE, FINE)
+                first_shrunk = tl.exp2(sums(row[None, :] > row[:, None], high, low, FINE))
+                first_total = tl.exp2(sums(row[None, :] >= 0 * row[:, None], high, low, FINE))
                 far_kk, far_qk = products(
                     far_kk, far_qk, tile_k, tile_q, grown, first_k, first_shrunk, dtype, PRECISION
                 )
@@ -324,7 +340,7 @@ def prepare_kernel(
         aqk *= norm_q[block][:, None] * norm_k[block][None, :]
         tl.store(Aqk + square, lower(aqk, True).to(dtype))
         akk = near_kk[block] * (norm_k[block] * strength[block])[:, None] * norm_k[block][None, :]
-        inverses = inverses + (invert_block(lower(akk, False)),)
+        inverses = inverses + (invert_block(lower(akk, False), SOLVE),)
     if BLOCKS == 2:
         below = (row + ROWS)[:, None] * C + row[None, :]
         above = row[:, None] * C + row[None, :] + ROWS
@@ -332,8 +348,8 @@ def prepare_kernel(
         tl.store(Aqk + above, zero.to(dtype))
         tl.store(inverse + above, zero.to(dtype))
         akk = far_kk * (norm_k[1] * strength[1])[:, None] * norm_k[0][None, :]
-        corner = tl.dot(inverses[1], akk, input_precision="tf32x3")
-        corner = -tl.dot(corner, inverses[0], input_precision="tf32x3")
+        corner = tl.dot(inverses[1], akk, input_precision=SOLVE)
+        corner = -tl.dot(corner, inverses[0], input_precision=SOLVE)
         far = corner * strength[0][None, :]
         tl.store(inverse + below, far.to(dtype))
         if solved is not None:

@@ -1,0 +1,77 @@
+/* fd_decode_bf16: one kernel. */
+#include <math.h>
+
+#include "runtime.h"
+
+static fd_status check(const fd_decode_args *a) {
+    if (a == NULL)
+        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an fd_decode_args");
+    if (a->struct_size != sizeof *a)
+        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted %zu", a->struct_size, sizeof *a);
+    if (a->K != a->V || (a->K != 64 && a->K != 128))
+        return fd_fail(FD_ERROR_UNSUPPORTED, "(K, V): got (%d, %d), wanted (64, 64) or (128, 128)", (int)a->K, (int)a->V);
+    FD_TRY(fd_check_size("N", a->N, FD_MOST));
+    FD_TRY(fd_check_size("H", a->H, FD_MOST / a->V));
+    FD_TRY(fd_check_size("slots", a->slots, FD_MOST));
+    /* as in a prefill: V is no fewer than the slices of a head */
+    if (a->H > 0 && a->N > FD_MOST / a->V / a->H)
+        return fd_fail(FD_ERROR_SIZE, "N: got %lld with %lld heads, wanted at most %lld", (long long)a->N, (long long)a->H,
+                       (long long)(FD_MOST / a->V / a->H));
+    FD_TRY(fd_check_gate(a->gate));
+    FD_TRY(fd_check_scale(a->scale));
+    int64_t content = a->H * a->V * a->K;
+    if (a->slot_pitch != 0 && (a->slot_pitch < content || a->slot_pitch % 16 != 0))
+        return fd_fail(FD_ERROR_OPTION, "slot_pitch: got %lld, wanted 0 or a multiple of 16, at least H * V * K = %lld",
+                       (long long)a->slot_pitch, (long long)content);
+    int needed = a->N > 0 && a->H > 0;
+    FD_TRY(fd_check_pointer("q", a->q, needed));
+    FD_TRY(fd_check_pointer("k", a->k, needed));
+    FD_TRY(fd_check_pointer("v", a->v, needed));
+    FD_TRY(fd_check_pointer("g", a->g, needed));
+    FD_TRY(fd_check_pointer("beta", a->beta, needed));
+    FD_TRY(fd_check_pointer("states", a->states, needed && a->slots > 0));
+    FD_TRY(fd_check_pointer("state_indices", a->state_indices, needed));
+    return fd_check_pointer("o", a->o, needed);
+}
+
+static fd_values values_of(const fd_decode_args *a) {
+    fd_values values = {0};
+    fd_value *of = values.of;
+    of[FD_P_q].pointer = a->q;
+    of[FD_P_k].pointer = a->k;
+    of[FD_P_v].pointer = a->v;
+    of[FD_P_g].pointer = a->g;
+    of[FD_P_beta].pointer = a->beta;
+    of[FD_P_o].pointer = a->o;
+    of[FD_P_initial_state].pointer = a->states;
+    of[FD_P_final_state].pointer = a->states;
+    of[FD_P_starts].pointer = a->state_indices;
+    of[FD_P_start_slots].i32 = of[FD_P_target_slots].i32 = (int32_t)a->slots;
+    of[FD_P_has_initial].i32 = of[FD_P_has_final].i32 = 1;
+    of[FD_P_start_pitch].i64 = a->slot_pitch != 0 ? a->slot_pitch : a->H * a->V * a->K;
+    of[FD_P_target_pitch].i64 = of[FD_P_start_pitch].i64;
+    of[FD_P_start_row].i32 = 1;
+    of[FD_P_most_tokens].i32 = 1;
+    of[FD_P_scale].f32 = a->scale == 0.0f ? 1.0f / sqrtf((float)a->K) : a->scale;
+    of[FD_P_T].i32 = 1;
+    of[FD_P_group].i32 = 1;
+    of[FD_P_HV].i32 = (int32_t)a->H;
+    of[FD_P_q_batch].i64 = of[FD_P_k_batch].i64 = of[FD_P_g_batch].i64 = a->H * a->K;
+    of[FD_P_q_token].i64 = of[FD_P_k_token].i64 = of[FD_P_g_token].i64 = a->H * a->K;
+    of[FD_P_q_head].i64 = of[FD_P_k_head].i64 = of[FD_P_g_head].i64 = a->K;
+    of[FD_P_v_batch].i64 = of[FD_P_o_batch].i64 = a->H * a->V;
+    of[FD_P_v_token].i64 = of[FD_P_o_token].i64 = a->H * a->V;
+    of[FD_P_v_head].i64 = of[FD_P_o_head].i64 = a->V;
+    of[FD_P_beta_batch].i64 = of[FD_P_beta_token].i64 = a->H;
+    of[FD_P_beta_head].i64 = 1;
+    return values;
+}
+
+fd_status fd_decode_bf16(const fd_decode_args *args, CUstream stream) {
+    FD_TRY(check(args));
+    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, args->K, args->V, 0, args->gate, FD_PRECISION_DEFAULT};
+    fd_ready found;
+    FD_TRY(fd_find(&wanted, 1, &found));
+    fd_values values = values_of(args);
+    return fd_launch(&found, args->N * args->H * found.kernel->slices, &values, stream);
+}

@@ -1,0 +1,29 @@
+"""`kda_prefill` in PyTorch: the chunk form, with `w` and `u` kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..prefill import PrefillSpec
+from ..spec import KdaTensors
+from .chunk import prepare, recur, to_chunks
+from .gate import elementwise_inputs
+
+
+def prefill(spec: PrefillSpec, t: KdaTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """`(o [B, H, T, V], w [B, H, Nc, C, K], u [B, H, Nc, C, V])` in the inputs' dtype; products are PyTorch's own."""
+    call = spec.call
+    chunked = [to_chunks(x, call.chunk_size, None) for x in elementwise_inputs(call, t)]
+    state = chunked[0].new_zeros(call.B, 1, call.K, call.V)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for q, k, v, g, beta in zip(*chunked):
+        p = prepare(q, k, g, beta)
+        pseudo, new = recur(p, v, state)
+        found.append((p.qg @ state + p.Aqk @ pseudo, p.w, p.inverse @ v))
+        state = new
+    if not found:
+        return spec.allocate(t.q.device)
+    # by chunk [B * H, 1, C, ..] -> [B, H, Nc, C, ..]
+    o, w, u = (torch.cat(parts, dim=1).unflatten(0, (spec.B, spec.H)) for parts in zip(*found))
+    return o.flatten(2, 3)[:, :, : call.T].contiguous(), w, u

@@ -1,0 +1,85 @@
+"""Calls of a built library beside a stand-in for the driver, in a process of their own: reads what to do from standard input,
+as JSON, and prints what came of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import sys
+import threading
+
+MOST_PARAMETERS = 96
+
+
+class Record(ctypes.Structure):
+    """`record` in fake_driver.c."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 64),
+        ("image", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("grid", "block", "shared", "attributes", "attribute")),
+        ("stream", ctypes.c_void_p),
+        ("count", ctypes.c_int),
+        ("values", ctypes.c_uint64 * MOST_PARAMETERS),
+    )
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    # loaded first under the name libcuda.so.1, it is what the library finds
+    driver = ctypes.CDLL(task["driver"], mode=ctypes.RTLD_GLOBAL)
+    for name in task["settings"]:
+        setting = task["settings"][name]
+        if isinstance(setting, str):
+            (ctypes.c_char * 256).in_dll(driver, name).value = setting.encode()
+        else:
+            ctypes.c_int.in_dll(driver, name).value = setting
+    found = importlib.util.spec_from_file_location("bindings", task["bindings"])
+    bindings = importlib.util.module_from_spec(found)
+    found.loader.exec_module(bindings)
+    library = bindings.Library(task["library"])
+    outcomes = [None] * len(task["calls"])
+
+    def call(i: int) -> None:
+        """Repeats one call; its last status and message, which are the thread's own."""
+        wanted = task["calls"][i]
+        kind = bindings.DecodeArgs if "decode" in wanted["op"] else bindings.PrefillArgs
+        args = None if wanted["args"] is None else kind(**wanted["args"])
+        function = getattr(library.functions, f"fd_{wanted['op']}")
+        second = wanted.get("stream", 0)
+        if wanted["op"].endswith("_workspace"):
+            second = None if wanted.get("no_result") else ctypes.c_size_t()
+        given = None if args is None else ctypes.byref(args)
+        statuses = set()
+        for _ in range(wanted.get("repeats", 1)):
+            statuses.add(function(given, ctypes.byref(second) if isinstance(second, ctypes.c_size_t) else second))
+        message = library.functions.fd_last_error().decode()
+        names = sorted(bindings.STATUS[status] for status in statuses)
+        outcomes[i] = {"status": ", ".join(names), "message": message, "bytes": getattr(second, "value", None)}
+
+    if task.get("threads"):
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(outcomes))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        for i in range(len(outcomes)):
+            call(i)
+    launches, loads = [], 0
+    if hasattr(driver, "fake_launch_count"):
+        count = ctypes.c_int.in_dll(driver, "fake_launch_count").value
+        loads = ctypes.c_int.in_dll(driver, "fake_load_count").value
+        records = (Record * 4096).in_dll(driver, "fake_launches")
+        for record in records[: min(count, 4096)]:
+            one = {
+                name: getattr(record, name) for name, _ in Record._fields_ if name not in ("name", "count", "values")
+            }
+            launches.append(one | {"name": record.name.decode(), "values": list(record.values[: record.count])})
+    print(json.dumps({"outcomes": outcomes, "launches": launches, "loads": loads}))
+
+
+if __name__ == "__main__":
+    main()

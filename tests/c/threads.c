@@ -1,0 +1,46 @@
+/* Many threads call the library from its first call on: for ThreadSanitizer. Exit code 0 if every call succeeded. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "flashdelta.h"
+
+/* All launches fit into the stand-in's list. */
+enum { THREADS = 8, CALLS = 100 };
+
+static void *somewhere(int i) {
+    return (void *)(uintptr_t)(0x10000 * (i + 1));
+}
+
+static void *work(void *failures) {
+    fd_prefill_args p = {.struct_size = sizeof p, .B = 1, .H = 2, .T = 70, .K = 64, .V = 64, .C = 32};
+    p.q = somewhere(0), p.k = somewhere(1), p.v = somewhere(2), p.g = somewhere(3), p.beta = somewhere(4);
+    p.o = somewhere(5), p.w = somewhere(6), p.u = somewhere(7), p.workspace = somewhere(8), p.workspace_bytes = SIZE_MAX;
+    fd_decode_args d = {.struct_size = sizeof d, .N = 3, .H = 2, .slots = 4, .K = 64, .V = 64};
+    d.q = somewhere(0), d.k = somewhere(1), d.v = somewhere(2), d.g = somewhere(3), d.beta = somewhere(4);
+    d.states = somewhere(5), d.state_indices = somewhere(6), d.o = somewhere(7);
+    int *count = failures;
+    for (int i = 0; i < CALLS; i++) {
+        *count += fd_prefill_f32(&p, NULL) != FD_SUCCESS;
+        *count += fd_decode_bf16(&d, NULL) != FD_SUCCESS;
+        *count += fd_prefill_f32(NULL, NULL) != FD_ERROR_NULL_POINTER;
+        *count += strncmp(fd_last_error(), "args: ", 6) != 0;
+    }
+    return NULL;
+}
+
+int main(void) {
+    pthread_t threads[THREADS];
+    int failures[THREADS] = {0}, sum = 0;
+    for (int i = 0; i < THREADS; i++)
+        if (pthread_create(&threads[i], NULL, work, &failures[i]) != 0)
+            return 2;
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], NULL);
+        sum += failures[i];
+    }
+    if (sum != 0)
+        fprintf(stderr, "%d failures: %s\n", sum, fd_last_error());
+    return sum != 0;
+}

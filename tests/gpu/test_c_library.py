@@ -1,0 +1,226 @@
+"""The exported C library on the GPU against float64 and the Python functions."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.export.bindings import FlashdeltaError, Library, PrefillArgs
+from flashdelta.prefill import INPUTS, PRECISIONS
+
+from ..cases import BF16, FP32, Case, case_id
+from ..exports import ROOT
+from ..oracle import TOLERANCE, assert_close, relative_error, same_bits
+from ..prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
+from .test_hazards import memcheck
+from .test_prefill import LONG, LONGEST
+
+pytestmark = pytest.mark.gpu
+
+DECODE_TOLERANCE = 1e-2
+"""Of single tokens in bfloat16, as in `oracle.TOLERANCE_FOR_FEW`."""
+
+
+@pytest.fixture(scope="module")
+def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exported and built by the first worker that asks."""
+    if not can_build():
+        pytest.skip(f"no CMake and C compiler here, and no {GIVEN}")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if base.name.startswith("popen-") else base
+    with open(shared / "gpu_export.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = shared / "gpu_export" / "build" / "libflashdelta.so"
+        return done if done.exists() else library_for_this_gpu(shared / "gpu_export")
+
+
+@pytest.fixture(scope="module")
+def library(library_path: Path) -> Library:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")  # makes the context current
+    return Library(str(library_path))
+
+
+def by_name(results: tuple) -> dict:
+    return dict(zip("owu", results))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+@pytest.mark.parametrize("case", [case for case in CASES if case.T > 0], ids=case_id)
+def test_f32(library: Library, case: Case, size: tuple[int, int, int], precision: str):
+    case = sized(case, size)
+    call = prefill_call(case, "cuda")
+    found = c_prefill(library, call, precision=1 + ("tf32x3", "ieee").index(precision))
+    hold(case, tuple(found.values()), truth(call))
+    for name, want in by_name(fd.kda_prefill(**call, precision=precision)).items():
+        assert relative_error(found[name], want) < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+def test_every_length(library: Library, size: tuple[int, int, int]):
+    call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
+    want = by_name(truth(call))
+    for T in range(1, LONGEST + 1):
+        found = c_prefill(library, call | {name: call[name][:, :, :T].contiguous() for name in INPUTS})
+        assert_close(f"o, T = {T}", found["o"], want["o"][:, :, :T], TOLERANCE[FP32])
+        for name in "wu":
+            rows = found[name].flatten(2, 3)
+            assert_close(f"{name}, T = {T}", rows[:, :, :T], want[name].flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
+            assert rows[:, :, T:].eq(0).all()
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("case", LONG[:2], ids=case_id)
+def test_100_000_tokens(library: Library, case: Case):
+    case = sized(case, SIZES[-1])
+    call = prefill_call(case, "cuda")
+    hold(case, tuple(c_prefill(library, call).values()), truth(call))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+@pytest.mark.parametrize("gate", ["none", "logsigmoid"])
+def test_bf16_then_decode(library: Library, size: tuple[int, int, int], gate: str):
+    """A prompt, whose final state a step of decoding starts from; two rows of two heads are two sequences."""
+    case = sized(replace(PLAIN if gate == "none" else LOGITS, B=2, T=131), size)
+    call = prefill_call(case, "cuda")
+    for name in ("q", "k", "v"):
+        call[name] = call[name].bfloat16().float()
+    prompt = call | {name: call[name][:, :, :-1].contiguous() for name in INPUTS}
+    K, V, _ = size
+    pool = torch.full((5, 2, V, K), torch.nan, device="cuda")
+    state = torch.full((2, 2, V, K), torch.nan, device="cuda")
+    found = c_prefill(library, prompt, "bf16", final_state=state)
+    exact = {name: call[name].transpose(1, 2).double() for name in INPUTS}
+    want, _ = fd.fused_recurrent_kda(**exact, gate=gate, backend="reference")
+    before = {name: x[:, :-1] for name, x in exact.items()}
+    options = {"gate": gate, "output_final_state": True, "state_v_first": True, "backend": "reference"}
+    _, want_state = fd.fused_recurrent_kda(**before, **options)
+    assert_close("o", found["o"], want[:, :-1].transpose(1, 2), TOLERANCE[BF16])
+    assert_close("state", state, want_state, TOLERANCE[BF16])
+    pool[[3, 1]] = state
+    indices = torch.tensor([3, 1, -1, 7], dtype=torch.int32, device="cuda")
+    step = {name: call[name][:, :, -1].repeat(2, 1, *[1] * (call[name].dim() - 3)).contiguous() for name in INPUTS}
+    step |= {name: step[name].to(BF16) for name in ("q", "k", "v")}
+    untouched = pool[[0, 2, 4]].clone()
+    o = c_decode(library, step | {"states": pool, "state_indices": indices}, gate)
+    assert_close("o of the step", o[:2], want[:, -1], DECODE_TOLERANCE)
+    assert o[2:].eq(0).all() and same_bits(pool[[0, 2, 4]], untouched)
+    _, last = fd.fused_recurrent_kda(**exact, **options)
+    assert_close("pool", pool[[3, 1]], last, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_carried_states_make_one_sequence_of_two(library: Library, kind: str):
+    call = prefill_call(replace(PLAIN, T=150), "cuda")
+    whole_state, state = (torch.full((1, 2, 64, 64), torch.nan, device="cuda") for _ in range(2))
+    whole = c_prefill(library, call, kind, final_state=whole_state)["o"]
+    halves = [
+        call | {name: call[name][:, :, part].contiguous() for name in INPUTS} for part in (slice(64), slice(64, 150))
+    ]
+    first = c_prefill(library, halves[0], kind, final_state=state)["o"]
+    second = c_prefill(library, halves[1], kind, initial_state=state.clone(), final_state=state)["o"]
+    assert same_bits(torch.cat([first, second], dim=2), whole)
+    assert same_bits(state, whole_state)
+
+
+@pytest.mark.parametrize("gap", [0, 48])
+def test_decode_gives_the_python_functions_results(library: Library, gap: int):
+    N, H, K = 37, 5, 128
+    torch.manual_seed(0)
+    content = H * K * K
+    memory = torch.randn(50 * (content + gap), device="cuda")
+    pool = memory.as_strided((50, H, K, K), (content + gap, K * K, K, 1))
+    q, k, v = (torch.nn.functional.normalize(torch.randn(N, H, K, device="cuda"), dim=-1).to(BF16) for _ in range(3))
+    g, beta = -torch.rand(N, H, K, device="cuda"), torch.rand(N, H, device="cuda")
+    indices = torch.randperm(50, device="cuda")[:N].int()
+    indices[5] = -1
+    other = memory.clone()
+    other_pool = other.as_strided(pool.shape, pool.stride())
+    want, _ = fd.recurrent_kda(
+        *(x[:, None] for x in (q, k, v, g, beta)),
+        initial_state=other_pool,
+        ssm_state_indices=indices,
+        state_v_first=True,
+        backend="triton",
+    )
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "states": pool, "state_indices": indices}
+    assert_close("o", c_decode(library, tensors), want[:, 0], 1e-3)
+    assert_close("memory", memory[None], other[None], 1e-6)
+
+
+def test_refused_calls_write_nothing(library: Library):
+    call = prefill_call(PLAIN, "cuda")
+    state = torch.full((1, 2, 64, 64), torch.nan, device="cuda")
+    for wrong in ({"precision": 7}, {"gate": 2}, {"scale": float("nan")}, {"workspace_bytes": 16}):
+        with pytest.raises(FlashdeltaError):
+            c_prefill(library, call, final_state=state, **wrong)
+    with pytest.raises(FlashdeltaError) as caught:
+        library.prefill(PrefillArgs(B=1, H=1, T=1, K=64, V=64, C=32))
+    assert caught.value.status == "ERROR_NULL_POINTER"
+    torch.cuda.synchronize()
+    assert state.isnan().all()
+
+
+def test_threads_with_streams_of_their_own(library: Library):
+    calls = [prefill_call(sized(replace(PLAIN, T=200), size), "cuda", seed) for seed in range(4) for size in SIZES]
+    want = [c_prefill(library, call) for call in calls]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found = c_prefill(library, calls[i])
+                torch.cuda.current_stream().synchronize()
+                if not all(same_bits(found[name], want[i][name]) for name in "owu"):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_graph_capture(library: Library):
+    call = prefill_call(PLAIN, "cuda")
+    want = c_prefill(library, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = c_prefill(library, call)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(same_bits(found[name], want[name]) for name in "owu")
+
+
+def test_ctypes_example(library_path: Path):
+    """It looks for FOLDER/build/libflashdelta.so."""
+    if library_path.parent.name != "build":
+        pytest.skip(f"{GIVEN} lies outside an export")
+    folder = library_path.parent.parent
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "c" / "kda.py", folder], capture_output=True, text=True, timeout=300
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": right") == 3
+
+
+def test_memcheck_finds_nothing(library_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(GIVEN, str(library_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])))
+    done = memcheck("-m", "tests.gpu.sanitized_library")
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    assert "ERROR SUMMARY: 0 errors" in done.stdout

@@ -1,0 +1,162 @@
+"""`kda_prefill` on the GPU against float64: all sizes and precisions, every length up to 300, 100,000 tokens, hard inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.launch import launch_all
+from flashdelta.prefill import INPUTS, PRECISIONS, prefill_of
+from flashdelta.triton.launch import prefill_launches
+
+from ..cases import FP32, Case, case_id
+from ..oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
+from ..prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+
+pytestmark = pytest.mark.gpu
+
+LONGEST = 300
+
+LONG = [
+    replace(PLAIN, name="any decay", T=100_000),
+    replace(PLAIN, name="g-50", hard="g-50", T=100_000),
+    replace(PLAIN, name="g_mixed", hard="g_mixed", T=100_000),
+    replace(PLAIN, name="g_alternating", hard="g_alternating", T=100_000),
+    replace(PLAIN, name="forget", hard="forget", T=100_000),
+    replace(LOGITS, name="logits", T=100_000),
+]
+
+
+def check(case: Case, precision: str) -> None:
+    call = prefill_call(case, "cuda")
+    with poisoned_memory():
+        results = fd.kda_prefill(**call, precision=precision)
+    want = truth(call)
+    errors = (f"{relative_error(x, y):.1e}" for x, y in zip(results, want))
+    print(f"{case.name} K{case.K} C{case.chunk_size} {precision}: o, w, u {' '.join(errors)}")
+    hold(case, results, want)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_cases(case: Case, size: tuple[int, int, int], precision: str):
+    check(sized(case, size), precision)
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=size_id)
+@pytest.mark.parametrize("case", LONG, ids=case_id)
+def test_100_000_tokens(case: Case, size: tuple[int, int, int]):
+    check(sized(case, size), "tf32x3")
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_100_000_tokens_in_true_float32():
+    check(sized(LONG[0], SIZES[-1]), "ieee")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+def test_every_length(size: tuple[int, int, int]):
+    """Outputs of a token do not depend on later ones: one truth serves all."""
+    call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
+    o, w, u = truth(call)
+    for T in range(1, LONGEST + 1):
+        short = call | {name: call[name][:, :, :T].contiguous() for name in INPUTS}
+        with poisoned_memory():
+            found = fd.kda_prefill(**short)
+        assert_close(f"o, T = {T}", found[0], o[:, :, :T], TOLERANCE[FP32])
+        for name, got, want in zip("wu", found[1:], (w, u)):
+            rows = got.flatten(2, 3)
+            assert_close(f"{name}, T = {T}", rows[:, :, :T], want.flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
+            assert rows.shape[2] == -(-T // size[2]) * size[2] and rows[:, :, T:].eq(0).all()
+
+
+@pytest.mark.parametrize("arch", [80, 89, 120])
+@pytest.mark.parametrize(
+    ("size", "precision"), [*((size, "tf32x3") for size in SIZES), (SIZES[-1], "ieee")], ids=lambda x: str(x)
+)
+def test_launch_parameters_of_other_gpus(size: tuple[int, int, int], precision: str, arch: int):
+    """What an Ada or Ampere GPU would launch, compiled for the one at hand."""
+    case = sized(PLAIN, size)
+    call = prefill_call(case, "cuda")
+    spec, t = prefill_of(*(call[name] for name in INPUTS), case.chunk_size, None, case.gate, precision)
+    with poisoned_memory():
+        results = spec.allocate(t.q.device)
+    launch_all(prefill_launches(spec, t, arch, *results), t.q.device)
+    hold(case, results, truth(call))
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_more_than_2_31_elements():
+    """The last head lies past element 2^31 of every tensor; it gives the bits that it gives alone, and is held to the truth."""
+    B, H, T, K = 2, 66, 131_072, 128
+    assert (B * H - 1) * T * K > 2**31
+    # one tensor for all: with three results and the workspace there is no room for more
+    x = -0.1 * torch.rand(B, H, T, K, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    beta = torch.rand(B, H, T, device="cuda")
+    results = fd.kda_prefill(x, x, x, x, beta)
+    alone = {name: x[-1:, -1:].clone() for name in INPUTS[:-1]} | {"beta": beta[-1:, -1:].clone()}
+    alone |= {"chunk_size": 64, "gate": "none"}
+    for got, want in zip(results, fd.kda_prefill(**alone)):
+        assert same_bits(got[-1:, -1:], want)
+    del x, results
+    torch.cuda.empty_cache()
+    hold(replace(PLAIN, T=T, K=K, V=K), fd.kda_prefill(**alone), truth(alone))
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_nan_stays_in_its_head(name: str):
+    call = prefill_call(replace(PLAIN, B=2, H=2, HV=2), "cuda")
+    want = fd.kda_prefill(**call)
+    spoiled = call | {name: call[name].clone()}
+    spoiled[name][0, 1] = torch.nan
+    found = fd.kda_prefill(**spoiled)
+    for got, clean in zip(found, want):
+        assert same_bits(got[1], clean[1]) and same_bits(got[0, 0], clean[0, 0])
+    assert found[0][0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_same_call_gives_the_same_bits(precision: str):
+    call = prefill_call(sized(replace(PLAIN, B=2, H=8, HV=8, T=1000), SIZES[-1]), "cuda")
+    want = fd.kda_prefill(**call, precision=precision)
+    for _ in range(10):
+        for got, first in zip(fd.kda_prefill(**call, precision=precision), want):
+            assert same_bits(got, first)
+
+
+def test_graph_replays_with_other_data(no_synchronisation):
+    static = prefill_call(PLAIN, "cuda")
+    fd.kda_prefill(**static)
+    with no_synchronisation():
+        fd.kda_prefill(**static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = fd.kda_prefill(**static)
+    for seed in (1, 2):
+        call = prefill_call(PLAIN, "cuda", seed)
+        for name in INPUTS:
+            static[name].copy_(call[name])
+        graph.replay()
+        for got, want in zip(results, fd.kda_prefill(**call)):
+            assert same_bits(got, want)
+
+
+def test_compiles_in_one_graph_with_inductor():
+    call = prefill_call(LOGITS, "cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **arguments: fd.kda_prefill(**arguments), fullgraph=True)
+    for got, want in zip(compiled(**call), fd.kda_prefill(**call)):
+        assert same_bits(got, want)
+
+
+def test_chunk_kda_agrees():
+    """The same kernels by the other door."""
+    call = prefill_call(replace(PLAIN, T=500), "cuda")
+    tensors = {name: call[name].transpose(1, 2).contiguous() for name in INPUTS}
+    want, _ = fd.chunk_kda(**tensors, backend="triton", split=False)
+    assert same_bits(fd.kda_prefill(**call)[0], want.transpose(1, 2).contiguous())
