@@ -408,7 +408,7 @@ def fp32_table(document: dict) -> Table:
             *("-" if row[name]["host_us"] is None else f"{row[name]['host_us']:.1f}" for name in ("ours", "c")),
         ]
 
-    return _row_table(document, columns, lambda row: [cells(row)])
+    return row_table(document, columns, lambda row: [cells(row)])
 
 
 def fp32_summary(document: dict) -> list[str]:
@@ -422,7 +422,7 @@ def fp32_summary(document: dict) -> list[str]:
     if document["protocol"]["ctypes us"] is not None:
         lines.append(f"of the C host us, ctypes takes {document['protocol']['ctypes us']:.1f}")
     titles = {"ieee": "ieee", "c": "C library", "fla_fp32": "FLA fp32", "fla_bf16": "FLA bf16"}
-    return [*lines, *_correctness(document), *_absences(document, **titles)]
+    return [*lines, *correctness(document), *absences(document, **titles)]
 
 
 def failures(document: dict) -> list[dict]:
