@@ -56,7 +56,8 @@ def split_decay(x, rate, lower_bound, valid, GATE: tl.constexpr, FINE: tl.conste
     Next to 0 the steps of float16 are 6e-8 apart: over a long sequence even such a decay counts, and rounding it the same way
     in every token shows in float32. There the low part has steps `FINE_STEP` times as far apart.
     """
-    x = tl.where(valid[:, None], tl.maximum(log2_decay(x, rate, lower_bound, GATE), LOWEST), 0.0)
+    x = tl.maximum(log2_decay(x, rate, lower_bound, GATE), LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.where(valid[:, None], x, 0.0)
     high = x.to(tl.float16)
     low = x - high.to(tl.float32)
     if FINE:
