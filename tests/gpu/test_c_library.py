@@ -151,6 +151,7 @@ def test_decode_gives_the_python_functions_results(library: Library, gap: int):
         *(x[:, None] for x in (q, k, v, g, beta)),
         initial_state=other_pool,
         ssm_state_indices=indices,
+        use_qk_l2norm_in_kernel=False,
         state_v_first=True,
         backend="triton",
     )
