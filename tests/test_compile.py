@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashdelta.compile import VARIANTS
+from flashdelta.compile import VARIANTS, late_operands
 
 from . import compile_budget
 from .compile_budget import ARCHITECTURES, DEVICE_SHARED_BYTES
@@ -67,3 +67,23 @@ def test_more_shared_memory_than_the_device_has_is_said():
     budget = {"sm_90 k: v": {"registers": 128, "spill_bytes": 0, "shared_bytes": size, "product_waits": 4}}
     said = compile_budget.violations([_cost(shared_bytes=size)], budget, 90)
     assert said == [f"sm_90 k: v: {size} shared_bytes, the device has {size - 1}"]
+
+
+PRODUCT = "/*0010*/ HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR8].tnspB, R24, gsb0 ;"
+FENCE, WAIT = "/*0000*/ WARPGROUP.ARRIVE ;", "/*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((FENCE, PRODUCT, "/*0020*/ MOV R58, 0x3f803f80 ;", WAIT), 1),
+        ((FENCE, PRODUCT, "/*0020*/ @!P0 LDS.128 R56, [R4] ;", WAIT), 4),
+        ((FENCE, "/*0008*/ MOV R57, RZ ;", PRODUCT, WAIT), 1),
+        (("/*0000*/ MOV R57, RZ ;", FENCE, PRODUCT, WAIT, "/*0040*/ MOV R58, RZ ;"), 0),
+        ((FENCE, PRODUCT, "/*0020*/ STS [R58], R59 ;", "/*0024*/ MOV R60, RZ ;", WAIT), 0),
+        ((FENCE, PRODUCT.replace("R56", "gdesc[UR4]"), "/*0020*/ MOV R58, RZ ;", WAIT), 0),
+    ],
+    ids=["under way", "wide", "after the fence", "in time", "read", "in shared memory"],
+)
+def test_operands_that_are_written_late_are_counted(lines: tuple[str, ...], found: int):
+    assert late_operands("\n".join(lines)) == found

@@ -129,32 +129,61 @@ def reverse(
     )
 
 
-def wy(
-    spec: KdaSpec, t: KdaTensors, walked: Walked, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
+@dataclass(frozen=True)
+class WyOperands:
+    """What `wy` reads, under the kernel's names."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    solved: torch.Tensor
+    h: torch.Tensor
+    pseudo: torch.Tensor
+    grad_o: torch.Tensor
+    grad_pseudo: torch.Tensor
+    grad_h: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+
+
+def _wy(
+    spec: KdaSpec | WySpec,
+    x: WyOperands,
+    found: tuple[torch.Tensor | None, ...],
+    lower_bound: float,
+    rows: int,
+    **kinds,
 ) -> Launch:
+    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`."""
     return Launch(
         wy_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
-            *(t.q, t.k, t.g, t.v, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(walked.solved, walked.h, walked.pseudo, grad_o, walked.grad_pseudo, walked.grad_h),
-            *(parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk),
-            *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, spec.slots),
-            *eighths(t.q, t.k, t.g, t.v, grad_o),
-            *strides(t.beta),
+            *(x.q, x.k, x.g, x.v, x.beta, x.A_log, x.dt_bias, x.cu_seqlens),
+            *(x.solved, x.h, x.pseudo, x.grad_o, x.grad_pseudo, x.grad_h),
+            *found,
+            *(spec.scale, lower_bound),
+            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, rows),
+            *eighths(x.q, x.k, x.g, x.v, x.grad_o),
+            *strides(x.beta),
         ),
-        dict(
-            K=spec.K,
-            V=spec.V,
-            GATE=spec.gate,
-            SAFE=spec.safe_gate,
-            BETA=spec.beta_kind,
-            L2NORM=spec.l2norm,
-            V_FIRST=True,
-        ),
+        dict(K=spec.K, V=spec.V, **kinds),
         num_warps=8,
     )
+
+
+def wy(
+    spec: KdaSpec, t: KdaTensors, walked: Walked, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
+) -> Launch:
+    given = (t.q, t.k, t.g, t.v, t.beta, walked.solved, walked.h, walked.pseudo)
+    x = WyOperands(*given, grad_o, walked.grad_pseudo, walked.grad_h, t.cu_seqlens, t.A_log, t.dt_bias)
+    found = (parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
+    gate = dict(GATE=spec.gate, SAFE=spec.safe_gate)
+    rest = dict(BETA=spec.beta_kind, L2NORM=spec.l2norm, V_FIRST=True)
+    return _wy(spec, x, found, spec.lower_bound or 0.0, spec.slots, **gate, **rest)
 
 
 def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
@@ -165,32 +194,14 @@ def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
 
 
 def wy_dqkg_launch(spec: WySpec, t: WyTensors, found: WyGradients) -> Launch:
-    q, k, g, v, do = (in_eighths(x) for x in (t.q, t.k, t.g, t.v, t.do))
     A, h, v_new, dv, dh = map(in_eighths, dense(t.A, t.h, t.v_new, t.dv, t.dh))
     (cu_seqlens,) = dense(t.cu_seqlens)
-    return Launch(
-        wy_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
-        (
-            *(q, k, g, v, t.beta, None, None, cu_seqlens),
-            *(A, h, v_new, do, dv, dh),
-            *(found.q, found.k, found.g, found.v, found.beta, found.A, None),
-            *(spec.scale, 0.0),
-            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, spec.rows),
-            *eighths(q, k, g, v, do),
-            *strides(t.beta),
-        ),
-        dict(
-            K=spec.K,
-            V=spec.V,
-            GATE="cumulative_log2" if spec.log2 else "cumulative",
-            SAFE=False,
-            BETA="value",
-            L2NORM=False,
-            V_FIRST=spec.state_v_first,
-        ),
-        num_warps=8,
-    )
+    q, k, g, v, do = map(in_eighths, (t.q, t.k, t.g, t.v, t.do))
+    x = WyOperands(q, k, g, v, t.beta, A, h, v_new, do, dv, dh, cu_seqlens)
+    results = (found.q, found.k, found.g, found.v, found.beta, found.A, None)
+    gate = dict(GATE="cumulative_log2" if spec.log2 else "cumulative", SAFE=False)
+    rest = dict(BETA="value", L2NORM=False, V_FIRST=spec.state_v_first)
+    return _wy(spec, x, results, 0.0, spec.rows, **gate, **rest)
 
 
 def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, gradients: Gradients) -> Launch:
