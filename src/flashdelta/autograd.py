@@ -1,5 +1,5 @@
 """Gradients of an eager call: save the inputs, run the backend's backward pass. Traced calls go through the operators of
-`library.py`, which do the same and cost more host time."""
+`library.py`, which do the same, cost more host time and keep nothing else."""
 
 from __future__ import annotations
 
@@ -13,27 +13,34 @@ from .spec import INPUT_NAMES, KdaSpec, KdaTensors, Results
 
 class _ChunkKda(torch.autograd.Function):
     @staticmethod
-    def forward(spec: KdaSpec, backend: backends.Backend, *inputs: Tensor | None) -> tuple:
-        o, final_state, _ = backend.run(spec, KdaTensors(*inputs), None)
+    def forward(spec: KdaSpec, backend: backends.Backend, kept: list | None, *inputs: Tensor | None) -> tuple:
+        if kept is None:
+            o, final_state, _ = backend.run(spec, KdaTensors(*inputs), None)
+        else:
+            (o, final_state, _), found = backend.run_kept(spec, KdaTensors(*inputs))
+            kept.append(found)
         return o, final_state
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
-        spec, backend, *tensors = inputs
+        spec, backend, kept, *tensors = inputs
         ctx.save_for_backward(*tensors)
-        ctx.call = spec, backend.name
+        ctx.call = spec, backend.name, kept
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_o: Tensor, grad_final: Tensor | None) -> tuple:
-        (spec, name), t = ctx.call, KdaTensors(*ctx.saved_tensors)
+        (spec, name, kept), t = ctx.call, KdaTensors(*ctx.saved_tensors)
         if grad_final is None:
             grad_final = grad_o.new_zeros(0)
-        found = backends.choose(spec, t.q.device, name, backward=True).backward(spec, t, grad_o, grad_final)
-        return None, None, *(found.get(name) for name in INPUT_NAMES)
+        chosen = backends.choose(spec, t.q.device, name, backward=True)
+        # given back with the first backward pass: a second one computes it again
+        found = chosen.backward(spec, t, grad_o, grad_final, kept.pop() if kept and chosen.name == name else None)
+        return None, None, None, *(found.get(name) for name in INPUT_NAMES)
 
 
-def differentiable(spec: KdaSpec, t: KdaTensors, backend: backends.Backend) -> Results:
-    """The call's results, with the gradients that its inputs require."""
-    o, final_state = _ChunkKda.apply(spec, backend, *(getattr(t, name) for name in INPUT_NAMES))
+def differentiable(spec: KdaSpec, t: KdaTensors, backend: backends.Backend, keep: bool) -> Results:
+    """The call's results, with the gradients that its inputs require. `keep`: what the backward pass would compute again."""
+    kept = [] if keep else None
+    o, final_state = _ChunkKda.apply(spec, backend, kept, *(getattr(t, name) for name in INPUT_NAMES))
     return o, final_state, None

@@ -28,7 +28,9 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_decode
+from .hopper.gradients import Kept
 from .hopper.gradients import launches as hopper_backward_launches
+from .hopper.gradients import walk as hopper_walk
 from .hopper.gradients import wy_dqkg_launch as hopper_wy_launch
 from .hopper.launch import launches as hopper_launches
 from .launch import Launch
@@ -70,7 +72,7 @@ class Cost:
 class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
     of `decode` alone, `precision` of `prefill`; `algorithm="commit"` takes the dtype and layout of states only, `"wy"`
-    (`kernels.chunk_bwd_wy_dqkg`) no gate."""
+    (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that leaves what its backward pass needs."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -90,6 +92,7 @@ class Variant:
     spec_tokens: int = 0
     split: str | int = "auto"
     backward: bool = False
+    kept: bool = False
     precision: str = DEFAULT_PRECISION
     N: int = 2
     heads: int = 2
@@ -131,6 +134,9 @@ class Variant:
         spec, t = check_call(t, options)
         h = make(spec.intermediate_shape) if self.intermediate else None
         final_state = None if self.pool else make(*state, dtype=self.state_dtype)
+        if self.kept:
+            found = Kept.allocate(spec, t.v.device)
+            return hopper_walk(spec, t, found, make(1, T, H, self.V), final_state)
         if self.backward:
             grads = Gradients.allocate(spec, t)
             grad_o = make(1, T, H, self.V)
@@ -317,6 +323,7 @@ VARIANTS = (
     ),
     Variant("hopper K64 V128 backward", "hopper", K=64, backward=True),
     Variant("hopper K128 V64 backward, unbounded", "hopper", V=64, gate="logsigmoid", backward=True),
+    Variant("hopper K128 V128 kept for the backward pass", "hopper", kept=True),
     Variant("hopper wy K128 V128", "hopper", algorithm="wy"),
     Variant("hopper wy K128 V128 fixed length, V first", "hopper", algorithm="wy", packed=False, state_v_first=True),
     Variant("hopper wy K64 V64", "hopper", algorithm="wy", K=64, V=64),

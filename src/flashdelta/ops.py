@@ -94,8 +94,9 @@ def chunk_kda(
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
             `lower_bound` needs no promise. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
-        disable_recompute: keep intermediates for the backward pass instead of computing them again. The present
-            backward always computes them again, so this has no effect yet.
+        disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, pseudo-values: in 16 bits
+            about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. A call
+            with gradients then splits no sequence. Traced calls (`torch.compile`) and the reference compute it again.
         return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable.
         state_v_first: states are `[.., V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
@@ -174,7 +175,7 @@ def chunk_kda(
     )
     tensors = KdaTensors(*given)
     spec, tensors = check_call(tensors, options, cu_seqlens_cpu)
-    o, final_state, h = _run(spec, tensors, backend, out, key, given)
+    o, final_state, h = _run(spec, tensors, backend, out, key, given, keep=disable_recompute)
     if not return_intermediate_states:
         return o, final_state
     if cu_seqlens_cpu is not None and cu_seqlens is not None:
@@ -478,12 +479,13 @@ def _run(
     key: tuple | None,
     given: tuple,
     called: Mapping[str, str] = OWN_NAMES,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_out(out, t, spec.requires_grad, called)
     chosen = backends.choose(spec, t.q.device, backend)
     if not torch.compiler.is_compiling() and all(map(is_plain, t.present().values())):
         if spec.requires_grad:
-            return autograd.differentiable(spec, t, chosen)
+            return autograd.differentiable(spec, t, chosen, keep)
         results = chosen.run(spec, t, out)
         plans.remember(key, lambda: chosen.plan(spec, t, given, out))
         return results

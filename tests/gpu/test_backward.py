@@ -52,6 +52,16 @@ def test_gradients_repeat_to_the_bit(case: Case, backend: str):
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_kept_gradients_are_those_of_a_forward_that_runs_again(case: Case, backend: str):
+    call = gpu_call(fd.chunk_kda, case, backend=backend) | {"split": False}
+    grads = incoming(call)
+    want = gradients(call, *grads)
+    with poisoned_memory():
+        found = gradients(call | {"disable_recompute": True}, *grads)
+    assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
 def test_nan_stays_in_its_sequence(backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(100, 200), state=FP32), backend=backend)
     grad_o, grad_final = incoming(call)

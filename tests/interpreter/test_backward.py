@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import flashdelta as fd
 from flashdelta.triton import config
+from flashdelta.triton import gradients as kernels
 
 from ..cases import BF16, CASES, LENGTH_CASES, Case, case_id
 from ..gradients import gradients, incoming, relative_errors, true_gradients
@@ -55,6 +57,30 @@ def test_gradients_with_held_value_channels(name: str, monkeypatch: pytest.Monke
     with poisoned_memory():
         found = gradients(call | {"backend": "triton"}, *grads)
     assert_gradients(found, true_gradients(call, *grads))
+
+
+@pytest.mark.parametrize("name", ["bounded", "softplus", "packed"])
+def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkeypatch: pytest.MonkeyPatch):
+    call = make_call(next(case for case in KINDS if case.name == name)) | {"backend": "triton"}
+    grads = incoming(call)
+    want = gradients(call, *grads)
+    walks, walk = [], kernels.walk
+    monkeypatch.setattr(kernels, "walk", lambda *arguments: walks.append(arguments) or walk(*arguments))
+    with poisoned_memory():
+        found = gradients(call | {"disable_recompute": True}, *grads)
+    assert len(walks) == 1
+    assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+def test_what_was_kept_serves_one_backward_pass():
+    """And a second one computes it again."""
+    call = make_call(KINDS[0]) | {"backend": "triton", "disable_recompute": True, "output_final_state": False}
+    v = call["v"].requires_grad_()
+    o, _ = fd.chunk_kda(**call)
+    (kept,) = (x for x in o.grad_fn.call if isinstance(x, list))
+    assert len(kept) == 1
+    first, second = (torch.autograd.grad(o.sum(), v, retain_graph=True)[0] for _ in range(2))
+    assert kept == [] and torch.equal(first, second)
 
 
 def test_gradients_have_their_inputs_dtypes():

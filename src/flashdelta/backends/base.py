@@ -41,10 +41,13 @@ class Backend(Protocol):
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         """`ops.commit`. Only called where a `CommitSpec` meets no obstacle."""
 
+    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
+        """The forward, and what `backward` would compute again of it. Only called where `differentiable`."""
+
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
     ) -> dict[str, torch.Tensor]:
-        """Gradients by input name. Only called where `differentiable`."""
+        """Gradients by input name, from what `run_kept` gave if it is at hand. Only called where `differentiable`."""
 
 
 @functools.cache

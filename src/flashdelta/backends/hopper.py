@@ -105,9 +105,14 @@ class HopperBackend:
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         raise NotImplementedError("it has the chunk form only")
 
+    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
+        from ..hopper.gradients import forward
+
+        return forward(spec, t)
+
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
     ) -> dict[str, torch.Tensor]:
         from ..hopper.gradients import backward
 
-        return backward(spec, t, grad_o, grad_final)
+        return backward(spec, t, grad_o, grad_final, kept)

@@ -56,10 +56,13 @@ class ReferenceBackend:
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         reference.commit(spec, t)
 
+    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
+        return self.run(spec, t, None), None
+
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
     ) -> dict[str, torch.Tensor]:
-        """Runs the forward again under autograd, then differentiates it."""
+        """Runs the forward again under autograd, then differentiates it. Keeps nothing."""
         with _autograd_inside_an_operator(), torch.enable_grad():
             leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in t.present().items()}
             o, final_state, _ = self.run(spec, KdaTensors(**leaves), None)

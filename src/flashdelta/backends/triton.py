@@ -72,9 +72,14 @@ class TritonBackend:
 
         kernels.commit(spec, t)
 
+    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
+        from ..triton.gradients import forward
+
+        return forward(spec, t)
+
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor
+        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
     ) -> dict[str, torch.Tensor]:
         from ..triton.gradients import backward
 
-        return backward(spec, t, grad_o, grad_final)
+        return backward(spec, t, grad_o, grad_final, kept)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..launch import Launch, dense, launch_all, strides
-from ..spec import KdaSpec, KdaTensors
+from ..launch import Launch, allocate, dense, launch_all, strides
+from ..spec import KdaSpec, KdaTensors, Results
 from ..triton.gradients import Gradients
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from .intra import intra_kernel
@@ -30,21 +30,30 @@ from .wy import wy_kernel
 
 
 @dataclass(frozen=True)
-class Walked:
-    """What the walks along a sequence leave beside the workspace, in bf16: `solved [B, T, HV, 64]`, states before and their
-    gradients after each of the `R` chunks, `h, grad_h [R, HV, V, K]`, and `pseudo, grad_pseudo [B, T, HV, V]`."""
+class Kept:
+    """What the backward pass needs of the forward: the workspace of `recurrence`, and in bf16 `solved [B, T, HV, 64]`, states
+    before each of the `R` chunks `h [R, HV, V, K]`, and `pseudo [B, T, HV, V]`."""
 
+    workspace: Workspace
     solved: torch.Tensor
     h: torch.Tensor
-    grad_h: torch.Tensor
     pseudo: torch.Tensor
-    grad_pseudo: torch.Tensor
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device) -> Walked:
-        tokens, rows = (spec.B, spec.T, spec.HV), spec.B * spec.slots
-        shapes = [(*tokens, TILE), *[(rows, spec.HV, spec.V, spec.K)] * 2, *[(*tokens, spec.V)] * 2]
-        return cls(*(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
+    def allocate(cls, spec: KdaSpec, device: torch.device) -> Kept:
+        tokens = (spec.B, spec.T, spec.HV)
+        shapes = ((*tokens, TILE), (spec.B * spec.slots, spec.HV, spec.V, spec.K), (*tokens, spec.V))
+        workspace = Workspace.allocate(spec, device)
+        return cls(workspace, *(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What `reverse` leaves: gradients of the states after each chunk and of the pseudo-values, `grad_h` and `grad_pseudo`, as
+    `h` and `pseudo`."""
+
+    grad_h: torch.Tensor
+    grad_pseudo: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -69,30 +78,57 @@ class Parts:
         )
 
 
-def backward(spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients by the names of `KdaTensors`; the forward's stages run again."""
+def forward(spec: KdaSpec, t: KdaTensors) -> tuple[Results, Kept]:
+    """The call's results, and what its backward pass would compute again. Sequences stay whole."""
+    t = readable(t)
+    device = t.q.device
+    results, kept = allocate(spec, t, None), Kept.allocate(spec, device)
+    launch_all(walk(spec, t, kept, *results[:2]), device)
+    return results, kept
+
+
+def walk(
+    spec: KdaSpec, t: KdaTensors, kept: Kept, o: torch.Tensor | None, final_state: torch.Tensor | None
+) -> list[Launch]:
+    return [
+        prepare(spec, t, kept.workspace, kept.solved),
+        recurrence(spec, t, kept.workspace, (o, final_state, kept.h), kept.pseudo),
+    ]
+
+
+def backward(
+    spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: Kept | None = None
+) -> dict[str, torch.Tensor]:
+    """Gradients by the names of `KdaTensors`; unless it was `kept`, the forward's stages run again."""
     t = readable(t)
     device = t.q.device
     grad_o = in_eighths(grad_o)
     gradients = Gradients.allocate(spec, t)
-    launch_all(launches(spec, t, grad_o, grad_final.contiguous(), gradients), device)
+    launch_all(launches(spec, t, grad_o, grad_final.contiguous(), gradients, kept), device)
     return gradients.by_name(spec, t)
 
 
 def launches(
-    spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, gradients: Gradients
+    spec: KdaSpec,
+    t: KdaTensors,
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor,
+    gradients: Gradients,
+    kept: Kept | None = None,
 ) -> Iterator[Launch]:
     """In order. Each is to run before the next is asked for: what only the ones before it needed is given back then."""
     device = t.q.device
-    again = replace(spec, output_final_state=False)
-    workspace, walked = Workspace.allocate(spec, device), Walked.allocate(spec, device)
-    yield prepare(spec, t, workspace, walked.solved)
-    yield recurrence(again, t, workspace, (walked.pseudo, None, walked.h), is_backward=True)
-    yield reverse(spec, t, workspace, walked, grad_o, grad_final, gradients)
-    del workspace
+    if kept is None:
+        kept = Kept.allocate(spec, device)
+        yield from walk(replace(spec, output_final_state=False), t, kept, None, None)
+    walked = Walked(torch.empty_like(kept.h), torch.empty_like(kept.pseudo))
+    yield reverse(spec, t, kept.workspace, walked, grad_o, grad_final, gradients)
+    solved, h, pseudo = kept.solved, kept.h, kept.pseudo
+    del kept
     parts = Parts.allocate(spec, device)
-    yield wy(spec, t, walked, parts, grad_o, gradients)
-    del walked
+    given = (t.q, t.k, t.g, t.v, t.beta, solved, h, pseudo, grad_o, walked.grad_pseudo, walked.grad_h)
+    yield wy(spec, WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias), parts, gradients)
+    del solved, h, pseudo, walked, given
     yield intra(spec, t, parts, gradients)
 
 
@@ -175,11 +211,7 @@ def _wy(
     )
 
 
-def wy(
-    spec: KdaSpec, t: KdaTensors, walked: Walked, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
-) -> Launch:
-    given = (t.q, t.k, t.g, t.v, t.beta, walked.solved, walked.h, walked.pseudo)
-    x = WyOperands(*given, grad_o, walked.grad_pseudo, walked.grad_h, t.cu_seqlens, t.A_log, t.dt_bias)
+def wy(spec: KdaSpec, x: WyOperands, parts: Parts, gradients: Gradients) -> Launch:
     found = (parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
     gate = dict(GATE=spec.gate, SAFE=spec.safe_gate)
     rest = dict(BETA=spec.beta_kind, L2NORM=spec.l2norm, V_FIRST=True)

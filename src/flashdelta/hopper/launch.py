@@ -215,9 +215,9 @@ def sharing_pays(spec: KdaSpec, programs: int) -> bool:
 
 
 def recurrence(
-    spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results, is_backward: bool = False
+    spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results, pseudo: torch.Tensor | None = None
 ) -> Launch:
-    """The backward pass wants pseudo-values in the place of `o`, and `h` V first."""
+    """With `pseudo`, for the backward pass, `h` is V first and `o` may be None."""
     o, final_state, h = results
     most = programs(spec, t.v.device)
     # as many chunks in flight as shared memory holds beside the output tile
@@ -230,19 +230,19 @@ def recurrence(
         (
             tiles(workspace.tiles),
             workspace.decay,
-            *(t.v, None if is_backward else o, h, o if is_backward else None),
+            *(t.v, o, h, pseudo),
             *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.handed, workspace.arrived),
             *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
-            *eighths(t.v, o),
+            *eighths(t.v, t.v if o is None else o),
         ),
         dict(
             K=spec.K,
             V=spec.V,
             V_FIRST=spec.state_v_first,
-            H_V_FIRST=spec.state_v_first or is_backward,
+            H_V_FIRST=spec.state_v_first or pseudo is not None,
             STAGES=stages,
             SHARED=sharing_pays(spec, most),
         ),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..launch import Launch, capability, launch_all, strides
-from ..spec import KdaSpec, KdaTensors
+from ..launch import Launch, allocate, capability, launch_all, strides
+from ..spec import KdaSpec, KdaTensors, Results
 from . import config
 from .backward import intra_kernel, reverse_kernel, wy_kernel
 from .launch import Workspace, prepare, readable, recurrence, walk_constants
@@ -15,14 +15,29 @@ from .launch import Workspace, prepare, readable, recurrence, walk_constants
 
 @dataclass(frozen=True)
 class Kept:
-    """What the stages leave for each other beside `Workspace`, `S` being the chunk slots: `solved [S, HV, C, C]`, states and
-    their gradients `h, grad_h [S, HV, V, K]`, `pseudo, grad_pseudo [B, T, HV, V]` in the operand dtype; in float32 `grad_q,
-    grad_k, grad_G [B, T, HV, K]`, `grad_beta [B, T, HV]`, `grad_A, grad_Aqk [S, HV, C, C]`."""
+    """What the backward pass needs of the forward, `S` being the chunk slots: the workspace of `recurrence`, and in the operand
+    dtype `solved [S, HV, C, C]`, states before chunks `h [S, HV, V, K]` and `pseudo [B, T, HV, V]`."""
 
+    workspace: Workspace
     solved: torch.Tensor
     h: torch.Tensor
-    grad_h: torch.Tensor
     pseudo: torch.Tensor
+
+    @classmethod
+    def allocate(cls, spec: KdaSpec, device: torch.device) -> Kept:
+        S, C = spec.B * spec.slots, spec.chunk_size
+        shapes = ((S, spec.HV, C, C), (S, spec.HV, spec.V, spec.K), (spec.B, spec.T, spec.HV, spec.V))
+        workspace = Workspace.allocate(spec, device)
+        return cls(workspace, *(torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the stages leave for each other: gradients of states after chunks `grad_h [S, HV, V, K]` and `grad_pseudo
+    [B, T, HV, V]` in the operand dtype; in float32 `grad_q, grad_k, grad_G [B, T, HV, K]`, `grad_beta [B, T, HV]`, `grad_A,
+    grad_Aqk [S, HV, C, C]`."""
+
+    grad_h: torch.Tensor
     grad_pseudo: torch.Tensor
     grad_q: torch.Tensor
     grad_k: torch.Tensor
@@ -32,20 +47,12 @@ class Kept:
     grad_Aqk: torch.Tensor
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device) -> Kept:
-        S, C = spec.B * spec.slots, spec.chunk_size
+    def allocate(cls, spec: KdaSpec, kept: Kept) -> Parts:
         tokens = (spec.B, spec.T, spec.HV)
-        square, state = (S, spec.HV, C, C), (S, spec.HV, spec.V, spec.K)
-
-        def empty(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        fp32 = torch.float32
+        wide = [*[(*tokens, spec.K)] * 3, tokens, *[kept.solved.shape] * 2]
         return cls(
-            *(empty(*square), empty(*state), empty(*state), empty(*tokens, spec.V), empty(*tokens, spec.V)),
-            *(empty(*tokens, spec.K, dtype=fp32) for _ in range(3)),
-            empty(*tokens, dtype=fp32),
-            *(empty(*square, dtype=fp32) for _ in range(2)),
+            *map(torch.empty_like, (kept.h, kept.pseudo)),
+            *(torch.empty(shape, dtype=torch.float32, device=kept.h.device) for shape in wide),
         )
 
 
@@ -95,30 +102,57 @@ class Gradients:
         return found
 
 
-def backward(spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients by the names of `KdaTensors`; the forward's stages run again."""
+def forward(spec: KdaSpec, t: KdaTensors) -> tuple[Results, Kept]:
+    """The call's results, and what its backward pass would compute again. Sequences stay whole."""
+    t = readable(spec, t)
+    device = t.q.device
+    results, kept = allocate(spec, t, None), Kept.allocate(spec, device)
+    launch_all(walk(spec, t, capability(device), kept, *results[:2]), device)
+    return results, kept
+
+
+def walk(
+    spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, o: torch.Tensor, final_state: torch.Tensor | None
+) -> list[Launch]:
+    return [
+        prepare(spec, t, at, kept.workspace, kept.solved),
+        recurrence(spec, t, at, kept.workspace, (o, final_state, kept.h), 0, kept.pseudo),
+    ]
+
+
+def backward(
+    spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: Kept | None = None
+) -> dict[str, torch.Tensor]:
+    """Gradients by the names of `KdaTensors`; unless it was `kept`, the forward's stages run again."""
     t = readable(spec, t)
     device = t.q.device
     at = capability(device)
     gradients = Gradients.allocate(spec, t)
     grad_o = grad_o if grad_o.stride(-1) == 1 else grad_o.contiguous()
-    launch_all(launches(spec, t, at, grad_o, grad_final.contiguous(), gradients), device)
+    launch_all(launches(spec, t, at, grad_o, grad_final.contiguous(), gradients, kept), device)
     return gradients.by_name(spec, t)
 
 
 def launches(
-    spec: KdaSpec, t: KdaTensors, at: int, grad_o: torch.Tensor, grad_final: torch.Tensor, gradients: Gradients
+    spec: KdaSpec,
+    t: KdaTensors,
+    at: int,
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor,
+    gradients: Gradients,
+    kept: Kept | None = None,
 ) -> list[Launch]:
     """In order."""
-    workspace = Workspace.allocate(spec, t.q.device)
-    kept = Kept.allocate(spec, t.q.device)
-    again = replace(spec, output_final_state=False)
+    again = []
+    if kept is None:
+        kept = Kept.allocate(spec, t.q.device)
+        again = walk(replace(spec, output_final_state=False), t, at, kept, torch.empty_like(kept.pseudo), None)
+    parts = Parts.allocate(spec, kept)
     return [
-        prepare(spec, t, at, workspace, kept.solved),
-        recurrence(again, t, at, workspace, (torch.empty_like(kept.pseudo), None, kept.h), 0, kept.pseudo),
-        reverse(spec, t, at, workspace, kept, grad_o, grad_final, gradients),
-        wy(spec, t, at, kept, grad_o, gradients),
-        intra(spec, t, at, kept, gradients),
+        *again,
+        reverse(spec, t, at, kept.workspace, parts, grad_o, grad_final, gradients),
+        wy(spec, t, at, kept, parts, grad_o, gradients),
+        intra(spec, t, at, parts, gradients),
     ]
 
 
@@ -127,7 +161,7 @@ def reverse(
     t: KdaTensors,
     at: int,
     workspace: Workspace,
-    kept: Kept,
+    parts: Parts,
     grad_o: torch.Tensor,
     grad_final: torch.Tensor,
     gradients: Gradients,
@@ -141,7 +175,7 @@ def reverse(
         (
             *(w.w, w.qg, w.kg, w.Aqk, w.decay, grad_o),
             grad_final if spec.output_final_state else absent,
-            *(kept.grad_pseudo, kept.grad_h),
+            *(parts.grad_pseudo, parts.grad_h),
             absent if gradients.initial_state is None else gradients.initial_state,
             *(t.cu_seqlens, int(spec.has_initial_state), int(spec.output_final_state)),
             *(spec.T, spec.N, spec.HV, spec.slots),
@@ -152,15 +186,17 @@ def reverse(
     )
 
 
-def wy(spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, grad_o: torch.Tensor, gradients: Gradients) -> Launch:
+def wy(
+    spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
+) -> Launch:
     c = config.wy_config(spec, at)
     return Launch(
         wy_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
             *(t.q, t.k, t.g, t.v, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(kept.solved, kept.h, kept.pseudo, grad_o, kept.grad_pseudo, kept.grad_h),
-            *(kept.grad_q, kept.grad_k, kept.grad_G, gradients.v, kept.grad_beta, kept.grad_A, kept.grad_Aqk),
+            *(kept.solved, kept.h, kept.pseudo, grad_o, parts.grad_pseudo, parts.grad_h),
+            *(parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.slots),
             *strides(t.q, t.k, t.g, t.v, grad_o, t.beta),
@@ -183,14 +219,14 @@ def wy(spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, grad_o: torch.Tensor, 
     )
 
 
-def intra(spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, gradients: Gradients) -> Launch:
+def intra(spec: KdaSpec, t: KdaTensors, at: int, parts: Parts, gradients: Gradients) -> Launch:
     c = config.intra_config(spec, at)
     return Launch(
         intra_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, kept.grad_A, kept.grad_Aqk),
-            *(kept.grad_q, kept.grad_k, kept.grad_G, kept.grad_beta),
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
+            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
             *(gradients.q, gradients.k, gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots),
