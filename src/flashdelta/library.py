@@ -114,7 +114,7 @@ def _forward_out_fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.impl("flashdelta::kda_backward", "default")
 def _backward(grad_o: Tensor, grad_final: Tensor, *arguments) -> list[Tensor]:
     spec, t, backend = _call(arguments)
-    grads = backends.choose(spec, t.q.device, backend, backward=True).backward(spec, t, grad_o, grad_final)
+    grads = backends.choose(spec, t.q.device, backend).backward(spec, t, grad_o, grad_final)
     return [_or_empty(grads.get(name), t.q).contiguous() for name in _GRADIENTS]
 
 

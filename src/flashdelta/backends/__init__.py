@@ -41,8 +41,8 @@ def judge(spec: KdaSpec | CommitSpec, device: torch.device) -> list[Verdict]:
     return verdicts
 
 
-def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto", *, backward: bool = False) -> Backend:
-    """The backend that runs the call; with `backward`, its backward pass: if the one named has none, the fastest that has.
+def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto") -> Backend:
+    """The backend that runs the call, and its backward pass.
 
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
@@ -53,11 +53,10 @@ def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto",
                 obstacle = backend.obstacle(spec, device)
                 if obstacle:
                     raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
-                if backend.differentiable(spec) or not backward:
-                    return backend
+                return backend
     if name not in NAMES:
         raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
-    able = [b for b in BACKENDS if b.obstacle(spec, device) is None and (b.differentiable(spec) or not backward)]
+    able = [b for b in BACKENDS if b.obstacle(spec, device) is None]
     if not able:
         reasons = "; ".join(f"{v.backend}: {v.reason}" for v in judge(spec, device))
         raise ValueError(f"backend: no backend can run this call ({reasons})")

@@ -20,9 +20,6 @@ class Backend(Protocol):
     def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
 
-    def differentiable(self, spec: KdaSpec) -> bool:
-        """Whether `backward` may be called there."""
-
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         """Why `auto` should rather take another backend that can run the call, or None."""
 
@@ -42,12 +39,12 @@ class Backend(Protocol):
         """`ops.commit`. Only called where a `CommitSpec` meets no obstacle."""
 
     def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
-        """The forward, and what `backward` would compute again of it. Only called where `differentiable`."""
+        """The forward, and what `backward` would compute again of it."""
 
     def backward(
         self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
     ) -> dict[str, torch.Tensor]:
-        """Gradients by input name, from what `run_kept` gave if it is at hand. Only called where `differentiable`."""
+        """Gradients by input name, from what `run_kept` gave if it is at hand."""
 
 
 @functools.cache

@@ -76,9 +76,6 @@ class HopperBackend:
             return f"more than 2^31 workspace rows ({spec.B} x {spec.T} tokens, {spec.HV} heads)"
         return None
 
-    def differentiable(self, spec: KdaSpec) -> bool:
-        return True
-
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None
 

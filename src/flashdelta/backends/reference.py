@@ -35,9 +35,6 @@ class ReferenceBackend:
     def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
         return None
 
-    def differentiable(self, spec: KdaSpec) -> bool:
-        return True
-
     def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
         return None
 

@@ -41,9 +41,6 @@ class TritonBackend:
             return "an input requires grad and this backend has gradients in chunks only"
         return None
 
-    def differentiable(self, spec: KdaSpec) -> bool:
-        return True
-
     def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return "the Triton interpreter is for testing" if device.type == "cpu" else None
 
