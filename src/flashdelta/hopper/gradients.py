@@ -10,10 +10,10 @@ import torch
 from ..launch import Launch, allocate, dense, launch_all, strides
 from ..spec import KdaSpec, KdaTensors, Results
 from ..triton.gradients import Gradients
+from ..triton.wy import WyOperands
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from .intra import intra_kernel
 from .launch import (
-    SHARED_MEMORY,
     TILE,
     Workspace,
     eighths,
@@ -23,6 +23,7 @@ from .launch import (
     programs,
     readable,
     recurrence,
+    stages,
     tiles,
 )
 from .reverse import reverse_kernel
@@ -142,7 +143,6 @@ def reverse(
     gradients: Gradients,
 ) -> Launch:
     absent = grad_o.new_empty(0, dtype=spec.state_dtype)
-    stage = (3 * spec.K // TILE + 2) * TILE * TILE * 2 + spec.K * 4
     return Launch(
         reverse_kernel,
         min(items(spec), programs(spec, t.q.device)),
@@ -159,30 +159,10 @@ def reverse(
             K=spec.K,
             V=spec.V,
             V_FIRST=spec.state_v_first,
-            STAGES=min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage),
+            STAGES=stages(spec, 3 * spec.K // TILE + 2, beside=1),
         ),
         num_warps=4,
     )
-
-
-@dataclass(frozen=True)
-class WyOperands:
-    """What `wy` reads, under the kernel's names."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    g: torch.Tensor
-    v: torch.Tensor
-    beta: torch.Tensor
-    solved: torch.Tensor
-    h: torch.Tensor
-    pseudo: torch.Tensor
-    grad_o: torch.Tensor
-    grad_pseudo: torch.Tensor
-    grad_h: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    A_log: torch.Tensor | None = None
-    dt_bias: torch.Tensor | None = None
 
 
 def _wy(
@@ -198,8 +178,7 @@ def _wy(
         wy_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
-            *(x.q, x.k, x.g, x.v, x.beta, x.A_log, x.dt_bias, x.cu_seqlens),
-            *(x.solved, x.h, x.pseudo, x.grad_o, x.grad_pseudo, x.grad_h),
+            *x.arguments(),
             *found,
             *(spec.scale, lower_bound),
             *(spec.T, spec.N, spec.HV, spec.group, spec.slots, rows),

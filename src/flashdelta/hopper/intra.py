@@ -29,6 +29,7 @@ from .rows import (
     inverse_norms,
     load_rows,
     own_chunk,
+    places,
     store_decays,
     store_rows,
     weight_places,
@@ -47,8 +48,7 @@ SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
 def part_pairs(near_s, far_s):
     """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, copy_l))[None, :]
+    i, j = places(C, C, copy_l)
     x = near_s.load(copy_l)
     near_s.store(gl.where((i // 32 == j // 32) & (i > j), x, 0.0).to(gl.bfloat16))
     far_s.store(gl.where((i >= 32) & (j < 32), x, 0.0).to(gl.bfloat16))
@@ -58,8 +58,9 @@ def part_pairs(near_s, far_s):
 def level_pairs(level_s, matrix_s, level):
     """Of a matrix the pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))[:, None] >> level
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, copy_l))[None, :] >> level
+    row, column = places(C, C, copy_l)
+    i = row >> level
+    j = column >> level
     pairs = (i >> 1 == j >> 1) & (i % 2 == 1) & (j % 2 == 0)
     level_s.store(gl.where(pairs, matrix_s.load(copy_l), 0.0).to(gl.bfloat16))
 

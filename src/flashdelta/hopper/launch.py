@@ -183,8 +183,14 @@ def programs(spec: KdaSpec, device: torch.device) -> int:
     return min(multiprocessors(device), MOST_PROGRAMS) // slices * slices
 
 
+def stages(spec: KdaSpec, fetched: int, beside: int) -> int:
+    """Chunks in flight, of so many tiles and a row of decays each, up to 4: as many as shared memory holds beside tiles that
+    stay."""
+    tile = TILE * TILE * 2
+    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + spec.K * 4))
+
+
 def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
-    stage = (2 * spec.K // TILE + 2) * TILE * TILE * 2 + spec.K * 4
     found = workspace.segments
     return Launch(
         maps_kernel,
@@ -197,7 +203,7 @@ def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
             *eighths(t.v),
         ),
-        dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=min(4, (SHARED_MEMORY - 256) // stage)),
+        dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=stages(spec, 2 * spec.K // TILE + 2, beside=0)),
         num_warps=4,
         overlaps=True,
         workspace=workspace.buffer,
@@ -220,9 +226,6 @@ def recurrence(
     """With `pseudo`, for the backward pass, `h` is V first and `o` may be None."""
     o, final_state, h = results
     most = programs(spec, t.v.device)
-    # as many chunks in flight as shared memory holds beside the output tile
-    stage = (3 * spec.K // TILE + 3) * TILE * TILE * 2 + spec.K * 4
-    stages = min(4, (SHARED_MEMORY - TILE * TILE * 2 - 256) // stage)
     split = workspace.segments.starts is not None
     return Launch(
         recurrence_kernel,
@@ -243,7 +246,7 @@ def recurrence(
             V=spec.V,
             V_FIRST=spec.state_v_first,
             H_V_FIRST=spec.state_v_first or pseudo is not None,
-            STAGES=stages,
+            STAGES=stages(spec, 3 * spec.K // TILE + 3, beside=1),
             SHARED=sharing_pays(spec, most),
         ),
         num_warps=4,

@@ -1,5 +1,5 @@
-"""What the kernels of the backward pass share that work on the 64 rows of a chunk and all its key channels: eight warps, each
-warpgroup with all rows of half of the channels, in the layout of wgmma's accumulators."""
+"""What the kernels of the backward pass share that work on the 64 rows of a chunk and all its key channels, in the layout of
+wgmma's accumulators: each warpgroup has all rows of its share of the channels."""
 
 from __future__ import annotations
 
@@ -34,39 +34,38 @@ def own_chunk(cu_seqlens, slot, slots, N, T):
 
 
 @gluon.jit
+def places(rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
+    """Indices of rows `[rows, 1]` and of columns `[1, columns]`."""
+    row = gl.arange(0, rows, layout=gl.SliceLayout(1, layout))[:, None]
+    return row, gl.arange(0, columns, layout=gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
 def fetch_rows(shared, x, token, count):
     """Starts the copy of `shared.shape[0]` rows that lie `token` elements apart. Zeros from row `count` on."""
     LANES: gl.constexpr = 128 // shared.dtype.primitive_bitwidth
     copy_l: gl.constexpr = gl.BlockedLayout([1, LANES], [4, 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, copy_l))
-    column = gl.arange(0, shared.shape[1], layout=gl.SliceLayout(0, copy_l))
-    copy_async(shared, x + (row * token)[:, None] + column[None, :], mask=(row < count)[:, None])
+    row, column = places(shared.shape[0], shared.shape[1], copy_l)
+    copy_async(shared, x + row * token + column, mask=row < count)
 
 
 @gluon.jit
 def store_rows(out, token, x, count, stage_s):
     """Stores `x` as `count` rows that lie `token` elements apart; bf16 16 bytes at a time if there is a place to turn it."""
+    x = x.to(out.dtype.element_ty)
     if stage_s is not None and out.dtype.element_ty == gl.bfloat16:
-        stage_s.store(x.to(gl.bfloat16))
-        copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, copy_l))
-        column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, copy_l))
-        at = out + (row * token)[:, None] + column[None, :]
-        gl.store(at, stage_s.load(copy_l), mask=(row < count)[:, None])
-    else:
-        layout: gl.constexpr = x.type.layout
-        row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
-        column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
-        at = out + (row * token)[:, None] + column[None, :]
-        gl.store(at, x.to(out.dtype.element_ty), mask=(row < count)[:, None])
+        stage_s.store(x)
+        x = stage_s.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
+    layout: gl.constexpr = x.type.layout
+    row, column = places(x.shape[0], x.shape[1], layout)
+    gl.store(out + row * token + column, x, mask=row < count)
 
 
 @gluon.jit
 def load_rows(x, token, count, layout: gl.constexpr, K: gl.constexpr):
     """64 rows of float32, in the layout; zeros from `count` on."""
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, K, layout=gl.SliceLayout(0, layout))
-    return gl.load(x + (row * token)[:, None] + column[None, :], mask=(row < count)[:, None], other=0.0)
+    row, column = places(C, K, layout)
+    return gl.load(x + row * token + column, mask=row < count, other=0.0)
 
 
 @gluon.jit
@@ -106,9 +105,8 @@ def weight_places(T, N, layout: gl.constexpr):
     """Rows `[64, 1]` and columns `[1, 64]` of weights that are a left operand in registers. No compiler may know them: of
     constants ptxas writes the registers when the product is already under way (`compile.late_operands`). T and N are not
     negative, but neither is that known."""
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, layout)) + (gl.minimum(T, 0) - gl.minimum(N, 0))
-    s = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
-    return i[:, None], s[None, :]
+    i, s = places(C, C, layout)
+    return i + (gl.minimum(T, 0) - gl.minimum(N, 0)), s
 
 
 @gluon.jit

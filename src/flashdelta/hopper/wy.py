@@ -26,6 +26,7 @@ from .rows import (
     fetch_rows,
     inverse_norms,
     own_chunk,
+    places,
     store_decays,
     store_rows,
     weight_places,
@@ -49,7 +50,7 @@ def by_rows(shared, V_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def inner_product(h_s, grad_h_s, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+def inner_product(h_s, grad_h_s, V_FIRST: gl.constexpr):
     """`sum_v S dS` of each key channel."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     product = h_s.load(layout).to(gl.float32) * grad_h_s.load(layout).to(gl.float32)
@@ -220,15 +221,13 @@ def wy_kernel(
     if SUMMED:
         # the operator promises nothing of what is right of the diagonal
         copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        M_row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))[:, None]
-        M_column = gl.arange(0, C, layout=gl.SliceLayout(0, copy_l))[None, :]
+        M_row, M_column = places(C, C, copy_l)
         M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
     fence_async_shared()
     from_M = M_s.permute((1, 0))
     of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
     grad_T = warpgroup_mma(grad_pseudo_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
-    square_row = gl.arange(0, C, layout=gl.SliceLayout(1, square_l))[:, None]
-    square_column = gl.arange(0, C, layout=gl.SliceLayout(0, square_l))[None, :]
+    square_row, square_column = places(C, C, square_l)
     if grad_Aqk is not None:
         Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
         grad_T, of_v, Aqk = warpgroup_mma_wait(0, deps=[grad_T, of_v, Aqk])
@@ -251,7 +250,7 @@ def wy_kernel(
     else:
         grown_s = reinterpret(v_s, gl.bfloat16, [C, K], key_s)
     grown_s.store((kn * norm_k * grown).to(gl.bfloat16))
-    whole = gl.convert_layout(inner_product(h_s, grad_h_s, K, V, V_FIRST), gl.SliceLayout(0, key_l))
+    whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
     of_w = warpgroup_mma_wait(0, deps=[of_w])
     # w came from `v' = u - w S`
     grad_w_s.store((-of_w).to(gl.bfloat16))
@@ -266,8 +265,7 @@ def wy_kernel(
     of_qg, of_kg, of_kG, grad_T, _, _, _, _, _ = warpgroup_mma_wait(
         0, deps=[of_qg, of_kg, of_kG, grad_T, grad_o_s, h_s, grad_h_s, grad_w_s, grown_s]
     )
-    tiles_s = reinterpret(pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s)
-    grad_T_s = tiles_s.index(0)
+    grad_T_s = reinterpret(pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
     grad_T_s.store(grad_T.to(gl.bfloat16))
     fence_async_shared()
     X = warpgroup_mma(from_M, grad_T_s, square_zero, use_acc=False, is_async=True)

@@ -9,8 +9,9 @@ import torch
 from ..launch import Launch, allocate, capability, launch_all, strides
 from ..spec import KdaSpec, KdaTensors, Results
 from . import config
-from .backward import intra_kernel, reverse_kernel, wy_kernel
+from .backward import intra_kernel, reverse_kernel
 from .launch import Workspace, prepare, readable, recurrence, walk_constants
+from .wy import WyOperands, wy_launch
 
 
 @dataclass(frozen=True)
@@ -189,34 +190,11 @@ def reverse(
 def wy(
     spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
 ) -> Launch:
-    c = config.wy_config(spec, at)
-    return Launch(
-        wy_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
-        (
-            *(t.q, t.k, t.g, t.v, t.beta, t.A_log, t.dt_bias, t.cu_seqlens),
-            *(kept.solved, kept.h, kept.pseudo, grad_o, parts.grad_pseudo, parts.grad_h),
-            *(parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk),
-            *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.slots),
-            *strides(t.q, t.k, t.g, t.v, grad_o, t.beta),
-        ),
-        dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            V=spec.V,
-            BK=c.BK,
-            BV=c.BV,
-            GATE=spec.gate,
-            BETA=spec.beta_kind,
-            L2NORM=spec.l2norm,
-            BY_TOKEN=False,
-            V_FIRST=True,
-            PRECISION=config.backward_precision(spec, at),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-    )
+    given = (t.q, t.k, t.g, t.v, t.beta, kept.solved, kept.h, kept.pseudo)
+    x = WyOperands(*given, grad_o, parts.grad_pseudo, parts.grad_h, t.cu_seqlens, t.A_log, t.dt_bias)
+    found = (parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
+    kinds = dict(GATE=spec.gate, BETA=spec.beta_kind, L2NORM=spec.l2norm, BY_TOKEN=False, V_FIRST=True)
+    return wy_launch(spec, at, x, found, spec.lower_bound or 0.0, spec.slots, **kinds)
 
 
 def intra(spec: KdaSpec, t: KdaTensors, at: int, parts: Parts, gradients: Gradients) -> Launch:

@@ -1,11 +1,78 @@
-"""From a validated call of `kernels.chunk_bwd_wy_dqkg` to its launch: stage `wy` of the backward pass on its own."""
+"""Stage `wy` of the backward pass: its launch, and from a validated call of `kernels.chunk_bwd_wy_dqkg` to it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+
 from ..launch import Launch, capability, dense, launch_all, strides
+from ..spec import KdaSpec
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from . import config
 from .backward import wy_kernel
+
+
+@dataclass(frozen=True)
+class WyOperands:
+    """What `wy` reads, under the kernels' names."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    solved: torch.Tensor
+    h: torch.Tensor
+    pseudo: torch.Tensor
+    grad_o: torch.Tensor
+    grad_pseudo: torch.Tensor
+    grad_h: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+
+    def arguments(self) -> tuple[torch.Tensor | None, ...]:
+        """As the kernels take them."""
+        return (
+            *(self.q, self.k, self.g, self.v, self.beta, self.A_log, self.dt_bias, self.cu_seqlens),
+            *(self.solved, self.h, self.pseudo, self.grad_o, self.grad_pseudo, self.grad_h),
+        )
+
+
+def wy_launch(
+    spec: KdaSpec | WySpec,
+    at: int,
+    x: WyOperands,
+    found: tuple[torch.Tensor | None, ...],
+    lower_bound: float,
+    rows: int,
+    **kinds: object,
+) -> Launch:
+    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
+    c = config.wy_config(spec, at)
+    return Launch(
+        wy_kernel,
+        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        (
+            *x.arguments(),
+            *found,
+            *(spec.scale, lower_bound),
+            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, rows),
+            *strides(x.q, x.k, x.g, x.v, x.grad_o, x.beta),
+        ),
+        dict(
+            C=spec.chunk_size,
+            K=spec.K,
+            V=spec.V,
+            BK=c.BK,
+            BV=c.BV,
+            **kinds,
+            PRECISION=config.backward_precision(spec, at),
+            STAGES=c.stages,
+        ),
+        c.num_warps,
+    )
 
 
 def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
@@ -24,31 +91,8 @@ def readable(t: WyTensors) -> WyTensors:
 
 
 def launch(spec: WySpec, t: WyTensors, at: int, found: WyGradients) -> Launch:
-    c = config.wy_config(spec, at)
-    return Launch(
-        wy_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
-        (
-            *(t.q, t.k, t.g, t.v, t.beta, None, None, t.cu_seqlens),
-            *(t.A, t.h, t.v_new, t.do, t.dv, t.dh),
-            *(found.q, found.k, found.g, found.v, found.beta, found.A, None),
-            *(spec.scale, 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.rows),
-            *strides(t.q, t.k, t.g, t.v, t.do, t.beta),
-        ),
-        dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            V=spec.V,
-            BK=c.BK,
-            BV=c.BV,
-            GATE="cumulative_log2" if spec.log2 else "cumulative",
-            BETA="value",
-            L2NORM=False,
-            BY_TOKEN=True,
-            V_FIRST=spec.state_v_first,
-            PRECISION=config.backward_precision(spec, at),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-    )
+    x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
+    results = (found.q, found.k, found.g, found.v, found.beta, found.A, None)
+    gate = "cumulative_log2" if spec.log2 else "cumulative"
+    kinds = dict(GATE=gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=spec.state_v_first)
+    return wy_launch(spec, at, x, results, 0.0, spec.rows, **kinds)
