@@ -38,7 +38,7 @@ from .protocol import (
     take_turns,
     timer_for,
 )
-from .report import new_document, save
+from .report import add_row, new_document
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
@@ -389,9 +389,5 @@ def run_fp32(
     for case in cases:
         with torch.inference_mode():
             row = measure_fp32(case, Fp32Setup(device, timer, ceilings, fla, loaded, effort))
-        document["rows"].append(row)
-        save(document, path)
-        progress(row)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        add_row(document, row, path, progress)
     return document

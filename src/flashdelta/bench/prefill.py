@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,12 +25,13 @@ from .protocol import (
     Timing,
     capture,
     measure_ceilings,
+    second_result,
     summarize,
     synchronize,
     take_turns,
     timer_for,
 )
-from .report import new_document, save
+from .report import add_row, new_document
 
 GATED_GPU = "H200"
 """The GPU that the targets of cases.py are for."""
@@ -150,11 +150,7 @@ def run_prefill(
         with torch.inference_mode():
             row = measure(case, setup)
         compare(case, row, document["rows"], gated)
-        document["rows"].append(row)
-        save(document, path)
-        progress(row)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        add_row(document, row, path, progress)
     return document
 
 
@@ -249,21 +245,9 @@ def _gate(
     device: torch.device,
     tolerance: float | None = TOLERANCE[torch.bfloat16],
 ) -> Outcome:
-    """Calls `run` twice and judges the second result.
-
-    The first result is overwritten with NaN and freed; the caching allocator hands the same memory to the second call,
-    so an element that it leaves unwritten shows. A `tolerance` of None only records the error.
-    """
-    start = time.perf_counter()
+    """Judges the `second_result` of `run`. A `tolerance` of None only records the error."""
     try:
-        first = run()
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        for x in first:
-            x.fill_(torch.nan)
-        del first, x
-        o, state = run()
-        synchronize(device)
+        (o, state), seconds = second_result(run, device)
     except Exception as error:  # whatever a contender raises, the other rows are worth having
         return Outcome(problem=summarize(error))
     return _judged(o, state, reference, seconds, tolerance)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 Run = Callable[[], object]
 
@@ -78,6 +79,21 @@ def timer_for(device: torch.device) -> Timer:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def second_result(call: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[tuple[Tensor, ...], float]:
+    """Calls twice. The results of the second call, for which the allocator hands out the memory of the first one's, full of
+    NaN, so that an element that is left unwritten shows; and the seconds of the first."""
+    began = time.perf_counter()
+    first = call()
+    synchronize(device)
+    seconds = time.perf_counter() - began
+    for x in first:
+        x.fill_(torch.nan)
+    del first, x
+    results = call()
+    synchronize(device)
+    return results, seconds
 
 
 @dataclass(frozen=True)

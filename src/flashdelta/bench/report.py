@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +49,14 @@ def save(document: dict, path: Path) -> None:
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(to_json(document) + "\n")
     os.replace(unfinished, path)
+
+
+def add_row(document: dict, row: dict, path: Path, progress: Callable[[dict], None]) -> None:
+    """After which an interrupted run has lost nothing, and the next row has the GPU's memory to itself."""
+    document["rows"].append(row)
+    save(document, path)
+    progress(row)
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def load(path: Path) -> dict:

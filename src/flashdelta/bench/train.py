@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,12 +28,12 @@ from .protocol import (
     Timing,
     measure_ceilings,
     peak_above,
+    second_result,
     summarize,
-    synchronize,
     take_turns,
     timer_for,
 )
-from .report import new_document, save
+from .report import add_row, new_document
 
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 """Whose gradients are taken."""
@@ -218,16 +217,11 @@ def _admit(
     setup: TrainSetup,
     tolerance: float | None,
 ) -> Outcome:
-    """Runs the step twice and judges the second result, for which the allocator hands out the first one's memory."""
-    began = time.perf_counter()
+    """Judges the `second_result` of the step."""
     try:
-        first = step.both(op)
-        synchronize(setup.device)
-        seconds = time.perf_counter() - began
-        for x in first:
-            x.fill_(torch.nan)
-        del first, x
-        errors = gradient_errors(step.both(op), truth, shape)
+        found, seconds = second_result(lambda: step.both(op), setup.device)
+        errors = gradient_errors(found, truth, shape)
+        del found
         peak = peak_above(lambda: step.both(op), setup.device)
     except Exception as failure:  # whatever a contender raises, the other rows are worth having
         return Outcome(problem=summarize(failure))
@@ -326,9 +320,5 @@ def run_train(
     }
     document["ceilings"] = asdict(ceilings)
     for case in cases:
-        document["rows"].append(measure_train(case, setup))
-        save(document, path)
-        progress(document["rows"][-1])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        add_row(document, measure_train(case, setup), path, progress)
     return document

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,12 +32,12 @@ from .protocol import (
     capture,
     measure_ceilings,
     peak_above,
+    second_result,
     summarize,
-    synchronize,
     take_turns,
     timer_for,
 )
-from .report import new_document, save
+from .report import add_row, new_document
 
 GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 """In the order of the results."""
@@ -228,16 +227,11 @@ class WySetup:
 
 
 def _admit(call: Run, truth: Sequence[Tensor], device: torch.device, tolerance: float | None) -> Outcome:
-    """Calls twice and judges the second result, for which the allocator hands out the first one's memory, full of NaN."""
-    began = time.perf_counter()
+    """Judges the `second_result` of the call."""
     try:
-        first = call()
-        synchronize(device)
-        seconds = time.perf_counter() - began
-        for x in first:
-            x.fill_(torch.nan)
-        del first, x
-        error, largest = gradient_errors(call(), truth)
+        found, seconds = second_result(call, device)
+        error, largest = gradient_errors(found, truth)
+        del found
         peak = peak_above(call, device)
     except Exception as failure:  # whatever a contender raises, the other rows are worth having
         return Outcome(problem=summarize(failure))
@@ -334,9 +328,6 @@ def run_wy(
     document["ceilings"] = asdict(ceilings)
     for case in cases:
         with torch.no_grad():
-            document["rows"].append(measure_wy(case, setup))
-        save(document, path)
-        progress(document["rows"][-1])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            row = measure_wy(case, setup)
+        add_row(document, row, path, progress)
     return document
