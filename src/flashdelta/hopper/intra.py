@@ -7,9 +7,9 @@ Pairs i > j of tokens are split at a place between them, with `E` the sum of log
 
     left_i = exp(G_i - E)      right_j = exp(E - G_j)
 
-For bounded decays that is the middle of a block of 32 rows for pairs in one block, and the boundary between the blocks for
-others, whose factors are those of near pairs times `between = exp(middle to boundary)`. For other decays it is the boundary
-between the halves of the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
+For bounded decays that is the middle of the row's block of 32; for pairs of the two blocks what decays from the one middle to
+the other, a factor of the channel alone, is multiplied with the sums. For other decays it is the boundary between the halves of
+the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
 """
 
 from __future__ import annotations
@@ -66,50 +66,50 @@ def level_pairs(level_s, matrix_s, level):
 
 
 @gluon.jit
+def of_decays(operand, found):
+    """What reaches `G` through an operand, `found` being the gradient of its rows as they were multiplied. With operands as
+    they were rounded a pair takes from `G_j` what it adds to `G_i`, and the sum of `G` over later rows is exact where it
+    cancels."""
+    return operand.load(found.type.layout).to(gl.float32) * found
+
+
+@gluon.jit
 def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
-    """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, and `k_j` on the right.
+    """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, `k_j` on the right, and `G`.
     `rows`: factors of a key's row on the right, of a query's and of a key's on the left."""
     of_right, of_q, of_w = rows
     near_A, far_A, near_Aqk, far_Aqk = matrices
-    right_k, left_q, left_w, far_kq, far_w, high_s, low_s = operands
+    right_k, left_q, left_w, high_s, low_s = operands
     i, s = weight_places(T, N, dot_l)
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))[:, None]
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     after = (s % 32 >= 16) & (s <= i) & (i % 32 >= 16)
     before = (s % 32 < 16) & (s > i) & (i % 32 < 16)
     signed = gl.where(i // 32 == s // 32, gl.where(after, 1.0, gl.where(before, -1.0, 0.0)), 0.0)
     signed = signed.to(gl.float16)
     distance = weighted_sums(signed, high_s, low_s, zero)
-    # from the middle of the first block to the boundary, from there to the middle of the second
-    first = (i < 32) & (s >= 16) & (s < 32)
-    second = (i >= 32) & (s >= 32) & (s < 48)
-    ones = gl.where(first | second, 1.0, 0.0).to(gl.float16)
-    between = weighted_sums(ones, high_s, low_s, zero)
-    distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, ones])
+    # from the middle of the first block to that of the second, by halves: the whole may be less than any float32
+    halves = gl.where((s >= 16) & (s < 48) & (i >= 0), 0.5, 0.0).to(gl.float16)
+    between = weighted_sums(halves, high_s, low_s, zero)
+    distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, halves])
     between = exp2(between)
     left = exp2(distance)
-    x = k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)
-    right_k.store(x.to(gl.bfloat16))
-    y = q_s.load(acc_l).to(gl.float32) * (left * of_q)
-    left_q.store(y.to(gl.bfloat16))
-    # keys of the first block and queries of the second: the matrices are zero where they meet the others
-    far_kq.store((gl.where(row < 32, x, y) * between).to(gl.bfloat16))
-    x = k_s.load(acc_l).to(gl.float32) * (left * of_w)
-    left_w.store(x.to(gl.bfloat16))
-    far_w.store((x * between).to(gl.bfloat16))
+    right_k.store((k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)).to(gl.bfloat16))
+    left_q.store((q_s.load(acc_l).to(gl.float32) * (left * of_q)).to(gl.bfloat16))
+    left_w.store((k_s.load(acc_l).to(gl.float32) * (left * of_w)).to(gl.bfloat16))
     fence_async_shared()
-    sum_q = warpgroup_mma(far_Aqk, far_kq, zero, use_acc=False, is_async=True)
-    sum_left = warpgroup_mma(far_A, far_kq, zero, use_acc=False, is_async=True)
-    sum_right = warpgroup_mma(far_Aqk.permute((1, 0)), far_kq, zero, use_acc=False, is_async=True)
-    sum_right = warpgroup_mma(far_A.permute((1, 0)), far_w, sum_right, is_async=True)
+    sum_q = warpgroup_mma(far_Aqk, right_k, zero, use_acc=False, is_async=True)
+    sum_left = warpgroup_mma(far_A, right_k, zero, use_acc=False, is_async=True)
+    sum_right = warpgroup_mma(far_Aqk.permute((1, 0)), left_q, zero, use_acc=False, is_async=True)
+    sum_right = warpgroup_mma(far_A.permute((1, 0)), left_w, sum_right, is_async=True)
     sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
-    sum_q = warpgroup_mma(near_Aqk, right_k, sum_q * between, is_async=True)
-    sum_left = warpgroup_mma(near_A, right_k, sum_left * between, is_async=True)
-    sum_right = warpgroup_mma(near_Aqk.permute((1, 0)), left_q, sum_right * between, is_async=True)
+    sum_q = warpgroup_mma(near_Aqk, right_k, sum_q * between * between, is_async=True)
+    sum_left = warpgroup_mma(near_A, right_k, sum_left * between * between, is_async=True)
+    sum_right = warpgroup_mma(near_Aqk.permute((1, 0)), left_q, sum_right * between * between, is_async=True)
     sum_right = warpgroup_mma(near_A.permute((1, 0)), left_w, sum_right, is_async=True)
     sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
+    G = of_decays(left_q, sum_q) + of_decays(left_w, sum_left) - of_decays(right_k, sum_right)
     left = exp2(distance)
-    return sum_q * left, sum_left * left, sum_right * exp2_negative(distance)
+    return sum_q * left, sum_left * left, sum_right * exp2_negative(distance), G
 
 
 @gluon.jit
@@ -117,12 +117,13 @@ def all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
     of_right, of_q, of_w = rows
     A_s, level_A, Aqk_s, level_Aqk = matrices
-    right_k, left_q, left_w, _far_kq, _far_w, high_s, low_s = operands
+    right_k, left_q, left_w, high_s, low_s = operands
     i, s = weight_places(T, N, dot_l)
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     sum_q = zero
     sum_left = zero
     sum_right = zero
+    G = zero
     for level in range(6):
         # from a row to the boundary between the halves of its block
         second = (i >> level) % 2 == 1
@@ -142,11 +143,13 @@ def all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot
         right = warpgroup_mma(level_Aqk.permute((1, 0)), left_q, zero, use_acc=False, is_async=True)
         right = warpgroup_mma(level_A.permute((1, 0)), left_w, right, is_async=True)
         found, right = warpgroup_mma_wait(0, deps=[found, right])
+        G += of_decays(left_q, found) - of_decays(right_k, right)
         sum_q += found * factor
         sum_right += right * factor
         found = warpgroup_mma(level_A, right_k, zero, use_acc=False)
+        G += of_decays(left_w, found)
         sum_left += found * factor
-    return sum_q, sum_left, sum_right
+    return sum_q, sum_left, sum_right, G
 
 
 @gluon.jit(do_not_specialize=SCALARS)
@@ -229,17 +232,14 @@ def intra_kernel(
     right_k = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     left_q = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     left_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    far_kq = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    far_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
+    high_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
+    low_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
     near_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
-    # log decays, then what `wy` left of them and this adds, as high and low parts
-    high_s = reinterpret(far_kq, gl.float16, [C, K], half_s)
-    low_s = reinterpret(far_w, gl.float16, [C, K], half_s)
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
-    operands = (right_k, left_q, left_w, far_kq, far_w, high_s, low_s)
+    operands = (right_k, left_q, left_w, high_s, low_s)
 
     fetch_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
@@ -275,19 +275,22 @@ def intra_kernel(
     if SAFE:
         part_pairs(near_A, far_A)
         part_pairs(near_Aqk, far_Aqk)
-        sum_q, sum_left, sum_right = bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right, of_pairs = bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
     else:
-        sum_q, sum_left, sum_right = all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right, of_pairs = all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
     G = load_rows(grad_G + own * K, of_key, count, acc_l, K)
     kn = k_s.load(acc_l).to(gl.float32) * norm_k
     qn = q_s.load(acc_l).to(gl.float32) * norm_q
     sum_q *= scale
     of_beta = gl.sum(kn * sum_left, axis=1)
     sum_left *= strength
-    G += qn * sum_q + kn * (sum_left - sum_right)
+    G += of_pairs
+    # in high and low parts, as the log decays were
+    high_G = reinterpret(high_s, gl.bfloat16, [C, K], rows_s)
+    low_G = reinterpret(low_s, gl.bfloat16, [C, K], rows_s)
     high = G.to(gl.bfloat16)
-    far_kq.store(high)
-    far_w.store((G - high.to(gl.float32)).to(gl.bfloat16))
+    high_G.store(high)
+    low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
 
     async_copy.wait_group(0)
@@ -314,7 +317,7 @@ def intra_kernel(
     # of a log decay: all sums that it is a term of
     i, s = weight_places(T, N, dot_l)
     later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
-    decay = weighted_sums(later, far_kq, far_w, gl.zeros((C, K), gl.float32, layout=acc_l))
+    decay = weighted_sums(later, high_G, low_G, gl.zeros((C, K), gl.float32, layout=acc_l))
     decay, later = warpgroup_mma_wait(0, deps=[decay, later])
     x = g_s.load(acc_l).to(gl.float32)
     if dt_bias is not None:

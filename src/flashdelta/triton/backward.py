@@ -408,19 +408,41 @@ def wy_kernel(
 
 @triton.jit
 def pair_gradients(
-    sum_q, sum_left, sum_right, pairs, Aqk, A, q, k, written, left, right, dtype: tl.constexpr, PRECISION: tl.constexpr
+    sum_q,
+    sum_left,
+    sum_right,
+    G,
+    pairs,
+    Aqk,
+    A,
+    q,
+    k,
+    written,
+    left,
+    right,
+    dtype: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Adds, for the chosen pairs (i, j), what reaches `q_i` and `k_i` (for beta 1) on the left and `k_j` on the right, where
-    `exp(G_i - G_j) = left_i right_j`. `written`: `beta_i k_i`."""
+    """Adds, for the chosen pairs (i, j), what reaches `q_i` and `k_i` (for beta 1) on the left, `k_j` on the right, and `G`,
+    where `exp(G_i - G_j) = left_i right_j`. `written`: `beta_i k_i`."""
     Aqk = tl.where(pairs, Aqk, 0.0).to(dtype)
     A = tl.where(pairs, A, 0.0).to(dtype)
     k_right = (k * right).to(dtype)
-    sum_q += tl.dot(Aqk, k_right, input_precision=PRECISION) * left
-    sum_left += tl.dot(A, k_right, input_precision=PRECISION) * left
-    found = tl.dot(tl.trans(Aqk), (q * left).to(dtype), input_precision=PRECISION)
-    found = tl.dot(tl.trans(A), (written * left).to(dtype), acc=found, input_precision=PRECISION)
+    q_left = (q * left).to(dtype)
+    w_left = (written * left).to(dtype)
+    # with operands as they were rounded: then a pair takes from `G_j` what it adds to `G_i`, and the sum of `G` over later
+    # rows is exact where it cancels
+    found = tl.dot(Aqk, k_right, input_precision=PRECISION)
+    sum_q += found * left
+    G += found * q_left.to(tl.float32)
+    found = tl.dot(A, k_right, input_precision=PRECISION)
+    sum_left += found * left
+    G += found * w_left.to(tl.float32)
+    found = tl.dot(tl.trans(Aqk), q_left, input_precision=PRECISION)
+    found = tl.dot(tl.trans(A), w_left, acc=found, input_precision=PRECISION)
     sum_right += found * right
-    return sum_q, sum_left, sum_right
+    G -= found * k_right.to(tl.float32)
+    return sum_q, sum_left, sum_right, G
 
 
 @triton.jit
@@ -550,6 +572,8 @@ def intra_kernel(
         sum_q = tl.zeros([C, BK], tl.float32)
         sum_left = tl.zeros([C, BK], tl.float32)
         sum_right = tl.zeros([C, BK], tl.float32)
+        in_own = own * K + column[None, :]
+        G = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
         if SAFE:
             # the middle of 32 rows as the reference of all their pairs, as in `prepare.near_bounded`
             distance = sums(boundary_matrix(4, C), high, low)
@@ -557,21 +581,18 @@ def intra_kernel(
             near = (i // 32 == j // 32) & (i > j)
             left = tl.exp2(signed)
             right = tl.exp2(-signed)
-            sum_q, sum_left, sum_right = pair_gradients(
-                sum_q, sum_left, sum_right, near, Aqk, A, tile_q, tile_k, written, left, right, dtype, PRECISION
+            sum_q, sum_left, sum_right, G = pair_gradients(
+                sum_q, sum_left, sum_right, G, near, Aqk, A, tile_q, tile_k, written, left, right, dtype, PRECISION
             )
         for level in tl.range(FIRST, LEVELS, num_stages=1):
             # every pair i > j lies in the two halves of exactly one block, as in `prepare.near_exact`
             factor = tl.exp2(sums(boundary_matrix(level, C), high, low))
             pairs = pair_mask(level, C)
-            sum_q, sum_left, sum_right = pair_gradients(
-                sum_q, sum_left, sum_right, pairs, Aqk, A, tile_q, tile_k, written, factor, factor, dtype, PRECISION
+            sum_q, sum_left, sum_right, G = pair_gradients(
+                sum_q, sum_left, sum_right, G, pairs, Aqk, A, tile_q, tile_k, written, factor, factor, dtype, PRECISION
             )
         of_beta += tl.sum(tile_k * sum_left, axis=1)
         sum_left *= strength[:, None]
-        in_own = own * K + column[None, :]
-        G = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
-        G += tile_q * sum_q + tile_k * (sum_left - sum_right)
         # of a log decay: all sums that it is a term of
         decay = tl.cumsum(G, axis=0, reverse=True)
         found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
