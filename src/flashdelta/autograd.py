@@ -3,44 +3,125 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from . import plans
 from .backends.base import Backend
-from .spec import INPUT_NAMES, KdaSpec, KdaTensors, Results
+from .spec import INPUT_NAMES, KdaSpec, KdaTensors
+
+
+@dataclass
+class Call:
+    """A validated call with gradients. `keep`: what the backward pass would compute again.
+
+    Also its own `plans.Plan`: once the call has been seen to repeat, what either direction finds out is kept for the next time.
+    """
+
+    spec: KdaSpec
+    backend: Backend
+    keep: bool
+    _repeats: bool = False
+    _forward: plans.Plan | plans.Steps | None = None
+    _backward: dict[tuple, plans.Steps | None] = field(default_factory=dict)
+    _canonical: tuple[tuple[int, torch.Size], ...] = ()
+    """Places and shapes of the inputs that a caller may pass in another one."""
+
+    def __post_init__(self):
+        shapes = {"A_log": (self.spec.HV,), "dt_bias": (self.spec.HV, self.spec.K)}
+        self._canonical = tuple((INPUT_NAMES.index(name), torch.Size(shape)) for name, shape in shapes.items())
+
+    def repeating(self) -> Call:
+        self._repeats = True
+        return self
+
+    def usable(self) -> bool:
+        return self._forward is None or self._forward.usable()
+
+    def run(
+        self,
+        given: Sequence[Tensor | None],
+        out: None = None,
+        addresses: Sequence[int] = (),
+        refuse: Callable | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`(o, final_state)`, with the gradients that the inputs require. With `addresses`, those of `given`, as a plan."""
+        inputs, addresses = [*given[: len(INPUT_NAMES)]], [*addresses[: len(INPUT_NAMES)]]
+        for i, shape in self._canonical:
+            if inputs[i] is not None and inputs[i].shape != shape:
+                x = inputs[i] = inputs[i].reshape(shape)
+                if addresses:
+                    addresses[i] = x.data_ptr()
+        return _ChunkKda.apply(self, {}, addresses, *inputs)
+
+    def forward(
+        self, inputs: tuple[Tensor | None, ...], addresses: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """`(o, final_state)`, and what is kept."""
+        if addresses and self._forward is not None:
+            if self.keep:
+                found = self._forward.run(addresses)
+                return found.pop("o"), found.pop("final_state", None), found
+            return *self._forward.run(inputs, None, [*addresses, 0], None), {}
+        t = KdaTensors(*inputs)
+        if self.keep:
+            recorder = _recorder(inputs) if self._repeats else None
+            (o, final_state, _), kept = self.backend.run_kept(self.spec, t, recorder)
+            if recorder is not None:
+                self._forward = recorder.steps()
+            return o, final_state, kept
+        o, final_state, _ = self.backend.run(self.spec, t, None)
+        if self._repeats:
+            self._forward = self.backend.plan(self.spec, t, inputs, None)
+        return o, final_state, {}
+
+    def backward(
+        self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor, kept: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        # the saved tensors, too: a hook may have put others in their place
+        known = (*saved, grad_o, grad_final, *kept.values())
+        key, addresses = plans.key(known, ()) if self._repeats else (None, [])
+        steps = self._backward.get(key)
+        if steps is not None and steps.usable():
+            return steps.run(addresses)
+        recorder = _recorder(known) if key is not None and key not in self._backward else None
+        found = self.backend.backward(self.spec, KdaTensors(*saved), grad_o, grad_final, kept, recorder)
+        if recorder is not None:
+            self._backward[key] = recorder.steps()
+        return found
+
+
+def _recorder(known: Sequence[Tensor | None]) -> plans.Recorder:
+    from .steps import Recorder  # decorated kernels read TRITON_INTERPRET when first imported
+
+    return Recorder(known[0].device, known)
 
 
 class _ChunkKda(torch.autograd.Function):
     @staticmethod
-    def forward(spec: KdaSpec, backend: Backend, kept: list | None, *inputs: Tensor | None) -> tuple:
-        if kept is None:
-            o, final_state, _ = backend.run(spec, KdaTensors(*inputs), None)
-        else:
-            (o, final_state, _), found = backend.run_kept(spec, KdaTensors(*inputs))
-            kept.append(found)
+    def forward(call: Call, kept: dict[str, Tensor], addresses: Sequence[int], *inputs: Tensor | None) -> tuple:
+        o, final_state, found = call.forward(inputs, addresses)
+        kept.update(found)
         return o, final_state
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
-        spec, backend, kept, *tensors = inputs
+        call, kept, _, *tensors = inputs
         ctx.save_for_backward(*tensors)
-        ctx.call = spec, backend, kept
+        ctx.call = call, kept
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_o: Tensor, grad_final: Tensor | None) -> tuple:
-        spec, backend, kept = ctx.call
+        call, kept = ctx.call
         if grad_final is None:
             grad_final = grad_o.new_zeros(0)
         # given back with the first backward pass: a second one computes it again
-        again = kept.pop() if kept else None
-        found = backend.backward(spec, KdaTensors(*ctx.saved_tensors), grad_o, grad_final, again)
+        again = dict(kept)
+        kept.clear()
+        found = call.backward(ctx.saved_tensors, grad_o, grad_final, again)
         return None, None, None, *(found.get(name) for name in INPUT_NAMES)
-
-
-def differentiable(spec: KdaSpec, t: KdaTensors, backend: Backend, keep: bool) -> Results:
-    """The call's results, with the gradients that its inputs require. `keep`: what the backward pass would compute again."""
-    kept = [] if keep else None
-    o, final_state = _ChunkKda.apply(spec, backend, kept, *(getattr(t, name) for name in INPUT_NAMES))
-    return o, final_state, None

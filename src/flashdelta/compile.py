@@ -36,7 +36,6 @@ from .hopper.launch import launches as hopper_launches
 from .launch import Launch
 from .prefill import DEFAULT_PRECISION, PREFILL_SIZES, prefill_of
 from .spec import KdaOptions, KdaTensors, check_call
-from .triton.gradients import Gradients
 from .triton.gradients import launches as backward_launches
 from .triton.launch import commit_launch, prefill_launches
 from .triton.launch import launches as triton_launches
@@ -138,11 +137,10 @@ class Variant:
             found = Kept.allocate(spec, t.v.device)
             return hopper_walk(spec, t, found, make(1, T, H, self.V), final_state)
         if self.backward:
-            grads = Gradients.allocate(spec, t)
             grad_o = make(1, T, H, self.V)
             if self.backend == "hopper":
-                return list(hopper_backward_launches(spec, t, grad_o, final_state, grads))
-            return backward_launches(spec, t, arch, grad_o, final_state, grads)
+                return list(hopper_backward_launches(spec, t, grad_o, final_state, {}))
+            return list(backward_launches(spec, t, arch, grad_o, final_state, {}))
         launches = hopper_launches if self.backend == "hopper" else triton_launches
         return launches(spec, t, arch, (make(1, T, H, self.V), final_state, h))
 

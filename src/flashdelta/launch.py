@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from .spec import KdaSpec, KdaTensors, Results, extent
+from .spec import KdaSpec, KdaTensors, Results
 
 
 @functools.cache
@@ -40,8 +40,8 @@ class Launch:
     The grid is `[programs, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both
     in the kernel's order.
     `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `overlaps`: the kernel waits
-    for the one before it by itself, so it may be started early (programmatic dependent launch). `workspace` is the buffer that
-    temporary arguments lie in.
+    for the one before it by itself, so it may be started early (programmatic dependent launch). `scratch` are the buffers that
+    temporary arguments lie in: what kernels of one call leave for each other.
     """
 
     kernel: JITFunction
@@ -51,7 +51,7 @@ class Launch:
     num_warps: int
     max_registers: int | None = None
     overlaps: bool = False
-    workspace: torch.Tensor | None = None
+    scratch: tuple[torch.Tensor, ...] = ()
     rows: int = 1
 
     def options(self) -> dict[str, int]:
@@ -67,7 +67,7 @@ class Launch:
         """
         if self.programs <= 0:
             return
-        if knobs.runtime.interpret or _hooked():
+        if knobs.runtime.interpret or hooked():
             self._run_through_triton()
             return
         device = torch.cuda.current_device()
@@ -98,7 +98,7 @@ def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], arg
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether a profiler wants to see launches."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
@@ -135,11 +135,25 @@ def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None, launches: La
     return results
 
 
-def launch_all(launches: Iterable[Launch], device: torch.device) -> None:
-    """In order; each runs, and is let go of, before the next is asked for."""
+class Recorder(Protocol):
+    """`steps.Recorder`: makes a short way to repeat the launches it is shown."""
+
+    def add(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None: ...
+
+
+def launch_all(
+    launches: Iterable[Launch],
+    device: torch.device,
+    recorder: Recorder | None = None,
+    outputs: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """In order; each runs, and is let go of, before the next is asked for. `outputs`: what they leave, by name, as far as it
+    has been allocated when a launch is asked for."""
     with _current(device):
         for launch in launches:
             launch.run()
+            if recorder is not None:
+                recorder.add(launch, outputs or {})
             del launch
 
 
@@ -190,128 +204,3 @@ def state_arguments(spec: KdaSpec, t: KdaTensors, final_state: torch.Tensor | No
 
 def strides(*tensors: torch.Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
-
-
-class Plan:
-    """A call that repeats: its launches with everything in place but the addresses.
-
-    Valid for calls whose tensors have the same shapes, strides, dtypes, device and alignment, and whose other arguments are
-    equal; `plans.py` sees to that. A run allocates the results and one workspace, fills in addresses, and launches.
-    """
-
-    def __init__(self, spec: KdaSpec, device: torch.device, steps: list, workspace_bytes: int, extents: list[int]):
-        self.spec, self.device, self.steps, self.workspace_bytes = spec, device, steps, workspace_bytes
-        self.o_shape = (spec.B, spec.T, spec.HV, spec.V)
-        *extents, self.out_extent = extents
-        self.extents = [(i, size) for i, size in enumerate(extents) if size > 0]
-
-    @classmethod
-    def make(
-        cls,
-        spec: KdaSpec,
-        t: KdaTensors,
-        given: Sequence[torch.Tensor | None],
-        out: torch.Tensor | None,
-        launches: Launches,
-    ) -> Plan | None:
-        """The plan of a call that has just run; None if it can't be repeated from the addresses of `given`, its tensors as
-        the caller passed them (an input had to be copied, or two share an address). An argument may also lie inside a given
-        tensor, the first that it could be a view of."""
-        device = t.v.device
-        if spec.return_intermediate_states or device.index != torch.cuda.current_device():
-            return None
-        results = allocate(spec, t, out)
-        extents = [0 if x is None else extent(x) for x in (*given, results[0])]
-        bases: dict[int, int] = {}
-        for i, x in enumerate((*given, *results[:2])):
-            if x is not None and x.numel() > 0:
-                if x.data_ptr() in bases:
-                    return None
-                bases[x.data_ptr()] = i
-        steps, workspace = [], None
-        for launch in launches(spec, t, capability(device), results):
-            compiled = launch.compiled(device.index)
-            if compiled is None or launch.programs <= 0:
-                return None
-            template, places, described = [*launch.arguments, *launch.constants.values()], [], []
-            for position, x in enumerate(launch.arguments):
-                tensor = getattr(x, "base", x)
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                address, offset = tensor.data_ptr(), 0
-                index = bases.get(address)
-                template[position] = 0
-                if tensor.numel() == 0:
-                    continue
-                if index is None:
-                    index, offset = _inside(address, given, extents)
-                if index is None:
-                    workspace = launch.workspace
-                    if workspace is None or not 0 <= address - workspace.data_ptr() < workspace.nbytes:
-                        return None
-                    index, offset = len(given) + 2, address - workspace.data_ptr()
-                if tensor is not x:
-                    template[position] = copy.copy(x)
-                    template[position].base = None
-                (places if tensor is x else described).append((position, index, offset))
-            steps.append((compiled, (launch.programs, launch.rows, 1), template, places, described))
-        return cls(spec, device, steps, 0 if workspace is None else workspace.nbytes, extents)
-
-    def run(
-        self,
-        given: Sequence[torch.Tensor | None],
-        out: torch.Tensor | None,
-        addresses: list[int],
-        refuse: Callable[[Sequence[torch.Tensor | None], torch.Tensor], None],
-    ) -> tuple:
-        """`(o, final_state or None)`. `addresses` are those of `given` and `out`, in a list that may be changed. Calls
-        `refuse(given, out)` if `out` lies where an input lies."""
-        spec, device = self.spec, self.device
-        if out is None:
-            o = torch.empty(self.o_shape, dtype=spec.dtype, device=device)
-            addresses[-1] = o.data_ptr()
-        else:
-            o, first = out, addresses[-1]
-            end = first + self.out_extent
-            for i, size in self.extents:
-                if addresses[i] < end and first < addresses[i] + size:
-                    refuse(given, out)
-        final_state = workspace = None
-        if spec.output_final_state:
-            final_state = torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device)
-        if self.workspace_bytes:
-            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
-        addresses += (
-            0 if final_state is None else final_state.data_ptr(),
-            0 if workspace is None else workspace.data_ptr(),
-        )
-        for compiled, grid, template, places, described in self.steps:
-            arguments = template.copy()
-            for position, index, offset in places:
-                arguments[position] = addresses[index] + offset
-            for position, index, offset in described:
-                descriptor = arguments[position] = copy.copy(arguments[position])
-                descriptor.base = _Address(addresses[index] + offset)
-            start(compiled, device.index, grid, arguments)
-        return o, final_state
-
-    def usable(self) -> bool:
-        return torch.cuda.current_device() == self.device.index and not _hooked()
-
-
-def _inside(address: int, given: Sequence[torch.Tensor | None], extents: Sequence[int]) -> tuple[int | None, int]:
-    """The first given tensor in whose memory the address lies, by its place, and the offset there in bytes."""
-    for i, (x, size) in enumerate(zip(given, extents)):
-        if x is not None and 0 <= address - x.data_ptr() < size:
-            return i, address - x.data_ptr()
-    return None, 0
-
-
-class _Address:
-    """What a tensor descriptor asks of its tensor."""
-
-    def __init__(self, address: int):
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address

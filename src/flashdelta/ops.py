@@ -485,7 +485,9 @@ def _run(
     chosen = backends.choose(spec, t.q.device, backend)
     if not torch.compiler.is_compiling() and all(map(is_plain, t.present().values())):
         if spec.requires_grad:
-            return autograd.differentiable(spec, t, chosen, keep)
+            call = autograd.Call(spec, chosen, keep)
+            plans.remember(key, call.repeating)
+            return *call.run(given), None
         results = chosen.run(spec, t, out)
         plans.remember(key, lambda: chosen.plan(spec, t, given, out))
         return results

@@ -19,7 +19,7 @@ MOST = 4096
 
 
 class Plan(Protocol):
-    """`launch.Plan`, as seen from a module that must not import kernels."""
+    """`steps.Plan`. These are protocols for modules that must not import kernels."""
 
     def usable(self) -> bool: ...
 
@@ -30,6 +30,20 @@ class Plan(Protocol):
         addresses: list[int],
         refuse: Callable[[Sequence[Tensor | None], Tensor], None],
     ) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Steps(Protocol):
+    """`steps.Steps`."""
+
+    def usable(self) -> bool: ...
+
+    def run(self, addresses: list[int]) -> dict[str, Tensor]: ...
+
+
+class Recorder(Protocol):
+    """`steps.Recorder`."""
+
+    def steps(self) -> Steps | None: ...
 
 
 _SEEN = object()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
-from ..plans import Plan
+from ..plans import Plan, Recorder
 from ..spec import KdaSpec, KdaTensors, Results
 
 
@@ -38,11 +38,20 @@ class Backend(Protocol):
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         """`ops.commit`. Only called where a `CommitSpec` meets no obstacle."""
 
-    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
-        """The forward, and what `backward` would compute again of it."""
+    def run_kept(
+        self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None
+    ) -> tuple[Results, dict[str, torch.Tensor]]:
+        """The forward, and what `backward` would compute again of it, by names that no result has. `recorder`: is shown the
+        launches, if there are any."""
 
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
+        self,
+        spec: KdaSpec,
+        t: KdaTensors,
+        grad_o: torch.Tensor,
+        grad_final: torch.Tensor,
+        kept: Mapping[str, torch.Tensor] | None = None,
+        recorder: Recorder | None = None,
     ) -> dict[str, torch.Tensor]:
         """Gradients by input name, from what `run_kept` gave if it is at hand."""
 

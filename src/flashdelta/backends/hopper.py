@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
-from ..plans import Plan
+from ..plans import Plan, Recorder
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import planned_parts
 from ..wy_spec import WySpec
@@ -93,7 +93,7 @@ class HopperBackend:
         self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> Plan | None:
         from ..hopper.launch import aligned, launches
-        from ..launch import Plan as LaunchPlan
+        from ..steps import Plan as LaunchPlan
 
         if out is not None and not aligned(out):
             return None  # its rows are copied from a dense output
@@ -102,14 +102,22 @@ class HopperBackend:
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         raise NotImplementedError("it has the chunk form only")
 
-    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
+    def run_kept(
+        self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None
+    ) -> tuple[Results, dict[str, torch.Tensor]]:
         from ..hopper.gradients import forward
 
-        return forward(spec, t)
+        return forward(spec, t, recorder)
 
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
+        self,
+        spec: KdaSpec,
+        t: KdaTensors,
+        grad_o: torch.Tensor,
+        grad_final: torch.Tensor,
+        kept: Mapping[str, torch.Tensor] | None = None,
+        recorder: Recorder | None = None,
     ) -> dict[str, torch.Tensor]:
         from ..hopper.gradients import backward
 
-        return backward(spec, t, grad_o, grad_final, kept)
+        return backward(spec, t, grad_o, grad_final, kept, recorder)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from .. import reference
 from ..decode_spec import CommitSpec, CommitTensors
+from ..plans import Recorder
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import NO_COSTS, planned_parts
 
@@ -53,11 +54,19 @@ class ReferenceBackend:
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
         reference.commit(spec, t)
 
-    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
-        return self.run(spec, t, None), None
+    def run_kept(
+        self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None
+    ) -> tuple[Results, dict[str, torch.Tensor]]:
+        return self.run(spec, t, None), {}
 
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
+        self,
+        spec: KdaSpec,
+        t: KdaTensors,
+        grad_o: torch.Tensor,
+        grad_final: torch.Tensor,
+        kept: Mapping[str, torch.Tensor] | None = None,
+        recorder: Recorder | None = None,
     ) -> dict[str, torch.Tensor]:
         """Runs the forward again under autograd, then differentiates it. Keeps nothing."""
         with _autograd_inside_an_operator(), torch.enable_grad():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
-from ..plans import Plan
+from ..plans import Plan, Recorder
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import planned_parts
 from .base import nvidia_capability
@@ -52,7 +52,7 @@ class TritonBackend:
     def plan(
         self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> Plan | None:
-        from ..launch import Plan as LaunchPlan
+        from ..steps import Plan as LaunchPlan
         from ..triton.launch import launches
 
         return LaunchPlan.make(spec, t, given, out, launches)
@@ -69,14 +69,22 @@ class TritonBackend:
 
         kernels.commit(spec, t)
 
-    def run_kept(self, spec: KdaSpec, t: KdaTensors) -> tuple[Results, object]:
+    def run_kept(
+        self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None
+    ) -> tuple[Results, dict[str, torch.Tensor]]:
         from ..triton.gradients import forward
 
-        return forward(spec, t)
+        return forward(spec, t, recorder)
 
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: object = None
+        self,
+        spec: KdaSpec,
+        t: KdaTensors,
+        grad_o: torch.Tensor,
+        grad_final: torch.Tensor,
+        kept: Mapping[str, torch.Tensor] | None = None,
+        recorder: Recorder | None = None,
     ) -> dict[str, torch.Tensor]:
         from ..triton.gradients import backward
 
-        return backward(spec, t, grad_o, grad_final, kept)
+        return backward(spec, t, grad_o, grad_final, kept, recorder)

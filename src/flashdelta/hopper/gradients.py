@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..launch import Launch, allocate, dense, launch_all, strides
+from ..launch import Launch, Recorder, allocate, dense, launch_all, strides
 from ..spec import KdaSpec, KdaTensors, Results
-from ..triton.gradients import Gradients
+from ..triton.gradients import ByHead, Parts, Walked, finish, kept_outputs, state_gradient, values_gradient
 from ..triton.wy import WyOperands
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from .intra import intra_kernel
@@ -47,66 +47,52 @@ class Kept:
         workspace = Workspace.allocate(spec, device)
         return cls(workspace, *(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
 
-
-@dataclass(frozen=True)
-class Walked:
-    """What `reverse` leaves: gradients of the states after each chunk and of the pseudo-values, `grad_h` and `grad_pseudo`, as
-    `h` and `pseudo`."""
-
-    grad_h: torch.Tensor
-    grad_pseudo: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `wy` leaves for `intra`: in fp32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`, in bf16 `grad_A,
-    grad_Aqk [B, T, HV, 64]`."""
-
-    grad_q: torch.Tensor
-    grad_k: torch.Tensor
-    grad_G: torch.Tensor
-    grad_beta: torch.Tensor
-    grad_A: torch.Tensor
-    grad_Aqk: torch.Tensor
-
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device) -> Parts:
-        tokens = (spec.B, spec.T, spec.HV)
-        wide = [*[(*tokens, spec.K)] * 3, tokens]
-        return cls(
-            *(torch.empty(shape, dtype=torch.float32, device=device) for shape in wide),
-            *(torch.empty((*tokens, TILE), dtype=torch.bfloat16, device=device) for _ in range(2)),
-        )
+    def of(cls, spec: KdaSpec, tensors: Mapping[str, torch.Tensor]) -> Kept:
+        """From its `tensors`."""
+        return cls(Workspace.over(spec, tensors["workspace"]), *(tensors[name] for name in ("solved", "h", "pseudo")))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by names that no result has."""
+        return {"workspace": self.workspace.buffer, "solved": self.solved, "h": self.h, "pseudo": self.pseudo}
 
 
-def forward(spec: KdaSpec, t: KdaTensors) -> tuple[Results, Kept]:
-    """The call's results, and what its backward pass would compute again. Sequences stay whole."""
+def forward(spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None) -> tuple[Results, dict[str, torch.Tensor]]:
+    """The call's results, and what its backward pass would compute again (`Kept.tensors`). Sequences stay whole."""
     t = readable(t)
     device = t.q.device
     results, kept = allocate(spec, t, None), Kept.allocate(spec, device)
-    launch_all(walk(spec, t, kept, *results[:2]), device)
-    return results, kept
+    found = kept_outputs(results, kept.tensors())
+    launch_all(walk(spec, t, kept, *results[:2]), device, recorder, found)
+    return results, kept.tensors()
 
 
 def walk(
     spec: KdaSpec, t: KdaTensors, kept: Kept, o: torch.Tensor | None, final_state: torch.Tensor | None
 ) -> list[Launch]:
-    return [
+    stages = (
         prepare(spec, t, kept.workspace, kept.solved),
         recurrence(spec, t, kept.workspace, (o, final_state, kept.h), kept.pseudo),
-    ]
+    )
+    return [replace(stage, scratch=tuple(kept.tensors().values())) for stage in stages]
 
 
 def backward(
-    spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: Kept | None = None
+    spec: KdaSpec,
+    t: KdaTensors,
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor,
+    kept: Mapping[str, torch.Tensor] | None = None,
+    recorder: Recorder | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients by the names of `KdaTensors`; unless it was `kept`, the forward's stages run again."""
+    """Gradients by the names of `KdaTensors`; without what was `kept` the forward's stages run again."""
     t = readable(t)
-    device = t.q.device
-    grad_o = in_eighths(grad_o)
-    gradients = Gradients.allocate(spec, t)
-    launch_all(launches(spec, t, grad_o, grad_final.contiguous(), gradients, kept), device)
-    return gradients.by_name(spec, t)
+    found: dict[str, torch.Tensor] = {}
+    again = Kept.of(spec, kept) if kept else None
+    stages = launches(spec, t, in_eighths(grad_o), grad_final.contiguous(), found, again)
+    del again
+    launch_all(stages, t.q.device, recorder, found)
+    return found
 
 
 def launches(
@@ -114,23 +100,31 @@ def launches(
     t: KdaTensors,
     grad_o: torch.Tensor,
     grad_final: torch.Tensor,
-    gradients: Gradients,
+    found: dict[str, torch.Tensor],
     kept: Kept | None = None,
 ) -> Iterator[Launch]:
-    """In order. Each is to run before the next is asked for: what only the ones before it needed is given back then."""
+    """In order; what they find is in `found` from when it is allocated. Each is to run before the next is asked for: what
+    only the ones before it needed is given back then."""
     device = t.q.device
     if kept is None:
         kept = Kept.allocate(spec, device)
         yield from walk(replace(spec, output_final_state=False), t, kept, None, None)
-    walked = Walked(torch.empty_like(kept.h), torch.empty_like(kept.pseudo))
-    yield reverse(spec, t, kept.workspace, walked, grad_o, grad_final, gradients)
-    solved, h, pseudo = kept.solved, kept.h, kept.pseudo
-    del kept
-    parts = Parts.allocate(spec, device)
-    given = (t.q, t.k, t.g, t.v, t.beta, solved, h, pseudo, grad_o, walked.grad_pseudo, walked.grad_h)
-    yield wy(spec, WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias), parts, gradients)
-    del solved, h, pseudo, walked, given
-    yield intra(spec, t, parts, gradients)
+    walked = Walked.allocate(kept.h, kept.pseudo)
+    if (initial := state_gradient(spec, device)) is not None:
+        found["initial_state"] = initial
+    yield reverse(spec, t, kept.workspace, walked, grad_o, grad_final, initial)
+    given = (t.q, t.k, t.g, t.v, t.beta, kept.solved, kept.h, kept.pseudo, grad_o, walked.grad_pseudo, walked.grad_h)
+    x = WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias)
+    del kept, walked, given
+    parts = Parts.allocate(spec, device, x.solved.shape, torch.bfloat16)
+    found["v"] = values_gradient(spec, device)
+    yield wy(spec, x, parts, found["v"])
+    del x
+    heads = ByHead.allocate(spec, device)
+    found.update(heads.outputs(spec))
+    yield intra(spec, t, parts, heads)
+    del parts
+    yield from finish(spec, t, heads, found)
 
 
 def reverse(
@@ -140,7 +134,7 @@ def reverse(
     walked: Walked,
     grad_o: torch.Tensor,
     grad_final: torch.Tensor,
-    gradients: Gradients,
+    initial: torch.Tensor | None,
 ) -> Launch:
     absent = grad_o.new_empty(0, dtype=spec.state_dtype)
     return Launch(
@@ -150,7 +144,7 @@ def reverse(
             *(tiles(workspace.tiles), workspace.decay, grad_o),
             grad_final if spec.output_final_state else absent,
             *(walked.grad_pseudo, walked.grad_h),
-            absent if gradients.initial_state is None else gradients.initial_state,
+            absent if initial is None else initial,
             *(t.cu_seqlens, int(spec.has_initial_state), int(spec.output_final_state)),
             *(spec.T, spec.N, spec.HV, spec.slots),
             *eighths(grad_o),
@@ -162,6 +156,7 @@ def reverse(
             STAGES=stages(spec, 3 * spec.K // TILE + 2, beside=1),
         ),
         num_warps=4,
+        scratch=(workspace.buffer, walked.grad_pseudo, walked.grad_h),
     )
 
 
@@ -190,11 +185,12 @@ def _wy(
     )
 
 
-def wy(spec: KdaSpec, x: WyOperands, parts: Parts, gradients: Gradients) -> Launch:
-    found = (parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
+def wy(spec: KdaSpec, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
+    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
     gate = dict(GATE=spec.gate, SAFE=spec.safe_gate)
     rest = dict(BETA=spec.beta_kind, L2NORM=spec.l2norm, V_FIRST=True)
-    return _wy(spec, x, found, spec.lower_bound or 0.0, spec.slots, **gate, **rest)
+    launch = _wy(spec, x, found, spec.lower_bound or 0.0, spec.slots, **gate, **rest)
+    return replace(launch, scratch=(*x.kept(), *parts.scratch()))
 
 
 def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
@@ -215,14 +211,14 @@ def wy_dqkg_launch(spec: WySpec, t: WyTensors, found: WyGradients) -> Launch:
     return _wy(spec, x, results, 0.0, spec.rows, **gate, **rest)
 
 
-def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, gradients: Gradients) -> Launch:
+def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, heads: ByHead) -> Launch:
     return Launch(
         intra_kernel,
         spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
             *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
-            *(gradients.q, gradients.k, gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias),
+            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.HV, spec.group, spec.slots),
             *eighths(t.q, t.k, t.g),
@@ -237,4 +233,5 @@ def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, gradients: Gradients) -> L
             PREFETCH=spec.K == 128 and spec.g_dtype == torch.bfloat16,
         ),
         num_warps=4 * (spec.K // 64),
+        scratch=(*parts.scratch(), *heads.scratch(spec)),
     )

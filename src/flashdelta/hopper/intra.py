@@ -45,6 +45,18 @@ SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
 
 
 @gluon.jit
+def no_parts(part_A_log, part_dt_bias, chunk, K: gl.constexpr):
+    """Of a slot without a chunk."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    column = gl.arange(0, K, layout=layout)
+    zeros = gl.zeros([K], gl.float32, layout=layout)
+    if part_A_log is not None:
+        gl.store(part_A_log + chunk * K + column, zeros)
+    if part_dt_bias is not None:
+        gl.store(part_dt_bias + chunk * K + column, zeros)
+
+
+@gluon.jit
 def part_pairs(near_s, far_s):
     """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -214,6 +226,7 @@ def intra_kernel(
     slot = gl.program_id(0) // HV
     _n, _begin, batch, start, count = own_chunk(cu_seqlens, slot, slots, N, T)
     if count <= 0:
+        no_parts(part_A_log, part_dt_bias, wide(slot, HV) + head, K)
         return
     qk_head = head // group
     # in units of 8 elements, which tells the compiler that 16-byte copies are aligned

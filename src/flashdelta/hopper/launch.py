@@ -72,7 +72,10 @@ class Workspace:
 
     @classmethod
     def allocate(cls, spec: KdaSpec, device: torch.device, segments: int = 0) -> Workspace:
-        buffer = torch.empty(cls.nbytes(spec, segments), dtype=torch.uint8, device=device)
+        return cls.over(spec, torch.empty(cls.nbytes(spec, segments), dtype=torch.uint8, device=device), segments)
+
+    @classmethod
+    def over(cls, spec: KdaSpec, buffer: torch.Tensor, segments: int = 0) -> Workspace:
         tiles, decay, handed, arrived, *kept = buffer.split(cls.sizes(spec, segments))
         layout = SegmentStates.layout(spec, segments)
         return cls(
@@ -165,7 +168,7 @@ def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace, solved: torch.Te
             COSTS=astuple(SPLIT_COSTS),
         ),
         num_warps=4,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
         # three programs on a multiprocessor; the exact path of K = 64 would have its products waited for one by one (C7511)
         max_registers=168 if spec.safe_gate or spec.K == 128 else None,
         rows=1 if spec.safe_gate else spec.HV,
@@ -206,7 +209,7 @@ def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -
         dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=stages(spec, 2 * spec.K // TILE + 2, beside=0)),
         num_warps=4,
         overlaps=True,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
     )
 
 
@@ -250,5 +253,5 @@ def recurrence(
             SHARED=sharing_pays(spec, most),
         ),
         num_warps=4,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
     )

@@ -1,11 +1,10 @@
 """The backward pass (docs/backward.md derives every formula). Stages after `prepare` and `recurrence` have run again:
 
-    reverse   walks a sequence's chunks from the last to the first and leaves the gradient of the state after each
-    wy        from states and their gradients to those of values, of what `prepare` left, and of its matrices
-    intra     from the gradients of the matrices `A` and `Aqk` to those of queries, keys, decays, and of what a gate, a norm or
-              a sigmoid was fed
-
-Gradients of a query or key head that serves several value heads are kept apart by value head, and summed after.
+reverse   walks a sequence's chunks from the last to the first and leaves the gradient of the state after each
+wy        from states and their gradients to those of values, of what `prepare` left, and of its matrices
+intra     from the gradients of the matrices `A` and `Aqk` to those of queries, keys, decays, and of what a gate, a norm or
+          a sigmoid was fed: by value head, and of the gate's parameters by chunk
+finish    sums of those
 """
 
 from __future__ import annotations
@@ -446,6 +445,16 @@ def pair_gradients(
 
 
 @triton.jit
+def no_parts(part_A_log, part_dt_bias, chunk, K: tl.constexpr):
+    """Of a slot without a chunk."""
+    zeros = tl.zeros([K], tl.float32)
+    if part_A_log is not None:
+        tl.store(part_A_log + chunk * K + tl.arange(0, K), zeros)
+    if part_dt_bias is not None:
+        tl.store(part_dt_bias + chunk * K + tl.arange(0, K), zeros)
+
+
+@triton.jit
 def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
     """From the gradient of a log decay to that of the gate's input `x`, and of `A_log`."""
     if GATE == "softplus":
@@ -533,6 +542,7 @@ def intra_kernel(
     the gate's parameters the chunk's part, `part_A_log [S, HV, K]` and `part_dt_bias [S, HV, K]`."""
     head, slot, batch, start, count = own_chunk(cu_seqlens, None, 0, slots, N, T, HV, C)
     if count <= 0:
+        no_parts(part_A_log, part_dt_bias, slot * HV + head, K)
         return
     LEVELS: tl.constexpr = 6 if C == 64 else 5
     FIRST: tl.constexpr = 5 if SAFE else 0
@@ -629,3 +639,84 @@ def intra_kernel(
             sum_k = (sum_k - tile_k * (norm_k * dots_k)[:, None]) * norm_k[:, None]
             tl.store(out_q + in_own, sum_q.to(out_q.dtype.element_ty), mask=valid[:, None])
             tl.store(out_k + in_own, sum_k.to(out_k.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "N", "HV", "slots"])
+def finish_kernel(
+    heads_q,
+    heads_k,
+    part_A_log,
+    part_dt_bias,
+    cu_seqlens,
+    grad_q,
+    grad_k,
+    grad_g,
+    grad_v,
+    grad_beta,
+    grad_A_log,
+    grad_dt_bias,
+    tokens,
+    N,
+    HV,
+    slots,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """First, if there are parts of the gate's parameters, one program per value head, which sums them over the `slots`. Then,
+    if value heads share queries and keys or sequences are packed, one per (`ROWS` tokens, query head): sums of the `GROUP`
+    value heads, and zeros for tokens of no sequence."""
+    PARTS: tl.constexpr = part_A_log is not None or part_dt_bias is not None
+    program = tl.program_id(0)
+    if PARTS:
+        if program < HV:
+            if part_A_log is not None:
+                tl.store(grad_A_log + program, tl.sum(sum_of_slots(part_A_log, program, slots, HV, K)))
+            if part_dt_bias is not None:
+                total = sum_of_slots(part_dt_bias, program, slots, HV, K)
+                tl.store(grad_dt_bias + program * K + tl.arange(0, K), total)
+            return
+        program -= HV
+    H = HV // GROUP
+    head = (program % H).to(tl.int64)
+    token = (program // H).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = token < tokens
+    inside = valid
+    if cu_seqlens is not None:
+        inside = valid & (token >= tl.load(cu_seqlens)) & (token < tl.load(cu_seqlens + N))
+    outside = (valid & (inside == 0))[:, None]
+    key = tl.arange(0, K)[None, :]
+    in_keys = (token * H + head)[:, None] * K + key
+    if GROUP > 1:
+        total_q = tl.zeros([ROWS, K], tl.float32)
+        total_k = tl.zeros([ROWS, K], tl.float32)
+        for i in range(GROUP):
+            in_heads = (token * HV + head * GROUP + i)[:, None] * K + key
+            total_q += tl.load(heads_q + in_heads, mask=inside[:, None], other=0.0)
+            total_k += tl.load(heads_k + in_heads, mask=inside[:, None], other=0.0)
+        tl.store(grad_q + in_keys, total_q.to(grad_q.dtype.element_ty), mask=valid[:, None])
+        tl.store(grad_k + in_keys, total_k.to(grad_k.dtype.element_ty), mask=valid[:, None])
+    if cu_seqlens is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
+        if tl.max(outside.to(tl.int32)) > 0:
+            if GROUP == 1:
+                tl.store(grad_q + in_keys, tl.zeros([ROWS, K], grad_q.dtype.element_ty), mask=outside)
+                tl.store(grad_k + in_keys, tl.zeros([ROWS, K], grad_k.dtype.element_ty), mask=outside)
+            for i in range(GROUP):
+                own = (token * HV + head * GROUP + i)[:, None]
+                value = tl.arange(0, V)[None, :]
+                tl.store(grad_g + own * K + key, tl.zeros([ROWS, K], grad_g.dtype.element_ty), mask=outside)
+                tl.store(grad_v + own * V + value, tl.zeros([ROWS, V], grad_v.dtype.element_ty), mask=outside)
+                tl.store(grad_beta + own, tl.zeros([ROWS, 1], grad_beta.dtype.element_ty), mask=outside)
+
+
+@triton.jit
+def sum_of_slots(parts, head, slots, HV, K: tl.constexpr):
+    """`[K]`, in the order of the slots."""
+    ROWS: tl.constexpr = 4096 // K
+    total = tl.zeros([K], tl.float32)
+    row = tl.arange(0, ROWS)
+    for slot in range(0, slots, ROWS):
+        at = ((slot + row).to(tl.int64) * HV + head)[:, None] * K + tl.arange(0, K)[None, :]
+        total += tl.sum(tl.load(parts + at, mask=(slot + row < slots)[:, None], other=0.0), axis=0)
+    return total

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..launch import Launch, allocate, capability, launch_all, strides
+from ..launch import Launch, Recorder, allocate, capability, launch_all, strides
 from ..spec import KdaSpec, KdaTensors, Results
 from . import config
-from .backward import intra_kernel, reverse_kernel
+from .backward import finish_kernel, intra_kernel, reverse_kernel
 from .launch import Workspace, prepare, readable, recurrence, walk_constants
 from .wy import WyOperands, wy_launch
 
@@ -31,15 +33,34 @@ class Kept:
         workspace = Workspace.allocate(spec, device)
         return cls(workspace, *(torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes))
 
+    @classmethod
+    def of(cls, spec: KdaSpec, tensors: Mapping[str, torch.Tensor]) -> Kept:
+        """From its `tensors`."""
+        return cls(Workspace.over(spec, tensors["workspace"]), *(tensors[name] for name in ("solved", "h", "pseudo")))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by names that no result has."""
+        return {"workspace": self.workspace.buffer, "solved": self.solved, "h": self.h, "pseudo": self.pseudo}
+
 
 @dataclass(frozen=True)
-class Parts:
-    """What the stages leave for each other: gradients of states after chunks `grad_h [S, HV, V, K]` and `grad_pseudo
-    [B, T, HV, V]` in the operand dtype; in float32 `grad_q, grad_k, grad_G [B, T, HV, K]`, `grad_beta [B, T, HV]`, `grad_A,
-    grad_Aqk [S, HV, C, C]`."""
+class Walked:
+    """What `reverse` leaves: gradients of the states after each chunk and of the pseudo-values, `grad_h` and `grad_pseudo`, as
+    `h` and `pseudo`."""
 
     grad_h: torch.Tensor
     grad_pseudo: torch.Tensor
+
+    @classmethod
+    def allocate(cls, h: torch.Tensor, pseudo: torch.Tensor) -> Walked:
+        return cls(torch.empty_like(h), torch.empty_like(pseudo))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `wy` leaves for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
+    `grad_Aqk`, as `squares`."""
+
     grad_q: torch.Tensor
     grad_k: torch.Tensor
     grad_G: torch.Tensor
@@ -48,90 +69,109 @@ class Parts:
     grad_Aqk: torch.Tensor
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, kept: Kept) -> Parts:
+    def allocate(cls, spec: KdaSpec, device: torch.device, squares: tuple[int, ...], dtype: torch.dtype) -> Parts:
         tokens = (spec.B, spec.T, spec.HV)
-        wide = [*[(*tokens, spec.K)] * 3, tokens, *[kept.solved.shape] * 2]
+        wide = [*[(*tokens, spec.K)] * 3, tokens]
         return cls(
-            *map(torch.empty_like, (kept.h, kept.pseudo)),
-            *(torch.empty(shape, dtype=torch.float32, device=kept.h.device) for shape in wide),
+            *(torch.empty(shape, dtype=torch.float32, device=device) for shape in wide),
+            *(torch.empty(squares, dtype=dtype, device=device) for _ in range(2)),
         )
+
+    def scratch(self) -> tuple[torch.Tensor, ...]:
+        return self.grad_q, self.grad_k, self.grad_G, self.grad_beta, self.grad_A, self.grad_Aqk
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Of the call's inputs, dense and by value head; of the gate's parameters the parts of all chunks, `[S, HV, K]`."""
+class ByHead:
+    """What `intra` leaves: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
+    parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
 
     q: torch.Tensor
     k: torch.Tensor
     g: torch.Tensor
-    v: torch.Tensor
     beta: torch.Tensor
     A_log: torch.Tensor | None
     dt_bias: torch.Tensor | None
-    initial_state: torch.Tensor | None
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, t: KdaTensors) -> Gradients:
-        device = t.q.device
-        # tokens of no sequence, and slots of no chunk, are not written
-        make = torch.zeros if spec.packed else torch.empty
+    def allocate(cls, spec: KdaSpec, device: torch.device) -> ByHead:
         tokens, parts = (spec.B, spec.T, spec.HV), (spec.B * spec.slots, spec.HV, spec.K)
         grouped = spec.dtype if spec.group == 1 else torch.float32
         gated = spec.gate in ("softplus", "lower_bound")
+        make = functools.partial(torch.empty, device=device)
         return cls(
-            *(make((*tokens, spec.K), dtype=dtype, device=device) for dtype in (grouped, grouped, spec.g_dtype)),
-            make((*tokens, spec.V), dtype=spec.dtype, device=device),
-            make(tokens, dtype=spec.beta_dtype, device=device),
-            torch.zeros(parts, device=device) if spec.has_A_log and gated else None,
-            torch.zeros(parts, device=device) if spec.has_dt_bias and gated else None,
-            torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device) if spec.has_initial_state else None,
+            *(make((*tokens, spec.K), dtype=dtype) for dtype in (grouped, grouped, spec.g_dtype)),
+            make(tokens, dtype=spec.beta_dtype),
+            make(parts, dtype=torch.float32) if spec.has_A_log and gated else None,
+            make(parts, dtype=torch.float32) if spec.has_dt_bias and gated else None,
         )
 
-    def by_name(self, spec: KdaSpec, t: KdaTensors) -> dict[str, torch.Tensor]:
-        """Of the tensors as they were given: summed over what shares them, in their dtypes and shapes."""
+    def outputs(self, spec: KdaSpec) -> dict[str, torch.Tensor]:
+        """Those that are the call's gradients already."""
+        shared = {"q": self.q, "k": self.k} if spec.group == 1 else {}
+        return {**shared, "g": self.g, "beta": self.beta}
 
-        def shared(x: torch.Tensor) -> torch.Tensor:
-            return x if spec.group == 1 else x.unflatten(2, (spec.H, spec.group)).sum(3).to(spec.dtype)
-
-        found = {"q": shared(self.q), "k": shared(self.k), "v": self.v, "g": self.g, "beta": self.beta}
-        if self.A_log is not None:
-            found["A_log"] = self.A_log.sum((0, 2)).view(t.A_log.shape).to(t.A_log.dtype)
-        if self.dt_bias is not None:
-            found["dt_bias"] = self.dt_bias.sum(0).view(t.dt_bias.shape).to(t.dt_bias.dtype)
-        if self.initial_state is not None:
-            found["initial_state"] = self.initial_state
-        return found
+    def scratch(self, spec: KdaSpec) -> tuple[torch.Tensor, ...]:
+        """The others."""
+        shared = () if spec.group == 1 else (self.q, self.k)
+        return *shared, *(x for x in (self.A_log, self.dt_bias) if x is not None)
 
 
-def forward(spec: KdaSpec, t: KdaTensors) -> tuple[Results, Kept]:
-    """The call's results, and what its backward pass would compute again. Sequences stay whole."""
+def values_gradient(spec: KdaSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty((spec.B, spec.T, spec.HV, spec.V), dtype=spec.dtype, device=device)
+
+
+def state_gradient(spec: KdaSpec, device: torch.device) -> torch.Tensor | None:
+    """Of the initial state, if the call has one."""
+    return torch.empty(spec.state_shape, dtype=spec.state_dtype, device=device) if spec.has_initial_state else None
+
+
+def forward(spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None) -> tuple[Results, dict[str, torch.Tensor]]:
+    """The call's results, and what its backward pass would compute again (`Kept.tensors`). Sequences stay whole."""
     t = readable(spec, t)
     device = t.q.device
     results, kept = allocate(spec, t, None), Kept.allocate(spec, device)
-    launch_all(walk(spec, t, capability(device), kept, *results[:2]), device)
-    return results, kept
+    found = kept_outputs(results, kept.tensors())
+    launch_all(walk(spec, t, capability(device), kept, *results[:2]), device, recorder, found)
+    return results, kept.tensors()
+
+
+def kept_outputs(results: Results, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All that a forward leaves that keeps what its backward pass needs."""
+    o, final_state, _ = results
+    return {"o": o, **({} if final_state is None else {"final_state": final_state}), **kept}
 
 
 def walk(
     spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, o: torch.Tensor, final_state: torch.Tensor | None
 ) -> list[Launch]:
+    scratch = tuple(kept.tensors().values())
     return [
-        prepare(spec, t, at, kept.workspace, kept.solved),
-        recurrence(spec, t, at, kept.workspace, (o, final_state, kept.h), 0, kept.pseudo),
+        replace(prepare(spec, t, at, kept.workspace, kept.solved), scratch=scratch),
+        replace(
+            recurrence(spec, t, at, kept.workspace, (o, final_state, kept.h), 0, kept.pseudo), scratch=(*scratch, o)
+        ),
     ]
 
 
 def backward(
-    spec: KdaSpec, t: KdaTensors, grad_o: torch.Tensor, grad_final: torch.Tensor, kept: Kept | None = None
+    spec: KdaSpec,
+    t: KdaTensors,
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor,
+    kept: Mapping[str, torch.Tensor] | None = None,
+    recorder: Recorder | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients by the names of `KdaTensors`; unless it was `kept`, the forward's stages run again."""
+    """Gradients by the names of `KdaTensors`; without what was `kept` the forward's stages run again."""
     t = readable(spec, t)
     device = t.q.device
-    at = capability(device)
-    gradients = Gradients.allocate(spec, t)
     grad_o = grad_o if grad_o.stride(-1) == 1 else grad_o.contiguous()
-    launch_all(launches(spec, t, at, grad_o, grad_final.contiguous(), gradients, kept), device)
-    return gradients.by_name(spec, t)
+    found: dict[str, torch.Tensor] = {}
+    again = Kept.of(spec, kept) if kept else None
+    stages = launches(spec, t, capability(device), grad_o, grad_final.contiguous(), found, again)
+    del again
+    launch_all(stages, device, recorder, found)
+    return found
 
 
 def launches(
@@ -140,20 +180,63 @@ def launches(
     at: int,
     grad_o: torch.Tensor,
     grad_final: torch.Tensor,
-    gradients: Gradients,
+    found: dict[str, torch.Tensor],
     kept: Kept | None = None,
-) -> list[Launch]:
-    """In order."""
-    again = []
+) -> Iterator[Launch]:
+    """In order; what they find is in `found` from when it is allocated. Each is to run before the next is asked for: what
+    only the ones before it needed is given back then."""
+    device = t.q.device
     if kept is None:
-        kept = Kept.allocate(spec, t.q.device)
-        again = walk(replace(spec, output_final_state=False), t, at, kept, torch.empty_like(kept.pseudo), None)
-    parts = Parts.allocate(spec, kept)
+        kept = Kept.allocate(spec, device)
+        yield from walk(replace(spec, output_final_state=False), t, at, kept, torch.empty_like(kept.pseudo), None)
+    walked = Walked.allocate(kept.h, kept.pseudo)
+    if (initial := state_gradient(spec, device)) is not None:
+        found["initial_state"] = initial
+    yield reverse(spec, t, at, kept.workspace, walked, grad_o, grad_final, initial)
+    given = (t.q, t.k, t.g, t.v, t.beta, kept.solved, kept.h, kept.pseudo, grad_o, walked.grad_pseudo, walked.grad_h)
+    x = WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias)
+    del kept, walked, given
+    parts = Parts.allocate(spec, device, x.solved.shape, torch.float32)
+    found["v"] = values_gradient(spec, device)
+    yield wy(spec, at, x, parts, found["v"])
+    del x
+    heads = ByHead.allocate(spec, device)
+    found.update(heads.outputs(spec))
+    yield intra(spec, t, at, parts, heads)
+    del parts
+    yield from finish(spec, t, heads, found)
+
+
+def finish(spec: KdaSpec, t: KdaTensors, heads: ByHead, found: dict[str, torch.Tensor]) -> list[Launch]:
+    """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
+    device = t.q.device
+    for name, parts in (("A_log", heads.A_log), ("dt_bias", heads.dt_bias)):
+        if parts is not None:
+            given = getattr(t, name)
+            found[name] = torch.empty(given.shape, dtype=given.dtype, device=device)
+    if spec.group > 1:
+        for name in ("q", "k"):
+            found[name] = torch.empty((spec.B, spec.T, spec.H, spec.K), dtype=spec.dtype, device=device)
+    has_parameters = heads.A_log is not None or heads.dt_bias is not None
+    rows = 16 if spec.group > 1 else 64
+    blocks = -(-spec.B * spec.T // rows) * spec.H if spec.group > 1 or spec.packed else 0
+    programs = spec.HV * has_parameters + blocks
+    if programs == 0:
+        return []
     return [
-        *again,
-        reverse(spec, t, at, kept.workspace, parts, grad_o, grad_final, gradients),
-        wy(spec, t, at, kept, parts, grad_o, gradients),
-        intra(spec, t, at, parts, gradients),
+        Launch(
+            finish_kernel,
+            programs,
+            (
+                *(heads.q, heads.k, heads.A_log, heads.dt_bias, t.cu_seqlens),
+                *(found["q"], found["k"], found["g"], found["v"], found["beta"]),
+                *(found.get("A_log"), found.get("dt_bias")),
+                *(spec.B * spec.T, spec.N, spec.HV, spec.B * spec.slots if spec.N > 0 else 0),
+            ),
+            dict(K=spec.K, V=spec.V, GROUP=spec.group, ROWS=rows),
+            num_warps=4,
+            scratch=heads.scratch(spec),
+        )
     ]
 
 
@@ -162,10 +245,10 @@ def reverse(
     t: KdaTensors,
     at: int,
     workspace: Workspace,
-    parts: Parts,
+    walked: Walked,
     grad_o: torch.Tensor,
     grad_final: torch.Tensor,
-    gradients: Gradients,
+    initial: torch.Tensor | None,
 ) -> Launch:
     c = config.recurrence_config(spec, at)
     absent = grad_o.new_empty(0, dtype=spec.state_dtype)
@@ -176,28 +259,26 @@ def reverse(
         (
             *(w.w, w.qg, w.kg, w.Aqk, w.decay, grad_o),
             grad_final if spec.output_final_state else absent,
-            *(parts.grad_pseudo, parts.grad_h),
-            absent if gradients.initial_state is None else gradients.initial_state,
+            *(walked.grad_pseudo, walked.grad_h),
+            absent if initial is None else initial,
             *(t.cu_seqlens, int(spec.has_initial_state), int(spec.output_final_state)),
             *(spec.T, spec.N, spec.HV, spec.slots),
             *strides(grad_o),
         ),
         walk_constants(spec, c, c.BV),
         c.num_warps,
+        scratch=(w.buffer, walked.grad_pseudo, walked.grad_h),
     )
 
 
-def wy(
-    spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, parts: Parts, grad_o: torch.Tensor, gradients: Gradients
-) -> Launch:
-    given = (t.q, t.k, t.g, t.v, t.beta, kept.solved, kept.h, kept.pseudo)
-    x = WyOperands(*given, grad_o, parts.grad_pseudo, parts.grad_h, t.cu_seqlens, t.A_log, t.dt_bias)
-    found = (parts.grad_q, parts.grad_k, parts.grad_G, gradients.v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
+def wy(spec: KdaSpec, at: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
+    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
     kinds = dict(GATE=spec.gate, BETA=spec.beta_kind, L2NORM=spec.l2norm, BY_TOKEN=False, V_FIRST=True)
-    return wy_launch(spec, at, x, found, spec.lower_bound or 0.0, spec.slots, **kinds)
+    launch = wy_launch(spec, at, x, found, spec.lower_bound or 0.0, spec.slots, **kinds)
+    return replace(launch, scratch=(*x.kept(), *parts.scratch()))
 
 
-def intra(spec: KdaSpec, t: KdaTensors, at: int, parts: Parts, gradients: Gradients) -> Launch:
+def intra(spec: KdaSpec, t: KdaTensors, at: int, parts: Parts, heads: ByHead) -> Launch:
     c = config.intra_config(spec, at)
     return Launch(
         intra_kernel,
@@ -205,7 +286,7 @@ def intra(spec: KdaSpec, t: KdaTensors, at: int, parts: Parts, gradients: Gradie
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
             *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
-            *(gradients.q, gradients.k, gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias),
+            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
             *(spec.scale, spec.lower_bound or 0.0),
             *(spec.T, spec.N, spec.H, spec.HV, spec.slots),
             *strides(t.q, t.k, t.g, t.beta),
@@ -221,4 +302,5 @@ def intra(spec: KdaSpec, t: KdaTensors, at: int, parts: Parts, gradients: Gradie
             PRECISION=config.backward_precision(spec, at),
         ),
         c.num_warps,
+        scratch=(*parts.scratch(), *heads.scratch(spec)),
     )

@@ -80,8 +80,13 @@ class Workspace:
     ) -> Workspace:
         """With `w`, which then is no part of the buffer, `prepare` leaves it there."""
         own = 0 if w is None else 1
+        buffer = torch.empty(sum(cls.sizes(spec, segments)[own:]), dtype=torch.uint8, device=device)
+        return cls.over(spec, buffer, segments, w)
+
+    @classmethod
+    def over(cls, spec: KdaSpec, buffer: torch.Tensor, segments: int = 0, w: torch.Tensor | None = None) -> Workspace:
+        own = 0 if w is None else 1
         layout, sizes = cls.layout(spec, segments)[own:], cls.sizes(spec, segments)[own:]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         parts = [x.view(dtype).view(shape) for x, (shape, dtype) in zip(buffer.split(sizes), layout)]
         parts = [w][:own] + parts
         return cls(*parts[:6], SegmentStates(*parts[6:]), buffer)
@@ -161,7 +166,7 @@ def prepare(
             STAGES=c.stages,
         ),
         c.num_warps,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
     )
 
 
@@ -177,7 +182,7 @@ def plan(spec: KdaSpec, t: KdaTensors, workspace: Workspace, room: int) -> Launc
         ),
         dict(C=spec.chunk_size, BLOCK=128),
         num_warps=4,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
     )
 
 
@@ -211,7 +216,7 @@ def maps(
         ),
         walk_constants(spec, c, BV),
         c.num_warps,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
     )
 
 
@@ -231,7 +236,7 @@ def compose(
         dict(K=spec.K, V=spec.V, BV=c.BV, BK=c.BK, V_FIRST=spec.state_v_first, STAGES=c.stages, OVERLAP=overlaps),
         c.num_warps,
         overlaps=overlaps,
-        workspace=buffer,
+        scratch=(buffer,),
     )
 
 
@@ -260,7 +265,7 @@ def recurrence(
         ),
         walk_constants(spec, c, c.BV),
         c.num_warps,
-        workspace=workspace.buffer,
+        scratch=(workspace.buffer,),
     )
 
 

@@ -39,6 +39,10 @@ class WyOperands:
             *(self.solved, self.h, self.pseudo, self.grad_o, self.grad_pseudo, self.grad_h),
         )
 
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What stages before it left."""
+        return self.solved, self.h, self.pseudo, self.grad_pseudo, self.grad_h
+
 
 def wy_launch(
     spec: KdaSpec | WySpec,
