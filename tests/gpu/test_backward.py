@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +12,10 @@ import torch
 import flashdelta as fd
 
 from ..cases import BF16, BY_NAME, FP32, Case, case_id
-from ..gradients import gradients, incoming, relative_errors, true_gradients
+from ..gradients import INPUTS, gradients, incoming, relative_errors, true_gradients
 from ..inputs import TOKEN_TENSORS
 from ..oracle import poisoned_memory
-from .calls import KIMI, UNBOUNDED, gpu_call, on_gpu
+from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +79,74 @@ def test_gradients_of_a_long_sequence(backend: str):
     grads = incoming(call)
     errors = relative_errors(gradients(call, *grads), true_gradients(call, *grads))
     assert all(error <= TOLERANCE[BF16] for error in errors.values()), errors
+
+
+# ---- repeated steps -------------------------------------------------------------------------------------------------
+
+REPEATED = [
+    CASES[0],
+    replace(KIMI, name="grouped", H=2, HV=6, T=130),
+    replace(CASES[1], name="copied", layout="odd_offset"),
+]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+@pytest.mark.parametrize("case", REPEATED, ids=case_id)
+def test_a_repeated_step_has_its_own_tensors(case: Case, keep: bool, backend: str):
+    """What is kept of a step must not be an address, or anything that the tensors hold."""
+    kept = []
+    for seed in range(CALLS_TO_A_PLAN + 3):
+        call = gpu_call(fd.chunk_kda, case, backend=backend, seed=seed) | {"disable_recompute": keep}
+        grads = incoming(call)
+        with poisoned_memory():
+            kept.append((call, grads, gradients(call, *grads)))  # so that the next tensors lie elsewhere
+    for call, grads, found in kept:
+        errors = relative_errors(found, true_gradients(call, *grads))
+        assert all(error <= TOLERANCE[BF16] for error in errors.values()), errors
+
+
+def step(call: dict, reduce: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    leaves = {name: call[name].detach().requires_grad_() for name in INPUTS if call.get(name) is not None}
+    o = fd.chunk_kda(**call | leaves | {"return_intermediate_states": False})[0]
+    return torch.autograd.grad(reduce(o), list(leaves.values()))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_a_repeated_step_takes_any_gradient(keep: bool, backend: str):
+    """Dense, expanded from one number, and transposed ones, one after another."""
+    call = gpu_call(fd.chunk_kda, CASES[0], backend=backend) | {"output_final_state": False, "disable_recompute": keep}
+    weight = torch.randn_like(call["v"]).transpose(1, 2).contiguous().transpose(1, 2)
+    reductions = [lambda o: o.square().sum(), torch.sum, lambda o: (o * weight).sum()]
+    want = [step(call, reduce) for reduce in reductions]
+    for _ in range(CALLS_TO_A_PLAN + 1):
+        for reduce, expected in zip(reductions, want):
+            assert all(torch.equal(x, y) for x, y in zip(step(call, reduce), expected))
+
+
+def test_a_repeated_step_reads_what_hooks_give_back(backend: str):
+    """Saved tensors that come back with other strides, from another place."""
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=130), backend=backend) | {"output_final_state": False}
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        x = x.cuda()
+        return x if x.dim() != 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    want = step(call, torch.sum)
+    for hooked in (False, True) * (CALLS_TO_A_PLAN + 1):
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.cpu, unpack)
+        with hooks if hooked else contextlib.nullcontext():
+            assert all(torch.equal(x, y) for x, y in zip(step(call, torch.sum), want))
+
+
+def test_a_repeated_step_takes_no_more_memory(backend: str):
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=2048, H=8, HV=8), backend=backend) | {"output_final_state": False}
+    peaks = []
+    for _ in range(CALLS_TO_A_PLAN + 3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(call, lambda o: o.square().sum())
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[-1] <= 1.01 * peaks[0]
+    assert torch.cuda.memory_allocated() == before
