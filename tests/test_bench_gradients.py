@@ -112,7 +112,8 @@ def test_wrong_gradients_are_not_timed(tmp_path, monkeypatch):
 
 def test_checked_heads_are_the_ones_they_say():
     shape = Shape(T=3, H=3, HV=6, K=4, V=5)
-    assert train.checked_heads(shape) == (0, 2)
+    assert train.checked_heads(shape) == (0, 1, 2)
+    assert train.checked_heads(Shape(H=64)) == (0, 9, 18, 27, 36, 45, 54, 63)
     tokens, bias = torch.arange(6).expand(1, 3, 6), torch.arange(24)
     assert train.heads_of(tokens, "beta", shape, 2).unique().tolist() == [4, 5]
     assert train.heads_of(torch.arange(3).expand(1, 3, 3)[..., None], "q", shape, 2).unique().tolist() == [2]

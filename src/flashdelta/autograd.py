@@ -26,6 +26,7 @@ class Call:
     backend: Backend
     keep: bool
     _repeats: bool = False
+    _recorded: bool = False
     _forward: plans.Plan | plans.Steps | None = None
     _backward: dict[tuple, plans.Steps | None] = field(default_factory=dict)
     _canonical: tuple[tuple[int, torch.Size], ...] = ()
@@ -56,7 +57,7 @@ class Call:
                 x = inputs[i] = inputs[i].reshape(shape)
                 if addresses:
                     addresses[i] = x.data_ptr()
-        return _ChunkKda.apply(self, {}, addresses, *inputs)
+        return _ChunkKda.apply(self, addresses, *inputs)
 
     def forward(
         self, inputs: tuple[Tensor | None, ...], addresses: Sequence[int]
@@ -69,15 +70,21 @@ class Call:
             return *self._forward.run(inputs, None, [*addresses, 0], None), {}
         t = KdaTensors(*inputs)
         if self.keep:
-            recorder = _recorder(inputs) if self._repeats else None
+            recorder = _recorder(inputs) if self._records() else None
             (o, final_state, _), kept = self.backend.run_kept(self.spec, t, recorder)
             if recorder is not None:
                 self._forward = recorder.steps()
             return o, final_state, kept
         o, final_state, _ = self.backend.run(self.spec, t, None)
-        if self._repeats:
+        if self._records():
             self._forward = self.backend.plan(self.spec, t, inputs, None)
         return o, final_state, {}
+
+    def _records(self) -> bool:
+        """Whether to find out now how the forward repeats. Once: there may be no way."""
+        first = self._repeats and not self._recorded
+        self._recorded = self._repeats
+        return first
 
     def backward(
         self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor, kept: Mapping[str, Tensor]
@@ -103,16 +110,11 @@ def _recorder(known: Sequence[Tensor | None]) -> plans.Recorder:
 
 class _ChunkKda(torch.autograd.Function):
     @staticmethod
-    def forward(call: Call, kept: dict[str, Tensor], addresses: Sequence[int], *inputs: Tensor | None) -> tuple:
-        o, final_state, found = call.forward(inputs, addresses)
-        kept.update(found)
-        return o, final_state
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
-        call, kept, _, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: FunctionCtx, call: Call, addresses: list[int], *inputs: Tensor | None) -> tuple:
+        o, final_state, kept = call.forward(inputs, addresses)
+        ctx.save_for_backward(*inputs)
         ctx.call = call, kept
+        return o, final_state
 
     @staticmethod
     @once_differentiable
@@ -124,4 +126,4 @@ class _ChunkKda(torch.autograd.Function):
         again = dict(kept)
         kept.clear()
         found = call.backward(ctx.saved_tensors, grad_o, grad_final, again)
-        return None, None, None, *(found.get(name) for name in INPUT_NAMES)
+        return None, None, *(found.get(name) for name in INPUT_NAMES)

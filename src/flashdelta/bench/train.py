@@ -41,6 +41,9 @@ LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 TOLERANCE = 2e-2
 """Largest relative error of a gradient in bf16."""
 
+CHECKED = 8
+"""Query/key heads, at most, whose gradients are held against float64."""
+
 SHARE, MEMORY = 0.50, 0.70
 """Of FLA's time, and of FLA's peak memory above the inputs: what every row must reach on one H200."""
 
@@ -122,8 +125,9 @@ def heads_of(x: Tensor, name: str, shape: Shape, head: int) -> Tensor:
 
 
 def checked_heads(shape: Shape) -> tuple[int, ...]:
-    """Query/key heads that are held against float64, first and last: of all of them it would take terabytes."""
-    return tuple(sorted({0, shape.H - 1}))
+    """Query/key heads that are held against float64, from the first to the last: of all of them it would take terabytes. As
+    many as make the error of `A_log`, one number a head, say something: a sum over all tokens may be near zero."""
+    return tuple(sorted({i * (shape.H - 1) // (CHECKED - 1) for i in range(CHECKED)}))
 
 
 def true_gradients(step: Step, shape: Shape) -> dict[int, dict[str, Tensor]]:
