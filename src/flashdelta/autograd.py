@@ -70,7 +70,7 @@ class Call:
             return *self._forward.run(inputs, None, [*addresses, 0], None), {}
         t = KdaTensors(*inputs)
         if self.keep:
-            recorder = _recorder(inputs) if self._records() else None
+            recorder = plans.recorder(inputs) if self._records() else None
             (o, final_state, _), kept = self.backend.run_kept(self.spec, t, recorder)
             if recorder is not None:
                 self._forward = recorder.steps()
@@ -95,17 +95,11 @@ class Call:
         steps = self._backward.get(key)
         if steps is not None and steps.usable():
             return steps.run(addresses)
-        recorder = _recorder(known) if key is not None and key not in self._backward else None
+        recorder = plans.recorder(known) if key is not None and key not in self._backward else None
         found = self.backend.backward(self.spec, KdaTensors(*saved), grad_o, grad_final, kept, recorder)
         if recorder is not None:
             self._backward[key] = recorder.steps()
         return found
-
-
-def _recorder(known: Sequence[Tensor | None]) -> plans.Recorder:
-    from .steps import Recorder  # decorated kernels read TRITON_INTERPRET when first imported
-
-    return Recorder(known[0].device, known)
 
 
 class _ChunkKda(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import plans, reference
 from .backends.hopper import wy_obstacle
 from .backends.triton import TritonBackend
 from .spec import is_plain
@@ -82,13 +82,21 @@ def chunk_bwd_wy_dqkg(
             came and what was wanted.
     """
     t = WyTensors(q, k, v, v_new, g, beta, A, h, dh, do, dv, cu_seqlens)
+    key, addresses = plans.key(t.in_order(), ("wy", scale, chunk_size, state_v_first, use_exp2, backend))
+    steps = plans.find(key)
+    if steps is not None:
+        return WyGradients(**steps.run(addresses)).in_order()
     options = {"scale": scale, "chunk_size": chunk_size, "state_v_first": state_v_first, "use_exp2": use_exp2}
     spec = check_wy(t, **options)
     chosen = choose(spec, t.q.device, backend)
     if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
-        given = (getattr(t, name) for name in WY_NAMES)
-        return torch.ops.flashdelta.chunk_bwd_wy_dqkg(*given, spec.scale, chunk_size, state_v_first, use_exp2, chosen)
-    return _run(spec, t, chosen).in_order()
+        given = (*t.in_order(), spec.scale, chunk_size, state_v_first, use_exp2, chosen)
+        return torch.ops.flashdelta.chunk_bwd_wy_dqkg(*given)
+    recorder = None if key is None else plans.recorder(t.in_order())
+    results = _run(spec, t, chosen, recorder).in_order()
+    if recorder is not None:
+        plans.remember(key, recorder.steps)
+    return results
 
 
 # ---- backends -----------------------------------------------------------------------------------------------------------
@@ -121,15 +129,15 @@ def choose(spec: WySpec, device: torch.device, backend: str) -> str:
     return next(name for name in able if _obstacle(name, spec, device) is None)
 
 
-def _run(spec: WySpec, t: WyTensors, backend: str) -> WyGradients:
+def _run(spec: WySpec, t: WyTensors, backend: str, recorder: plans.Recorder | None = None) -> WyGradients:
     if backend == "hopper":
         from .hopper.gradients import wy_dqkg
 
-        return wy_dqkg(spec, t)
+        return wy_dqkg(spec, t, recorder)
     if backend == "triton":
         from .triton.wy import wy_dqkg  # decorated kernels read TRITON_INTERPRET when first imported
 
-        return wy_dqkg(spec, t)
+        return wy_dqkg(spec, t, recorder)
     return reference.chunk_bwd_wy_dqkg(spec, t)
 
 

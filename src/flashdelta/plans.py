@@ -77,7 +77,14 @@ def key(tensors: Sequence[Tensor | None], options: tuple) -> tuple[tuple | None,
     return tuple(found), addresses
 
 
-def find(key: tuple | None) -> Plan | None:
+def recorder(known: Sequence[Tensor | None]) -> Recorder:
+    """That turns launches into `Steps`, for a call of the tensors `known`."""
+    from .steps import Recorder as StepsRecorder  # decorated kernels read TRITON_INTERPRET when first imported
+
+    return StepsRecorder(known[0].device, known)
+
+
+def find(key: tuple | None) -> Plan | Steps | None:
     try:
         plan = _plans.get(key)
     except TypeError:  # an option that can't be hashed, which the validation will refuse
@@ -85,7 +92,7 @@ def find(key: tuple | None) -> Plan | None:
     return plan if plan is not None and plan is not _SEEN and plan.usable() else None
 
 
-def remember(key: tuple | None, make: Callable[[], Plan | None]) -> None:
+def remember(key: tuple | None, make: Callable[[], Plan | Steps | None]) -> None:
     """Of a call that has just run. Its plan is made the second time: most calls with lengths of their own never repeat."""
     if key is None:
         return

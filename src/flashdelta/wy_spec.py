@@ -29,8 +29,11 @@ class WyTensors:
     dv: Tensor
     cu_seqlens: Tensor | None = None
 
+    def in_order(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in WY_NAMES)
+
     def present(self) -> dict[str, Tensor]:
-        named = ((name, getattr(self, name)) for name in WY_NAMES)
+        named = zip(WY_NAMES, self.in_order())
         return {name: x for name, x in named if x is not None}
 
 
@@ -51,6 +54,9 @@ class WyGradients:
 
     def in_order(self) -> tuple[Tensor, ...]:
         return (self.q, self.k, self.v, self.beta, self.g, self.A)
+
+    def by_name(self) -> dict[str, Tensor]:
+        return {"q": self.q, "k": self.k, "v": self.v, "beta": self.beta, "g": self.g, "A": self.A}
 
     @classmethod
     def allocate(cls, spec: WySpec, t: WyTensors) -> WyGradients:

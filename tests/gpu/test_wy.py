@@ -13,6 +13,7 @@ from flashdelta.bench.peers import find_fla_wy
 
 from ..oracle import poisoned_memory
 from ..wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
+from .calls import CALLS_TO_A_PLAN
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +52,18 @@ def test_results_repeat_to_the_bit(case: WyCase, backend: str):
     first = wy(**call)
     for _ in range(50):
         assert all(torch.equal(x, y) for x, y in zip(wy(**call), first))
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=case_id)
+def test_a_repeated_call_has_its_own_tensors(case: WyCase, backend: str):
+    call = make_wy(case, torch.bfloat16, "cuda")
+    kept = []
+    for _ in range(CALLS_TO_A_PLAN + 1):
+        again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        with poisoned_memory():
+            kept.append((again, wy(**again, backend=backend)))  # so that the next tensors lie elsewhere
+        covered = errors(kept[-1][1], exact(call))
+        assert all(error <= TOLERANCE[torch.bfloat16] for error in covered.values()), covered
 
 
 def test_nan_stays_in_its_sequence(backend: str):

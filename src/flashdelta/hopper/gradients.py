@@ -193,10 +193,10 @@ def wy(spec: KdaSpec, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Laun
     return replace(launch, scratch=(*x.kept(), *parts.scratch()))
 
 
-def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
+def wy_dqkg(spec: WySpec, t: WyTensors, recorder: Recorder | None = None) -> WyGradients:
     """`kernels.chunk_bwd_wy_dqkg`: stage `wy` on its own."""
     found = WyGradients.allocate(spec, t)
-    launch_all([wy_dqkg_launch(spec, t, found)], t.q.device)
+    launch_all([wy_dqkg_launch(spec, t, found)], t.q.device, recorder, found.by_name())
     return found
 
 

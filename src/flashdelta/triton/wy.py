@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch import Launch, capability, dense, launch_all, strides
+from ..launch import Launch, Recorder, capability, dense, launch_all, strides
 from ..spec import KdaSpec
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from . import config
@@ -79,11 +79,11 @@ def wy_launch(
     )
 
 
-def wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
+def wy_dqkg(spec: WySpec, t: WyTensors, recorder: Recorder | None = None) -> WyGradients:
     t = readable(t)
     found = WyGradients.allocate(spec, t)
     device = t.q.device
-    launch_all([launch(spec, t, capability(device), found)], device)
+    launch_all([launch(spec, t, capability(device), found)], device, recorder, found.by_name())
     return found
 
 
