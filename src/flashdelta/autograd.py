@@ -87,7 +87,7 @@ class Call:
         return first
 
     def backward(
-        self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor, kept: Mapping[str, Tensor]
+        self, saved: tuple[Tensor | None, ...], grad_o: Tensor, grad_final: Tensor | None, kept: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         # the saved tensors, too: a hook may have put others in their place
         known = (*saved, grad_o, grad_final, *kept.values())
@@ -96,6 +96,8 @@ class Call:
         if steps is not None and steps.usable():
             return steps.run(addresses)
         recorder = plans.recorder(known) if key is not None and key not in self._backward else None
+        if grad_final is None:
+            grad_final = grad_o.new_zeros(0)
         found = self.backend.backward(self.spec, KdaTensors(*saved), grad_o, grad_final, kept, recorder)
         if recorder is not None:
             self._backward[key] = recorder.steps()
@@ -114,8 +116,6 @@ class _ChunkKda(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_o: Tensor, grad_final: Tensor | None) -> tuple:
         call, kept = ctx.call
-        if grad_final is None:
-            grad_final = grad_o.new_zeros(0)
         # given back with the first backward pass: a second one computes it again
         again = dict(kept)
         kept.clear()

@@ -80,11 +80,12 @@ def inverse_norms(x, L2NORM: gl.constexpr):
 
 @gluon.jit
 def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr):
-    """Of the value head's key channels `column`, as `gate` takes it, in one row."""
+    """Of the value head's key channels `column`, as `gate` takes it, in one row. Volatile: else the compiler asks for it after
+    copies that stand below, and it queues."""
     layout: gl.constexpr = column.type.layout
     bias = gl.zeros(column.shape, gl.float32, layout=layout)
     if dt_bias is not None:
-        bias += gate_bias(gl.load(dt_bias + head * K + column).to(gl.float32), rate, GATE)
+        bias += gate_bias(gl.load(dt_bias + head * K + column, volatile=True).to(gl.float32), rate, GATE)
     return bias[None, :]
 
 
@@ -114,3 +115,11 @@ def weighted_sums(weights, high_s, low_s, zero):
     """`weights [64, 64]`, small integers as a left operand, times `high_s + low_s [64, K]`; not waited for."""
     acc = warpgroup_mma(weights, high_s, zero, use_acc=False, is_async=True)
     return warpgroup_mma(weights, low_s, acc, is_async=True)
+
+
+@gluon.jit
+def row_parts(x, layout: gl.constexpr):
+    """`[64, 2, 8]`, in the layout: of an accumulator of 2 x 4 warps the sums of each row that threads have without asking
+    others. Their sum is the row's."""
+    x = gl.sum(x.reshape([C, 2, x.shape[1] // 16, 8]), axis=2)
+    return gl.convert_layout(x, layout, assert_trivial=True)

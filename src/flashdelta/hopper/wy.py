@@ -27,6 +27,7 @@ from .rows import (
     inverse_norms,
     own_chunk,
     places,
+    row_parts,
     store_decays,
     store_rows,
     weight_places,
@@ -123,6 +124,14 @@ def wy_kernel(
     )
     square_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=key_l, k_width=2)
+    # of what a row's columns are summed to inside each thread
+    parts_l: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [8, 0, 0]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0], [0, 1, 0]],
+        block_bases=[],
+        shape=[C, 2, 8],
+    )
     key_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     value_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
@@ -167,39 +176,44 @@ def wy_kernel(
     grad_h_s = gl.allocate_shared_memory(gl.bfloat16, [h_rows, h_columns], h_l)
     grad_w_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
 
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
+    column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
+    valid = (row < count)[:, None]
+    # volatile, as in `decay_bias`
+    strength = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True)
+    if SUMMED:
+        end = gl.load(g + (count - 1) * (g_token * 8) + column, volatile=True)[None, :]
+    else:
+        rate = decay_rate(A_log, head, volatile=True)
+        bias = decay_bias(dt_bias, head, rate, column, K, GATE)
+
     fetch_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
     fetch_rows(M_s, solved + own * C, of_square, count)
     fetch_rows(v_s, v, v_token * 8, count)
     fetch_rows(grad_pseudo_s, grad_pseudo + own * V, of_value, count)
+    async_copy.commit_group()
+    fetch_rows(k_s, k, k_token * 8, count)
+    fetch_rows(h_s, h + state, h_columns, h_rows)
+    async_copy.commit_group()
     fetch_rows(grad_o_s, grad_o, o_token * 8, count)
     fetch_rows(pseudo_s, pseudo + own * V, of_value, count)
-    async_copy.commit_group()
-    fetch_rows(h_s, h + state, h_columns, h_rows)
     fetch_rows(grad_h_s, grad_h + state, h_columns, h_rows)
     fetch_rows(q_s, q, q_token * 8, count)
-    fetch_rows(k_s, k, k_token * 8, count)
     async_copy.commit_group()
 
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
-    column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
-    valid = (row < count)[:, None]
-    strength = write_strength(gl.load(beta + row * beta_token, mask=row < count, other=0.0).to(gl.float32), BETA)
-    strength = gl.where(row < count, strength, 0.0)
+    strength = gl.where(row < count, write_strength(strength.to(gl.float32), BETA), 0.0)
     key_zero = gl.zeros((C, K), gl.float32, layout=key_l)
     value_zero = gl.zeros((C, V), gl.float32, layout=value_l)
     square_zero = gl.zeros((C, C), gl.float32, layout=square_l)
     if SUMMED:
         unit: gl.constexpr = 1.0 if GATE == "cumulative_log2" else LOG2E
-        end = gl.load(g + (count - 1) * (g_token * 8) + column)[None, :]
-        async_copy.wait_group(2)
+        async_copy.wait_group(3)
         x = g_s.load(key_l)
         grown = exp2(x * unit)
         after = gl.where(valid, end - x, 0.0) * unit
     else:
-        rate = decay_rate(A_log, head)
-        bias = decay_bias(dt_bias, head, rate, column, K, GATE)
-        async_copy.wait_group(2)
+        async_copy.wait_group(3)
         # in the place of what they come from
         if g.dtype.element_ty == gl.bfloat16:
             high_s = reinterpret(g_s, gl.float16, [C, K], half_s)
@@ -217,7 +231,7 @@ def wy_kernel(
         before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
         grown = exp2(before)
 
-    async_copy.wait_group(1)
+    async_copy.wait_group(2)
     if SUMMED:
         # the operator promises nothing of what is right of the diagonal
         copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -228,18 +242,12 @@ def wy_kernel(
     of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
     grad_T = warpgroup_mma(grad_pseudo_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
     square_row, square_column = places(C, C, square_l)
-    if grad_Aqk is not None:
-        Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
-        grad_T, of_v, Aqk = warpgroup_mma_wait(0, deps=[grad_T, of_v, Aqk])
-        Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
-        store_rows(grad_Aqk + own * C, of_square, Aqk, count, None)
-    else:
-        grad_T, of_v = warpgroup_mma_wait(0, deps=[grad_T, of_v])
-    of_beta = gl.convert_layout(gl.sum(of_v * v_s.load(value_l).to(gl.float32), axis=1), gl.SliceLayout(1, key_l))
+    grad_T, of_v = warpgroup_mma_wait(0, deps=[grad_T, of_v])
+    of_beta = row_parts(of_v * v_s.load(value_l).to(gl.float32), parts_l)
     of_v *= gl.convert_layout(strength, gl.SliceLayout(1, value_l))[:, None]
     store_rows(grad_v + own * V, of_value, of_v, count, v_s)
 
-    async_copy.wait_group(0)
+    async_copy.wait_group(1)
     fence_async_shared()
     by_h = by_rows(h_s, V_FIRST)
     of_w = warpgroup_mma(grad_pseudo_s, by_h, key_zero, use_acc=False, is_async=True)
@@ -250,33 +258,46 @@ def wy_kernel(
     else:
         grown_s = reinterpret(v_s, gl.bfloat16, [C, K], key_s)
     grown_s.store((kn * norm_k * grown).to(gl.bfloat16))
-    whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
-    of_w = warpgroup_mma_wait(0, deps=[of_w])
+    of_w, _ = warpgroup_mma_wait(0, deps=[of_w, grad_pseudo_s])
     # w came from `v' = u - w S`
     grad_w_s.store((-of_w).to(gl.bfloat16))
     fence_async_shared()
-    of_qg = warpgroup_mma(grad_o_s, by_h, key_zero, use_acc=False, is_async=True)
-    of_kg = warpgroup_mma(pseudo_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
     of_kG = warpgroup_mma(from_M, grad_w_s, key_zero, use_acc=False, is_async=True)
     grad_T = warpgroup_mma(grad_w_s, grown_s.permute((1, 0)), grad_T, is_async=True)
-    qn = q_s.load(key_l).to(gl.float32)
-    qn *= inverse_norms(qn, L2NORM)
     # with their operands: nothing else may take their place before
-    of_qg, of_kg, of_kG, grad_T, _, _, _, _, _ = warpgroup_mma_wait(
-        0, deps=[of_qg, of_kg, of_kG, grad_T, grad_o_s, h_s, grad_h_s, grad_w_s, grown_s]
-    )
-    grad_T_s = reinterpret(pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
-    grad_T_s.store(grad_T.to(gl.bfloat16))
+    of_kG, grad_T, _, _ = warpgroup_mma_wait(0, deps=[of_kG, grad_T, grad_w_s, grown_s])
+    square_s = reinterpret(grad_pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
+    square_s.store(grad_T.to(gl.bfloat16))
     fence_async_shared()
-    X = warpgroup_mma(from_M, grad_T_s, square_zero, use_acc=False, is_async=True)
-
-    of_qg *= grown * scale
-    store_rows(grad_q + own * K, of_key, of_qg, count, None)
-    G = qn * of_qg
+    X = warpgroup_mma(from_M, square_s, square_zero, use_acc=False, is_async=True)
     of_kG *= grown
     kn = k_s.load(key_l).to(gl.float32) * norm_k
-    of_beta += gl.sum(of_kG * kn, axis=1)
+    of_beta += row_parts(of_kG * kn, parts_l)
     of_kG *= strength[:, None]
+    X, _ = warpgroup_mma_wait(0, deps=[X, square_s])
+    square_s.store((X * gl.convert_layout(strength, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
+    fence_async_shared()
+    A = warpgroup_mma(square_s, from_M, square_zero, use_acc=False)
+    A = gl.where(square_row > square_column, -A, 0.0)
+    store_rows(grad_A + own * C, of_square, A, count, None)
+
+    async_copy.wait_group(0)
+    fence_async_shared()
+    of_qg = warpgroup_mma(grad_o_s, by_h, key_zero, use_acc=False, is_async=True)
+    of_kg = warpgroup_mma(pseudo_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
+    if grad_Aqk is not None:
+        Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+    whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
+    norm_q = inverse_norms(q_s.load(key_l).to(gl.float32), L2NORM)
+    of_qg, of_kg, _, _, _, _ = warpgroup_mma_wait(0, deps=[of_qg, of_kg, grad_o_s, pseudo_s, h_s, grad_h_s])
+    if grad_Aqk is not None:
+        Aqk = warpgroup_mma_wait(0, deps=[Aqk])
+        Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
+        store_rows(grad_Aqk + own * C, of_square, Aqk, count, None)
+    of_qg *= grown * scale
+    store_rows(grad_q + own * K, of_key, of_qg, count, None)
+    G = q_s.load(key_l).to(gl.float32) * norm_q * of_qg
+    kn = k_s.load(key_l).to(gl.float32) * norm_k
     G += kn * of_kG
     of_kg *= exp2(after)
     # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
@@ -286,11 +307,5 @@ def wy_kernel(
     G += gl.where(last, gl.sum(left, axis=0)[None, :] + whole[None, :] * grown, 0.0)
     store_rows(grad_k + own * K, of_key, of_kG + of_kg, count, None)
     store_rows(grad_G + own * K, of_key, G, count, None)
-    X, _ = warpgroup_mma_wait(0, deps=[X, grad_T_s])
+    of_beta = gl.convert_layout(gl.sum(gl.sum(of_beta, axis=2), axis=1), gl.SliceLayout(1, key_l))
     gl.store(grad_beta + own + row * HV, of_beta, mask=row < count)
-    X_s = reinterpret(grad_pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
-    X_s.store((X * gl.convert_layout(strength, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
-    fence_async_shared()
-    A = warpgroup_mma(X_s, from_M, square_zero, use_acc=False)
-    A = gl.where(square_row > square_column, -A, 0.0)
-    store_rows(grad_A + own * C, of_square, A, count, None)
