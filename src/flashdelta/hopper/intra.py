@@ -254,17 +254,6 @@ def intra_kernel(
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
-    column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
-    here = row < count
-    valid = here[:, None]
-    rate = decay_rate(A_log, head, volatile=True)
-    bias = decay_bias(dt_bias, head, rate, column, K, GATE)
-    # volatile, as in `decay_bias`
-    raw = gl.load(beta + row * beta_token, mask=here, other=0.0, volatile=True)
-    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0, volatile=True)
-    beta_so_far = gl.load(grad_beta + own + row * HV, mask=here, other=0.0, volatile=True)
-
     fetch_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
     fetch_rows(q_s, q, q_token * 8, count)
@@ -279,9 +268,15 @@ def intra_kernel(
         fetch_rows(grad_k_s, grad_k + own * K, of_key, count)
     async_copy.commit_group()
 
-    raw = raw.to(gl.float32)
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
+    column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
+    here = row < count
+    valid = here[:, None]
+    rate = decay_rate(A_log, head)
+    bias = decay_bias(dt_bias, head, rate, column, K, GATE)
+    raw = gl.load(beta + row * beta_token, mask=here, other=0.0).to(gl.float32)
     strength = gl.where(here, write_strength(raw, BETA), 0.0)[:, None]
-    same = same.to(gl.float32)[:, None] * scale
+    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0).to(gl.float32)[:, None] * scale
 
     async_copy.wait_group(2)
     store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
@@ -328,7 +323,8 @@ def intra_kernel(
     if L2NORM:
         sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
     store_rows(out_k + own * K, of_key, sum_k, count, left_q)
-    of_beta = strength_gradient(raw, of_beta + beta_so_far, BETA)
+    of_beta += gl.load(grad_beta + own + row * HV, mask=here, other=0.0)
+    of_beta = strength_gradient(raw, of_beta, BETA)
     gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=here)
 
     # of a log decay: all sums that it is a term of

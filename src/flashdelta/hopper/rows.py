@@ -79,13 +79,12 @@ def inverse_norms(x, L2NORM: gl.constexpr):
 
 
 @gluon.jit
-def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr):
-    """Of the value head's key channels `column`, as `gate` takes it, in one row. Volatile: else the compiler asks for it after
-    copies that stand below, and it queues."""
+def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr, volatile: gl.constexpr = False):
+    """Of the value head's key channels `column`, as `gate` takes it, in one row."""
     layout: gl.constexpr = column.type.layout
     bias = gl.zeros(column.shape, gl.float32, layout=layout)
     if dt_bias is not None:
-        bias += gate_bias(gl.load(dt_bias + head * K + column, volatile=True).to(gl.float32), rate, GATE)
+        bias += gate_bias(gl.load(dt_bias + head * K + column, volatile=volatile).to(gl.float32), rate, GATE)
     return bias[None, :]
 
 

@@ -179,13 +179,13 @@ def wy_kernel(
     row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
     valid = (row < count)[:, None]
-    # volatile, as in `decay_bias`
+    # volatile: else the compiler asks for these after the copies, and they queue
     strength = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True)
     if SUMMED:
         end = gl.load(g + (count - 1) * (g_token * 8) + column, volatile=True)[None, :]
     else:
         rate = decay_rate(A_log, head, volatile=True)
-        bias = decay_bias(dt_bias, head, rate, column, K, GATE)
+        bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
 
     fetch_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
