@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from . import plans
 from .backends.base import Backend
-from .spec import INPUT_NAMES, KdaSpec, KdaTensors
+from .spec import INPUT_NAMES, Incoming, KdaSpec, KdaTensors
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Call:
         recorder = plans.recorder(known) if key is not None and key not in self._backward else None
         if grad_final is None:
             grad_final = grad_o.new_zeros(0)
-        found = self.backend.backward(self.spec, KdaTensors(*saved), grad_o, grad_final, kept, recorder)
+        found = self.backend.backward(self.spec, KdaTensors(*saved), Incoming(grad_o, grad_final, kept), recorder)
         if recorder is not None:
             self._backward[key] = recorder.steps()
         return found

@@ -16,7 +16,7 @@ from . import backends
 from .decode_spec import CommitTensors, check_commit
 from .prefill import DEFAULT_PRECISION, INPUTS, PrefillSpec, check_prefill
 from .prefill import run as run_prefill
-from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, KdaSettings, KdaSpec, KdaTensors, Results, spec_of
+from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, Incoming, KdaSettings, KdaSpec, KdaTensors, Results, spec_of
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
@@ -114,7 +114,7 @@ def _forward_out_fake(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.impl("flashdelta::kda_backward", "default")
 def _backward(grad_o: Tensor, grad_final: Tensor, *arguments) -> list[Tensor]:
     spec, t, backend = _call(arguments)
-    grads = backends.choose(spec, t.q.device, backend).backward(spec, t, grad_o, grad_final)
+    grads = backends.choose(spec, t.q.device, backend).backward(spec, t, Incoming(grad_o, grad_final))
     return [_or_empty(grads.get(name), t.q).contiguous() for name in _GRADIENTS]
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -75,6 +75,16 @@ class KdaTensors:
 TENSOR_NAMES = tuple(f.name for f in fields(KdaTensors))
 INPUT_NAMES = TENSOR_NAMES[: TENSOR_NAMES.index("state_pool")]
 """The tensors of a call without a state pool; none of them is ever written."""
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What a backward pass starts from: the gradients of `o` and of the final state (an empty tensor without one), and what the
+    forward kept of its own work, by name."""
+
+    grad_o: torch.Tensor
+    grad_final: torch.Tensor
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

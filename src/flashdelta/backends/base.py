@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan, Recorder
-from ..spec import KdaSpec, KdaTensors, Results
+from ..spec import Incoming, KdaSpec, KdaTensors, Results
 
 
 class Backend(Protocol):
@@ -45,13 +45,7 @@ class Backend(Protocol):
         launches, if there are any."""
 
     def backward(
-        self,
-        spec: KdaSpec,
-        t: KdaTensors,
-        grad_o: torch.Tensor,
-        grad_final: torch.Tensor,
-        kept: Mapping[str, torch.Tensor] | None = None,
-        recorder: Recorder | None = None,
+        self, spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
     ) -> dict[str, torch.Tensor]:
         """Gradients by input name, from what `run_kept` gave if it is at hand."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .. import reference
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Recorder
-from ..spec import KdaSpec, KdaTensors, Results
+from ..spec import Incoming, KdaSpec, KdaTensors, Results
 from ..split import NO_COSTS, planned_parts
 
 IMPLEMENTATIONS = {
@@ -60,22 +60,16 @@ class ReferenceBackend:
         return self.run(spec, t, None), {}
 
     def backward(
-        self,
-        spec: KdaSpec,
-        t: KdaTensors,
-        grad_o: torch.Tensor,
-        grad_final: torch.Tensor,
-        kept: Mapping[str, torch.Tensor] | None = None,
-        recorder: Recorder | None = None,
+        self, spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
     ) -> dict[str, torch.Tensor]:
         """Runs the forward again under autograd, then differentiates it. Keeps nothing."""
         with _autograd_inside_an_operator(), torch.enable_grad():
             leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in t.present().items()}
             o, final_state, _ = self.run(spec, KdaTensors(**leaves), None)
             inputs = {name: x for name, x in leaves.items() if x.requires_grad}
-            outputs, grads = [o], [grad_o]
+            outputs, grads = [o], [incoming.grad_o]
             if spec.output_final_state:
-                outputs, grads = [o, final_state], [grad_o, grad_final]
+                outputs, grads = [o, final_state], [incoming.grad_o, incoming.grad_final]
             # without a token nothing but the state passes through
             reached = [(x, d) for x, d in zip(outputs, grads) if x.requires_grad]
             found = [None] * len(inputs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan, Recorder
-from ..spec import KdaSpec, KdaTensors, Results
+from ..spec import Incoming, KdaSpec, KdaTensors, Results
 from ..split import planned_parts
 from .base import nvidia_capability
 
@@ -77,14 +77,8 @@ class TritonBackend:
         return forward(spec, t, recorder)
 
     def backward(
-        self,
-        spec: KdaSpec,
-        t: KdaTensors,
-        grad_o: torch.Tensor,
-        grad_final: torch.Tensor,
-        kept: Mapping[str, torch.Tensor] | None = None,
-        recorder: Recorder | None = None,
+        self, spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
     ) -> dict[str, torch.Tensor]:
         from ..triton.gradients import backward
 
-        return backward(spec, t, grad_o, grad_final, kept, recorder)
+        return backward(spec, t, incoming, recorder)

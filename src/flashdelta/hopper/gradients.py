@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..launch import Launch, Recorder, allocate, dense, launch_all, strides
-from ..spec import KdaSpec, KdaTensors, Results
+from ..spec import Incoming, KdaSpec, KdaTensors, Results
 from ..triton.gradients import ByHead, Parts, Walked, finish, kept_outputs, state_gradient, values_gradient
 from ..triton.wy import WyOperands
 from ..wy_spec import WyGradients, WySpec, WyTensors
@@ -78,18 +78,13 @@ def walk(
 
 
 def backward(
-    spec: KdaSpec,
-    t: KdaTensors,
-    grad_o: torch.Tensor,
-    grad_final: torch.Tensor,
-    kept: Mapping[str, torch.Tensor] | None = None,
-    recorder: Recorder | None = None,
+    spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
 ) -> dict[str, torch.Tensor]:
     """Gradients by the names of `KdaTensors`; without what was `kept` the forward's stages run again."""
     t = readable(t)
     found: dict[str, torch.Tensor] = {}
-    again = Kept.of(spec, kept) if kept else None
-    stages = launches(spec, t, in_eighths(grad_o), grad_final.contiguous(), found, again)
+    again = Kept.of(spec, incoming.kept) if incoming.kept else None
+    stages = launches(spec, t, in_eighths(incoming.grad_o), incoming.grad_final.contiguous(), found, again)
     del again
     launch_all(stages, t.q.device, recorder, found)
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..launch import Launch, Recorder, allocate, capability, launch_all, strides
-from ..spec import KdaSpec, KdaTensors, Results
+from ..spec import Incoming, KdaSpec, KdaTensors, Results
 from . import config
 from .backward import finish_kernel, intra_kernel, reverse_kernel
 from .launch import Workspace, prepare, readable, recurrence, walk_constants
@@ -155,20 +155,16 @@ def walk(
 
 
 def backward(
-    spec: KdaSpec,
-    t: KdaTensors,
-    grad_o: torch.Tensor,
-    grad_final: torch.Tensor,
-    kept: Mapping[str, torch.Tensor] | None = None,
-    recorder: Recorder | None = None,
+    spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
 ) -> dict[str, torch.Tensor]:
     """Gradients by the names of `KdaTensors`; without what was `kept` the forward's stages run again."""
     t = readable(spec, t)
     device = t.q.device
+    grad_o, grad_final = incoming.grad_o, incoming.grad_final.contiguous()
     grad_o = grad_o if grad_o.stride(-1) == 1 else grad_o.contiguous()
     found: dict[str, torch.Tensor] = {}
-    again = Kept.of(spec, kept) if kept else None
-    stages = launches(spec, t, capability(device), grad_o, grad_final.contiguous(), found, again)
+    again = Kept.of(spec, incoming.kept) if incoming.kept else None
+    stages = launches(spec, t, capability(device), grad_o, grad_final, found, again)
     del again
     launch_all(stages, device, recorder, found)
     return found
