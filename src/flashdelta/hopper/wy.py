@@ -288,12 +288,15 @@ def wy_kernel(
     if grad_Aqk is not None:
         Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
     whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
-    norm_q = inverse_norms(q_s.load(key_l).to(gl.float32), L2NORM)
-    of_qg, of_kg, _, _, _, _ = warpgroup_mma_wait(0, deps=[of_qg, of_kg, grad_o_s, pseudo_s, h_s, grad_h_s])
     if grad_Aqk is not None:
-        Aqk = warpgroup_mma_wait(0, deps=[Aqk])
+        of_qg, of_kg, Aqk, _, _, _, _ = warpgroup_mma_wait(
+            0, deps=[of_qg, of_kg, Aqk, grad_o_s, pseudo_s, h_s, grad_h_s]
+        )
         Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
         store_rows(grad_Aqk + own * C, of_square, Aqk, count, None)
+    else:
+        of_qg, of_kg, _, _, _, _ = warpgroup_mma_wait(0, deps=[of_qg, of_kg, grad_o_s, pseudo_s, h_s, grad_h_s])
+    norm_q = inverse_norms(q_s.load(key_l).to(gl.float32), L2NORM)
     of_qg *= grown * scale
     store_rows(grad_q + own * K, of_key, of_qg, count, None)
     G = q_s.load(key_l).to(gl.float32) * norm_q * of_qg
