@@ -13,8 +13,8 @@ import flashdelta as fd
 from flashdelta.reference import chunk_kda, split
 from flashdelta.reference.chunk import prepare, segment_map
 from flashdelta.reference.split import AffineMap, cut, identity
-from flashdelta.spec import KdaOptions, KdaTensors, check_call
-from flashdelta.split import AUTO, gains, most_segments, parts_of_sequences
+from flashdelta.spec import KdaOptions, KdaTensors, check_arguments, check_call
+from flashdelta.split import AUTO, gains, known_lengths, most_segments, parts_of_sequences, segments_of_call
 
 from .split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
 
@@ -155,8 +155,42 @@ def test_plans_split_what_gains(chunks: list[int], room: int, wanted: list[int])
 @settings(max_examples=200)
 @given(st.integers(0, 3000), st.integers(1, 72), st.lists(st.integers(0, 3000), max_size=4))
 def test_no_batch_is_split_of_whose_tokens_one_sequence_would_not_be(chunks: int, room: int, others: list[int]):
-    if not gains(chunks + sum(others), 1, room, COSTS):
+    total = chunks + sum(others)
+    if not gains(total, total, room, COSTS):
         assert _parts([chunks, *others], room) == [1] * (1 + len(others))
+
+
+ANY_LENGTHS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20_000)), min_size=1, max_size=12)
+
+
+@settings(max_examples=300)
+@given(ANY_LENGTHS, st.integers(1, 72), st.booleans())
+def test_no_batch_is_split_whose_known_lengths_would_not_be(lengths: list[int], room: int, invariant: bool):
+    longest, together = known_lengths(torch.tensor([0, *itertools.accumulate(lengths)]), 64)
+    chunks = [-(-length // 64) for length in lengths]
+    assert (longest >= max(chunks) and together <= sum(chunks)) or max(chunks) == 0
+    if not gains(longest, longest if invariant else max(longest, together), room, COSTS):
+        assert _parts(chunks, room, batch_invariant=invariant) == [1] * len(lengths)
+
+
+def test_unknown_lengths():
+    """Nothing known, or nothing that the validation will let pass."""
+    offsets = torch.tensor([0, 64, 200])
+    assert known_lengths(offsets, 64) == (4, 4) and known_lengths(offsets.int(), 32) == (8, 4)
+    unknown = [None, [0, 64], offsets.float(), offsets[None], offsets.to("meta"), offsets.flip(0), offsets[:1]]
+    assert all(known_lengths(x, 64) == (0, 0) for x in unknown)
+
+
+@pytest.mark.parametrize(("lengths", "segments"), [((1024,) * 4, False), ((128, 9000), True)], ids=str)
+def test_a_call_that_knows_its_lengths_asks_for_no_needless_plan(lengths: tuple[int, ...], segments: bool):
+    """Without them it must be ready for one sequence of all tokens."""
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    x = torch.zeros(1, sum(lengths), 4, 128, dtype=torch.bfloat16)
+    call = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "cu_seqlens": offsets, "safe_gate": True}
+    unknown, _ = check_arguments(call)
+    known, _ = check_arguments(call | {"cu_seqlens_cpu": offsets})
+    assert segments_of_call(unknown, 8, COSTS) > 0
+    assert (segments_of_call(known, 8, COSTS) > 0) == segments
 
 
 def test_split_can_be_turned_off_and_forced():

@@ -30,7 +30,7 @@ _POOL = (
 _SETTINGS = (
     "str algorithm, float scale, str gate, float? lower_bound, bool safe_gate, str beta_kind, bool l2norm, int chunk_size, "
     "bool output_final_state, bool return_intermediate_states, bool state_v_first, str null_index, "
-    "int spec_tokens, bool update_state, int split, bool batch_invariant"
+    "int spec_tokens, bool update_state, int split, bool batch_invariant, int longest_chunks, int all_chunks"
 )
 _GRADIENTS = INPUT_NAMES[:-1]  # all but cu_seqlens
 

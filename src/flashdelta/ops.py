@@ -30,6 +30,7 @@ from .spec import (
     check_overlap,
     is_plain,
 )
+from .split import known_lengths
 
 
 def chunk_kda(
@@ -102,7 +103,8 @@ def chunk_kda(
         cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
             0, never falling, at most T; empty sequences are legal. The values are not read on the host: offsets outside
             `[0, T]` are clamped, rows of `o` of no sequence are undefined, and FLASHDELTA_CHECK=1 verifies them.
-        cu_seqlens_cpu: the same offsets on the host, if at hand; gives `h` its exact length.
+        cu_seqlens_cpu: the same offsets on the host, if at hand. They give `h` its exact length, and a call in which no
+            sequence is long enough to be split leaves out the kernels that would find that out (as does a graph of it).
         A_log: `[HV]` or `[1, 1, HV, 1]`, float32. Read by the gates `softplus` (required) and `lower_bound`.
         dt_bias: `[HV * K]` or `[HV, K]`, float32. Read by the same gates.
         chunk_size: 32 or 64 tokens.
@@ -149,7 +151,7 @@ def chunk_kda(
             *("chunk", scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
             *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute),
             *(return_intermediate_states, state_v_first, chunk_size, gate, null_index, backend),
-            *(split, type(split), batch_invariant),
+            *(split, type(split), batch_invariant, known_lengths(cu_seqlens_cpu, chunk_size)),
         ),
     )
     plan = plans.find(key)

@@ -15,7 +15,7 @@ import torch
 from . import checked
 from .errors import wrong as _wrong
 from .plans import PLAIN
-from .split import AUTO
+from .split import AUTO, known_lengths
 
 Algorithm = Literal["chunk", "recurrent", "decode"]
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
@@ -94,8 +94,9 @@ class KdaSettings:
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
     `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `null_index` says which pool indices
     name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
-    (`split.py`). Of `recurrent_kda` alone: `spec_tokens` is the number of speculative tokens, and
-    without `update_state` the pool is only read.
+    (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
+    else 0). Of `recurrent_kda` alone: `spec_tokens` is the number of speculative tokens, and without `update_state` the pool is
+    only read.
     """
 
     algorithm: Algorithm = "chunk"
@@ -114,6 +115,8 @@ class KdaSettings:
     update_state: bool = True
     split: int = AUTO
     batch_invariant: bool = False
+    longest_chunks: int = 0
+    all_chunks: int = 0
 
     def settings(self) -> dict[str, object]:
         """The settings by name: the scalar arguments of the operators in `library.py`."""
@@ -591,7 +594,8 @@ def check_call(
     _check_host_offsets(cu_seqlens_cpu, t.cu_seqlens)
     if options.safe_gate and gate == "softplus":
         raise _wrong("safe_gate", "True with the unbounded softplus gate", "lower_bound set, or safe_gate=False")
-    spec = spec_of(t, settings_of(t, options, gate))
+    longest, together = known_lengths(cu_seqlens_cpu, options.chunk_size)
+    spec = spec_of(t, settings_of(t, options, gate, longest_chunks=longest, all_chunks=together))
     if spec.has_pool and spec.requires_grad:
         raise _wrong("state_pool", "a tensor with inputs that require grad", "torch.no_grad() (it is updated in place)")
     if spec.has_pool and checked.enabled():

@@ -7,6 +7,7 @@ several. The kernels of a backend form the same whole numbers from device data.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,12 @@ class SplitCosts:
 
 
 def parts_of_sequences(
-    chunks: torch.Tensor, room: int, costs: SplitCosts, split: int = AUTO, batch_invariant: bool = False
+    chunks: torch.Tensor,
+    room: int,
+    costs: SplitCosts,
+    split: int = AUTO,
+    batch_invariant: bool = False,
+    together: int | None = None,
 ) -> torch.Tensor:
     """How many segments each sequence is cut into, `[N]`, at least 1.
 
@@ -50,10 +56,11 @@ def parts_of_sequences(
         costs: of the kernels that will run.
         split: `AUTO`, or the number of segments of every sequence that has as many chunks.
         batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise sequences share the room by their chunks.
+        together: chunks of the whole batch, if `chunks` has some of its sequences only.
     """
     if split != AUTO:
         return chunks.clamp(1, split)
-    total = chunks if batch_invariant else chunks.sum()
+    total = chunks if batch_invariant else chunks.sum() if together is None else torch.tensor(together)
     # the last segment of a sequence needs no map
     parts = 1 + room * chunks // total.clamp(min=1)
     parts = torch.minimum(parts, chunks // costs.shortest)
@@ -93,19 +100,40 @@ def planned_parts(spec: KdaSpec, chunks: torch.Tensor, room: int, costs: SplitCo
 
 
 @functools.cache
-def gains(longest: int, share: int, room: int, costs: SplitCosts) -> bool:
-    """Whether a sequence of so many chunks, one of `share` such, would be split."""
-    return bool((parts_of_sequences(torch.tensor([longest] * share), room, costs) > 1).any())
+def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
+    """Whether a sequence of so many chunks, in a batch of so many, would be split. Fewer gain less, and so do more others."""
+    return bool((parts_of_sequences(torch.tensor([longest]), room, costs, together=together) > 1).any())
+
+
+def known_lengths(cu_seqlens_cpu: object, chunk_size: int) -> tuple[int, int]:
+    """Of sequences whose offsets the host has: a bound from above on the chunks of the longest, and one from below on those of
+    all; zeros if it has none. Powers of two, so that not every batch is a kind of call of its own. Any object may be passed:
+    what is no tensor of offsets is for the validation to refuse."""
+    if not isinstance(cu_seqlens_cpu, torch.Tensor) or torch.compiler.is_compiling():
+        return 0, 0
+    if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.is_floating_point():
+        return 0, 0
+    offsets = cu_seqlens_cpu.tolist()
+    chunks = [-(-(end - begin) // chunk_size) for begin, end in itertools.pairwise(offsets)]
+    longest = max(chunks, default=0)
+    if min(chunks, default=0) < 0 or longest == 0:
+        return 0, 0
+    return 1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1
 
 
 def segments_of_call(spec: KdaSpec, room: int, costs: SplitCosts) -> int:
-    """A bound on the segments of a call that may be split, 0 for one that is not: if one sequence had all the tokens of a
-    packed batch, and still were not split, no other batch of as many tokens is."""
+    """A bound on the segments of a call that may be split, 0 for one that is not. Without lengths on the host: if one sequence
+    had all the tokens of a packed batch, and still were not split, no other batch of as many tokens is."""
     if not splits(spec, costs) or spec.N == 0:
         return 0
     if spec.split == AUTO:
-        together = spec.packed or spec.batch_invariant
-        if not gains(spec.slots, 1 if together else min(spec.B, MOST_ALIKE), room, costs):
+        longest, together = spec.slots, spec.slots * min(spec.B, MOST_ALIKE)
+        if spec.longest_chunks > 0:
+            # at every checkpoint a chunk may end early
+            longest, together = min(longest, spec.longest_chunks + spec.checkpoints), spec.all_chunks
+        if (spec.packed and spec.longest_chunks == 0) or spec.batch_invariant:
+            together = longest
+        if not gains(longest, max(longest, together), room, costs):
             return 0
     most = most_segments(spec.N, spec.B * spec.slots, room, spec.split, spec.batch_invariant)
     return most if most > spec.N else 0
