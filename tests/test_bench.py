@@ -359,7 +359,7 @@ def test_split_table_and_summary(tmp_path):
     assert "3 1" in shown(report.split_table(document))
     assert report.split_summary(document)[:4] == [
         "split rows: 2.00x as fast as whole (geometric mean), best 2.00x, worst 2.00x",
-        "whole rows: planning costs 0.0% at most",
+        "whole rows: planning costs 0.0% at most, 0.0% where the host has the lengths",
         "FLA with its own split over ours: 1.00x (geometric mean)",
         "correctness: all rows passed",
     ]

@@ -125,10 +125,7 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("name", FORWARDS)
-def test_a_forward_is_at_most_two_kernels(name: str, backend: str):
-    """No copy of inputs, no conversion, no fill."""
-    call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
+def kernels_of(call: dict) -> list[str]:
     fd.chunk_kda(**call)
     torch.cuda.synchronize()
 
@@ -136,8 +133,30 @@ def test_a_forward_is_at_most_two_kernels(name: str, backend: str):
         fd.chunk_kda(**call)
         torch.cuda.synchronize()
 
-    names = [kernel.name for kernel in profiled(run)]
+    return [kernel.name for kernel in profiled(run)]
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_is_at_most_two_kernels(name: str, backend: str):
+    """No copy of inputs, no conversion, no fill."""
+    names = kernels_of(gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend))
     assert 1 <= len(names) <= 2, names
+
+
+@pytest.mark.parametrize(("lengths", "split"), [((1024,) * 4, False), ((9000, 10), True)], ids=str)
+def test_lengths_on_the_host_leave_out_what_would_plan(lengths: tuple[int, ...], split: bool, backend: str):
+    """And change no bit, whatever they were when the call was first seen."""
+    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=lengths), BF16, backend)
+    told = call | {"cu_seqlens_cpu": call["cu_seqlens"].cpu()}
+    assert len(kernels_of(call)) > 2
+    assert (len(kernels_of(told)) > 2) == split
+    other = told["cu_seqlens_cpu"].clone()
+    other[1:-1] += 64  # the same kind of call, if the longest is as long in powers of two
+    for offsets in (told["cu_seqlens_cpu"], other) * CALLS_TO_A_PLAN:
+        given = {"cu_seqlens": offsets.cuda(), "cu_seqlens_cpu": offsets}
+        results = fd.chunk_kda(**call | given)
+        wanted = fd.chunk_kda(**call | {"cu_seqlens": offsets.cuda()})
+        assert all(same_bits(a, b) for a, b in zip(results, wanted))
 
 
 @pytest.mark.parametrize("name", FORWARDS)
