@@ -28,15 +28,14 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_decode
-from .hopper.gradients import Kept
-from .hopper.gradients import launches as hopper_backward_launches
-from .hopper.gradients import walk as hopper_walk
+from .gradients import launches as backward_launches
+from .hopper.gradients import stages_of as hopper_stages
 from .hopper.gradients import wy_dqkg_launch as hopper_wy_launch
 from .hopper.launch import launches as hopper_launches
 from .launch import Launch
 from .prefill import DEFAULT_PRECISION, PREFILL_SIZES, prefill_of
-from .spec import KdaOptions, KdaTensors, check_call
-from .triton.gradients import launches as backward_launches
+from .spec import Incoming, KdaOptions, KdaTensors, check_call
+from .triton.gradients import stages_of as triton_stages
 from .triton.launch import commit_launch, prefill_launches
 from .triton.launch import launches as triton_launches
 from .triton.wy import launch as wy_launch
@@ -133,14 +132,12 @@ class Variant:
         spec, t = check_call(t, options)
         h = make(spec.intermediate_shape) if self.intermediate else None
         final_state = None if self.pool else make(*state, dtype=self.state_dtype)
-        if self.kept:
-            found = Kept.allocate(spec, t.v.device)
-            return hopper_walk(spec, t, found, make(1, T, H, self.V), final_state)
-        if self.backward:
-            grad_o = make(1, T, H, self.V)
-            if self.backend == "hopper":
-                return list(hopper_backward_launches(spec, t, grad_o, final_state, {}))
-            return list(backward_launches(spec, t, arch, grad_o, final_state, {}))
+        if self.kept or self.backward:
+            stages = hopper_stages(spec, t) if self.backend == "hopper" else triton_stages(spec, t, arch)
+            o = make(1, T, H, self.V)
+            if self.kept:
+                return stages.walk(spec, stages.room(), o, final_state)
+            return list(backward_launches(stages, Incoming(o, final_state), {}))
         launches = hopper_launches if self.backend == "hopper" else triton_launches
         return launches(spec, t, arch, (make(1, T, H, self.V), final_state, h))
 

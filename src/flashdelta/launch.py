@@ -6,13 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
+from .plans import Recorder
 from .spec import KdaSpec, KdaTensors, Results
 
 
@@ -133,12 +133,6 @@ def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None, launches: La
     device = t.v.device
     launch_all(launches(spec, t, capability(device), results), device)
     return results
-
-
-class Recorder(Protocol):
-    """`steps.Recorder`: makes a short way to repeat the launches it is shown."""
-
-    def add(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None: ...
 
 
 def launch_all(

@@ -3,7 +3,7 @@ differs in nothing but the contents and addresses of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -41,7 +41,9 @@ class Steps(Protocol):
 
 
 class Recorder(Protocol):
-    """`steps.Recorder`."""
+    """`steps.Recorder`, which is shown launches."""
+
+    def add(self, launch: object, outputs: Mapping[str, Tensor]) -> None: ...
 
     def steps(self) -> Steps | None: ...
 

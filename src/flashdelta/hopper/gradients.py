@@ -1,15 +1,17 @@
-"""From a validated call and the gradients of its results to the launches of the backward pass on Hopper."""
+"""The stages of the backward pass on Hopper, for `flashdelta.gradients`, and stage `wy` as an operator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import replace
 
 import torch
 
-from ..launch import Launch, Recorder, allocate, dense, launch_all, strides
+from .. import gradients
+from ..gradients import ByHead, Kept, Parts, Stages, Walked
+from ..launch import Launch, dense, launch_all, strides
+from ..plans import Recorder
 from ..spec import Incoming, KdaSpec, KdaTensors, Results
-from ..triton.gradients import ByHead, Parts, Walked, finish, kept_outputs, state_gradient, values_gradient
 from ..triton.wy import WyOperands
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from .intra import intra_kernel
@@ -30,96 +32,39 @@ from .reverse import reverse_kernel
 from .wy import wy_kernel
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What the backward pass needs of the forward: the workspace of `recurrence`, and in bf16 `solved [B, T, HV, 64]`, states
-    before each of the `R` chunks `h [R, HV, V, K]`, and `pseudo [B, T, HV, V]`."""
-
-    workspace: Workspace
-    solved: torch.Tensor
-    h: torch.Tensor
-    pseudo: torch.Tensor
-
-    @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device) -> Kept:
-        tokens = (spec.B, spec.T, spec.HV)
-        shapes = ((*tokens, TILE), (spec.B * spec.slots, spec.HV, spec.V, spec.K), (*tokens, spec.V))
-        workspace = Workspace.allocate(spec, device)
-        return cls(workspace, *(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
-
-    @classmethod
-    def of(cls, spec: KdaSpec, tensors: Mapping[str, torch.Tensor]) -> Kept:
-        """From its `tensors`."""
-        return cls(Workspace.over(spec, tensors["workspace"]), *(tensors[name] for name in ("solved", "h", "pseudo")))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All that it holds, by names that no result has."""
-        return {"workspace": self.workspace.buffer, "solved": self.solved, "h": self.h, "pseudo": self.pseudo}
+def stages_of(spec: KdaSpec, t: KdaTensors) -> Stages:
+    t = readable(t)
+    return Stages(
+        spec,
+        t,
+        Workspace,
+        solved=(spec.B, spec.T, spec.HV, TILE),
+        squares=torch.bfloat16,
+        walk=lambda spec, *rest: walk(spec, t, *rest),
+        reverse=functools.partial(reverse, spec, t),
+        wy=functools.partial(wy, spec),
+        intra=functools.partial(intra, spec, t),
+    )
 
 
 def forward(spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None) -> tuple[Results, dict[str, torch.Tensor]]:
-    """The call's results, and what its backward pass would compute again (`Kept.tensors`). Sequences stay whole."""
-    t = readable(t)
-    device = t.q.device
-    results, kept = allocate(spec, t, None), Kept.allocate(spec, device)
-    found = kept_outputs(results, kept.tensors())
-    launch_all(walk(spec, t, kept, *results[:2]), device, recorder, found)
-    return results, kept.tensors()
-
-
-def walk(
-    spec: KdaSpec, t: KdaTensors, kept: Kept, o: torch.Tensor | None, final_state: torch.Tensor | None
-) -> list[Launch]:
-    stages = (
-        prepare(spec, t, kept.workspace, kept.solved),
-        recurrence(spec, t, kept.workspace, (o, final_state, kept.h), kept.pseudo),
-    )
-    return [replace(stage, scratch=tuple(kept.tensors().values())) for stage in stages]
+    return gradients.forward(stages_of(spec, t), recorder)
 
 
 def backward(
     spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gradients by the names of `KdaTensors`; without what was `kept` the forward's stages run again."""
-    t = readable(t)
-    found: dict[str, torch.Tensor] = {}
-    again = Kept.of(spec, incoming.kept) if incoming.kept else None
-    stages = launches(spec, t, in_eighths(incoming.grad_o), incoming.grad_final.contiguous(), found, again)
-    del again
-    launch_all(stages, t.q.device, recorder, found)
-    return found
+    return gradients.backward(stages_of(spec, t), replace(incoming, grad_o=in_eighths(incoming.grad_o)), recorder)
 
 
-def launches(
-    spec: KdaSpec,
-    t: KdaTensors,
-    grad_o: torch.Tensor,
-    grad_final: torch.Tensor,
-    found: dict[str, torch.Tensor],
-    kept: Kept | None = None,
-) -> Iterator[Launch]:
-    """In order; what they find is in `found` from when it is allocated. Each is to run before the next is asked for: what
-    only the ones before it needed is given back then."""
-    device = t.q.device
-    if kept is None:
-        kept = Kept.allocate(spec, device)
-        yield from walk(replace(spec, output_final_state=False), t, kept, None, None)
-    walked = Walked.allocate(kept.h, kept.pseudo)
-    if (initial := state_gradient(spec, device)) is not None:
-        found["initial_state"] = initial
-    yield reverse(spec, t, kept.workspace, walked, grad_o, grad_final, initial)
-    given = (t.q, t.k, t.g, t.v, t.beta, kept.solved, kept.h, kept.pseudo, grad_o, walked.grad_pseudo, walked.grad_h)
-    x = WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias)
-    del kept, walked, given
-    parts = Parts.allocate(spec, device, x.solved.shape, torch.bfloat16)
-    found["v"] = values_gradient(spec, device)
-    yield wy(spec, x, parts, found["v"])
-    del x
-    heads = ByHead.allocate(spec, device)
-    found.update(heads.outputs(spec))
-    yield intra(spec, t, parts, heads)
-    del parts
-    yield from finish(spec, t, heads, found)
+def walk(
+    spec: KdaSpec, t: KdaTensors, kept: Kept, o: torch.Tensor | None, final_state: torch.Tensor | None
+) -> list[Launch]:
+    pair = (
+        prepare(spec, t, kept.workspace, kept.solved),
+        recurrence(spec, t, kept.workspace, (o, final_state, kept.h), kept.pseudo),
+    )
+    return [replace(stage, scratch=tuple(kept.tensors().values())) for stage in pair]
 
 
 def reverse(

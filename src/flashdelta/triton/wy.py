@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch import Launch, Recorder, capability, dense, launch_all, strides
+from ..launch import Launch, capability, dense, launch_all, strides
+from ..plans import Recorder
 from ..spec import KdaSpec
 from ..wy_spec import WyGradients, WySpec, WyTensors
 from . import config
