@@ -94,6 +94,11 @@ def find(key: tuple | None) -> Plan | Steps | None:
     return plan if plan is not None and plan is not _SEEN and plan.usable() else None
 
 
+def repeats(key: tuple | None) -> bool:
+    """Whether such a call has run once, so that `remember` makes a plan this time."""
+    return key is not None and _plans.get(key) is _SEEN
+
+
 def remember(key: tuple | None, make: Callable[[], Plan | Steps | None]) -> None:
     """Of a call that has just run. Its plan is made the second time: most calls with lengths of their own never repeat."""
     if key is None:
@@ -102,5 +107,5 @@ def remember(key: tuple | None, make: Callable[[], Plan | Steps | None]) -> None
         if len(_plans) >= MOST:
             _plans.clear()
         _plans[key] = _SEEN
-    elif _plans[key] is _SEEN:
+    elif repeats(key):
         _plans[key] = make()
