@@ -22,9 +22,6 @@ AUTO = 0
 MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
 """Bits of the most segments of a sequence, 127."""
 
-MOST_ALIKE = 256
-"""Sequences of a batch from which on none is split, whatever their number."""
-
 
 @dataclass(frozen=True)
 class SplitCosts:
@@ -127,11 +124,11 @@ def segments_of_call(spec: KdaSpec, room: int, costs: SplitCosts) -> int:
     if not splits(spec, costs) or spec.N == 0:
         return 0
     if spec.split == AUTO:
-        longest, together = spec.slots, spec.slots * min(spec.B, MOST_ALIKE)
+        longest, together = spec.slots, spec.B * spec.slots
         if spec.longest_chunks > 0:
             # at every checkpoint a chunk may end early
             longest, together = min(longest, spec.longest_chunks + spec.checkpoints), spec.all_chunks
-        if (spec.packed and spec.longest_chunks == 0) or spec.batch_invariant:
+        if spec.batch_invariant:
             together = longest
         if not gains(longest, max(longest, together), room, costs):
             return 0
