@@ -25,11 +25,11 @@ class Call:
     spec: KdaSpec
     backend: Backend
     keep: bool
-    _repeats: bool = False
-    _recorded: bool = False
-    _forward: plans.Plan | plans.Steps | None = None
-    _backward: dict[tuple, plans.Steps | None] = field(default_factory=dict)
-    _canonical: tuple[tuple[int, torch.Size], ...] = ()
+    _repeats: bool = field(init=False, default=False)
+    _recorded: bool = field(init=False, default=False)
+    _forward: plans.Plan | plans.Steps | None = field(init=False, default=None)
+    _backward: dict[tuple, plans.Steps | None] = field(init=False, default_factory=dict)
+    _canonical: tuple[tuple[int, torch.Size], ...] = field(init=False)
     """Places and shapes of the inputs that a caller may pass in another one."""
 
     def __post_init__(self):

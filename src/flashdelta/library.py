@@ -171,31 +171,24 @@ torch.library.define(
 )
 
 
-def _check_prefill(
-    given: tuple[Tensor, ...], chunk_size: int, scale: float | None, gate: str, precision: str
-) -> tuple[PrefillSpec, KdaTensors]:
-    return check_prefill(dict(zip(INPUTS, given)), chunk_size, scale, gate, precision)
-
-
-@torch.library.impl("kda_prefill::forward", "default")
-def _prefill(
-    *given: Tensor,
+def _prefill_call(
+    *given: Tensor | int,
     scale: float | None = None,
     gate: str = "none",
     precision: str = DEFAULT_PRECISION,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    spec, t = _check_prefill(given[:-1], given[-1], scale, gate, precision)
+) -> tuple[PrefillSpec, KdaTensors, str]:
+    *tensors, chunk_size = given
+    return *check_prefill(dict(zip(INPUTS, tensors)), chunk_size, scale, gate, precision), backend
+
+
+@torch.library.impl("kda_prefill::forward", "default")
+def _prefill(*given: Tensor | int, **options) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t, backend = _prefill_call(*given, **options)
     return run_prefill(spec, t, backends.choose(spec.call, t.q.device, backend).name)
 
 
 @torch.library.register_fake("kda_prefill::forward")
-def _prefill_fake(
-    *given: Tensor,
-    scale: float | None = None,
-    gate: str = "none",
-    precision: str = DEFAULT_PRECISION,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    spec, t = _check_prefill(given[:-1], given[-1], scale, gate, precision)
+def _prefill_fake(*given: Tensor | int, **options) -> tuple[Tensor, Tensor, Tensor]:
+    spec, t, _ = _prefill_call(*given, **options)
     return spec.allocate(t.q.device)

@@ -53,7 +53,7 @@ class WyGradients:
     A: Tensor
 
     def in_order(self) -> tuple[Tensor, ...]:
-        return (self.q, self.k, self.v, self.beta, self.g, self.A)
+        return tuple(self.by_name().values())
 
     def by_name(self) -> dict[str, Tensor]:
         return {"q": self.q, "k": self.k, "v": self.v, "beta": self.beta, "g": self.g, "A": self.A}
