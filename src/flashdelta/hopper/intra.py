@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton import backward, common
-from .arithmetic import exp2, exp2_negative, gate_gradient, wide, write_strength
+from .arithmetic import exp2, exp2_negative, gate_gradient, token_offset, wide, write_strength
 from .compat import reinterpret
 from .rows import (
     C,
@@ -229,11 +229,11 @@ def intra_kernel(
         no_parts(part_A_log, part_dt_bias, wide(slot, HV) + head, K)
         return
     qk_head = head // group
-    # in units of 8 elements, which tells the compiler that 16-byte copies are aligned
-    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
-    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
-    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
-    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    # in units of 8 elements
+    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
+    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
+    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
+    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
     own = wide(batch, T) * HV + wide(start, HV) + head
     chunk = wide(slot, HV) + head
     of_key = HV * K

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..triton import common
 from ..triton.common import LOG2E
-from .arithmetic import exp2, wide, write_strength
+from .arithmetic import exp2, token_offset, wide, write_strength
 from .compat import reinterpret
 from .places import chunks_before
 from .rows import (
@@ -143,13 +143,13 @@ def wy_kernel(
     if count <= 0:
         return
     qk_head = head // group
-    # in units of 8 elements, which tells the compiler that 16-byte copies are aligned
-    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
-    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
-    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
-    v += (wide(batch, v_batch) + wide(start, v_token) + wide(head, v_head)) * 8
-    grad_o += (wide(batch, o_batch) + wide(start, o_token) + wide(head, o_head)) * 8
-    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    # in units of 8 elements
+    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
+    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
+    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
+    v += token_offset(batch, start, head, v_batch, v_token, v_head) * 8
+    grad_o += token_offset(batch, start, head, o_batch, o_token, o_head) * 8
+    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
     own = wide(batch, T) * HV + wide(start, HV) + head
     of_key = HV * K
     of_value = HV * V
