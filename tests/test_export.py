@@ -21,7 +21,7 @@ from flashdelta.decode_spec import GIVEN, check_decode
 from flashdelta.export import bindings, compile_kernels, kernels, wanted_kernels, write
 from flashdelta.export.kernels import Wanted, compile_kernel, parameters_of, sample_decode, sample_prefill
 from flashdelta.launch import Launch
-from flashdelta.prefill import PREFILL_SIZES, prefill_of
+from flashdelta.prefill import PREFILL_SIZES, PrefillSpec, prefill_of
 from flashdelta.spec import KdaOptions
 from flashdelta.triton.launch import Workspace, launches, prefill_launches
 
@@ -273,8 +273,15 @@ def sized_prefill(bf16: bool, sizes: dict):
 
 def workspace_bytes(bf16: bool, sizes: dict) -> int:
     spec, _ = sized_prefill(bf16, sizes)
-    w = None if bf16 else torch.empty(spec.w_shape, device="meta")
-    return Workspace.allocate(spec.call, torch.device("meta"), w=w).buffer.nbytes
+    return prefill_workspace(spec, bf16)[0].buffer.nbytes
+
+
+def prefill_workspace(spec: PrefillSpec, bf16: bool) -> tuple[Workspace, torch.Tensor | None]:
+    """That of the Python function, and its states before every chunk."""
+    device = torch.device("meta")
+    if bf16:
+        return Workspace.allocate(spec.call, device), None
+    return Workspace.with_states(spec.call, device, torch.empty(spec.w_shape, device=device))
 
 
 # ---- what is launched ----------------------------------------------------------------------------------------------------
@@ -314,10 +321,6 @@ def parameter_counts(wanted: list[Launch]) -> str:
     return "".join(f"{x.kernel.__name__}={len(parameters_of(x)) + kernels.SCRATCH};" for x in wanted)
 
 
-PARTS = ("qg", "kg", "inverse", "Aqk", "decay")
-"""Of the workspace, in order."""
-
-
 SHAPES = [
     {"B": 1, "H": 1, "T": 1},
     {"B": 2, "H": 3, "T": 70},
@@ -341,15 +344,16 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     spec, t = replace(spec, call=call_spec), replace(t, initial_state=state)
     want = prefill_launches(spec, t, 90, o, w, None if bf16 else u, state)
     found = call(exported, [{"op": op, "args": args, "stream": 0x5000}], parameters=parameter_counts(want))
-    assert found.statuses == ["SUCCESS"] and found.loads == 2
+    assert found.statuses == ["SUCCESS"] and found.loads == len(want) == len(found.launches)
     addresses = {
         name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *state_pointers) if name in args
     }
-    base = args["workspace"]
-    layout = Workspace.layout(spec.call)[0 if bf16 else 1 :]
-    for name, (part, dtype) in zip(("w", *PARTS) if bf16 else PARTS, layout):
-        addresses[name] = base
-        base += torch.Size(part).numel() * dtype.itemsize
+    workspace, h = prefill_workspace(spec, bf16)
+    parts = {name: getattr(workspace, name) for name in ("qg", "kg", "Aqk", "decay")}
+    parts |= {"w": workspace.w, "inverse": workspace.inverse} if bf16 else {"h": h}
+    addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
+    if not bf16:
+        addresses["pseudo"] = args["o"]
     for record, launch in zip(found.launches, want):
         assert record["stream"] == 0x5000
         check_launch(record, launch, addresses)
@@ -458,7 +462,7 @@ def test_threads_load_each_kernel_once_and_keep_their_own_errors(exported: Expor
     assert [one["message"].split(",")[0] for one in found.outcomes] == [""] * len(good) + [
         f"T: got {-i}" for i in range(1, 5)
     ]
-    assert found.loads == 5 and len(found.launches) == 3 * 100 * (2 + 2 + 1)
+    assert found.loads == 6 and len(found.launches) == 3 * 100 * (3 + 2 + 1)
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
@@ -480,7 +484,7 @@ def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Pat
 
 def test_wanted_kernels_are_each_there_once():
     everything = wanted_kernels(kernels.OPS)
-    assert len(set(everything)) == len(everything) == 4 * 2 * 2 + 4 * 2 + 4 * 2 + 4 + 2 * 2
+    assert len(set(everything)) == len(everything) == 4 * (4 + 2 + 2) + 4 * (2 + 1) + 2 * 2
     assert len({wanted.label for wanted in everything}) == len(everything)
     assert len({wanted.variant() for wanted in everything}) == len(everything)
 

@@ -28,7 +28,7 @@ from ..triton.launch import prefill_launches
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
 """In the order of `fd_operator` in c/runtime.h."""
 
-STAGES = ("prepare", "recurrence", "decode")
+STAGES = ("prepare", "recurrence", "output", "decode")
 """In the order of `fd_stage`."""
 
 ANY = -1
@@ -100,7 +100,7 @@ class Wanted:
 def sample_prefill(
     dtype: torch.dtype, size: tuple[int, int, int], gate: str, precision: str | None, arch: int
 ) -> list[Launch]:
-    """`prepare` and `recurrence` of a prefill; in bfloat16 without `u`, and with g and beta in float32."""
+    """The stages of a prefill; in bfloat16 without `u`, and with g and beta in float32."""
     (K, V, C), H, T = size, SAMPLE_HEADS, 4 * size[2]
     q, k, v = (torch.empty(1, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
     g, beta = (torch.empty(*shape, device="meta") for shape in ((1, H, T, K), (1, H, T)))
@@ -137,6 +137,8 @@ def wanted_kernels(
         for precision in precisions if op == "prefill_f32" else (None,):
             found[Wanted(op, "prepare", K, V, C, gate, precision)] = None
             found[Wanted(op, "recurrence", K, V, C, None, precision)] = None
+            if op == "prefill_f32":
+                found[Wanted(op, "output", K, V, C, None, precision)] = None
     return list(found)
 
 

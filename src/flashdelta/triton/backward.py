@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import SUB, boundary_matrix, inverse_norm, pair_mask, split_decay, sums
 from .common import LOG2E, chunks_before, decay_rate, locate, own_chunk, sigmoid, softplus_log2, write_strength
-from .prepare import SUB, boundary_matrix, inverse_norm, pair_mask, split_decay, sums
 from .states import load_state, state_offsets, store_state
 
 
@@ -91,7 +91,7 @@ def chunk_decays(g, dt_bias, tokens, column, valid, head, rate, lower_bound, K: 
     x = tl.load(g + tokens + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + head * K + column).to(tl.float32)[None, :]
-    high, low = split_decay(x, rate, lower_bound, valid, GATE)
+    high, low = split_decay(x, rate, lower_bound, valid[:, None], GATE)
     return x, high, low
 
 
@@ -290,7 +290,7 @@ def wy_kernel(
     its own): matrices by token, `[B, T, HV, C]`, and states of `rows` chunks a batch row, packed without gaps between
     sequences.
     """
-    head, slot, batch, start, count = own_chunk(cu_seqlens, None, 0, slots, N, T, HV, C)
+    head, slot, batch, start, count = own_chunk(tl.program_id(0), cu_seqlens, None, 0, slots, N, T, HV, C)
     state = slot
     if BY_TOKEN and cu_seqlens is not None:
         # a chunk's first token tells how many chunks begin before it
@@ -540,7 +540,7 @@ def intra_kernel(
     """One program per (chunk, value head). Adds what comes through `A` and `Aqk` to the gradients that `wy` left (in place),
     then leaves those of the call's inputs, dense by value head: `out_q, out_k, out_g [B, T, HV, K]`, `out_beta [B, T, HV]`; of
     the gate's parameters the chunk's part, `part_A_log [S, HV, K]` and `part_dt_bias [S, HV, K]`."""
-    head, slot, batch, start, count = own_chunk(cu_seqlens, None, 0, slots, N, T, HV, C)
+    head, slot, batch, start, count = own_chunk(tl.program_id(0), cu_seqlens, None, 0, slots, N, T, HV, C)
     if count <= 0:
         no_parts(part_A_log, part_dt_bias, slot * HV + head, K)
         return
@@ -585,7 +585,7 @@ def intra_kernel(
         in_own = own * K + column[None, :]
         G = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
         if SAFE:
-            # the middle of 32 rows as the reference of all their pairs, as in `prepare.near_bounded`
+            # the middle of 32 rows as the reference of all their pairs, as in `prepare_bounded.near`
             distance = sums(boundary_matrix(4, C), high, low)
             signed = tl.where(i % 32 < SUB, -distance, distance)
             near = (i // 32 == j // 32) & (i > j)
@@ -595,7 +595,7 @@ def intra_kernel(
                 sum_q, sum_left, sum_right, G, near, Aqk, A, tile_q, tile_k, written, left, right, dtype, PRECISION
             )
         for level in tl.range(FIRST, LEVELS, num_stages=1):
-            # every pair i > j lies in the two halves of exactly one block, as in `prepare.near_exact`
+            # every pair i > j lies in the two halves of exactly one block, as in `prepare`
             factor = tl.exp2(sums(boundary_matrix(level, C), high, low))
             pairs = pair_mask(level, C)
             sum_q, sum_left, sum_right, G = pair_gradients(

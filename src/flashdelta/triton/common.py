@@ -172,10 +172,10 @@ def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C
 
 
 @triton.jit
-def own_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C: tl.constexpr):
-    """Of a program per (chunk slot, value head): value head, slot, and `find_chunk`."""
-    head = (tl.program_id(0) % HV).to(tl.int64)
-    slot = (tl.program_id(0) // HV).to(tl.int64)
+def own_chunk(item, cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C: tl.constexpr):
+    """What work item `item` of a kernel over (chunk slot, value head) is: value head, slot, and `find_chunk`."""
+    head = (item % HV).to(tl.int64)
+    slot = (item // HV).to(tl.int64)
     batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
     return head, slot, batch, start, count
 
@@ -232,3 +232,30 @@ def write_strength(x, BETA: tl.constexpr):
     elif BETA == "double_logit":
         x = 2.0 * sigmoid(x)
     return x
+
+
+@triton.jit
+def tf32_parts(x):
+    """`x` in float32 as a TF32 number, cut off, and the rest."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, APART: tl.constexpr = False):
+    """`acc + a b`. "tf32x3" is three TF32 products of the operands' two parts; `tl.dot` has it too, but rounds the parts and
+    looks for NaN between the products, which takes longer than they do. `APART`: the three do not wait for one another."""
+    if PRECISION == "tf32x3":
+        a_high, a_low = tf32_parts(a)
+        b_high, b_low = tf32_parts(b)
+        if APART:
+            rest = tl.dot(a_low, b_high, input_precision="tf32")
+            rest += tl.dot(a_high, b_low, input_precision="tf32")
+            acc = tl.dot(a_high, b_high, acc=acc, input_precision="tf32") + rest
+        else:
+            acc = tl.dot(a_low, b_high, acc=acc, input_precision="tf32")
+            acc = tl.dot(a_high, b_low, acc=acc, input_precision="tf32")
+            acc = tl.dot(a_high, b_high, acc=acc, input_precision="tf32")
+    else:
+        acc = tl.dot(a, b, acc=acc, input_precision=PRECISION)
+    return acc

@@ -30,6 +30,17 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True)
+class OutputConfig:
+    """`BK`: key channels a program holds at a time; `BV`: its value channels; `stages`: how many slices of keys are in
+    flight."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class ComposeConfig:
     """`BV`: value channels a program; `BK`: key channels of the state that it holds at a time; `stages`: maps in flight."""
 
@@ -99,24 +110,30 @@ def safe_blocks(spec: KdaSpec) -> bool:
     return spec.safe_gate and spec.dtype != torch.float16
 
 
+def bounded(spec: KdaSpec) -> bool:
+    """Whether `prepare_bounded` runs, which spares `prepare`'s products by level. In float32 `prepare` is no slower."""
+    return safe_blocks(spec) and spec.dtype == torch.bfloat16
+
+
 def prepare_config(spec: KdaSpec, capability: int) -> PrepareConfig:
-    """In float32, too, where two warps spill 1500 bytes a thread: at T4096 H32 937 us on an H200, with four warps 1406."""
-    return PrepareConfig(BK=16, num_warps=2, stages=3)
+    """Of `prepare`: 432 us in float32 at T4096 H32 on an H200, with slices of 32 channels 468."""
+    if bounded(spec):
+        return PrepareConfig(BK=16, num_warps=2, stages=3)
+    return PrepareConfig(BK=16, num_warps=spec.chunk_size // 16, stages=3)
 
 
 def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
     """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
 
     Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
-    at T4096 H32, K = 128, chunks of 64: 994 us with one stage, 759 with two (677 with slices of 32, which true float32 products
-    can't have).
+    at T4096 H32, K = 128, chunks of 64: 570 us, 688 with slices of 16, 706 with one stage.
     """
     C, K = spec.chunk_size, spec.K
     warpgroup_mma = capability in (90, 100)
     if spec.dtype == torch.float32:
         BV, num_warps = 16, 8 if K <= 128 else 16
         if capability == 90 and C * K == 8192:
-            return RecurrenceConfig(BV=16, num_warps=8, stages=2)
+            return RecurrenceConfig(BV=32, num_warps=8, stages=2)
     elif K == 256:
         BV, num_warps = 32, 8
     else:
@@ -125,6 +142,22 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
     stage = (3 * C * K + 2 * C * C + C * BV) * spec.dtype.itemsize
     buffers = min(3, SHARED_MEMORY[capability] // stage)
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
+
+
+def states_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
+    """Of `recurrence` without the output, in float32: at T4096 H32 on an H200, with K = 128 and chunks of 64, 368 us, and 752
+    at T16384 H8. Slices of 32 channels take 314 and 1239: half as many programs. With K = 64 and chunks of 32, 141 (8 warps:
+    182)."""
+    BV, num_warps, buffers = (16, 8, 2) if spec.K > 64 else (16, 4, 3)
+    stage = (2 * spec.chunk_size * spec.K + spec.chunk_size * BV) * spec.dtype.itemsize
+    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
+
+
+def output_config(spec: KdaSpec, capability: int) -> OutputConfig:
+    """As above 131 us; 157 with 32 value channels, whose products are not wgmma's."""
+    if capability == 90:
+        return OutputConfig(BK=32, BV=min(64, spec.V), num_warps=4, stages=2)
+    return OutputConfig(BK=32, BV=32, num_warps=2, stages=2)
 
 
 def compose_config(spec: KdaSpec, capability: int) -> ComposeConfig:

@@ -48,8 +48,7 @@ def backward(
 def walk(
     spec: KdaSpec, t: KdaTensors, at: int, kept: Kept, o: torch.Tensor | None, final_state: torch.Tensor | None
 ) -> list[Launch]:
-    o = torch.empty_like(kept.pseudo) if o is None else o
-    scratch = (*kept.tensors().values(), o)
+    scratch = (*kept.tensors().values(), *(() if o is None else (o,)))
     pair = (
         prepare(spec, t, at, kept.workspace, kept.solved),
         recurrence(spec, t, at, kept.workspace, (o, final_state, kept.h), 0, kept.pseudo),

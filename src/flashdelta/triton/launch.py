@@ -16,7 +16,9 @@ from ..split import segments_of_call
 from . import config
 from .commit import commit_kernel
 from .decode import decode_kernel
+from .output import output_kernel
 from .prepare import prepare_kernel
+from .prepare_bounded import prepare_bounded_kernel
 from .recurrence import recurrence_kernel
 from .segments import compose_kernel, maps_kernel, plan_kernel
 
@@ -44,18 +46,18 @@ class SegmentStates:
 class Workspace:
     """What `prepare` leaves for `recurrence`, chunk by chunk: `w, qg, kg [S, HV, C, K]`, `inverse, Aqk [S, HV, C, C]` in the
     operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots; what a split keeps, if there is one. One
-    allocation: `buffer`."""
+    allocation: `buffer`. `inverse` is None where `prepare` applies it to the values itself."""
 
     w: torch.Tensor
     qg: torch.Tensor
     kg: torch.Tensor
-    inverse: torch.Tensor
+    inverse: torch.Tensor | None
     Aqk: torch.Tensor
     decay: torch.Tensor
     segments: SegmentStates
     buffer: torch.Tensor
 
-    def parts(self) -> tuple[torch.Tensor, ...]:
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
         return (self.w, self.qg, self.kg, self.inverse, self.Aqk, self.decay)
 
     @staticmethod
@@ -90,6 +92,16 @@ class Workspace:
         parts = [x.view(dtype).view(shape) for x, (shape, dtype) in zip(buffer.split(sizes), layout)]
         parts = [w][:own] + parts
         return cls(*parts[:6], SegmentStates(*parts[6:]), buffer)
+
+    @classmethod
+    def with_states(cls, spec: KdaSpec, device: torch.device, w: torch.Tensor) -> tuple[Workspace, torch.Tensor]:
+        """Without `w` and `inverse`, and with the state before each chunk, `[S, HV, V, K]` fp32."""
+        _, *tiles, _, Aqk, decay = cls.layout(spec)
+        layout = [*tiles, Aqk, decay, ((spec.B * spec.slots, spec.HV, spec.V, spec.K), torch.float32)]
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        qg, kg, Aqk, decay, h = (x.view(dtype).view(s) for x, (s, dtype) in zip(buffer.split(sizes), layout))
+        return cls(w, qg, kg, None, Aqk, decay, SegmentStates(), buffer), h
 
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -140,34 +152,35 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
 
 
 def prepare(
-    spec: KdaSpec, t: KdaTensors, capability: int, workspace: Workspace, solved: torch.Tensor | None = None
+    spec: KdaSpec,
+    t: KdaTensors,
+    capability: int,
+    workspace: Workspace,
+    solved: torch.Tensor | None = None,
+    u: torch.Tensor | None = None,
 ) -> Launch:
+    """With `u`, that is left instead of `inverse`, which then is no part of the workspace."""
     c = config.prepare_config(spec, capability)
-    return Launch(
-        prepare_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
-        (
-            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *workspace.parts(),
-            solved,
-            *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints),
-            *strides(t.q, t.k, t.g, t.beta),
-        ),
-        dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            BK=c.BK,
-            GATE=spec.gate,
-            SAFE=config.safe_blocks(spec),
-            BETA=spec.beta_kind,
-            L2NORM=spec.l2norm,
-            PRECISION=config.dot_precision(spec.dtype),
-            STAGES=c.stages,
-        ),
-        c.num_warps,
-        scratch=(workspace.buffer,),
+    inputs = (t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets)
+    scalars = (spec.scale, spec.lower_bound or 0.0, spec.T, spec.N, spec.H, spec.HV, spec.slots, spec.checkpoints)
+    constants = dict(
+        C=spec.chunk_size,
+        K=spec.K,
+        BK=c.BK,
+        GATE=spec.gate,
+        BETA=spec.beta_kind,
+        L2NORM=spec.l2norm,
+        PRECISION=config.dot_precision(spec.dtype),
+        STAGES=c.stages,
     )
+    kernel = prepare_bounded_kernel
+    arguments = (*inputs, *workspace.parts(), solved, *scalars, *strides(t.q, t.k, t.g, t.beta))
+    if not config.bounded(spec):
+        kernel, constants = prepare_kernel, constants | {"V": spec.V}
+        values = (None if u is None else t.v, u)
+        arguments = (*inputs, *workspace.parts(), solved, *values, *scalars, *strides(t.q, t.k, t.g, t.beta, t.v))
+    programs = spec.B * spec.slots * spec.HV if spec.N > 0 else 0
+    return Launch(kernel, programs, arguments, constants, c.num_warps, scratch=(workspace.buffer,))
 
 
 def plan(spec: KdaSpec, t: KdaTensors, workspace: Workspace, room: int) -> Launch:
@@ -250,20 +263,43 @@ def recurrence(
     pseudo: torch.Tensor | None = None,
     u: torch.Tensor | None = None,
 ) -> Launch:
-    c = config.recurrence_config(spec, capability)
+    """Without `o` among the results, that is left to `output`. With `u`, neither `inverse` nor v is read."""
     o, final_state, h = results
+    c = config.recurrence_config(spec, capability) if u is None else config.states_config(spec, capability)
+    inverse, v = (workspace.inverse, t.v) if u is None else (None, None)
     return Launch(
         recurrence_kernel,
         (segments or spec.N) * spec.HV * (spec.V // c.BV),
         (
-            *workspace.parts(),
-            *(t.v, o, h, pseudo, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(workspace.w, workspace.qg, workspace.kg, inverse, workspace.Aqk, workspace.decay),
+            *(v, o, h, pseudo, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.segments.first_segment, workspace.segments.starts),
             *state_arguments(spec, t, final_state),
             *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
-            *strides(t.v, o),
+            *strides(t.v, t.v if o is None else o),
         ),
         walk_constants(spec, c, c.BV),
+        c.num_warps,
+        scratch=(workspace.buffer,),
+    )
+
+
+def output(spec: KdaSpec, capability: int, workspace: Workspace, h: torch.Tensor, o: torch.Tensor) -> Launch:
+    """`o` holds the pseudo-values."""
+    c = config.output_config(spec, capability)
+    return Launch(
+        output_kernel,
+        spec.B * spec.slots * spec.HV * (spec.V // c.BV),
+        (workspace.qg, workspace.Aqk, h, o, spec.T, spec.N, spec.HV, spec.slots, *strides(o)),
+        dict(
+            C=spec.chunk_size,
+            K=spec.K,
+            V=spec.V,
+            BK=c.BK,
+            BV=c.BV,
+            PRECISION=config.dot_precision(spec.dtype),
+            STAGES=c.stages,
+        ),
         c.num_warps,
         scratch=(workspace.buffer,),
     )
@@ -286,13 +322,22 @@ def prefill_launches(
     u: torch.Tensor | None,
     final_state: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """The launches of a `kda_prefill`; without `u` it is not stored."""
-    call, results = spec.call, (o.view(t.v.shape), final_state, None)
-    workspace = Workspace.allocate(call, t.q.device, w=w)
-    stages = (
-        prepare(call, t, capability, workspace),
-        recurrence(call, t, capability, workspace, results, u=u),
-    )
+    """The launches of a `kda_prefill`. Without `u`, which is not stored then, those of `chunk_kda`; with it `output` is a stage
+    of its own."""
+    call, o, device = spec.call, o.view(t.v.shape), t.q.device
+    if u is None:
+        workspace = Workspace.allocate(call, device, w=w)
+        stages = [
+            prepare(call, t, capability, workspace),
+            recurrence(call, t, capability, workspace, (o, final_state, None)),
+        ]
+    else:
+        workspace, h = Workspace.with_states(call, device, w)
+        stages = [
+            prepare(call, t, capability, workspace, u=u),
+            recurrence(call, t, capability, workspace, (None, final_state, h), pseudo=o, u=u),
+            output(call, capability, workspace, h, o),
+        ]
     return [replace(stage, constants=stage.constants | {"PRECISION": spec.precision}) for stage in stages]
 
 

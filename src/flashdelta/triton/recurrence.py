@@ -7,7 +7,7 @@ Contract (docs/algorithm.md), from `prepare`'s tiles, `v`, and the state `S` bef
     o   = qg S + Aqk v'                [C, V]
     S  <- diag(decay) S + kg^T v'      [K, V]
 
-With `u`, `u = inverse v [C, V]` is stored, by chunk as `w` is.
+With `u`, `inverse v [C, V]` by chunk, that is where it comes from; without `o` that is left to `output`.
 
 Everything is kept transposed, `S^T [BV, K]` and `v'^T [BV, C]`: results then have the register layout of the next product's
 left operand, and the serial chain never goes through shared memory.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_place, chunks_before, locate, piece_extent
+from .common import chunk_place, chunks_before, dot, locate, piece_extent
 from .segments import part_of_piece, place_segment, segment_of
 from .states import load_state, named_slot, sequence_slot, state_offsets, store_state
 
@@ -31,18 +31,6 @@ def checkpoint_slot(offsets, indices, n, piece, pieces, end, lowest, pool_slots)
     slot, named = named_slot(indices, i, lowest, pool_slots)
     stored = named & (piece < pieces - 1) & (offset > 0) & (offset == end)
     return slot, stored.to(tl.int32)
-
-
-@triton.jit
-def needed(tile, at, LATE: tl.constexpr):
-    """The tile that was loaded from `at`, or loaded only now (`LATE`; the compiler then drops the other load).
-
-    True float32 products take operands from shared memory, where the compiler puts a tile as soon as it is loaded: five of
-    them at once would not fit on GPUs with 99 KB.
-    """
-    if LATE:
-        tile = tl.load(at)
-    return tile
 
 
 @triton.jit(
@@ -119,7 +107,6 @@ def recurrence_kernel(
         if first_segment is not None:
             h_row += first
     dtype = w.dtype.element_ty
-    LATE: tl.constexpr = PRECISION == "ieee"
 
     row = tl.arange(0, C)
     key = tl.arange(0, K)
@@ -141,8 +128,10 @@ def recurrence_kernel(
 
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
-    v += batch * v_batch + head * v_head
-    o += batch * o_batch + head * o_head
+    if u is None:
+        v += batch * v_batch + head * v_head
+    if o is not None:
+        o += batch * o_batch + head * o_head
     start = begin
     opening = slot
     for piece in range(0, pieces):
@@ -158,38 +147,36 @@ def recurrence_kernel(
             if h is not None:
                 h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, H_V_FIRST)
                 tl.store(h + h_at, state.to(h.dtype.element_ty))
-            at_w = w + chunk * C * K + tile
-            tile_w = tl.load(at_w)
-            at_inverse = inverse + chunk * C * C + square
-            tile_inverse = tl.load(at_inverse)
-            tile_v = tl.load(v + token[:, None] * v_token + value[None, :], mask=valid, other=0.0)
-            at_qg = qg + chunk * C * K + tile
-            tile_qg = tl.load(at_qg)
-            at_Aqk = Aqk + chunk * C * C + square
-            tile_Aqk = tl.load(at_Aqk)
-            at_kg = kg + chunk * C * K + tile
-            tile_kg = tl.load(at_kg)
+            tile_w = tl.load(w + chunk * C * K + tile)
+            if u is None:
+                tile_inverse = tl.load(inverse + chunk * C * C + square)
+                tile_v = tl.load(v + token[:, None] * v_token + value[None, :], mask=valid, other=0.0)
+            else:
+                tile_u = tl.load(u + chunk * C * V + row[:, None] * V + value[None, :])
+            if o is not None:
+                tile_qg = tl.load(qg + chunk * C * K + tile)
+                tile_Aqk = tl.load(Aqk + chunk * C * C + square)
+            tile_kg = tl.load(kg + chunk * C * K + tile)
             total = tl.load(decay + chunk * K + key)
 
             left = state.to(dtype)
-            found = tl.dot(
-                tl.trans(tile_v), tl.trans(needed(tile_inverse, at_inverse, LATE)), input_precision=PRECISION
-            )
-            if u is not None:
-                u_at = chunk * C * V + row[:, None] * V + value[None, :]
-                tl.store(u + u_at, tl.trans(found).to(u.dtype.element_ty))
-            found -= tl.dot(left, tl.trans(needed(tile_w, at_w, LATE)), input_precision=PRECISION)
-            out = tl.dot(left, tl.trans(needed(tile_qg, at_qg, LATE)), input_precision=PRECISION)
+            zero = tl.zeros([BV, C], tl.float32)
+            if u is None:  # noqa: SIM108 a compile-time choice
+                found = dot(tl.trans(tile_v), tl.trans(tile_inverse), zero, PRECISION, True)
+            else:
+                found = tl.trans(tile_u)
+            found -= dot(left, tl.trans(tile_w), zero, PRECISION, True)
+            if o is not None:
+                out = dot(left, tl.trans(tile_qg), zero, PRECISION, True)
             pseudo_left = found.to(dtype)
             if pseudo is not None:
                 here = ((batch * T + token) * HV + head)[:, None] * V + value[None, :]
                 tl.store(pseudo + here, tl.trans(pseudo_left), mask=valid)
-            state = tl.dot(
-                pseudo_left, needed(tile_kg, at_kg, LATE), acc=state * total[None, :], input_precision=PRECISION
-            )
-            out = tl.dot(pseudo_left, tl.trans(needed(tile_Aqk, at_Aqk, LATE)), acc=out, input_precision=PRECISION)
-            o_at = token[:, None] * o_token + value[None, :]
-            tl.store(o + o_at, tl.trans(out).to(o.dtype.element_ty), mask=valid)
+            state = dot(pseudo_left, tile_kg, state * total[None, :], PRECISION, True)
+            if o is not None:
+                out = dot(pseudo_left, tl.trans(tile_Aqk), out, PRECISION, True)
+                o_at = token[:, None] * o_token + value[None, :]
+                tl.store(o + o_at, tl.trans(out).to(o.dtype.element_ty), mask=valid)
         if checkpoint_offsets is not None:
             there, reached = checkpoint_slot(
                 checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots

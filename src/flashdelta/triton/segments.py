@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .common import chunk_place, locate, piece_count, piece_end, piece_extent, place_of
+from .common import chunk_place, dot, locate, piece_count, piece_end, piece_extent, place_of
 from .states import load_state, sequence_slot, state_offsets
 
 
@@ -239,9 +239,10 @@ def maps_kernel(
             total = tl.load(decay + chunk * K + key)
             tile_inverse = tl.load(inverse + chunk * C * C + square)
             tile_v = tl.load(v + token[:, None] * v_token + value[None, :], mask=valid, other=0.0)
-            pseudo = tl.dot(tl.trans(tile_v), tl.trans(tile_inverse), input_precision=PRECISION)
-            pseudo -= tl.dot(state.to(dtype), tl.trans(tile_w), input_precision=PRECISION)
-            state = tl.dot(pseudo.to(dtype), tile_kg, acc=state * total[None, :], input_precision=PRECISION)
+            zero = tl.zeros([BV, C], tl.float32)
+            pseudo = dot(tl.trans(tile_v), tl.trans(tile_inverse), zero, PRECISION)
+            pseudo -= dot(state.to(dtype), tl.trans(tile_w), zero, PRECISION)
+            state = dot(pseudo.to(dtype), tile_kg, state * total[None, :], PRECISION)
         slot += chunks
         start = end_
     at = segment.to(tl.int64) * HV + head
@@ -304,7 +305,7 @@ def compose_kernel(
         for _ in tl.range(first + 1, last, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)
             right = tl.load(maps + here * K + in_map)
-            state = tl.dot(state, right, acc=tl.load(offsets + here * V + in_state), input_precision="tf32x3")
+            state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
             here += HV * K
         tl.store(starts + here * V + in_state, state)
     else:
@@ -322,6 +323,6 @@ def compose_kernel(
                 for along in range(0, K, BK):
                     left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
                     right = tl.load(maps + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
-                    state = tl.dot(left, right, acc=state, input_precision="tf32x3")
+                    state = dot(left, right, state, "tf32x3")
                 tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
             here += HV

@@ -1,24 +1,27 @@
-/* fd_prefill_f32 and fd_prefill_bf16: `prepare`, over chunks, then `recurrence`, along them. */
+/* fd_prefill_f32 and fd_prefill_bf16: `prepare`, over chunks, then `recurrence`, along them; in float32 that leaves the output to
+ * `output`, over chunks again. */
 #include <math.h>
 
 #include "runtime.h"
 
-/* What `prepare` leaves for `recurrence`, one part after another: of every chunk w, qg, kg [C, K] (w is the caller's in
- * float32), inverse, Aqk [C, C], and decay [K] in float32. */
+/* What the stages leave for each other, one part after another: of every chunk w, qg, kg [C, K], inverse, Aqk [C, C], and decay [K]
+ * in float32. In float32, w is the caller's, there is no inverse, and the last part is the state before every chunk, h [V, K]. */
 typedef struct {
-    size_t w, qg, kg, inverse, Aqk, decay, bytes;
+    size_t w, qg, kg, inverse, Aqk, decay, h, bytes;
 } layout;
 
 static layout layout_of(int op, const fd_prefill_args *a, int64_t chunks) {
-    size_t element = op == FD_PREFILL_F32 ? 4 : 2;
+    int wide = op == FD_PREFILL_F32;
+    size_t element = wide ? 4 : 2;
     size_t all = (size_t)(a->B * a->H * chunks);
     size_t tile = all * (size_t)(a->C * a->K) * element, square = all * (size_t)(a->C * a->C) * element;
-    layout at = {.w = 0, .qg = op == FD_PREFILL_F32 ? 0 : tile};
+    layout at = {.w = 0, .qg = wide ? 0 : tile};
     at.kg = at.qg + tile;
     at.inverse = at.kg + tile;
-    at.Aqk = at.inverse + square;
+    at.Aqk = at.inverse + (wide ? 0 : square);
     at.decay = at.Aqk + square;
-    at.bytes = at.decay + all * (size_t)a->K * 4;
+    at.h = at.decay + all * (size_t)a->K * 4;
+    at.bytes = at.h + (wide ? all * (size_t)(a->K * a->V) * 4 : 0);
     return at;
 }
 
@@ -36,9 +39,9 @@ static fd_status check_sizes(const fd_prefill_args *a) {
     FD_TRY(fd_check_size("T", a->T, FD_MOST - a->C));
     /* a thread block takes 16 value channels or more: V of them are enough for the slices of a head */
     int64_t heads = a->B * a->H, most = FD_MOST / a->V, chunks = (a->T + a->C - 1) / a->C;
-    if (heads > most || (chunks > 0 && heads > FD_MOST / chunks))
-        return fd_fail(FD_ERROR_SIZE, "B * H: got %lld with %lld chunks, wanted at most %lld, and %lld chunks in all",
-                       (long long)heads, (long long)chunks, (long long)most, (long long)FD_MOST);
+    if (heads > most || (chunks > 0 && heads > most / chunks))
+        return fd_fail(FD_ERROR_SIZE, "B * H: got %lld with %lld chunks, wanted at most %lld, and as many chunks in all",
+                       (long long)heads, (long long)chunks, (long long)most);
     return FD_SUCCESS;
 }
 
@@ -100,6 +103,8 @@ static fd_values values_of(const fd_prefill_args *a, const layout *at, int64_t c
     of[FD_P_inverse].pointer = base + at->inverse;
     of[FD_P_Aqk].pointer = base + at->Aqk;
     of[FD_P_decay].pointer = base + at->decay;
+    of[FD_P_h].pointer = base + at->h;
+    of[FD_P_pseudo].pointer = a->o; /* until `output` overwrites them */
     of[FD_P_initial_state].pointer = a->initial_state;
     of[FD_P_final_state].pointer = a->final_state;
     of[FD_P_has_initial].i32 = a->initial_state != NULL;
@@ -135,12 +140,16 @@ static fd_status prefill(int op, const fd_prefill_args *a, CUstream stream) {
     fd_variant stages[] = {
         {op, FD_PREPARE, a->K, a->V, a->C, a->gate, precision},
         {op, FD_RECURRENCE, a->K, a->V, a->C, a->gate, precision},
+        {op, FD_OUTPUT, a->K, a->V, a->C, a->gate, precision},
     };
-    fd_ready found[2];
-    FD_TRY(fd_find(stages, 2, found));
+    unsigned count = op == FD_PREFILL_F32 ? 3 : 2;
+    int64_t items[] = {heads * chunks, heads, heads * chunks};
+    fd_ready found[3];
+    FD_TRY(fd_find(stages, count, found));
     fd_values values = values_of(a, &at, chunks, op == FD_PREFILL_F32);
-    FD_TRY(fd_launch(&found[0], heads * chunks, &values, stream));
-    return fd_launch(&found[1], heads * found[1].kernel->slices, &values, stream);
+    for (unsigned i = 0; i < count; i++)
+        FD_TRY(fd_launch(&found[i], items[i] * found[i].kernel->slices, &values, stream));
+    return FD_SUCCESS;
 }
 
 fd_status fd_prefill_f32_workspace(const fd_prefill_args *args, size_t *bytes) {

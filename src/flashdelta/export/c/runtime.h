@@ -6,7 +6,7 @@
 #include "parameters.h"
 
 enum fd_operator { FD_PREFILL_F32, FD_PREFILL_BF16, FD_DECODE_BF16 };
-enum fd_stage { FD_PREPARE, FD_RECURRENCE, FD_DECODE };
+enum fd_stage { FD_PREPARE, FD_RECURRENCE, FD_OUTPUT, FD_DECODE };
 
 /* Stands for every value, of a field that a kernel does not depend on. */
 #define FD_ANY (-1)
