@@ -22,6 +22,7 @@ LENGTH_CASES = [replace(PLAIN, name=f"T{T}", T=T) for T in (0, *LENGTHS)]
 BATCH_CASES = [
     replace(PLAIN, name="B3", B=3, H=1, HV=1, why="the batch stride"),
     replace(PLAIN, name="H3", B=2, H=3, HV=3, T=40, why="the head stride"),
+    replace(PLAIN, name="many heads", B=2, H=9, HV=9, T=70, why="wide slices of the states"),
     replace(PLAIN, name="scale", scale=0.7, why="a scale that is not K ** -0.5"),
     LOGITS,
 ]

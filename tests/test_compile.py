@@ -29,7 +29,8 @@ def test_budget_covers_every_stage_on_every_gpu(arch: int):
     portable = {kernel for name, kernel in kernels.items() if not name.startswith(f"{kernel}: hopper ")}
     forward, split = {"prepare_kernel", "recurrence_kernel"}, {"maps_kernel", "compose_kernel"}
     backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "finish_kernel"}
-    assert portable == forward | split | backward | {"plan_kernel", "decode_kernel", "commit_kernel"}
+    alone = {"prepare_bounded_kernel", "output_kernel", "plan_kernel", "decode_kernel", "commit_kernel"}
+    assert portable == forward | split | backward | alone
     # `prepare` plans, and composition is the portable one
     assert hopper == (forward | split | backward if arch == 90 else set())
 

@@ -288,6 +288,18 @@ VARIANTS = (
         for precision in ("tf32x3", "ieee")
         for K, V, C in PREFILL_SIZES
     ),
+    *(
+        Variant(
+            f"prefill fp32 K128 V128 chunk {C}, many heads, tf32x3",
+            algorithm="prefill",
+            dtype=torch.float32,
+            gate="none",
+            chunk_size=C,
+            precision="tf32x3",
+            heads=32,
+        )
+        for C in (32, 64)
+    ),
     Variant("hopper K128 V128 bounded", "hopper"),
     Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
     Variant("hopper K128 V128 fixed length", "hopper", packed=False),

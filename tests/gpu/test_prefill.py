@@ -155,8 +155,8 @@ def test_compiles_in_one_graph_with_inductor():
 
 
 def test_chunk_kda_agrees():
-    """The same kernels by the other door."""
+    """It has no stage for the output, but the same formulas."""
     call = prefill_call(replace(PLAIN, T=500), "cuda")
     tensors = {name: call[name].transpose(1, 2).contiguous() for name in INPUTS}
     want, _ = fd.chunk_kda(**tensors, backend="triton", split=False)
-    assert same_bits(fd.kda_prefill(**call)[0], want.transpose(1, 2).contiguous())
+    assert relative_error(fd.kda_prefill(**call)[0], want.transpose(1, 2)) < TOLERANCE[FP32]

@@ -28,14 +28,14 @@ from ..triton.launch import prefill_launches
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
 """In the order of `fd_operator` in c/runtime.h."""
 
-STAGES = ("prepare", "recurrence", "output", "decode")
+STAGES = ("prepare", "recurrence", "output", "decode", "recurrence_wide")
 """In the order of `fd_stage`."""
 
 ANY = -1
 """`FD_ANY`."""
 
 SAMPLE_HEADS = 2
-"""Heads of the calls that kernels are compiled for; they run any number."""
+"""Heads of the calls that kernels are compiled for; they run any number. `recurrence_wide` is that of many."""
 
 TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
 """Of scalar parameters: in a kernel's signature, and in PTX. Pointers are `.u64` there."""
@@ -87,21 +87,26 @@ class Wanted:
             precision,
         )
 
+    def exists(self, arch: int) -> bool:
+        """Whether GPUs of this architecture have room for it."""
+        return self.stage != "recurrence_wide" or config.SHARED_MEMORY[arch] >= config.WIDE_STATES
+
     def launch(self, arch: int) -> Launch:
         """As the Python functions would launch it, for a call of any size."""
         gate = self.gate or PREFILL_GATES[0]
         if self.op == "decode_bf16":
             return sample_decode(self.K, self.V, gate, arch)
         dtype = torch.float32 if self.op == "prefill_f32" else torch.bfloat16
-        launches = sample_prefill(dtype, (self.K, self.V, self.C), gate, self.precision, arch)
-        return launches[STAGES.index(self.stage)]
+        heads = 2 * config.STATES_FEW if self.stage == "recurrence_wide" else SAMPLE_HEADS
+        launches = sample_prefill(dtype, (self.K, self.V, self.C), gate, self.precision, arch, heads)
+        return launches[1 if self.stage == "recurrence_wide" else STAGES.index(self.stage)]
 
 
 def sample_prefill(
-    dtype: torch.dtype, size: tuple[int, int, int], gate: str, precision: str | None, arch: int
+    dtype: torch.dtype, size: tuple[int, int, int], gate: str, precision: str | None, arch: int, H: int = SAMPLE_HEADS
 ) -> list[Launch]:
     """The stages of a prefill; in bfloat16 without `u`, and with g and beta in float32."""
-    (K, V, C), H, T = size, SAMPLE_HEADS, 4 * size[2]
+    (K, V, C), T = size, 4 * size[2]
     q, k, v = (torch.empty(1, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
     g, beta = (torch.empty(*shape, device="meta") for shape in ((1, H, T, K), (1, H, T)))
     spec, t = prefill_of(q, k, v, g, beta, C, None, gate, precision or config.dot_precision(dtype))
@@ -139,6 +144,8 @@ def wanted_kernels(
             found[Wanted(op, "recurrence", K, V, C, None, precision)] = None
             if op == "prefill_f32":
                 found[Wanted(op, "output", K, V, C, None, precision)] = None
+            if op == "prefill_f32" and K > 64 and precision == "tf32x3":
+                found[Wanted(op, "recurrence_wide", K, V, C, None, precision)] = None
     return list(found)
 
 
@@ -218,7 +225,7 @@ def _check(
 
 def compile_kernels(wanted: Iterable[Wanted], arches: Iterable[int], jobs: int | None = None) -> list[Kernel]:
     """All of them for all architectures, `jobs` at a time (by default as many as there are processors)."""
-    tasks = list(itertools.product(wanted, arches))
+    tasks = [(kernel, arch) for kernel, arch in itertools.product(wanted, arches) if kernel.exists(arch)]
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
         return [compile_kernel(*task) for task in tasks]

@@ -144,11 +144,23 @@ def recurrence_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
 
 
-def states_config(spec: KdaSpec, capability: int) -> RecurrenceConfig:
-    """Of `recurrence` without the output, in float32: at T4096 H32 on an H200, with K = 128 and chunks of 64, 368 us, and 752
-    at T16384 H8. Slices of 32 channels take 314 and 1239: half as many programs. With K = 64 and chunks of 32, 141 (8 warps:
-    182)."""
-    BV, num_warps, buffers = (16, 8, 2) if spec.K > 64 else (16, 4, 3)
+STATES_FEW = 16
+"""Sequences times value heads up to which slices of the states' value channels are narrow: 128 programs, about as many as an
+H200 has multiprocessors. (`FEW` in export/c/prefill.c.)"""
+
+WIDE_STATES = 107_520
+"""Bytes of shared memory that wide slices need."""
+
+
+def states_config(spec: KdaSpec, capability: int, precision: str) -> RecurrenceConfig:
+    """Of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32 value channels
+    take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as many programs.
+    With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones spill."""
+    BV, num_warps, buffers = 16, 4, 3
+    if spec.K > 64:
+        num_warps, buffers = 8, 2
+        if spec.N * spec.HV > STATES_FEW and precision == "tf32x3" and SHARED_MEMORY[capability] >= WIDE_STATES:
+            BV = 32
     stage = (2 * spec.chunk_size * spec.K + spec.chunk_size * BV) * spec.dtype.itemsize
     return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
 

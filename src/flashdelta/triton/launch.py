@@ -262,10 +262,12 @@ def recurrence(
     segments: int = 0,
     pseudo: torch.Tensor | None = None,
     u: torch.Tensor | None = None,
+    states: config.RecurrenceConfig | None = None,
 ) -> Launch:
-    """Without `o` among the results, that is left to `output`. With `u`, neither `inverse` nor v is read."""
+    """Without `o` among the results, that is left to `output`. With `u`, neither `inverse` nor v is read. `states`: how to run
+    where that is so."""
     o, final_state, h = results
-    c = config.recurrence_config(spec, capability) if u is None else config.states_config(spec, capability)
+    c = states or config.recurrence_config(spec, capability)
     inverse, v = (workspace.inverse, t.v) if u is None else (None, None)
     return Launch(
         recurrence_kernel,
@@ -333,9 +335,10 @@ def prefill_launches(
         ]
     else:
         workspace, h = Workspace.with_states(call, device, w)
+        states = config.states_config(call, capability, spec.precision)
         stages = [
             prepare(call, t, capability, workspace, u=u),
-            recurrence(call, t, capability, workspace, (None, final_state, h), pseudo=o, u=u),
+            recurrence(call, t, capability, workspace, (None, final_state, h), pseudo=o, u=u, states=states),
             output(call, capability, workspace, h, o),
         ]
     return [replace(stage, constants=stage.constants | {"PRECISION": spec.precision}) for stage in stages]

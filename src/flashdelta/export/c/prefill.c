@@ -128,6 +128,10 @@ static fd_values values_of(const fd_prefill_args *a, const layout *at, int64_t c
     return values;
 }
 
+/* Heads of all sequences up to which slices of the value channels are narrow, for more thread blocks: `STATES_FEW` of
+ * triton/config.py. */
+#define FEW 16
+
 static fd_status prefill(int op, const fd_prefill_args *a, CUstream stream) {
     FD_TRY(check_sizes(a));
     FD_TRY(check_options(op, a));
@@ -137,9 +141,11 @@ static fd_status prefill(int op, const fd_prefill_args *a, CUstream stream) {
     int precision = a->precision;
     if (op == FD_PREFILL_F32 && precision == FD_PRECISION_DEFAULT)
         precision = FD_PRECISION_TF32X3;
+    int wide = op == FD_PREFILL_F32 && a->K > 64 && heads > FEW && precision == FD_PRECISION_TF32X3;
+    int recurrence = wide ? FD_RECURRENCE_WIDE : FD_RECURRENCE;
     fd_variant stages[] = {
         {op, FD_PREPARE, a->K, a->V, a->C, a->gate, precision},
-        {op, FD_RECURRENCE, a->K, a->V, a->C, a->gate, precision},
+        {op, recurrence, a->K, a->V, a->C, a->gate, precision},
         {op, FD_OUTPUT, a->K, a->V, a->C, a->gate, precision},
     };
     unsigned count = op == FD_PREFILL_F32 ? 3 : 2;

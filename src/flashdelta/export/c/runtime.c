@@ -282,8 +282,15 @@ static fd_status make_ready(const fd_kernel *kernel, const device *where, void *
 fd_status fd_find(const fd_variant *variants, unsigned count, fd_ready *found) {
     device where;
     FD_TRY(current_device(&where));
-    for (unsigned i = 0; i < count; i++)
-        FD_TRY(find_kernel(&variants[i], &where, &found[i].kernel));
+    for (unsigned i = 0; i < count; i++) {
+        fd_variant wanted = variants[i];
+        fd_status status = find_kernel(&wanted, &where, &found[i].kernel);
+        if (status != FD_SUCCESS && wanted.stage == FD_RECURRENCE_WIDE) {
+            wanted.stage = FD_RECURRENCE;
+            status = find_kernel(&wanted, &where, &found[i].kernel);
+        }
+        FD_TRY(status);
+    }
     for (unsigned i = 0; i < count; i++)
         FD_TRY(make_ready(found[i].kernel, &where, &found[i].function));
     return FD_SUCCESS;

@@ -6,7 +6,7 @@
 #include "parameters.h"
 
 enum fd_operator { FD_PREFILL_F32, FD_PREFILL_BF16, FD_DECODE_BF16 };
-enum fd_stage { FD_PREPARE, FD_RECURRENCE, FD_OUTPUT, FD_DECODE };
+enum fd_stage { FD_PREPARE, FD_RECURRENCE, FD_OUTPUT, FD_DECODE, FD_RECURRENCE_WIDE };
 
 /* Stands for every value, of a field that a kernel does not depend on. */
 #define FD_ANY (-1)
@@ -55,7 +55,8 @@ typedef struct fd_ready {
 /* Records the message, printf-like, and returns the status. */
 fd_status fd_fail(fd_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* Finds and loads, for the current device, a kernel for each of the variants. */
+/* Finds and loads, for the current device, a kernel for each of the variants. FD_RECURRENCE_WIDE is FD_RECURRENCE where there is
+ * none. */
 fd_status fd_find(const fd_variant *variants, unsigned count, fd_ready *found);
 
 /* Launches `programs` thread blocks; none if that is 0. */
