@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ def _workspace_bytes(shape: Shape) -> int:
 
 
 STAGES = {"prepare": prepare_work, "recurrence": recurrence_work}
-"""By stage. Its kernel is called `<stage>_kernel` in every backend; a kernel of another name is timed, and its work unknown."""
+"""By stage. Its kernel is called `<stage>_kernel` or `<stage>_bounded_kernel` in every backend; a kernel of another name is
+timed, and its work unknown."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _describe(
     launches = len(runs) // calls
     ms = statistics.median(sum(run.us for run in runs[i : i + launches]) for i in range(0, len(runs), launches)) / 1e3
     residents = multiprocessor.residents(kernel)
-    stage = next((stage for stage in STAGES if f"{stage}_kernel" in kernel.name), None)
+    stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded)?_kernel", kernel.name)), None)
     described = {
         "kernel": kernel.name,
         "stage": stage,

@@ -235,20 +235,28 @@ def write_strength(x, BETA: tl.constexpr):
 
 
 @triton.jit
-def tf32_parts(x):
-    """`x` in float32 as a TF32 number, cut off, and the rest."""
-    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return high, x - high
+def tf32_parts(x, ROUND: tl.constexpr):
+    """`x` in float32 as a TF32 number and the rest. The products cut off the last 13 bits of their operands. `ROUND` both parts
+    beforehand where errors of one sign would pile up."""
+    bits = x.to(tl.int32, bitcast=True)
+    if ROUND:
+        bits += 4096
+    high = (bits & -8192).to(tl.float32, bitcast=True)
+    low = x - high
+    if ROUND:
+        low = ((low.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return high, low
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, APART: tl.constexpr = False):
-    """`acc + a b`. "tf32x3" is three TF32 products of the operands' two parts; `tl.dot` has it too, but rounds the parts and
-    looks for NaN between the products, which takes longer than they do. `APART`: the three do not wait for one another."""
+def dot(a, b, acc, PRECISION: tl.constexpr, IN_CHAIN: tl.constexpr = False):
+    """`acc + a b`. "tf32x3" is three TF32 products of the operands' two parts; `tl.dot` has it too, but looks for NaN between
+    the products, which takes longer than they do. `IN_CHAIN`: the next product waits for this one, so the three do not wait
+    for one another, and the operands are not rounded."""
     if PRECISION == "tf32x3":
-        a_high, a_low = tf32_parts(a)
-        b_high, b_low = tf32_parts(b)
-        if APART:
+        a_high, a_low = tf32_parts(a, not IN_CHAIN)
+        b_high, b_low = tf32_parts(b, not IN_CHAIN)
+        if IN_CHAIN:
             rest = tl.dot(a_low, b_high, input_precision="tf32")
             rest += tl.dot(a_high, b_low, input_precision="tf32")
             acc = tl.dot(a_high, b_high, acc=acc, input_precision="tf32") + rest
