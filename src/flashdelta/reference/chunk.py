@@ -57,8 +57,11 @@ def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor
     return x.transpose(0, 1).transpose(2, 3)
 
 
-def prepare(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Prepared:
-    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`."""
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, solve_dtype: torch.dtype | None = None
+) -> Prepared:
+    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`. `solve_dtype` is that of the
+    triangular solve; None: the inputs'."""
     C = q.shape[-2]
     below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(-1)
     # exp(G_i - G_j) for i >= j, the exponent summed for each pair on its own. A difference of two cumulative sums would
@@ -67,8 +70,9 @@ def prepare(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tenso
     weighted = pair * k[..., None, :, :]
     A = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
-    eye = torch.eye(C, dtype=q.dtype, device=q.device)
-    inverse = torch.linalg.solve_triangular(eye + A, torch.diag_embed(beta), upper=False, unitriangular=True)
+    solve_dtype = solve_dtype or q.dtype
+    eye, strengths = torch.eye(C, dtype=solve_dtype, device=q.device), torch.diag_embed(beta.to(solve_dtype))
+    inverse = torch.linalg.solve_triangular(eye + A.to(solve_dtype), strengths, upper=False, unitriangular=True).to(q.dtype)
     decayed = g.cumsum(-2).exp()
     return Prepared(
         w=inverse @ (k * decayed),
