@@ -8,7 +8,7 @@
  *
  * All functions may be called from any thread, at the same time. They only launch kernels: what they return says whether the
  * launch was accepted, and results are there when the stream has got that far. Arguments are checked before anything is
- * launched: after an error nothing was, but for FD_ERROR_CUDA from the second of a prefill's two launches.
+ * launched: after an error nothing was, but for FD_ERROR_CUDA from a prefill's second or third launch.
  *
  * A call uses the calling thread's current CUDA context, in which memory and stream must live. A kernel's first call on a
  * device loads it: make that call before capturing a CUDA graph. Tensors are dense, row by row, in device memory, and start at
