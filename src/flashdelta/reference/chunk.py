@@ -72,7 +72,9 @@ def prepare(
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
     solve_dtype = solve_dtype or q.dtype
     eye, strengths = torch.eye(C, dtype=solve_dtype, device=q.device), torch.diag_embed(beta.to(solve_dtype))
-    inverse = torch.linalg.solve_triangular(eye + A.to(solve_dtype), strengths, upper=False, unitriangular=True).to(q.dtype)
+    inverse = torch.linalg.solve_triangular(eye + A.to(solve_dtype), strengths, upper=False, unitriangular=True).to(
+        q.dtype
+    )
     decayed = g.cumsum(-2).exp()
     return Prepared(
         w=inverse @ (k * decayed),
