@@ -70,11 +70,9 @@ def prepare(
     weighted = pair * k[..., None, :, :]
     A = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
-    solve_dtype = solve_dtype or q.dtype
-    eye, strengths = torch.eye(C, dtype=solve_dtype, device=q.device), torch.diag_embed(beta.to(solve_dtype))
-    inverse = torch.linalg.solve_triangular(eye + A.to(solve_dtype), strengths, upper=False, unitriangular=True).to(
-        q.dtype
-    )
+    eye = torch.eye(C, dtype=q.dtype, device=q.device)
+    system, strengths = (x.to(solve_dtype or q.dtype) for x in (eye + A, torch.diag_embed(beta)))
+    inverse = torch.linalg.solve_triangular(system, strengths, upper=False, unitriangular=True).to(q.dtype)
     decayed = g.cumsum(-2).exp()
     return Prepared(
         w=inverse @ (k * decayed),
