@@ -94,6 +94,11 @@ def main() -> None:
     tritons = sorted({cost["triton"] for cost in costs})
     FILE.write_text(json.dumps({"triton": tritons, "kernels": kernels}, indent=1) + "\n")
     print(f"{len(kernels)} kernels with Triton {', '.join(tritons)}: {FILE}")
+    wrong = [
+        line for arch in ARCHITECTURES for line in violations([c for c in costs if c["arch"] == arch], kernels, arch)
+    ]
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ STATES_FEW = 16
 """Sequences times value heads up to which slices of the states' value channels are narrow: 128 programs, about as many as an
 H200 has multiprocessors. (`FEW` in export/c/prefill.c.)"""
 
-WIDE_STATES = 107_520
-"""Bytes of shared memory that wide slices need."""
+WIDE_STATES = 181_248
+"""Bytes of shared memory that wide slices need, at the most."""
 
 
 def states_config(spec: KdaSpec, capability: int, precision: str) -> RecurrenceConfig:
