@@ -28,7 +28,7 @@ demo: $(STAMP) ## let a small KDA model write, on this machine
 	@$(BIN)/flashdelta demo
 
 test: $(STAMP) $(OLDEST_STAMP) ## run all tests that need no GPU, in parallel
-	@FLASHDELTA_TRITON_OLDEST=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	@FLASHDELTA_TRITON_OLDEST=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 
 gpu-test: $(STAMP) ## run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -q -m gpu

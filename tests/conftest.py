@@ -15,6 +15,14 @@ collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpre
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("fixed")
 
+LONGEST = ("test_triton_interpreter.py", "test_compile.py")
+"""Files whose tests take minutes each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # the longest first, that no worker is left alone with one in the end
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # The tensors are tiny: handing pieces of them to other threads costs more than it saves, most of all under xdist.
