@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.prefill import PRECISIONS
+from flashdelta.prefill import INPUTS, PRECISIONS
 
 from ..cases import Case, case_id
 from ..oracle import poisoned_memory, relative_error, same_bits
@@ -52,6 +52,19 @@ def test_small_decays_are_not_rounded_away(g: float):
     lost = torch.special.expm1(torch.tensor(64 * g, dtype=torch.float64)).expand_as(state)
     resolution = torch.finfo(torch.float32).eps / -64 / g
     assert relative_error(state.double() - 1, lost) < 2e-6 + resolution
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_nan_of_a_gpus_arithmetic_is_one_as_any_other(name: str):
+    """Of all ones but for the sign: rounded by adding to its bits, it would turn into a zero."""
+    found = []
+    for bits in (0x7FC0_0000, 0x7FFF_FFFF):
+        call = prefill_call(PLAIN)
+        call[name].view(torch.int32)[0, 1, 5] = bits
+        found.append(fd.kda_prefill(**call, backend="triton"))
+    assert found[0][0][0, 1, 5].isnan().any()
+    for plain, ones in zip(*found, strict=True):
+        assert torch.equal(plain.isnan(), ones.isnan())
 
 
 def test_traced_calls_run_the_kernels_they_are_asked_for():

@@ -244,7 +244,9 @@ def tf32_parts(x, ROUND: tl.constexpr):
     high = (bits & -8192).to(tl.float32, bitcast=True)
     low = x - high
     if ROUND:
-        low = ((low.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        # a GPU's NaN is all ones but for the sign: without a limit it would run over and be gone
+        bits = tl.minimum(low.to(tl.int32, bitcast=True), 0x7FFFE000) + 4096
+        low = (bits & -8192).to(tl.float32, bitcast=True)
     return high, low
 
 
