@@ -82,7 +82,7 @@ def _rows(case: VerifyCase, device: torch.device, names: Sequence[str]) -> list[
 
 
 def _tolerance(case: VerifyCase, operator: str, tensors: Inputs, settings: dict[str, object]) -> float:
-    """The dtype's, and for a chunked kernel on ill-conditioned inputs twice what rounding its operands costs besides."""
+    """The dtype's, and for a chunked kernel on ill-conditioned inputs twice what rounding costs besides."""
     if operator != "chunk" or not case.ill_conditioned:
         return TOLERANCE[case.dtype]
     return TOLERANCE[case.dtype] + 2 * max(rounding_error(*check_arguments({**tensors, **settings})))
