@@ -15,7 +15,7 @@ Differentiable, for any device and dtype up to float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +57,19 @@ def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor
     return x.transpose(0, 1).transpose(2, 3)
 
 
+def solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`system^-1 right` of a lower triangle with ones on its diagonal."""
+    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+
+
 def prepare(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, solve_dtype: torch.dtype | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = solve,
 ) -> Prepared:
-    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`. `solve_dtype` is that of the
-    triangular solve; None: the inputs'."""
+    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`."""
     C = q.shape[-2]
     below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(-1)
     # exp(G_i - G_j) for i >= j, the exponent summed for each pair on its own. A difference of two cumulative sums would
@@ -71,8 +79,7 @@ def prepare(
     A = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
     eye = torch.eye(C, dtype=q.dtype, device=q.device)
-    system, strengths = (x.to(solve_dtype or q.dtype) for x in (eye + A, torch.diag_embed(beta)))
-    inverse = torch.linalg.solve_triangular(system, strengths, upper=False, unitriangular=True).to(q.dtype)
+    inverse = solve(eye + A, torch.diag_embed(beta))
     decayed = g.cumsum(-2).exp()
     return Prepared(
         w=inverse @ (k * decayed),
