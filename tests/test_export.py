@@ -231,7 +231,7 @@ def test_bad_arguments_are_named_and_launch_nothing(exported: Export, op: str):
     found = call(exported, calls)
     for (name, (_, status, said)), outcome in zip(bad.items(), found.outcomes):
         assert (outcome["status"], outcome["message"].startswith(said)) == (status, True), (name, outcome)
-    assert found.launches == [] and found.loads == 0
+    assert found.launches == [] and found.counts["load"] == 0
 
 
 @pytest.mark.parametrize("op", BAD)
@@ -343,8 +343,12 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     call_spec = replace(spec.call, has_initial_state=states, output_final_state=states)
     spec, t = replace(spec, call=call_spec), replace(t, initial_state=state)
     want = prefill_launches(spec, t, 90, o, w, None if bf16 else u, state)
-    found = call(exported, [{"op": op, "args": args, "stream": 0x5000}], parameters=parameter_counts(want))
-    assert found.statuses == ["SUCCESS"] and found.loads == len(want) == len(found.launches)
+    # the first call kernel by kernel, the second as a graph, the third as the same graph
+    task = {"op": op, "args": args, "stream": 0x5000, "repeats": 3}
+    found = call(exported, [task], parameters=parameter_counts(want))
+    assert found.statuses == ["SUCCESS"]
+    assert found.counts == {"load": len(want), "graph": 1, "set": 0, "destroy": 0}
+    assert [record["graph"] for record in found.launches] == [0] * len(want) + [*range(1, len(want) + 1)] * 2
     addresses = {
         name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *state_pointers) if name in args
     }
@@ -354,7 +358,7 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
     if not bf16:
         addresses["pseudo"] = args["o"]
-    for record, launch in zip(found.launches, want):
+    for record, launch in zip(found.launches, want * 3, strict=True):
         assert record["stream"] == 0x5000
         check_launch(record, launch, addresses)
 
@@ -403,6 +407,60 @@ def test_without_tokens_the_state_is_carried_on(exported: Export):
     assert [record["name"] for record in found.launches] == ["recurrence_kernel"]
 
 
+def graphs_of(records: list[dict]) -> list[int]:
+    """1 for every prefill in float32 that was launched as a graph, 0 for the others, whose kernels were launched one by one."""
+    calls = [records[i : i + 3] for i in range(0, len(records), 3)]
+    for one in calls:
+        assert [record["name"] for record in one] == ["prepare_kernel", "recurrence_kernel", "output_kernel"]
+        assert [record["graph"] for record in one] in ([0, 0, 0], [1, 2, 3])
+    return [int(one[0]["graph"] > 0) for one in calls]
+
+
+def test_a_graph_takes_what_differs_from_the_last_call(exported: Export):
+    """Other memory and another length: one graph, its three kernels set anew whenever anything differs."""
+    calls = [prefill_args(), prefill_args(), prefill_args(o=0x90000), prefill_args(o=0x90000), prefill_args(T=130)]
+    found = call(exported, [{"op": "prefill_f32", "args": args} for args in calls], parameters="output_kernel=20;")
+    assert graphs_of(found.launches) == [0, 1, 1, 1, 1]
+    assert found.counts == {"load": 3, "graph": 1, "set": 6, "destroy": 0}
+    outputs = found.launches[2::3]
+    assert [0x90000 in record["values"] for record in outputs] == [False, False, True, True, False]
+    assert len({record["grid"] for record in outputs[:4]}) == 1 and outputs[4]["grid"] > outputs[3]["grid"]
+
+
+def test_every_stream_has_a_graph_and_the_oldest_goes(exported: Export):
+    one = {"op": "prefill_f32", "args": prefill_args()}
+    streams = [0x1000 * (i + 1) for i in range(40)]
+    found = call(exported, [one | {"stream": stream, "repeats": 3} for stream in [*streams, *streams[-2:], streams[0]]])
+    assert graphs_of(found.launches) == [0, 1, 1] * 40 + [1] * 6 + [0, 1, 1]
+    assert [record["stream"] for record in found.launches[:: 3 * 3]] == [*streams, *streams[-2:], streams[0]]
+    assert found.counts == {"load": 3, "graph": 41, "set": 0, "destroy": 41 - 32}
+
+
+def test_what_is_captured_is_kernels(exported: Export):
+    found = call(exported, [{"op": "prefill_f32", "args": prefill_args(), "repeats": 4}], capturing=1)
+    assert graphs_of(found.launches) == [0] * 4 and found.counts["graph"] == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(
+            "cuCtxGetId",
+            "cuStreamIsCapturing",
+            "cuThreadExchangeStreamCaptureMode",
+            "cuGraphCreate",
+            "cuGraphAddKernelNode",
+        ),
+        *("cuGraphInstantiateWithFlags", "cuGraphExecKernelNodeSetParams", "cuGraphLaunch"),
+    ],
+)
+def test_without_graphs_kernels_are_launched_one_by_one(exported: Export, function: str):
+    calls = [prefill_args(), prefill_args(), prefill_args(T=130)]
+    found = call(exported, [{"op": "prefill_f32", "args": args} for args in calls], failing=function)
+    assert found.statuses == ["SUCCESS"] * 3
+    assert graphs_of(found.launches) == [0, int("SetParams" in function), 0]
+
+
 # ---- architectures, failures, threads ------------------------------------------------------------------------------------
 
 
@@ -425,7 +483,7 @@ def test_kernels_are_picked_by_architecture(exported: Export, op: str, arch: int
     found = call(exported, [{"op": op, "args": args_of(op)}] * 2, arch=arch, shared=shared)
     assert found.statuses == [status] * 2
     if status == "SUCCESS":
-        assert len(found.launches) == 2 * found.loads > 0
+        assert len(found.launches) == 2 * found.counts["load"] > 0
     else:
         assert found.launches == []
         message = f"device 0: got sm_{arch} with {shared} bytes of shared memory, wanted a GPU of: sm_89, sm_90"
@@ -462,7 +520,7 @@ def test_threads_load_each_kernel_once_and_keep_their_own_errors(exported: Expor
     assert [one["message"].split(",")[0] for one in found.outcomes] == [""] * len(good) + [
         f"T: got {-i}" for i in range(1, 5)
     ]
-    assert found.loads == 6 and len(found.launches) == 3 * 100 * (3 + 2 + 1)
+    assert found.counts["load"] == 6 and len(found.launches) == 3 * 100 * (3 + 2 + 1)
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])

@@ -11,6 +11,7 @@ import sys
 import threading
 
 MOST_PARAMETERS = 96
+COUNTS = ("load", "graph", "set", "destroy")
 
 
 class Record(ctypes.Structure):
@@ -19,7 +20,7 @@ class Record(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char * 64),
         ("image", ctypes.c_void_p),
-        *((name, ctypes.c_uint) for name in ("grid", "block", "shared", "attributes", "attribute")),
+        *((name, ctypes.c_uint) for name in ("grid", "block", "shared", "attributes", "attribute", "graph")),
         ("stream", ctypes.c_void_p),
         ("count", ctypes.c_int),
         ("values", ctypes.c_uint64 * MOST_PARAMETERS),
@@ -68,17 +69,17 @@ def main() -> None:
     else:
         for i in range(len(outcomes)):
             call(i)
-    launches, loads = [], 0
+    launches, counts = [], dict.fromkeys(COUNTS, 0)
     if hasattr(driver, "fake_launch_count"):
         count = ctypes.c_int.in_dll(driver, "fake_launch_count").value
-        loads = ctypes.c_int.in_dll(driver, "fake_load_count").value
+        counts = {name: ctypes.c_int.in_dll(driver, f"fake_{name}_count").value for name in COUNTS}
         records = (Record * 4096).in_dll(driver, "fake_launches")
         for record in records[: min(count, 4096)]:
             one = {
                 name: getattr(record, name) for name, _ in Record._fields_ if name not in ("name", "count", "values")
             }
             launches.append(one | {"name": record.name.decode(), "values": list(record.values[: record.count])})
-    print(json.dumps({"outcomes": outcomes, "launches": launches, "loads": loads}))
+    print(json.dumps({"outcomes": outcomes, "launches": launches, "counts": counts}))
 
 
 if __name__ == "__main__":

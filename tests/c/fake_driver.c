@@ -13,15 +13,15 @@
 typedef struct {
     char name[64];
     const void *image;
-    unsigned grid, block, shared, attributes, attribute;
+    unsigned grid, block, shared, attributes, attribute, graph; /* `graph`: 1 + the place of its node, or 0 */
     void *stream;
     int count;
     uint64_t values[MOST_PARAMETERS];
 } record;
 
 record fake_launches[MOST_LAUNCHES];
-_Atomic int fake_launch_count, fake_load_count;
-int fake_arch = 90, fake_shared = 232448;
+_Atomic int fake_launch_count, fake_load_count, fake_graph_count, fake_set_count, fake_destroy_count;
+int fake_arch = 90, fake_shared = 232448, fake_capturing = 0;
 /* The function that fails, and how many parameters kernels have, as in "prepare_kernel=35;decode_kernel=20;". */
 char fake_failing[256], fake_parameters[256];
 
@@ -90,23 +90,120 @@ static int parameters_of(const char *name) {
     return found == NULL ? 0 : atoi(found + strlen(name) + 1);
 }
 
+static record recorded(const void *kernel, unsigned grid, unsigned block, unsigned shared, void **parameters) {
+    record found = {.grid = grid, .block = block, .shared = shared};
+    memcpy(found.name, ((const char(*)[64])kernel), sizeof found.name);
+    found.image = *(const void *const *)((const char *)kernel + 64);
+    found.count = parameters_of(found.name);
+    for (int p = 0; p < found.count; p++)
+        memcpy(&found.values[p], parameters[p], sizeof(uint64_t));
+    return found;
+}
+
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
     MAY_FAIL("cuLaunchKernelEx");
     if (extra != NULL || config->gridDimY != 1 || config->gridDimZ != 1 || config->blockDimY != 1 || config->blockDimZ != 1)
         return CUDA_ERROR_INVALID_VALUE;
-    int i = fake_launch_count++ % MOST_LAUNCHES;
-    record *found = &fake_launches[i];
-    memcpy(found->name, ((char(*)[64])function), sizeof found->name);
-    found->image = *(const void *const *)((const char *)function + 64);
-    found->grid = config->gridDimX;
-    found->block = config->blockDimX;
-    found->shared = config->sharedMemBytes;
-    found->attributes = config->numAttrs;
-    found->attribute = config->numAttrs ? (unsigned)config->attrs[0].id : 0;
-    found->stream = config->hStream;
-    found->count = parameters_of(found->name);
-    for (int p = 0; p < found->count; p++)
-        memcpy(&found->values[p], parameters[p], sizeof(uint64_t));
+    record found = recorded(function, config->gridDimX, config->blockDimX, config->sharedMemBytes, parameters);
+    found.attributes = config->numAttrs;
+    found.attribute = config->numAttrs ? (unsigned)config->attrs[0].id : 0;
+    found.stream = config->hStream;
+    fake_launches[fake_launch_count++ % MOST_LAUNCHES] = found;
+    return CUDA_SUCCESS;
+}
+
+/* ---- graphs: a chain of kernels ---- */
+
+typedef struct {
+    int count;
+    record nodes[4];
+} chain;
+
+CUresult cuCtxGetId(CUcontext given, unsigned long long *id) {
+    MAY_FAIL("cuCtxGetId");
+    *id = 7;
+    return given == NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    (void)stream;
+    MAY_FAIL("cuStreamIsCapturing");
+    *status = fake_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    static _Thread_local CUstreamCaptureMode now = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    MAY_FAIL("cuThreadExchangeStreamCaptureMode");
+    CUstreamCaptureMode before = now;
+    now = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphCreate(CUgraph *graph, unsigned flags) {
+    MAY_FAIL("cuGraphCreate");
+    *graph = calloc(1, sizeof(chain));
+    return flags == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static int node_fits(const CUDA_KERNEL_NODE_PARAMS *node) {
+    return node->func == NULL && node->extra == NULL && node->ctx == NULL && node->gridDimY == 1 && node->gridDimZ == 1 &&
+           node->blockDimY == 1 && node->blockDimZ == 1;
+}
+
+/* Node i of a graph is 1 + i. */
+CUresult cuGraphAddKernelNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *before, size_t count,
+                              const CUDA_KERNEL_NODE_PARAMS *given) {
+    MAY_FAIL("cuGraphAddKernelNode");
+    chain *found = (chain *)graph;
+    int i = found->count;
+    if (!node_fits(given) || count != (size_t)(i > 0) || (i > 0 && (uintptr_t)before[0] != (uintptr_t)i))
+        return CUDA_ERROR_INVALID_VALUE;
+    found->nodes[i] = recorded(given->kern, given->gridDimX, given->blockDimX, given->sharedMemBytes, given->kernelParams);
+    *node = (CUgraphNode)(uintptr_t)++found->count;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphInstantiateWithFlags(CUgraphExec *run, CUgraph graph, unsigned long long flags) {
+    MAY_FAIL("cuGraphInstantiateWithFlags");
+    fake_graph_count++;
+    *run = malloc(sizeof(chain));
+    memcpy(*run, graph, sizeof(chain));
+    return flags == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuGraphExecKernelNodeSetParams(CUgraphExec run, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *given) {
+    MAY_FAIL("cuGraphExecKernelNodeSetParams");
+    fake_set_count++;
+    record *old = &((chain *)run)->nodes[(uintptr_t)node - 1];
+    record new = recorded(given->kern, given->gridDimX, given->blockDimX, given->sharedMemBytes, given->kernelParams);
+    if (!node_fits(given) || old->image != new.image)
+        return CUDA_ERROR_INVALID_VALUE;
+    *old = new;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphLaunch(CUgraphExec run, CUstream stream) {
+    MAY_FAIL("cuGraphLaunch");
+    const chain *found = (const chain *)run;
+    for (int i = 0; i < found->count; i++) {
+        record one = found->nodes[i];
+        one.stream = stream;
+        one.graph = 1 + (unsigned)i;
+        fake_launches[fake_launch_count++ % MOST_LAUNCHES] = one;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphExecDestroy(CUgraphExec run) {
+    fake_destroy_count++;
+    free(run);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphDestroy(CUgraph graph) {
+    free(graph);
     return CUDA_SUCCESS;
 }
 

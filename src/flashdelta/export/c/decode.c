@@ -70,8 +70,9 @@ static fd_values values_of(const fd_decode_args *a) {
 fd_status fd_decode_bf16(const fd_decode_args *args, CUstream stream) {
     FD_TRY(check(args));
     fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, args->K, args->V, 0, args->gate, FD_PRECISION_DEFAULT};
+    int64_t items = args->N * args->H;
     fd_ready found;
-    FD_TRY(fd_find(&wanted, 1, &found));
+    FD_TRY(fd_find(&wanted, &items, 1, &found));
     fd_values values = values_of(args);
-    return fd_launch(&found, args->N * args->H * found.kernel->slices, &values, stream);
+    return fd_launch(&found, 1, &values, stream);
 }

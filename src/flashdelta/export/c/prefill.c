@@ -150,12 +150,10 @@ static fd_status prefill(int op, const fd_prefill_args *a, CUstream stream) {
     };
     unsigned count = op == FD_PREFILL_F32 ? 3 : 2;
     int64_t items[] = {heads * chunks, heads, heads * chunks};
-    fd_ready found[3];
-    FD_TRY(fd_find(stages, count, found));
+    fd_ready found[FD_LAUNCHES];
+    FD_TRY(fd_find(stages, items, count, found));
     fd_values values = values_of(a, &at, chunks, op == FD_PREFILL_F32);
-    for (unsigned i = 0; i < count; i++)
-        FD_TRY(fd_launch(&found[i], items[i] * found[i].kernel->slices, &values, stream));
-    return FD_SUCCESS;
+    return fd_launch(found, count, &values, stream);
 }
 
 fd_status fd_prefill_f32_workspace(const fd_prefill_args *args, size_t *bytes) {

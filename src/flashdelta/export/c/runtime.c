@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <string.h>
 
 /* ---- errors ------------------------------------------------------------------------------------------------------------ */
 
@@ -104,12 +105,20 @@ typedef struct {
     unsigned attribute_count;
 } launch_config;
 
+typedef struct {
+    void *function; /* NULL: `kernel`, in the current context */
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    void **parameters, **extra;
+    void *kernel, *context;
+} node_parameters;
+
 enum {
     COMPUTE_CAPABILITY_MAJOR = 75,      /* CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ... */
     COMPUTE_CAPABILITY_MINOR = 76,
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,  /* CU_FUNC_ATTRIBUTE_... */
     PROGRAMMATIC_STREAM_SERIALIZATION = 6, /* CU_LAUNCH_ATTRIBUTE_... */
+    CAPTURE_MODE_RELAXED = 2,           /* CU_STREAM_CAPTURE_MODE_RELAXED */
     SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
 };
 
@@ -120,6 +129,16 @@ static struct {
     int (*get_kernel)(void **, void *, const char *);
     int (*set_attribute)(int, int, void *, int);
     int (*launch)(const launch_config *, void *, void **, void **);
+    int (*context_id)(void *, unsigned long long *);
+    int (*is_capturing)(CUstream, int *);
+    int (*exchange_capture_mode)(int *);
+    int (*graph_create)(void **, unsigned);
+    int (*graph_add_kernel)(void **, void *, void *const *, size_t, const node_parameters *);
+    int (*graph_instantiate)(void **, void *, unsigned long long);
+    int (*graph_exec_set)(void *, void *, const node_parameters *);
+    int (*graph_launch)(void *, CUstream);
+    int (*graph_exec_destroy)(void *);
+    int (*graph_destroy)(void *);
     int (*get_error_string)(int, const char **);
     char problem[256];
 } driver;
@@ -134,7 +153,13 @@ static void open_driver(void) {
         {"cuCtxGetDevice", &driver.get_device},       {"cuDeviceGetAttribute", &driver.get_attribute},
         {"cuLibraryLoadData", &driver.load},          {"cuLibraryGetKernel", &driver.get_kernel},
         {"cuKernelSetAttribute", &driver.set_attribute}, {"cuLaunchKernelEx", &driver.launch},
-        {"cuGetErrorString", &driver.get_error_string},
+        {"cuCtxGetId", &driver.context_id},           {"cuStreamIsCapturing", &driver.is_capturing},
+        {"cuThreadExchangeStreamCaptureMode", &driver.exchange_capture_mode},
+        {"cuGraphCreate", &driver.graph_create},      {"cuGraphAddKernelNode_v2", &driver.graph_add_kernel},
+        {"cuGraphInstantiateWithFlags", &driver.graph_instantiate},
+        {"cuGraphExecKernelNodeSetParams_v2", &driver.graph_exec_set},
+        {"cuGraphLaunch", &driver.graph_launch},      {"cuGraphExecDestroy", &driver.graph_exec_destroy},
+        {"cuGraphDestroy", &driver.graph_destroy},    {"cuGetErrorString", &driver.get_error_string},
     };
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
@@ -279,7 +304,7 @@ static fd_status make_ready(const fd_kernel *kernel, const device *where, void *
     return status;
 }
 
-fd_status fd_find(const fd_variant *variants, unsigned count, fd_ready *found) {
+fd_status fd_find(const fd_variant *variants, const int64_t *items, unsigned count, fd_ready *found) {
     device where;
     FD_TRY(current_device(&where));
     for (unsigned i = 0; i < count; i++) {
@@ -290,26 +315,36 @@ fd_status fd_find(const fd_variant *variants, unsigned count, fd_ready *found) {
             status = find_kernel(&wanted, &where, &found[i].kernel);
         }
         FD_TRY(status);
+        found[i].programs = items[i] * found[i].kernel->slices;
     }
     for (unsigned i = 0; i < count; i++)
         FD_TRY(make_ready(found[i].kernel, &where, &found[i].function));
     return FD_SUCCESS;
 }
 
-fd_status fd_launch(const fd_ready *ready, int64_t programs, const fd_values *values, CUstream stream) {
-    if (programs == 0)
-        return FD_SUCCESS;
-    const fd_kernel *kernel = ready->kernel;
-    /* after its own parameters a kernel has two for scratch memory, which none of these uses */
+/* ---- launches ---------------------------------------------------------------------------------------------------------- */
+
+/* Room for a kernel's parameters: its own, and two for scratch memory, which none of these uses. */
+typedef struct {
+    void *of[FD_PARAMETERS + 2];
+} parameter_list;
+
+static parameter_list parameters_of(const fd_kernel *kernel, const fd_values *values) {
     static const void *const no_scratch = NULL;
-    void *parameters[FD_PARAMETERS + 2];
+    parameter_list list;
     for (unsigned i = 0; i < kernel->parameters; i++)
-        parameters[i] = (void *)&values->of[kernel->order[i]];
-    parameters[kernel->parameters] = (void *)&no_scratch;
-    parameters[kernel->parameters + 1] = (void *)&no_scratch;
+        list.of[i] = (void *)&values->of[kernel->order[i]];
+    list.of[kernel->parameters] = (void *)&no_scratch;
+    list.of[kernel->parameters + 1] = (void *)&no_scratch;
+    return list;
+}
+
+static fd_status launch_alone(const fd_ready *ready, const fd_values *values, CUstream stream) {
+    const fd_kernel *kernel = ready->kernel;
+    parameter_list parameters = parameters_of(kernel, values);
     launch_attribute early = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.number = 1};
     launch_config config = {
-        .grid_x = (unsigned)programs,
+        .grid_x = (unsigned)ready->programs,
         .grid_y = 1,
         .grid_z = 1,
         .block_x = kernel->threads,
@@ -320,6 +355,150 @@ fd_status fd_launch(const fd_ready *ready, int64_t programs, const fd_values *va
         .attributes = &early,
         .attribute_count = kernel->overlaps ? 1 : 0,
     };
-    CUDA_TRY("cuLaunchKernelEx", driver.launch(&config, ready->function, parameters, NULL));
+    CUDA_TRY("cuLaunchKernelEx", driver.launch(&config, ready->function, parameters.of, NULL));
+    return FD_SUCCESS;
+}
+
+/* The kernels of a call as one CUDA graph, which costs the host about what one kernel does. A graph does not run while it
+ * runs already, so every stream has one of its own. The first call on a stream is only remembered, the second makes the graph;
+ * from then on only arguments that differ from the last call's are handed over. */
+typedef struct {
+    unsigned long long context; /* 0: nothing here */
+    CUstream stream;
+    unsigned count;
+    fd_ready kernels[FD_LAUNCHES];
+    fd_values values;
+    void *graph, *nodes[FD_LAUNCHES], *run; /* `run` NULL: not made yet */
+    uint64_t used;
+} chain;
+
+#define CHAINS 32
+
+static chain chains[CHAINS];
+static uint64_t chain_calls;
+static pthread_mutex_t chains_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int same_kernels(const chain *c, const fd_ready *kernels, unsigned count) {
+    int same = c->count == count;
+    for (unsigned i = 0; same && i < count; i++)
+        same = c->kernels[i].kernel == kernels[i].kernel;
+    return same;
+}
+
+static void forget(chain *c) {
+    if (c->run != NULL)
+        driver.graph_exec_destroy(c->run); /* which frees it once it has run */
+    if (c->graph != NULL)
+        driver.graph_destroy(c->graph);
+    memset(c, 0, sizeof *c);
+}
+
+/* The chain of such calls; if there is none, a new one, where there is room or instead of the one of this context that was used
+ * longest ago. */
+static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsigned count, CUstream stream) {
+    chain *place = NULL, *oldest = NULL;
+    for (chain *c = chains; c < chains + CHAINS; c++) {
+        if (c->context == context && c->stream == stream && same_kernels(c, kernels, count))
+            return c;
+        if (place == NULL && c->context == 0)
+            place = c;
+        if (c->context == context && (oldest == NULL || c->used < oldest->used))
+            oldest = c;
+    }
+    if (place == NULL)
+        place = oldest;
+    if (place == NULL)
+        return NULL;
+    forget(place);
+    place->context = context;
+    place->stream = stream;
+    place->count = count;
+    memcpy(place->kernels, kernels, count * sizeof *kernels);
+    return place;
+}
+
+static node_parameters node_of(const fd_ready *ready, parameter_list *parameters) {
+    return (node_parameters){
+        .grid_x = (unsigned)ready->programs,
+        .grid_y = 1,
+        .grid_z = 1,
+        .block_x = ready->kernel->threads,
+        .block_y = 1,
+        .block_z = 1,
+        .shared_bytes = ready->kernel->shared_bytes,
+        .parameters = parameters->of,
+        .kernel = ready->function,
+    };
+}
+
+/* Another thread's capture of a stream must not forbid it. */
+static int make_run(chain *c) {
+    int mode = CAPTURE_MODE_RELAXED;
+    int result = driver.exchange_capture_mode(&mode);
+    if (result != 0)
+        return result;
+    result = driver.graph_create(&c->graph, 0);
+    for (unsigned i = 0; result == 0 && i < c->count; i++) {
+        parameter_list parameters = parameters_of(c->kernels[i].kernel, &c->values);
+        node_parameters node = node_of(&c->kernels[i], &parameters);
+        result = driver.graph_add_kernel(&c->nodes[i], c->graph, i > 0 ? &c->nodes[i - 1] : NULL, i > 0, &node);
+    }
+    if (result == 0)
+        result = driver.graph_instantiate(&c->run, c->graph, 0);
+    driver.exchange_capture_mode(&mode);
+    return result;
+}
+
+static int update_run(chain *c) {
+    int result = 0;
+    for (unsigned i = 0; result == 0 && i < c->count; i++) {
+        parameter_list parameters = parameters_of(c->kernels[i].kernel, &c->values);
+        node_parameters node = node_of(&c->kernels[i], &parameters);
+        result = driver.graph_exec_set(c->run, c->nodes[i], &node);
+    }
+    return result;
+}
+
+/* Whether the kernels were launched as a graph; if not, none was. With the lock held. */
+static int launch_chain(const fd_ready *kernels, unsigned count, const fd_values *values, CUstream stream) {
+    int capturing;
+    unsigned long long context;
+    /* a graph cannot be launched into a stream that is being captured */
+    if (driver.is_capturing(stream, &capturing) != 0 || capturing || driver.context_id(NULL, &context) != 0)
+        return 0;
+    chain *c = chain_of(context, kernels, count, stream);
+    int first = c == NULL || c->used == 0;
+    if (c != NULL)
+        c->used = ++chain_calls;
+    if (first)
+        return 0;
+    int same = memcmp(c->kernels, kernels, count * sizeof *kernels) == 0 && memcmp(&c->values, values, sizeof *values) == 0;
+    int result = 0;
+    if (c->run == NULL || !same) {
+        memcpy(c->kernels, kernels, count * sizeof *kernels);
+        c->values = *values;
+        result = c->run == NULL ? make_run(c) : update_run(c);
+    }
+    if (result == 0)
+        result = driver.graph_launch(c->run, stream);
+    if (result != 0)
+        forget(c);
+    return result == 0;
+}
+
+fd_status fd_launch(const fd_ready *kernels, unsigned count, const fd_values *values, CUstream stream) {
+    unsigned empty = 0;
+    for (unsigned i = 0; i < count; i++)
+        empty += kernels[i].programs == 0;
+    /* who finds another thread here does not wait for it */
+    if (count > 1 && empty == 0 && pthread_mutex_trylock(&chains_lock) == 0) {
+        int launched = launch_chain(kernels, count, values, stream);
+        pthread_mutex_unlock(&chains_lock);
+        if (launched)
+            return FD_SUCCESS;
+    }
+    for (unsigned i = 0; i < count; i++)
+        if (kernels[i].programs != 0)
+            FD_TRY(launch_alone(&kernels[i], values, stream));
     return FD_SUCCESS;
 }

@@ -46,21 +46,25 @@ typedef struct fd_values {
     fd_value of[FD_PARAMETERS];
 } fd_values;
 
-/* A kernel that is ready to be launched on the current device. */
+/* A kernel that is ready to be launched on the current device, with `programs` thread blocks. */
 typedef struct fd_ready {
     const fd_kernel *kernel;
     void *function;
+    int64_t programs;
 } fd_ready;
+
+/* The most kernels of a call. */
+#define FD_LAUNCHES 3
 
 /* Records the message, printf-like, and returns the status. */
 fd_status fd_fail(fd_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* Finds and loads, for the current device, a kernel for each of the variants. FD_RECURRENCE_WIDE is FD_RECURRENCE where there is
- * none. */
-fd_status fd_find(const fd_variant *variants, unsigned count, fd_ready *found);
+/* Finds and loads, for the current device, a kernel for each of the variants; its `programs` are those of one slice of the value
+ * channels, `items`, times slices. FD_RECURRENCE_WIDE is FD_RECURRENCE where there is none. */
+fd_status fd_find(const fd_variant *variants, const int64_t *items, unsigned count, fd_ready *found);
 
-/* Launches `programs` thread blocks; none if that is 0. */
-fd_status fd_launch(const fd_ready *kernel, int64_t programs, const fd_values *values, CUstream stream);
+/* Launches the kernels one after another, leaving out those without programs. */
+fd_status fd_launch(const fd_ready *kernels, unsigned count, const fd_values *values, CUstream stream);
 
 /* Checks that hold for several operators. */
 fd_status fd_check_size(const char *name, int64_t size, int64_t most);
