@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -128,10 +129,12 @@ def make_inputs(case: Fp32Case, device: torch.device) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One contender in one row; `problem` says why there is no time. `host_us` is the host's time of an eager call."""
+    """One contender in one row; `problem` says why there is no time. `host_us` is the host's time of an eager call, and
+    `host_changed_us` that of one whose tensors are not those of the call before."""
 
     ms: Timing | None = None
     host_us: float | None = None
+    host_changed_us: float | None = None
     error_o: float | None = None
     error_w: float | None = None
     error_u: float | None = None
@@ -178,6 +181,7 @@ class Contender:
     tolerance: float | None = None
     graph: bool = True
     host: Run | None = None
+    host_changed: Run | None = None
 
 
 def our_call(inputs: Mapping[str, Tensor], case: Fp32Case, precision: str) -> Callable[[], Sequence[Tensor]]:
@@ -196,8 +200,9 @@ def fla_call(inputs: Mapping[str, Tensor], fla: Peer, dtype: torch.dtype) -> Cal
     return call
 
 
-def c_call(inputs: Mapping[str, Tensor], case: Fp32Case, library: Library) -> tuple[Callable, Run]:
-    """The call on the current stream, and one that leaves out all that a C caller has not: the host's time of it."""
+def c_call(inputs: Mapping[str, Tensor], case: Fp32Case, library: Library) -> tuple[Callable, Run, Run]:
+    """The call on the current stream; one that leaves out all that a C caller has not, for the host's time of it; and one of
+    two such calls in turn, of which the second has `w` and `u` in each other's place."""
     tensors = [inputs[name] for name in INPUTS]
     spec, _ = prefill_of(*tensors, case.C, None, "none", DEFAULT_PRECISION)
     results = spec.allocate(tensors[0].device)
@@ -207,13 +212,16 @@ def c_call(inputs: Mapping[str, Tensor], case: Fp32Case, library: Library) -> tu
     for name, x in zip((*INPUTS, "o", "w", "u", "workspace"), (*tensors, *results, workspace)):
         setattr(args, name, x.data_ptr())
     args.workspace_bytes = size
+    other = PrefillArgs.from_buffer_copy(args)
+    other.w, other.u = args.u, args.w
     function, given = library.functions.fd_prefill_f32, ctypes.byref(args)
+    turns = itertools.cycle((given, ctypes.byref(other)))
 
     def call() -> Sequence[Tensor]:
         library.prefill(args, torch.cuda.current_stream().cuda_stream if workspace.is_cuda else 0)
         return (*results, workspace)  # which must live as long as they
 
-    return call, lambda: function(given, None)
+    return call, lambda: function(given, None), lambda: function(next(turns), None)
 
 
 def host_us(call: Run, device: torch.device, calls: int = HOST_CALLS) -> float:
@@ -244,8 +252,8 @@ def contenders_of(case: Fp32Case, inputs: Mapping[str, Tensor], setup: Fp32Setup
         found[precision] = Contender(call, TOLERANCE, host=call if precision == DEFAULT_PRECISION else None)
     found["c"] = "not asked for (--library)"
     if setup.library is not None:
-        call, host = c_call(inputs, case, setup.library)
-        found["c"] = Contender(call, TOLERANCE, host=host)
+        call, host, changed = c_call(inputs, case, setup.library)
+        found["c"] = Contender(call, TOLERANCE, host=host, host_changed=changed)
     for name, dtype in (("fla_fp32", torch.float32), ("fla_bf16", torch.bfloat16)):
         found[name] = setup.fla.absence or "not asked for"
         if setup.fla.chunk_kda is not None:
@@ -291,6 +299,8 @@ def prepared(contender: Contender, outcome: Outcome, device: torch.device) -> tu
     """The outcome with the host's time, and what is timed."""
     if contender.host is not None:
         outcome = replace(outcome, host_us=host_us(contender.host, device))
+    if contender.host_changed is not None:
+        outcome = replace(outcome, host_changed_us=host_us(contender.host_changed, device))
     if contender.graph and device.type == "cuda":
         replay, results = capture(lambda: tuple(contender.call()))
 

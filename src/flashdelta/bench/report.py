@@ -403,9 +403,12 @@ def fp32_table(document: dict) -> Table:
         "FLA fp32\no",
         "FLA bf16\no",
     )
-    columns += ("host\nus", "C host\nus")
+    columns += ("host\nus", "C host us\nsame, other")
 
     def cells(row: dict) -> list[str]:
+        def microseconds(one: dict, what: str) -> str:
+            return "-" if one.get(what) is None else f"{one[what]:.1f}"
+
         def share(name: str) -> str:
             found = [row["shares"][f"{name} of {what}"] for what in ("copy", "products")]
             return " ".join("-" if x is None else f"{x:.0%}" for x in found)
@@ -417,7 +420,8 @@ def fp32_table(document: dict) -> Table:
             share("ieee"),
             _errors(row["ours"], "error_o", "error_w", "error_u"),
             *(_error(row[name]["error_o"]) for name in ("ieee", "fla_fp32", "fla_bf16")),
-            *("-" if row[name]["host_us"] is None else f"{row[name]['host_us']:.1f}" for name in ("ours", "c")),
+            microseconds(row["ours"], "host_us"),
+            f"{microseconds(row['c'], 'host_us')} {microseconds(row['c'], 'host_changed_us')}",
         ]
 
     return row_table(document, columns, lambda row: [cells(row)])
