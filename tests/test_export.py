@@ -416,24 +416,40 @@ def graphs_of(records: list[dict]) -> list[int]:
     return [int(one[0]["graph"] > 0) for one in calls]
 
 
-def test_a_graph_takes_what_differs_from_the_last_call(exported: Export):
-    """Other memory and another length: one graph, its three kernels set anew whenever anything differs."""
-    calls = [prefill_args(), prefill_args(), prefill_args(o=0x90000), prefill_args(o=0x90000), prefill_args(T=130)]
-    found = call(exported, [{"op": "prefill_f32", "args": args} for args in calls], parameters="output_kernel=20;")
-    assert graphs_of(found.launches) == [0, 1, 1, 1, 1]
-    assert found.counts == {"load": 3, "graph": 1, "set": 6, "destroy": 0}
-    outputs = found.launches[2::3]
-    assert [0x90000 in record["values"] for record in outputs] == [False, False, True, True, False]
-    assert len({record["grid"] for record in outputs[:4]}) == 1 and outputs[4]["grid"] > outputs[3]["grid"]
+def other_calls(count: int) -> list[dict]:
+    return [{"op": "prefill_f32", "args": prefill_args(o=0x90000 + 0x1000 * i, T=100 + i)} for i in range(count)]
+
+
+def check_outputs(records: list[dict], calls: list[dict]) -> None:
+    """Every call's last kernel wrote to that call's `o`."""
+    for record, one in zip(records[2::3], calls, strict=True):
+        assert one["args"]["o"] in record["values"]
+
+
+def test_calls_that_take_turns_have_a_graph_each(exported: Export):
+    calls = other_calls(8) * 3
+    found = call(exported, calls, parameters="output_kernel=20;")
+    assert graphs_of(found.launches) == [0] * 8 + [1] * 16
+    assert found.counts == {"load": 3, "graph": 8, "set": 0, "destroy": 0}
+    check_outputs(found.launches, calls)
+
+
+def test_beyond_eight_the_graph_used_longest_ago_takes_new_arguments(exported: Export):
+    """The first eight are remembered, the next eight each make a graph in the place of one of them, later ones make none."""
+    calls = other_calls(12) * 2
+    found = call(exported, [*calls, calls[-1]], parameters="output_kernel=20;")
+    assert graphs_of(found.launches) == [0] * 8 + [1] * 17
+    assert found.counts == {"load": 3, "graph": 8, "set": 3 * 8, "destroy": 0}
+    check_outputs(found.launches, [*calls, calls[-1]])
 
 
 def test_every_stream_has_a_graph_and_the_oldest_goes(exported: Export):
     one = {"op": "prefill_f32", "args": prefill_args()}
-    streams = [0x1000 * (i + 1) for i in range(40)]
+    streams = [0x1000 * (i + 1) for i in range(80)]
     found = call(exported, [one | {"stream": stream, "repeats": 3} for stream in [*streams, *streams[-2:], streams[0]]])
-    assert graphs_of(found.launches) == [0, 1, 1] * 40 + [1] * 6 + [0, 1, 1]
+    assert graphs_of(found.launches) == [0, 1, 1] * 80 + [1] * 6 + [0, 1, 1]
     assert [record["stream"] for record in found.launches[:: 3 * 3]] == [*streams, *streams[-2:], streams[0]]
-    assert found.counts == {"load": 3, "graph": 41, "set": 0, "destroy": 41 - 32}
+    assert found.counts == {"load": 3, "graph": 81, "set": 0, "destroy": 81 - 64}
 
 
 def test_what_is_captured_is_kernels(exported: Export):
@@ -455,10 +471,11 @@ def test_what_is_captured_is_kernels(exported: Export):
     ],
 )
 def test_without_graphs_kernels_are_launched_one_by_one(exported: Export, function: str):
-    calls = [prefill_args(), prefill_args(), prefill_args(T=130)]
-    found = call(exported, [{"op": "prefill_f32", "args": args} for args in calls], failing=function)
-    assert found.statuses == ["SUCCESS"] * 3
-    assert graphs_of(found.launches) == [0, int("SetParams" in function), 0]
+    calls = other_calls(9) * 2
+    found = call(exported, calls, parameters="output_kernel=20;", failing=function)
+    assert found.statuses == ["SUCCESS"] * 18
+    assert graphs_of(found.launches) == [0] * 8 + ([1] * 8 + [0] * 2 if "SetParams" in function else [0] * 10)
+    check_outputs(found.launches, calls)
 
 
 # ---- architectures, failures, threads ------------------------------------------------------------------------------------

@@ -359,9 +359,10 @@ static fd_status launch_alone(const fd_ready *ready, const fd_values *values, CU
     return FD_SUCCESS;
 }
 
-/* The kernels of a call as one CUDA graph, which costs the host about what one kernel does. A graph does not run while it
- * runs already, so every stream has one of its own. The first call on a stream is only remembered, the second makes the graph;
- * from then on only arguments that differ from the last call's are handed over. */
+/* The kernels of a call as one CUDA graph, which costs the host less than one kernel does. A graph does not run while it runs
+ * already, so every stream has its own. It belongs to a call's arguments: a call that differs from those before is only
+ * remembered, the same one again makes the graph. After `VARIETY` different ones on a stream no further graph is made, and the
+ * one that was used longest ago takes a new call's arguments, which costs as much again as a launch. */
 typedef struct {
     unsigned long long context; /* 0: nothing here */
     CUstream stream;
@@ -372,7 +373,8 @@ typedef struct {
     uint64_t used;
 } chain;
 
-#define CHAINS 32
+#define VARIETY 8
+#define CHAINS (8 * VARIETY)
 
 static chain chains[CHAINS];
 static uint64_t chain_calls;
@@ -385,6 +387,13 @@ static int same_kernels(const chain *c, const fd_ready *kernels, unsigned count)
     return same;
 }
 
+static int same_arguments(const chain *c, const fd_ready *kernels, const fd_values *values) {
+    for (unsigned i = 0; i < c->count; i++)
+        if (c->kernels[i].programs != kernels[i].programs)
+            return 0;
+    return memcmp(&c->values, values, sizeof *values) == 0;
+}
+
 static void forget(chain *c) {
     if (c->run != NULL)
         driver.graph_exec_destroy(c->run); /* which frees it once it has run */
@@ -393,18 +402,29 @@ static void forget(chain *c) {
     memset(c, 0, sizeof *c);
 }
 
-/* The chain of such calls; if there is none, a new one, where there is room or instead of the one of this context that was used
- * longest ago. */
-static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsigned count, CUstream stream) {
-    chain *place = NULL, *oldest = NULL;
+/* The chain of this call, or of `VARIETY` others of its kernels the one that was used longest ago; if there are fewer, a new one,
+ * where there is room or instead of the one of this context that was used longest ago. */
+static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsigned count, const fd_values *values,
+                       CUstream stream) {
+    chain *place = NULL, *oldest = NULL, *oldest_alike = NULL;
+    unsigned alike = 0;
     for (chain *c = chains; c < chains + CHAINS; c++) {
-        if (c->context == context && c->stream == stream && same_kernels(c, kernels, count))
-            return c;
         if (place == NULL && c->context == 0)
             place = c;
-        if (c->context == context && (oldest == NULL || c->used < oldest->used))
+        if (c->context != context)
+            continue;
+        if (oldest == NULL || c->used < oldest->used)
             oldest = c;
+        if (c->stream != stream || !same_kernels(c, kernels, count))
+            continue;
+        if (same_arguments(c, kernels, values))
+            return c;
+        alike++;
+        if (oldest_alike == NULL || c->used < oldest_alike->used)
+            oldest_alike = c;
     }
+    if (alike == VARIETY)
+        return oldest_alike;
     if (place == NULL)
         place = oldest;
     if (place == NULL)
@@ -414,6 +434,7 @@ static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsi
     place->stream = stream;
     place->count = count;
     memcpy(place->kernels, kernels, count * sizeof *kernels);
+    place->values = *values;
     return place;
 }
 
@@ -466,19 +487,22 @@ static int launch_chain(const fd_ready *kernels, unsigned count, const fd_values
     /* a graph cannot be launched into a stream that is being captured */
     if (driver.is_capturing(stream, &capturing) != 0 || capturing || driver.context_id(NULL, &context) != 0)
         return 0;
-    chain *c = chain_of(context, kernels, count, stream);
+    chain *c = chain_of(context, kernels, count, values, stream);
     int first = c == NULL || c->used == 0;
     if (c != NULL)
         c->used = ++chain_calls;
     if (first)
         return 0;
-    int same = memcmp(c->kernels, kernels, count * sizeof *kernels) == 0 && memcmp(&c->values, values, sizeof *values) == 0;
+    int same = same_arguments(c, kernels, values);
     int result = 0;
-    if (c->run == NULL || !same) {
+    if (!same) {
         memcpy(c->kernels, kernels, count * sizeof *kernels);
         c->values = *values;
-        result = c->run == NULL ? make_run(c) : update_run(c);
     }
+    if (c->run == NULL)
+        result = make_run(c);
+    else if (!same)
+        result = update_run(c);
     if (result == 0)
         result = driver.graph_launch(c->run, stream);
     if (result != 0)
