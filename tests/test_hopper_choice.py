@@ -182,8 +182,14 @@ def test_declines_the_other_chunk_size():
     assert_declines(meta_call(replace(KIMI, chunk_size=32)), "chunk_size 32; it takes 64")
 
 
-def test_declines_the_token_recurrence():
-    assert_declines(as_recurrent(meta_call(KIMI)), "token by token; it has the chunk form only", fd.fused_recurrent_kda)
+def test_declines_the_token_recurrence_but_for_one_token():
+    several = as_recurrent(meta_call(KIMI))
+    assert_declines(several, "several tokens a sequence; token by token it takes one", fd.fused_recurrent_kda)
+    one = as_recurrent(meta_call(replace(KIMI, T=1, lengths=None, state=FP32)))
+    assert_declines(one, "states in torch.float32, K first; it takes bfloat16, V first", fd.fused_recurrent_kda)
+    state = torch.empty(one["q"].shape[0], one["v"].shape[2], 128, 128, dtype=torch.bfloat16, device="meta")
+    taken = one | {"initial_state": state, "state_v_first": True}
+    assert verdict(taken, fd.fused_recurrent_kda).supported
 
 
 @pytest.mark.parametrize("name", ["q", "v", "beta", "A_log"])

@@ -181,7 +181,8 @@ class Variant:
         if self.packed:
             given["cu_seqlens"] = index(N + 1)
         spec, t = check_decode(given, self._options(), self.spec_tokens or None, True)
-        return triton_launches(spec, t, arch, (torch.empty_like(t.v), None, None))
+        launches = hopper_launches if self.backend == "hopper" else triton_launches
+        return launches(spec, t, arch, (torch.empty_like(t.v), None, None))
 
     def _prefill(self, arch: int) -> list[Launch]:
         make, T = _make(self.dtype), 4 * self.chunk_size
@@ -331,6 +332,20 @@ VARIANTS = (
     Variant("hopper K64 V128 backward", "hopper", K=64, backward=True),
     Variant("hopper K128 V64 backward, unbounded", "hopper", V=64, gate="logsigmoid", backward=True),
     Variant("hopper K128 V128 kept for the backward pass", "hopper", kept=True),
+    *(
+        Variant(
+            f"hopper decode K{K} V{K}, {gate}",
+            "hopper",
+            algorithm="decode",
+            K=K,
+            V=K,
+            gate=gate,
+            packed=False,
+            state_v_first=True,
+            state_dtype=torch.bfloat16,
+        )
+        for K, gate in ((128, "lower_bound"), (64, "softplus"))
+    ),
     Variant("hopper wy K128 V128", "hopper", algorithm="wy"),
     Variant("hopper wy K128 V128 fixed length, V first", "hopper", algorithm="wy", packed=False, state_v_first=True),
     Variant("hopper wy K64 V64", "hopper", algorithm="wy", K=64, V=64),

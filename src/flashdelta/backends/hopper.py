@@ -53,6 +53,21 @@ def _shape_obstacle(spec: KdaSpec | WySpec) -> str | None:
     return None
 
 
+def _step_obstacle(spec: KdaSpec | CommitSpec) -> str | None:
+    """Why it can't run a call token by token."""
+    if isinstance(spec, CommitSpec):
+        return "no recurrence; it has the chunk form and steps of decoding"
+    if spec.T != 1 or spec.packed or spec.stores_each_state:
+        return "several tokens a sequence; token by token it takes one"
+    if spec.state_dtype != torch.bfloat16 or not spec.state_v_first:
+        return f"states in {spec.state_dtype}, {'V' if spec.state_v_first else 'K'} first; it takes bfloat16, V first"
+    if spec.dtype != torch.bfloat16 or spec.K not in HEAD_DIMS or spec.V not in HEAD_DIMS:
+        return f"dtype {spec.dtype}, K = {spec.K}, V = {spec.V}; it takes bfloat16, 64 and 128"
+    if spec.requires_grad:
+        return "an input requires grad; it has gradients in chunks only"
+    return None
+
+
 def wy_obstacle(spec: WySpec, device: torch.device) -> str | None:
     """Why Hopper's kernel can't run a call of `kernels.chunk_bwd_wy_dqkg`, or None if it can."""
     for name, dtype in (("A", spec.A_dtype), ("h", spec.state_dtype), ("dh", spec.state_grad_dtype)):
@@ -69,7 +84,7 @@ class HopperBackend:
         if obstacle := _gpu_obstacle(device):
             return obstacle
         if spec.algorithm != "chunk":
-            return "token by token; it has the chunk form only"
+            return _step_obstacle(spec)
         if obstacle := _shape_obstacle(spec):
             return obstacle
         if spec.B * spec.slots * spec.HV * (3 * spec.K + 128) >= MAX_ROWS:
@@ -92,15 +107,15 @@ class HopperBackend:
     def plan(
         self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> Plan | None:
-        from ..hopper.launch import aligned, launches
+        from ..hopper.launch import launches, takes
         from ..steps import Plan as LaunchPlan
 
-        if out is not None and not aligned(out):
+        if not takes(spec, out):
             return None  # its rows are copied from a dense output
         return LaunchPlan.make(spec, t, given, out, launches)
 
     def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
-        raise NotImplementedError("it has the chunk form only")
+        raise NotImplementedError("it has the chunk form and steps of decoding only")
 
     def run_kept(
         self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None

@@ -13,7 +13,10 @@ from ..launch import Launch, dense, multiprocessors, state_arguments, strides
 from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import SplitCosts, segments_of_call
+from ..triton import launch as portable
+from ..triton.config import DecodeConfig
 from ..triton.launch import SegmentStates, compose
+from .decode import decode_kernel
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
 from .segments import maps_kernel
@@ -95,10 +98,15 @@ def items(spec: KdaSpec) -> int:
 
 def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
     """`(o, final_state or None, h or None)`; see `ops.chunk_kda`."""
-    if out is None or aligned(out):
+    if takes(spec, out):
         return run_forward(spec, t, out, launches)
     o, final_state, h = run_forward(spec, t, None, launches)
     return out.copy_(o), final_state, h
+
+
+def takes(spec: KdaSpec, out: torch.Tensor | None) -> bool:
+    """Whether kernels store right into the caller's output."""
+    return out is None or spec.algorithm != "chunk" or aligned(out)
 
 
 def aligned(x: torch.Tensor) -> bool:
@@ -124,6 +132,8 @@ def readable(t: KdaTensors) -> KdaTensors:
 
 def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
     """The launches that run the call, in order."""
+    if spec.algorithm != "chunk":
+        return [step(spec, portable.readable(spec, t), capability, results)]
     t = readable(t)
     segments = segments_of_call(spec, room(spec, t.q.device), SPLIT_COSTS)
     workspace = Workspace.allocate(spec, t.q.device, segments)
@@ -132,6 +142,17 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
         between = maps(spec, t, workspace, results)
         split = [between, compose(spec, t, capability, workspace.segments, results, workspace.buffer)]
     return [prepare(spec, t, workspace), *split, recurrence(spec, t, workspace, results)]
+
+
+def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
+    """One token a sequence. What can't be copied asynchronously, the portable kernel loads."""
+    states = portable.decode_states(spec, t, results[1])
+    if all(
+        x.data_ptr() % 16 == 0 and not any(s % 16 for s in x.stride()[:-1]) for x in (t.q, t.k, t.g, states.initial)
+    ):
+        # a warp for 4 KB of a state
+        return portable.decode(spec, t, capability, results, decode_kernel, DecodeConfig(BV=2048 // spec.K))
+    return portable.decode(spec, t, capability, results)
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:

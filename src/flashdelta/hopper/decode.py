@@ -1,0 +1,243 @@
+"""Stage `decode` for Hopper: one token a sequence, states in bfloat16 as `[V, K]`. One program of one warp per (sequence, value
+head, slice of `BV` value channels).
+
+Contract and order of operations: as `triton/decode.py`. What differs is how a warp is kept from waiting:
+
+* States and rows come through shared memory, by asynchronous copies: loads to registers ptxas puts off until the rows have been
+  worked out, to save registers, and a warp then waits for memory three times.
+* A thread works out `K / 32` channels of the rows, not those of all the elements it updates.
+* Both sums over K are products on tensor cores, for which a bfloat16 state is exact and rows of float32 come in two parts.
+* Addresses are worked out before the wait for the kernel before this one.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..triton import common, decode, states
+from ..triton.common import L2_EPS
+from .compat import copy_async
+
+decay_rate, locate, log2_decay, write_strength = (
+    gluon.jit(f.fn) for f in (common.decay_rate, common.locate, common.log2_decay, common.write_strength)
+)
+start_index, target_slot = gluon.jit(decode.start_index.fn), gluon.jit(decode.target_slot.fn)
+named_slot = gluon.jit(states.named_slot.fn)
+
+
+@gluon.jit
+def add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "T",
+        "group",
+        "HV",
+        "beta_batch",
+        "beta_token",
+        "beta_head",
+        "scale",
+        "lower_bound",
+        "lowest",
+        "start_slots",
+        "target_slots",
+        "has_initial",
+        "has_final",
+        "most_tokens",
+        "start_row",
+        "start_token",
+        "target_row",
+        "target_token",
+    ],
+)
+def decode_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    o,
+    initial_state,
+    final_state,
+    starts,
+    targets,
+    accepted,
+    has_initial_state,
+    lowest,
+    start_slots,
+    target_slots,
+    has_initial,
+    has_final,
+    start_pitch: gl.int64,
+    target_pitch: gl.int64,
+    target_step: gl.int64,
+    start_row,
+    start_token,
+    target_row,
+    target_token,
+    most_tokens,
+    scale,
+    lower_bound,
+    T,
+    group,
+    HV,
+    q_batch: gl.int64,
+    q_token: gl.int64,
+    q_head: gl.int64,
+    k_batch: gl.int64,
+    k_token: gl.int64,
+    k_head: gl.int64,
+    v_batch: gl.int64,
+    v_token: gl.int64,
+    v_head: gl.int64,
+    g_batch: gl.int64,
+    g_token: gl.int64,
+    g_head: gl.int64,
+    beta_batch: gl.int64,
+    beta_token: gl.int64,
+    beta_head: gl.int64,
+    o_batch: gl.int64,
+    o_token: gl.int64,
+    o_head: gl.int64,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    SINGLE: gl.constexpr,
+    STREAM: gl.constexpr,
+    GATE: gl.constexpr,
+    BETA: gl.constexpr,
+    L2NORM: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    EACH: gl.constexpr,
+    IN_PLACE: gl.constexpr,
+    TWO_POOLS: gl.constexpr,
+    NULL_GIVES_ZERO: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """`q`, `k`, `g` and the states that are read lie on multiples of 16 bytes; their strides are multiples of 16 elements."""
+    TILE: gl.constexpr = 16  # value channels of a product
+    TILES: gl.constexpr = BV // TILE
+    # states as they lie in memory: a thread has 16 bytes of a row
+    tile_l: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [1, 1], [1, 0])
+    sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=2)
+    # a thread has some channels of a row, and a value channel
+    key_l: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
+    pair_l: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])
+    value_l: gl.constexpr = gl.SliceLayout(1, pair_l)
+    rows_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+    line_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    there = begin < end
+    qk_head = (head.to(gl.int32) // group).to(gl.int64)
+    q += batch * q_batch + qk_head * q_head
+    k += batch * k_batch + qk_head * k_head
+    v += batch * v_batch + head * v_head
+    g += batch * g_batch + head * g_head
+    beta += batch * beta_batch + head * beta_head
+    o += batch * o_batch + head * o_head
+    initial_state += head * (K * V)
+    final_state += head * (K * V)
+    key = gl.arange(0, K, layout=key_l)
+    value = slice_ * BV + gl.arange(0, TILE, layout=value_l)
+    tile_value = slice_ * BV + gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_l))
+    in_slot = tile_value[:, None] * K + gl.arange(0, K, layout=gl.SliceLayout(0, tile_l))[None, :]
+    if OVERLAP:
+        # always true, as addresses have fewer than 62 bits; ptxas would work them out after the wait
+        if q.to(gl.int64) + k.to(gl.int64) + initial_state.to(gl.int64) + g.to(gl.int64) != 0:
+            gdc_wait()
+        gdc_launch_dependents()
+
+    q_s = gl.allocate_shared_memory(q.dtype.element_ty, [K], line_s)
+    k_s = gl.allocate_shared_memory(k.dtype.element_ty, [K], line_s)
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [K], line_s)
+    copy_async(q_s, q + key)
+    copy_async(k_s, k + key)
+    copy_async(g_s, g + key)
+    async_copy.commit_group()
+    slot = n
+    live = there
+    read = has_initial
+    if starts is not None:
+        at, known = start_index(starts, accepted, n, start_row, start_token, most_tokens)
+        slot, named = named_slot(starts, at, lowest, start_slots)
+        live &= known & named
+        if TWO_POOLS and targets is not None:
+            _, named = named_slot(targets, n * target_row, lowest, target_slots)
+            live &= named
+        read = live.to(gl.int32)
+        if has_initial_state is not None:
+            read *= gl.load(has_initial_state + n).to(gl.int32)
+    # volatile: else ptxas asks for it when the sums are there
+    next_v = gl.load(v + value, volatile=True)
+    strength = gl.load(beta)
+    rate = decay_rate(A_log, head)
+    bias = gl.zeros([K], gl.float32, layout=key_l)
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + head * K + key).to(gl.float32)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, TILE, K], rows_s)
+    start = initial_state + slot * start_pitch
+    for i in gl.static_range(TILES):
+        at = start + (i * TILE * K + in_slot)
+        copy_async(state_s.index(i), at, mask=(in_slot * 0 + read) != 0)
+        async_copy.commit_group()
+
+    async_copy.wait_group(TILES)
+    row_q, row_k, row_g = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32), g_s.load(key_l).to(gl.float32)
+    strength = write_strength(strength.to(gl.float32), BETA)
+    decay = gl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
+    norm_q = scale
+    norm_k = 1.0
+    square_q, square_k, overlap = gl.reduce((row_q * row_q, row_k * row_k, row_q * row_k), 0, add_three)
+    if L2NORM:
+        norm_q = scale * gl.rsqrt(square_q + L2_EPS)
+        norm_k = gl.rsqrt(square_k + L2_EPS)
+    decay_s = gl.allocate_shared_memory(gl.float32, [K], line_s)
+    decay_s.store(decay)
+    key_s = gl.allocate_shared_memory(gl.float32, [K], line_s)
+    key_s.store(row_k)
+    # `[K, 2 of k and q, 2 parts, 2]`; of 8 columns, which a product has at least, half are empty
+    both = gl.join(decay * row_k, decay * row_q)
+    high = both.to(gl.bfloat16)
+    parts = gl.join(high, (both - high.to(gl.float32)).to(gl.bfloat16))
+    parts = gl.join(parts, gl.zeros_like(parts))
+    right_s = gl.allocate_shared_memory(gl.bfloat16, [8, K], rows_s)
+    right_s.store(parts.permute((3, 2, 1, 0)).reshape([8, K]))
+    right = right_s.permute((1, 0)).load(right_l)
+
+    decay = decay_s.load(gl.SliceLayout(0, tile_l))[None, :]
+    row_k = key_s.load(gl.SliceLayout(0, tile_l))[None, :]
+    stored = has_final
+    if IN_PLACE:
+        stored *= live.to(gl.int32)
+    if TWO_POOLS:
+        slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
+    final_state += slot * target_pitch
+    for i in gl.static_range(TILES):
+        row_v = next_v.to(gl.float32)
+        if i + 1 < TILES:
+            next_v = gl.load(v + (i + 1) * TILE + value, volatile=True)
+        async_copy.wait_group(TILES - 1 - i)
+        tile_s = state_s.index(i)
+        found = mma_v2(tile_s.load(left_l), right, gl.zeros([TILE, 8], gl.float32, layout=sums_l))
+        along_k, along_q = gl.split(gl.convert_layout(gl.sum(found.reshape([TILE, 4, 2]), axis=1), pair_l))
+        along_k = gl.convert_layout(along_k, value_l)
+        along_q = gl.convert_layout(along_q, value_l)
+        correction = strength * (row_v - norm_k * along_k)
+        out = norm_q * (along_q + overlap * norm_k * correction)
+        if NULL_GIVES_ZERO:
+            out = gl.where(live, out, 0.0)
+        gl.store(o + i * TILE + value, out.to(o.dtype.element_ty))
+        correction = gl.convert_layout(norm_k * correction, gl.SliceLayout(1, tile_l))[:, None]
+        state = tile_s.load(tile_l).to(gl.float32) * decay + correction * row_k
+        at = final_state + (i * TILE * K + in_slot)
+        gl.store(at, state.to(gl.bfloat16), mask=(in_slot * 0 + stored) != 0)
