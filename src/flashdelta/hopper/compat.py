@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -11,6 +12,9 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """`copy_tile(descriptor, coordinates, barrier, shared)`: an asynchronous copy by the TMA unit."""
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""`barrier()`: all threads of the program have come this far."""
 
 _reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 

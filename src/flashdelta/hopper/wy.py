@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..triton import common
 from ..triton.common import LOG2E
 from .arithmetic import exp2, token_offset, wide, write_strength
-from .compat import reinterpret
+from .compat import barrier, reinterpret
 from .places import chunks_before
 from .rows import (
     C,
@@ -179,19 +179,17 @@ def wy_kernel(
     row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
     valid = (row < count)[:, None]
-    # volatile: else the compiler asks for these after the copies, and they queue
-    strength = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True)
-    if SUMMED:
-        end = gl.load(g + (count - 1) * (g_token * 8) + column, volatile=True)[None, :]
-    else:
-        rate = decay_rate(A_log, head, volatile=True)
-        bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
-
-    fetch_rows(g_s, g, g_token * 8, count)
-    async_copy.commit_group()
     fetch_rows(M_s, solved + own * C, of_square, count)
     fetch_rows(v_s, v, v_token * 8, count)
     fetch_rows(grad_pseudo_s, grad_pseudo + own * V, of_value, count)
+    async_copy.commit_group()
+    # volatile, and a barrier: else the compiler asks for these after all copies, and they queue
+    strength = gl.load(beta + row * beta_token, mask=row < count, other=0.0, volatile=True)
+    if not SUMMED:
+        rate = decay_rate(A_log, head, volatile=True)
+        bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
+    barrier()
+    fetch_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
     fetch_rows(k_s, k, k_token * 8, count)
     fetch_rows(h_s, h + state, h_columns, h_rows)
@@ -206,14 +204,22 @@ def wy_kernel(
     key_zero = gl.zeros((C, K), gl.float32, layout=key_l)
     value_zero = gl.zeros((C, V), gl.float32, layout=value_l)
     square_zero = gl.zeros((C, C), gl.float32, layout=square_l)
+    async_copy.wait_group(3)
+    if SUMMED:
+        # the operator promises nothing of what is right of the diagonal
+        copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        M_row, M_column = places(C, C, copy_l)
+        M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    from_M = M_s.permute((1, 0))
+    of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
+    grad_T = warpgroup_mma(grad_pseudo_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+
+    async_copy.wait_group(2)
     if SUMMED:
         unit: gl.constexpr = 1.0 if GATE == "cumulative_log2" else LOG2E
-        async_copy.wait_group(3)
-        x = g_s.load(key_l)
-        grown = exp2(x * unit)
-        after = gl.where(valid, end - x, 0.0) * unit
+        grown = exp2(g_s.load(key_l) * unit)
     else:
-        async_copy.wait_group(3)
         # in the place of what they come from
         if g.dtype.element_ty == gl.bfloat16:
             high_s = reinterpret(g_s, gl.float16, [C, K], half_s)
@@ -231,16 +237,6 @@ def wy_kernel(
         before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
         grown = exp2(before)
 
-    async_copy.wait_group(2)
-    if SUMMED:
-        # the operator promises nothing of what is right of the diagonal
-        copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        M_row, M_column = places(C, C, copy_l)
-        M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
-    fence_async_shared()
-    from_M = M_s.permute((1, 0))
-    of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
-    grad_T = warpgroup_mma(grad_pseudo_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
     square_row, square_column = places(C, C, square_l)
     grad_T, of_v = warpgroup_mma_wait(0, deps=[grad_T, of_v])
     of_beta = row_parts(of_v * v_s.load(value_l).to(gl.float32), parts_l)
@@ -287,6 +283,8 @@ def wy_kernel(
     of_kg = warpgroup_mma(pseudo_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
     if grad_Aqk is not None:
         Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+    if SUMMED:
+        end = gl.load(g + (count - 1) * (g_token * 8) + column)[None, :]
     whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
     if grad_Aqk is not None:
         of_qg, of_kg, Aqk, _, _, _, _ = warpgroup_mma_wait(
@@ -302,6 +300,9 @@ def wy_kernel(
     G = q_s.load(key_l).to(gl.float32) * norm_q * of_qg
     kn = k_s.load(key_l).to(gl.float32) * norm_k
     G += kn * of_kG
+    if SUMMED:
+        # from memory once more: registers are scarce in between
+        after = gl.where(valid, end - g_s.load(key_l), 0.0) * unit
     of_kg *= exp2(after)
     # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
     last = (row == count - 1)[:, None]
