@@ -147,7 +147,7 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
 def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
     """One token a sequence. What can't be copied asynchronously, the portable kernel loads."""
     states = portable.decode_states(spec, t, results[1])
-    if all(
+    if spec.N * spec.HV > 256 and all(
         x.data_ptr() % 16 == 0 and not any(s % 16 for s in x.stride()[:-1]) for x in (t.q, t.k, t.g, states.initial)
     ):
         # a warp for 4 KB of a state
