@@ -343,6 +343,7 @@ VARIANTS = (
             packed=False,
             state_v_first=True,
             state_dtype=torch.bfloat16,
+            N=512,
         )
         for K, gate in ((128, "lower_bound"), (64, "softplus"))
     ),

@@ -57,13 +57,19 @@ SINGLE_BF16 = [
     if step.T == 1 and step.lengths is None and step.v_first and step.state == FP32 and step.name[0] != "K"
     for K, V in [(128, 64), (64, 128)]
 ]
-"""What the kernel of the Hopper backend takes, or has to leave to the portable one because of how it lies in memory."""
+"""What Hopper's kernel takes, or has to leave to the portable one because of how it lies in memory."""
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", [*STEPS, *MODELS, *SINGLE_BF16], ids=step_id)
+@pytest.mark.parametrize("step", [*STEPS, *MODELS], ids=step_id)
 def test_step(step: Step, dtype: torch.dtype, backend: str):
     check_step(fd.recurrent_kda, step, dtype, backend, "cuda")
+
+
+@pytest.mark.parametrize("step", [*SINGLE_BF16, MODELS[1]], ids=step_id)
+def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flashdelta.hopper.launch.DECODE_FEW", 0)
+    check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
 
 
 @pytest.mark.parametrize("step", MODELS, ids=step_id)

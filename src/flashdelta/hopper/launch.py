@@ -14,7 +14,7 @@ from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import SplitCosts, segments_of_call
 from ..triton import launch as portable
-from ..triton.config import DecodeConfig
+from ..triton.config import DECODE_FEW, DecodeConfig
 from ..triton.launch import SegmentStates, compose
 from .decode import decode_kernel
 from .prepare import prepare_kernel
@@ -145,14 +145,13 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
 
 
 def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
-    """One token a sequence. What can't be copied asynchronously, the portable kernel loads."""
-    states = portable.decode_states(spec, t, results[1])
-    if spec.N * spec.HV > 256 and all(
-        x.data_ptr() % 16 == 0 and not any(s % 16 for s in x.stride()[:-1]) for x in (t.q, t.k, t.g, states.initial)
-    ):
-        # a warp for 4 KB of a state
-        return portable.decode(spec, t, capability, results, decode_kernel, DecodeConfig(BV=2048 // spec.K))
-    return portable.decode(spec, t, capability, results)
+    """One token a sequence. For few pairs of sequence and head, and where copies can't be asynchronous, the portable kernel."""
+    copied = (t.q, t.k, t.g, portable.decode_states(spec, t, results[1]).initial)
+    can_copy = all(x.data_ptr() % 16 == 0 and not any(s % 16 for s in x.stride()[:-1]) for x in copied)
+    if spec.N * spec.HV <= DECODE_FEW or not can_copy:
+        return portable.decode(spec, t, capability, results)
+    # a warp for 4 KB of a state
+    return portable.decode(spec, t, capability, results, decode_kernel, DecodeConfig(BV=2048 // spec.K))
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:
