@@ -17,15 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..triton import common, decode, states
+from ..triton import common, decode
 from ..triton.common import L2_EPS
 from .compat import copy_async
 
 decay_rate, locate, log2_decay, write_strength = (
     gluon.jit(f.fn) for f in (common.decay_rate, common.locate, common.log2_decay, common.write_strength)
 )
-start_index, target_slot = gluon.jit(decode.start_index.fn), gluon.jit(decode.target_slot.fn)
-named_slot = gluon.jit(states.named_slot.fn)
+start_slot, target_slot = gluon.jit(decode.start_slot.fn), gluon.jit(decode.target_slot.fn)
 
 
 @gluon.jit
@@ -33,28 +32,7 @@ def add_three(a, b, c, other_a, other_b, other_c):
     return a + other_a, b + other_b, c + other_c
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "T",
-        "group",
-        "HV",
-        "beta_batch",
-        "beta_token",
-        "beta_head",
-        "scale",
-        "lower_bound",
-        "lowest",
-        "start_slots",
-        "target_slots",
-        "has_initial",
-        "has_final",
-        "most_tokens",
-        "start_row",
-        "start_token",
-        "target_row",
-        "target_token",
-    ],
-)
+@gluon.jit(do_not_specialize=decode.SCALARS)
 def decode_kernel(
     q,
     k,
@@ -164,19 +142,10 @@ def decode_kernel(
     copy_async(k_s, k + key)
     copy_async(g_s, g + key)
     async_copy.commit_group()
-    slot = n
-    live = there
-    read = has_initial
-    if starts is not None:
-        at, known = start_index(starts, accepted, n, start_row, start_token, most_tokens)
-        slot, named = named_slot(starts, at, lowest, start_slots)
-        live &= known & named
-        if TWO_POOLS and targets is not None:
-            _, named = named_slot(targets, n * target_row, lowest, target_slots)
-            live &= named
-        read = live.to(gl.int32)
-        if has_initial_state is not None:
-            read *= gl.load(has_initial_state + n).to(gl.int32)
+    slot, live, read = start_slot(
+        *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
+        *(most_tokens, lowest, start_slots, target_slots, TWO_POOLS),
+    )
     # volatile: else ptxas asks for it when the sums are there
     next_v = gl.load(v + value, volatile=True)
     strength = gl.load(beta)

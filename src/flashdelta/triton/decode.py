@@ -26,6 +26,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .common import L2_EPS, decay_rate, locate, log2_decay, write_strength
 from .states import everywhere, named_slot, state_offsets
 
+SCALARS = (
+    *("T", "group", "HV", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "lowest"),
+    *("start_slots", "target_slots", "has_initial", "has_final", "most_tokens"),
+    *("start_row", "start_token", "target_row", "target_token"),
+)
+"""Arguments whose values leave the machine code as it is."""
+
 
 @triton.jit
 def load_row(x, at, there):
@@ -91,9 +98,9 @@ def step(state, row_v, token):
 
 
 @triton.jit
-def start_index(starts, accepted, n, start_row, start_token, most_tokens):
-    """Element of `starts` that says where sequence `n` starts, and whether there is one: with `accepted` counts, that of the
-    last accepted token, and none for a count outside `[1, most_tokens]`."""
+def start_index(accepted, n, start_row, start_token, most_tokens):
+    """Which start index is that of sequence `n`, and whether there is one: with `accepted` counts, that of the last accepted
+    token, and none for a count outside `[1, most_tokens]`."""
     at = n * start_row
     known = at == at
     if accepted is not None:
@@ -101,6 +108,41 @@ def start_index(starts, accepted, n, start_row, start_token, most_tokens):
         known = (count >= 1) & (count <= most_tokens)
         at += tl.where(known, count - 1, 0) * start_token
     return at, known
+
+
+@triton.jit
+def start_slot(
+    starts,
+    targets,
+    accepted,
+    has_initial_state,
+    n,
+    there,
+    has_initial,
+    start_row,
+    start_token,
+    target_row,
+    most_tokens,
+    lowest,
+    start_slots,
+    target_slots,
+    TWO_POOLS: tl.constexpr,
+):
+    """The slot that sequence `n` starts from, whether anything of it is stored, and 1 if the slot is read."""
+    slot = n
+    live = there
+    read = has_initial
+    if starts is not None:
+        at, known = start_index(accepted, n, start_row, start_token, most_tokens)
+        slot, named = named_slot(starts, at, lowest, start_slots)
+        live &= known & named
+        if TWO_POOLS and targets is not None:
+            _, named = named_slot(targets, n * target_row, lowest, target_slots)
+            live &= named
+        read = live.to(tl.int32)
+        if has_initial_state is not None:
+            read *= tl.load(has_initial_state + n).to(tl.int32)
+    return slot, live, read
 
 
 @triton.jit
@@ -114,28 +156,7 @@ def target_slot(targets, i, own, lowest, slots):
     return slot, named
 
 
-@triton.jit(
-    do_not_specialize=[
-        "T",
-        "group",
-        "HV",
-        "beta_batch",
-        "beta_token",
-        "beta_head",
-        "scale",
-        "lower_bound",
-        "lowest",
-        "start_slots",
-        "target_slots",
-        "has_initial",
-        "has_final",
-        "most_tokens",
-        "start_row",
-        "start_token",
-        "target_row",
-        "target_token",
-    ],
-)
+@triton.jit(do_not_specialize=SCALARS)
 def decode_kernel(
     q,
     k,
@@ -222,19 +243,10 @@ def decode_kernel(
         # 4 channels a thread, in bf16 too: with 8, and so fewer threads along V, K is summed by more (docs/tuning.md)
         value = tl.max_contiguous(value, min(4, BV))
 
-    slot = n
-    live = there
-    read = has_initial
-    if starts is not None:
-        at, known = start_index(starts, accepted, n, start_row, start_token, most_tokens)
-        slot, named = named_slot(starts, at, lowest, start_slots)
-        live &= known & named
-        if TWO_POOLS and targets is not None:
-            _, named = named_slot(targets, n * target_row, lowest, target_slots)
-            live &= named
-        read = live.to(tl.int32)
-        if has_initial_state is not None:
-            read *= tl.load(has_initial_state + n).to(tl.int32)
+    slot, live, read = start_slot(
+        *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
+        *(most_tokens, lowest, start_slots, target_slots, TWO_POOLS),
+    )
     rows = load_token(q, k, g, beta, begin, there, q_token, k_token, g_token, beta_token, key)
     rate = decay_rate(A_log, head)
     bias = tl.zeros([K], tl.float32)
