@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -239,6 +239,14 @@ STEPS = [
     ),
     Step(name="verify_own", why="row n", N=2, T=2, spec=1, update=False, indices=None, slots=2, rows="slots"),
 ]
+SINGLE_BF16 = [
+    replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
+    for step in STEPS
+    if step.T == 1 and step.lengths is None and step.v_first and step.state == FP32 and step.name[0] != "K"
+    for K, V in [(128, 64), (64, 128)]
+]
+"""What Hopper's kernel takes, or has to leave to the portable one because of how it lies in memory."""
+
 BY_NAME = {step.name: step for step in STEPS}
 assert len(BY_NAME) == len(STEPS), "names must differ"
 

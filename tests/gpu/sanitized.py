@@ -14,11 +14,12 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
+from flashdelta.hopper import launch as hopper_launch
 from flashdelta.prefill import PRECISIONS
 from flashdelta.triton import config
 
 from ..cases import BF16, BY_NAME, FP32, named
-from ..decoding import STEPS, make_step
+from ..decoding import SINGLE_BF16, STEPS, make_step
 from ..gradients import gradients, incoming
 from ..inputs import make_call
 from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
@@ -49,11 +50,13 @@ WY_CASES = [
 ]
 
 DECODE_RACES = ("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256")
+DECODE_RACES += ("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16")
 
 
-def decode_calls(races: bool) -> list[dict]:
-    """Steps of `recurrent_kda`, with the launch parameters of few sequences and of many."""
-    return [make_step(step, BF16) for step in STEPS if not races or step.name in DECODE_RACES]
+def decode_calls(backend: str, races: bool) -> list[dict]:
+    """Steps of `recurrent_kda`."""
+    steps = SINGLE_BF16 if backend == "hopper" else STEPS
+    return [make_step(step, BF16) for step in steps if not races or step.name in DECODE_RACES]
 
 
 def calls() -> list[dict]:
@@ -126,11 +129,11 @@ def main() -> None:
         for call in prefill_calls(races):
             fd.kda_prefill(**on_device(call))
             ran += 1
-    if backend == "triton" and not backward:
-        for few in (config.DECODE_FEW, 0):
-            config.DECODE_FEW = few
-            for call in decode_calls(races):
-                ran += run(fd.recurrent_kda, on_device(call), backend)
+    # with the launch parameters of few sequences, and of many, for which Hopper has a kernel of its own
+    for few in (config.DECODE_FEW, 0) if not backward else ():
+        config.DECODE_FEW = hopper_launch.DECODE_FEW = few
+        for call in decode_calls(backend, races):
+            ran += run(fd.recurrent_kda, on_device(call), backend)
     if backward:
         ran += run_backward(backend, races)
     torch.cuda.synchronize()

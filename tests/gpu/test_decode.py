@@ -11,7 +11,7 @@ import torch
 import flashdelta as fd
 
 from ..cases import BF16, FP32
-from ..decoding import BY_NAME, STEPS, Step, make_step, step_id
+from ..decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
 from ..decoding_checks import accepted_steps, check_step
 from ..oracle import assert_close, one_rounding, relative_error, same_bits
 from .calls import CALLS_TO_A_PLAN
@@ -51,13 +51,6 @@ MODELS = [
     ),
     replace(KIMI, name="verify", T=4, N=3, spec=3, update=False, indices=(0, 5, -1), rows="slots", state=BF16),
 ]
-SINGLE_BF16 = [
-    replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
-    for step in STEPS
-    if step.T == 1 and step.lengths is None and step.v_first and step.state == FP32 and step.name[0] != "K"
-    for K, V in [(128, 64), (64, 128)]
-]
-"""What Hopper's kernel takes, or has to leave to the portable one because of how it lies in memory."""
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
