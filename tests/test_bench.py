@@ -446,9 +446,13 @@ def test_the_rows_that_have_a_share_of_flas_time():
     assert shares == {"T8192 H64": 0.31, "packed 6 uneven H96": 0.30, "GVA T8192 H16 HV64": 0.33}
 
 
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_few_heads_are_not_gated(backend):
-    assert all(judge(case.target, backend, 1.0, 0.5) == (None, None) for case in FEW_HEADS)
+def test_few_heads_are_judged_too():
+    """Where sequences are split."""
+    assert len(FEW_HEADS) == 9
+    for case in FEW_HEADS:
+        assert judge(case.target, "hopper", case.target.must, 1.0) == (f"<= {case.target.must:.2f} ms", True)
+        assert judge(case.target, "hopper", case.target.must + 0.01, 9.0)[1] is False
+        assert judge(case.target, "triton", 9.0, 1.0) == (">= 1.0x FLA", True)
 
 
 # --- kernels ---

@@ -47,14 +47,13 @@ class Target:
 
     Those made for that GPU (Hopper): at most `must` milliseconds, `aim` being the hope, and at most `share` of the time that
     FLA takes in the same run (None: no such bound). The portable ones (Triton): `portable` times as fast as FLA in the same
-    run. `gated` is false where the figures are printed and not judged.
+    run.
     """
 
     must: float
     aim: float
     portable: float = 1.0
     share: float | None = None
-    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,26 +157,24 @@ UNBOUNDED: tuple[PrefillCase, ...] = (
 """Gates without a bound, each beside the same heads with one."""
 
 FEW_HEADS: tuple[PrefillCase, ...] = (
-    PrefillCase(
-        "T8192 H4", Shape(T=8192, H=4), "32 heads over 8 cards: 4 chains for 132 SMs", Target(0.16, 0.10, gated=False)
-    ),
-    PrefillCase("T8192 H8", Shape(T=8192, H=8), "64 heads over 8 cards", Target(0.18, 0.12, gated=False)),
-    PrefillCase("T8192 H12", Shape(T=8192, H=12), "96 heads over 8 cards", Target(0.20, 0.14, gated=False)),
-    PrefillCase("T32768 H8", Shape(T=32768, H=8), "a long prompt", Target(0.45, 0.32, gated=False)),
-    PrefillCase("T131072 H8", Shape(T=131072, H=8), "128K: the serial chain rules", Target(1.50, 1.10, gated=False)),
+    PrefillCase("T8192 H4", Shape(T=8192, H=4), "32 heads over 8 cards: 4 chains for 132 SMs", Target(0.16, 0.10)),
+    PrefillCase("T8192 H8", Shape(T=8192, H=8), "64 heads over 8 cards", Target(0.18, 0.12)),
+    PrefillCase("T8192 H12", Shape(T=8192, H=12), "96 heads over 8 cards", Target(0.20, 0.14)),
+    PrefillCase("T32768 H8", Shape(T=32768, H=8), "a long prompt", Target(0.45, 0.32)),
+    PrefillCase("T131072 H8", Shape(T=131072, H=8), "128K: the serial chain rules", Target(1.50, 1.10)),
     PrefillCase(
         "64K+512+256+128 H8",
         Shape(lengths=LONG_AND_SHORT, H=8),
         "only the long one gains by a split",
-        Target(0.85, 0.60, gated=False),
+        Target(0.85, 0.60),
     ),
-    PrefillCase("T32768 H4", Shape(T=32768, H=4), "a long prompt, half the heads", Target(0.32, 0.22, gated=False)),
-    PrefillCase("T131072 H4", Shape(T=131072, H=4), "128K with the fewest heads", Target(0.85, 0.60, gated=False)),
+    PrefillCase("T32768 H4", Shape(T=32768, H=4), "a long prompt, half the heads", Target(0.32, 0.22)),
+    PrefillCase("T131072 H4", Shape(T=131072, H=4), "128K with the fewest heads", Target(0.85, 0.60)),
     PrefillCase(
         "128K + 5 x 1K H4",
         Shape(lengths=LONGEST_AND_SHORT, H=4),
         "one long prompt among short ones",
-        Target(0.90, 0.65, gated=False),
+        Target(0.90, 0.65),
     ),
 )
 """Few heads, long sequences: what tensor parallelism leaves on a card."""

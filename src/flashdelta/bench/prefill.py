@@ -162,12 +162,12 @@ def judge(
     None where it was not judged: one bound that is missed decides, but to meet them all, all must have been measured.
     """
     bounds: list[tuple[str, bool | None]] = []
-    if target.gated and backend == "hopper":
+    if backend == "hopper":
         bounds.append((f"<= {target.must:.2f} ms", None if ours_ms is None else ours_ms <= target.must))
         if target.share is not None:
             within = None if speedup is None else 1 / speedup <= target.share
             bounds.append((f"<= {target.share:.2f} of FLA's", within))
-    elif target.gated and backend == "triton":
+    elif backend == "triton":
         bounds.append((f">= {target.portable}x FLA", None if speedup is None else speedup >= target.portable))
     if not bounds:
         return None, None
