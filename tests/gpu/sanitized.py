@@ -49,8 +49,10 @@ WY_CASES = [
     for lengths in (None, (1, 0, 65, 64))
 ]
 
-DECODE_RACES = ("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256")
-DECODE_RACES += ("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16")
+DECODE_RACES = (
+    *("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256"),
+    *("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16"),
+)
 
 
 def decode_calls(backend: str, races: bool) -> list[dict]:
@@ -129,8 +131,8 @@ def main() -> None:
         for call in prefill_calls(races):
             fd.kda_prefill(**on_device(call))
             ran += 1
-    # with the launch parameters of few sequences, and of many, for which Hopper has a kernel of its own
-    for few in (config.DECODE_FEW, 0) if not backward else ():
+    # with the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone
+    for few in () if backward else (0,) if backend == "hopper" else (config.DECODE_FEW, 0):
         config.DECODE_FEW = hopper_launch.DECODE_FEW = few
         for call in decode_calls(backend, races):
             ran += run(fd.recurrent_kda, on_device(call), backend)

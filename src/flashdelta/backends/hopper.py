@@ -43,11 +43,17 @@ def _gpu_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _shape_obstacle(spec: KdaSpec | WySpec) -> str | None:
+def _head_obstacle(spec: KdaSpec | WySpec) -> str | None:
     if spec.dtype != torch.bfloat16:
         return f"dtype {spec.dtype}; it computes in bfloat16"
     if spec.K not in HEAD_DIMS or spec.V not in HEAD_DIMS:
         return f"K = {spec.K}, V = {spec.V}; it takes 64 and 128"
+    return None
+
+
+def _shape_obstacle(spec: KdaSpec | WySpec) -> str | None:
+    if obstacle := _head_obstacle(spec):
+        return obstacle
     if spec.chunk_size != CHUNK_SIZE:
         return f"chunk_size {spec.chunk_size}; it takes {CHUNK_SIZE}"
     return None
@@ -61,8 +67,8 @@ def _step_obstacle(spec: KdaSpec | CommitSpec) -> str | None:
         return "several tokens a sequence; token by token it takes one"
     if spec.state_dtype != torch.bfloat16 or not spec.state_v_first:
         return f"states in {spec.state_dtype}, {'V' if spec.state_v_first else 'K'} first; it takes bfloat16, V first"
-    if spec.dtype != torch.bfloat16 or spec.K not in HEAD_DIMS or spec.V not in HEAD_DIMS:
-        return f"dtype {spec.dtype}, K = {spec.K}, V = {spec.V}; it takes bfloat16, 64 and 128"
+    if obstacle := _head_obstacle(spec):
+        return obstacle
     if spec.requires_grad:
         return "an input requires grad; it has gradients in chunks only"
     return None

@@ -209,8 +209,7 @@ def c_call(inputs: Mapping[str, Tensor], case: Fp32Case, library: Library) -> tu
     tensors = [inputs[name] for name in INPUTS]
     spec, _ = prefill_of(*tensors, case.C, None, "none", DEFAULT_PRECISION)
     results = spec.allocate(tensors[0].device)
-    B, H, T = case.B, case.H, case.T
-    args = PrefillArgs(B=B, H=H, T=T, K=case.K, V=case.K, C=case.C)
+    args = PrefillArgs(B=case.B, H=case.H, T=case.T, K=case.K, V=case.K, C=case.C)
     size = library.workspace_bytes(args)
     workspace = torch.empty(size + ALIGNMENT * WORKSPACES, dtype=torch.uint8, device=tensors[0].device)
     for name, x in zip((*INPUTS, "o", "w", "u", "workspace"), (*tensors, *results, workspace)):

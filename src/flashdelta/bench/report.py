@@ -100,6 +100,10 @@ def _errors(outcome: dict, *keys: str) -> str:
     return " ".join(_error(outcome[key]) for key in keys or ("error_o", "error_state"))
 
 
+def _number(x: float | None, form: str) -> str:
+    return "-" if x is None else format(x, form)
+
+
 def _error(x: float | str | None) -> str:
     return "-" if x is None else f"{float(x):.1e}"
 
@@ -365,20 +369,17 @@ def decode_table(document: dict) -> Table:
     columns = ("ours us", "FLA us", "FLA/ours", "floor us", "share", "FLA share", "a token", "host us", "FLA host us")
     columns += ("error ours: o, state", "error FLA: o, state", "gate")
 
-    def number(x: float | None, form: str) -> str:
-        return "-" if x is None else format(x, form)
-
     def cells(row: dict) -> list[str]:
         ours, fla = row["ours"], row["fla"]
         wrong = ours["us"] is None and ours["error_o"] is not None
         return [
-            "[red]wrong[/red]" if wrong else number(ours["us"], ".2f"),
-            number(fla["us"], ".2f"),
-            number(row["speedup"], ".2f") + ("" if row["speedup"] is None else "x"),
-            number(row["floor_us"], ".2f"),
-            *(number(row[share], ".1%") for share in ("share", "share_fla")),
-            number(row["token_cost"], ".2f"),
-            *(number(x["host_us"], ".1f") for x in (ours, fla)),
+            "[red]wrong[/red]" if wrong else _number(ours["us"], ".2f"),
+            _number(fla["us"], ".2f"),
+            _number(row["speedup"], ".2f") + ("" if row["speedup"] is None else "x"),
+            _number(row["floor_us"], ".2f"),
+            *(_number(row[share], ".1%") for share in ("share", "share_fla")),
+            _number(row["token_cost"], ".2f"),
+            *(_number(x["host_us"], ".1f") for x in (ours, fla)),
             *(_errors(x) for x in (ours, fla)),
             met(row),
         ]
@@ -406,12 +407,9 @@ def fp32_table(document: dict) -> Table:
     columns += ("host\nus", "C host us\nsame, other")
 
     def cells(row: dict) -> list[str]:
-        def microseconds(one: dict, what: str) -> str:
-            return "-" if one.get(what) is None else f"{one[what]:.1f}"
-
         def share(name: str) -> str:
             found = [row["shares"][f"{name} of {what}"] for what in ("copy", "products")]
-            return " ".join("-" if x is None else f"{x:.0%}" for x in found)
+            return " ".join(_number(x, ".0%") for x in found)
 
         return [
             *(_ms(row[name]) for name in ("tf32x3", "ieee", "c", "fla_fp32", "fla_bf16")),
@@ -420,8 +418,8 @@ def fp32_table(document: dict) -> Table:
             share("ieee"),
             _errors(row["ours"], "error_o", "error_w", "error_u"),
             *(_error(row[name]["error_o"]) for name in ("ieee", "fla_fp32", "fla_bf16")),
-            microseconds(row["ours"], "host_us"),
-            f"{microseconds(row['c'], 'host_us')} {microseconds(row['c'], 'host_changed_us')}",
+            _number(row["ours"]["host_us"], ".1f"),
+            " ".join(_number(row["c"].get(x), ".1f") for x in ("host_us", "host_changed_us")),
         ]
 
     return row_table(document, columns, lambda row: [cells(row)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -14,7 +14,7 @@ from ..launch import forward as run_forward
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import SplitCosts, segments_of_call
 from ..triton import launch as portable
-from ..triton.config import DECODE_FEW, DecodeConfig
+from ..triton.config import DECODE_FEW
 from ..triton.launch import SegmentStates, compose
 from .decode import decode_kernel
 from .prepare import prepare_kernel
@@ -109,9 +109,10 @@ def takes(spec: KdaSpec, out: torch.Tensor | None) -> bool:
     return out is None or spec.algorithm != "chunk" or aligned(out)
 
 
-def aligned(x: torch.Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at a time, and lie a multiple of 8 elements apart, the kernels' unit of strides."""
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
+def aligned(x: torch.Tensor, unit: int = 8) -> bool:
+    """Whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in most
+    kernels."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1])
 
 
 def in_eighths(x: torch.Tensor) -> torch.Tensor:
@@ -146,12 +147,12 @@ def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) ->
 
 def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
     """One token a sequence. For few pairs of sequence and head, and where copies can't be asynchronous, the portable kernel."""
-    copied = (t.q, t.k, t.g, portable.decode_states(spec, t, results[1]).initial)
-    can_copy = all(x.data_ptr() % 16 == 0 and not any(s % 16 for s in x.stride()[:-1]) for x in copied)
-    if spec.N * spec.HV <= DECODE_FEW or not can_copy:
-        return portable.decode(spec, t, capability, results)
-    # a warp for 4 KB of a state
-    return portable.decode(spec, t, capability, results, decode_kernel, DecodeConfig(BV=2048 // spec.K))
+    launch = portable.decode(spec, t, capability, results)
+    given = dict(zip(decode_kernel.arg_names, launch.arguments))
+    many = spec.N * spec.HV > DECODE_FEW
+    if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
+        return replace(launch, kernel=decode_kernel)  # which takes the same arguments, and as much of a state
+    return launch
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:

@@ -69,7 +69,8 @@ def prepare(
     beta: torch.Tensor,
     solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = solve,
 ) -> Prepared:
-    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`."""
+    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`; `solve(system, right)` forms
+    its inverse."""
     C = q.shape[-2]
     below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(-1)
     # exp(G_i - G_j) for i >= j, the exponent summed for each pair on its own. A difference of two cumulative sums would

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from triton.runtime import JITFunction
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..launch import Launch, dense, launch_all, multiprocessors, or_empty, state_arguments, strides
@@ -345,22 +344,15 @@ def prefill_launches(
     return [replace(stage, constants=stage.constants | {"PRECISION": spec.precision}) for stage in stages]
 
 
-def decode(
-    spec: KdaSpec,
-    t: KdaTensors,
-    capability: int,
-    results: Results,
-    kernel: JITFunction = decode_kernel,
-    c: config.DecodeConfig | None = None,
-) -> Launch:
+def decode(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
-    c = c or config.decode_config(spec, capability)
     o, final_state, _ = results
+    c = config.decode_config(spec, capability)
     states = decode_states(spec, t, final_state)
     single = spec.T == 1 and not spec.packed
     overlaps = capability >= 90
     return Launch(
-        kernel,
+        decode_kernel,
         spec.N * spec.HV * (spec.V // c.BV),
         (
             *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),

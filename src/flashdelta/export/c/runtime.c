@@ -362,7 +362,7 @@ static fd_status launch_alone(const fd_ready *ready, const fd_values *values, CU
 /* The kernels of a call as one CUDA graph, which costs the host less than one kernel does. A graph does not run while it runs
  * already, so every stream has its own. It belongs to a call's arguments: a call that differs from those before is only
  * remembered, the same one again makes the graph. After `VARIETY` different ones on a stream no further graph is made, and the
- * one that was used longest ago takes a new call's arguments, which costs as much again as a launch. */
+ * one that was used longest ago takes a new call's arguments, which costs more than its launch. */
 typedef struct {
     unsigned long long context; /* 0: nothing here */
     CUstream stream;
@@ -403,11 +403,13 @@ static void forget(chain *c) {
 }
 
 /* The chain of this call, or of `VARIETY` others of its kernels the one that was used longest ago; if there are fewer, a new one,
- * where there is room or instead of the one of this context that was used longest ago. */
+ * where there is room or instead of the one of this context that was used longest ago. It has the call's arguments; where it was
+ * `taken` from another call, its graph has not. */
 static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsigned count, const fd_values *values,
-                       CUstream stream) {
+                       CUstream stream, int *taken) {
     chain *place = NULL, *oldest = NULL, *oldest_alike = NULL;
     unsigned alike = 0;
+    *taken = 0;
     for (chain *c = chains; c < chains + CHAINS; c++) {
         if (place == NULL && c->context == 0)
             place = c;
@@ -423,16 +425,19 @@ static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsi
         if (oldest_alike == NULL || c->used < oldest_alike->used)
             oldest_alike = c;
     }
-    if (alike == VARIETY)
-        return oldest_alike;
-    if (place == NULL)
-        place = oldest;
-    if (place == NULL)
-        return NULL;
-    forget(place);
-    place->context = context;
-    place->stream = stream;
-    place->count = count;
+    if (alike == VARIETY) {
+        place = oldest_alike;
+        *taken = 1;
+    } else {
+        if (place == NULL)
+            place = oldest;
+        if (place == NULL)
+            return NULL;
+        forget(place);
+        place->context = context;
+        place->stream = stream;
+        place->count = count;
+    }
     memcpy(place->kernels, kernels, count * sizeof *kernels);
     place->values = *values;
     return place;
@@ -482,26 +487,22 @@ static int update_run(chain *c) {
 
 /* Whether the kernels were launched as a graph; if not, none was. With the lock held. */
 static int launch_chain(const fd_ready *kernels, unsigned count, const fd_values *values, CUstream stream) {
-    int capturing;
+    int capturing, taken;
     unsigned long long context;
     /* a graph cannot be launched into a stream that is being captured */
     if (driver.is_capturing(stream, &capturing) != 0 || capturing || driver.context_id(NULL, &context) != 0)
         return 0;
-    chain *c = chain_of(context, kernels, count, values, stream);
-    int first = c == NULL || c->used == 0;
-    if (c != NULL)
-        c->used = ++chain_calls;
+    chain *c = chain_of(context, kernels, count, values, stream, &taken);
+    if (c == NULL)
+        return 0;
+    int first = c->used == 0;
+    c->used = ++chain_calls;
     if (first)
         return 0;
-    int same = same_arguments(c, kernels, values);
     int result = 0;
-    if (!same) {
-        memcpy(c->kernels, kernels, count * sizeof *kernels);
-        c->values = *values;
-    }
     if (c->run == NULL)
         result = make_run(c);
-    else if (!same)
+    else if (taken)
         result = update_run(c);
     if (result == 0)
         result = driver.graph_launch(c->run, stream);
