@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
 
@@ -105,6 +108,46 @@ def test_the_host_never_waits_for_the_gpu(step: Step, backend: str, no_synchroni
     fd.recurrent_kda(**call)
     with no_synchronisation():
         fd.recurrent_kda(**call)
+
+
+@triton.jit
+def write_late(indices, wanted, N: tl.constexpr, ROUNDS: tl.constexpr):
+    """Lets the next kernel start at once, and only then works for a while and writes its indices."""
+    gdc_wait()
+    gdc_launch_dependents()
+    i = tl.arange(0, N)
+    x = tl.load(wanted + i).to(tl.float32)
+    for _ in range(ROUNDS):
+        x = tl.sqrt(x * x + 1e-6)
+    tl.store(indices + i, (x + 0.5).to(tl.int32))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="launches overlap on sm_90"
+)
+@pytest.mark.parametrize("before", [0, 511, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
+@pytest.mark.parametrize("N", [1, 64])
+def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):
+    """A kernel that starts early may see what the indices were before; what counts is what they are."""
+    step = replace(KIMI, H=8, HV=8, N=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
+    call = make_step(step, BF16, "cuda") | {"backend": backend}
+    call |= {name: call[name][:N] for name in ("q", "k", "v", "g", "beta")}
+    wanted = torch.randperm(256, device="cuda")[:N].int() + 128
+    pool = call["initial_state"]
+    want_pool = pool.clone()
+    want, _ = fd.recurrent_kda(**call | {"initial_state": want_pool, "ssm_state_indices": wanted})
+    indices = torch.empty_like(wanted)
+    given = call | {"ssm_state_indices": indices}
+    for _ in range(CALLS_TO_A_PLAN):
+        indices.copy_(wanted)
+        fd.recurrent_kda(**given | {"initial_state": pool.clone()})
+    for _ in range(20):
+        indices.fill_(before)
+        used = pool.clone()
+        write_late[(1,)](indices, wanted, N, 2000, num_warps=1, launch_pdl=True)
+        o, _ = fd.recurrent_kda(**given | {"initial_state": used})
+        assert same_bits(o, want)
+        assert same_bits(used, want_pool)
 
 
 GRAPH_INDICES = [(9, 2, 0, 7, 4), (-1, -1, -1, -1, -1), (3, 12, -1, 1, 8), (4, 3, 2, 1, 0)]
