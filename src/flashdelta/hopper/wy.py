@@ -180,6 +180,7 @@ def wy_kernel(
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
     valid = (row < count)[:, None]
     fetch_rows(M_s, solved + own * C, of_square, count)
+    async_copy.commit_group()
     fetch_rows(v_s, v, v_token * 8, count)
     fetch_rows(grad_pseudo_s, grad_pseudo + own * V, of_value, count)
     async_copy.commit_group()
@@ -204,12 +205,13 @@ def wy_kernel(
     key_zero = gl.zeros((C, K), gl.float32, layout=key_l)
     value_zero = gl.zeros((C, V), gl.float32, layout=value_l)
     square_zero = gl.zeros((C, C), gl.float32, layout=square_l)
-    async_copy.wait_group(3)
     if SUMMED:
         # the operator promises nothing of what is right of the diagonal
+        async_copy.wait_group(4)
         copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         M_row, M_column = places(C, C, copy_l)
         M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
+    async_copy.wait_group(3)
     fence_async_shared()
     from_M = M_s.permute((1, 0))
     of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
@@ -266,10 +268,15 @@ def wy_kernel(
     square_s.store(grad_T.to(gl.bfloat16))
     fence_async_shared()
     X = warpgroup_mma(from_M, square_s, square_zero, use_acc=False, is_async=True)
+    if SUMMED:
+        # volatile: else ptxas asks for it where it is needed
+        end = gl.load(g + (count - 1) * (g_token * 8) + column, volatile=True)[None, :]
     of_kG *= grown
     kn = k_s.load(key_l).to(gl.float32) * norm_k
     of_beta += row_parts(of_kG * kn, parts_l)
     of_kG *= strength[:, None]
+    beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts_l)))
+    gl.store(grad_beta + own + beta_row * HV, gl.sum(gl.sum(of_beta, axis=2), axis=1), mask=beta_row < count)
     X, _ = warpgroup_mma_wait(0, deps=[X, square_s])
     square_s.store((X * gl.convert_layout(strength, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
     fence_async_shared()
@@ -283,8 +290,6 @@ def wy_kernel(
     of_kg = warpgroup_mma(pseudo_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
     if grad_Aqk is not None:
         Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
-    if SUMMED:
-        end = gl.load(g + (count - 1) * (g_token * 8) + column)[None, :]
     whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
     if grad_Aqk is not None:
         of_qg, of_kg, Aqk, _, _, _, _ = warpgroup_mma_wait(
@@ -311,5 +316,3 @@ def wy_kernel(
     G += gl.where(last, gl.sum(left, axis=0)[None, :] + whole[None, :] * grown, 0.0)
     store_rows(grad_k + own * K, of_key, of_kG + of_kg, count, None)
     store_rows(grad_G + own * K, of_key, G, count, None)
-    of_beta = gl.convert_layout(gl.sum(gl.sum(of_beta, axis=2), axis=1), gl.SliceLayout(1, key_l))
-    gl.store(grad_beta + own + row * HV, of_beta, mask=row < count)
