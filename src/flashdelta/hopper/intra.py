@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..triton import backward, common
 from .arithmetic import exp2, exp2_negative, gate_gradient, token_offset, wide, write_strength
-from .compat import reinterpret
+from .compat import barrier, reinterpret
 from .rows import (
     C,
     decay_bias,
@@ -86,9 +86,12 @@ def of_decays(operand, found):
 
 
 @gluon.jit
-def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
+def bounded_pairs(
+    k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
+):
     """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, `k_j` on the right, and `G`.
-    `rows`: factors of a key's row on the right, of a query's and of a key's on the left."""
+    `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows` (`fetch_rows`) take the
+    place of the decays."""
     of_right, of_q, of_w = rows
     near_A, far_A, near_Aqk, far_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
@@ -103,6 +106,9 @@ def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr,
     halves = gl.where((s >= 16) & (s < 48) & (i >= 0), 0.5, 0.0).to(gl.float16)
     between = weighted_sums(halves, high_s, low_s, zero)
     distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, halves])
+    barrier()
+    fetch_rows(*last_rows)
+    async_copy.commit_group()
     between = exp2(between)
     left = exp2(distance)
     right_k.store((k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)).to(gl.bfloat16))
@@ -125,7 +131,9 @@ def bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr,
 
 
 @gluon.jit
-def all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr):
+def all_pairs(
+    k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
+):
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
     of_right, of_q, of_w = rows
     A_s, level_A, Aqk_s, level_Aqk = matrices
@@ -161,6 +169,9 @@ def all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l: gl.constexpr, dot
         found = warpgroup_mma(level_A, right_k, zero, use_acc=False)
         G += of_decays(left_w, found)
         sum_left += found * factor
+    barrier()
+    fetch_rows(*last_rows)
+    async_copy.commit_group()
     return sum_q, sum_left, sum_right, G
 
 
@@ -245,8 +256,10 @@ def intra_kernel(
     right_k = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     left_q = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
     left_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
-    high_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
-    low_s = gl.allocate_shared_memory(gl.float16, [C, K], half_s)
+    decays_s = gl.allocate_shared_memory(gl.float16, [2, C, K], half_s)
+    high_s = decays_s.index(0)
+    low_s = decays_s.index(1)
+    G_s = reinterpret(decays_s, gl.float32, [C, K], wide_s)
     near_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
@@ -254,8 +267,19 @@ def intra_kernel(
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
+    column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
+    here = row < count
+    valid = here[:, None]
     fetch_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
+    # volatile, and a barrier: else the compiler asks for these after all copies, and they queue
+    rate = decay_rate(A_log, head, volatile=True)
+    bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
+    raw = gl.load(beta + row * beta_token, mask=here, other=0.0, volatile=True).to(gl.float32)
+    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0, volatile=True)
+    from_w = gl.load(grad_beta + own + row * HV, mask=here, other=0.0, volatile=True)
+    barrier()
     fetch_rows(q_s, q, q_token * 8, count)
     fetch_rows(k_s, k, k_token * 8, count)
     fetch_rows(near_A, grad_A + own * C, of_square, count)
@@ -267,16 +291,8 @@ def intra_kernel(
         fetch_rows(grad_q_s, grad_q + own * K, of_key, count)
         fetch_rows(grad_k_s, grad_k + own * K, of_key, count)
     async_copy.commit_group()
-
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, acc_l))
-    column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
-    here = row < count
-    valid = here[:, None]
-    rate = decay_rate(A_log, head)
-    bias = decay_bias(dt_bias, head, rate, column, K, GATE)
-    raw = gl.load(beta + row * beta_token, mask=here, other=0.0).to(gl.float32)
     strength = gl.where(here, write_strength(raw, BETA), 0.0)[:, None]
-    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0).to(gl.float32)[:, None] * scale
+    same = same.to(gl.float32)[:, None] * scale
 
     async_copy.wait_group(2)
     store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
@@ -285,19 +301,22 @@ def intra_kernel(
     norm_q = inverse_norms(q_s.load(acc_l).to(gl.float32), L2NORM)
     # `scale` on the right side, and on the left below
     rows = (norm_k, norm_q * scale, norm_k * strength)
+    last_rows = (G_s, grad_G + own * K, of_key, count)
     if SAFE:
         part_pairs(near_A, far_A)
         part_pairs(near_Aqk, far_Aqk)
-        sum_q, sum_left, sum_right, of_pairs = bounded_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right, G = bounded_pairs(
+            k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K
+        )
     else:
-        sum_q, sum_left, sum_right, of_pairs = all_pairs(k_s, q_s, rows, T, N, matrices, operands, acc_l, dot_l, K)
-    G = load_rows(grad_G + own * K, of_key, count, acc_l, K)
+        sum_q, sum_left, sum_right, G = all_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
     kn = k_s.load(acc_l).to(gl.float32) * norm_k
     qn = q_s.load(acc_l).to(gl.float32) * norm_q
     sum_q *= scale
     of_beta = gl.sum(kn * sum_left, axis=1)
     sum_left *= strength
-    G += of_pairs
+    async_copy.wait_group(0)
+    G += G_s.load(acc_l)
     # in high and low parts, as the log decays were
     high_G = reinterpret(high_s, gl.bfloat16, [C, K], rows_s)
     low_G = reinterpret(low_s, gl.bfloat16, [C, K], rows_s)
@@ -306,7 +325,6 @@ def intra_kernel(
     low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
 
-    async_copy.wait_group(0)
     sum_q += same * kn
     if PREFETCH:
         sum_q += grad_q_s.load(acc_l)
@@ -323,8 +341,7 @@ def intra_kernel(
     if L2NORM:
         sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
     store_rows(out_k + own * K, of_key, sum_k, count, left_q)
-    of_beta += gl.load(grad_beta + own + row * HV, mask=here, other=0.0)
-    of_beta = strength_gradient(raw, of_beta, BETA)
+    of_beta = strength_gradient(raw, of_beta + from_w, BETA)
     gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=here)
 
     # of a log decay: all sums that it is a term of
