@@ -92,10 +92,7 @@ def chunk_bwd_wy_dqkg(
     if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
         given = (*t.in_order(), spec.scale, chunk_size, state_v_first, use_exp2, chosen)
         return torch.ops.flashdelta.chunk_bwd_wy_dqkg(*given)
-    recorder = plans.recorder(t.in_order()) if plans.repeats(key) else None
-    results = _run(spec, t, chosen, recorder).in_order()
-    plans.remember(key, lambda: recorder and recorder.steps())
-    return results
+    return plans.recorded(key, t.in_order(), lambda recorder: _run(spec, t, chosen, recorder)).in_order()
 
 
 # ---- backends -----------------------------------------------------------------------------------------------------------

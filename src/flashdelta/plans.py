@@ -4,7 +4,7 @@ differs in nothing but the contents and addresses of its tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from . import checked
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors whose work needs no dispatcher."""
+
+Found = TypeVar("Found")
 
 MOST = 4096
 """Kept calls. Beyond that all are forgotten, and found out again."""
@@ -94,11 +96,6 @@ def find(key: tuple | None) -> Plan | Steps | None:
     return plan if plan is not None and plan is not _SEEN and plan.usable() else None
 
 
-def repeats(key: tuple | None) -> bool:
-    """Whether such a call has run once, so that `remember` makes a plan this time."""
-    return key is not None and _plans.get(key) is _SEEN
-
-
 def remember(key: tuple | None, make: Callable[[], Plan | Steps | None]) -> None:
     """Of a call that has just run. Its plan is made the second time: most calls with lengths of their own never repeat."""
     if key is None:
@@ -107,5 +104,14 @@ def remember(key: tuple | None, make: Callable[[], Plan | Steps | None]) -> None
         if len(_plans) >= MOST:
             _plans.clear()
         _plans[key] = _SEEN
-    elif repeats(key):
+    elif _plans[key] is _SEEN:
         _plans[key] = make()
+
+
+def recorded(key: tuple | None, known: Sequence[Tensor | None], run: Callable[[Recorder | None], Found]) -> Found:
+    """`run(recorder)`. There is a recorder the second time such a call runs: what it is shown becomes the call's plan. Unlike
+    with `remember`, nothing is worked out and allocated again for that."""
+    shown = recorder(known) if key is not None and _plans.get(key) is _SEEN else None
+    found = run(shown)
+    remember(key, lambda: None if shown is None else shown.steps())
+    return found
