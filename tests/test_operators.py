@@ -310,6 +310,14 @@ def test_explain_judges_another_device_than_the_tensors():
     assert fd.explain(fd.chunk_kda, **call, device="cpu").chosen == "reference"
 
 
+def test_vmap():
+    """Inside it tensors have no address by which a repeated call could be told."""
+    call = short_call(BY_NAME["one_head"], fd.chunk_kda)
+    scaled = torch.stack([call["v"], 2 * call["v"]])
+    for found, v in zip(torch.vmap(lambda v: fd.chunk_kda(**call | {"v": v})[0])(scaled), scaled):
+        assert_close("o", found, fd.chunk_kda(**call | {"v": v})[0], 1e-6)
+
+
 class Asked(Exception):
     pass
 

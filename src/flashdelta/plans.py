@@ -58,7 +58,7 @@ _plans: dict[tuple, object] = {}
 def key(tensors: Sequence[Tensor | None], options: tuple) -> tuple[tuple | None, list[int]]:
     """All that a call's validation and launches depend on, and the addresses of its `tensors` (0 where there is none). The
     key is None for a call that may not be kept: one that is traced, checked on the host, or not on a GPU, and one with
-    arguments that are no plain tensors."""
+    arguments that are no plain tensors, or have no memory of their own (sparse ones, those inside `torch.vmap`)."""
     if checked.ENABLED or torch.compiler.is_compiling():
         return None, []
     grad = torch.is_grad_enabled()
@@ -69,10 +69,13 @@ def key(tensors: Sequence[Tensor | None], options: tuple) -> tuple[tuple | None,
             addresses.append(0)
         elif type(x) in PLAIN:
             # flat, and the device as a number: all this is most of the host time of a repeated call
-            index, address = x.get_device(), x.data_ptr()
+            try:
+                index, address = x.get_device(), x.data_ptr()
+                found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
+            except RuntimeError:
+                return None, []
             if index > device:
                 device = index
-            found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
             addresses.append(address)
         else:
             return None, []
