@@ -17,7 +17,7 @@ from flashdelta import backends, library, plans
 from flashdelta.spec import INPUT_NAMES, TENSOR_NAMES, KdaOptions, KdaTensors, check_call
 
 from .cases import BF16, BY_NAME, FP32, Case, case_id, named
-from .inputs import make_call
+from .inputs import TOKEN_TENSORS, make_call
 from .oracle import as_recurrent, assert_close, same_bits
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
@@ -322,7 +322,7 @@ class Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda])
+@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda, fd.kda_prefill])
 def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
     """A forgotten one would let a call run as an earlier one that differs in it."""
     seen = []
@@ -332,7 +332,8 @@ def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
         raise Asked
 
     monkeypatch.setattr(plans, "key", key)
-    arguments = {name: object() for name in inspect.signature(op).parameters}
+    names = inspect.signature(op).parameters
+    arguments = {name: torch.empty(0) if name in TOKEN_TENSORS else object() for name in names}
     with pytest.raises(Asked):
         op(**arguments)
     assert [name for name, x in arguments.items() if not any(x is other for other in seen)] == []

@@ -4,7 +4,8 @@
 state pool, intermediate states), `flashdelta::kda_backward` and `flashdelta::kda_commit`. The first three take validated
 tensors, then the fields of `KdaSettings`; a result that was not asked for is an empty tensor, since an operator's schema has no
 optional results. `ops.py` calls `forward` where a graph is traced (`torch.compile`, fake tensors) or a gradient is wanted, and
-the backend itself otherwise.
+the backend itself otherwise. `kda_prefill::forward` takes a call as the caller made it; `prefill` is what it does, and what an
+eager call does without it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, plans
 from .decode_spec import CommitTensors, check_commit
-from .prefill import DEFAULT_PRECISION, INPUTS, PrefillSpec, check_prefill
+from .prefill import DEFAULT_PRECISION, INPUTS, RESULTS, check_prefill
 from .prefill import run as run_prefill
 from .spec import INPUT_NAMES, SETTING_NAMES, TENSOR_NAMES, Incoming, KdaSettings, KdaSpec, KdaTensors, Results, spec_of
 
@@ -171,24 +172,46 @@ torch.library.define(
 )
 
 
-def _prefill_call(
+def prefill(
+    given: dict[str, object], chunk_size: object, scale: object, gate: object, precision: object, backend: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(o, w, u)` of a call of `ops.kda_prefill` that is not traced: validated, or a repetition of one that was.
+
+    Raises:
+        TypeError, ValueError: as `check_prefill`; `backend` is none, or can't run this call.
+    """
+    # types, too: 64.0 equals 64 and True equals 1, but both are refused
+    options = (chunk_size, type(chunk_size), scale, type(scale), gate, precision, backend)
+    known = tuple(given.values())
+    key, addresses = plans.key(known, ("prefill", *options))
+    plan = plans.find(key)
+    if plan is not None:
+        found = plan.run(addresses)
+        return tuple(found[name] for name in RESULTS)
+    spec, t = check_prefill(given, chunk_size, scale, gate, precision)
+    chosen = backends.choose(spec.call, t.q.device, backend)
+    return plans.recorded(key, known, lambda recorder: run_prefill(spec, t, chosen.name, recorder))
+
+
+def _prefill_arguments(
     *given: Tensor | int,
     scale: float | None = None,
     gate: str = "none",
     precision: str = DEFAULT_PRECISION,
     backend: str = "auto",
-) -> tuple[PrefillSpec, KdaTensors, str]:
+) -> tuple:
+    """As `prefill` takes them. An operator's implementation is not told of defaults."""
     *tensors, chunk_size = given
-    return *check_prefill(dict(zip(INPUTS, tensors)), chunk_size, scale, gate, precision), backend
+    return dict(zip(INPUTS, tensors)), chunk_size, scale, gate, precision, backend
 
 
 @torch.library.impl("kda_prefill::forward", "default")
 def _prefill(*given: Tensor | int, **options) -> tuple[Tensor, Tensor, Tensor]:
-    spec, t, backend = _prefill_call(*given, **options)
-    return run_prefill(spec, t, backends.choose(spec.call, t.q.device, backend).name)
+    return prefill(*_prefill_arguments(*given, **options))
 
 
 @torch.library.register_fake("kda_prefill::forward")
 def _prefill_fake(*given: Tensor | int, **options) -> tuple[Tensor, Tensor, Tensor]:
-    spec, t, _ = _prefill_call(*given, **options)
+    *arguments, _ = _prefill_arguments(*given, **options)
+    spec, t = check_prefill(*arguments)
     return spec.allocate(t.q.device)

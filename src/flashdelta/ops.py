@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import autograd, backends, library, plans, prefill
+from . import autograd, backends, library, plans
 from .backends import Verdict
 from .decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
 from .prefill import DEFAULT_PRECISION, INPUTS, Precision, PrefillGate, check_prefill
@@ -451,14 +451,14 @@ def kda_prefill(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    given = (q, k, v, g, beta)
-    spec, t = check_prefill(dict(zip(INPUTS, given)), chunk_size, scale, gate, precision)
+    given = dict(zip(INPUTS, (q, k, v, g, beta)))
+    if not torch.compiler.is_compiling() and all(map(is_plain, given.values())):
+        return library.prefill(given, chunk_size, scale, gate, precision, backend)
+    spec, _ = check_prefill(given, chunk_size, scale, gate, precision)
     chosen = backends.choose(spec.call, q.device, backend)
-    if torch.compiler.is_compiling() or not all(map(is_plain, given)):
-        return torch.ops.kda_prefill.forward(
-            *given, chunk_size, scale=scale, gate=gate, precision=precision, backend=chosen.name
-        )
-    return prefill.run(spec, t, chosen.name)
+    return torch.ops.kda_prefill.forward(
+        *given.values(), chunk_size, scale=scale, gate=gate, precision=precision, backend=chosen.name
+    )
 
 
 def _refusal(given: tuple, out: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import wrong
+from .plans import Recorder
 from .spec import KdaSettings, KdaSpec, KdaTensors, check_tensor, shape_of, spec_of
 
 Precision = Literal["ieee", "tf32x3"]
@@ -27,6 +28,7 @@ PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
 """`(K, V, C)`."""
 
 INPUTS = ("q", "k", "v", "g", "beta")
+RESULTS = ("o", "w", "u")
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,14 @@ def rows_of_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> K
     return KdaTensors(*(x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for x in (q, k, v, g, beta)))
 
 
-def run(spec: PrefillSpec, t: KdaTensors, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def run(
+    spec: PrefillSpec, t: KdaTensors, backend: str, recorder: Recorder | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`(o, w, u)` by the backend of that name."""
     if backend == "triton":
         from .triton import prefill  # decorated kernels read TRITON_INTERPRET when first imported
-    else:
-        from .reference import prefill
+
+        return prefill(spec, t, recorder)
+    from .reference import prefill
+
     return prefill(spec, t)

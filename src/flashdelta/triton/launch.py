@@ -10,7 +10,8 @@ from ..decode_spec import CommitSpec, CommitTensors
 from ..launch import Launch, dense, launch_all, multiprocessors, or_empty, state_arguments, strides
 from ..launch import capability as capability_of
 from ..launch import forward as run_forward
-from ..prefill import PrefillSpec
+from ..plans import Recorder
+from ..prefill import RESULTS, PrefillSpec
 from ..spec import KdaSpec, KdaTensors, Results
 from ..split import segments_of_call
 from . import config
@@ -307,12 +308,15 @@ def output(spec: KdaSpec, capability: int, workspace: Workspace, h: torch.Tensor
     )
 
 
-def prefill(spec: PrefillSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def prefill(
+    spec: PrefillSpec, t: KdaTensors, recorder: Recorder | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(o, w, u)`; see `ops.kda_prefill`."""
     device = t.q.device
-    o, w, u = spec.allocate(device)
-    launch_all(prefill_launches(spec, t, capability_of(device), o, w, u), device)
-    return o, w, u
+    results = spec.allocate(device)
+    stages = prefill_launches(spec, t, capability_of(device), *results)
+    launch_all(stages, device, recorder, dict(zip(RESULTS, results)))
+    return results
 
 
 def prefill_launches(
