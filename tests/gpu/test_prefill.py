@@ -1,13 +1,16 @@
-"""`kda_prefill` on the GPU against float64: all sizes and precisions, every length up to 300, 100,000 tokens, hard inputs."""
+"""`kda_prefill` on the GPU against float64: all sizes and precisions, every length up to 300, 100,000 tokens, hard inputs; and
+calls that repeat."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta import library
 from flashdelta.launch import launch_all
 from flashdelta.prefill import INPUTS, PRECISIONS, prefill_of
 from flashdelta.triton.launch import prefill_launches
@@ -15,6 +18,7 @@ from flashdelta.triton.launch import prefill_launches
 from ..cases import FP32, Case, case_id
 from ..oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from ..prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from .calls import CALLS_TO_A_PLAN
 
 pytestmark = pytest.mark.gpu
 
@@ -129,6 +133,142 @@ def test_the_same_call_gives_the_same_bits(precision: str):
             assert same_bits(got, first)
 
 
+# ---- repeated calls -------------------------------------------------------------------------------------------------
+
+REPEATED = [
+    replace(PLAIN, name="plain", T=200),
+    replace(LOGITS, name="batch", B=2, H=3, HV=3, T=130, scale=0.5),
+    replace(sized(PLAIN, SIZES[-1]), name="long", H=8, HV=8, T=1000),
+]
+
+
+def refuse(*arguments: object) -> None:
+    raise AssertionError("worked out again")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", REPEATED, ids=case_id)
+def test_a_repeated_call_has_its_own_tensors(case: Case, precision: str):
+    """What is kept of a call must not be an address, or anything that the tensors hold."""
+    kept = []
+    for seed in range(CALLS_TO_A_PLAN + 2):
+        call = prefill_call(case, "cuda", seed)
+        with poisoned_memory():
+            kept.append((call, fd.kda_prefill(**call, precision=precision)))  # so that the next tensors lie elsewhere
+    for call, results in kept:
+        hold(case, results, truth(call))
+    assert len({x.data_ptr() for _, results in kept for x in results}) == 3 * len(kept)
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+@pytest.mark.parametrize("case", REPEATED, ids=case_id)
+def test_a_call_with_a_plan_gives_the_bits_of_one_without(
+    case: Case, by_operator: bool, monkeypatch: pytest.MonkeyPatch
+):
+    call = prefill_call(case, "cuda")
+    way = torch.ops.kda_prefill.forward if by_operator else fd.kda_prefill
+    want = [way(**call) for _ in range(CALLS_TO_A_PLAN - 1)]
+    monkeypatch.setattr(library, "check_prefill", refuse)
+    copies = {name: call[name].clone() for name in INPUTS}
+    for given in (call, call | copies):
+        for got, first, second in zip(way(**given), *want):
+            assert same_bits(got, first) and same_bits(second, first)
+
+
+def test_a_repeated_call_is_checked_as_the_first():
+    """Another shape, dtype, stride, device, alignment or need of a gradient is another call."""
+    case = REPEATED[0]
+    call = prefill_call(case, "cuda")
+    for _ in range(CALLS_TO_A_PLAN):
+        fd.kda_prefill(**call)
+    wrong = {
+        "k": call["k"][:, :, :-1].contiguous(),
+        "g": call["g"].bfloat16(),
+        "v": call["v"].transpose(1, 2).contiguous().transpose(1, 2),
+        "beta": call["beta"].cpu(),
+        "q": call["q"].clone().requires_grad_(),
+        "scale": "1",
+        "chunk_size": float(call["chunk_size"]),
+        "gate": "softplus",
+        "precision": "tf32",
+        "backend": "hopper",
+    }
+    for name, x in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=rf"^{name}: got"):
+            fd.kda_prefill(**call | {name: x})
+    odd = {name: call[name].new_zeros(call[name].numel() + 1)[1:].view(call[name].shape) for name in INPUTS}
+    for name in INPUTS:
+        odd[name].copy_(call[name])
+    for _ in range(CALLS_TO_A_PLAN):
+        hold(case, fd.kda_prefill(**call | odd), truth(call))
+
+
+def test_a_repeated_call_takes_no_more_memory():
+    """Its results and one workspace, nothing of which stays."""
+    call = prefill_call(replace(REPEATED[-1], T=1111), "cuda")
+    fd.kda_prefill(**call)  # what compilation leaves stays
+    torch.cuda.synchronize()
+
+    def requested(kind: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
+
+    gc.collect()  # what earlier tests left in cycles must not go meanwhile
+    peaks = []
+    for _ in range(CALLS_TO_A_PLAN + 1):
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        results = fd.kda_prefill(**call)
+        torch.cuda.synchronize()
+        assert requested("current") - before == sum(x.nbytes for x in results)
+        peaks.append(requested("peak") - before)
+        del results
+    assert max(peaks) <= peaks[0] + 1024
+
+
+def test_two_streams_at_once():
+    """Calls that overlap share no scratch memory."""
+    case = REPEATED[-1]
+    calls = [prefill_call(case, "cuda", seed) for seed in range(2)]
+    want = [fd.kda_prefill(**call) for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found: list[list[tuple]] = [[], []]
+    for _ in range(8):
+        for stream, call, results in zip(streams, calls, found):
+            with torch.cuda.stream(stream):
+                results.append(fd.kda_prefill(**call))
+    torch.cuda.synchronize()
+    for results, first in zip(found, want):
+        for result in results:
+            assert all(same_bits(got, x) for got, x in zip(result, first))
+
+
+# ---- CUDA graphs, torch.compile ---------------------------------------------------------------------------------------
+
+
+def test_graph_of_a_call_with_a_plan(monkeypatch: pytest.MonkeyPatch):
+    """Its results and workspace are the graph's own."""
+    case = REPEATED[0]
+    static = prefill_call(case, "cuda")
+    for _ in range(CALLS_TO_A_PLAN):
+        fd.kda_prefill(**static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "check_prefill", refuse)
+        with torch.cuda.graph(graph):
+            results = fd.kda_prefill(**static)
+    for seed in (1, 2):
+        call = prefill_call(case, "cuda", seed)
+        want = fd.kda_prefill(**call)
+        for name in INPUTS:
+            static[name].copy_(call[name])
+        for x in results:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(same_bits(got, x) for got, x in zip(results, want))
+
+
 def test_graph_replays_with_other_data(no_synchronisation):
     static = prefill_call(PLAIN, "cuda")
     fd.kda_prefill(**static)
@@ -150,8 +290,9 @@ def test_compiles_in_one_graph_with_inductor():
     call = prefill_call(LOGITS, "cuda")
     torch._dynamo.reset()
     compiled = torch.compile(lambda **arguments: fd.kda_prefill(**arguments), fullgraph=True)
-    for got, want in zip(compiled(**call), fd.kda_prefill(**call)):
-        assert same_bits(got, want)
+    for _ in range(CALLS_TO_A_PLAN):
+        for got, want in zip(compiled(**call), fd.kda_prefill(**call)):
+            assert same_bits(got, want)
 
 
 def test_chunk_kda_agrees():
