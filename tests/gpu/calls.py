@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -98,3 +99,16 @@ def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> 
     return tuple(
         0 if random.random() < empty else round(math.exp(random.uniform(0.0, math.log(longest)))) for _ in range(count)
     )
+
+
+def on_streams(calls: Sequence[Callable[[], tuple]]) -> list[list[tuple]]:
+    """What eight calls of each return, every one on a stream of its own and all at once."""
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    found: list[list[tuple]] = [[] for _ in calls]
+    for _ in range(8):
+        for stream, call, results in zip(streams, calls, found):
+            with torch.cuda.stream(stream):
+                results.append(call())
+    torch.cuda.synchronize()
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -21,7 +22,7 @@ from flashdelta.spec import check_arguments
 from ..cases import BF16, FP32, Case, case_id
 from ..inputs import TOKEN_TENSORS
 from ..oracle import same_bits, truth
-from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold
+from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold, on_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -294,16 +295,9 @@ def test_graph_replays_with_other_splits_of_many_sequences(model: Case, backend:
 def test_two_streams_at_once(op, backend: str):
     """Calls that overlap share no scratch memory."""
     cases = [replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))]
-    calls = [gpu_call(op, case, BF16, backend, seed) for seed, case in enumerate(cases)]
-    want = [op(**call) for call in calls]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    found: list[list[tuple]] = [[], []]
-    for _ in range(8):
-        for stream, call, results in zip(streams, calls, found):
-            with torch.cuda.stream(stream):
-                results.append(op(**call))
-    torch.cuda.synchronize()
+    calls = [functools.partial(op, **gpu_call(op, case, BF16, backend, seed)) for seed, case in enumerate(cases)]
+    want = [call() for call in calls]
+    found = on_streams(calls)
     for results, (want_o, want_state) in zip(found, want):
         for o, state in results:
             assert same_bits(o, want_o)

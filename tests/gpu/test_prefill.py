@@ -3,6 +3,7 @@ calls that repeat."""
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from flashdelta.triton.launch import prefill_launches
 from ..cases import FP32, Case, case_id
 from ..oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from ..prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
-from .calls import CALLS_TO_A_PLAN
+from .calls import CALLS_TO_A_PLAN, on_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -228,16 +229,9 @@ def test_a_repeated_call_takes_no_more_memory():
 def test_two_streams_at_once():
     """Calls that overlap share no scratch memory."""
     case = REPEATED[-1]
-    calls = [prefill_call(case, "cuda", seed) for seed in range(2)]
-    want = [fd.kda_prefill(**call) for call in calls]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    found: list[list[tuple]] = [[], []]
-    for _ in range(8):
-        for stream, call, results in zip(streams, calls, found):
-            with torch.cuda.stream(stream):
-                results.append(fd.kda_prefill(**call))
-    torch.cuda.synchronize()
+    calls = [functools.partial(fd.kda_prefill, **prefill_call(case, "cuda", seed)) for seed in range(2)]
+    want = [call() for call in calls]
+    found = on_streams(calls)
     for results, first in zip(found, want):
         for result in results:
             assert all(same_bits(got, x) for got, x in zip(result, first))
