@@ -106,7 +106,7 @@ def bounded_pairs(
     halves = gl.where((s >= 16) & (s < 48) & (i >= 0), 0.5, 0.0).to(gl.float16)
     between = weighted_sums(halves, high_s, low_s, zero)
     distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, halves])
-    barrier()
+    barrier()  # both warpgroups have multiplied the decays
     fetch_rows(*last_rows)
     async_copy.commit_group()
     between = exp2(between)
@@ -169,7 +169,7 @@ def all_pairs(
         found = warpgroup_mma(level_A, right_k, zero, use_acc=False)
         G += of_decays(left_w, found)
         sum_left += found * factor
-    barrier()
+    barrier()  # both warpgroups have multiplied the decays
     fetch_rows(*last_rows)
     async_copy.commit_group()
     return sum_q, sum_left, sum_right, G
