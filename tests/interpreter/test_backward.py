@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,10 @@ from ..oracle import poisoned_memory
 TOLERANCE = 3e-4
 """Of each gradient's norm, and of the largest gradient's: one that is nearly zero is what is left of larger terms."""
 
+LARGE_STEPS = {"A_log": 10 * TOLERANCE}
+"""With log decays of -1000: A_log's gradient sums those of log decays times them, so 1e-7 in those, which is rounding and
+differs from one processor to the next, is 1e-4 in it."""
+
 
 def small(case: Case) -> Case:
     """The case on few tokens: every program takes the interpreter a second."""
@@ -32,9 +37,13 @@ KINDS = [small(case) for case in CASES if case not in LENGTH_CASES] + [
 ]
 
 
-def assert_gradients(found: dict, truth: dict, tolerance: float = TOLERANCE) -> None:
+def assert_gradients(
+    found: dict, truth: dict, tolerance: float = TOLERANCE, others: Mapping[str, float] | None = None
+) -> None:
+    """`others`: tolerances of some gradients that differ."""
     assert found.keys() == truth.keys()
-    errors = {name: error for name, error in relative_errors(found, truth).items() if not error <= tolerance}
+    allowed = dict.fromkeys(truth, tolerance) | (others or {})
+    errors = {name: error for name, error in relative_errors(found, truth).items() if not error <= allowed[name]}
     assert not errors
 
 
@@ -45,7 +54,9 @@ def test_gradients_are_those_of_the_reference(case: Case):
     with poisoned_memory():
         found = gradients(call | {"backend": "triton"}, *grads)
     # a state in bfloat16 is rounded, and so are its gradient and the final state's
-    assert_gradients(found, true_gradients(call, *grads), 5e-3 if case.state == BF16 else TOLERANCE)
+    tolerance = 5e-3 if case.state == BF16 else TOLERANCE
+    large_steps = case.hard == "raw_1000" and case.gate == "softplus"
+    assert_gradients(found, true_gradients(call, *grads), tolerance, LARGE_STEPS if large_steps else None)
 
 
 @pytest.mark.parametrize("name", ["bounded", "softplus", "gva2", "packed", "chunk32"])
