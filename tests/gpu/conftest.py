@@ -1,4 +1,4 @@
-"""The GPU tier: `pytest -m gpu` (add `-n 8` to compile kernels in parallel)."""
+"""The GPU tier: `pytest -m gpu` (add `-n 8 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel)."""
 
 from __future__ import annotations
 
