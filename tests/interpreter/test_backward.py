@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -37,12 +36,10 @@ KINDS = [small(case) for case in CASES if case not in LENGTH_CASES] + [
 ]
 
 
-def assert_gradients(
-    found: dict, truth: dict, tolerance: float = TOLERANCE, others: Mapping[str, float] | None = None
-) -> None:
-    """`others`: tolerances of some gradients that differ."""
+def assert_gradients(found: dict, truth: dict, tolerance: float = TOLERANCE, **others: float) -> None:
+    """`others`: tolerances of gradients that have one of their own, by name."""
     assert found.keys() == truth.keys()
-    allowed = dict.fromkeys(truth, tolerance) | (others or {})
+    allowed = dict.fromkeys(truth, tolerance) | others
     errors = {name: error for name, error in relative_errors(found, truth).items() if not error <= allowed[name]}
     assert not errors
 
@@ -55,8 +52,8 @@ def test_gradients_are_those_of_the_reference(case: Case):
         found = gradients(call | {"backend": "triton"}, *grads)
     # a state in bfloat16 is rounded, and so are its gradient and the final state's
     tolerance = 5e-3 if case.state == BF16 else TOLERANCE
-    large_steps = case.hard == "raw_1000" and case.gate == "softplus"
-    assert_gradients(found, true_gradients(call, *grads), tolerance, LARGE_STEPS if large_steps else None)
+    others = LARGE_STEPS if case.hard == "raw_1000" and case.gate == "softplus" else {}
+    assert_gradients(found, true_gradients(call, *grads), tolerance, **others)
 
 
 @pytest.mark.parametrize("name", ["bounded", "softplus", "gva2", "packed", "chunk32"])

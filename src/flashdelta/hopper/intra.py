@@ -86,12 +86,20 @@ def of_decays(operand, found):
 
 
 @gluon.jit
+def replace_decays(last_rows):
+    """Starts the copy of the rows (`fetch_rows`) that take the decays' place."""
+    barrier()  # both warpgroups have multiplied the decays
+    fetch_rows(*last_rows)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def bounded_pairs(
     k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
 ):
     """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, `k_j` on the right, and `G`.
-    `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows` (`fetch_rows`) take the
-    place of the decays."""
+    `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows`: see
+    `replace_decays`."""
     of_right, of_q, of_w = rows
     near_A, far_A, near_Aqk, far_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
@@ -106,9 +114,7 @@ def bounded_pairs(
     halves = gl.where((s >= 16) & (s < 48) & (i >= 0), 0.5, 0.0).to(gl.float16)
     between = weighted_sums(halves, high_s, low_s, zero)
     distance, between, _, _ = warpgroup_mma_wait(0, deps=[distance, between, signed, halves])
-    barrier()  # both warpgroups have multiplied the decays
-    fetch_rows(*last_rows)
-    async_copy.commit_group()
+    replace_decays(last_rows)
     between = exp2(between)
     left = exp2(distance)
     right_k.store((k_s.load(acc_l).to(gl.float32) * (exp2_negative(distance) * of_right)).to(gl.bfloat16))
@@ -169,9 +175,7 @@ def all_pairs(
         found = warpgroup_mma(level_A, right_k, zero, use_acc=False)
         G += of_decays(left_w, found)
         sum_left += found * factor
-    barrier()  # both warpgroups have multiplied the decays
-    fetch_rows(*last_rows)
-    async_copy.commit_group()
+    replace_decays(last_rows)
     return sum_q, sum_left, sum_right, G
 
 
