@@ -348,6 +348,7 @@ VARIANTS = (
         for K, gate in ((128, "lower_bound"), (64, "softplus"))
     ),
     Variant("hopper wy K128 V128", "hopper", algorithm="wy"),
+    Variant("hopper wy K128 V128 fixed length", "hopper", algorithm="wy", packed=False),
     Variant("hopper wy K128 V128 fixed length, V first", "hopper", algorithm="wy", packed=False, state_v_first=True),
     Variant("hopper wy K64 V64", "hopper", algorithm="wy", K=64, V=64),
     Variant("hopper K64 V64", "hopper", K=64, V=64),

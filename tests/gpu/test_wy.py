@@ -19,12 +19,15 @@ pytestmark = pytest.mark.gpu
 
 MODEL = WyCase(name="model", why="heads of 128", K=128, V=128, T=300, H=4, HV=4, log2=True)
 LENGTHS = (1, 63, 64, 65, 0, 300)
+PACKED = replace(MODEL, name="model_packed", lengths=LENGTHS)
 CASES = [
     MODEL,
     replace(MODEL, name="model_rows", B=3, T=65, v_first=True),
-    replace(MODEL, name="model_packed", lengths=LENGTHS),
+    replace(MODEL, name="model_rounds", why="several items a program", B=2, H=16, HV=32),
+    PACKED,
     replace(MODEL, name="model_packed_v_first", lengths=LENGTHS, v_first=True),
     replace(MODEL, name="model_grouped", H=2, HV=6),
+    replace(MODEL, name="model_strided", B=2, strided=True),
     replace(MODEL, name="model_small", K=64, V=64, log2=False),
     replace(MODEL, name="model_uneven", K=64, V=128),
     replace(MODEL, name="model_large", K=256, V=256),
@@ -46,7 +49,7 @@ def test_results_are_the_reference(case: WyCase, dtype: torch.dtype, backend: st
     assert all(error <= TOLERANCE[dtype] for error in found.values()), found
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=case_id)
+@pytest.mark.parametrize("case", CASES[:5], ids=case_id)
 def test_results_repeat_to_the_bit(case: WyCase, backend: str):
     call = make_wy(case, torch.bfloat16, "cuda") | {"backend": backend}
     first = wy(**call)
@@ -54,7 +57,7 @@ def test_results_repeat_to_the_bit(case: WyCase, backend: str):
         assert all(torch.equal(x, y) for x, y in zip(wy(**call), first))
 
 
-@pytest.mark.parametrize("case", CASES[:5], ids=case_id)
+@pytest.mark.parametrize("case", CASES[:6], ids=case_id)
 def test_a_repeated_call_has_its_own_tensors(case: WyCase, backend: str):
     call = make_wy(case, torch.bfloat16, "cuda")
     kept = []
@@ -66,8 +69,16 @@ def test_a_repeated_call_has_its_own_tensors(case: WyCase, backend: str):
         assert all(error <= TOLERANCE[torch.bfloat16] for error in covered.values()), covered
 
 
+def test_inputs_may_be_expanded(backend: str):
+    call = make_wy(CASES[1], torch.bfloat16, "cuda") | {"backend": backend}
+    for name in ("q", "k", "g", "v", "beta", "do"):
+        call[name] = call[name][:1].expand_as(call[name])
+    dense = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    assert all(torch.equal(x, y) for x, y in zip(wy(**call), wy(**dense)))
+
+
 def test_nan_stays_in_its_sequence(backend: str):
-    call = make_wy(CASES[2], torch.bfloat16, "cuda") | {"backend": backend}
+    call = make_wy(PACKED, torch.bfloat16, "cuda") | {"backend": backend}
     clean = wy(**call)
     call["do"][:, 5] = torch.nan
     found = wy(**call)
@@ -77,7 +88,7 @@ def test_nan_stays_in_its_sequence(backend: str):
 
 
 def test_offsets_are_not_read_on_the_host(backend: str, no_synchronisation):
-    call = make_wy(CASES[2], torch.bfloat16, "cuda") | {"backend": backend}
+    call = make_wy(PACKED, torch.bfloat16, "cuda") | {"backend": backend}
     wy(**call)
     with no_synchronisation():
         wy(**call)

@@ -13,6 +13,10 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """`copy_tile(descriptor, coordinates, barrier, shared)`: an asynchronous copy by the TMA unit."""
 
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+"""`store_tile(descriptor, coordinates, shared)`: an asynchronous copy to memory by the TMA unit, but for what is past the
+tensor's end."""
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """`barrier()`: all threads of the program have come this far."""
 

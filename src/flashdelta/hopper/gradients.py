@@ -6,10 +6,12 @@ import functools
 from dataclasses import replace
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import gradients
 from ..gradients import ByHead, Kept, Parts, Stages, Walked
-from ..launch import Launch, dense, launch_all, strides
+from ..launch import Launch, dense, launch_all, multiprocessors, strides
 from ..plans import Recorder
 from ..spec import Incoming, KdaSpec, KdaTensors, Results
 from ..triton.wy import WyOperands
@@ -109,20 +111,55 @@ def _wy(
     **kinds,
 ) -> Launch:
     """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`."""
+    items = spec.B * spec.slots * spec.HV if spec.N > 0 else 0
+    of_rows = eighths(x.q, x.k, x.g, x.v, x.grad_o)
+    walk = walks(spec)
+    g_d = None
+    if walk:
+        g_d = by_token(x.g)
+        x, found = described(x), (*map(by_token, found[:3]), *found[3:])
     return Launch(
         wy_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        min(items, multiprocessors(x.beta.device)) if walk else items,
         (
             *x.arguments(),
+            g_d,
             *found,
             *(spec.scale, lower_bound),
-            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, rows),
-            *eighths(x.q, x.k, x.g, x.v, x.grad_o),
+            *(spec.T, spec.N, spec.HV, spec.group, spec.slots, rows, items),
+            *of_rows,
             *strides(x.beta),
         ),
-        dict(K=spec.K, V=spec.V, **kinds),
+        dict(K=spec.K, V=spec.V, **kinds, WALK=walk),
         num_warps=8,
     )
+
+
+def walks(spec: KdaSpec | WySpec) -> bool:
+    """Whether programs of `wy` take one item after another: at fixed lengths, where the TMA unit can fetch all operands; not if
+    they work out decays, for which registers do not suffice."""
+    return isinstance(spec, WySpec) and not spec.packed and spec.K == spec.V == 128
+
+
+def described(x: WyOperands) -> WyOperands:
+    """With tensor descriptors for what `wy` copies whole tiles of; of `g` it also reads single rows."""
+    rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "solved", "pseudo", "grad_o", "grad_pseudo")}
+    return replace(x, **rows, h=by_state(x.h), grad_h=by_state(x.grad_h))
+
+
+def by_token(x: torch.Tensor) -> TensorDescriptor:
+    """Of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
+    return tiles_of(x, (1, TILE, 1, x.shape[-1]))
+
+
+def by_state(x: torch.Tensor) -> TensorDescriptor:
+    """Of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
+    return tiles_of(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
+
+
+def tiles_of(x: torch.Tensor, shape: tuple[int, ...]) -> TensorDescriptor:
+    dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
+    return TensorDescriptor(x, x.shape, x.stride(), shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
 
 
 def wy(spec: KdaSpec, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
