@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from filelock import FileLock
 
 from flashdelta.backends import BACKENDS
 
@@ -39,11 +40,12 @@ def gpu() -> None:
 
 
 @pytest.fixture
-def much_memory() -> Iterator[None]:
-    """For tests of many GB: leaves nothing behind for the processes beside this one."""
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
+def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests of many GB: one at a time among all workers, and nothing is left behind for the processes beside this one."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "much_memory.lock"):
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
