@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import gradients
@@ -20,6 +19,7 @@ from .intra import intra_kernel
 from .launch import (
     TILE,
     Workspace,
+    describe,
     eighths,
     in_eighths,
     items,
@@ -149,17 +149,12 @@ def described(x: WyOperands) -> WyOperands:
 
 def by_token(x: torch.Tensor) -> TensorDescriptor:
     """Of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
-    return tiles_of(x, (1, TILE, 1, x.shape[-1]))
+    return describe(x, (1, TILE, 1, x.shape[-1]))
 
 
 def by_state(x: torch.Tensor) -> TensorDescriptor:
     """Of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
-    return tiles_of(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
-
-
-def tiles_of(x: torch.Tensor, shape: tuple[int, ...]) -> TensorDescriptor:
-    dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
-    return TensorDescriptor(x, x.shape, x.stride(), shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
+    return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
 
 
 def wy(spec: KdaSpec, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:

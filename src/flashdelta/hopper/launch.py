@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import astuple, dataclass, replace
 
@@ -24,7 +25,6 @@ from .segments import maps_kernel
 TILE = 64
 """Rows and columns of a tile of the workspace."""
 
-TILE_LAYOUT = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
 SHARED_MEMORY = 232_448
 """Bytes a program may use."""
 
@@ -156,7 +156,18 @@ def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Lau
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:
-    return TensorDescriptor(x, x.shape, (TILE, 1), (TILE, TILE), TILE_LAYOUT)
+    """Of the workspace's."""
+    return describe(x, (TILE, TILE))
+
+
+def describe(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
+    """For copies of tiles of this shape by the TMA unit."""
+    return TensorDescriptor(x, x.shape, x.stride(), tile, tile_layout(tile, x.dtype))
+
+
+@functools.cache
+def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
 
 
 def eighths(*tensors: torch.Tensor) -> list[int]:
