@@ -108,12 +108,12 @@ def _wy(
     found: tuple[torch.Tensor | None, ...],
     lower_bound: float,
     rows: int,
+    walk: bool = False,
     **kinds,
 ) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`."""
+    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `walk`: as the kernel's."""
     items = spec.B * spec.slots * spec.HV if spec.N > 0 else 0
     of_rows = eighths(x.q, x.k, x.g, x.v, x.grad_o)
-    walk = walks(spec)
     g_d = None
     if walk:
         g_d = by_token(x.g)
@@ -133,12 +133,6 @@ def _wy(
         dict(K=spec.K, V=spec.V, **kinds, WALK=walk),
         num_warps=8,
     )
-
-
-def walks(spec: KdaSpec | WySpec) -> bool:
-    """Whether programs of `wy` take one item after another: at fixed lengths, where the TMA unit can fetch all operands; not if
-    they work out decays, for which registers do not suffice."""
-    return isinstance(spec, WySpec) and not spec.packed and spec.K == spec.V == 128
 
 
 def described(x: WyOperands) -> WyOperands:
@@ -180,7 +174,9 @@ def wy_dqkg_launch(spec: WySpec, t: WyTensors, found: WyGradients) -> Launch:
     results = (found.q, found.k, found.g, found.v, found.beta, found.A, None)
     gate = dict(GATE="cumulative_log2" if spec.log2 else "cumulative", SAFE=False)
     rest = dict(BETA="value", L2NORM=False, V_FIRST=spec.state_v_first)
-    return _wy(spec, x, results, 0.0, spec.rows, **gate, **rest)
+    # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
+    walk = not spec.packed and spec.K == spec.V == 128
+    return _wy(spec, x, results, 0.0, spec.rows, walk, **gate, **rest)
 
 
 def intra(spec: KdaSpec, t: KdaTensors, parts: Parts, heads: ByHead) -> Launch:

@@ -193,11 +193,8 @@ def wy_kernel(
     M_s = operand(gl.bfloat16, C, C)
     h_s = operand(gl.bfloat16, h_rows, h_columns)
     grad_h_s = operand(gl.bfloat16, h_rows, h_columns)
-    grad_w_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
-    if V < K:  # noqa: SIM108 (one line would be too long)
-        grown_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], key_s)
-    else:
-        grown_s = reinterpret(v_s, gl.bfloat16, [C, K], key_s)
+    grad_w_s = operand(gl.bfloat16, C, K)
+    grown_s = operand(gl.bfloat16, C, K) if V < K else reinterpret(v_s, gl.bfloat16, [C, K], key_s)
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
