@@ -7,7 +7,10 @@ Contract and order of operations: as `triton/decode.py`. What differs is how a w
   worked out, to save registers, and a warp then waits for memory three times.
 * A thread works out `K / 32` channels of the rows, not those of all the elements it updates.
 * Both sums over K are products on tensor cores, for which a bfloat16 state is exact and rows of float32 come in two parts.
-* Addresses are worked out before the wait for the kernel before this one.
+* Addresses are worked out before the wait for the kernel before this one, from an index that it may not have written yet; where
+  it has another one afterwards the state is copied again.
+* Memory has nothing to do from the last load of one launch to the first of the next. So some programs ask for their state to be
+  brought to the L2 cache before they wait (`at_once`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..triton import common, decode
 from ..triton.common import L2_EPS
+from .arithmetic import split_high_low
 from .compat import copy_async
 
 decay_rate, locate, log2_decay, write_strength = (
@@ -32,7 +36,24 @@ def add_three(a, b, c, other_a, other_b, other_c):
     return a + other_a, b + other_b, c + other_c
 
 
-@gluon.jit(do_not_specialize=decode.SCALARS)
+@gluon.jit
+def fetch_to_cache(at, SIZE: gl.constexpr):
+    """Asks for `SIZE` bytes from the address `at`, a line of 128 each time, to be brought to the L2 cache."""
+    line_l: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    at = at.to(gl.int64, bitcast=True) + gl.arange(0, SIZE // 128, layout=line_l) * 128
+    asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy_tiles(state_s, start, in_slot, read, TILES: gl.constexpr, SIZE: gl.constexpr):
+    """Begins to copy tiles of `SIZE` elements from `start` on, zeros if nothing is `read`, each a group of copies."""
+    for i in gl.static_range(TILES):
+        copy_async(state_s.index(i), start + (i * SIZE + in_slot), mask=(in_slot * 0 + read) != 0)
+        async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=(*decode.SCALARS, "at_once"))
 def decode_kernel(
     q,
     k,
@@ -85,6 +106,7 @@ def decode_kernel(
     o_batch: gl.int64,
     o_token: gl.int64,
     o_head: gl.int64,
+    at_once,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -100,7 +122,10 @@ def decode_kernel(
     NULL_GIVES_ZERO: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """`q`, `k`, `g` and the states that are read lie on multiples of 16 bytes; their strides are multiples of 16 elements."""
+    """`q`, `k`, `g` and the states that are read lie on multiples of 16 bytes; their strides are multiples of 16 elements.
+    `at_once`: the first so many programs run at the same time. Of those the last quarter starts when the launch before this one
+    has hardly any state left to load, and asks for its own; if all did, memory would be idle later on instead, while all work
+    out their first update."""
     TILE: gl.constexpr = 16  # value channels of a product
     TILES: gl.constexpr = BV // TILE
     # states as they lie in memory: a thread has 16 bytes of a row
@@ -108,10 +133,9 @@ def decode_kernel(
     sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=2)
-    # a thread has some channels of a row, and a value channel
+    # a thread has some channels of a row, and the value channels whose sums it ends up with
     key_l: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
-    pair_l: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])
-    value_l: gl.constexpr = gl.SliceLayout(1, pair_l)
+    value_l: gl.constexpr = gl.SliceLayout(1, sums_l)
     rows_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     line_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
@@ -129,7 +153,12 @@ def decode_kernel(
     value = slice_ * BV + gl.arange(0, TILE, layout=value_l)
     tile_value = slice_ * BV + gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_l))
     in_slot = tile_value[:, None] * K + gl.arange(0, K, layout=gl.SliceLayout(0, tile_l))[None, :]
+    named = (starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row)
+    slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     if OVERLAP:
+        program = gl.program_id(0)
+        if (program >= at_once - at_once // 4) & (program < at_once) & (read != 0):
+            fetch_to_cache(initial_state + slot * start_pitch + slice_ * (BV * K), 2 * BV * K)
         # always true, as addresses have fewer than 62 bits; ptxas would work them out after the wait
         if q.to(gl.int64) + k.to(gl.int64) + initial_state.to(gl.int64) + g.to(gl.int64) != 0:
             gdc_wait()
@@ -142,10 +171,12 @@ def decode_kernel(
     copy_async(k_s, k + key)
     copy_async(g_s, g + key)
     async_copy.commit_group()
-    slot, live, read = start_slot(
-        *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
-        *(most_tokens, lowest, start_slots, target_slots, TWO_POOLS),
-    )
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, TILE, K], rows_s)
+    copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
+    guess = slot
+    guessed = read
+    if OVERLAP:
+        slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     # volatile: else ptxas asks for it when the sums are there
     next_v = gl.load(v + value, volatile=True)
     strength = gl.load(beta)
@@ -153,12 +184,6 @@ def decode_kernel(
     bias = gl.zeros([K], gl.float32, layout=key_l)
     if dt_bias is not None:
         bias = gl.load(dt_bias + head * K + key).to(gl.float32)
-    state_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, TILE, K], rows_s)
-    start = initial_state + slot * start_pitch
-    for i in gl.static_range(TILES):
-        at = start + (i * TILE * K + in_slot)
-        copy_async(state_s.index(i), at, mask=(in_slot * 0 + read) != 0)
-        async_copy.commit_group()
 
     async_copy.wait_group(TILES)
     row_q, row_k, row_g = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32), g_s.load(key_l).to(gl.float32)
@@ -176,13 +201,16 @@ def decode_kernel(
     key_s.store(row_k)
     # `[K, 2 of k and q, 2 parts, 2]`; of 8 columns, which a product has at least, half are empty
     both = gl.join(decay * row_k, decay * row_q)
-    high = both.to(gl.bfloat16)
-    parts = gl.join(high, (both - high.to(gl.float32)).to(gl.bfloat16))
+    high, low = split_high_low(both)
+    parts = gl.join(high, low)
     parts = gl.join(parts, gl.zeros_like(parts))
     right_s = gl.allocate_shared_memory(gl.bfloat16, [8, K], rows_s)
     right_s.store(parts.permute((3, 2, 1, 0)).reshape([8, K]))
+    if OVERLAP:
+        if (slot != guess) | (read != guessed):
+            async_copy.wait_group(0)
+            copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
     right = right_s.permute((1, 0)).load(right_l)
-
     decay = decay_s.load(gl.SliceLayout(0, tile_l))[None, :]
     row_k = key_s.load(gl.SliceLayout(0, tile_l))[None, :]
     stored = has_final
@@ -198,7 +226,7 @@ def decode_kernel(
         async_copy.wait_group(TILES - 1 - i)
         tile_s = state_s.index(i)
         found = mma_v2(tile_s.load(left_l), right, gl.zeros([TILE, 8], gl.float32, layout=sums_l))
-        along_k, along_q = gl.split(gl.convert_layout(gl.sum(found.reshape([TILE, 4, 2]), axis=1), pair_l))
+        along_k, along_q = gl.split(gl.sum(found.reshape([TILE, 4, 2]), axis=1))
         along_k = gl.convert_layout(along_k, value_l)
         along_q = gl.convert_layout(along_q, value_l)
         correction = strength * (row_v - norm_k * along_k)

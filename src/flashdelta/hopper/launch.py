@@ -42,6 +42,10 @@ FLAGS = 256
 """Words of the workspace that `prepare` clears: a power of 2, `MOST_PROGRAMS` or more."""
 
 
+DECODE_AT_ONCE = 28
+"""Programs of `decode` that registers and shared memory let a multiprocessor run at the same time."""
+
+
 @dataclass(frozen=True)
 class Workspace:
     """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
@@ -151,7 +155,8 @@ def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Lau
     given = dict(zip(decode_kernel.arg_names, launch.arguments))
     many = spec.N * spec.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
-        return replace(launch, kernel=decode_kernel)  # which takes the same arguments, and as much of a state
+        at_once = min(launch.programs, DECODE_AT_ONCE * multiprocessors(t.q.device))
+        return replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, at_once))
     return launch
 
 
