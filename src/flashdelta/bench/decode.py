@@ -195,12 +195,13 @@ class Pools:
 
 
 LEAST_LAUNCHES = 16
-"""In a graph: starting one takes several microseconds, which are not the steps'."""
+"""In a graph: starting one takes some microseconds, which are not the steps'."""
 
 
 @dataclass(frozen=True)
 class DecodeSetup:
-    """What all rows share. A graph holds as many launches as walk through `walk_bytes` of states, at most `launches`."""
+    """What all rows share. A graph holds as many launches as walk through `walk_bytes` of states, at most `launches`: a
+    millisecond or so, beside which its start hardly counts."""
 
     device: torch.device
     timer: Timer
@@ -210,7 +211,7 @@ class DecodeSetup:
     effort: Effort
     pools: Pools
     gated: bool = False
-    walk_bytes: int = 2**29
+    walk_bytes: int = 2**31
     launches: int = 512
     host_calls: int = 200
 

@@ -206,11 +206,9 @@ def decode_kernel(
     parts = gl.join(parts, gl.zeros_like(parts))
     right_s = gl.allocate_shared_memory(gl.bfloat16, [8, K], rows_s)
     right_s.store(parts.permute((3, 2, 1, 0)).reshape([8, K]))
-    if OVERLAP:
-        if (slot != guess) | (read != guessed):
-            async_copy.wait_group(0)
-            copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
-    right = right_s.permute((1, 0)).load(right_l)
+    if OVERLAP and (slot != guess) | (read != guessed):
+        async_copy.wait_group(0)
+        copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
     decay = decay_s.load(gl.SliceLayout(0, tile_l))[None, :]
     row_k = key_s.load(gl.SliceLayout(0, tile_l))[None, :]
     stored = has_final
@@ -225,6 +223,7 @@ def decode_kernel(
             next_v = gl.load(v + (i + 1) * TILE + value, volatile=True)
         async_copy.wait_group(TILES - 1 - i)
         tile_s = state_s.index(i)
+        right = right_s.permute((1, 0)).load(right_l)
         found = mma_v2(tile_s.load(left_l), right, gl.zeros([TILE, 8], gl.float32, layout=sums_l))
         along_k, along_q = gl.split(gl.sum(found.reshape([TILE, 4, 2]), axis=1))
         along_k = gl.convert_layout(along_k, value_l)
