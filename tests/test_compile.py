@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashdelta.compile import VARIANTS, late_operands
+from flashdelta.hopper.launch import DECODE_AT_ONCE
 
 from . import compile_budget
 from .compile_budget import ARCHITECTURES, DEVICE_SHARED_BYTES
@@ -33,6 +34,15 @@ def test_budget_covers_every_stage_on_every_gpu(arch: int):
     assert portable == forward | split | backward | alone
     # `prepare` plans, and composition is the portable one
     assert hopper == (forward | split | backward | {"decode_kernel"} if arch == 90 else set())
+
+
+def test_as_many_programs_of_hoppers_decode_fit_as_it_counts_on():
+    """A multiprocessor has 65,536 registers, which a warp gets 8 a thread at a time, and 228 KB of shared memory, of which 1 KB
+    goes with each program."""
+    costs = [cost for name, cost in compile_budget.read().items() if name.startswith("sm_90 decode_kernel: hopper ")]
+    by_registers = min(65_536 // (32 * 8 * -(-cost["registers"] // 8)) for cost in costs)
+    by_memory = min(228 * 1024 // (cost["shared_bytes"] + 1024) for cost in costs)
+    assert min(by_registers, by_memory) == DECODE_AT_ONCE
 
 
 def test_hopper_variants_are_named_so():
