@@ -200,8 +200,8 @@ LEAST_LAUNCHES = 16
 
 @dataclass(frozen=True)
 class DecodeSetup:
-    """What all rows share. A graph holds as many launches as walk through `walk_bytes` of states, at most `launches`: a
-    millisecond or so, beside which its start hardly counts."""
+    """What all rows share. A graph holds as many launches as walk through `walk_bytes` of states, at least
+    `LEAST_LAUNCHES` and at most `launches`: about a millisecond or more, beside which its start hardly counts."""
 
     device: torch.device
     timer: Timer

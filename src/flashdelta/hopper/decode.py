@@ -7,8 +7,8 @@ Contract and order of operations: as `triton/decode.py`. What differs is how a w
   worked out, to save registers, and a warp then waits for memory three times.
 * A thread works out `K / 32` channels of the rows, not those of all the elements it updates.
 * Both sums over K are products on tensor cores, for which a bfloat16 state is exact and rows of float32 come in two parts.
-* Addresses are worked out before the wait for the kernel before this one, from an index that it may not have written yet; where
-  it has another one afterwards the state is copied again.
+* Addresses are worked out before the wait for the kernel before this one, from an index that it may yet overwrite; if it did,
+  the state is copied again.
 * Memory has nothing to do from the last load of one launch to the first of the next. So some programs ask for their state to be
   brought to the L2 cache before they wait (`at_once`).
 """
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..triton import common, decode
+from ..triton import common, decode, states
 from ..triton.common import L2_EPS
 from .arithmetic import split_high_low
 from .compat import copy_async
@@ -29,6 +29,7 @@ decay_rate, locate, log2_decay, write_strength = (
     gluon.jit(f.fn) for f in (common.decay_rate, common.locate, common.log2_decay, common.write_strength)
 )
 start_slot, target_slot = gluon.jit(decode.start_slot.fn), gluon.jit(decode.target_slot.fn)
+everywhere = gluon.jit(states.everywhere.fn)
 
 
 @gluon.jit
@@ -49,7 +50,7 @@ def fetch_to_cache(at, SIZE: gl.constexpr):
 def copy_tiles(state_s, start, in_slot, read, TILES: gl.constexpr, SIZE: gl.constexpr):
     """Begins to copy tiles of `SIZE` elements from `start` on, zeros if nothing is `read`, each a group of copies."""
     for i in gl.static_range(TILES):
-        copy_async(state_s.index(i), start + (i * SIZE + in_slot), mask=(in_slot * 0 + read) != 0)
+        copy_async(state_s.index(i), start + (i * SIZE + in_slot), mask=everywhere(in_slot, read))
         async_copy.commit_group()
 
 
@@ -173,8 +174,8 @@ def decode_kernel(
     async_copy.commit_group()
     state_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, TILE, K], rows_s)
     copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
-    guess = slot
-    guessed = read
+    copied_slot = slot
+    copied = read
     if OVERLAP:
         slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     # volatile: else ptxas asks for it when the sums are there
@@ -206,7 +207,7 @@ def decode_kernel(
     parts = gl.join(parts, gl.zeros_like(parts))
     right_s = gl.allocate_shared_memory(gl.bfloat16, [8, K], rows_s)
     right_s.store(parts.permute((3, 2, 1, 0)).reshape([8, K]))
-    if OVERLAP and (slot != guess) | (read != guessed):
+    if OVERLAP and (slot != copied_slot) | (read != copied):
         async_copy.wait_group(0)
         copy_tiles(state_s, initial_state + slot * start_pitch, in_slot, read, TILES, TILE * K)
     decay = decay_s.load(gl.SliceLayout(0, tile_l))[None, :]
@@ -223,6 +224,7 @@ def decode_kernel(
             next_v = gl.load(v + (i + 1) * TILE + value, volatile=True)
         async_copy.wait_group(TILES - 1 - i)
         tile_s = state_s.index(i)
+        # for each tile, as before the branch above it would take registers through it, 72 instead of 66
         right = right_s.permute((1, 0)).load(right_l)
         found = mma_v2(tile_s.load(left_l), right, gl.zeros([TILE, 8], gl.float32, layout=sums_l))
         along_k, along_q = gl.split(gl.sum(found.reshape([TILE, 4, 2]), axis=1))
@@ -236,4 +238,4 @@ def decode_kernel(
         correction = gl.convert_layout(norm_k * correction, gl.SliceLayout(1, tile_l))[:, None]
         state = tile_s.load(tile_l).to(gl.float32) * decay + correction * row_k
         at = final_state + (i * TILE * K + in_slot)
-        gl.store(at, state.to(gl.bfloat16), mask=(in_slot * 0 + stored) != 0)
+        gl.store(at, state.to(gl.bfloat16), mask=everywhere(in_slot, stored))

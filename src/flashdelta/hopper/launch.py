@@ -43,7 +43,7 @@ FLAGS = 256
 
 
 DECODE_AT_ONCE = 28
-"""Programs of `decode` that registers and shared memory let a multiprocessor run at the same time."""
+"""Programs of `decode` that registers and shared memory let a multiprocessor run at once (K = 128; at 64 a few more)."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Lau
     given = dict(zip(decode_kernel.arg_names, launch.arguments))
     many = spec.N * spec.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
+        # it takes the portable kernel's arguments and one more, and as much of a state
         at_once = min(launch.programs, DECODE_AT_ONCE * multiprocessors(t.q.device))
         return replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, at_once))
     return launch
