@@ -164,7 +164,7 @@ def test_declines_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_declines_without_gluon(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hopper, "HAS_GLUON", False)
+    monkeypatch.setattr(hopper, "has_gluon", lambda: False)
     assert_declines(meta_call(KIMI), "no Gluon for Hopper; it needs Triton 3.6 or newer")
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
 from ..decode_spec import CommitSpec, CommitTensors
 from ..plans import Plan, Recorder
 from ..spec import Incoming, KdaSpec, KdaTensors, Results
+
+T = TypeVar("T")
 
 
 class Backend(Protocol):
@@ -50,12 +52,21 @@ class Backend(Protocol):
         """Gradients by input name, from what `run_kept` gave if it is at hand."""
 
 
+def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
+    """torch.compile asks `function` while it traces, and keeps the answer.
+
+    `torch.compiler.assume_constant_result` does no more, but imports torch._dynamo to do it, which takes a second.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 @functools.cache
 def _cached_capability(index: int | None) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
-@torch.compiler.assume_constant_result  # or torch.compile would put the question into its graph
+@assume_constant
 def nvidia_capability(index: int | None) -> tuple[int, int] | None:
     """The GPU's compute capability; None where there is none."""
     return _cached_capability(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 
@@ -12,20 +13,26 @@ from ..plans import Plan, Recorder
 from ..spec import Incoming, KdaSpec, KdaTensors, Results
 from ..split import planned_parts
 from ..wy_spec import WySpec
-from .base import nvidia_capability
+from .base import assume_constant, nvidia_capability
 
 MAX_ROWS = 2**31
 """Of the workspace: TMA coordinates are 32-bit."""
 
 
-def _has_gluon() -> bool:
+@assume_constant
+def has_gluon() -> bool:
+    """Asked once there is a GPU: the answer imports Triton."""
+    return _found_gluon()
+
+
+@functools.cache
+def _found_gluon() -> bool:
     try:
         return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
     except ModuleNotFoundError:
         return False
 
 
-HAS_GLUON = _has_gluon()
 HEAD_DIMS = (64, 128)
 CHUNK_SIZE = 64
 
@@ -38,7 +45,7 @@ def _gpu_obstacle(device: torch.device) -> str | None:
         return "no NVIDIA GPU on this machine"
     if capability[0] != 9:
         return f"compute capability {capability}; it runs on Hopper, (9, 0)"
-    if not HAS_GLUON:
+    if not has_gluon():
         return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
     return None
 
