@@ -54,10 +54,11 @@ class Launch:
     scratch: tuple[torch.Tensor, ...] = ()
     rows: int = 1
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, int | bool]:
         cap = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         early = {"launch_pdl": True} if self.overlaps else {}
-        return {"num_warps": self.num_warps, **cap, **early}
+        # Triton 3.10 stops fusing multiplications and additions by default: numerics and speed would move
+        return {"num_warps": self.num_warps, "enable_fp_fusion": True, **cap, **early}
 
     def run(self) -> None:
         """Launches on the current stream of the current device.
