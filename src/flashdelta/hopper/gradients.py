@@ -175,7 +175,8 @@ def wy_dqkg_launch(spec: WySpec, t: WyTensors, found: WyGradients) -> Launch:
     gate = dict(GATE="cumulative_log2" if spec.log2 else "cumulative", SAFE=False)
     rest = dict(BETA="value", L2NORM=False, V_FIRST=spec.state_v_first)
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
-    walk = not spec.packed and spec.K == spec.V == 128
+    # (no tensor descriptor has an empty tensor)
+    walk = not spec.packed and spec.K == spec.V == 128 and spec.B * spec.T > 0
     return _wy(spec, x, results, 0.0, spec.rows, walk, **gate, **rest)
 
 
