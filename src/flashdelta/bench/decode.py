@@ -18,6 +18,7 @@ from torch import Tensor
 import flashdelta
 
 from .environment import environment
+from .inputs import generator_of
 from .oracle import fault, relative_error
 from .peers import DecodePeer
 from .prefill import GATED_GPU
@@ -229,7 +230,7 @@ class Step:
 
 
 def make_step(case: DecodeCase, setup: DecodeSetup) -> Step:
-    generator = torch.Generator(device=setup.device).manual_seed(0)
+    generator = generator_of(setup.device, 0)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, device=setup.device).to(BF16)
@@ -260,19 +261,23 @@ def make_step(case: DecodeCase, setup: DecodeSetup) -> Step:
     )
 
 
-def our_call(step: Step, backend: str) -> Callable[[Tensor], object]:
-    """`recurrent_kda` on the slots it is given."""
-    return lambda slots: flashdelta.recurrent_kda(
+def our_arguments(step: Step, slots: Tensor) -> dict[str, object]:
+    """Those of `recurrent_kda`, but for the backend."""
+    return {
         **step.inputs,
         **step.gate,
-        initial_state=step.pool,
-        ssm_state_indices=slots,
-        num_spec_tokens=step.case.S or None,
-        beta_is_logit=True,
-        state_v_first=step.case.v_first,
-        output=step.output,
-        backend=backend,
-    )
+        "initial_state": step.pool,
+        "ssm_state_indices": slots,
+        "num_spec_tokens": step.case.S or None,
+        "beta_is_logit": True,
+        "state_v_first": step.case.v_first,
+        "output": step.output,
+    }
+
+
+def our_call(step: Step, backend: str) -> Callable[[Tensor], object]:
+    """`recurrent_kda` on the slots it is given."""
+    return lambda slots: flashdelta.recurrent_kda(**our_arguments(step, slots), backend=backend)
 
 
 def fla_call(step: Step, peer: DecodePeer) -> Callable[[Tensor], object]:

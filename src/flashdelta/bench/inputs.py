@@ -26,6 +26,11 @@ UNBOUNDED_OPTIONS = MODEL_OPTIONS | {"safe_gate": False, "lower_bound": None}
 """The same with a gate that has no bound, `softplus`."""
 
 
+def generator_of(device: torch.device, seed: int) -> torch.Generator | None:
+    """None on the meta device, whose tensors have shapes only."""
+    return None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
+
+
 def random_inputs(
     shape: Shape,
     device: torch.device,
@@ -42,7 +47,7 @@ def random_inputs(
     so an error in the state that passes between chunks shows in the outputs. (All-normal gate inputs forget at once:
     `forgetful`, with `exp(A_log)` uniform in `[1, 16]` as models are initialised.)
     """
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = generator_of(device, seed)
 
     def normal(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*sizes, generator=generator, device=device, dtype=torch.float32).to(dtype)

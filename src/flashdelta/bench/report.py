@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -437,6 +438,56 @@ def fp32_summary(document: dict) -> list[str]:
         lines.append(f"of the C host us, ctypes takes {document['protocol']['ctypes us']:.1f}")
     titles = {"ieee": "ieee", "c": "C library", "fla_fp32": "FLA fp32", "fla_bf16": "FLA bf16"}
     return [*lines, *correctness(document), *absences(document, **titles)]
+
+
+def toolchains_table(document: dict) -> Table:
+    """A line for each row's whole call by CUDA graph, and one for each of its kernels: this process's Triton beside another."""
+    names = {key: document["toolchains"][key]["triton"] for key in ("ours", "other")}
+    table = Table(title=headline(document), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    both = "\n".join(names.values())
+    for column in ("", f"regs\n{both}", f"spill B\n{both}", *(f"us\n{name}" for name in names.values())):
+        table.add_column(column, justify="right" if column else "left")
+    for column in ("ratio", "busy\nratio"):
+        table.add_column(column, justify="right")
+
+    def times(ms: dict | None) -> list[str]:
+        if ms is None:
+            return ["-", "-", "-"]
+        found = [ms[key]["median"] for key in names]
+        return [*(f"{1e3 * x:.1f}" for x in found), f"{found[1] / found[0]:.2f}"]
+
+    for row in document["rows"]:
+        wrong = " [red]wrong[/red]" if row["ours"]["problem"] else ""
+        table.add_row(f"[bold]{row['name']}[/bold]{wrong}", "", "", *times(row["graph_ms"]), "")
+        for kernel in row["kernels"]:
+            costs = (
+                "/".join(str(kernel[what].get(key, "-")) for key in names) for what in ("registers", "spill_bytes")
+            )
+            table.add_row(f"  {kernel['kernel']}", *costs, *times(kernel["ms"]), _number(busy_ratio(kernel), ".2f"))
+    return table
+
+
+def busy_ratio(kernel: dict) -> float | None:
+    found = kernel["sustained_ms"]
+    return found["other"] / found["ours"] if found else None
+
+
+def toolchains_summary(document: dict) -> list[str]:
+    """How the results differ, the ratio over all kernels, and everything that is missing with its reason."""
+    rows = document["rows"]
+    judged = [row for row in rows if row["difference"] is not None]
+    same = sum(row["difference"] == 0 for row in judged)
+    largest = max((float(row["difference"]) for row in judged), default=0.0)
+    lines = [f"results: the same bits in {same} of {len(judged)} rows, largest difference {largest:.1e}"]
+    kernels = [kernel for row in rows for kernel in row["kernels"]]
+    ratios = {"cold": [x["ms"]["other"]["median"] / x["ms"]["ours"]["median"] for x in kernels if x["ms"]]}
+    ratios["busy"] = [ratio for ratio in map(busy_ratio, kernels) if ratio is not None]
+    for name, found in ratios.items():
+        if found:
+            mean = statistics.geometric_mean(found)
+            lines.append(f"ratio, {name}: {mean:.3f} (geometric mean), {min(found):.2f} to {max(found):.2f}")
+    missing = dict.fromkeys(f"{x['kernel']}: {x['problem']}" for x in kernels if x["problem"])
+    return [*lines, *correctness(document), *missing]
 
 
 def failures(document: dict) -> list[dict]:

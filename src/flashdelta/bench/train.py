@@ -15,7 +15,7 @@ import flashdelta
 
 from .cases import RANDOM, UNEVEN, Shape
 from .environment import environment
-from .inputs import MODEL_OPTIONS, UNBOUNDED_OPTIONS, Inputs, random_inputs
+from .inputs import MODEL_OPTIONS, UNBOUNDED_OPTIONS, Inputs, generator_of, random_inputs
 from .kernels import KernelRun, profiled
 from .oracle import relative_error
 from .peers import Peer
@@ -106,7 +106,7 @@ def make_step(case: TrainCase, device: torch.device) -> Step:
     inputs = random_inputs(case.shape, device)
     for name in LEAVES:
         inputs[name].requires_grad_()
-    generator = torch.Generator(device=device).manual_seed(1)
+    generator = generator_of(device, 1)
     grad_o = torch.randn(inputs["v"].shape, generator=generator, device=device).to(inputs["v"].dtype)
     return Step(inputs, case.options, grad_o)
 

@@ -356,6 +356,29 @@ def startup(
 
 
 @bench_app.command()
+def toolchains(
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Kernels as another Triton compiles them.")],
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")
+    ] = False,
+    json: JsonPath = None,
+    rows: Rows = None,
+    repeats: Repeats = 50,
+    device: Device = None,
+) -> None:
+    """Time kernels as another Triton compiles them beside this Triton's (exit code 1 if a row is wrong)."""
+    from .bench import bench_toolchains
+
+    try:
+        right = bench_toolchains(
+            folder, torch.device(device), json, compiles=compiles, rows=rows or [], repeats=repeats
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if right else 1)
+
+
+@bench_app.command()
 def show(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file that a benchmark wrote.")],
     plot: Plot = None,

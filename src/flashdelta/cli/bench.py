@@ -41,6 +41,8 @@ from ..bench.report import (
     split_table,
     startup_table,
     to_json,
+    toolchains_summary,
+    toolchains_table,
     wide_console,
 )
 from ..bench.split import let_fla_split, measure_split
@@ -240,6 +242,46 @@ def bench_startup(device: torch.device, backend: str, json: Path | None, tokens:
     _finish(document, json, path, Console(stderr=True, highlight=False))
 
 
+def bench_toolchains(
+    folder: Path, device: torch.device, json: Path | None, *, compiles: bool, rows: Sequence[str], repeats: int
+) -> bool:
+    """Compiles the kernels into `folder`, or runs and reports those in it beside this Triton's; whether every row was right.
+
+    Raises:
+        ValueError: no GPU, a folder that does not fit, or a row name that fits nothing.
+    """
+    from ..bench.toolchains import ROWS, compile_rows, run_toolchains  # imports Triton, which is for Linux only
+
+    log = Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        log.print(line, soft_wrap=True, markup=False)
+
+    if compiles:
+        manifest = compile_rows(select(ROWS, rows), folder, say)
+        say(f"Triton {manifest['triton']}: {len(manifest['kernels'])} kernels saved to {folder}")
+        return True
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (without --compile, kernels are timed)")
+
+    def progress(row: dict) -> None:
+        problems = [x["problem"] for x in (row["ours"], *row["kernels"]) if x["problem"]]
+        say("; ".join([f"{row['name']}: difference {row['difference']}", *problems]))
+
+    path = _path("toolchains", None, json, device)
+    document = run_toolchains(
+        select(ROWS, rows),
+        folder=folder,
+        device=device,
+        effort=Effort(rounds=repeats, budget_ms=500.0, warmup_ms=10.0),
+        path=path,
+        progress=progress,
+        begin=lambda name: say(f"{name} .."),
+    )
+    _finish(document, json, path, log)
+    return not failures(document)
+
+
 def show_results(path: Path, plot: Path | None) -> None:
     """Prints, and on request plots, a saved document.
 
@@ -266,6 +308,7 @@ PRINTERS: dict[str, tuple[Callable[[dict], Table], Callable[[dict], list[str]]]]
     "startup": (startup_table, lambda document: []),
     "train": (train_table, train_summary),
     "wy": (wy_table, wy_summary),
+    "toolchains": (toolchains_table, toolchains_summary),
 }
 """By benchmark: its table, and the lines under it."""
 
