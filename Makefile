@@ -18,17 +18,46 @@ TRITON ?= triton==3.9.0
 endif
 TRITON_OLDEST ?= triton==3.6.0
 
+# between the oldest and the newest, for compile-all
+TRITONS_BETWEEN ?= 3.7.0 3.7.1 3.8.0
+BETWEEN := $(foreach version,$(TRITONS_BETWEEN),$(VENV)/triton-$(version))
+
+SHELL := /bin/bash
+export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
+# one thread a process: the tensors are tiny
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
+TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint format bench clean
+.PHONY: help demo check test test-full record gate compile-all gpu-test lint format bench clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## let a small KDA model write, on this machine
 	@$(BIN)/flashdelta demo
 
-test: $(STAMP) $(OLDEST_STAMP) ## run all tests that need no GPU, in parallel
-	@FLASHDELTA_TRITON_OLDEST=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
+check: lint $(STAMP) ## style, types and unit tests, in two minutes
+	@$(BIN)/mypy
+	@$(TIMED) $(PYTEST) -m 'not gpu and not slow'
+
+test: $(STAMP) $(OLDEST_STAMP) ## all that needs no GPU: unit tests, and of kernels what changed since it was recorded
+	@$(TIMED) $(PYTEST)
+
+test-full: $(STAMP) $(OLDEST_STAMP) ## the same with every kernel interpreted and compiled, changed or not
+	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
+	@$(MAKE) compile-all
+
+record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
+	@$(BIN)/python -m tests.compile record
+	@$(BIN)/python -m tests.interpreter.record
+
+BASE ?= HEAD
+gate: $(STAMP) $(OLDEST_STAMP) ## what machine code and launches differ from git revision BASE
+	@$(BIN)/python -m tests.compile gate --base $(BASE)
+
+compile-all: $(STAMP) $(OLDEST_STAMP) $(BETWEEN) ## compile everything from nothing, with every supported Triton
+	@$(BIN)/python -m tests.compile all $(BETWEEN)
 
 gpu-test: $(STAMP) ## run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -q -m gpu
@@ -56,7 +85,10 @@ $(STAMP): pyproject.toml
 	@$(if $(TRITON),$(PIP) install '$(TRITON)')
 	@touch $@
 
-# a second Triton beside the first, for the tests that compile every kernel on both
+# a second Triton beside the first, for the tests that compile kernels on both
 $(OLDEST_STAMP): $(STAMP)
 	@$(PIP) install --no-deps --upgrade --target $(OLDEST) '$(TRITON_OLDEST)'
 	@touch $@
+
+$(BETWEEN): $(VENV)/triton-%: $(STAMP)
+	@$(PIP) install --no-deps --upgrade --target $@ 'triton==$*'

@@ -2,17 +2,19 @@
 
     python -m flashdelta.compile --arch 80 --arch 90 --json
 
-Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a
-program, places where Hopper code waits for products, and the seconds it took.
+Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a CTA,
+places where Hopper code waits for asynchronous MMAs, instructions, and the seconds it took.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import tempfile
 import time
@@ -22,8 +24,10 @@ from typing import Literal
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -63,6 +67,8 @@ class Cost:
     shared_bytes: int
     product_waits: int
     late_operands: int
+    instructions: int
+    sass: str
     seconds: float
 
 
@@ -378,6 +384,37 @@ def source(launch: Launch) -> ASTSource | GluonASTSource:
     return kind(launch.kernel, order, constants, attributes)
 
 
+def fingerprint(launch: Launch, arch: int) -> str:
+    """Of all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that the
+    kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
+    options = sorted(launch.options().items())
+    told = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+_intermediate: dict[tuple, str] = {}
+
+
+def intermediate(source: ASTSource | GluonASTSource, options: list[tuple[str, object]], arch: int) -> str:
+    """Triton's first IR, without source locations; functions are numbered as they appear. The same for all architectures
+    whose launches are alike, so it is made once."""
+    known = (source.fn, *(str(x) for x in (source.signature, source.constants, source.attrs, options)))
+    if known not in _intermediate:
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        parsed = backend.parse_options({**dict(options), **source.parse_options()})
+        helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
+        text = source.make_ir(target, parsed, *helpers, context).str_nodebug()
+        numbers: dict[str, str] = {}
+        _intermediate[known] = re.sub(
+            r'@(?:"[^"]+"|[\w.$-]+)', lambda name: numbers.setdefault(name[0], f"@{len(numbers)}"), text
+        )
+    return _intermediate[known]
+
+
 def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
     began = time.perf_counter()
     target = GPUTarget("cuda", arch, 32)
@@ -385,7 +422,8 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
     seconds = time.perf_counter() - began
     cubin = compiled.asm["cubin"]
     registers, spills = resource_usage(cubin)
-    sass = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
+    listing = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
+    code = machine_code(cubin)
     return Cost(
         kernel=launch.kernel.__name__,
         variant=variant,
@@ -394,10 +432,29 @@ def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
         registers=registers,
         spill_bytes=spills,
         shared_bytes=compiled.metadata.shared,
-        product_waits=product_waits(sass),
-        late_operands=late_operands(sass),
+        product_waits=product_waits(listing),
+        late_operands=late_operands(listing),
+        instructions=len(code) // INSTRUCTION_BYTES,
+        sass=hashlib.sha256(code).hexdigest()[:16],
         seconds=round(seconds, 2),
     )
+
+
+INSTRUCTION_BYTES = 16
+"""Volta and newer."""
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """A kernel's instructions, in which there are no names: the `.text` sections of the ELF file."""
+    sections, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
+    headers = [struct.unpack_from("<II2Q2Q", cubin, sections + size * i) for i in range(count)]
+    strings = headers[names][4]
+    found = []
+    for name, _, _, _, offset, length in headers:
+        begin = strings + name
+        if cubin[begin : begin + 6] == b".text.":
+            found.append(cubin[offset : offset + length])
+    return b"".join(found)
 
 
 def _inspect(tool: str, cubin: bytes, *options: str) -> str:
@@ -420,7 +477,9 @@ def late_operands(sass: str) -> int:
     """Registers of left operands of Hopper's asynchronous products that are written when they should have been before: after
     the fence before the product, or while it is under way. ptxas does that to constants, and the product reads what was there
     before."""
-    fenced, flying, found = set(), set(), 0
+    fenced: set[int] = set()
+    flying: set[int] = set()
+    found = 0
     for line in sass.splitlines():
         match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) ?(.*)", line)
         if match is None:
@@ -468,7 +527,7 @@ def main() -> None:
                     print(
                         f"sm_{cost.arch} {cost.kernel:18} {cost.variant:46} {cost.registers:4} registers "
                         f"{cost.spill_bytes:5} B spilled {cost.shared_bytes:7} B shared {cost.product_waits:4} waits "
-                        f"{cost.seconds:5.1f} s",
+                        f"{cost.instructions:6} instructions {cost.seconds:5.1f} s",
                         flush=True,
                     )
     if arguments.json:

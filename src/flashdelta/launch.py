@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton import knobs
@@ -52,7 +53,7 @@ class Launch:
     kernel: JITFunction
     programs: int
     arguments: tuple
-    constants: dict[str, object]
+    constants: dict[str, Any]
     num_warps: int
     max_registers: int | None = None
     overlaps: bool = False

@@ -57,7 +57,7 @@ def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
 
     `torch.compiler.assume_constant_result` does no more, but imports torch._dynamo to do it, which takes a second.
     """
-    function._dynamo_marked_constant = True
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010 (a type checker knows no such attribute)
     return function
 
 

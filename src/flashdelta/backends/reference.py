@@ -33,10 +33,10 @@ class ReferenceBackend:
     name = "reference"
     summary = "exact PyTorch, any device, differentiable"
 
-    def obstacle(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None
 
-    def drawback(self, spec: KdaSpec, device: torch.device) -> str | None:
+    def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
         return None
 
     def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
@@ -67,11 +67,11 @@ class ReferenceBackend:
             leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in t.present().items()}
             o, final_state, _ = self.run(spec, KdaTensors(**leaves), None)
             inputs = {name: x for name, x in leaves.items() if x.requires_grad}
-            outputs, grads = [o], [incoming.grad_o]
+            results = [(o, incoming.grad_o)]
             if spec.output_final_state:
-                outputs, grads = [o, final_state], [incoming.grad_o, incoming.grad_final]
+                results.append((final_state, incoming.grad_final))
             # without a token nothing but the state passes through
-            reached = [(x, d) for x, d in zip(outputs, grads) if x.requires_grad]
+            reached = [(x, d) for x, d in results if x.requires_grad]
             found = [None] * len(inputs)
             if reached:
                 outputs, grads = zip(*reached)
