@@ -218,11 +218,11 @@ def prepare_bounded_kernel(
         if solved is not None:
             tl.store(solved + above, zero.to(dtype))
             tl.store(solved + below, corner.to(dtype))
-    near = ()
+    near_weights = ()
     for block in tl.static_range(BLOCKS):
         square = (row + block * ROWS)[:, None] * C + row[None, :] + block * ROWS
-        near = near + (inverses[block] * strength[block][None, :],)
-        tl.store(inverse + square, near[block].to(dtype))
+        near_weights = near_weights + (inverses[block] * strength[block][None, :],)
+        tl.store(inverse + square, near_weights[block].to(dtype))
         if solved is not None:
             tl.store(solved + square, inverses[block].to(dtype))
 
@@ -235,6 +235,6 @@ def prepare_bounded_kernel(
         tile = tl.zeros([ROWS, WIDE], tl.float32)
         if BLOCKS == 2:
             k1 = tl.load(w + ROWS * K + top)
-            lower_tile = apply_weights(near[1], k1, apply_weights(far, k0, tile, PRECISION), PRECISION)
+            lower_tile = apply_weights(near_weights[1], k1, apply_weights(far, k0, tile, PRECISION), PRECISION)
             tl.store(w + ROWS * K + top, lower_tile.to(dtype))
-        tl.store(w + top, apply_weights(near[0], k0, tile, PRECISION).to(dtype))
+        tl.store(w + top, apply_weights(near_weights[0], k0, tile, PRECISION).to(dtype))
