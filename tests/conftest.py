@@ -15,7 +15,7 @@ collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpre
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("fixed")
 
-LONGEST = ("test_triton_interpreter.py", "test_compile.py", "test_hazards.py")
+LONGEST = ("test_triton_interpreter.py", "test_machine_code.py", "test_hazards.py")
 """Files whose tests take minutes each."""
 
 

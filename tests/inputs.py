@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -270,3 +271,26 @@ def sequence_calls(call: dict) -> list[dict]:
             alone["initial_state"] = call["initial_state"][n : n + 1]
         calls.append(alone)
     return calls
+
+
+def on_meta(call: dict) -> dict:
+    return {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
+    """The call without its numbers: heads and lengths as long as a model's take no time."""
+    short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
+    call = on_meta(make_call(short, dtype))
+    sizes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.HV, case.V), "g": (case.HV, case.K)}
+    sizes["beta"] = (case.HV,)
+    for name, size in sizes.items():
+        call[name] = call[name].new_empty(case.B, case.tokens, *size)
+    if "initial_state" in call:
+        call["initial_state"] = call["initial_state"].new_empty(
+            case.sequences, case.HV, *call["initial_state"].shape[2:]
+        )
+    if "cu_seqlens" in call:
+        call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
+    for name in {"A_log", "dt_bias"} & call.keys():
+        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
+    return call

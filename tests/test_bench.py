@@ -397,6 +397,7 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
         report.plot_times(sample_document(tmp_path), tmp_path / "plot.png")
 
 
+@pytest.mark.slow
 def test_startup_times_two_processes():
     document = run_startup(CPU, "reference", tokens=64)
     assert [row["process"] for row in document["rows"]] == ["empty cache"] * 4 + ["new process, cache filled"] * 4
@@ -404,6 +405,7 @@ def test_startup_times_two_processes():
     assert [row["budget_s"] for row in document["rows"][:4]] == [8.0, 0.5, 0.5, 8.0]
 
 
+@pytest.mark.slow
 def test_startup_reports_why_the_process_failed():
     with pytest.raises(RuntimeError, match="tensors are on the CPU"):
         run_startup(CPU, "triton", tokens=64)

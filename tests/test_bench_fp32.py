@@ -108,6 +108,7 @@ def test_checked_heads(B: int, H: int, want: list[int]):
     assert fp32.some_heads(replace(SMALL, B=B, H=H)) == want
 
 
+@pytest.mark.slow
 def test_dry_run_measures_and_saves_every_row(tmp_path: Path, fake_library: Path):
     def fla_chunk_kda(**call):
         return flashdelta.chunk_kda(**call)

@@ -196,6 +196,7 @@ def test_benchmarks_of_full_size_need_a_gpu(benchmark):
     assert "wanted an NVIDIA GPU" in result.stderr
 
 
+@pytest.mark.slow
 def test_bench_startup_writes_and_prints(tmp_path):
     path = tmp_path / "startup.json"
     result = run("bench", "startup", "--device", "cpu", "--backend", "reference", "--tokens", "64", "--json", str(path))

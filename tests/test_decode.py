@@ -134,6 +134,7 @@ def test_flas_name_gives_the_same():
     assert_close("pool", call["initial_state"], other["state_pool"], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_output", [False, True])
 @pytest.mark.parametrize(
     "name", ["paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows"]
@@ -159,6 +160,7 @@ def test_commit_compiles_in_one_graph():
     assert same_bits(call["initial_state"], other["initial_state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows", "source"])
 def test_opcheck(name: str):
     call = make_step(BY_NAME[name])

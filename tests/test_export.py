@@ -25,7 +25,7 @@ from flashdelta.prefill import PREFILL_SIZES, PrefillSpec, prefill_of
 from flashdelta.spec import KdaOptions
 from flashdelta.triton.launch import Workspace, launches, prefill_launches
 
-from .compile_budget import toolchains
+from .compile.toolchains import toolchains
 from .exports import (
     ARCHES,
     CUDA_INCLUDE,
@@ -42,6 +42,8 @@ from .exports import (
     run,
     small_export,
 )
+
+pytestmark = pytest.mark.slow
 
 FUNCTIONS = {
     *("fd_prefill_f32", "fd_prefill_bf16", "fd_decode_bf16", "fd_prefill_f32_workspace", "fd_prefill_bf16_workspace"),
@@ -595,8 +597,8 @@ def test_kernels_are_compiled_for_calls_of_any_size():
 
 @pytest.mark.parametrize("toolchain", toolchains())
 def test_every_toolchain_exports(toolchain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if toolchains()[toolchain] is not None:
-        monkeypatch.setenv("PYTHONPATH", str(toolchains()[toolchain]))
+    if folder := toolchains()[toolchain].folder:
+        monkeypatch.setenv("PYTHONPATH", str(folder))
     choice = ["--op=decode_bf16", "--size=64,64,32", "--gate=none"]
     said = export(tmp_path / "out", "--arch=sm_86", "--arch=sm_120", *choice)
     assert "compiling 1 kernels for sm_86, sm_120" in said

@@ -18,7 +18,7 @@ from flashdelta.spec import check_arguments
 from .cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
 from .gpu.calls import KIMI, UNBOUNDED, on_gpu
 from .gpu.test_pool import MODELS as POOL_MODELS
-from .inputs import make_call
+from .inputs import make_call, meta_call, on_meta
 from .oracle import as_recurrent
 from .pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id
 
@@ -33,29 +33,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
     monkeypatch.setattr(backends.base, "_cached_capability", lambda index: capability)
-
-
-def on_meta(call: dict) -> dict:
-    return {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
-
-
-def meta_call(case: Case, dtype: torch.dtype = BF16) -> dict:
-    """The call without its numbers: heads and lengths as long as a model's take no time."""
-    short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
-    call = on_meta(make_call(short, dtype))
-    sizes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.HV, case.V), "g": (case.HV, case.K)}
-    sizes["beta"] = (case.HV,)
-    for name, size in sizes.items():
-        call[name] = call[name].new_empty(case.B, case.tokens, *size)
-    if "initial_state" in call:
-        call["initial_state"] = call["initial_state"].new_empty(
-            case.sequences, case.HV, *call["initial_state"].shape[2:]
-        )
-    if "cu_seqlens" in call:
-        call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
-    for name in {"A_log", "dt_bias"} & call.keys():
-        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
-    return call
 
 
 def verdict(call: dict, op=fd.chunk_kda, device: str = "cuda") -> backends.Verdict:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 IMPORT = """
 import sys, time, warnings
 {before}
@@ -27,6 +29,7 @@ def imported(before: str = "") -> tuple[float, set[str], str]:
     return float(seconds), set(modules), done.stderr.partition(f"{MARK}\n")[2]
 
 
+@pytest.mark.slow
 def test_import_is_quick_and_brings_no_compiler():
     found = [imported() for _ in range(3)]
     assert min(seconds for seconds, _, _ in found) < MOST_SECONDS
@@ -35,6 +38,7 @@ def test_import_is_quick_and_brings_no_compiler():
     assert said == ""
 
 
+@pytest.mark.slow
 def test_import_without_numpy_says_nothing():
     _, _, said = imported("sys.modules['numpy'] = None")
     assert said == ""

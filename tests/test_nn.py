@@ -127,6 +127,7 @@ def test_a_cast_leaves_the_gate_parameters_exact() -> None:
     assert cache.state.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_layer_compiles_into_one_graph() -> None:
     layer = attention(torch.float32, num_heads=2, num_v_heads=4)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

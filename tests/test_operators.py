@@ -36,6 +36,7 @@ def short_call(case: Case, op, dtype: torch.dtype = FP32, **changes) -> dict:
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", TRACED, ids=case_id)
 def test_compiles_in_one_graph(case: Case, op):
@@ -46,6 +47,7 @@ def test_compiles_in_one_graph(case: Case, op):
         assert same_bits(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "packed_int32"), ids=case_id)
 def test_compiles_with_out(case: Case, op):
@@ -59,6 +61,7 @@ def test_compiles_with_out(case: Case, op):
     assert same_bits(state, want_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "softplus", "state", "packed_bf16_state"), ids=case_id)
 def test_compiles_with_gradients(case: Case, op):
@@ -141,6 +144,7 @@ def test_opcheck_forward_out(case: Case, op):
     torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "state", "packed_int32", "no_final_state"), ids=case_id)
 def test_opcheck_backward(case: Case, op):

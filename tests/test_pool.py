@@ -167,6 +167,7 @@ def test_opcheck(op, pool_case: PoolCase, with_out: bool):
     torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_out", [False, True])
 @pytest.mark.parametrize(("op", "pool_case"), OPERATOR_CASES, ids=op_and_case)
 def test_compiles_in_one_graph(op, pool_case: PoolCase, with_out: bool):
