@@ -1,5 +1,7 @@
-"""Makes Triton's interpreter faster: it prepares its language anew at every call of a function in a kernel, a third of its time.
-Once for each module and launch is enough, since it takes that back only when the launch ends."""
+"""Makes Triton's interpreter a third faster: it prepares its language anew at every call of a function in a kernel.
+
+Once for each module and launch is enough, since it takes that back only when the launch ends.
+"""
 
 from __future__ import annotations
 

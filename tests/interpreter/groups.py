@@ -25,8 +25,11 @@ GROUPS: dict[str, list[str]] = {
     ],
     "chunk-1": ["test_kernels.py::test_chunk_fp32 1/2"],
     "chunk-2": ["test_kernels.py::test_chunk_fp32 2/2"],
-    "half": ["test_kernels.py::test_chunk_fp16", "test_kernels.py::test_recurrent_fp16"],
-    "recurrent": ["test_kernels.py::test_recurrent_fp32"],
+    "half": [
+        "test_kernels.py::test_chunk_fp16",
+        "test_kernels.py::test_recurrent_fp16",
+        "test_kernels.py::test_recurrent_fp32",
+    ],
     "laws": [
         "test_kernels.py::test_other_head_dims",
         "test_kernels.py::test_no_state_and_zeros_give_the_same_bits",
@@ -38,16 +41,17 @@ GROUPS: dict[str, list[str]] = {
         "test_kernels.py::test_bad_offsets_touch_nothing_outside_the_tensors",
         "test_kernels.py::test_warmup_runs",
     ],
-    # together, as importing PyTorch's compiler takes seconds
+    # the first three together, as importing PyTorch's compiler takes seconds
     "compiled": [
         "test_kernels.py::test_operator_runs_the_kernels_it_is_asked_for",
         "test_pool.py::test_operator_runs_the_kernels_it_is_asked_for",
         "test_prefill.py::test_traced_calls_run_the_kernels_they_are_asked_for",
+        "test_pool.py::test_recurrent",
+        "test_pool.py::test_warmup_runs",
     ],
-    "pool-1": ["test_pool.py::test_chunk 1/2", "test_pool.py::test_chunk_fp16", "test_pool.py::test_warmup_runs"],
+    "pool-1": ["test_pool.py::test_chunk 1/2", "test_pool.py::test_chunk_fp16"],
     "pool-2": [
         "test_pool.py::test_chunk 2/2",
-        "test_pool.py::test_recurrent",
         "test_pool.py::test_kernels_find_the_planned_chunks",
         "test_pool.py::test_kernels_find_no_chunk_outside",
         "test_pool.py::test_bad_offsets_and_indices_touch_nothing_outside",

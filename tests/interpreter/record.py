@@ -74,10 +74,11 @@ def stale_groups(entries: set[Entry], now=fingerprint) -> dict[str, list[str]]:
 def run(group: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
     """One group in a session of its own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore", *options]
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [*command, "-p", "tests.interpreter.groups", "--group", group, *paths(group)],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", **environment},
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", **environment},
         capture_output=True,
         text=True,
     )

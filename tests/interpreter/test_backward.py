@@ -30,8 +30,10 @@ TWO_CHUNKS = {"decay", "softplus", "bounded", "logsigmoid", "state", "state_v_fi
     "g-50",
     "forget_channels",
     "pinned_decay",
+    "softplus_saturated",
 }
-"""Of each kind of gate and state one case, and of hard numbers those that matter from chunk to chunk."""
+"""Of each kind of gate and state one case, and of hard numbers those that matter from chunk to chunk. (And
+`softplus_saturated`, of whose rounding errors `LARGE_STEPS` is a measure on as many tokens.)"""
 
 KINDS_OF_CASES = {
     "lengths": ["T0", "T1", "T33", "B0", "chunk32", "chunk32_unsafe"],
