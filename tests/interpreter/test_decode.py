@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.ops import WARM_MANY
+from flashdelta import ops
 from flashdelta.triton import config
 
 from ..cases import BF16, FP32
@@ -25,11 +25,9 @@ def test_step_fp16(name: str):
     check_step(fd.recurrent_kda, BY_NAME[name], torch.float16, "triton")
 
 
-@pytest.mark.parametrize(
-    "name", ["paged", "k_first", "bf16", "bf16_k_first", "negative", "K64", "V64", "K256", "K16", "K1"]
-)
+@pytest.mark.parametrize("name", ["k_first", "bf16", "bf16_k_first", "V64", "K16"])
 def test_step_of_a_large_batch(name: str, monkeypatch):
-    """The launch parameters for many sequences and heads, on a small step."""
+    """The launch parameters for many sequences and heads, on a small step. (fp32 states with V first have no others.)"""
     monkeypatch.setattr(config, "DECODE_FEW", 0)
     check_step(fd.recurrent_kda, BY_NAME[name], FP32, "triton")
 
@@ -40,7 +38,9 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
     check_commit(commit_call(state, rows), "triton")
 
 
-def test_warmup_runs():
-    assert 2 * WARM_MANY > config.DECODE_FEW
+def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
+    assert 2 * ops.WARM_MANY > config.DECODE_FEW
+    monkeypatch.setattr(ops, "WARM_MANY", 2)
+    monkeypatch.setattr(config, "DECODE_FEW", 3)
     options = {"op": fd.recurrent_kda, "dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
     assert fd.warmup([(32, 32)], **options) == (1 + 3) + (4 + 4)

@@ -10,7 +10,7 @@ from flashdelta.split import AUTO, most_segments, parts_of_sequences
 from flashdelta.triton.segments import plan_kernel
 
 from ..oracle import assert_close
-from ..split_cases import COSTS, LENGTHS, forced, offsets, split_call, split_pool_call
+from ..split_cases import COSTS, forced, offsets, split_call, split_pool_call
 
 TOLERANCE = 2e-5
 
@@ -19,8 +19,12 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert_close("split", found, wanted, TOLERANCE)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize(("parts", "v_first"), [(2, True), (5, False)])
+# as in `LENGTHS` empty sequences, tails and single chunks, each once and no longer than five parts take
+@pytest.mark.parametrize(
+    ("lengths", "parts", "v_first"),
+    [([0, 130, 0, 33], 5, False), ([163], 5, True), ([7, 97, 1, 0], 2, False)],
+    ids=str,
+)
 def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
     call = split_call(lengths, v_first=v_first, return_intermediate_states=True)
     found = fd.chunk_kda(**call, split=parts, backend="triton")
@@ -29,9 +33,9 @@ def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
 
 
 def test_split_of_batch_rows():
-    call = split_call([90, 90, 90])
+    call = split_call([66, 66])
     batch = {
-        name: x.view(3, 90, *x.shape[2:]) if x.dim() > 2 and name != "initial_state" else x
+        name: x.view(2, 66, *x.shape[2:]) if x.dim() > 2 and name != "initial_state" else x
         for name, x in ((n, y) for n, y in call.items() if isinstance(y, torch.Tensor) and n != "cu_seqlens")
     }
     rest = {n: y for n, y in call.items() if not isinstance(y, torch.Tensor)}
@@ -41,11 +45,10 @@ def test_split_of_batch_rows():
     _close(found[1], wanted[1])
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_split_with_a_pool_and_checkpoints(parts: int):
+def test_split_with_a_pool_and_checkpoints():
     call = split_pool_call()
     exact = forced(call, torch.float64)
-    o, _ = fd.chunk_kda(**call, split=parts, backend="triton")
+    o, _ = fd.chunk_kda(**call, split=4, backend="triton")
     wanted, _ = fd.chunk_kda(**exact, backend="reference")
     _close(o, wanted)
     _close(call["state_pool"], exact["state_pool"])
