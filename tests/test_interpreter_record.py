@@ -185,10 +185,6 @@ def test_a_function_may_be_recorded_twice():
 # ---- the committed record -------------------------------------------------------------------------------------------
 
 
-UNRUN = "prepare_bounded.py"
-"""The interpreter cannot run it: see `interpreter/test_smoke.py`."""
-
-
 @pytest.fixture(scope="module")
 def entries() -> set[record.Entry]:
     return record.read(record.FILE.read_text())
@@ -205,7 +201,7 @@ def jit_functions() -> dict[str, bool]:
 
 
 def test_every_triton_function_runs_and_the_smoke_tests_launch_every_kernel(entries: set[record.Entry]):
-    functions = {name: kernel for name, kernel in jit_functions().items() if UNRUN not in name}
+    functions = jit_functions()
     assert functions.keys() <= {function for function, _, _ in entries}
     smoke = {function for function, _, group in entries if group == SMOKE}
     assert {function for function, kernel in functions.items() if kernel} <= smoke

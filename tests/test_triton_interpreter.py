@@ -26,6 +26,7 @@ def groups_to_run() -> set[str]:
     return {SMOKE, *record.stale_groups(entries)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_under_the_interpreter(group: str):
     if group not in groups_to_run():

@@ -21,19 +21,7 @@ from ..split_cases import forced, split_call
 from ..test_decode import commit_call
 
 
-@pytest.mark.parametrize(
-    "bounded",
-    [
-        pytest.param(False, id="prepare"),
-        pytest.param(
-            True,
-            id="prepare_bounded",
-            marks=pytest.mark.xfail(
-                strict=True, reason="a local of the kernel hides the function that it calls before"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])
 def test_chunks_and_their_gradients(bounded: bool, monkeypatch: pytest.MonkeyPatch):
     if bounded:  # which is else for bfloat16 alone, and the interpreter gets that wrong
         monkeypatch.setattr(config, "bounded", config.safe_blocks)

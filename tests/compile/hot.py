@@ -1,0 +1,67 @@
+"""The variants that most calls run. docs/machine-code.md keeps their spills in view, in a table that `make record` writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import records
+from .records import Costs, Entry
+from .toolchains import ROOT
+
+PAGE = ROOT / "docs" / "machine-code.md"
+BEGIN, END = "<!-- hot variants: written by `make record` -->\n", "<!-- end -->\n"
+
+
+@dataclass(frozen=True)
+class Hot:
+    """A kernel of one of the variants of `flashdelta.compile`, for sm_90."""
+
+    name: str
+    kernel: str
+    variant: str
+
+    def is_of(self, entry: Entry) -> bool:
+        return (entry.arch, entry.kernel, entry.variant) == (90, f"{self.kernel}_kernel", self.variant)
+
+    def costs(self, found: dict[Entry, Costs]) -> Costs:
+        (costs,) = (costs for entry, costs in found.items() if self.is_of(entry))
+        return costs
+
+
+HOT = (
+    Hot("Hopper `prepare`, bounded gate", "prepare", "hopper K128 V128 bounded"),
+    Hot("Hopper `prepare`, unbounded gate", "prepare", "hopper K128 V128 unbounded"),
+    Hot("Hopper `recurrence`, fixed length", "recurrence", "hopper K128 V128 fixed length"),
+    Hot("Hopper `recurrence`, packed", "recurrence", "hopper K128 V128 bounded"),
+    Hot("Hopper `recurrence`, shared out", "recurrence", "hopper K128 V128 shared out, fixed length"),
+    Hot("Hopper `recurrence`, packed, shared out", "recurrence", "hopper K128 V128 shared out"),
+    Hot("Hopper `recurrence`, split", "recurrence", "hopper K128 V128 split"),
+    Hot("Hopper `maps`", "maps", "hopper K128 V128 split"),
+    Hot("Hopper `decode`", "decode", "hopper decode K128 V128, lower_bound"),
+    Hot("Hopper `reverse`", "reverse", "hopper K128 V128 backward, fixed length"),
+    Hot("Hopper `wy`", "wy", "hopper K128 V128 backward, fixed length"),
+    Hot("Hopper `wy`, the operator", "wy", "hopper wy K128 V128 fixed length"),
+    Hot("Hopper `intra`", "intra", "hopper K128 V128 backward, fixed length"),
+    Hot("Triton `prepare_bounded`", "prepare_bounded", "bf16 K128 V128 bounded"),
+    Hot("Triton `recurrence`", "recurrence", "bf16 K128 V128 bounded"),
+    Hot("Triton `decode`, few", "decode", "decode K128 V128, fp32 states, V first, N=2"),
+    Hot("Triton `decode`, many", "decode", "decode K128 V128, fp32 states, V first, N=256"),
+)
+
+
+def table() -> str:
+    """Of all recorded Tritons, in Markdown: registers and spilled bytes a thread, and instructions."""
+    tritons = records.recorded_tritons()
+    found = {triton: records.read(triton) for triton in tritons}
+    lines = ["| variant | " + " | ".join(tritons) + " |", "| --- |" + " ---: |" * len(tritons)]
+    for hot in HOT:
+        cells = (hot.costs(found[triton]) for triton in tritons)
+        shown = (f"{c.registers} / {c.spill_bytes} / {c.instructions}" for c in cells)
+        lines.append(f"| {hot.name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page with its table as recorded."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]

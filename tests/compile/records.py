@@ -1,0 +1,176 @@
+"""What the machine code of every kernel is: a line for each (kernel, variant, architecture), a file for each Triton version.
+
+A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`flashdelta.compile.fingerprint`) and
+a digest of the line, so that nobody edits it by hand. `make record` writes the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "machine_code"
+
+DEVICE_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""What a CTA may use on the device: 163, 99 and 227 KB."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A kernel to be compiled. Its name is for the reader: a renamed kernel with the same fingerprint is the same entry."""
+
+    arch: int
+    variant: str
+    kernel: str
+    fingerprint: str
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        return self.arch, self.variant, self.fingerprint
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch} {self.kernel}: {self.variant}"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Registers a thread, bytes spilled a thread, bytes of shared memory a CTA, waits for asynchronous MMAs, operands of those
+    that are written late, instructions, and a hash of the instructions."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    product_waits: int
+    late_operands: int
+    instructions: int
+    sass: str
+
+    def differences(self, other: Costs) -> str:
+        """`registers 128 -> 130, ...`; empty if the machine code is the same."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
+
+
+Records = dict[Entry, Costs]
+
+HEADER = ("arch", "variant", "kernel", *(f.name for f in fields(Costs)), "fingerprint", "digest")
+
+
+def _digest(columns: Sequence[str], triton: str) -> str:
+    return hashlib.sha256("\t".join((triton, *columns)).encode()).hexdigest()[:8]
+
+
+def path_of(triton: str) -> Path:
+    return FOLDER / f"triton-{triton}.tsv"
+
+
+def recorded_tritons() -> list[str]:
+    return sorted(path.stem.removeprefix("triton-") for path in FOLDER.glob("triton-*.tsv"))
+
+
+def render(records: Records, triton: str) -> str:
+    lines = ["\t".join(HEADER)]
+    for entry in sorted(records):
+        columns = [
+            str(x) for x in (entry.arch, entry.variant, entry.kernel, *astuple(records[entry]), entry.fingerprint)
+        ]
+        lines.append("\t".join((*columns, _digest(columns, triton))))
+    return "\n".join(lines) + "\n"
+
+
+def parse(text: str, triton: str) -> Records:
+    """
+    Raises:
+        ValueError: a line whose digest is not its own.
+    """
+    found: Records = {}
+    for number, line in enumerate(text.splitlines()[1:], 2):
+        *columns, digest = line.split("\t")
+        if len(columns) + 1 != len(HEADER) or digest != _digest(columns, triton):
+            raise ValueError(
+                f"triton-{triton}.tsv line {number}: the digest is not that of the line (edited by hand?): {line}"
+            )
+        arch, variant, kernel, *costs, sass, fingerprint = columns
+        found[Entry(int(arch), variant, kernel, fingerprint)] = Costs(*map(int, costs), sass)
+    return found
+
+
+def read(triton: str) -> Records:
+    return parse(path_of(triton).read_text(), triton)
+
+
+def write(records: Records, triton: str) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    path_of(triton).write_text(render(records, triton))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of the entries that the source makes with those recorded: `same` ones, by what is recorded; `new` ones, which are missing
+    or whose fingerprint changed; `gone` ones, which nothing makes any more."""
+
+    same: dict[Entry, Costs]
+    new: list[Entry]
+    gone: list[Entry]
+
+
+def compare(entries: Iterable[Entry], records: Records) -> Comparison:
+    known = {entry.key: entry for entry in records}
+    same, new = {}, []
+    for entry in entries:
+        if entry.key in known:
+            same[entry] = records[known[entry.key]]
+        else:
+            new.append(entry)
+    made = {entry.key for entry in same}
+    return Comparison(same, new, [entry for entry in records if entry.key not in made])
+
+
+def faults(costs: Costs, arch: int) -> list[str]:
+    """What no machine code may have, recorded or not."""
+    found = []
+    if costs.late_operands:
+        found.append(f"{costs.late_operands} operands of asynchronous MMAs are written late, at most 0")
+    if costs.shared_bytes > DEVICE_SHARED_BYTES[arch]:
+        found.append(f"{costs.shared_bytes} bytes of shared memory, sm_{arch} has {DEVICE_SHARED_BYTES[arch]}")
+    return found
+
+
+def violations(comparison: Comparison, compiled: dict[Entry, Costs]) -> list[str]:
+    """What is wrong, a line each. `compiled`: what was compiled now, all that is new and a sample of the rest."""
+    recorded = {(entry.arch, entry.variant, entry.kernel): entry for entry in comparison.gone}
+    lines = []
+    for entry, costs in compiled.items():
+        lines += [f"{entry}: {fault}" for fault in faults(costs, entry.arch)]
+        if entry in comparison.same and (changed := comparison.same[entry].differences(costs)):
+            lines.append(f"{entry}: the record is wrong: {changed}")
+    for entry in comparison.new:
+        if (entry.arch, entry.variant, entry.kernel) in recorded:
+            lines.append(f"{entry}: stale, its source changed since the record")
+        else:
+            lines.append(f"{entry}: not recorded")
+    new = {(entry.arch, entry.variant, entry.kernel) for entry in comparison.new}
+    lines += [f"{entry}: recorded, but no longer made" for key, entry in recorded.items() if key not in new]
+    return lines
+
+
+def changes(before: Records, after: Records) -> list[str]:
+    """Entries whose machine code changed, a line each: `... registers 128 -> 130, ...`. Renamed kernels are not changes."""
+    named = {(entry.arch, entry.variant, entry.kernel): costs for entry, costs in before.items()}
+    hashes = {(entry.arch, entry.variant, costs.sass) for entry, costs in before.items()}
+    lines, matched = [], set()
+    for entry, costs in after.items():
+        key = (entry.arch, entry.variant, entry.kernel)
+        if (entry.arch, entry.variant, costs.sass) in hashes:
+            matched.add((entry.arch, entry.variant, costs.sass))
+        elif key in named:
+            lines.append(f"{entry}: {named[key].differences(costs)}")
+            matched.add((entry.arch, entry.variant, named[key].sass))
+        else:
+            lines.append(f"{entry}: new: {costs}")
+    for entry, costs in before.items():
+        if (entry.arch, entry.variant, costs.sass) not in matched:
+            lines.append(f"{entry}: gone")
+    return lines

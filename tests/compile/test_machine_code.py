@@ -1,0 +1,309 @@
+"""The machine code of every kernel is as recorded, on the installed and the oldest Triton; so are all launches."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashdelta import compile as compiling
+from flashdelta.compile import ARCHITECTURES, VARIANTS, fingerprint, late_operands
+from flashdelta.hopper.launch import DECODE_AT_ONCE
+from flashdelta.launch import Launch
+
+from . import hot, launches, records
+from .records import DEVICE_SHARED_BYTES, Costs, Entry
+from .toolchains import FUSION, ROOT, toolchains
+
+SAMPLE = 6
+"""Entries of each Triton that are compiled though nothing changed, others at every commit."""
+
+TOOLCHAINS = toolchains()
+
+
+def commit() -> str:
+    """The checked out commit; outside a git checkout nothing."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("toolchain", TOOLCHAINS)
+def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
+    """Compiles what is not recorded as the source has it, and a sample of the rest, from nothing."""
+    chain = TOOLCHAINS[toolchain]
+    version = chain.triton()
+    if toolchain == "oldest":
+        assert version == "3.6.0"
+    if version not in records.recorded_tritons():
+        pytest.skip(f"Triton {version} is not recorded, only {', '.join(records.recorded_tritons())}")
+    entries = chain.entries()
+    comparison = records.compare(entries, records.read(version))
+    sample = random.Random(f"{commit()} {version}").sample(sorted(comparison.same), SAMPLE)
+    compiled = chain.compile(entries, [*comparison.new, *sample], environment={"TRITON_CACHE_DIR": str(tmp_path)})
+    wrong = records.violations(comparison, compiled)
+    known = {(entry.arch, entry.variant, entry.kernel): entry for entry in comparison.gone}
+    for entry in comparison.new:
+        if before := known.get((entry.arch, entry.variant, entry.kernel)):
+            changed = records.read(version)[before].differences(compiled[entry]) or "the same machine code"
+            wrong.append(f"  {entry}: {changed}")
+    assert not wrong, "make record writes what is right:\n" + "\n".join(wrong)
+
+
+def test_launches_are_as_recorded():
+    wrong = launches.differences(launches.parse(launches.FILE.read_text()), launches.traced())
+    assert not wrong, "make record writes what is right:\n" + "\n".join(wrong)
+
+
+def test_page_shows_what_is_recorded():
+    assert hot.PAGE.read_text() == hot.page()
+
+
+# ---- what is recorded ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", records.recorded_tritons())
+def test_records_have_no_fault(version: str):
+    found = records.read(version)
+    assert not [f"{entry}: {fault}" for entry, costs in found.items() for fault in records.faults(costs, entry.arch)]
+
+
+@pytest.mark.parametrize("version", records.recorded_tritons())
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
+    kernels = [(entry.kernel, entry.variant) for entry in records.read(version) if entry.arch == arch]
+    # Hopper's kernels are named as the portable ones; their variants tell them apart
+    hopper = {kernel for kernel, variant in kernels if variant.startswith("hopper ")}
+    portable = {kernel for kernel, variant in kernels if not variant.startswith("hopper ")}
+    forward, split = {"prepare_kernel", "recurrence_kernel"}, {"maps_kernel", "compose_kernel"}
+    backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "finish_kernel"}
+    alone = {"prepare_bounded_kernel", "output_kernel", "plan_kernel", "decode_kernel", "commit_kernel"}
+    assert portable == forward | split | backward | alone
+    # `prepare` plans, and composition is the portable one
+    assert hopper == (forward | split | backward | {"decode_kernel"} if arch == 90 else set())
+
+
+def test_hopper_variants_are_named_so():
+    assert all(variant.name.startswith("hopper ") == (variant.backend == "hopper") for variant in VARIANTS)
+
+
+@pytest.mark.parametrize("version", records.recorded_tritons())
+def test_as_many_ctas_of_hoppers_decode_fit_as_it_counts_on(version: str):
+    """An SM has 65,536 registers, which a warp gets 8 a thread at a time, and 228 KB of shared memory, of which 1 KB goes with
+    each CTA."""
+    found = records.read(version)
+    decode = [c for e, c in found.items() if e.kernel == "decode_kernel" and e.variant.startswith("hopper ")]
+    by_registers = min(65_536 // (32 * 8 * -(-costs.registers // 8)) for costs in decode)
+    by_memory = min(228 * 1024 // (costs.shared_bytes + 1024) for costs in decode)
+    assert min(by_registers, by_memory) == DECODE_AT_ONCE
+
+
+# ---- the gate fails when it must -----------------------------------------------------------------------------------------
+
+COSTS = Costs(128, 0, 1000, 4, 0, 800, "5a55")
+ENTRY = Entry(90, "v", "k_kernel", "f1")
+OTHER = Entry(90, "w", "k_kernel", "f2")
+
+
+def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dict[Entry, Costs]) -> list[str]:
+    return records.violations(records.compare(entries, recorded), compiled)
+
+
+def test_what_is_recorded_passes():
+    assert violations([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}) == []
+
+
+def test_a_renamed_kernel_passes():
+    renamed = replace(ENTRY, kernel="renamed_kernel")
+    assert violations([renamed], {ENTRY: COSTS}, {renamed: COSTS}) == []
+    assert records.changes({ENTRY: COSTS}, {renamed: COSTS}) == []
+
+
+def test_a_stale_entry_fails():
+    changed = replace(ENTRY, fingerprint="f3")
+    (said,) = violations([changed], {ENTRY: COSTS}, {changed: COSTS})
+    assert said == "sm_90 k_kernel: v: stale, its source changed since the record"
+
+
+def test_a_missing_entry_and_one_too_many_fail():
+    assert violations([ENTRY, OTHER], {ENTRY: COSTS}, {OTHER: COSTS}) == ["sm_90 k_kernel: w: not recorded"]
+    (said,) = violations([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {})
+    assert said == "sm_90 k_kernel: w: recorded, but no longer made"
+
+
+@pytest.mark.parametrize("field", ["registers", "spill_bytes", "product_waits", "instructions"])
+def test_a_record_that_is_not_what_was_compiled_fails(field: str):
+    """Fewer is as wrong as more: the record says what is there."""
+    for step in (-1, 1):
+        found = replace(COSTS, **{field: getattr(COSTS, field) + step})
+        (said,) = violations([ENTRY], {ENTRY: COSTS}, {ENTRY: found})
+        assert f"the record is wrong: {field} " in said
+
+
+def test_faults_fail_though_recorded():
+    late, large = replace(COSTS, late_operands=1), replace(COSTS, shared_bytes=DEVICE_SHARED_BYTES[90] + 1)
+    for wrong, said in ((late, "written late"), (large, "bytes of shared memory, sm_90 has")):
+        (found,) = violations([ENTRY], {ENTRY: wrong}, {ENTRY: wrong})
+        assert said in found
+
+
+def test_records_are_read_as_written():
+    found = {ENTRY: COSTS, OTHER: replace(COSTS, registers=7)}
+    assert records.parse(records.render(found, "3.6.0"), "3.6.0") == found
+
+
+@pytest.mark.parametrize("version", records.recorded_tritons())
+def test_a_line_edited_by_hand_fails(version: str):
+    text = records.path_of(version).read_text()
+    line = text.splitlines()[1]
+    columns = line.split("\t")
+    for i in range(len(columns)):
+        edited = "\t".join([*columns[:i], columns[i] + "0", *columns[i + 1 :]])
+        with pytest.raises(ValueError, match=f"triton-{version}.tsv line 2: the digest is not that of the line"):
+            records.parse(text.replace(line, edited), version)
+
+
+def test_a_line_of_another_triton_fails():
+    with pytest.raises(ValueError, match="digest"):
+        records.parse(records.render({ENTRY: COSTS}, "3.6.0"), "3.9.0")
+
+
+def test_changes_since_a_revision_are_listed():
+    after = replace(COSTS, registers=130, spill_bytes=8, instructions=810, sass="0ther")
+    (said,) = records.changes({ENTRY: COSTS}, {ENTRY: after})
+    assert (
+        said
+        == "sm_90 k_kernel: v: registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810, sass 5a55 -> 0ther"
+    )
+    assert records.changes({ENTRY: COSTS}, {OTHER: COSTS}) == [
+        f"sm_90 k_kernel: w: new: {COSTS}",
+        "sm_90 k_kernel: v: gone",
+    ]
+
+
+# ---- fingerprints --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_one(x, HOW_MUCH: tl.constexpr):
+    return x + HOW_MUCH
+
+
+@triton.jit
+def plain_kernel(x, out, n, SIZE: tl.constexpr):
+    """A kernel as it was."""
+    places = tl.arange(0, SIZE)
+    tl.store(out + places, add_one(tl.load(x + places, mask=places < n), 1.0), mask=places < n)
+
+
+@triton.jit
+def plus_one(value, BY: tl.constexpr):
+    return value + BY
+
+
+@triton.jit
+def renamed_kernel(source, target, count, SIZE: tl.constexpr):
+    # other names, another place, another comment
+    at = tl.arange(0, SIZE)
+
+    tl.store(target + at, plus_one(tl.load(source + at, mask=at < count), 1.0), mask=at < count)
+
+
+@triton.jit
+def changed_kernel(x, out, n, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(out + places, add_one(tl.load(x + places, mask=places < n), 2.0), mask=places < n)
+
+
+def sample_launch(kernel: object = plain_kernel, dtype: torch.dtype = torch.float32, **changes: object) -> Launch:
+    x = torch.empty(64, dtype=dtype, device="meta")
+    return replace(Launch(kernel, 1, (x, torch.empty_like(x), 60), {"SIZE": 64}, num_warps=4), **changes)
+
+
+def test_a_rename_keeps_the_fingerprint_and_the_machine_code():
+    plain, renamed = sample_launch(), sample_launch(renamed_kernel)
+    assert fingerprint(plain, 90) == fingerprint(renamed, 90)
+    assert compiling.compile_launch(plain, "", 90).sass == compiling.compile_launch(renamed, "", 90).sass
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        sample_launch(changed_kernel),
+        sample_launch(dtype=torch.bfloat16),
+        sample_launch(constants={"SIZE": 32}),
+        sample_launch(num_warps=8),
+        sample_launch(max_registers=64),
+        sample_launch(arguments=(*sample_launch().arguments[:2], 64)),
+    ],
+    ids=["one instruction", "signature", "constant", "warps", "registers", "alignment"],
+)
+def test_a_change_changes_the_fingerprint(changed: Launch):
+    assert fingerprint(changed, 90) != fingerprint(sample_launch(), 90)
+    assert fingerprint(changed, 90) != fingerprint(changed, 80)
+
+
+def test_one_changed_instruction_fails_the_gate():
+    """From source to verdict, on one kernel."""
+
+    def found(launch: Launch) -> dict[Entry, Costs]:
+        cost = compiling.compile_launch(launch, "v", 90)
+        costs = Costs(**{name: getattr(cost, name) for name in Costs.__dataclass_fields__})
+        return {Entry(90, "v", "kernel", fingerprint(launch, 90)): costs}
+
+    before, after, renamed = (found(sample_launch(k)) for k in (plain_kernel, changed_kernel, renamed_kernel))
+    assert violations([*renamed], before, renamed) == [] and records.changes(before, renamed) == []
+    assert violations([*after], before, after) == ["sm_90 kernel: v: stale, its source changed since the record"]
+    (said,) = records.changes(before, after)
+    assert said.startswith("sm_90 kernel: v: sass ")
+
+
+# ---- fused multiplication and addition -----------------------------------------------------------------------------------
+
+
+def test_every_launch_says_whether_to_fuse():
+    assert all(launch.options()["enable_fp_fusion"] for variant in VARIANTS for launch in variant.launches(90))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("toolchain", TOOLCHAINS)
+def test_machine_code_does_not_depend_on_tritons_default_fusion(toolchain: str, tmp_path: Path):
+    """And where no default is set, Triton has nothing to warn of."""
+    chain = TOOLCHAINS[toolchain]
+    names = chain.names()
+    wanted = [name for name in names if (name.arch, name.variant) == (90, "decode K64 V64, V first")]
+    assert wanted
+    found = []
+    for default in ("0", "1", ""):
+        given = {FUSION: default} if default else {"PYTHONWARNINGS": "error::UserWarning"}
+        given["TRITON_CACHE_DIR"] = str(tmp_path / default / "cache")
+        found.append(chain.compile(names, wanted, environment=given))
+    assert found[0] == found[1] == found[2]
+
+
+# ---- reading machine code ------------------------------------------------------------------------------------------------
+
+PRODUCT = "/*0010*/ HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR8].tnspB, R24, gsb0 ;"
+FENCE, WAIT = "/*0000*/ WARPGROUP.ARRIVE ;", "/*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((FENCE, PRODUCT, "/*0020*/ MOV R58, 0x3f803f80 ;", WAIT), 1),
+        ((FENCE, PRODUCT, "/*0020*/ @!P0 LDS.128 R56, [R4] ;", WAIT), 4),
+        ((FENCE, "/*0008*/ MOV R57, RZ ;", PRODUCT, WAIT), 1),
+        (("/*0000*/ MOV R57, RZ ;", FENCE, PRODUCT, WAIT, "/*0040*/ MOV R58, RZ ;"), 0),
+        ((FENCE, PRODUCT, "/*0020*/ STS [R58], R59 ;", "/*0024*/ MOV R60, RZ ;", WAIT), 0),
+        ((FENCE, PRODUCT.replace("R56", "gdesc[UR4]"), "/*0020*/ MOV R58, RZ ;", WAIT), 0),
+    ],
+    ids=["under way", "wide", "after the fence", "in time", "read", "in shared memory"],
+)
+def test_operands_that_are_written_late_are_counted(lines: tuple[str, ...], found: int):
+    assert late_operands("\n".join(lines)) == found

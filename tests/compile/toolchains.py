@@ -1,0 +1,136 @@
+"""Compiles with Tritons other than the installed one, in processes of their own.
+
+Run as a module it is such a process: it prints all entries as JSON, or compiles those whose positions it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from .records import Costs, Entry
+
+ROOT = Path(__file__).parent.parent.parent
+
+OLDEST = "FLASHDELTA_TRITON_OLDEST"
+"""Environment variable: a folder that holds the oldest supported Triton, as `pip install --target` leaves it."""
+
+FUSION = "TRITON_DEFAULT_FP_FUSION"
+"""Environment variable of Triton's: whether to fuse multiplications and additions where a launch does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """A Triton: the installed one, or the one in a folder."""
+
+    folder: Path | None = None
+
+    def run(self, *arguments: str, given: object = None, environment: dict[str, str] | None = None) -> list:
+        """What this module prints when that Triton runs it. Compiles into a cache of its own if `environment` names one.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        path = [self.folder, ROOT / "src", os.environ.get("PYTHONPATH")]
+        joined = os.pathsep.join(str(p) for p in path if p)
+        inherited = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", FUSION)}
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, *arguments],
+            input=json.dumps(given),
+            cwd=ROOT,
+            env={**inherited, "PYTHONPATH": joined, **(environment or {})},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(
+                f"{' '.join(arguments)} failed with {self.folder or 'the installed Triton'}:\n{done.stderr[-6000:]}"
+            )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def triton(self) -> str:
+        return self.run("version")
+
+    def entries(self) -> list[Entry]:
+        """All kernels that are compiled for any variant and architecture."""
+        return [Entry(**found) for found in self.run("entries")]
+
+    def names(self) -> list[Entry]:
+        """The same without fingerprints, which take half a minute."""
+        return [Entry(**found, fingerprint="") for found in self.run("names")]
+
+    def compile(
+        self, entries: list[Entry], wanted: Iterable[Entry], jobs: int = 1, environment: dict[str, str] | None = None
+    ) -> dict[Entry, Costs]:
+        """Those that are wanted of all `entries`, or `names`."""
+        places = {entry: i for i, entry in enumerate(entries)}
+        wanted = list(wanted)
+        found = self.run("compile", str(jobs), given=[places[entry] for entry in wanted], environment=environment)
+        return {entry: Costs(**costs) for entry, costs in zip(wanted, found, strict=True)}
+
+
+def toolchains() -> dict[str, Toolchain]:
+    """The installed Triton, and the oldest supported one if its folder is known."""
+    oldest = os.environ.get(OLDEST)
+    return {"installed": Toolchain()} | ({"oldest": Toolchain(Path(oldest))} if oldest else {})
+
+
+# ---- in the process of a toolchain ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _launches() -> list[tuple]:
+    from flashdelta.compile import VARIANTS
+
+    return [
+        (arch, variant.name, launch)
+        for variant in VARIANTS
+        for arch in variant.architectures()
+        for launch in variant.launches(arch)
+    ]
+
+
+def _compile(place: int) -> dict:
+    from flashdelta.compile import compile_launch
+
+    arch, variant, launch = _launches()[place]
+    cost = compile_launch(launch, variant, arch)
+    return {field.name: getattr(cost, field.name) for field in dataclasses.fields(Costs)}
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("version", "names", "entries", "compile"))
+    parser.add_argument("jobs", type=int, nargs="?", default=1)
+    arguments = parser.parse_args()
+    given = json.load(sys.stdin)
+    if arguments.what == "version":
+        import triton
+
+        found = triton.__version__
+    elif arguments.what in ("names", "entries"):
+        from flashdelta.compile import fingerprint
+
+        found = [{"arch": arch, "variant": name, "kernel": x.kernel.__name__} for arch, name, x in _launches()]
+        if arguments.what == "entries":
+            found = [one | {"fingerprint": fingerprint(x, arch)} for one, (arch, _, x) in zip(found, _launches())]
+    elif arguments.jobs == 1 or len(given) <= 1:
+        found = [_compile(place) for place in given]
+    else:
+        # not forked: PyTorch has threads
+        with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(_compile, given))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()
