@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashdelta.bench.report import decode_markdown, prefill_markdown, split_markdown
+from flashdelta.bench.report import decode_markdown, prefill_markdown, split_markdown, toolchains_markdown
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -52,6 +52,11 @@ def test_the_readmes_split_table_is_the_recorded_run():
     assert split_markdown(document, names) in (ROOT / "README.md").read_text()
     errors = [(row["ours"][x], row["fla"][x]) for row in document["rows"] for x in ("error_o", "error_state")]
     assert len(document["rows"]) == 26 and all(ours < fla for ours, fla in errors)
+
+
+def test_the_table_of_toolchains_is_the_recorded_run():
+    document = json.loads((ROOT / "benchmarks/results/toolchains-h200-2026-11-23.json").read_text())
+    assert toolchains_markdown(document) in (ROOT / "docs" / "machine-code.md").read_text()
 
 
 def test_the_readme_names_every_missed_bound():

@@ -32,7 +32,7 @@ def record() -> None:
             except ValueError as error:
                 print(f"{error}\nall of Triton {triton} is compiled")
         comparison = records.compare(entries, known)
-        compiled = toolchain.compile(entries, comparison.new, JOBS) if comparison.new else {}
+        compiled = toolchain.compile(entries, comparison.new, JOBS, expected=comparison.before)
         wrong = [
             f"{entry}: {fault}" for entry, costs in compiled.items() for fault in records.faults(costs, entry.arch)
         ]
@@ -51,13 +51,16 @@ def compile_all(chains: Iterable[Toolchain]) -> None:
     wrong = 0
     for toolchain in chains:
         triton, entries = toolchain.triton(), toolchain.entries()
+        recorded = records.read(triton) if triton in records.recorded_tritons() else {}
+        comparison = records.compare(entries, recorded)
         with tempfile.TemporaryDirectory(prefix="flashdelta-compile-") as cache:
-            compiled = toolchain.compile(entries, entries, JOBS, {"TRITON_CACHE_DIR": cache})
+            environment = {"TRITON_CACHE_DIR": cache}
+            compiled = toolchain.compile(entries, entries, JOBS, environment, expected=comparison.before)
         lines = [
             f"{entry}: {fault}" for entry, costs in compiled.items() for fault in records.faults(costs, entry.arch)
         ]
-        if triton in records.recorded_tritons():
-            lines += records.violations(records.compare(entries, records.read(triton)), compiled)
+        if recorded:
+            lines += records.violations(comparison, compiled)
         spilling = {entry: costs for entry, costs in compiled.items() if costs.spill_bytes}
         print(f"Triton {triton}: {len(entries)} entries, {len(spilling)} spill; {len(lines)} wrong or not as recorded")
         print(*lines, sep="\n")

@@ -30,6 +30,10 @@ class Entry:
     def key(self) -> tuple[int, str, str]:
         return self.arch, self.variant, self.fingerprint
 
+    @property
+    def name(self) -> tuple[int, str, str]:
+        return self.arch, self.variant, self.kernel
+
     def __str__(self) -> str:
         return f"sm_{self.arch} {self.kernel}: {self.variant}"
 
@@ -108,24 +112,34 @@ def write(records: Records, triton: str) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of the entries that the source makes with those recorded: `same` ones, by what is recorded; `new` ones, which are missing
-    or whose fingerprint changed; `gone` ones, which nothing makes any more."""
+    """Of the entries that the source makes with those recorded: `same` ones, by what is recorded; `stale` ones, whose
+    fingerprint changed, by what was recorded under their name; `missing` ones; `gone` ones, which nothing makes any more."""
 
     same: dict[Entry, Costs]
-    new: list[Entry]
+    stale: dict[Entry, Costs]
+    missing: list[Entry]
     gone: list[Entry]
+
+    @property
+    def new(self) -> list[Entry]:
+        """What is to be compiled."""
+        return [*self.stale, *self.missing]
+
+    @property
+    def before(self) -> dict[Entry, Costs]:
+        """What is recorded, or was before the source changed."""
+        return self.same | self.stale
 
 
 def compare(entries: Iterable[Entry], records: Records) -> Comparison:
+    entries = list(entries)
     known = {entry.key: entry for entry in records}
-    same, new = {}, []
-    for entry in entries:
-        if entry.key in known:
-            same[entry] = records[known[entry.key]]
-        else:
-            new.append(entry)
+    same = {entry: records[known[entry.key]] for entry in entries if entry.key in known}
     made = {entry.key for entry in same}
-    return Comparison(same, new, [entry for entry in records if entry.key not in made])
+    left = {entry.name: entry for entry in records if entry.key not in made}
+    stale = {entry: records[left.pop(entry.name)] for entry in entries if entry not in same and entry.name in left}
+    missing = [entry for entry in entries if entry not in same and entry not in stale]
+    return Comparison(same, stale, missing, list(left.values()))
 
 
 def faults(costs: Costs, arch: int) -> list[str]:
@@ -140,34 +154,31 @@ def faults(costs: Costs, arch: int) -> list[str]:
 
 def violations(comparison: Comparison, compiled: dict[Entry, Costs]) -> list[str]:
     """What is wrong, a line each. `compiled`: what was compiled now, all that is new and a sample of the rest."""
-    recorded = {(entry.arch, entry.variant, entry.kernel): entry for entry in comparison.gone}
     lines = []
     for entry, costs in compiled.items():
         lines += [f"{entry}: {fault}" for fault in faults(costs, entry.arch)]
         if entry in comparison.same and (changed := comparison.same[entry].differences(costs)):
             lines.append(f"{entry}: the record is wrong: {changed}")
-    for entry in comparison.new:
-        if (entry.arch, entry.variant, entry.kernel) in recorded:
-            lines.append(f"{entry}: stale, its source changed since the record")
-        else:
-            lines.append(f"{entry}: not recorded")
-    new = {(entry.arch, entry.variant, entry.kernel) for entry in comparison.new}
-    lines += [f"{entry}: recorded, but no longer made" for key, entry in recorded.items() if key not in new]
-    return lines
+    for entry, before in comparison.stale.items():
+        changed = (
+            before.differences(compiled[entry]) or "the same machine code" if entry in compiled else "not compiled"
+        )
+        lines.append(f"{entry}: stale, its source changed since the record: {changed}")
+    lines += [f"{entry}: not recorded" for entry in comparison.missing]
+    return lines + [f"{entry}: recorded, but no longer made" for entry in comparison.gone]
 
 
 def changes(before: Records, after: Records) -> list[str]:
     """Entries whose machine code changed, a line each: `... registers 128 -> 130, ...`. Renamed kernels are not changes."""
-    named = {(entry.arch, entry.variant, entry.kernel): costs for entry, costs in before.items()}
+    named = {entry.name: costs for entry, costs in before.items()}
     hashes = {(entry.arch, entry.variant, costs.sass) for entry, costs in before.items()}
     lines, matched = [], set()
     for entry, costs in after.items():
-        key = (entry.arch, entry.variant, entry.kernel)
         if (entry.arch, entry.variant, costs.sass) in hashes:
             matched.add((entry.arch, entry.variant, costs.sass))
-        elif key in named:
-            lines.append(f"{entry}: {named[key].differences(costs)}")
-            matched.add((entry.arch, entry.variant, named[key].sass))
+        elif entry.name in named:
+            lines.append(f"{entry}: {named[entry.name].differences(costs)}")
+            matched.add((entry.arch, entry.variant, named[entry.name].sass))
         else:
             lines.append(f"{entry}: new: {costs}")
     for entry, costs in before.items():

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -449,22 +449,45 @@ def toolchains_table(document: dict) -> Table:
         table.add_column(column, justify="right" if column else "left")
     for column in ("ratio", "busy\nratio"):
         table.add_column(column, justify="right")
+    for cells, row in _toolchain_cells(document):
+        wrong = " [red]wrong[/red]" if row and row["ours"]["problem"] else ""
+        name = f"[bold]{cells[0]}[/bold]{wrong}" if row else f"  {cells[0]}"
+        table.add_row(name, *cells[1:])
+    return table
+
+
+def toolchains_markdown(document: dict) -> str:
+    """The same in Markdown, for docs/machine-code.md."""
+    names = [document["toolchains"][key]["triton"] for key in ("ours", "other")]
+    times = " | ".join(f"{name} us" for name in names)
+    lines = [
+        f"| call, kernel | registers | spilled bytes: {', '.join(names)} | {times} | ratio | busy |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for cells, row in _toolchain_cells(document):
+        name = f"**{cells[0]}**" if row else cells[0].removesuffix("_kernel")
+        lines.append(f"| {' | '.join([name, *cells[1:]])} |")
+    return "\n".join(lines)
+
+
+def _toolchain_cells(document: dict) -> Iterator[tuple[list[str], dict | None]]:
+    """Of each line: name, registers, spilled bytes, times, their ratio cold and busy; and the row if it is a whole call."""
+
+    def both(found: dict) -> str:
+        ours, other = (str(found.get(key, "-")) for key in ("ours", "other"))
+        return ours if ours == other else f"{ours}/{other}"
 
     def times(ms: dict | None) -> list[str]:
         if ms is None:
             return ["-", "-", "-"]
-        found = [ms[key]["median"] for key in names]
+        found = [ms[key]["median"] for key in ("ours", "other")]
         return [*(f"{1e3 * x:.1f}" for x in found), f"{found[1] / found[0]:.2f}"]
 
     for row in document["rows"]:
-        wrong = " [red]wrong[/red]" if row["ours"]["problem"] else ""
-        table.add_row(f"[bold]{row['name']}[/bold]{wrong}", "", "", *times(row["graph_ms"]), "")
+        yield [row["name"], "", "", *times(row["graph_ms"]), ""], row
         for kernel in row["kernels"]:
-            costs = (
-                "/".join(str(kernel[what].get(key, "-")) for key in names) for what in ("registers", "spill_bytes")
-            )
-            table.add_row(f"  {kernel['kernel']}", *costs, *times(kernel["ms"]), _number(busy_ratio(kernel), ".2f"))
-    return table
+            costs = [both(kernel[what]) for what in ("registers", "spill_bytes")]
+            yield [kernel["kernel"], *costs, *times(kernel["ms"]), _number(busy_ratio(kernel), ".2f")], None
 
 
 def busy_ratio(kernel: dict) -> float | None:
