@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _unwrap_if_constexpr, _unwrap_shape
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """`copy_async(shared, pointers, mask=None)`: asynchronous copies by the threads; zeros where the mask is false."""
@@ -22,8 +26,17 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
+_WHOLE = triton.__version__.startswith("3.8.")
+"""Triton 3.8 alone reinterprets all of a shared memory or nothing."""
+
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """The same shared memory as another tensor. `_reinterpret` before Triton 3.9."""
+    """The same shared memory as another tensor, which may be smaller: then its beginning. `_reinterpret` before Triton 3.9."""
+    if _WHOLE:
+        bits = math.prod(_unwrap_shape(shape)) * _unwrap_if_constexpr(dtype).primitive_bitwidth
+        parts = math.prod(memory.shape) * memory.dtype.primitive_bitwidth // bits
+        if parts > 1:
+            whole = _reinterpret(memory, dtype, [parts, *shape], layout, _semantic=_semantic)
+            return whole.index(0, _semantic=_semantic)
     return _reinterpret(memory, dtype, shape, layout, _semantic=_semantic)
