@@ -38,7 +38,6 @@ demo: $(STAMP) ## let a small KDA model write, on this machine
 	@$(BIN)/flashdelta demo
 
 check: lint $(STAMP) ## style, types and unit tests, in two minutes
-	@$(BIN)/mypy
 	@$(TIMED) $(PYTEST) -m 'not gpu and not slow'
 
 test: $(STAMP) $(OLDEST_STAMP) ## all that needs no GPU: unit tests, and of kernels what changed since it was recorded
@@ -62,9 +61,10 @@ compile-all: $(STAMP) $(OLDEST_STAMP) $(BETWEEN) ## compile everything from noth
 gpu-test: $(STAMP) ## run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -q -m gpu
 
-lint: $(STAMP) ## check style and formatting
+lint: $(STAMP) ## check style, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 
 format: $(STAMP) ## apply what lint asks for
 	@$(BIN)/ruff check --fix .

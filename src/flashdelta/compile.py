@@ -100,6 +100,7 @@ class Variant:
     precision: str = DEFAULT_PRECISION
     N: int = 2
     heads: int = 2
+    offsets: torch.dtype = torch.int32
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
@@ -125,7 +126,7 @@ class Variant:
             indices["checkpoint_indices"] = make(N, 1, dtype=torch.int32)
         t = KdaTensors(
             **self._inputs(1, T),
-            cu_seqlens=make(N + 1, dtype=torch.int32) if self.packed else None,
+            cu_seqlens=make(N + 1, dtype=self.offsets) if self.packed else None,
             **{"state_pool" if self.pool else "initial_state": make(*state, dtype=self.state_dtype)},
             **indices,
         )
@@ -309,7 +310,10 @@ VARIANTS = (
     ),
     Variant("hopper K128 V128 bounded", "hopper"),
     Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
+    Variant("hopper K128 V128 unbounded, fixed length", "hopper", gate="softplus", packed=False),
     Variant("hopper K128 V128 fixed length", "hopper", packed=False),
+    Variant("hopper K128 V128 offsets in int64", "hopper", offsets=torch.int64),
+    Variant("hopper K128 V128 shared out, offsets in int64", "hopper", heads=96, offsets=torch.int64),
     Variant("hopper K128 V128 shared out", "hopper", heads=96),
     Variant("hopper K128 V128 shared out, fixed length", "hopper", heads=96, packed=False),
     Variant("hopper K128 V128 log decays in fp32", "hopper", gate="none", g_dtype=torch.float32),
@@ -318,6 +322,7 @@ VARIANTS = (
         "hopper K128 V128 pool with checkpoints, V first", "hopper", pool=True, checkpoints=True, state_v_first=True
     ),
     Variant("hopper K128 V128 split", "hopper", split=4),
+    Variant("hopper K128 V128 split, fixed length", "hopper", split=4, packed=False),
     Variant(
         "hopper K128 V128 split, pool with checkpoints",
         "hopper",

@@ -22,7 +22,7 @@ JOBS = os.cpu_count() or 1
 
 
 def record() -> None:
-    """Compiles entries that are not recorded as the source has them, and writes all. Lines with a wrong digest are dropped."""
+    """Compiles entries that are not recorded as the source has them, and writes all; with a wrong digest anywhere, all."""
     for toolchain in toolchains().values():
         triton, entries = toolchain.triton(), toolchain.entries()
         known = {}
@@ -99,6 +99,13 @@ def _at(revision: str, path: Path) -> str:
 
 
 def main() -> None:
+    try:
+        _main()
+    except ValueError as error:
+        sys.exit(f"{error}\nmake record writes it anew")
+
+
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record")

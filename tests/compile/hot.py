@@ -29,14 +29,15 @@ class Hot:
 
 
 HOT = (
-    Hot("Hopper `prepare`, bounded gate", "prepare", "hopper K128 V128 bounded"),
-    Hot("Hopper `prepare`, unbounded gate", "prepare", "hopper K128 V128 unbounded"),
+    Hot("Hopper `prepare`, bounded gate", "prepare", "hopper K128 V128 fixed length"),
+    Hot("Hopper `prepare`, packed", "prepare", "hopper K128 V128 offsets in int64"),
+    Hot("Hopper `prepare`, unbounded gate", "prepare", "hopper K128 V128 unbounded, fixed length"),
     Hot("Hopper `recurrence`, fixed length", "recurrence", "hopper K128 V128 fixed length"),
-    Hot("Hopper `recurrence`, packed", "recurrence", "hopper K128 V128 bounded"),
+    Hot("Hopper `recurrence`, packed", "recurrence", "hopper K128 V128 offsets in int64"),
     Hot("Hopper `recurrence`, shared out", "recurrence", "hopper K128 V128 shared out, fixed length"),
-    Hot("Hopper `recurrence`, packed, shared out", "recurrence", "hopper K128 V128 shared out"),
-    Hot("Hopper `recurrence`, split", "recurrence", "hopper K128 V128 split"),
-    Hot("Hopper `maps`", "maps", "hopper K128 V128 split"),
+    Hot("Hopper `recurrence`, packed, shared out", "recurrence", "hopper K128 V128 shared out, offsets in int64"),
+    Hot("Hopper `recurrence`, split", "recurrence", "hopper K128 V128 split, fixed length"),
+    Hot("Hopper `maps`", "maps", "hopper K128 V128 split, fixed length"),
     Hot("Hopper `decode`", "decode", "hopper decode K128 V128, lower_bound"),
     Hot("Hopper `reverse`", "reverse", "hopper K128 V128 backward, fixed length"),
     Hot("Hopper `wy`", "wy", "hopper K128 V128 backward, fixed length"),

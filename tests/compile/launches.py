@@ -35,7 +35,7 @@ from flashdelta.wy_spec import WyGradients, WyTensors, check_wy
 from ..cases import BF16, CASES, FP32, Case
 from ..decoding import STEPS, Step, make_step
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..inputs import make_call, meta_call, on_meta
+from ..inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
 from ..oracle import as_recurrent
 from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from ..prefills import CASES as PREFILLS
@@ -127,6 +127,12 @@ def wy(call: dict, backend: str, arch: int) -> list[Launch]:
     return [hopper_wy_launch(spec, t, found) if backend == "hopper" else wy_launch(spec, t, arch, found)]
 
 
+def in_dtype(call: dict, dtype: torch.dtype) -> dict:
+    """With q, k and v in another dtype, and g and beta if they were in theirs."""
+    own = call["q"].dtype
+    return call | {name: call[name].to(dtype) for name in TOKEN_TENSORS if call[name].dtype == own}
+
+
 def takes_hopper(case: Case) -> bool:
     return case.chunk_size == 64 and case.V >= 64
 
@@ -140,10 +146,12 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], object]]:
     ]
     calls = [(case, make_call(case, BF16), make_call(on_gpu(case), BF16)) for case in CASES]
     for case, call, wide in [*calls, *((model, meta_call(model), meta_call(model)) for model in models)]:
-        yield f"chunk {case.name}, triton", PORTABLE, lambda arch, call=call: forward(call, "triton", arch)
-        yield f"chunk {case.name}, triton, backward", PORTABLE, lambda arch, call=call: backward(call, "triton", arch)
-        recurrent = as_recurrent(call)
-        yield f"recurrent {case.name}, triton", PORTABLE, lambda arch, call=recurrent: forward(call, "triton", arch)
+        for dtype in (BF16, FP32, torch.float16):
+            name, call = f"{case.name} {str(dtype).removeprefix('torch.')}", in_dtype(call, dtype)
+            yield f"chunk {name}, triton", PORTABLE, lambda arch, call=call: forward(call, "triton", arch)
+            yield f"chunk {name}, triton, backward", PORTABLE, lambda arch, call=call: backward(call, "triton", arch)
+            recurrent = as_recurrent(call)
+            yield f"recurrent {name}, triton", PORTABLE, lambda arch, call=recurrent: forward(call, "triton", arch)
         if takes_hopper(on_gpu(case)):
             yield f"chunk {case.name}, hopper", HOPPER, lambda arch, call=wide: forward(call, "hopper", arch)
             yield f"chunk {case.name}, hopper, backward", HOPPER, lambda arch, call=wide: backward(call, "hopper", arch)

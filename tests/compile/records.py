@@ -74,13 +74,16 @@ def recorded_tritons() -> list[str]:
     return sorted(path.stem.removeprefix("triton-") for path in FOLDER.glob("triton-*.tsv"))
 
 
+def columns(entry: Entry, costs: Costs) -> tuple[str, ...]:
+    """Of a line, but for the digest."""
+    return tuple(map(str, (entry.arch, entry.variant, entry.kernel, *astuple(costs), entry.fingerprint)))
+
+
 def render(records: Records, triton: str) -> str:
     lines = ["\t".join(HEADER)]
     for entry in sorted(records):
-        columns = [
-            str(x) for x in (entry.arch, entry.variant, entry.kernel, *astuple(records[entry]), entry.fingerprint)
-        ]
-        lines.append("\t".join((*columns, _digest(columns, triton))))
+        own = columns(entry, records[entry])
+        lines.append("\t".join((*own, _digest(own, triton))))
     return "\n".join(lines) + "\n"
 
 
@@ -91,12 +94,12 @@ def parse(text: str, triton: str) -> Records:
     """
     found: Records = {}
     for number, line in enumerate(text.splitlines()[1:], 2):
-        *columns, digest = line.split("\t")
-        if len(columns) + 1 != len(HEADER) or digest != _digest(columns, triton):
+        *own, digest = line.split("\t")
+        if len(own) + 1 != len(HEADER) or digest != _digest(own, triton):
             raise ValueError(
                 f"triton-{triton}.tsv line {number}: the digest is not that of the line (edited by hand?): {line}"
             )
-        arch, variant, kernel, *costs, sass, fingerprint = columns
+        arch, variant, kernel, *costs, sass, fingerprint = own
         found[Entry(int(arch), variant, kernel, fingerprint)] = Costs(*map(int, costs), sass)
     return found
 
@@ -171,17 +174,17 @@ def violations(comparison: Comparison, compiled: dict[Entry, Costs]) -> list[str
 def changes(before: Records, after: Records) -> list[str]:
     """Entries whose machine code changed, a line each: `... registers 128 -> 130, ...`. Renamed kernels are not changes."""
     named = {entry.name: costs for entry, costs in before.items()}
-    hashes = {(entry.arch, entry.variant, costs.sass) for entry, costs in before.items()}
+    alike = {(entry.arch, entry.variant, costs) for entry, costs in before.items()}
     lines, matched = [], set()
     for entry, costs in after.items():
-        if (entry.arch, entry.variant, costs.sass) in hashes:
-            matched.add((entry.arch, entry.variant, costs.sass))
+        if (entry.arch, entry.variant, costs) in alike:
+            matched.add((entry.arch, entry.variant, costs))
         elif entry.name in named:
             lines.append(f"{entry}: {named[entry.name].differences(costs)}")
-            matched.add((entry.arch, entry.variant, named[entry.name].sass))
+            matched.add((entry.arch, entry.variant, named[entry.name]))
         else:
             lines.append(f"{entry}: new: {costs}")
     for entry, costs in before.items():
-        if (entry.arch, entry.variant, costs.sass) not in matched:
+        if (entry.arch, entry.variant, costs) not in matched:
             lines.append(f"{entry}: gone")
     return lines
