@@ -393,8 +393,8 @@ def fingerprint(launch: Launch, arch: int) -> str:
     """Of all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that the
     kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
     options = sorted(launch.options().items())
-    told = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
+    return hashlib.sha256(determined.encode()).hexdigest()[:16]
 
 
 _intermediate: dict[tuple, str] = {}

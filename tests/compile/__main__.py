@@ -33,9 +33,7 @@ def record() -> None:
                 print(f"{error}\nall of Triton {triton} is compiled")
         comparison = records.compare(entries, known)
         compiled = toolchain.compile(entries, comparison.new, JOBS, expected=comparison.before)
-        wrong = [
-            f"{entry}: {fault}" for entry, costs in compiled.items() for fault in records.faults(costs, entry.arch)
-        ]
+        wrong = records.all_faults(compiled)
         found = comparison.same | compiled
         records.write(found, triton)
         print(f"Triton {triton}: {len(entries)} entries, {len(compiled)} compiled, {len(comparison.gone)} dropped")
@@ -56,11 +54,7 @@ def compile_all(chains: Iterable[Toolchain]) -> None:
         with tempfile.TemporaryDirectory(prefix="flashdelta-compile-") as cache:
             environment = {"TRITON_CACHE_DIR": cache}
             compiled = toolchain.compile(entries, entries, JOBS, environment, expected=comparison.before)
-        lines = [
-            f"{entry}: {fault}" for entry, costs in compiled.items() for fault in records.faults(costs, entry.arch)
-        ]
-        if recorded:
-            lines += records.violations(comparison, compiled)
+        lines = records.violations(comparison, compiled) if recorded else records.all_faults(compiled)
         spilling = {entry: costs for entry, costs in compiled.items() if costs.spill_bytes}
         print(f"Triton {triton}: {len(entries)} entries, {len(spilling)} spill; {len(lines)} wrong or not as recorded")
         print(*lines, sep="\n")

@@ -62,8 +62,8 @@ Records = dict[Entry, Costs]
 HEADER = ("arch", "variant", "kernel", *(f.name for f in fields(Costs)), "fingerprint", "digest")
 
 
-def _digest(columns: Sequence[str], triton: str) -> str:
-    return hashlib.sha256("\t".join((triton, *columns)).encode()).hexdigest()[:8]
+def _digest(line: Sequence[str], triton: str) -> str:
+    return hashlib.sha256("\t".join((triton, *line)).encode()).hexdigest()[:8]
 
 
 def path_of(triton: str) -> Path:
@@ -155,11 +155,14 @@ def faults(costs: Costs, arch: int) -> list[str]:
     return found
 
 
+def all_faults(compiled: Records) -> list[str]:
+    return [f"{entry}: {fault}" for entry, costs in compiled.items() for fault in faults(costs, entry.arch)]
+
+
 def violations(comparison: Comparison, compiled: dict[Entry, Costs]) -> list[str]:
     """What is wrong, a line each. `compiled`: what was compiled now, all that is new and a sample of the rest."""
-    lines = []
+    lines = all_faults(compiled)
     for entry, costs in compiled.items():
-        lines += [f"{entry}: {fault}" for fault in faults(costs, entry.arch)]
         if entry in comparison.same and (changed := comparison.same[entry].differences(costs)):
             lines.append(f"{entry}: the record is wrong: {changed}")
     for entry, before in comparison.stale.items():
