@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import torch
@@ -57,11 +57,10 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Cost:
-    kernel: str
-    variant: str
-    arch: int
-    triton: str
+class Costs:
+    """Registers a thread, bytes spilled a thread, bytes of shared memory a CTA, waits for asynchronous MMAs, operands of those
+    that are written late, instructions, and a hash of the instructions."""
+
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -69,6 +68,21 @@ class Cost:
     late_operands: int
     instructions: int
     sass: str
+
+    def differences(self, other: Costs) -> str:
+        """`registers 128 -> 130, ...`; empty if the machine code is the same."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
+
+
+@dataclass(frozen=True)
+class Cost(Costs):
+    """Of one kernel, and the seconds that it took to compile."""
+
+    kernel: str
+    variant: str
+    arch: int
+    triton: str
     seconds: float
 
 

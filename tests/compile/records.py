@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from flashdelta.compile import Costs
+
 FOLDER = Path(__file__).parent / "machine_code"
 
 DEVICE_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -36,25 +38,6 @@ class Entry:
 
     def __str__(self) -> str:
         return f"sm_{self.arch} {self.kernel}: {self.variant}"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Registers a thread, bytes spilled a thread, bytes of shared memory a CTA, waits for asynchronous MMAs, operands of those
-    that are written late, instructions, and a hash of the instructions."""
-
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    product_waits: int
-    late_operands: int
-    instructions: int
-    sass: str
-
-    def differences(self, other: Costs) -> str:
-        """`registers 128 -> 130, ...`; empty if the machine code is the same."""
-        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
 
 
 Records = dict[Entry, Costs]
