@@ -35,7 +35,7 @@ from flashdelta.backends import NAMES
 from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, save_model
 from flashdelta.nn.lm import VOCABULARY, decode, encode
 
-ASSET = Path(__file__).parents[1] / "src/flashdelta/cli/assets/tiny_lm.safetensors"
+ASSET = Path(__file__).parents[1] / "src/flashdelta/tools/cli/assets/tiny_lm.safetensors"
 CONFIG = LanguageModelConfig(hidden_size=160, num_layers=3, num_heads=2, num_v_heads=2, head_v_dim=64, mlp_size=384)
 PROMPT = "The value of an expression is "
 HELD_OUT_EVERY = 20

@@ -1,5 +1,5 @@
 """`python -m flashdelta` is the command line too."""
 
-from .cli import main
+from .tools.cli import main
 
 main()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import plans, reference
+from . import reference
 from .backends.hopper import wy_obstacle
 from .backends.triton import TritonBackend
-from .spec import is_plain
-from .wy_spec import WY_NAMES, WyGradients, WySpec, WyTensors, check_wy, wy_spec_of
+from .problem.problem import is_plain
+from .problem.wy_spec import WY_NAMES, WyGradients, WySpec, WyTensors, check_wy, wy_spec_of
+from .program import cache as plans
 
 
 def chunk_bwd_wy_dqkg(
@@ -87,12 +88,12 @@ def chunk_bwd_wy_dqkg(
     if steps is not None:
         return WyGradients(**steps.run(addresses)).in_order()
     options = {"scale": scale, "chunk_size": chunk_size, "state_v_first": state_v_first, "use_exp2": use_exp2}
-    spec = check_wy(t, **options)
-    chosen = choose(spec, t.q.device, backend)
+    problem = check_wy(t, **options)
+    chosen = choose(problem, t.q.device, backend)
     if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
-        given = (*t.in_order(), spec.scale, chunk_size, state_v_first, use_exp2, chosen)
+        given = (*t.in_order(), problem.scale, chunk_size, state_v_first, use_exp2, chosen)
         return torch.ops.flashdelta.chunk_bwd_wy_dqkg(*given)
-    return plans.recorded(key, t.in_order(), lambda recorder: _run(spec, t, chosen, recorder)).in_order()
+    return plans.recorded(key, t.in_order(), lambda recorder: _run(problem, t, chosen, recorder)).in_order()
 
 
 # ---- backends -----------------------------------------------------------------------------------------------------------
@@ -100,14 +101,14 @@ def chunk_bwd_wy_dqkg(
 _NAMES = ("hopper", "triton", "reference")
 
 
-def _obstacle(name: str, spec: WySpec, device: torch.device) -> str | None:
+def _obstacle(name: str, problem: WySpec, device: torch.device) -> str | None:
     """Why a backend can't run the call, or None if it can."""
     if name == "hopper":
-        return wy_obstacle(spec, device)
-    return TritonBackend().obstacle(spec, device) if name == "triton" else None
+        return wy_obstacle(problem, device)
+    return TritonBackend().obstacle(problem, device) if name == "triton" else None
 
 
-def choose(spec: WySpec, device: torch.device, backend: str) -> str:
+def choose(problem: WySpec, device: torch.device, backend: str) -> str:
     """The backend that runs the call, by name.
 
     Raises:
@@ -116,25 +117,25 @@ def choose(spec: WySpec, device: torch.device, backend: str) -> str:
     if backend not in ("auto", *_NAMES):
         raise ValueError(f"backend: got {backend!r}, wanted one of {('auto', *_NAMES)}")
     if backend != "auto":
-        obstacle = _obstacle(backend, spec, device)
+        obstacle = _obstacle(backend, problem, device)
         if obstacle:
             raise ValueError(f"backend: got {backend!r}, wanted one that can run this call ({backend}: {obstacle})")
         return backend
     # the interpreter is for testing: on the CPU it must be named
     able = (name for name in _NAMES if device.type == "cuda" or name == "reference")
-    return next(name for name in able if _obstacle(name, spec, device) is None)
+    return next(name for name in able if _obstacle(name, problem, device) is None)
 
 
-def _run(spec: WySpec, t: WyTensors, backend: str, recorder: plans.Recorder | None = None) -> WyGradients:
+def _run(problem: WySpec, t: WyTensors, backend: str, recorder: plans.Recorder | None = None) -> WyGradients:
     if backend == "hopper":
         from .hopper.gradients import wy_dqkg
 
-        return wy_dqkg(spec, t, recorder)
+        return wy_dqkg(problem, t, recorder)
     if backend == "triton":
         from .triton.wy import wy_dqkg  # decorated kernels read TRITON_INTERPRET when first imported
 
-        return wy_dqkg(spec, t, recorder)
-    return reference.chunk_bwd_wy_dqkg(spec, t)
+        return wy_dqkg(problem, t, recorder)
+    return reference.chunk_bwd_wy_dqkg(problem, t)
 
 
 # ---- the operator -------------------------------------------------------------------------------------------------------

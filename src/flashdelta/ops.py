@@ -11,26 +11,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import autograd, backends, library, plans
+from . import backends
 from .backends import Verdict
-from .decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
-from .prefill import DEFAULT_PRECISION, INPUTS, Precision, PrefillGate, check_prefill
-from .reference.sequences import chunks_of
-from .spec import (
+from .problem.decode_spec import CALLED, GIVEN, CommitTensors, check_commit, check_decode, check_decode_arguments
+from .problem.prefill import DEFAULT_PRECISION, INPUTS, Precision, PrefillGate, check_prefill
+from .problem.problem import (
     OWN_NAMES,
     TENSOR_NAMES,
     GateName,
-    KdaOptions,
-    KdaSpec,
-    KdaTensors,
     NullIndex,
+    Options,
+    Problem,
+    Tensors,
     check_arguments,
     check_call,
     check_out,
     check_overlap,
     is_plain,
 )
-from .split import known_lengths
+from .problem.split import known_lengths
+from .program import cache as plans
+from .reference.sequences import chunks_of
+from .runtime import autograd
+from .runtime import torch_ops as library
 
 
 def chunk_kda(
@@ -157,7 +160,7 @@ def chunk_kda(
     plan = plans.find(key)
     if plan is not None:
         return plan.run(given, out, addresses[:-1], _refusal)
-    options = KdaOptions(
+    options = Options(
         scale=scale,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -175,9 +178,9 @@ def chunk_kda(
         split=split,
         batch_invariant=batch_invariant,
     )
-    tensors = KdaTensors(*given)
-    spec, tensors = check_call(tensors, options, cu_seqlens_cpu)
-    o, final_state, h = _run(spec, tensors, backend, out, key, given, keep=disable_recompute)
+    tensors = Tensors(*given)
+    problem, tensors = check_call(tensors, options, cu_seqlens_cpu)
+    o, final_state, h = _run(problem, tensors, backend, out, key, given, keep=disable_recompute)
     if not return_intermediate_states:
         return o, final_state
     if cu_seqlens_cpu is not None and cu_seqlens is not None:
@@ -234,7 +237,7 @@ def fused_recurrent_kda(
     plan = plans.find(key)
     if plan is not None:
         return plan.run(given, out, addresses, _refusal)
-    options = KdaOptions(
+    options = Options(
         algorithm="recurrent",
         scale=scale,
         output_final_state=output_final_state,
@@ -247,9 +250,9 @@ def fused_recurrent_kda(
         gate=gate,
         null_index=null_index,
     )
-    tensors = KdaTensors(*given)
-    spec, tensors = check_call(tensors, options)
-    o, final_state, _ = _run(spec, tensors, backend, out, key, given)
+    tensors = Tensors(*given)
+    problem, tensors = check_call(tensors, options)
+    o, final_state, _ = _run(problem, tensors, backend, out, key, given)
     return o, final_state
 
 
@@ -359,7 +362,7 @@ def recurrent_kda(
     if plan is not None:
         o, final_state = plan.run(given, output, addresses, _decode_refusal)
     else:
-        options = KdaOptions(
+        options = Options(
             algorithm="decode",
             scale=scale,
             output_final_state=output_final_state,
@@ -372,8 +375,8 @@ def recurrent_kda(
             gate=gate,
             null_index=null_index,
         )
-        spec, tensors = check_decode(dict(zip(GIVEN, given)), options, num_spec_tokens, update_state)
-        o, final_state, _ = _run(spec, tensors, backend, output, key, given, CALLED)
+        problem, tensors = check_decode(dict(zip(GIVEN, given)), options, num_spec_tokens, update_state)
+        o, final_state, _ = _run(problem, tensors, backend, output, key, given, CALLED)
     return o, initial_state if output_final_state and initial_state is not None else final_state
 
 
@@ -405,12 +408,12 @@ def commit(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     given = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
-    spec, t = check_commit(CommitTensors(*given), null_index)
-    chosen = backends.choose(spec, t.initial_state.device, backend)
+    problem, t = check_commit(CommitTensors(*given), null_index)
+    chosen = backends.choose(problem, t.initial_state.device, backend)
     if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
         torch.ops.flashdelta.kda_commit(*given, null_index, chosen.name)
     else:
-        chosen.commit(spec, t)
+        chosen.commit(problem, t)
 
 
 def kda_prefill(
@@ -454,8 +457,8 @@ def kda_prefill(
     given = dict(zip(INPUTS, (q, k, v, g, beta)))
     if not torch.compiler.is_compiling() and all(map(is_plain, given.values())):
         return library.prefill(given, chunk_size, scale, gate, precision, backend)
-    spec, _ = check_prefill(given, chunk_size, scale, gate, precision)
-    chosen = backends.choose(spec.call, q.device, backend)
+    problem, _ = check_prefill(given, chunk_size, scale, gate, precision)
+    chosen = backends.choose(problem.call, q.device, backend)
     return torch.ops.kda_prefill.forward(
         *given.values(), chunk_size, scale=scale, gate=gate, precision=precision, backend=chosen.name
     )
@@ -474,8 +477,8 @@ def _present(names: tuple[str, ...], given: tuple) -> dict[str, Tensor]:
 
 
 def _run(
-    spec: KdaSpec,
-    t: KdaTensors,
+    problem: Problem,
+    t: Tensors,
     backend: str,
     out: Tensor | None,
     key: tuple | None,
@@ -483,18 +486,18 @@ def _run(
     called: Mapping[str, str] = OWN_NAMES,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    check_out(out, t, spec.requires_grad, called)
-    chosen = backends.choose(spec, t.q.device, backend)
+    check_out(out, t, problem.requires_grad, called)
+    chosen = backends.choose(problem, t.q.device, backend)
     if not torch.compiler.is_compiling() and all(map(is_plain, t.present().values())):
-        if spec.requires_grad:
-            call = autograd.Call(spec, chosen, keep)
+        if problem.requires_grad:
+            call = autograd.Call(problem, chosen, keep)
             plans.remember(key, call.repeating)
             return *call.run(given), None
-        results = chosen.run(spec, t, out)
-        plans.remember(key, lambda: chosen.plan(spec, t, given, out))
+        results = chosen.run(problem, t, out)
+        plans.remember(key, lambda: chosen.plan(problem, t, given, out))
         return results
     # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
-    return library.forward(spec, t, chosen.name, out)
+    return library.forward(problem, t, chosen.name, out)
 
 
 @dataclass(frozen=True)
@@ -543,20 +546,20 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     bound.apply_defaults()
     given = bound.arguments
     if op is recurrent_kda:
-        spec, tensors = check_decode_arguments(given)
-        check_out(given["output"], tensors, spec.requires_grad, CALLED)
+        problem, tensors = check_decode_arguments(given)
+        check_out(given["output"], tensors, problem.requires_grad, CALLED)
     else:
-        spec, tensors = check_arguments(given, "chunk" if op is chunk_kda else "recurrent")
-        check_out(given["out"], tensors, spec.requires_grad)
+        problem, tensors = check_arguments(given, "chunk" if op is chunk_kda else "recurrent")
+        check_out(given["out"], tensors, problem.requires_grad)
     device = tensors.q.device if device is None else torch.device(device)
-    verdicts = tuple(backends.judge(spec, device))
+    verdicts = tuple(backends.judge(problem, device))
     name = given["backend"]
     if name == "auto" and not any(v.supported for v in verdicts):
         return Explanation(None, verdicts)
-    chosen = backends.choose(spec, device, name)
+    chosen = backends.choose(problem, device, name)
     segments = None
     if op is chunk_kda and is_plain(tensors.q) and tensors.q.device.type == device.type != "meta":
-        segments = tuple(chosen.parts(spec, chunks_of(spec, tensors), device).tolist())
+        segments = tuple(chosen.parts(problem, chunks_of(problem, tensors), device).tolist())
     return Explanation(chosen.name, verdicts, segments)
 
 

@@ -17,33 +17,33 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.compile import ARCHITECTURES
-from flashdelta.decode_spec import CommitTensors, check_commit, check_decode_arguments
-from flashdelta.gradients import launches as backward_launches
 from flashdelta.hopper.gradients import stages_of as hopper_stages
 from flashdelta.hopper.gradients import wy_dqkg_launch as hopper_wy_launch
 from flashdelta.hopper.launch import launches as hopper_launches
-from flashdelta.launch import Launch, allocate
-from flashdelta.prefill import INPUTS, PRECISIONS, prefill_of
-from flashdelta.spec import Incoming, KdaSpec, KdaTensors, check_arguments
+from flashdelta.problem.decode_spec import CommitTensors, check_commit, check_decode_arguments
+from flashdelta.problem.prefill import INPUTS, PRECISIONS, prefill_of
+from flashdelta.problem.problem import Incoming, Problem, Tensors, check_arguments
+from flashdelta.problem.wy_spec import WyGradients, WyTensors, check_wy
+from flashdelta.program.launch import Launch, allocate
+from flashdelta.tools.compile import ARCHITECTURES
+from flashdelta.triton.backward_pass import launches as backward_launches
 from flashdelta.triton.gradients import stages_of as triton_stages
 from flashdelta.triton.launch import commit_launch, prefill_launches
 from flashdelta.triton.launch import launches as triton_launches
 from flashdelta.triton.wy import launch as wy_launch
-from flashdelta.wy_spec import WyGradients, WyTensors, check_wy
 
-from ..cases import BF16, CASES, FP32, Case
-from ..decoding import STEPS, Step, make_step
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
-from ..oracle import as_recurrent
-from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
-from ..prefills import CASES as PREFILLS
-from ..prefills import PLAIN, SIZES, prefill_call, sized
-from ..split_cases import LENGTHS, split_call, split_pool_call
-from ..test_decode import commit_call
-from ..wy import CASES as WY_CASES
-from ..wy import make_wy
+from ..support.cases import BF16, CASES, FP32, Case
+from ..support.decoding import STEPS, Step, make_step
+from ..support.inputs import TOKEN_TENSORS, make_call, meta_call, on_meta
+from ..support.oracle import as_recurrent
+from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.prefills import CASES as PREFILLS
+from ..support.prefills import PLAIN, SIZES, prefill_call, sized
+from ..support.split_cases import LENGTHS, split_call, split_pool_call
+from ..support.wy import CASES as WY_CASES
+from ..support.wy import make_wy
+from ..unit.test_decode import commit_call
 
 FILE = Path(__file__).with_name("launches.tsv")
 
@@ -81,15 +81,15 @@ def forward(call: dict, backend: str, arch: int) -> Iterable[Launch]:
     return of_spec(*check_arguments(on_meta(call), algorithm), backend, arch)
 
 
-def of_spec(spec: KdaSpec, t: KdaTensors, backend: str, arch: int) -> Iterable[Launch]:
+def of_spec(problem: Problem, t: Tensors, backend: str, arch: int) -> Iterable[Launch]:
     launches = hopper_launches if backend == "hopper" else triton_launches
-    return launches(spec, t, arch, allocate(spec, t, None))
+    return launches(problem, t, arch, allocate(problem, t, None))
 
 
 def backward(call: dict, backend: str, arch: int) -> Iterator[Launch]:
-    spec, t = check_arguments(on_meta(call | {"return_intermediate_states": False}))
-    stages = hopper_stages(spec, t) if backend == "hopper" else triton_stages(spec, t, arch)
-    o, final_state, _ = allocate(spec, t, None)
+    problem, t = check_arguments(on_meta(call | {"return_intermediate_states": False}))
+    stages = hopper_stages(problem, t) if backend == "hopper" else triton_stages(problem, t, arch)
+    o, final_state, _ = allocate(problem, t, None)
     absent = o.new_zeros(0)
     return backward_launches(stages, Incoming(o, absent if final_state is None else final_state), {})
 
@@ -114,17 +114,17 @@ def commit(call: dict) -> list[Launch]:
 def prefill(case: Case, precision: str, arch: int) -> list[Launch]:
     call = on_meta(prefill_call(case))
     rest = call["chunk_size"], call.get("scale"), call["gate"], precision
-    spec, t = prefill_of(*(call[name] for name in INPUTS), *rest)
-    return prefill_launches(spec, t, arch, *spec.allocate(t.q.device))
+    problem, t = prefill_of(*(call[name] for name in INPUTS), *rest)
+    return prefill_launches(problem, t, arch, *problem.allocate(t.q.device))
 
 
 def wy(call: dict, backend: str, arch: int) -> list[Launch]:
     tensors = {f.name for f in fields(WyTensors)}
     call = on_meta(call)
     t = WyTensors(**{name: call.get(name) for name in tensors})
-    spec = check_wy(t, **{name: x for name, x in call.items() if name not in tensors})
-    found = WyGradients.allocate(spec, t)
-    return [hopper_wy_launch(spec, t, found) if backend == "hopper" else wy_launch(spec, t, arch, found)]
+    problem = check_wy(t, **{name: x for name, x in call.items() if name not in tensors})
+    found = WyGradients.allocate(problem, t)
+    return [hopper_wy_launch(problem, t, found) if backend == "hopper" else wy_launch(problem, t, arch, found)]
 
 
 def in_dtype(call: dict, dtype: torch.dtype) -> dict:

@@ -1,7 +1,7 @@
 """What the machine code of every kernel is: a line for each (kernel, variant, architecture), a file for each Triton version.
 
-A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`flashdelta.compile.fingerprint`) and
-a digest of the line, so that nobody edits it by hand. `make record` writes the files.
+A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`tools.compile.fingerprint`) and a
+digest of the line, so that nobody edits it by hand. `make record` writes the files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from flashdelta.compile import Costs
+from flashdelta.tools.compile import Costs
 
 FOLDER = Path(__file__).parent / "machine_code"
 

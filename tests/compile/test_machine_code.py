@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flashdelta import compile as compiling
-from flashdelta.bench.toolchains import ARCH, META, ROWS, call_of
-from flashdelta.compile import ARCHITECTURES, VARIANTS, fingerprint, late_operands
 from flashdelta.hopper.launch import DECODE_AT_ONCE
-from flashdelta.launch import Launch
+from flashdelta.program.launch import Launch
+from flashdelta.tools import compile as compiling
+from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
+from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, fingerprint, late_operands
 
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry

@@ -110,7 +110,7 @@ def toolchains() -> dict[str, Toolchain]:
 
 @functools.cache
 def _launches() -> list[tuple]:
-    from flashdelta.compile import VARIANTS
+    from flashdelta.tools.compile import VARIANTS
 
     return [
         (arch, variant.name, launch)
@@ -121,7 +121,7 @@ def _launches() -> list[tuple]:
 
 
 def _compile(place: int) -> dict:
-    from flashdelta.compile import compile_launch
+    from flashdelta.tools.compile import compile_launch
 
     arch, variant, launch = _launches()[place]
     cost = compile_launch(launch, variant, arch)
@@ -139,7 +139,7 @@ def _main() -> None:
 
         found = triton.__version__
     elif arguments.what in ("names", "entries"):
-        from flashdelta.compile import fingerprint
+        from flashdelta.tools.compile import fingerprint
 
         found = [{"arch": arch, "variant": name, "kernel": x.kernel.__name__} for arch, name, x in _launches()]
         if arguments.what == "entries":

@@ -11,9 +11,9 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import BF16, BY_NAME, Case
-from ..inputs import make_call, sequence_calls
-from ..oracle import (
+from ..support.cases import BF16, BY_NAME, Case
+from ..support.inputs import make_call, sequence_calls
+from ..support.oracle import (
     as_recurrent,
     assert_close,
     chunked_truth,
@@ -36,7 +36,7 @@ UNBOUNDED = replace(BY_NAME["softplus"], name="unbounded", K=128, V=128, H=4, HV
 
 
 CALLS_TO_A_PLAN = 3
-"""The second call of a kind keeps a plan (`flashdelta.plans`), by which the third runs."""
+"""The second call of a kind keeps a plan (`flashdelta.program.cache`), by which the third runs."""
 
 
 def on_gpu(case: Case) -> Case:

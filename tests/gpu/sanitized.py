@@ -16,16 +16,16 @@ import torch
 import flashdelta as fd
 from flashdelta.hopper import gradients as hopper_gradients
 from flashdelta.hopper import launch as hopper_launch
-from flashdelta.prefill import PRECISIONS
+from flashdelta.problem.prefill import PRECISIONS
 from flashdelta.triton import config
 
-from ..cases import BF16, BY_NAME, FP32, named
-from ..decoding import SINGLE_BF16, STEPS, make_step
-from ..gradients import gradients, incoming
-from ..inputs import make_call
-from ..pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
-from ..prefills import PLAIN, SIZES, prefill_call, sized
-from ..wy import WyCase, make_wy
+from ..support.cases import BF16, BY_NAME, FP32, named
+from ..support.decoding import SINGLE_BF16, STEPS, make_step
+from ..support.gradients import gradients, incoming
+from ..support.inputs import make_call
+from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.prefills import PLAIN, SIZES, prefill_call, sized
+from ..support.wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, on_gpu
 
 CASES = [
@@ -51,7 +51,7 @@ WY_CASES = [
 ]
 
 DECODE_RACES = (
-    *("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256"),
+    *("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "problem", "K256"),
     *("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16"),
 )
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from flashdelta.export.bindings import Library
-from flashdelta.prefill import INPUTS
+from flashdelta.problem.prefill import INPUTS
+from flashdelta.tools.export.bindings import Library
 
-from ..cases import BF16
-from ..prefills import PLAIN, SIZES, prefill_call, sized
+from ..support.cases import BF16
+from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from .c_library import c_decode, c_prefill, library_for_this_gpu
 from .sanitized import on_device
 

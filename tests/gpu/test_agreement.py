@@ -9,8 +9,8 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import BF16, BOUNDED, FP32, Case, case_id
-from ..oracle import tolerance_of
+from ..support.cases import BF16, BOUNDED, FP32, Case, case_id
+from ..support.oracle import tolerance_of
 from .calls import KIMI, gpu_call, hold
 
 pytestmark = pytest.mark.gpu

@@ -12,10 +12,10 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import BF16, BY_NAME, FP32, Case, case_id
-from ..gradients import INPUTS, gradients, incoming, relative_errors, true_gradients
-from ..inputs import TOKEN_TENSORS
-from ..oracle import poisoned_memory
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.gradients import INPUTS, gradients, incoming, relative_errors, true_gradients
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import poisoned_memory
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu

@@ -13,10 +13,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
 
-from ..cases import BF16, FP32
-from ..decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
-from ..decoding_checks import accepted_steps, check_step
-from ..oracle import assert_close, one_rounding, relative_error, same_bits
+from ..support.cases import BF16, FP32
+from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
+from ..support.decoding_checks import accepted_steps, check_step
+from ..support.oracle import assert_close, one_rounding, relative_error, same_bits
 from .calls import CALLS_TO_A_PLAN
 from .test_execution import compilations
 
@@ -48,11 +48,11 @@ MODELS = [
         name="speculative",
         T=4,
         N=3,
-        spec=3,
+        problem=3,
         indices=((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8)),
         accepted=(4, 2, 1),
     ),
-    replace(KIMI, name="verify", T=4, N=3, spec=3, update=False, indices=(0, 5, -1), rows="slots", state=BF16),
+    replace(KIMI, name="verify", T=4, N=3, problem=3, update=False, indices=(0, 5, -1), rows="slots", state=BF16),
 ]
 
 
@@ -256,7 +256,7 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backend: str):
     """Read-only verification of 4 tokens, then commit of 1 to 4 of them, against single steps."""
-    step = replace(KIMI, T=4, N=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
+    step = replace(KIMI, T=4, N=4, problem=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
     accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
     outputs, pool = accepted_steps(call, accepted)
@@ -296,7 +296,7 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
     fd.warmup([(128, 128)], op=fd.recurrent_kda, backend=backend, **options)
     base = replace(KIMI, v_first=v_first, state=state)
     slots = ((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8))
-    spec = replace(base, T=4, N=3, spec=3, indices=slots, accepted=(4, 2, 1))
+    problem = replace(base, T=4, N=3, problem=3, indices=slots, accepted=(4, 2, 1))
     steps = [
         base,
         replace(base, N=1, indices=(3,)),
@@ -307,9 +307,9 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
         replace(base, form="mixed"),
         replace(base, T=3),
         replace(base, lengths=(1, 0, 3, 8, 1)),
-        spec,
-        replace(spec, accepted=None),
-        replace(spec, update=False, indices=(0, 5, -1), accepted=None, rows="slots"),
+        problem,
+        replace(problem, accepted=None),
+        replace(problem, update=False, indices=(0, 5, -1), accepted=None, rows="slots"),
     ]
     with compilations() as names:
         for step in steps:
@@ -321,8 +321,8 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("N", [4, 128])
 def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
-    from flashdelta.bench.decode import DecodeCase, DecodeSetup, Pools, errors, fla_call, make_step, our_call
-    from flashdelta.bench.peers import find_fla_decode
+    from flashdelta.tools.bench.decode import DecodeCase, DecodeSetup, Pools, errors, fla_call, make_step, our_call
+    from flashdelta.tools.bench.peers import find_fla_decode
 
     fla = find_fla_decode()
     if fla.step is None:

@@ -16,12 +16,12 @@ import torch
 import triton
 
 import flashdelta as fd
-from flashdelta.bench.kernels import profiled
-from flashdelta.spec import check_arguments
+from flashdelta.problem.problem import check_arguments
+from flashdelta.tools.bench.kernels import profiled
 
-from ..cases import BF16, FP32, Case, case_id
-from ..inputs import TOKEN_TENSORS
-from ..oracle import same_bits, truth
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import same_bits, truth
 from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold, on_streams
 
 pytestmark = pytest.mark.gpu
@@ -163,14 +163,14 @@ def test_lengths_on_the_host_leave_out_what_would_plan(lengths: tuple[int, ...],
 @pytest.mark.parametrize("name", FORWARDS)
 def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
-    spec, _ = check_arguments(call)
+    problem, _ = check_arguments(call)
     fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
     torch.cuda.synchronize()
 
     def requested(kind: str) -> int:
         return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
 
-    workspace = importlib.import_module(f"flashdelta.{backend}.launch").Workspace.nbytes(spec)
+    workspace = importlib.import_module(f"flashdelta.{backend}.launch").Workspace.nbytes(problem)
     assert workspace > 2**25
     gc.collect()  # what earlier tests left in cycles must not go meanwhile
     for _ in range(CALLS_TO_A_PLAN + 1):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.bench.peers import find_fla
+from flashdelta.tools.bench.peers import find_fla
 
-from ..cases import BF16, BY_NAME, Case, case_id
-from ..oracle import chunked_truth, relative_error, rounding_error
+from ..support.cases import BF16, BY_NAME, Case, case_id
+from ..support.oracle import chunked_truth, relative_error, rounding_error
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu

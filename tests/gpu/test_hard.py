@@ -8,8 +8,8 @@ import pytest
 
 import flashdelta as fd
 
-from ..cases import BF16, BOUNDED, FP32, HARD_CASES, Case, case_id
-from ..oracle import chunked_truth
+from ..support.cases import BF16, BOUNDED, FP32, HARD_CASES, Case, case_id
+from ..support.oracle import chunked_truth
 from .calls import KIMI, UNBOUNDED, check, gpu_call, hold, slack_of
 
 pytestmark = pytest.mark.gpu

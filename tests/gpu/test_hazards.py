@@ -14,7 +14,7 @@ import torch
 
 import flashdelta
 
-from ..cases import BF16
+from ..support.cases import BF16
 from .calls import BOTH, KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashdelta.bench.cases import PrefillCase, Shape
-from flashdelta.bench.kernels import measure_kernels
-from flashdelta.bench.peers import Peer
-from flashdelta.bench.prefill import run_prefill
-from flashdelta.bench.protocol import Ceilings, Effort
+from flashdelta.tools.bench.cases import PrefillCase, Shape
+from flashdelta.tools.bench.kernels import measure_kernels
+from flashdelta.tools.bench.peers import Peer
+from flashdelta.tools.bench.prefill import run_prefill
+from flashdelta.tools.bench.protocol import Ceilings, Effort
 
 pytestmark = pytest.mark.gpu
 

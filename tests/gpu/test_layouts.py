@@ -10,8 +10,8 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import BF16, FP32, Case, case_id
-from ..oracle import poisoned_memory, truth
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.oracle import poisoned_memory, truth
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, check, gpu_call, hold
 
 pytestmark = pytest.mark.gpu

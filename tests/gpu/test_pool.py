@@ -9,10 +9,10 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import BF16, FP32, Case, case_id
-from ..inputs import TOKEN_TENSORS
-from ..oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
-from ..pools import (
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
+from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
     PoolCase,

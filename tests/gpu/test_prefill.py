@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta import library
-from flashdelta.launch import launch_all
-from flashdelta.prefill import INPUTS, PRECISIONS, prefill_of
+from flashdelta.problem.prefill import INPUTS, PRECISIONS, prefill_of
+from flashdelta.program.launch import launch_all
+from flashdelta.runtime import torch_ops as library
 from flashdelta.triton.launch import prefill_launches
 
-from ..cases import FP32, Case, case_id
-from ..oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
-from ..prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from ..support.cases import FP32, Case, case_id
+from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
+from ..support.prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from .calls import CALLS_TO_A_PLAN, on_streams
 
 pytestmark = pytest.mark.gpu
@@ -88,10 +88,10 @@ def test_launch_parameters_of_other_gpus(size: tuple[int, int, int], precision: 
     """What an Ada or Ampere GPU would launch, compiled for the one at hand."""
     case = sized(PLAIN, size)
     call = prefill_call(case, "cuda")
-    spec, t = prefill_of(*(call[name] for name in INPUTS), case.chunk_size, None, case.gate, precision)
+    problem, t = prefill_of(*(call[name] for name in INPUTS), case.chunk_size, None, case.gate, precision)
     with poisoned_memory():
-        results = spec.allocate(t.q.device)
-    launch_all(prefill_launches(spec, t, arch, *results), t.q.device)
+        results = problem.allocate(t.q.device)
+    launch_all(prefill_launches(problem, t, arch, *results), t.q.device)
     hold(case, results, truth(call))
 
 

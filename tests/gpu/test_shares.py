@@ -10,11 +10,11 @@ import torch
 import flashdelta as fd
 from flashdelta.hopper import launch
 
-from ..cases import BF16, FP32, Case, case_id
-from ..inputs import TOKEN_TENSORS, sequence_calls
-from ..oracle import lengths_of, poisoned_memory, same_bits
-from ..pools import PoolCase, gathered_and_scattered, memory_of
-from ..shares import Work
+from ..support.cases import BF16, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
+from ..support.oracle import lengths_of, poisoned_memory, same_bits
+from ..support.pools import PoolCase, gathered_and_scattered, memory_of
+from ..support.shares import Work
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, lengths_between
 from .test_pool import gpu_pool_call
 
@@ -29,7 +29,7 @@ UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch: pytest.MonkeyPatch):
     """Where it would not pay, too."""
-    monkeypatch.setattr(launch, "sharing_pays", lambda spec, programs: spec.checkpoints == 0)
+    monkeypatch.setattr(launch, "sharing_pays", lambda problem, programs: problem.checkpoints == 0)
 
 
 CASES = [

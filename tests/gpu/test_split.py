@@ -9,10 +9,18 @@ import torch
 
 import flashdelta as fd
 
-from ..cases import BF16, BY_NAME, FP32, Case, case_id
-from ..inputs import TOKEN_TENSORS
-from ..oracle import assert_close, covered_tokens, float64, one_rounding, poisoned_memory, same_bits, tolerance_of
-from ..pools import PoolCase, memory_of, pool_truth
+from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
+from ..support.inputs import TOKEN_TENSORS
+from ..support.oracle import (
+    assert_close,
+    covered_tokens,
+    float64,
+    one_rounding,
+    poisoned_memory,
+    same_bits,
+    tolerance_of,
+)
+from ..support.pools import PoolCase, memory_of, pool_truth
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 

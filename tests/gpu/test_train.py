@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 
-from ..cases import FP32
-from ..gradients import INPUTS, gradients, incoming
-from ..inputs import TOKEN_TENSORS, sequence_calls
-from ..test_training import example
+from ..support.cases import FP32
+from ..support.gradients import INPUTS, gradients, incoming
+from ..support.inputs import TOKEN_TENSORS, sequence_calls
+from ..unit.test_training import example
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu

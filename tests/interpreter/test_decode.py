@@ -9,10 +9,10 @@ import flashdelta as fd
 from flashdelta import ops
 from flashdelta.triton import config
 
-from ..cases import BF16, FP32
-from ..decoding import BY_NAME, STEPS, Step, step_id
-from ..decoding_checks import check_commit, check_step
-from ..test_decode import commit_call
+from ..support.cases import BF16, FP32
+from ..support.decoding import BY_NAME, STEPS, Step, step_id
+from ..support.decoding_checks import check_commit, check_step
+from ..unit.test_decode import commit_call
 
 
 @pytest.mark.parametrize("step", STEPS, ids=step_id)

@@ -13,7 +13,7 @@ import torch
 import flashdelta as fd
 from flashdelta import ops
 
-from ..cases import (
+from ..support.cases import (
     BY_NAME,
     CASES,
     FP32,
@@ -25,8 +25,8 @@ from ..cases import (
     case_id,
     named,
 )
-from ..inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
-from ..oracle import (
+from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..support.oracle import (
     TOLERANCE,
     as_recurrent,
     assert_close,

@@ -14,10 +14,10 @@ import flashdelta as fd
 from flashdelta import ops
 from flashdelta.triton.common import find_chunk
 
-from ..cases import BF16, FP32
-from ..oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
-from ..plans import Plan, planned_chunks, plans
-from ..pools import (
+from ..support.cases import BF16, FP32
+from ..support.oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
+from ..support.plans import Plan, planned_chunks, plans
+from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,
     PoolCase,
@@ -108,11 +108,11 @@ def find_all(cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, found, C:
 
 def found_chunks(plan: Plan) -> list[list[int]]:
     """Batch row, first token and token count of every slot, as kernels find them."""
-    spec, t = plan.call()
-    total = spec.B * spec.slots
+    problem, t = plan.call()
+    total = problem.B * problem.slots
     found = torch.full((total, 3), -(10**9))
-    arguments = t.cu_seqlens, t.checkpoint_offsets, spec.checkpoints, spec.slots, spec.N, spec.T, found
-    find_all[(total,)](*arguments, C=spec.chunk_size)
+    arguments = t.cu_seqlens, t.checkpoint_offsets, problem.checkpoints, problem.slots, problem.N, problem.T, found
+    find_all[(total,)](*arguments, C=problem.chunk_size)
     return found.tolist()
 
 

@@ -10,15 +10,15 @@ import torch
 import flashdelta as fd
 from flashdelta.triton import config
 
-from .. import prefills, wy
-from ..cases import BY_NAME, FP32
-from ..decoding import BY_NAME as STEPS
-from ..decoding_checks import check_commit, check_step
-from ..gradients import gradients, incoming, relative_errors, true_gradients
-from ..inputs import make_call
-from ..oracle import assert_close, assert_right, poisoned_memory
-from ..split_cases import forced, split_call
-from ..test_decode import commit_call
+from ..support import prefills, wy
+from ..support.cases import BY_NAME, FP32
+from ..support.decoding import BY_NAME as STEPS
+from ..support.decoding_checks import check_commit, check_step
+from ..support.gradients import gradients, incoming, relative_errors, true_gradients
+from ..support.inputs import make_call
+from ..support.oracle import assert_close, assert_right, poisoned_memory
+from ..support.split_cases import forced, split_call
+from ..unit.test_decode import commit_call
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.split import AUTO, most_segments, parts_of_sequences
+from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
 from flashdelta.triton.segments import plan_kernel
 
-from ..oracle import assert_close
-from ..split_cases import COSTS, forced, offsets, split_call, split_pool_call
+from ..support.oracle import assert_close
+from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool_call
 
 TOLERANCE = 2e-5
 

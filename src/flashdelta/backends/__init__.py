@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..decode_spec import CommitSpec
-from ..spec import KdaSpec
+from ..problem.decode_spec import CommitSpec
+from ..problem.problem import Problem
 from .base import Backend
 from .hopper import HopperBackend
 from .reference import ReferenceBackend
@@ -29,19 +29,19 @@ class Verdict:
     reason: str
 
 
-def judge(spec: KdaSpec | CommitSpec, device: torch.device) -> list[Verdict]:
+def judge(problem: Problem | CommitSpec, device: torch.device) -> list[Verdict]:
     """Every backend's verdict, fastest backend first."""
     verdicts = []
     for backend in BACKENDS:
-        obstacle = backend.obstacle(spec, device)
-        drawback = None if obstacle else backend.drawback(spec, device)
+        obstacle = backend.obstacle(problem, device)
+        drawback = None if obstacle else backend.drawback(problem, device)
         verdicts.append(
             Verdict(backend.name, obstacle is None, not (obstacle or drawback), obstacle or drawback or backend.summary)
         )
     return verdicts
 
 
-def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto") -> Backend:
+def choose(problem: Problem | CommitSpec, device: torch.device, name: str = "auto") -> Backend:
     """The backend that runs the call, and its backward pass.
 
     Raises:
@@ -50,14 +50,14 @@ def choose(spec: KdaSpec | CommitSpec, device: torch.device, name: str = "auto")
     if name != "auto":
         for backend in BACKENDS:
             if backend.name == name:
-                obstacle = backend.obstacle(spec, device)
+                obstacle = backend.obstacle(problem, device)
                 if obstacle:
                     raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
                 return backend
     if name not in NAMES:
         raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
-    able = [b for b in BACKENDS if b.obstacle(spec, device) is None]
+    able = [b for b in BACKENDS if b.obstacle(problem, device) is None]
     if not able:
-        reasons = "; ".join(f"{v.backend}: {v.reason}" for v in judge(spec, device))
+        reasons = "; ".join(f"{v.backend}: {v.reason}" for v in judge(problem, device))
         raise ValueError(f"backend: no backend can run this call ({reasons})")
-    return next((b for b in able if b.drawback(spec, device) is None), able[0])
+    return next((b for b in able if b.drawback(problem, device) is None), able[0])

@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ..decode_spec import CommitSpec, CommitTensors
-from ..plans import Plan, Recorder
-from ..spec import Incoming, KdaSpec, KdaTensors, Results
+from ..problem.decode_spec import CommitSpec, CommitTensors
+from ..problem.problem import Incoming, Problem, Results, Tensors
+from ..program.cache import Plan, Recorder
 
 T = TypeVar("T")
 
@@ -19,35 +19,35 @@ class Backend(Protocol):
     name: str
     summary: str
 
-    def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
+    def obstacle(self, problem: Problem | CommitSpec, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
 
-    def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
+    def drawback(self, problem: Problem | CommitSpec, device: torch.device) -> str | None:
         """Why `auto` should rather take another backend that can run the call, or None."""
 
-    def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+    def run(self, problem: Problem, t: Tensors, out: torch.Tensor | None) -> Results:
         """The forward. Writes `o` to `out` when given."""
 
     def plan(
-        self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
+        self, problem: Problem, t: Tensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> Plan | None:
         """How to repeat a call that has just run, whose tensors were `given` and `out`; None if there is no shorter way than
         `run`."""
 
-    def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def parts(self, problem: Problem, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Segments that each sequence of so many `chunks [N]` is cut into (`split.py`)."""
 
-    def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
+    def commit(self, problem: CommitSpec, t: CommitTensors) -> None:
         """`ops.commit`. Only called where a `CommitSpec` meets no obstacle."""
 
     def run_kept(
-        self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None
+        self, problem: Problem, t: Tensors, recorder: Recorder | None = None
     ) -> tuple[Results, dict[str, torch.Tensor]]:
         """The forward, and what `backward` would compute again of it, by names that no result has. `recorder`: is shown the
         launches, if there are any."""
 
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
+        self, problem: Problem, t: Tensors, incoming: Incoming, recorder: Recorder | None = None
     ) -> dict[str, torch.Tensor]:
         """Gradients by input name, from what `run_kept` gave if it is at hand."""
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .. import reference
-from ..decode_spec import CommitSpec, CommitTensors
-from ..plans import Recorder
-from ..spec import Incoming, KdaSpec, KdaTensors, Results
-from ..split import NO_COSTS, planned_parts
+from ..problem.decode_spec import CommitSpec, CommitTensors
+from ..problem.problem import Incoming, Problem, Results, Tensors
+from ..problem.split import NO_COSTS, planned_parts
+from ..program.cache import Recorder
 
 IMPLEMENTATIONS = {
     "chunk": reference.chunk_kda,
@@ -33,42 +33,42 @@ class ReferenceBackend:
     name = "reference"
     summary = "exact PyTorch, any device, differentiable"
 
-    def obstacle(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
+    def obstacle(self, problem: Problem | CommitSpec, device: torch.device) -> str | None:
         return None
 
-    def drawback(self, spec: KdaSpec | CommitSpec, device: torch.device) -> str | None:
+    def drawback(self, problem: Problem | CommitSpec, device: torch.device) -> str | None:
         return None
 
-    def run(self, spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
-        o, final_state, h = IMPLEMENTATIONS[spec.algorithm](spec, t)
+    def run(self, problem: Problem, t: Tensors, out: torch.Tensor | None) -> Results:
+        o, final_state, h = IMPLEMENTATIONS[problem.algorithm](problem, t)
         return (o if out is None else out.copy_(o)), final_state, h
 
     def plan(
-        self, spec: KdaSpec, t: KdaTensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
+        self, problem: Problem, t: Tensors, given: Sequence[torch.Tensor | None], out: torch.Tensor | None
     ) -> None:
         return None
 
-    def parts(self, spec: KdaSpec, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return planned_parts(spec, chunks, 1, NO_COSTS)
+    def parts(self, problem: Problem, chunks: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return planned_parts(problem, chunks, 1, NO_COSTS)
 
-    def commit(self, spec: CommitSpec, t: CommitTensors) -> None:
-        reference.commit(spec, t)
+    def commit(self, problem: CommitSpec, t: CommitTensors) -> None:
+        reference.commit(problem, t)
 
     def run_kept(
-        self, spec: KdaSpec, t: KdaTensors, recorder: Recorder | None = None
+        self, problem: Problem, t: Tensors, recorder: Recorder | None = None
     ) -> tuple[Results, dict[str, torch.Tensor]]:
-        return self.run(spec, t, None), {}
+        return self.run(problem, t, None), {}
 
     def backward(
-        self, spec: KdaSpec, t: KdaTensors, incoming: Incoming, recorder: Recorder | None = None
+        self, problem: Problem, t: Tensors, incoming: Incoming, recorder: Recorder | None = None
     ) -> dict[str, torch.Tensor]:
         """Runs the forward again under autograd, then differentiates it. Keeps nothing."""
         with _autograd_inside_an_operator(), torch.enable_grad():
             leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in t.present().items()}
-            o, final_state, _ = self.run(spec, KdaTensors(**leaves), None)
+            o, final_state, _ = self.run(problem, Tensors(**leaves), None)
             inputs = {name: x for name, x in leaves.items() if x.requires_grad}
             results = [(o, incoming.grad_o)]
-            if spec.output_final_state:
+            if problem.output_final_state:
                 results.append((final_state, incoming.grad_final))
             # without a token nothing but the state passes through
             reached = [(x, d) for x, d in results if x.requires_grad]

@@ -10,10 +10,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch import Launch, dense, multiprocessors, state_arguments, strides
-from ..launch import forward as run_forward
-from ..spec import KdaSpec, KdaTensors, Results
-from ..split import SplitCosts, segments_of_call
+from ..problem.problem import Problem, Results, Tensors
+from ..problem.split import SplitCosts, segments_of_call
+from ..program.launch import Launch, dense, multiprocessors, state_arguments, strides
+from ..program.launch import forward as run_forward
 from ..triton import launch as portable
 from ..triton.config import DECODE_FEW
 from ..triton.launch import SegmentStates, compose
@@ -51,7 +51,7 @@ class Workspace:
     """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
     inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. What programs of
     `recurrence` leave for each other: `handed [programs, 64, K]` fp32, a state, and `arrived [FLAGS]`, how many threads have
-    stored theirs. What a split keeps, if there is one. One allocation of `nbytes(spec, segments)`."""
+    stored theirs. What a split keeps, if there is one. One allocation of `nbytes(problem, segments)`."""
 
     tiles: torch.Tensor
     decay: torch.Tensor
@@ -61,30 +61,30 @@ class Workspace:
     buffer: torch.Tensor
 
     @staticmethod
-    def rows(spec: KdaSpec) -> int:
+    def rows(problem: Problem) -> int:
         """Of `tiles`; a tensor descriptor must have one, even if there is no chunk to fetch."""
-        return max(spec.B * spec.slots * spec.HV * (3 * (spec.K // TILE) + 2), 1) * TILE
+        return max(problem.B * problem.slots * problem.HV * (3 * (problem.K // TILE) + 2), 1) * TILE
 
     @staticmethod
-    def sizes(spec: KdaSpec, segments: int = 0) -> list[int]:
+    def sizes(problem: Problem, segments: int = 0) -> list[int]:
         """Bytes of the parts."""
-        decay = spec.B * spec.slots * spec.HV * spec.K
-        handed = min(items(spec), MOST_PROGRAMS) * TILE * spec.K
-        kept = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in SegmentStates.layout(spec, segments))
-        return [Workspace.rows(spec) * TILE * 2, decay * 4, handed * 4, FLAGS * 4, *kept]
+        decay = problem.B * problem.slots * problem.HV * problem.K
+        handed = min(items(problem), MOST_PROGRAMS) * TILE * problem.K
+        kept = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in SegmentStates.layout(problem, segments))
+        return [Workspace.rows(problem) * TILE * 2, decay * 4, handed * 4, FLAGS * 4, *kept]
 
     @staticmethod
-    def nbytes(spec: KdaSpec, segments: int = 0) -> int:
-        return sum(Workspace.sizes(spec, segments))
+    def nbytes(problem: Problem, segments: int = 0) -> int:
+        return sum(Workspace.sizes(problem, segments))
 
     @classmethod
-    def allocate(cls, spec: KdaSpec, device: torch.device, segments: int = 0) -> Workspace:
-        return cls.over(spec, torch.empty(cls.nbytes(spec, segments), dtype=torch.uint8, device=device), segments)
+    def allocate(cls, problem: Problem, device: torch.device, segments: int = 0) -> Workspace:
+        return cls.over(problem, torch.empty(cls.nbytes(problem, segments), dtype=torch.uint8, device=device), segments)
 
     @classmethod
-    def over(cls, spec: KdaSpec, buffer: torch.Tensor, segments: int = 0) -> Workspace:
-        tiles, decay, handed, arrived, *kept = buffer.split(cls.sizes(spec, segments))
-        layout = SegmentStates.layout(spec, segments)
+    def over(cls, problem: Problem, buffer: torch.Tensor, segments: int = 0) -> Workspace:
+        tiles, decay, handed, arrived, *kept = buffer.split(cls.sizes(problem, segments))
+        layout = SegmentStates.layout(problem, segments)
         return cls(
             tiles.view(torch.bfloat16).view(-1, TILE),
             decay.view(torch.float32),
@@ -95,22 +95,22 @@ class Workspace:
         )
 
 
-def items(spec: KdaSpec) -> int:
+def items(problem: Problem) -> int:
     """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
-    return spec.N * spec.HV * (spec.V // TILE)
+    return problem.N * problem.HV * (problem.V // TILE)
 
 
-def forward(spec: KdaSpec, t: KdaTensors, out: torch.Tensor | None) -> Results:
+def forward(problem: Problem, t: Tensors, out: torch.Tensor | None) -> Results:
     """`(o, final_state or None, h or None)`; see `ops.chunk_kda`."""
-    if takes(spec, out):
-        return run_forward(spec, t, out, launches)
-    o, final_state, h = run_forward(spec, t, None, launches)
+    if takes(problem, out):
+        return run_forward(problem, t, out, launches)
+    o, final_state, h = run_forward(problem, t, None, launches)
     return out.copy_(o), final_state, h
 
 
-def takes(spec: KdaSpec, out: torch.Tensor | None) -> bool:
+def takes(problem: Problem, out: torch.Tensor | None) -> bool:
     """Whether kernels store right into the caller's output."""
-    return out is None or spec.algorithm != "chunk" or aligned(out)
+    return out is None or problem.algorithm != "chunk" or aligned(out)
 
 
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
@@ -124,9 +124,9 @@ def in_eighths(x: torch.Tensor) -> torch.Tensor:
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def readable(t: KdaTensors) -> KdaTensors:
+def readable(t: Tensors) -> Tensors:
     """As the kernels can read them."""
-    return KdaTensors(
+    return Tensors(
         *(in_eighths(x) for x in (t.q, t.k, t.v, t.g)),
         t.beta,
         *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
@@ -135,25 +135,25 @@ def readable(t: KdaTensors) -> KdaTensors:
     )
 
 
-def launches(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> list[Launch]:
+def launches(problem: Problem, t: Tensors, capability: int, results: Results) -> list[Launch]:
     """The launches that run the call, in order."""
-    if spec.algorithm != "chunk":
-        return [step(spec, portable.readable(spec, t), capability, results)]
+    if problem.algorithm != "chunk":
+        return [step(problem, portable.readable(problem, t), capability, results)]
     t = readable(t)
-    segments = segments_of_call(spec, room(spec, t.q.device), SPLIT_COSTS)
-    workspace = Workspace.allocate(spec, t.q.device, segments)
+    segments = segments_of_call(problem, room(problem, t.q.device), SPLIT_COSTS)
+    workspace = Workspace.allocate(problem, t.q.device, segments)
     split = []
     if segments:
-        between = maps(spec, t, workspace, results)
-        split = [between, compose(spec, t, capability, workspace.segments, results, workspace.buffer)]
-    return [prepare(spec, t, workspace), *split, recurrence(spec, t, workspace, results)]
+        between = maps(problem, t, workspace, results)
+        split = [between, compose(problem, t, capability, workspace.segments, results, workspace.buffer)]
+    return [prepare(problem, t, workspace), *split, recurrence(problem, t, workspace, results)]
 
 
-def step(spec: KdaSpec, t: KdaTensors, capability: int, results: Results) -> Launch:
+def step(problem: Problem, t: Tensors, capability: int, results: Results) -> Launch:
     """One token a sequence. For few pairs of sequence and head, and where copies can't be asynchronous, the portable kernel."""
-    launch = portable.decode(spec, t, capability, results)
+    launch = portable.decode(problem, t, capability, results)
     given = dict(zip(decode_kernel.arg_names, launch.arguments))
-    many = spec.N * spec.HV > DECODE_FEW
+    many = problem.N * problem.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
         # it takes the portable kernel's arguments and one more, and as much of a state
         at_once = min(launch.programs, DECODE_AT_ONCE * multiprocessors(t.q.device))
@@ -181,57 +181,57 @@ def eighths(*tensors: torch.Tensor) -> list[int]:
     return [s // 8 for s in strides(*tensors)]
 
 
-def prepare(spec: KdaSpec, t: KdaTensors, workspace: Workspace, solved: torch.Tensor | None = None) -> Launch:
-    slots = spec.B * spec.slots if spec.N > 0 else 0
-    chunks = slots * spec.HV if spec.safe_gate else slots
+def prepare(problem: Problem, t: Tensors, workspace: Workspace, solved: torch.Tensor | None = None) -> Launch:
+    slots = problem.B * problem.slots if problem.N > 0 else 0
+    chunks = slots * problem.HV if problem.safe_gate else slots
     return Launch(
         prepare_kernel,
         chunks + (workspace.segments.first_segment is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *(workspace.tiles, workspace.decay, workspace.arrived, workspace.segments.first_segment, solved),
-            *(spec.scale, spec.lower_bound or 0.0),
-            *(spec.T, spec.N, spec.HV, spec.HV // spec.H, spec.slots, spec.checkpoints),
+            *(problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
             *eighths(t.q, t.k, t.g),
             *strides(t.beta),
-            *(room(spec, t.q.device), spec.split, int(spec.batch_invariant)),
+            *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
         ),
         dict(
-            K=spec.K,
-            GATE=spec.gate,
-            SAFE=spec.safe_gate,
-            BETA=spec.beta_kind,
-            L2NORM=spec.l2norm,
+            K=problem.K,
+            GATE=problem.gate,
+            SAFE=problem.safe_gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
             FLAGS=FLAGS,
             COSTS=astuple(SPLIT_COSTS),
         ),
         num_warps=4,
         scratch=(workspace.buffer,),
         # three programs on a multiprocessor; the exact path of K = 64 would have its products waited for one by one (C7511)
-        max_registers=168 if spec.safe_gate or spec.K == 128 else None,
-        rows=1 if spec.safe_gate else spec.HV,
+        max_registers=168 if problem.safe_gate or problem.K == 128 else None,
+        rows=1 if problem.safe_gate else problem.HV,
     )
 
 
-def room(spec: KdaSpec, device: torch.device) -> int:
+def room(problem: Problem, device: torch.device) -> int:
     """Maps that `maps` forms at the same time."""
-    return min(multiprocessors(device), MOST_PROGRAMS) // (spec.HV * ((spec.K + spec.V) // TILE))
+    return min(multiprocessors(device), MOST_PROGRAMS) // (problem.HV * ((problem.K + problem.V) // TILE))
 
 
-def programs(spec: KdaSpec, device: torch.device) -> int:
+def programs(problem: Problem, device: torch.device) -> int:
     """Programs that run at the same time, the slices of a head side by side."""
-    slices = spec.V // TILE
+    slices = problem.V // TILE
     return min(multiprocessors(device), MOST_PROGRAMS) // slices * slices
 
 
-def stages(spec: KdaSpec, fetched: int, beside: int) -> int:
+def stages(problem: Problem, fetched: int, beside: int) -> int:
     """Chunks in flight, of so many tiles and a row of decays each, up to 4: as many as shared memory holds beside tiles that
     stay."""
     tile = TILE * TILE * 2
-    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + spec.K * 4))
+    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + problem.K * 4))
 
 
-def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -> Launch:
+def maps(problem: Problem, t: Tensors, workspace: Workspace, results: Results) -> Launch:
     found = workspace.segments
     return Launch(
         maps_kernel,
@@ -240,37 +240,42 @@ def maps(spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results) -
             tiles(workspace.tiles),
             *(workspace.decay, t.v, found.maps, found.offsets, found.first_segment),
             *(t.cu_seqlens, t.checkpoint_offsets),
-            *state_arguments(spec, t, results[1]),
-            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
+            *state_arguments(problem, t, results[1]),
+            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *eighths(t.v),
         ),
-        dict(K=spec.K, V=spec.V, V_FIRST=spec.state_v_first, STAGES=stages(spec, 2 * spec.K // TILE + 2, beside=0)),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            V_FIRST=problem.state_v_first,
+            STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0),
+        ),
         num_warps=4,
         overlaps=True,
         scratch=(workspace.buffer,),
     )
 
 
-def sharing_pays(spec: KdaSpec, programs: int) -> bool:
+def sharing_pays(problem: Problem, programs: int) -> bool:
     """Whether `recurrence` shares chunks out evenly: where whole items would leave many multiprocessors idle in the last
     round, of all items or of the last sequence's. Otherwise programs go through the items side by side, which is kinder to
     memory and has less to work out at each change of item."""
-    if spec.checkpoints > 0:
+    if problem.checkpoints > 0:
         return False
-    rounds, last = items(spec) / programs, spec.HV * (spec.V // TILE) / programs
+    rounds, last = items(problem) / programs, problem.HV * (problem.V // TILE) / programs
     return 1 < rounds < MOST_ROUNDS and any(r > 1 and r < EVEN * math.ceil(r) for r in (rounds, last))
 
 
 def recurrence(
-    spec: KdaSpec, t: KdaTensors, workspace: Workspace, results: Results, pseudo: torch.Tensor | None = None
+    problem: Problem, t: Tensors, workspace: Workspace, results: Results, pseudo: torch.Tensor | None = None
 ) -> Launch:
     """With `pseudo`, for the backward pass, `h` is V first and `o` may be None."""
     o, final_state, h = results
-    most = programs(spec, t.v.device)
+    most = programs(problem, t.v.device)
     split = workspace.segments.starts is not None
     return Launch(
         recurrence_kernel,
-        most if split and spec.N > 0 else min(items(spec), most),
+        most if split and problem.N > 0 else min(items(problem), most),
         (
             tiles(workspace.tiles),
             workspace.decay,
@@ -278,17 +283,17 @@ def recurrence(
             *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
             *(workspace.handed, workspace.arrived),
             *(workspace.segments.first_segment, workspace.segments.starts),
-            *state_arguments(spec, t, final_state),
-            *(spec.T, spec.N, spec.HV, spec.slots, spec.checkpoints),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *eighths(t.v, t.v if o is None else o),
         ),
         dict(
-            K=spec.K,
-            V=spec.V,
-            V_FIRST=spec.state_v_first,
-            H_V_FIRST=spec.state_v_first or pseudo is not None,
-            STAGES=stages(spec, 3 * spec.K // TILE + 3, beside=1),
-            SHARED=sharing_pays(spec, most),
+            K=problem.K,
+            V=problem.V,
+            V_FIRST=problem.state_v_first,
+            H_V_FIRST=problem.state_v_first or pseudo is not None,
+            STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
+            SHARED=sharing_pays(problem, most),
         ),
         num_warps=4,
         scratch=(workspace.buffer,),

@@ -23,15 +23,7 @@ from .arithmetic import wide
 from .compat import copy_async, copy_tile
 from .places import BV, C, chunks_before, locate_part, own_chunks, piece_extent, program_parts
 from .shares import own_share
-from .stages import (
-    announce_state,
-    await_state,
-    load_halves,
-    sequence_slot,
-    stage_barriers,
-    state_offsets,
-    store_halves,
-)
+from .stages import announce_state, await_state, load_halves, sequence_slot, stage_barriers, state_offsets, store_halves
 from .tiles import LINES, position, to_lines
 
 checkpoint_slot = gluon.jit(portable.checkpoint_slot.fn)

@@ -20,13 +20,7 @@ from .arithmetic import wide
 from .compat import copy_async, copy_tile
 from .places import BV, C, even_parts, item_of, locate_segment, own_chunks, piece_extent
 from .shares import add
-from .stages import (
-    load_halves,
-    sequence_slot,
-    stage_barriers,
-    state_offsets,
-    store_halves,
-)
+from .stages import load_halves, sequence_slot, stage_barriers, state_offsets, store_halves
 from .tiles import LINES, from_lines, position
 
 chunks_of = gluon.jit(portable.chunks_of.fn)

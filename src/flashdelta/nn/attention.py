@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..backends import NAMES
 from ..ops import Explanation, chunk_kda, explain, fused_recurrent_kda
-from ..spec import CHUNK_SIZES, HEAD_DIMS
+from ..problem.problem import CHUNK_SIZES, HEAD_DIMS
 
 LOWER_BOUND = -5.0
 MAX_STEP_TOKENS = 8

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spec import KdaSpec, KdaTensors
-from ..split import NO_COSTS, planned_parts
+from ..problem.problem import Problem, Tensors
+from ..problem.split import NO_COSTS, planned_parts
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots
 from .split import AffineMap, cut, identity, starts
@@ -123,17 +123,17 @@ def segment_starts(
 
 
 def chunk_kda(
-    spec: KdaSpec, t: KdaTensors, parts: torch.Tensor | None = None
+    problem: Problem, t: Tensors, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
     states and the states at checkpoints go there. With `parts [N]` each sequence is cut into so many segments (`split.py`)."""
-    C, empty = spec.chunk_size, spec.T == 0 or spec.N == 0
-    cuts = spec.packed or spec.checkpoints > 0 or spec.split > 1 or parts is not None
-    slots = chunk_slots(spec, t) if cuts and not empty else None
-    if spec.split > 1 and not empty:
-        parts = planned_parts(spec, slots.chunks, 1, NO_COSTS)
-    q, k, v, g, beta = elementwise_inputs(spec, t)
-    initial = states_in(spec, t)
+    C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
+    cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
+    slots = chunk_slots(problem, t) if cuts and not empty else None
+    if problem.split > 1 and not empty:
+        parts = planned_parts(problem, slots.chunks, 1, NO_COSTS)
+    q, k, v, g, beta = elementwise_inputs(problem, t)
+    initial = states_in(problem, t)
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))
     S = initial if slots is None else initial.new_zeros(1, *initial.shape[1:])
     prepared: Iterable[Prepared] = (prepare(q[i], k[i], g[i], beta[i]) for i in range(0 if empty else q.shape[0]))
@@ -151,41 +151,41 @@ def chunk_kda(
         outputs.append(p.qg @ S + p.Aqk @ pseudo)
         S = new
         after.append(S)
-    o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), spec, slots).to(t.v.dtype)
+    o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), problem, slots).to(t.v.dtype)
     last = initial if empty else S
-    if slots is not None and spec.stores_final_state:
+    if slots is not None and problem.stores_final_state:
         states = torch.stack(after)[:, 0]
         last = states[slots.last]
-        if spec.checkpoints > 0:
-            store_checkpoints(spec, t, states[slots.reached], slots.stored)
-    if spec.has_pool:
-        store_final(spec, t, last)
-    final = states_out(spec, last, spec.state_dtype) if spec.output_final_state else None
+        if problem.checkpoints > 0:
+            store_checkpoints(problem, t, states[slots.reached], slots.stored)
+    if problem.has_pool:
+        store_final(problem, t, last)
+    final = states_out(problem, last, problem.state_dtype) if problem.output_final_state else None
     h = None
-    if spec.return_intermediate_states:
+    if problem.return_intermediate_states:
         if empty:
-            h = initial.new_zeros(spec.B, spec.slots, *initial.shape[1:])
+            h = initial.new_zeros(problem.B, problem.slots, *initial.shape[1:])
         else:
-            h = intermediate_states(spec, torch.stack(before), slots)
-        h = states_out(spec, h, spec.dtype)
+            h = intermediate_states(problem, torch.stack(before), slots)
+        h = states_out(problem, h, problem.dtype)
     return o, final, h
 
 
-def from_chunks(o: torch.Tensor, spec: KdaSpec, slots: ChunkSlots | None) -> torch.Tensor:
+def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> torch.Tensor:
     """`[S, B, HV, C, V] -> [B, T, HV, V]`, for any `V`; zeros for tokens of no sequence."""
     o = o.transpose(2, 3).transpose(0, 1)
     S, C = o.shape[1:3]
     V = o.shape[-1]
     if slots is None:
-        return o.reshape(spec.B, S * C, spec.HV, V)[:, : spec.T].contiguous()
+        return o.reshape(problem.B, S * C, problem.HV, V)[:, : problem.T].contiguous()
     # one row past the end takes what the invalid tokens of a chunk would write
-    shape, tokens = (spec.B, spec.T, spec.HV, V), spec.B * spec.T
+    shape, tokens = (problem.B, problem.T, problem.HV, V), problem.B * problem.T
     index = torch.where(slots.valid, slots.token, tokens).reshape(-1)
-    flat = o.reshape(S * C, spec.HV, V)
-    return flat.new_zeros(tokens + 1, spec.HV, V).index_copy(0, index, flat)[:tokens].view(shape)
+    flat = o.reshape(S * C, problem.HV, V)
+    return flat.new_zeros(tokens + 1, problem.HV, V).index_copy(0, index, flat)[:tokens].view(shape)
 
 
-def intermediate_states(spec: KdaSpec, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
+def intermediate_states(problem: Problem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
     """The state before every chunk, `[S, B, HV, K, V] -> [B, NT, HV, K, V]`.
 
     Packed: `NT` is the bound `T // C + N`, the chunks of all sequences lie one after another without gaps, and the rows
@@ -194,6 +194,6 @@ def intermediate_states(spec: KdaSpec, before: torch.Tensor, slots: ChunkSlots |
     if slots is not None:
         used = slots.valid.any(-1)
         # used slots keep their order; unused ones go to a row past the end
-        row = torch.where(used, used.long().cumsum(0) - 1, spec.slots)
-        before = before.new_zeros(spec.slots + 1, *before.shape[1:]).index_copy(0, row, before)[:-1]
+        row = torch.where(used, used.long().cumsum(0) - 1, problem.slots)
+        before = before.new_zeros(problem.slots + 1, *before.shape[1:]).index_copy(0, row, before)[:-1]
     return before.transpose(0, 1)

@@ -7,7 +7,7 @@ For each sequence, token after token (docs/decode.md):
     o_t = scale * q_t^T S
 
 A sequence starts from the state its start index names and is null if that index names none: its outputs are zero and it
-stores nothing. Runs on any device up to float64 and never waits for one: tokens past `KdaSpec.most_tokens` of a sequence are
+stores nothing. Runs on any device up to float64 and never waits for one: tokens past `Problem.most_tokens` of a sequence are
 not looked at.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..decode_spec import CommitSpec, CommitTensors
-from ..spec import KdaSpec, KdaTensors
+from ..problem.decode_spec import CommitSpec, CommitTensors
+from ..problem.problem import Problem, Tensors
 from .gate import elementwise_inputs
 from .sequences import lengths_of, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
@@ -32,17 +32,17 @@ class Starts:
     states: torch.Tensor
     live: torch.Tensor
     index: torch.Tensor
-    rule: KdaSpec
+    rule: Problem
 
 
-def decode_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """`(o [B, T, HV, V], final_state or None, None)`; states go to the pool or to `intermediate_states`."""
-    q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(spec, t))  # [B * T, ...]
+    q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(problem, t))  # [B * T, ...]
     decay = g.exp()
-    begins, lengths = offsets_of(spec, t)[:-1], lengths_of(spec, t).clamp(max=spec.most_tokens)
-    starts = _starts(spec, t)
+    begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t).clamp(max=problem.most_tokens)
+    starts = _starts(problem, t)
     S, outputs = starts.states, []
-    for i in range(min(spec.T, spec.most_tokens) if spec.N > 0 else 0):
+    for i in range(min(problem.T, problem.most_tokens) if problem.N > 0 else 0):
         at = (begins + i).clamp(max=len(v) - 1)  # [N]
         inside = starts.live & (i < lengths)
         decayed = decay[at][..., None] * S
@@ -51,72 +51,74 @@ def decode_kda(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, torch.Tensor
         S = torch.where(inside[:, None, None, None], updated, S)
         o = torch.einsum("nhk,nhkv->nhv", q[at], S)
         outputs.append(torch.where(inside[:, None, None], o, 0.0))
-        if spec.stores_each_state:
-            _store_after(spec, t, starts, i, inside, S)
-    if spec.has_pool and spec.update_state and not spec.stores_each_state:
-        rule, index = own_slots(spec, t) if t.state_indices is None else (spec, t.state_indices)
+        if problem.stores_each_state:
+            _store_after(problem, t, starts, i, inside, S)
+    if problem.has_pool and problem.update_state and not problem.stores_each_state:
+        rule, index = own_slots(problem, t) if t.state_indices is None else (problem, t.state_indices)
         store(rule, t.state_pool, index, starts.live & (lengths > 0), S)
-    final = states_out(spec, S, spec.state_dtype) if spec.output_final_state else None
-    return _by_token(spec, t, begins, lengths, outputs).to(t.v.dtype), final, None
+    final = states_out(problem, S, problem.state_dtype) if problem.output_final_state else None
+    return _by_token(problem, t, begins, lengths, outputs).to(t.v.dtype), final, None
 
 
-def own_slots(spec: KdaSpec, t: KdaTensors) -> tuple[KdaSpec, torch.Tensor]:
+def own_slots(problem: Problem, t: Tensors) -> tuple[Problem, torch.Tensor]:
     """Slot `n` for sequence `n`, and a rule by which none of them is null."""
-    return replace(spec, null_index="negative"), torch.arange(spec.N, device=t.v.device)
+    return replace(problem, null_index="negative"), torch.arange(problem.N, device=t.v.device)
 
 
-def _starts(spec: KdaSpec, t: KdaTensors) -> Starts:
-    everywhere = torch.ones(spec.N, dtype=torch.bool, device=t.v.device)
+def _starts(problem: Problem, t: Tensors) -> Starts:
+    everywhere = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
     if t.source_pool is not None:
         pool, index = t.source_pool, t.source_indices
-        live = named_slots(spec, index, pool)[1]
-        if spec.update_state and t.state_indices is not None:
+        live = named_slots(problem, index, pool)[1]
+        if problem.update_state and t.state_indices is not None:
             first = t.state_indices if t.state_indices.dim() == 1 else t.state_indices[:, 0]
-            live = live & named_slots(spec, first, t.state_pool)[1]
+            live = live & named_slots(problem, first, t.state_pool)[1]
     elif t.state_indices is not None:
         pool, index, known = t.state_pool, t.state_indices, everywhere
         if index.dim() == 2:
             accepted = everywhere.long() if t.num_accepted_tokens is None else t.num_accepted_tokens.long()
-            known = (accepted >= 1) & (accepted <= spec.most_tokens)
+            known = (accepted >= 1) & (accepted <= problem.most_tokens)
             index = index.gather(1, torch.where(known, accepted - 1, 0)[:, None])[:, 0]
-        live = known & named_slots(spec, index, pool)[1]
+        live = known & named_slots(problem, index, pool)[1]
     else:
-        states = states_in(spec, t) if t.state_pool is None else from_layout(spec, t.state_pool)
-        rule, own = own_slots(spec, t)
+        states = states_in(problem, t) if t.state_pool is None else from_layout(problem, t.state_pool)
+        rule, own = own_slots(problem, t)
         return Starts(states, everywhere, own, rule)
-    return Starts(from_layout(spec, gathered(spec, pool, index, live)), live, index, spec)
+    return Starts(from_layout(problem, gathered(problem, pool, index, live)), live, index, problem)
 
 
-def _store_after(spec: KdaSpec, t: KdaTensors, starts: Starts, i: int, inside: torch.Tensor, S: torch.Tensor) -> None:
+def _store_after(problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, S: torch.Tensor) -> None:
     """Stores the states after the `i`-th token of the sequences that have one."""
-    if spec.update_state:
-        store(spec, t.state_pool, t.state_indices[:, i], inside, S)
+    if problem.update_state:
+        store(problem, t.state_pool, t.state_indices[:, i], inside, S)
     else:
-        rule, rows = (starts.rule, starts.index) if t.intermediate_indices is None else (spec, t.intermediate_indices)
+        rule, rows = (
+            (starts.rule, starts.index) if t.intermediate_indices is None else (problem, t.intermediate_indices)
+        )
         store(rule, t.intermediate_states[:, i], rows, inside, S)
 
 
 def _by_token(
-    spec: KdaSpec, t: KdaTensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
+    problem: Problem, t: Tensors, begins: torch.Tensor, lengths: torch.Tensor, outputs: list[torch.Tensor]
 ) -> torch.Tensor:
     """`o [B, T, HV, V]` from the outputs of the sequences' first, second, ... tokens; zeros for tokens of none."""
     if not outputs:
         return torch.zeros(t.v.shape, dtype=torch.float32, device=t.v.device)
-    token = torch.arange(spec.B * spec.T, device=begins.device)
-    sequence = (torch.searchsorted(begins, token, right=True) - 1).clamp(0, spec.N - 1)
+    token = torch.arange(problem.B * problem.T, device=begins.device)
+    sequence = (torch.searchsorted(begins, token, right=True) - 1).clamp(0, problem.N - 1)
     i = token - begins[sequence]
     covered = (i >= 0) & (i < lengths[sequence])
     o = torch.stack(outputs, dim=1)[sequence, i.clamp(0, len(outputs) - 1)]
     return torch.where(covered[:, None, None], o, 0.0).view(t.v.shape)
 
 
-def commit(spec: CommitSpec, t: CommitTensors) -> None:
+def commit(problem: CommitSpec, t: CommitTensors) -> None:
     """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()
-    if spec.rows == 0 or spec.tokens == 0:
+    if problem.rows == 0 or problem.tokens == 0:
         return
     rows = t.ssm_state_indices if t.intermediate_state_indices is None else t.intermediate_state_indices
-    row, named = named_slots(spec, rows, states)
-    known = named & (accepted >= 1) & (accepted <= spec.tokens)
-    values = states[row, (accepted - 1).clamp(0, spec.tokens - 1)]
-    store_rows(spec, t.initial_state, t.ssm_state_indices, known, values)
+    row, named = named_slots(problem, rows, states)
+    known = named & (accepted >= 1) & (accepted <= problem.tokens)
+    values = states[row, (accepted - 1).clamp(0, problem.tokens - 1)]
+    store_rows(problem, t.initial_state, t.ssm_state_indices, known, values)

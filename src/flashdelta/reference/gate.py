@@ -5,43 +5,43 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..spec import KdaSpec, KdaTensors
+from ..problem.problem import Problem, Tensors
 
 L2_EPS = 1e-6
 
 
-def compute_dtype(spec: KdaSpec) -> torch.dtype:
-    return torch.float64 if spec.dtype == torch.float64 else torch.float32
+def compute_dtype(problem: Problem) -> torch.dtype:
+    return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 
-def log_decay(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+def log_decay(problem: Problem, t: Tensors) -> torch.Tensor:
     """The natural-log decay per step and key channel, `[B, T, HV, K]`, in the compute dtype.
 
     none: `g`.  softplus: `-exp(A_log) softplus(g + dt_bias)`.
     lower_bound: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`.  logsigmoid: `log sigmoid(g)`.
     """
-    x = t.g.to(compute_dtype(spec))
-    if spec.gate == "none":
+    x = t.g.to(compute_dtype(problem))
+    if problem.gate == "none":
         return x
-    if spec.gate == "logsigmoid":
+    if problem.gate == "logsigmoid":
         return F.logsigmoid(x)
     rate = 1.0 if t.A_log is None else t.A_log.to(x.dtype).exp()[:, None]
     if t.dt_bias is not None:
         x = x + t.dt_bias.to(x.dtype)
-    if spec.gate == "softplus":
+    if problem.gate == "softplus":
         return -rate * F.softplus(x)
-    return spec.lower_bound * torch.sigmoid(rate * x)
+    return problem.lower_bound * torch.sigmoid(rate * x)
 
 
-def write_strength(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+def write_strength(problem: Problem, t: Tensors) -> torch.Tensor:
     """`beta` in the compute dtype, `[B, T, HV]`."""
-    beta = t.beta.to(compute_dtype(spec))
-    if spec.beta_kind == "value":
+    beta = t.beta.to(compute_dtype(problem))
+    if problem.beta_kind == "value":
         return beta
     # As rows of 32: for a tensor's last few elements PyTorch's CPU loops use another exp than for the others, so a
     # token's bits would depend on how many there are.
     strength = torch.sigmoid(beta[..., None].expand(*beta.shape, 32))[..., 0]
-    return strength * (2.0 if spec.beta_kind == "double_logit" else 1.0)
+    return strength * (2.0 if problem.beta_kind == "double_logit" else 1.0)
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:
@@ -49,12 +49,12 @@ def l2_normalize(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
-def elementwise_inputs(spec: KdaSpec, t: KdaTensors) -> tuple[torch.Tensor, ...]:
+def elementwise_inputs(problem: Problem, t: Tensors) -> tuple[torch.Tensor, ...]:
     """`q` (normalised, scaled), `k` (normalised), `v`, log decay and beta, in the compute dtype, all with HV heads."""
-    dtype = compute_dtype(spec)
+    dtype = compute_dtype(problem)
     q, k, v = t.q.to(dtype), t.k.to(dtype), t.v.to(dtype)
-    if spec.l2norm:
+    if problem.l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
-    q = q * spec.scale
-    q, k = (x.repeat_interleave(spec.group, dim=2) for x in (q, k))
-    return q, k, v, log_decay(spec, t), write_strength(spec, t)
+    q = q * problem.scale
+    q, k = (x.repeat_interleave(problem.group, dim=2) for x in (q, k))
+    return q, k, v, log_decay(problem, t), write_strength(problem, t)

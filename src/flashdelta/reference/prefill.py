@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..prefill import PrefillSpec
-from ..spec import KdaTensors
+from ..problem.prefill import PrefillSpec
+from ..problem.problem import Tensors
 from .chunk import prepare, recur, to_chunks
 from .gate import elementwise_inputs
 
 
-def prefill(spec: PrefillSpec, t: KdaTensors) -> tuple[Tensor, Tensor, Tensor]:
+def prefill(problem: PrefillSpec, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """`(o [B, H, T, V], w [B, H, Nc, C, K], u [B, H, Nc, C, V])` in the inputs' dtype; products are PyTorch's own."""
-    call = spec.call
+    call = problem.call
     chunked = [to_chunks(x, call.chunk_size, None) for x in elementwise_inputs(call, t)]
     state = chunked[0].new_zeros(call.B, 1, call.K, call.V)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -23,7 +23,7 @@ def prefill(spec: PrefillSpec, t: KdaTensors) -> tuple[Tensor, Tensor, Tensor]:
         found.append((p.qg @ state + p.Aqk @ pseudo, p.w, p.inverse @ v))
         state = new
     if not found:
-        return spec.allocate(t.q.device)
+        return problem.allocate(t.q.device)
     # by chunk [B * H, 1, C, ..] -> [B, H, Nc, C, ..]
-    o, w, u = (torch.cat(parts, dim=1).unflatten(0, (spec.B, spec.H)) for parts in zip(*found))
+    o, w, u = (torch.cat(parts, dim=1).unflatten(0, (problem.B, problem.H)) for parts in zip(*found))
     return o.flatten(2, 3)[:, :, : call.T].contiguous(), w, u

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from ..errors import wrong
-from ..spec import KdaSpec, KdaTensors
+from ..problem.errors import wrong
+from ..problem.problem import Problem, Tensors
 from .chunk import chunk_kda, from_chunks, prepare, to_chunks
 from .gate import elementwise_inputs
 from .states import states_in, states_out
@@ -33,7 +33,7 @@ def substitute(system: Tensor, right: Tensor) -> Tensor:
     return found.to(system.dtype)
 
 
-def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
+def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
     """Relative errors of `o` and the final state of the chunk form (docs/algorithm.md) in float64, but for rounding each
     matrix operand to q's dtype once and solving for `inverse` in float32, as every kernel does.
 
@@ -43,20 +43,20 @@ def rounding_error(spec: KdaSpec, t: KdaTensors) -> tuple[float, float]:
     Raises:
         ValueError: a packed call, or one with a state pool.
     """
-    if spec.packed:
+    if problem.packed:
         raise wrong("cu_seqlens", "a tensor", "a call that is not packed")
-    if spec.has_pool:
+    if problem.has_pool:
         raise wrong("state_pool", "a tensor", "initial_state or no state")
     wide = torch.float64
-    exact = replace(spec, dtype=wide, g_dtype=wide, beta_dtype=wide, state_dtype=wide, output_final_state=True)
-    named = {f.name: getattr(t, f.name) for f in fields(KdaTensors)}
-    doubles = KdaTensors(**{name: None if x is None else x.double() for name, x in named.items()})
+    exact = replace(problem, dtype=wide, g_dtype=wide, beta_dtype=wide, state_dtype=wide, output_final_state=True)
+    named = {f.name: getattr(t, f.name) for f in fields(Tensors)}
+    doubles = Tensors(**{name: None if x is None else x.double() for name, x in named.items()})
     o, state, _ = chunk_kda(exact, doubles)
 
     def once(x: Tensor) -> Tensor:
-        return round_once(x, spec.dtype)
+        return round_once(x, problem.dtype)
 
-    chunks = (to_chunks(x, spec.chunk_size, None) for x in elementwise_inputs(exact, doubles))
+    chunks = (to_chunks(x, problem.chunk_size, None) for x in elementwise_inputs(exact, doubles))
     S, outputs = states_in(exact, doubles), []
     for q, k, v, g, beta in zip(*chunks):
         p = prepare(q, k, g, beta, substitute)

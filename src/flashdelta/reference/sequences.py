@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spec import KdaSpec, KdaTensors
+from ..problem.problem import Problem, Tensors
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class ChunkSlots:
     stored: torch.Tensor
 
 
-def offsets_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+def offsets_of(problem: Problem, t: Tensors) -> torch.Tensor:
     """Where each sequence begins and the last one ends, `[N + 1]`, in tokens of all batch rows one after another. Clamped to
     the tensors, so that bad offsets can't read outside them."""
     if t.cu_seqlens is None:
-        return torch.arange(spec.N + 1, device=t.q.device) * spec.T
-    return t.cu_seqlens.long().clamp(0, spec.T)
+        return torch.arange(problem.N + 1, device=t.q.device) * problem.T
+    return t.cu_seqlens.long().clamp(0, problem.T)
 
 
-def lengths_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+def lengths_of(problem: Problem, t: Tensors) -> torch.Tensor:
     """Tokens of each sequence, `[N]`."""
-    return offsets_of(spec, t).diff().clamp(min=0)
+    return offsets_of(problem, t).diff().clamp(min=0)
 
 
 def piece_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
@@ -61,36 +61,36 @@ def piece_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) ->
     return torch.stack([*cuts, length], dim=1)
 
 
-def piece_chunks(spec: KdaSpec, cuts: torch.Tensor) -> torch.Tensor:
+def piece_chunks(problem: Problem, cuts: torch.Tensor) -> torch.Tensor:
     """Chunks of each piece, from `piece_cuts`."""
-    return (cuts.diff(dim=1) + spec.chunk_size - 1) // spec.chunk_size
+    return (cuts.diff(dim=1) + problem.chunk_size - 1) // problem.chunk_size
 
 
-def chunks_of(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+def chunks_of(problem: Problem, t: Tensors) -> torch.Tensor:
     """Chunks of each sequence, `[N]`, over all its pieces."""
-    return piece_chunks(spec, piece_cuts(t.checkpoint_offsets, lengths_of(spec, t))).sum(1)
+    return piece_chunks(problem, piece_cuts(t.checkpoint_offsets, lengths_of(problem, t))).sum(1)
 
 
-def chunk_slots(spec: KdaSpec, t: KdaTensors) -> ChunkSlots:
-    C, N = spec.chunk_size, spec.N
-    begins, lengths = offsets_of(spec, t)[:-1], lengths_of(spec, t)
+def chunk_slots(problem: Problem, t: Tensors) -> ChunkSlots:
+    C, N = problem.chunk_size, problem.N
+    begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t)
     n = torch.arange(N, device=begins.device)
-    opening = begins // C + n * (1 + spec.checkpoints) if spec.packed else n * spec.slots
+    opening = begins // C + n * (1 + problem.checkpoints) if problem.packed else n * problem.slots
     cuts = piece_cuts(t.checkpoint_offsets, lengths)
-    chunks = piece_chunks(spec, cuts)
+    chunks = piece_chunks(problem, cuts)
     through = chunks.cumsum(1)  # chunks of a sequence up to and with each piece
 
-    slot = torch.arange(spec.B * spec.slots, device=begins.device)
+    slot = torch.arange(problem.B * problem.slots, device=begins.device)
     sequence = (torch.searchsorted(opening, slot, right=True) - 1).clamp(0, N - 1)
     chunk = slot - opening[sequence]
-    piece = (chunk[:, None] >= through[sequence]).sum(1).clamp(max=spec.checkpoints)
+    piece = (chunk[:, None] >= through[sequence]).sum(1).clamp(max=problem.checkpoints)
     start = cuts[sequence, piece] + (chunk - (through - chunks)[sequence, piece]) * C
     inside = start[:, None] + torch.arange(C, device=begins.device)  # token within its sequence
     token = begins[sequence][:, None] + inside
 
     offsets = cuts[:, 1:-1] if t.checkpoint_offsets is None else t.checkpoint_offsets
     return ChunkSlots(
-        token=token.clamp(0, max(spec.B * spec.T - 1, 0)),
+        token=token.clamp(0, max(problem.B * problem.T - 1, 0)),
         valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, piece + 1][:, None]),
         sequence=sequence,
         first=slot == opening[sequence],
@@ -113,11 +113,11 @@ class TokenSequences:
     ends: torch.Tensor
 
 
-def token_sequences(spec: KdaSpec, t: KdaTensors) -> TokenSequences:
-    cu = offsets_of(spec, t)
-    token = torch.arange(spec.T, device=cu.device)
+def token_sequences(problem: Problem, t: Tensors) -> TokenSequences:
+    cu = offsets_of(problem, t)
+    token = torch.arange(problem.T, device=cu.device)
     sequence = torch.searchsorted(cu, token, right=True) - 1
-    valid = (sequence >= 0) & (sequence < spec.N)
-    sequence = sequence.clamp(0, max(spec.N - 1, 0))
-    is_last = valid & (cu[(sequence + 1).clamp(max=spec.N)] == token + 1)
-    return TokenSequences(sequence, cu[sequence] == token, valid, torch.where(is_last, sequence, spec.N))
+    valid = (sequence >= 0) & (sequence < problem.N)
+    sequence = sequence.clamp(0, max(problem.N - 1, 0))
+    is_last = valid & (cu[(sequence + 1).clamp(max=problem.N)] == token + 1)
+    return TokenSequences(sequence, cu[sequence] == token, valid, torch.where(is_last, sequence, problem.N))

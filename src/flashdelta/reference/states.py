@@ -1,6 +1,6 @@
 """States on their way in and out: rows of a tensor, or slots of a pool. Nothing here waits for a GPU.
 
-An index names a slot of the pool if it is not null (`KdaSpec.lowest_index`) and not past the pool's end. A sequence without
+An index names a slot of the pool if it is not null (`Problem.lowest_index`) and not past the pool's end. A sequence without
 tokens stores nothing.
 """
 
@@ -10,75 +10,77 @@ from typing import Protocol
 
 import torch
 
-from ..spec import KdaSpec, KdaTensors
+from ..problem.problem import Problem, Tensors
 from .gate import compute_dtype
 from .sequences import lengths_of
 
 
 class NullRule(Protocol):
-    """Any spec of a call whose indices name slots."""
+    """Any problem of a call whose indices name slots."""
 
     lowest_index: int
 
 
-def states_in(spec: KdaSpec, t: KdaTensors) -> torch.Tensor:
+def states_in(problem: Problem, t: Tensors) -> torch.Tensor:
     """The initial states as `[N, HV, K, V]` in the compute dtype; zeros where there are none."""
-    dtype = compute_dtype(spec)
+    dtype = compute_dtype(problem)
     state = t.initial_state
-    if spec.pool_slots > 0:
-        named = named_slots(spec, t.state_indices, t.state_pool)[1]
+    if problem.pool_slots > 0:
+        named = named_slots(problem, t.state_indices, t.state_pool)[1]
         read = named if t.has_initial_state is None else named & t.has_initial_state
-        state = gathered(spec, t.state_pool, t.state_indices, read)
+        state = gathered(problem, t.state_pool, t.state_indices, read)
     if state is None:
-        return t.v.new_zeros((spec.N, spec.HV, spec.K, spec.V), dtype=dtype)
-    return from_layout(spec, state)
+        return t.v.new_zeros((problem.N, problem.HV, problem.K, problem.V), dtype=dtype)
+    return from_layout(problem, state)
 
 
-def gathered(spec: KdaSpec, pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+def gathered(problem: Problem, pool: torch.Tensor, index: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """`pool[index]` where `read`, zeros elsewhere; other slots are not looked at, whatever they hold."""
     if pool.shape[0] == 0:
         return pool.new_zeros((len(index), *pool.shape[1:]))
-    slot, _ = named_slots(spec, index, pool)
+    slot, _ = named_slots(problem, index, pool)
     return torch.where(read.view(-1, *[1] * (pool.dim() - 1)), pool[slot], 0.0)
 
 
-def from_layout(spec: KdaSpec, state: torch.Tensor) -> torch.Tensor:
+def from_layout(problem: Problem, state: torch.Tensor) -> torch.Tensor:
     """States as the caller lays them out, as `[..., K, V]` in the compute dtype."""
-    state = state.to(compute_dtype(spec))
-    state = state.transpose(-1, -2) if spec.state_v_first else state
+    state = state.to(compute_dtype(problem))
+    state = state.transpose(-1, -2) if problem.state_v_first else state
     return state.contiguous()  # BLAS may round differently for another layout, and no state must give the bits of zeros
 
 
-def states_out(spec: KdaSpec, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def states_out(problem: Problem, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A state `[..., K, V]` in the caller's layout and `dtype`, in memory of its own."""
-    state = state.transpose(-1, -2) if spec.state_v_first else state
+    state = state.transpose(-1, -2) if problem.state_v_first else state
     return state.to(dtype, copy=True).contiguous()
 
 
-def store_final(spec: KdaSpec, t: KdaTensors, final: torch.Tensor) -> None:
+def store_final(problem: Problem, t: Tensors, final: torch.Tensor) -> None:
     """The final states `[N, HV, K, V]` to the sequences' slots of the pool."""
-    store(spec, t.state_pool, t.state_indices, lengths_of(spec, t) > 0, final)
+    store(problem, t.state_pool, t.state_indices, lengths_of(problem, t) > 0, final)
 
 
-def store_checkpoints(spec: KdaSpec, t: KdaTensors, states: torch.Tensor, stored: torch.Tensor) -> None:
+def store_checkpoints(problem: Problem, t: Tensors, states: torch.Tensor, stored: torch.Tensor) -> None:
     """The states at checkpoints `[N, M, HV, K, V]` to their slots of the pool, where `stored [N, M]`."""
-    store(spec, t.state_pool, t.checkpoint_indices.flatten(), stored.flatten(), states.flatten(0, 1))
+    store(problem, t.state_pool, t.checkpoint_indices.flatten(), stored.flatten(), states.flatten(0, 1))
 
 
-def named_slots(spec: NullRule, index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def named_slots(problem: NullRule, index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The slot of each index (some slot where it names none), and whether it names one."""
     slots = pool.shape[0]
-    named = (index >= spec.lowest_index) & (index < slots)
+    named = (index >= problem.lowest_index) & (index < slots)
     return index.long().clamp(0, max(slots - 1, 0)), named
 
 
-def store(spec: KdaSpec, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor) -> None:
+def store(
+    problem: Problem, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
+) -> None:
     """Writes the states `[M, HV, K, V]` in the caller's layout and dtype to `pool[index]` where `stored`."""
-    store_rows(spec, pool, index, stored, states_out(spec, states, pool.dtype))
+    store_rows(problem, pool, index, stored, states_out(problem, states, pool.dtype))
 
 
 def store_rows(
-    spec: NullRule, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, values: torch.Tensor
+    problem: NullRule, pool: torch.Tensor, index: torch.Tensor, stored: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Writes `values[i]` to `pool[index[i]]` where `stored[i]` and the index names a slot, and no other slot.
 
@@ -87,7 +89,7 @@ def store_rows(
     """
     if pool.shape[0] == 0 or index.numel() == 0:
         return
-    slot, named = named_slots(spec, index, pool)
+    slot, named = named_slots(problem, index, pool)
     stored = stored & named
     row = torch.where(stored, torch.arange(len(index), device=index.device), stored.long().argmax())
     slot = slot[row]

@@ -7,40 +7,42 @@ import math
 import torch
 from torch import Tensor
 
-from ..spec import KdaSettings, KdaTensors, spec_of
-from ..wy_spec import WyGradients, WySpec, WyTensors
+from ..problem.problem import Settings, Tensors, spec_of
+from ..problem.wy_spec import WyGradients, WySpec, WyTensors
 from .chunk import from_chunks, to_chunks
 from .sequences import chunk_slots
 
 
-def chunk_bwd_wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
+def chunk_bwd_wy_dqkg(problem: WySpec, t: WyTensors) -> WyGradients:
     """In float32, or in float64 for inputs in float64; zeros for tokens of no sequence."""
-    if spec.B * spec.T == 0 or spec.N == 0:
-        return WyGradients(*(x.zero_() for x in WyGradients.allocate(spec, t).in_order()))
-    wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
-    tokens = KdaTensors(q=t.q, k=t.k, v=t.v, g=t.g, beta=t.beta, cu_seqlens=t.cu_seqlens)
-    call = spec_of(tokens, KdaSettings(scale=spec.scale, chunk_size=spec.chunk_size))
+    if problem.B * problem.T == 0 or problem.N == 0:
+        return WyGradients(*(x.zero_() for x in WyGradients.allocate(problem, t).in_order()))
+    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    tokens = Tensors(q=t.q, k=t.k, v=t.v, g=t.g, beta=t.beta, cu_seqlens=t.cu_seqlens)
+    call = spec_of(tokens, Settings(scale=problem.scale, chunk_size=problem.chunk_size))
     slots = chunk_slots(call, tokens)
     used = slots.valid.any(-1)
     # chunks that are not there have no row: any other does for them
-    row = (used.long().cumsum(0) - 1).clamp(0, spec.B * spec.rows - 1)
+    row = (used.long().cumsum(0) - 1).clamp(0, problem.B * problem.rows - 1)
     chunk_ends = slots.valid.sum(-1).sub(1).clamp(min=0)
 
     def chunks(x: Tensor) -> Tensor:
         x = x.to(wide)
-        return to_chunks(x if x.shape[2] == spec.HV else x.repeat_interleave(spec.group, 2), spec.chunk_size, slots)
+        return to_chunks(
+            x if x.shape[2] == problem.HV else x.repeat_interleave(problem.group, 2), problem.chunk_size, slots
+        )
 
     def states(x: Tensor) -> Tensor:
         x = x.to(wide).flatten(0, 1)[row, None]
-        return x.mT if spec.state_v_first else x
+        return x.mT if problem.state_v_first else x
 
     q, k, v, pseudo, G, M = (chunks(x) for x in (t.q, t.k, t.v, t.v_new, t.g, t.A))
     grad_o, grad_pseudo, beta = chunks(t.do), chunks(t.dv), chunks(t.beta)[..., None]
     S, grad_S = states(t.h), states(t.dh)
     M = M.tril()
-    if spec.log2:
+    if problem.log2:
         G = G * math.log(2.0)
-    at_end = torch.zeros(G.shape[0], spec.chunk_size, dtype=torch.bool, device=G.device)
+    at_end = torch.zeros(G.shape[0], problem.chunk_size, dtype=torch.bool, device=G.device)
     at_end = at_end.scatter(1, chunk_ends[:, None], True)[:, None, None, :, None]
     last = torch.where(at_end, G, 0.0).sum(-2, keepdim=True)
     grown, shrunk = G.exp(), (last - G).exp()
@@ -48,7 +50,7 @@ def chunk_bwd_wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
     grad_w = -grad_pseudo @ S.mT
     values, keys = M.mT @ grad_pseudo, M.mT @ grad_w  # of beta v and of beta k exp(G)
     grad_M = (grad_pseudo @ v.mT + grad_w @ (k * grown).mT) * beta.mT
-    grad_q = spec.scale * (grad_o @ S.mT) * grown
+    grad_q = problem.scale * (grad_o @ S.mT) * grown
     through_state = (pseudo @ grad_S.mT) * shrunk
     through_w = beta * keys * grown
     left = k * through_state
@@ -61,7 +63,7 @@ def chunk_bwd_wy_dqkg(spec: WySpec, t: WyTensors) -> WyGradients:
     return WyGradients(
         q=tokens_of(grad_q),
         k=tokens_of(through_state + through_w),
-        v=tokens_of(beta * values).to(spec.dtype),
+        v=tokens_of(beta * values).to(problem.dtype),
         beta=tokens_of((values * v).sum(-1, keepdim=True) + (keys * k * grown).sum(-1, keepdim=True))[..., 0],
         g=tokens_of(grad_G),
         A=tokens_of(-(M.mT @ grad_M @ M.mT).tril(-1)),

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch import Launch, capability, dense, launch_all, strides
-from ..plans import Recorder
-from ..spec import KdaSpec
-from ..wy_spec import WyGradients, WySpec, WyTensors
+from ..problem.problem import Problem
+from ..problem.wy_spec import WyGradients, WySpec, WyTensors
+from ..program.cache import Recorder
+from ..program.launch import Launch, capability, dense, launch_all, strides
 from . import config
 from .backward import wy_kernel
 
@@ -46,7 +46,7 @@ class WyOperands:
 
 
 def wy_launch(
-    spec: KdaSpec | WySpec,
+    problem: Problem | WySpec,
     at: int,
     x: WyOperands,
     found: tuple[torch.Tensor | None, ...],
@@ -55,36 +55,36 @@ def wy_launch(
     **kinds: object,
 ) -> Launch:
     """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
-    c = config.wy_config(spec, at)
+    c = config.wy_config(problem, at)
     return Launch(
         wy_kernel,
-        spec.B * spec.slots * spec.HV if spec.N > 0 else 0,
+        problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
         (
             *x.arguments(),
             *found,
-            *(spec.scale, lower_bound),
-            *(spec.T, spec.N, spec.H, spec.HV, spec.slots, rows),
+            *(problem.scale, lower_bound),
+            *(problem.T, problem.N, problem.H, problem.HV, problem.slots, rows),
             *strides(x.q, x.k, x.g, x.v, x.grad_o, x.beta),
         ),
         dict(
-            C=spec.chunk_size,
-            K=spec.K,
-            V=spec.V,
+            C=problem.chunk_size,
+            K=problem.K,
+            V=problem.V,
             BK=c.BK,
             BV=c.BV,
             **kinds,
-            PRECISION=config.backward_precision(spec, at),
+            PRECISION=config.backward_precision(problem, at),
             STAGES=c.stages,
         ),
         c.num_warps,
     )
 
 
-def wy_dqkg(spec: WySpec, t: WyTensors, recorder: Recorder | None = None) -> WyGradients:
+def wy_dqkg(problem: WySpec, t: WyTensors, recorder: Recorder | None = None) -> WyGradients:
     t = readable(t)
-    found = WyGradients.allocate(spec, t)
+    found = WyGradients.allocate(problem, t)
     device = t.q.device
-    launch_all([launch(spec, t, capability(device), found)], device, recorder, found.by_name())
+    launch_all([launch(problem, t, capability(device), found)], device, recorder, found.by_name())
     return found
 
 
@@ -95,9 +95,9 @@ def readable(t: WyTensors) -> WyTensors:
     return WyTensors(q, k, v, v_new, g, t.beta, A, h, dh, do, dv, cu_seqlens)
 
 
-def launch(spec: WySpec, t: WyTensors, at: int, found: WyGradients) -> Launch:
+def launch(problem: WySpec, t: WyTensors, at: int, found: WyGradients) -> Launch:
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (found.q, found.k, found.g, found.v, found.beta, found.A, None)
-    gate = "cumulative_log2" if spec.log2 else "cumulative"
-    kinds = dict(GATE=gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=spec.state_v_first)
-    return wy_launch(spec, at, x, results, 0.0, spec.rows, **kinds)
+    gate = "cumulative_log2" if problem.log2 else "cumulative"
+    kinds = dict(GATE=gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=problem.state_v_first)
+    return wy_launch(problem, at, x, results, 0.0, problem.rows, **kinds)

@@ -1,0 +1,136 @@
+"""How many segments long sequences are cut into, so that few heads fill a GPU (docs/split.md): the planner.
+
+It takes the chunks of each sequence and how many maps are formed at the same time, and knows nothing of where: one GPU, or
+several. The kernels of a backend form the same whole numbers from device data.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+AUTO = 0
+"""Instead of a number of segments: as many as pay."""
+
+MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
+"""Bits of the most segments of a sequence, 127."""
+
+
+@dataclass(frozen=True)
+class SplitCosts:
+    """What the planner weighs, in units of 10 ns: a chunk of the recurrence, a chunk of a segment's map, one step of the chain
+    that composes maps, and what a split costs at all. `shortest`: chunks a segment has at least. `margin`: percent that a
+    sequence's time must fall by."""
+
+    step: int
+    map: int
+    compose: int
+    fixed: int
+    shortest: int = 8
+    margin: int = 20
+
+
+def parts_of_sequences(
+    chunks: torch.Tensor,
+    room: int,
+    costs: SplitCosts,
+    split: int = AUTO,
+    batch_invariant: bool = False,
+    together: int | None = None,
+) -> torch.Tensor:
+    """How many segments each sequence is cut into, `[N]`, at least 1.
+
+    Args:
+        chunks: `[N]` integers, the chunks of each sequence. Only whole numbers are formed from them, on their device.
+        room: maps of segments that can be formed at the same time.
+        costs: of the kernels that will run.
+        split: `AUTO`, or the number of segments of every sequence that has as many chunks.
+        batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise sequences share the room by their chunks.
+        together: chunks of the whole batch, if `chunks` has some of its sequences only.
+    """
+    if split != AUTO:
+        return chunks.clamp(1, split)
+    total = chunks if batch_invariant else chunks.sum() if together is None else torch.tensor(together)
+    # the last segment of a sequence needs no map
+    parts = 1 + room * chunks // total.clamp(min=1)
+    parts = torch.minimum(parts, chunks // costs.shortest)
+    # longest * (step + map) + parts * compose is least at the root of this
+    square = chunks * (costs.step + costs.map)
+    root = torch.zeros_like(chunks)
+    for bit in MOST_PARTS:
+        root = torch.where((root + bit) * (root + bit) * costs.compose <= square, root + bit, root)
+    parts = torch.minimum(parts, root).clamp(min=1)
+    longest = (chunks + parts - 1) // parts
+    whole = chunks * costs.step
+    cut = longest * (costs.step + costs.map) + parts * costs.compose + costs.fixed
+    return torch.where(cut * 100 <= whole * (100 - costs.margin), parts, 1)
+
+
+def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invariant: bool = False) -> int:
+    """A bound on the segments of a batch of `N` sequences with at most `chunks` chunks in all, known without their lengths."""
+    most = split if split != AUTO else 1 + room
+    bound = N + room if split == AUTO and not batch_invariant else N * most
+    return min(bound, max(chunks, N) + N)
+
+
+NO_COSTS = SplitCosts(step=1, map=1, compose=1, fixed=1)
+"""Where splits were not measured. Only a forced one is done there, which weighs nothing."""
+
+
+def splits(problem: Problem, costs: SplitCosts) -> bool:
+    """Whether sequences of the call may be split."""
+    return problem.split > 1 or (problem.split == AUTO and costs is not NO_COSTS)
+
+
+def planned_parts(problem: Problem, chunks: torch.Tensor, room: int, costs: SplitCosts) -> torch.Tensor:
+    """`parts_of_sequences` of a call."""
+    if not splits(problem, costs):
+        return torch.ones_like(chunks)
+    return parts_of_sequences(chunks, room, costs, problem.split, problem.batch_invariant)
+
+
+@functools.cache
+def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
+    """Whether a sequence of so many chunks, in a batch of so many, would be split. Fewer gain less, and so do more others."""
+    return bool((parts_of_sequences(torch.tensor([longest]), room, costs, together=together) > 1).any())
+
+
+def known_lengths(cu_seqlens_cpu: object, chunk_size: int) -> tuple[int, int]:
+    """Of sequences whose offsets the host has: a bound from above on the chunks of the longest, and one from below on those of
+    all; zeros if it has none. Powers of two, so that not every batch is a kind of call of its own. Any object may be passed:
+    what is no tensor of offsets is for the validation to refuse."""
+    if not isinstance(cu_seqlens_cpu, torch.Tensor) or torch.compiler.is_compiling():
+        return 0, 0
+    if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.is_floating_point():
+        return 0, 0
+    offsets = cu_seqlens_cpu.tolist()
+    chunks = [-(-(end - begin) // chunk_size) for begin, end in itertools.pairwise(offsets)]
+    longest = max(chunks, default=0)
+    if min(chunks, default=0) < 0 or longest == 0:
+        return 0, 0
+    return 1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1
+
+
+def segments_of_call(problem: Problem, room: int, costs: SplitCosts) -> int:
+    """A bound on the segments of a call that may be split, 0 for one that is not. Without lengths on the host: if one sequence
+    had all the tokens of a packed batch, and still were not split, no other batch of as many tokens is."""
+    if not splits(problem, costs) or problem.N == 0:
+        return 0
+    if problem.split == AUTO:
+        longest, together = problem.slots, problem.B * problem.slots
+        if problem.longest_chunks > 0:
+            # at every checkpoint a chunk may end early
+            longest, together = min(longest, problem.longest_chunks + problem.checkpoints), problem.all_chunks
+        if problem.batch_invariant:
+            together = longest
+        if not gains(longest, max(longest, together), room, costs):
+            return 0
+    most = most_segments(problem.N, problem.B * problem.slots, room, problem.split, problem.batch_invariant)
+    return most if most > problem.N else 0

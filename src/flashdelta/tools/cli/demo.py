@@ -1,0 +1,198 @@
+"""`flashdelta demo`: a small KDA language model continues a text, and the result is checked.
+
+The prompt goes through the chunk form (prefill), the continuation token by token through the recurrence (decode). Then
+prompt and continuation go through the chunk form once more, as a whole: both must score every token alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ...nn.lm import KdaLanguageModel, decode, encode, load_model
+
+DEFAULT_PROMPT = (
+    "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "
+    "object that the function gave back. If the function raises an exception, "
+)
+WEIGHTS = "tiny_lm.safetensors"
+WARMUP_TOKENS = 2
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""On the relative error of the logits: rounding of the compute dtype, through every layer."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What a demo run wrote and how it went.
+
+    `prefill_tokens_per_s` and `decode_tokens_per_s` are of one sequence, without compilation. `backend` names what ran
+    the kernels (`"a (prefill), b (decode)"` if two did), `device` and `dtype` where and in what.
+    `agreement_error` is `||decoded - whole|| / ||whole||` over the logits of prefill and decode against one whole
+    prefill; `checked` says that it is within tolerance and that every clear best guess is the same.
+    """
+
+    prompt: str
+    continuation: str
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    backend: str
+    device: str
+    dtype: str
+    parameters: int
+    agreement_error: float
+    checked: bool
+
+
+def run_demo(
+    *,
+    prompt: str | None = None,
+    tokens: int = 300,
+    temperature: float = 0.5,
+    seed: int = 0,
+    backend: str = "auto",
+    device: str | None = None,
+) -> DemoResult:
+    """Continues `prompt` by `tokens` characters with the model in the package. Prints nothing.
+
+    Args:
+        prompt: printable ASCII; None takes a prompt of our own.
+        tokens: characters to write, at least 1.
+        temperature: 0 always writes the likeliest character; above, samples.
+        seed: of the sampling.
+        backend: `"auto"` or a backend's name, as in `flashdelta.chunk_kda`.
+        device: `"cpu"`, `"cuda"` or `"cuda:1"`; None takes a GPU where there is one. A GPU computes in bfloat16, a CPU
+            in float32.
+
+    Returns:
+        The text, its speed and the outcome of the check; a failed check is `checked=False`, not an error.
+
+    Raises:
+        ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
+    """
+    prompt = DEFAULT_PROMPT if prompt is None else prompt
+    if not prompt:
+        raise ValueError("prompt: got an empty text, wanted at least one character")
+    if tokens < 1:
+        raise ValueError(f"tokens: got {tokens}, wanted at least 1")
+    place = _place(device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    prompt_tokens = encode(prompt)[None].to(place)
+    model = load_demo_model(place, dtype, backend)
+    written = _write(model, prompt_tokens, tokens, temperature, seed)
+    error, checked = agreement(model, prompt_tokens, written.tokens, written.logits)
+    return DemoResult(
+        prompt=prompt,
+        continuation=decode(written.tokens[0]),
+        prefill_tokens_per_s=prompt_tokens.shape[1] / written.prefill_s,
+        decode_tokens_per_s=tokens / written.decode_s,
+        backend=_backend_used(model, prompt_tokens.shape[1]),
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in model.parameters()),
+        agreement_error=error,
+        checked=checked,
+    )
+
+
+def _place(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, wanted 'cpu' or 'cuda'") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {device!r}, wanted 'cpu' or 'cuda'")
+    gpus = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= gpus:
+        raise ValueError(f"device: got {device!r}, wanted 'cpu' or one of the {gpus} GPUs PyTorch sees")
+    return place
+
+
+def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> KdaLanguageModel:
+    """The model in the package; raises as `load_model`."""
+    with resources.as_file(resources.files(__package__) / "assets" / WEIGHTS) as path:
+        return load_model(path, device=device, dtype=dtype, chunk_size=32, backend=backend)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """`tokens [1, N]`; `logits [1, N + 1, vocabulary]`: after the prompt and after every written token."""
+
+    tokens: Tensor
+    logits: Tensor
+    prefill_s: float
+    decode_s: float
+
+
+@torch.no_grad()
+def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int) -> _Written:
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    model.generate(prompt, WARMUP_TOKENS)  # compiles what the timed calls will use
+    (logits, caches), prefill_s = _timed(lambda: model(prompt, return_caches=True), prompt.device)
+    after_prompt = logits[:, -1]
+    steps = model.steps(after_prompt, caches, temperature=temperature, generator=generator)
+    pairs, decode_s = _timed(lambda: [next(steps) for _ in range(tokens)], prompt.device)
+    return _Written(
+        tokens=torch.stack([token for token, _ in pairs], dim=1),
+        logits=torch.stack([after_prompt, *(after for _, after in pairs)], dim=1),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+    )
+
+
+def _timed(work: Callable[[], _T], device: torch.device) -> tuple[_T, float]:
+    """The result of `work()` and the seconds until the device had it."""
+    _wait(device)
+    start = time.perf_counter()
+    result = work()
+    _wait(device)
+    return result, time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def agreement(model: KdaLanguageModel, prompt: Tensor, continuation: Tensor, logits: Tensor) -> tuple[float, bool]:
+    """Compares the logits of prefill and decode with those of one prefill over prompt and continuation.
+
+    Args:
+        prompt: `[1, P]`.
+        continuation: `[1, N]`.
+        logits: `[1, N + 1, vocabulary]`: after the prompt and after every token of the continuation.
+
+    Returns:
+        `(||logits - whole|| / ||whole||, ok)`. `ok` wants that error within the dtype's tolerance, and the same best
+        guess wherever the best score leads by more than the tolerance explains.
+    """
+    tolerance = TOLERANCE[model.embedding.weight.dtype]
+    whole, _ = model(torch.cat([prompt, continuation], dim=1))
+    whole, logits = whole[:, prompt.shape[1] - 1 :].float(), logits.float()
+    difference = logits - whole
+    error = float(difference.norm() / whole.norm())
+    best = whole.topk(2, dim=-1)
+    margin = best.values[..., 0] - best.values[..., 1]
+    # two scores that are each off by d can swap a lead of 2 d
+    clear = margin > 2 * tolerance * whole.abs().amax(-1)
+    same = best.indices[..., 0] == logits.argmax(-1)
+    # a NaN error compares false, and so fails
+    ok = error <= tolerance and bool((same | ~clear).all())
+    return error, ok
+
+
+def _backend_used(model: KdaLanguageModel, prompt_tokens: int) -> str:
+    attention = model.blocks[0].attention
+    prefill, step = (attention.explain(1, tokens).chosen for tokens in (prompt_tokens, 1))
+    return prefill if prefill == step else f"{prefill} (prefill), {step} (decode)"

@@ -1,0 +1,53 @@
+"""`flashdelta export`: the kernels as a C library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+import flashdelta
+
+from ...problem.errors import wrong
+from ...problem.prefill import DEFAULT_PRECISION, PRECISIONS, PREFILL_GATES, PREFILL_SIZES
+from ...triton.config import SHARED_MEMORY
+from ..export import OPS, compile_kernels, wanted_kernels, write
+
+T = TypeVar("T")
+
+
+def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[str]], jobs: int | None) -> None:
+    """Compiles and writes what was chosen, everything where nothing was (of precisions: the default one).
+
+    Raises:
+        ValueError: a choice that there is not; the message names it.
+    """
+    sizes = {",".join(map(str, size)): size for size in PREFILL_SIZES}
+    wanted = wanted_kernels(
+        _chosen("op", choice, OPS),
+        _chosen("size", choice, list(sizes), sizes.__getitem__),
+        _chosen("gate", choice, PREFILL_GATES),
+        _chosen("precision", {"precision": (DEFAULT_PRECISION,), **choice}, PRECISIONS),
+    )
+    numbers = {f"sm_{arch}": arch for arch in SHARED_MEMORY}
+    chosen = _chosen("arch", {"arch": arches}, list(numbers), numbers.__getitem__)
+    log = Console(stderr=True, highlight=False)
+    log.print(f"compiling {len(wanted)} kernels for {', '.join(arches)}", soft_wrap=True)
+    kernels = compile_kernels(wanted, chosen, jobs)
+    files = write(kernels, out, flashdelta.__version__)
+    size = sum(len(kernel.cubin) for kernel in kernels)
+    log.print(f"{len(files)} files in {out}, {size / 2**20:.1f} MiB of machine code", soft_wrap=True)
+    log.print(f"next: cmake -S {out} -B {out / 'build'} && cmake --build {out / 'build'}", soft_wrap=True)
+
+
+def _chosen(
+    name: str, choice: Mapping[str, Sequence[str]], known: Sequence[str], convert: Callable[[str], T] = lambda x: x
+) -> list[T]:
+    """The values of an option, each once; all that are known where none is given."""
+    values = choice.get(name) or known
+    for value in values:
+        if value not in known:
+            raise wrong(name, repr(value), f"one of {', '.join(known)}")
+    return [convert(value) for value in dict.fromkeys(values)]

@@ -1,0 +1,557 @@
+"""Compiles kernels for any GPU on a machine without one, and reads off what they cost.
+
+    python -m flashdelta.tools.compile --arch 80 --arch 90 --json
+
+Prints, for every kernel variant and architecture, registers a thread, bytes spilled to local memory, shared memory a CTA,
+places where Hopper code waits for asynchronous MMAs, instructions, and the seconds it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import re
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+import torch
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..hopper.gradients import stages_of as hopper_stages
+from ..hopper.gradients import wy_dqkg_launch as hopper_wy_launch
+from ..hopper.launch import launches as hopper_launches
+from ..problem.decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_decode
+from ..problem.prefill import DEFAULT_PRECISION, PREFILL_SIZES, prefill_of
+from ..problem.problem import Incoming, Options, Tensors, check_call
+from ..problem.wy_spec import WyGradients, WyTensors, check_wy
+from ..program.launch import Launch
+from ..triton.backward_pass import launches as backward_launches
+from ..triton.gradients import stages_of as triton_stages
+from ..triton.launch import commit_launch, prefill_launches
+from ..triton.launch import launches as triton_launches
+from ..triton.wy import launch as wy_launch
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Registers a thread, bytes spilled a thread, bytes of shared memory a CTA, waits for asynchronous MMAs, operands of those
+    that are written late, instructions, and a hash of the instructions."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    product_waits: int
+    late_operands: int
+    instructions: int
+    sass: str
+
+    def differences(self, other: Costs) -> str:
+        """`registers 128 -> 130, ...`; empty if the machine code is the same."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
+
+
+@dataclass(frozen=True)
+class Cost(Costs):
+    """Of one kernel, and the seconds that it took to compile."""
+
+    kernel: str
+    variant: str
+    arch: int
+    triton: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
+    of `decode` alone, `precision` of `prefill`; `algorithm="commit"` takes the dtype and layout of states only, `"wy"`
+    (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that leaves what its backward pass needs."""
+
+    name: str
+    backend: Literal["triton", "hopper"] = "triton"
+    algorithm: str = "chunk"
+    K: int = 128
+    V: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    gate: str = "lower_bound"
+    packed: bool = True
+    chunk_size: int = 64
+    state_v_first: bool = False
+    intermediate: bool = False
+    pool: bool = False
+    checkpoints: bool = False
+    g_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+    spec_tokens: int = 0
+    split: str | int = "auto"
+    backward: bool = False
+    kept: bool = False
+    precision: str = DEFAULT_PRECISION
+    N: int = 2
+    heads: int = 2
+    offsets: torch.dtype = torch.int32
+
+    def architectures(self) -> tuple[int, ...]:
+        return (90,) if self.backend == "hopper" else ARCHITECTURES
+
+    def launches(self, arch: int) -> list[Launch]:
+        if self.algorithm == "decode":
+            return self._decode(arch)
+        if self.algorithm == "commit":
+            return [commit_launch(*self._commit())]
+        if self.algorithm == "wy":
+            return [self._wy(arch)]
+        if self.algorithm == "prefill":
+            return self._prefill(arch)
+        H, T, N = self.heads, 4 * self.chunk_size, 1
+        make = _make(self.dtype)
+        state = self._states(N)
+        indices = {}
+        if self.pool:
+            indices["state_indices"] = make(N, dtype=torch.int32)
+            indices["has_initial_state"] = make(N, dtype=torch.bool)
+        if self.checkpoints:
+            indices["checkpoint_offsets"] = make(N, 1, dtype=torch.int32)
+            indices["checkpoint_indices"] = make(N, 1, dtype=torch.int32)
+        t = Tensors(
+            **self._inputs(1, T),
+            cu_seqlens=make(N + 1, dtype=self.offsets) if self.packed else None,
+            **{"state_pool" if self.pool else "initial_state": make(*state, dtype=self.state_dtype)},
+            **indices,
+        )
+        options = self._options(
+            output_final_state=not self.pool,
+            return_intermediate_states=self.intermediate,
+            chunk_size=self.chunk_size,
+            split=self.split,
+        )
+        problem, t = check_call(t, options)
+        h = make(problem.intermediate_shape) if self.intermediate else None
+        final_state = None if self.pool else make(*state, dtype=self.state_dtype)
+        if self.kept or self.backward:
+            stages = hopper_stages(problem, t) if self.backend == "hopper" else triton_stages(problem, t, arch)
+            o = make(1, T, H, self.V)
+            if self.kept:
+                return stages.walk(problem, stages.room(), o, final_state)
+            return list(backward_launches(stages, Incoming(o, final_state), {}))
+        launches = hopper_launches if self.backend == "hopper" else triton_launches
+        return launches(problem, t, arch, (make(1, T, H, self.V), final_state, h))
+
+    def _states(self, count: int) -> tuple[int, ...]:
+        inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+        return (count, self.heads, *inner)
+
+    def _inputs(self, B: int, T: int) -> dict[str, torch.Tensor | None]:
+        make, H = _make(self.dtype), self.heads
+        gated = self.gate in ("softplus", "lower_bound")
+        return {
+            "q": make(B, T, H, self.K),
+            "k": make(B, T, H, self.K),
+            "v": make(B, T, H, self.V),
+            "g": make(B, T, H, self.K, dtype=self.g_dtype or self.dtype),
+            "beta": make(B, T, H),
+            "A_log": make(H, dtype=torch.float32) if gated else None,
+            "dt_bias": make(H, self.K, dtype=torch.float32) if gated else None,
+        }
+
+    def _options(self, **others: object) -> Options:
+        return Options(
+            algorithm=self.algorithm,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            gate=self.gate,
+            lower_bound=-5.0 if self.gate == "lower_bound" else None,
+            state_v_first=self.state_v_first,
+            **others,
+        )
+
+    def _decode(self, arch: int) -> list[Launch]:
+        """A paged step: packed sequences, or `B` rows of one token; with speculative tokens, counts of accepted ones."""
+        N, tokens = self.N, 1 + self.spec_tokens
+        index = _make(torch.int32)
+        given = dict.fromkeys(GIVEN) | self._inputs(*((1, N * tokens) if self.packed else (N, tokens)))
+        given["initial_state"] = _make(self.state_dtype)(*self._states(4))
+        given["ssm_state_indices"] = index(N, tokens) if self.spec_tokens else index(N)
+        if self.spec_tokens:
+            given["num_accepted_tokens"] = index(N)
+        if self.packed:
+            given["cu_seqlens"] = index(N + 1)
+        problem, t = check_decode(given, self._options(), self.spec_tokens or None, True)
+        launches = hopper_launches if self.backend == "hopper" else triton_launches
+        return launches(problem, t, arch, (torch.empty_like(t.v), None, None))
+
+    def _prefill(self, arch: int) -> list[Launch]:
+        make, T = _make(self.dtype), 4 * self.chunk_size
+        q, k, v, g = (make(1, self.heads, T, width) for width in (self.K, self.K, self.V, self.K))
+        inputs = (q, k, v, g, make(1, self.heads, T))
+        problem, t = prefill_of(*inputs, self.chunk_size, None, self.gate, self.precision)
+        return prefill_launches(problem, t, arch, *problem.allocate(q.device))
+
+    def _commit(self) -> tuple[CommitSpec, CommitTensors]:
+        make, index = _make(self.state_dtype), _make(torch.int32)
+        pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
+        return check_commit(CommitTensors(pool, states, index(2), index(2)), "negative")
+
+    def _wy(self, arch: int) -> Launch:
+        make, wide = _make(self.dtype), _make(torch.float32)
+        H, chunks, C = self.heads, 4, self.chunk_size
+        keys, values = (1, chunks * C, H, self.K), (1, chunks * C, H, self.V)
+        states = make(1, chunks, *self._states(1)[1:])
+        t = WyTensors(
+            **{name: make(keys) for name in ("q", "k")},
+            **{name: make(values) for name in ("v", "v_new", "do", "dv")},
+            g=wide(keys),
+            beta=wide(keys[:3]),
+            A=make(*keys[:3], C),
+            h=states,
+            dh=states,
+            cu_seqlens=_make(torch.int32)(3) if self.packed else None,
+        )
+        problem = check_wy(t, chunk_size=C, state_v_first=self.state_v_first, use_exp2=True)
+        found = WyGradients.allocate(problem, t)
+        return hopper_wy_launch(problem, t, found) if self.backend == "hopper" else wy_launch(problem, t, arch, found)
+
+
+def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    return functools.partial(torch.empty, dtype=dtype, device="meta")
+
+
+VARIANTS = (
+    Variant("bf16 K128 V128 bounded"),
+    Variant("bf16 K128 V128 unbounded", gate="softplus"),
+    Variant("bf16 K128 V128 fixed length", packed=False),
+    Variant("bf16 K128 V128 intermediate states, V first", intermediate=True, state_v_first=True),
+    Variant("bf16 K128 V128 chunk 32", chunk_size=32),
+    Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),
+    Variant("bf16 K128 V128 pool with checkpoints, V first", pool=True, checkpoints=True, state_v_first=True),
+    Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", pool=True, checkpoints=True),
+    Variant("bf16 K128 V128 split", split=4),
+    Variant("bf16 K128 V128 split, pool with checkpoints", split=4, pool=True, checkpoints=True, state_v_first=True),
+    Variant("bf16 K256 V256 split, fixed length", K=256, V=256, packed=False, split=4),
+    Variant("fp32 K128 V128 split", dtype=torch.float32, split=4),
+    Variant("bf16 K128 V128 backward", backward=True),
+    Variant("bf16 K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
+    Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
+    Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
+    Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
+    Variant("wy bf16 K128 V128", algorithm="wy"),
+    Variant("wy bf16 K128 V128 fixed length, V first", algorithm="wy", packed=False, state_v_first=True),
+    Variant("wy bf16 K64 V64 chunk 32", algorithm="wy", K=64, V=64, chunk_size=32),
+    Variant("wy bf16 K256 V256", algorithm="wy", K=256, V=256),
+    Variant("wy fp32 K128 V128", algorithm="wy", dtype=torch.float32),
+    Variant("bf16 K32 V64", K=32, V=64),
+    Variant("bf16 K64 V32", K=64, V=32),
+    Variant("bf16 K256 V256", K=256, V=256, gate="none"),
+    Variant("fp16 K128 V128", dtype=torch.float16),
+    Variant("fp32 K64 V128", dtype=torch.float32, K=64),
+    Variant("fp32 K128 V128", dtype=torch.float32),
+    Variant("fp32 K256 V256", dtype=torch.float32, K=256, V=256, gate="logsigmoid"),
+    Variant("recurrent bf16 K128 V128", algorithm="recurrent"),
+    Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
+    Variant("recurrent bf16 K128 V128 pool, V first", algorithm="recurrent", pool=True, state_v_first=True),
+    Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
+    *(
+        Variant(
+            f"decode K128 V128, {'bf16' if state == torch.bfloat16 else 'fp32'} states, {'V' if v_first else 'K'} first, N={N}",
+            algorithm="decode",
+            packed=False,
+            state_v_first=v_first,
+            state_dtype=state,
+            N=N,
+        )
+        for v_first in (True, False)
+        for state in (torch.float32, torch.bfloat16)
+        for N in (2, 256)
+    ),
+    Variant(
+        "decode K128 V128 unbounded, V first", algorithm="decode", packed=False, state_v_first=True, gate="softplus"
+    ),
+    Variant("decode K64 V64, V first", algorithm="decode", K=64, V=64, state_v_first=True),
+    Variant("decode K128 V128 packed, V first", algorithm="decode", state_v_first=True),
+    Variant("decode K128 V128 speculative, V first", algorithm="decode", state_v_first=True, spec_tokens=3),
+    Variant("decode K256 V256 speculative, K first", algorithm="decode", K=256, V=256, spec_tokens=7, gate="none"),
+    Variant("commit fp32", algorithm="commit"),
+    *(
+        Variant(
+            f"prefill fp32 K{K} V{V} chunk {C}, {precision}",
+            algorithm="prefill",
+            K=K,
+            V=V,
+            dtype=torch.float32,
+            gate="none",
+            chunk_size=C,
+            precision=precision,
+        )
+        for precision in ("tf32x3", "ieee")
+        for K, V, C in PREFILL_SIZES
+    ),
+    *(
+        Variant(
+            f"prefill fp32 K128 V128 chunk {C}, many heads, tf32x3",
+            algorithm="prefill",
+            dtype=torch.float32,
+            gate="none",
+            chunk_size=C,
+            precision="tf32x3",
+            heads=32,
+        )
+        for C in (32, 64)
+    ),
+    Variant("hopper K128 V128 bounded", "hopper"),
+    Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
+    Variant("hopper K128 V128 unbounded, fixed length", "hopper", gate="softplus", packed=False),
+    Variant("hopper K128 V128 fixed length", "hopper", packed=False),
+    Variant("hopper K128 V128 offsets in int64", "hopper", offsets=torch.int64),
+    Variant("hopper K128 V128 shared out, offsets in int64", "hopper", heads=96, offsets=torch.int64),
+    Variant("hopper K128 V128 shared out", "hopper", heads=96),
+    Variant("hopper K128 V128 shared out, fixed length", "hopper", heads=96, packed=False),
+    Variant("hopper K128 V128 log decays in fp32", "hopper", gate="none", g_dtype=torch.float32),
+    Variant("hopper K128 V128 intermediate states", "hopper", intermediate=True, state_dtype=torch.bfloat16),
+    Variant(
+        "hopper K128 V128 pool with checkpoints, V first", "hopper", pool=True, checkpoints=True, state_v_first=True
+    ),
+    Variant("hopper K128 V128 split", "hopper", split=4),
+    Variant("hopper K128 V128 split, fixed length", "hopper", split=4, packed=False),
+    Variant(
+        "hopper K128 V128 split, pool with checkpoints",
+        "hopper",
+        split=4,
+        pool=True,
+        checkpoints=True,
+        state_v_first=True,
+    ),
+    Variant("hopper K64 V64 split, fixed length", "hopper", K=64, V=64, split=4, packed=False),
+    Variant("hopper K128 V128 backward", "hopper", backward=True),
+    Variant("hopper K128 V128 backward, fixed length", "hopper", packed=False, backward=True),
+    Variant(
+        "hopper K128 V128 backward, unbounded, V first", "hopper", gate="softplus", state_v_first=True, backward=True
+    ),
+    Variant(
+        "hopper K128 V128 backward, log decays in fp32", "hopper", gate="none", g_dtype=torch.float32, backward=True
+    ),
+    Variant("hopper K64 V128 backward", "hopper", K=64, backward=True),
+    Variant("hopper K128 V64 backward, unbounded", "hopper", V=64, gate="logsigmoid", backward=True),
+    Variant("hopper K128 V128 kept for the backward pass", "hopper", kept=True),
+    *(
+        Variant(
+            f"hopper decode K{K} V{K}, {gate}",
+            "hopper",
+            algorithm="decode",
+            K=K,
+            V=K,
+            gate=gate,
+            packed=False,
+            state_v_first=True,
+            state_dtype=torch.bfloat16,
+            N=512,
+        )
+        for K, gate in ((128, "lower_bound"), (64, "softplus"))
+    ),
+    Variant("hopper wy K128 V128", "hopper", algorithm="wy"),
+    Variant("hopper wy K128 V128 fixed length", "hopper", algorithm="wy", packed=False),
+    Variant("hopper wy K128 V128 fixed length, V first", "hopper", algorithm="wy", packed=False, state_v_first=True),
+    Variant("hopper wy K64 V64", "hopper", algorithm="wy", K=64, V=64),
+    Variant("hopper K64 V64", "hopper", K=64, V=64),
+    Variant("hopper K64 V64 unbounded", "hopper", K=64, V=64, gate="logsigmoid"),
+)
+
+
+def source(launch: Launch) -> ASTSource | GluonASTSource:
+    """The kernel with the types and alignments of the launch's arguments."""
+    signature, constants, attributes = {}, dict(launch.constants), {}
+    for i, (param, x) in enumerate(zip(launch.kernel.params, launch.arguments)):
+        if x is None:
+            constants[param.name] = None
+        elif isinstance(x, torch.Tensor):
+            signature[param.name] = "*" + TYPES[x.dtype]
+        elif isinstance(x, TensorDescriptor):
+            signature[param.name] = f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)},{x.layout!r}>"
+        elif isinstance(x, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = param.annotation_type or "i32"
+        aligned = isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0)
+        if aligned and not param.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    order = {p.name: signature.get(p.name, "constexpr") for p in launch.kernel.params}
+    kind = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    return kind(launch.kernel, order, constants, attributes)
+
+
+def fingerprint(launch: Launch, arch: int) -> str:
+    """Of all that determines the launch's machine code: Triton's version, the target, the launch options, and the IR that the
+    kernel's source becomes, in which constants are folded and functions, locals and lines have no names."""
+    options = sorted(launch.options().items())
+    determined = f"{triton.__version__}\nsm_{arch}\n{options}\n{intermediate(source(launch), options, arch)}"
+    return hashlib.sha256(determined.encode()).hexdigest()[:16]
+
+
+_intermediate: dict[tuple, str] = {}
+
+
+def intermediate(source: ASTSource | GluonASTSource, options: list[tuple[str, object]], arch: int) -> str:
+    """Triton's first IR, without source locations; functions are numbered as they appear. The same for all architectures
+    whose launches are alike, so it is made once."""
+    known = (source.fn, *(str(x) for x in (source.signature, source.constants, source.attrs, options)))
+    if known not in _intermediate:
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        parsed = backend.parse_options({**dict(options), **source.parse_options()})
+        helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
+        text = source.make_ir(target, parsed, *helpers, context).str_nodebug()
+        numbers: dict[str, str] = {}
+        _intermediate[known] = re.sub(
+            r'@(?:"[^"]+"|[\w.$-]+)', lambda name: numbers.setdefault(name[0], f"@{len(numbers)}"), text
+        )
+    return _intermediate[known]
+
+
+def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
+    began = time.perf_counter()
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source(launch), target=target, options=launch.options())
+    seconds = time.perf_counter() - began
+    cubin = compiled.asm["cubin"]
+    registers, spills = resource_usage(cubin)
+    listing = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
+    code = machine_code(cubin)
+    return Cost(
+        kernel=launch.kernel.__name__,
+        variant=variant,
+        arch=arch,
+        triton=triton.__version__,
+        registers=registers,
+        spill_bytes=spills,
+        shared_bytes=compiled.metadata.shared,
+        product_waits=product_waits(listing),
+        late_operands=late_operands(listing),
+        instructions=len(code) // INSTRUCTION_BYTES,
+        sass=hashlib.sha256(code).hexdigest()[:16],
+        seconds=round(seconds, 2),
+    )
+
+
+INSTRUCTION_BYTES = 16
+"""Volta and newer."""
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """A kernel's instructions, in which there are no names: the `.text` sections of the ELF file."""
+    sections, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
+    headers = [struct.unpack_from("<II2Q2Q", cubin, sections + size * i) for i in range(count)]
+    strings = headers[names][4]
+    found = []
+    for name, _, _, _, offset, length in headers:
+        begin = strings + name
+        if cubin[begin : begin + 6] == b".text.":
+            found.append(cubin[offset : offset + length])
+    return b"".join(found)
+
+
+def _inspect(tool: str, cubin: bytes, *options: str) -> str:
+    """What one of the tools that Triton carries says about a kernel's machine code."""
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        command = [os.path.join(tools, tool), *options, f.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of stack (spills) a thread."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _inspect("cuobjdump", cubin, "-res-usage"))
+    return int(found[1]), int(found[2])
+
+
+def late_operands(sass: str) -> int:
+    """Registers of left operands of Hopper's asynchronous products that are written when they should have been before: after
+    the fence before the product, or while it is under way. ptxas does that to constants, and the product reads what was there
+    before."""
+    fenced: set[int] = set()
+    flying: set[int] = set()
+    found = 0
+    for line in sass.splitlines():
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*) ?(.*)", line)
+        if match is None:
+            continue
+        operation, operands = match[1], match[2]
+        if operation == "WARPGROUP.ARRIVE":
+            fenced.clear()
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            flying.clear()
+        elif operation.startswith("HGMMA"):
+            if left := re.match(r"R\d+, R(\d+)", operands):
+                registers = set(range(int(left[1]), int(left[1]) + 4))
+                found += len(registers & fenced)
+                flying |= registers
+        elif (written := re.match(r"R(\d+)", operands)) and not operation.startswith(("ST", "RED")):
+            wide = re.search(r"\.(64|128)\b|\.M88\.(4)", operation)
+            count = {"64": 2, "128": 4, "4": 4}[wide[1] or wide[2]] if wide else 1
+            registers = set(range(int(written[1]), int(written[1]) + count))
+            found += len(registers & flying)
+            fenced |= registers
+    return found
+
+
+def product_waits(sass: str) -> int:
+    """Places where the code waits for asynchronous products of Hopper. They multiply where ptxas serialises the products,
+    which it does without failing: for want of registers, or because an operand changes too early."""
+    return sass.count("WARPGROUP.DEPBAR")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="default: all")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    arguments = parser.parse_args()
+    costs = []
+    for arch in arguments.arch or ARCHITECTURES:
+        for variant in VARIANTS:
+            if arguments.only not in variant.name or arch not in variant.architectures():
+                continue
+            for launch in variant.launches(arch):
+                cost = compile_launch(launch, variant.name, arch)
+                costs.append(cost)
+                if not arguments.json:
+                    print(
+                        f"sm_{cost.arch} {cost.kernel:18} {cost.variant:46} {cost.registers:4} registers "
+                        f"{cost.spill_bytes:5} B spilled {cost.shared_bytes:7} B shared {cost.product_waits:4} waits "
+                        f"{cost.instructions:6} instructions {cost.seconds:5.1f} s",
+                        flush=True,
+                    )
+    if arguments.json:
+        print(json.dumps([asdict(c) for c in costs], indent=1))
+
+
+if __name__ == "__main__":
+    main()

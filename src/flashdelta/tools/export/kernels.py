@@ -1,0 +1,234 @@
+"""Which kernels an export holds, and their compilation for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from ...problem.decode_spec import GIVEN, check_decode
+from ...problem.prefill import PRECISIONS, PREFILL_GATES, PREFILL_SIZES, prefill_of
+from ...problem.problem import Options
+from ...program.launch import Launch
+from ...triton import config
+from ...triton.launch import launches as triton_launches
+from ...triton.launch import prefill_launches
+from ..compile import source
+
+OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
+"""In the order of `fd_operator` in c/runtime.h."""
+
+STAGES = ("prepare", "recurrence", "output", "decode", "recurrence_wide")
+"""In the order of `fd_stage`."""
+
+ANY = -1
+"""`FD_ANY`."""
+
+SAMPLE_HEADS = 2
+"""Heads of the calls that kernels are compiled for; they run any number. `recurrence_wide` is that of many."""
+
+TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
+"""Of scalar parameters: in a kernel's signature, and in PTX. Pointers are `.u64` there."""
+
+SCRATCH = 2
+"""Parameters for scratch memory that Triton appends to every kernel's own."""
+
+SPECIALISED = ("_batch", "_token", "_head", "_pitch", "_step")
+"""Ends of the names of integers that kernels take to be multiples of 16: strides in elements, of which c/ passes no others."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One kernel of an export. `C`, `gate` and `precision` are None where it does not depend on them."""
+
+    op: str
+    stage: str
+    K: int
+    V: int
+    C: int | None
+    gate: str | None
+    precision: str | None
+
+    @property
+    def label(self) -> str:
+        """As part of names of files and symbols."""
+        parts = [
+            self.op,
+            self.stage,
+            f"k{self.K}",
+            f"c{self.C}" if self.C else "",
+            self.gate or "",
+            self.precision or "",
+        ]
+        return "_".join(part for part in parts if part)
+
+    def variant(self) -> tuple[int, ...]:
+        """As `fd_variant` has it."""
+        precision = ANY
+        if self.op == "prefill_f32":
+            precision = {"tf32x3": 1, "ieee": 2}[self.precision]
+        return (
+            OPS.index(self.op),
+            STAGES.index(self.stage),
+            self.K,
+            self.V,
+            ANY if self.C is None else self.C,
+            ANY if self.gate is None else PREFILL_GATES.index(self.gate),
+            precision,
+        )
+
+    def exists(self, arch: int) -> bool:
+        """Whether GPUs of this architecture have room for it."""
+        return self.stage != "recurrence_wide" or config.SHARED_MEMORY[arch] >= config.WIDE_STATES
+
+    def launch(self, arch: int) -> Launch:
+        """As the Python functions would launch it, for a call of any size."""
+        gate = self.gate or PREFILL_GATES[0]
+        if self.op == "decode_bf16":
+            return sample_decode(self.K, self.V, gate, arch)
+        dtype = torch.float32 if self.op == "prefill_f32" else torch.bfloat16
+        heads = 2 * config.STATES_FEW if self.stage == "recurrence_wide" else SAMPLE_HEADS
+        launches = sample_prefill(dtype, (self.K, self.V, self.C), gate, self.precision, arch, heads)
+        return launches[1 if self.stage == "recurrence_wide" else STAGES.index(self.stage)]
+
+
+def sample_prefill(
+    dtype: torch.dtype, size: tuple[int, int, int], gate: str, precision: str | None, arch: int, H: int = SAMPLE_HEADS
+) -> list[Launch]:
+    """The stages of a prefill; in bfloat16 without `u`, and with g and beta in float32."""
+    (K, V, C), T = size, 4 * size[2]
+    q, k, v = (torch.empty(1, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
+    g, beta = (torch.empty(*shape, device="meta") for shape in ((1, H, T, K), (1, H, T)))
+    problem, t = prefill_of(q, k, v, g, beta, C, None, gate, precision or config.dot_precision(dtype))
+    o, w, u = problem.allocate(q.device)
+    return prefill_launches(problem, t, arch, o, w, u if dtype == torch.float32 else None)
+
+
+def sample_decode(K: int, V: int, gate: str, arch: int) -> Launch:
+    """A step over a pool of float32 states, values first, by index; g and beta in float32."""
+    N, H = 1, SAMPLE_HEADS
+    q, k, v = (torch.empty(N, 1, H, width, dtype=torch.bfloat16, device="meta") for width in (K, K, V))
+    given = dict.fromkeys(GIVEN) | {"q": q, "k": k, "v": v}
+    given["g"], given["beta"] = torch.empty(N, 1, H, K, device="meta"), torch.empty(N, 1, H, device="meta")
+    given["initial_state"] = torch.empty(4, H, V, K, device="meta")
+    given["ssm_state_indices"] = torch.empty(N, dtype=torch.int32, device="meta")
+    problem, t = check_decode(given, Options(algorithm="decode", gate=gate, state_v_first=True), None, True)
+    (launch,) = triton_launches(problem, t, arch, (torch.empty_like(v), None, None))
+    return launch
+
+
+def wanted_kernels(
+    ops: Iterable[str],
+    sizes: Iterable[tuple[int, int, int]] = PREFILL_SIZES,
+    gates: Iterable[str] = PREFILL_GATES,
+    precisions: Iterable[str] = PRECISIONS,
+) -> list[Wanted]:
+    """The kernels of the operators at `(K, V, C)` in `sizes`, each once."""
+    found: dict[Wanted, None] = {}
+    for op, (K, V, C), gate in itertools.product(ops, sizes, gates):
+        if op == "decode_bf16":
+            found[Wanted(op, "decode", K, V, None, gate, None)] = None
+            continue
+        for precision in precisions if op == "prefill_f32" else (None,):
+            found[Wanted(op, "prepare", K, V, C, gate, precision)] = None
+            found[Wanted(op, "recurrence", K, V, C, None, precision)] = None
+            if op == "prefill_f32":
+                found[Wanted(op, "output", K, V, C, None, precision)] = None
+            if op == "prefill_f32" and K > 64 and precision == "tf32x3":
+                found[Wanted(op, "recurrence_wide", K, V, C, None, precision)] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel. `parameters` are the names and types of its parameters, in order; `slices` is the number of programs
+    that share a head's value channels."""
+
+    wanted: Wanted
+    arch: int
+    entry: str
+    cubin: bytes
+    threads: int
+    shared_bytes: int
+    slices: int
+    overlaps: bool
+    parameters: tuple[tuple[str, str], ...]
+
+    @property
+    def symbol(self) -> str:
+        return f"fd_{self.wanted.label}_sm{self.arch}"
+
+    @property
+    def specific(self) -> bool:
+        """Whether the machine code runs on exactly this architecture: Triton compiles sm_90 and newer with features that
+        later ones do not have."""
+        return self.arch >= 90
+
+
+def parameters_of(launch: Launch) -> tuple[tuple[str, str], ...]:
+    """Names and types of what is passed at run time, in order: all but constants and absent tensors."""
+    signature = source(launch).signature
+    return tuple((p.name, signature[p.name]) for p in launch.kernel.params if signature[p.name] != "constexpr")
+
+
+def compile_kernel(wanted: Wanted, arch: int) -> Kernel:
+    """Raises a RuntimeError if the kernel is not as c/ launches it, or does not fit the GPU."""
+    launch = wanted.launch(arch)
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # the names of source files on the machine that exports are in it
+        compiled = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options())
+    parameters = parameters_of(launch)
+    _check(compiled, launch, parameters, arch, wanted.label)
+    return Kernel(
+        wanted=wanted,
+        arch=arch,
+        entry=compiled.metadata.name,
+        cubin=compiled.asm["cubin"],
+        threads=32 * compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        slices=1 if wanted.stage == "prepare" else wanted.V // launch.constants["BV"],
+        overlaps=launch.overlaps,
+        parameters=parameters,
+    )
+
+
+def _check(
+    compiled: CompiledKernel, launch: Launch, parameters: tuple[tuple[str, str], ...], arch: int, label: str
+) -> None:
+    metadata = compiled.metadata
+    entry = re.search(rf"\.entry {metadata.name}\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
+    found = re.findall(r"\.param\s+(\.\w+)", entry)
+    expected = [TYPES.get(kind, ".u64") for _, kind in parameters] + [".u64"] * SCRATCH
+    if found != expected:
+        raise RuntimeError(f"{label}: the compiled kernel takes {found}, expected {expected}")
+    extra = {name: getattr(metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "tmem_size")}
+    if any(extra.values()) or metadata.num_ctas != 1:
+        raise RuntimeError(f"{label}: got {extra} and {metadata.num_ctas} blocks a cluster, wanted no scratch and 1")
+    if metadata.shared > config.SHARED_MEMORY[arch]:
+        raise RuntimeError(
+            f"{label}: {metadata.shared} bytes of shared memory, sm_{arch} has {config.SHARED_MEMORY[arch]}"
+        )
+    for param, x in zip(launch.kernel.params, launch.arguments):
+        if isinstance(x, int) and not param.do_not_specialize and not param.name.endswith(SPECIALISED):
+            raise RuntimeError(f"{label}: {param.name} is specialised, but is no stride")
+
+
+def compile_kernels(wanted: Iterable[Wanted], arches: Iterable[int], jobs: int | None = None) -> list[Kernel]:
+    """All of them for all architectures, `jobs` at a time (by default as many as there are processors)."""
+    tasks = [(kernel, arch) for kernel, arch in itertools.product(wanted, arches) if kernel.exists(arch)]
+    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
+    if jobs <= 1:
+        return [compile_kernel(*task) for task in tasks]
+    # not forked: PyTorch has threads
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compile_kernel, *zip(*tasks)))

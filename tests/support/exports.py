@@ -1,0 +1,135 @@
+"""Exports as tests use them: made once for all workers, built, and called beside a stand-in for the CUDA driver."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parents[1] / "c"
+CUDA_INCLUDE = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+"""Where Triton keeps cuda.h."""
+
+STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
+ARCHES = (89, 90)
+SIZE = (64, 64, 32)
+CHOICE = ["--size", ",".join(map(str, SIZE)), "--gate", "none", "--jobs", "2"]
+"""A small export: every operator at one size, with one gate and one precision."""
+
+
+def run(*command: object, **options: object) -> str:
+    """Standard output; a failure is an error that shows both outputs."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Export:
+    """A folder that `flashdelta export` wrote, and what was built of it."""
+
+    folder: Path
+
+    @property
+    def bindings(self) -> Path:
+        return self.folder / "flashdelta_ctypes.py"
+
+    @property
+    def shared(self) -> Path:
+        return self.folder / "build" / "libflashdelta.so"
+
+    @property
+    def static(self) -> Path:
+        return self.folder / "build" / "libflashdelta.a"
+
+
+def export(folder: Path, *choice: str) -> str:
+    """Runs the command; what it said."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "flashdelta", "export", "--out", str(folder), *choice]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
+
+
+def build(folder: Path, source: Path, *definitions: str) -> None:
+    """Configures and builds with CMake; warnings are errors."""
+    flags = f"-DCMAKE_C_FLAGS={' '.join(STRICT)}"
+    run("cmake", "-S", source, "-B", folder, flags, "-DCMAKE_BUILD_TYPE=Release", *definitions)
+    run("cmake", "--build", folder, "--parallel", "2")
+
+
+def small_export(shared: Path) -> Export:
+    """Made by the first worker that asks; `shared` is a folder of this run's, the same for all workers."""
+    found = Export(shared / "export")
+    with open(shared / "export.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "export.done").exists():
+            export(found.folder, *(f"--arch=sm_{arch}" for arch in ARCHES), *CHOICE)
+            build(found.folder / "build", found.folder)
+            compile_c(shared / "libcuda.so.1", HERE / "fake_driver.c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
+            (shared / "empty.c").write_text("int nothing;\n")
+            compile_c(shared / "old" / "libcuda.so.1", shared / "empty.c", "-shared", "-Wl,-soname,libcuda.so.1")
+            (shared / "export.done").touch()
+    return found
+
+
+def compile_c(out: Path, source: Path, *options: object, language: str = "c11") -> None:
+    out.parent.mkdir(exist_ok=True)
+    compiler = "g++" if "++" in language else "gcc"
+    include = ("-isystem", CUDA_INCLUDE)
+    run(compiler, f"-std={language}", *STRICT, *include, source, "-o", out, *options)
+
+
+@dataclass(frozen=True)
+class Called:
+    """What `c/calls.py` reports: of each call its status, message and bytes; the launches; how often the driver was asked to
+    load a kernel, and to make, change and destroy a graph."""
+
+    outcomes: list[dict]
+    launches: list[dict]
+    counts: dict[str, int]
+
+    @property
+    def statuses(self) -> list[str]:
+        return [outcome["status"] for outcome in self.outcomes]
+
+
+def call(found: Export, calls: list[dict], *, driver: Path | None = None, threads: bool = False, **settings) -> Called:
+    """Makes the calls (dicts of `op`, `args` and more) beside the stand-in, or another `driver`, whose variables are set
+    first."""
+    task = {
+        "driver": str(driver or found.folder.parent / "libcuda.so.1"),
+        "library": str(found.shared),
+        "bindings": str(found.bindings),
+        "settings": {f"fake_{name}": value for name, value in settings.items()},
+        "calls": calls,
+        "threads": threads,
+    }
+    return Called(**json.loads(run(sys.executable, HERE / "calls.py", input=json.dumps(task))))
+
+
+def pointers(*names: str) -> dict[str, int]:
+    """Addresses that nobody may touch, all different and aligned."""
+    return {name: 0x10000 * (i + 1) for i, name in enumerate(names)}
+
+
+def prefill_args(bf16: bool = False, **changes: object) -> dict:
+    """Of a call that is right in all but its addresses."""
+    names = ("q", "k", "v", "g", "beta", "o", "workspace", *(() if bf16 else ("w", "u")))
+    K, V, C = SIZE
+    sizes = {"B": 2, "H": 3, "T": 70, "K": K, "V": V, "C": C}
+    return sizes | pointers(*names) | {"workspace_bytes": 2**40} | changes
+
+
+def decode_args(**changes: object) -> dict:
+    sizes = {"N": 5, "H": 3, "slots": 7, "K": SIZE[0], "V": SIZE[1]}
+    return sizes | pointers("q", "k", "v", "g", "beta", "states", "state_indices", "o") | changes

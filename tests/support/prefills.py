@@ -1,0 +1,98 @@
+"""Calls of `kda_prefill`: the cases of every tier, their inputs head first, and the truth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashdelta import reference
+from flashdelta.problem.prefill import INPUTS, PREFILL_SIZES, prefill_of
+
+from .cases import FP32, HARD_CASES, LENGTHS, Case
+from .inputs import make_call
+from .oracle import TOLERANCE, assert_close, conditioning
+
+Results = tuple[Tensor, Tensor, Tensor]
+
+PLAIN = Case(name="plain", why="log decays of any size, normalised keys", l2norm=False, K=64, V=64, H=2, HV=2)
+LOGITS = replace(PLAIN, name="logits", why="g is a logit", gate="logsigmoid", T=66)
+
+LENGTH_CASES = [replace(PLAIN, name=f"T{T}", T=T) for T in (0, *LENGTHS)]
+BATCH_CASES = [
+    replace(PLAIN, name="B3", B=3, H=1, HV=1, why="the batch stride"),
+    replace(PLAIN, name="H3", B=2, H=3, HV=3, T=40, why="the head stride"),
+    replace(PLAIN, name="many heads", B=2, H=9, HV=9, T=70, why="wide slices of the states"),
+    replace(PLAIN, name="scale", scale=0.7, why="a scale that is not K ** -0.5"),
+    LOGITS,
+]
+HARD = [
+    replace(case, K=64, V=64, H=1, HV=1, l2norm=False, safe=False, beta="value", T=min(case.T, 130), state=None)
+    for case in HARD_CASES
+    if case.gate in ("none", "logsigmoid") and case.beta == "value"
+]
+CASES = [*LENGTH_CASES, *BATCH_CASES, *HARD]
+
+
+BAD = {
+    "rank": ({"q": torch.zeros(2, 70, 64)}, ValueError, "q: got shape [2, 70, 64], wanted a tensor of rank 4"),
+    "no tensor": ({"beta": 1.0}, TypeError, "beta: got float, wanted a torch.Tensor"),
+    "k shape": ({"k": torch.zeros(1, 2, 71, 64)}, ValueError, "k: got shape [1, 2, 71, 64], wanted [B, H, T, K]"),
+    "v tokens": ({"v": torch.zeros(1, 2, 71, 64)}, ValueError, "v: got shape [1, 2, 71, 64], wanted [B, H, T, V]"),
+    "g heads": ({"g": torch.zeros(1, 1, 70, 64)}, ValueError, "g: got shape [1, 1, 70, 64], wanted [B, H, T, K]"),
+    "beta shape": ({"beta": torch.zeros(1, 70, 2)}, ValueError, "beta: got shape [1, 70, 2], wanted [B, H, T]"),
+    "dtype": ({"g": torch.zeros(1, 2, 70, 64).bfloat16()}, TypeError, "g: got dtype torch.bfloat16, wanted float32"),
+    "float64": ({"q": torch.zeros(1, 2, 70, 64).double()}, TypeError, "q: got dtype torch.float64, wanted float32"),
+    "strides": ({"v": torch.zeros(1, 70, 2, 64).transpose(1, 2)}, ValueError, "v: got strides "),
+    "device": (
+        {"k": torch.zeros(1, 2, 70, 64, device="meta")},
+        ValueError,
+        "k: got device meta, wanted q's device cpu",
+    ),
+    "chunk": ({"chunk_size": 16}, ValueError, "chunk_size: got (K, V, C) = (64, 64, 16), wanted one of (64, 64, 32)"),
+    "chunk type": ({"chunk_size": 64.0}, TypeError, "chunk_size: got 64.0 (float), wanted an int"),
+    "scale": ({"scale": "1"}, TypeError, "scale: got '1' (str), wanted a float or None"),
+    "gate": ({"gate": "softplus"}, ValueError, "gate: got 'softplus', wanted one of ('none', 'logsigmoid')"),
+    "tf32": ({"precision": "tf32"}, ValueError, "precision: got 'tf32', wanted one of ('ieee', 'tf32x3')"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend: got 'cuda', wanted one of"),
+    "hopper": ({"backend": "hopper"}, ValueError, "backend: got 'hopper', wanted one that can run this call"),
+}
+"""Changes that make a call of `PLAIN` with 70 tokens a wrong one, the error and how its message begins."""
+
+
+def sized(case: Case, size: tuple[int, int, int]) -> Case:
+    """The case at `(K, V, C)`."""
+    K, V, C = size
+    return replace(case, K=K, V=V, chunk_size=C)
+
+
+def size_id(size: tuple[int, int, int]) -> str:
+    return "K{}-V{}-C{}".format(*size)
+
+
+SIZES = PREFILL_SIZES
+
+
+def prefill_call(case: Case, device: str = "cpu", seed: int = 0) -> dict:
+    """Arguments of `kda_prefill`."""
+    call = make_call(case, FP32, device, seed)
+    tensors = {name: call[name].transpose(1, 2).contiguous() for name in INPUTS}
+    options = {"chunk_size": case.chunk_size, "gate": case.gate}
+    return tensors | options | ({} if case.scale is None else {"scale": case.scale})
+
+
+def truth(call: dict) -> Results:
+    """The reference in float64."""
+    exact = [call[name].double() for name in INPUTS]
+    return reference.prefill(*prefill_of(*exact, call["chunk_size"], call.get("scale"), call["gate"], "ieee"))
+
+
+def hold(case: Case, results: Results, want: Results) -> None:
+    """Every result within the tolerance of float32, and nothing in the rows past the end."""
+    tolerance = TOLERANCE[FP32] * conditioning(case, FP32)
+    for name, got, exact in zip("owu", results, want):
+        assert got.dtype == FP32 and got.is_contiguous()
+        assert_close(name, got, exact, tolerance)
+    for x in results[1:]:
+        assert x.flatten(2, 3)[:, :, case.T :].eq(0).all()

@@ -1,0 +1,70 @@
+"""Calls whose sequences are to be split, for all tiers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashdelta.problem.split import SplitCosts
+
+COSTS = SplitCosts(step=97, map=60, compose=150, fixed=800)
+CHUNK = 32
+LENGTHS = ([1, 31, 32, 33], [0, 200, 0, 65], [331], [7, 640, 1, 0])
+"""Empty sequences among long ones, tails, sequences of one chunk."""
+
+
+def offsets(lengths: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0)
+
+
+def split_inputs(
+    T: int,
+    seed: int = 0,
+    H: int = 1,
+    HV: int = 2,
+    K: int = 32,
+    V: int = 64,
+    decay: float = 0.1,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """q, k (normalised), v, g and beta of one row of `T` tokens."""
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(1, T, H, K), dim=-1) for _ in "qk")
+    g = -decay * normal(1, T, HV, K).abs()
+    beta = 2.0 * torch.rand(1, T, HV, generator=source, dtype=torch.float64)
+    tensors = {"q": q, "k": k, "v": normal(1, T, HV, V), "g": g, "beta": beta}
+    return {name: x.to(dtype) for name, x in tensors.items()}
+
+
+def split_call(lengths: list[int], v_first: bool = False, **options: object) -> dict:
+    """A packed call with initial states; `options` are other arguments of `chunk_kda`."""
+    call: dict = split_inputs(sum(lengths)) | {"cu_seqlens": offsets(lengths)}
+    states = torch.randn(len(lengths), 2, 32, 64, generator=torch.Generator().manual_seed(1))
+    call["initial_state"] = states.mT.contiguous() if v_first else states
+    return call | {"state_v_first": v_first, "output_final_state": True, "chunk_size": CHUNK} | options
+
+
+def split_pool_call() -> dict:
+    """Three sequences over a pool: one stores nothing, one has no token; checkpoints on and off the chunk grid, and twice
+    at one place."""
+    lengths = [150, 64, 0]
+    return split_inputs(sum(lengths)) | {
+        "cu_seqlens": offsets(lengths),
+        "state_pool": torch.randn(8, 2, 32, 64, generator=torch.Generator().manual_seed(2)),
+        "state_indices": torch.tensor([2, -1, 0]),
+        "checkpoint_offsets": torch.tensor([[16, 96], [64, 64], [0, 0]]),
+        "checkpoint_indices": torch.tensor([[4, 5], [6, -1], [-1, -1]]),
+        "chunk_size": CHUNK,
+    }
+
+
+def forced(call: dict, dtype: torch.dtype) -> dict:
+    """The call with its floating-point tensors copied in another dtype."""
+    return {
+        name: x.to(dtype, copy=True) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in call.items()
+    }

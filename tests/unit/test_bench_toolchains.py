@@ -1,0 +1,222 @@
+"""`bench toolchains` without a GPU: the half that compiles, and the other on a driver that only pretends."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler, make_backend
+from triton.runtime import jit
+from triton.runtime.driver import driver
+
+from flashdelta.program.launch import Launch
+from flashdelta.tools.bench import report, toolchains
+from flashdelta.tools.bench.decode import DecodeCase
+from flashdelta.tools.bench.protocol import Effort
+from flashdelta.tools.bench.toolchains import META, ROWS, ToolchainRow, call_of, compile_rows, key_of, run_toolchains
+from flashdelta.tools.bench.toolchains import specialized as source
+
+SMALL = ToolchainRow(DecodeCase(N=2, H=2, HV=2, reason="fits a CPU"), "triton")
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("toolchains")
+    compile_rows([SMALL], found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def launches():
+    with torch.no_grad():
+        return {row.name: call_of(row, META).launches for row in ROWS}
+
+
+def launched(launch):
+    """The source that Triton makes of the launch's arguments."""
+    backend, kernel = make_backend(TARGET), launch.kernel
+    named = {**launch.constants, **launch.options()}
+    binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*launch.arguments, **named)
+    found = kernel._pack_args(backend, named, bound, specialization, options)
+    return type(source(launch))(kernel, *found[1:])
+
+
+def key(launch):
+    return key_of(source(launch), launch.options())
+
+
+# --- the half that compiles ---
+
+
+def test_rows_cover_the_hot_kernels(launches):
+    names = {
+        row.name: [launch.kernel.__name__.removesuffix("_kernel") for launch in launches[row.name]] for row in ROWS
+    }
+    assert names["prefill T8192 H64"] == names["prefill T8192 H64 softplus"] == ["prepare", "recurrence"]
+    assert names["prefill T32768 H4"] == ["prepare", "maps", "compose", "recurrence"]
+    assert names["train B1 T8192 H32"] == ["prepare", "recurrence", "reverse", "wy", "intra", "finish"]
+    assert names["triton prefill T8192 H64"] == ["prepare_bounded", "recurrence"]
+    shared = {name: x[-1].constants["SHARED"] for name, x in launches.items() if name.startswith("prefill")}
+    assert [name for name, x in shared.items() if x] == ["prefill T8192 H96", "prefill packed 6 uneven H96"]
+
+
+def test_a_key_is_that_of_the_launch(launches):
+    for found in launches.values():
+        for launch in found:
+            assert key_of(launched(launch), launch.options()) == key(launch)
+
+
+def test_a_key_tells_kernels_apart_and_no_sizes(launches):
+    first = launches["prefill T8192 H64"]
+    assert key(first[0]) == key(launches["prefill T8192 H96"][0])
+    assert len({key(launch) for found in launches.values() for launch in found}) == 22
+    assert "NVMMA" not in key(first[1]) and "tensordesc<bf16[64,64]>" in key(first[1])
+
+
+def test_the_folder_holds_machine_code_and_what_it_is(folder):
+    manifest = toolchains.load_manifest(folder)
+    (launch,) = call_of(SMALL, META).launches
+    found = manifest["kernels"][key(launch)]
+    assert (folder / found["file"]).read_bytes()[:4] == b"\x7fELF"
+    assert found["entry"] == "decode_kernel" and found["registers"] > 0 and found["traits"]["num_warps"] == 1
+    assert found["traits"]["parameters"][:2] == [".u64", ".u64"]
+
+
+@pytest.mark.parametrize("damage", ["manifest", "text", "file"])
+def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path, damage):
+    manifest = json.loads((folder / toolchains.MANIFEST).read_text())
+    if damage == "text":
+        manifest["text"] = "other"
+    if damage != "manifest":
+        (tmp_path / toolchains.MANIFEST).write_text(json.dumps(manifest))
+    said = {"manifest": "without a manifest.json", "text": "wanted those of this package", "file": "without decode_"}
+    with pytest.raises(ValueError, match=f"^folder: got .*{said[damage]}"):
+        toolchains.load_manifest(tmp_path)
+
+
+# --- the half that measures ---
+
+
+@pytest.fixture
+def pretended(monkeypatch, folder):
+    """A driver whose kernels write `o`: 1, or for machine code in `values` what that says. The loads, and the launches."""
+    (launch,) = call_of(SMALL, META).launches
+    compiled = compiler.compile(source(launch), target=TARGET, options=launch.options())
+    state = SimpleNamespace(values={}, loads=[], runs=[], compiled=compiled)
+
+    def load(name, cubin, shared, device):
+        state.loads.append((name, cubin, shared))
+        return None, cubin, 42, 3, 1024
+
+    def launcher(src, metadata):
+        def run(x, y, z, stream, function, packed, *rest):
+            o = rest[3:][launch.kernel.arg_names.index("o")]
+            o.fill_(state.values.get(function, 1.0))
+            state.runs.append((function, packed))
+
+        return run
+
+    def start(compiled, device, grid, arguments):
+        run = compiled.run
+        run(*grid, 0, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+    fake = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_target=lambda: TARGET,
+        launcher_cls=launcher,
+        utils=SimpleNamespace(load_binary=load),
+    )
+    monkeypatch.setattr(driver, "_active", fake)
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 232_448)
+    monkeypatch.setattr(toolchains, "start", start)
+    monkeypatch.setattr(Launch, "run", lambda self: None)
+    monkeypatch.setattr(Launch, "compiled", lambda self, device: compiled)
+    return state
+
+
+def dry_run(folder, tmp_path, begin=lambda name: None):
+    return run_toolchains(
+        [SMALL],
+        folder=folder,
+        device=torch.device("cpu"),
+        effort=Effort(rounds=2, warmup_ms=0.0),
+        path=tmp_path / "results.json",
+        timer=lambda run: run() or 1.0,
+        begin=begin,
+    )
+
+
+def altered(folder, tmp_path, change):
+    """The folder with another manifest, and machine code that begins otherwise."""
+    manifest = json.loads((folder / toolchains.MANIFEST).read_text())
+    for found in manifest["kernels"].values():
+        change(found)
+        (tmp_path / found["file"]).write_bytes(b"other" + (folder / found["file"]).read_bytes())
+    (tmp_path / toolchains.MANIFEST).write_text(json.dumps(manifest))
+    return tmp_path
+
+
+def test_dry_run(pretended, folder, tmp_path):
+    other = altered(folder, tmp_path, lambda found: found.update(entry="renamed", shared_bytes=4096))
+    named = []
+    document = dry_run(other, tmp_path, named.append)
+    assert named == [SMALL.name] == ["triton decode N2 H2 fp32"]
+    assert json.loads((tmp_path / "results.json").read_text()) == document
+    (row,) = document["rows"]
+    assert (row["difference"], row["ours"]["problem"], report.failures(document)) == (0.0, None, [])
+    (kernel,) = row["kernels"]
+    assert kernel["problem"] is None and set(kernel["ms"]) == {"ours", "other"}
+    assert kernel["registers"] == {"ours": 42, "other": 42} and kernel["spill_bytes"] == {"ours": 12, "other": 12}
+    ours = pretended.compiled.kernel
+    loads = {cubin: (name, shared) for name, cubin, shared in pretended.loads}
+    assert loads == {ours: ("decode_kernel", 16), b"other" + ours: ("renamed", 4096)}
+    assert set(pretended.runs) == {(ours, (1, 1, 16)), (b"other" + ours, (1, 1, 4096))}
+    assert pretended.compiled.asm["cubin"] == ours and "ptx" in pretended.compiled.asm
+
+
+def test_results_that_differ_are_wrong(pretended, folder, tmp_path):
+    other = altered(folder, tmp_path, lambda found: None)
+    pretended.values[b"other" + pretended.compiled.kernel] = 1.1
+    document = dry_run(other, tmp_path)
+    assert "wrong: results differ by 1.0e-01" in report.failures(document)[0]["ours"]["problem"]
+    assert document["rows"][0]["kernels"] == []
+
+
+def test_what_can_not_be_swapped_is_said_by_name(pretended, folder, tmp_path):
+    other = altered(folder, tmp_path, lambda found: found["traits"].update(num_warps=2, parameters=[".u64"]))
+    (kernel,) = dry_run(other, tmp_path)["rows"][0]["kernels"]
+    assert "num_warps 1 here, 2 in the folder" in kernel["problem"] and "parameters" in kernel["problem"]
+    assert kernel["ms"] is None
+    manifest = json.loads((tmp_path / toolchains.MANIFEST).read_text())
+    (tmp_path / toolchains.MANIFEST).write_text(json.dumps({**manifest, "kernels": {}}))
+    document = dry_run(other, tmp_path)
+    assert "not in the folder" in document["rows"][0]["kernels"][0]["problem"]
+    assert any("not in the folder" in line for line in report.toolchains_summary(document))
+
+
+def test_a_row_that_raises_leaves_the_others(pretended, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchains, "call_of", lambda row, device: 1 / 0)
+    document = dry_run(folder, tmp_path)
+    assert document["rows"][0]["ours"]["problem"] == "ZeroDivisionError: division by zero"
+
+
+def test_the_table_fits_80_columns(pretended, folder, tmp_path):
+    document = dry_run(folder, tmp_path)
+    (row,) = document["rows"]
+    row["name"] = max((row.name for row in ROWS), key=len)
+    row["graph_ms"] = {key: {"median": 1.23456} for key in ("ours", "other")}
+    (kernel,) = row["kernels"]
+    kernel |= {"kernel": "prepare_bounded_kernel", "ms": row["graph_ms"], "sustained_ms": {"ours": 1.0, "other": 1.1}}
+    kernel |= {"registers": {"ours": 255, "other": 255}, "spill_bytes": {"ours": 160, "other": 248}}
+    console = report.wide_console(record=True, file=io.StringIO())
+    console.print(report.toolchains_table(document))
+    shown = console.export_text()
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert " 255 " in shown and "160/248" in shown and "1234.6" in shown and "1.10" in shown
+    assert "ratio, busy: 1.100" in "\n".join(report.toolchains_summary(document))

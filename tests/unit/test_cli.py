@@ -1,0 +1,227 @@
+"""The command line, through typer's runner."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import flashdelta
+from flashdelta import backends
+from flashdelta.backends.reference import ReferenceBackend
+from flashdelta.tools import cli
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from flashdelta.tools.cli import demo
+from flashdelta.tools.cli.app import app
+from flashdelta.tools.cli.demo import DemoResult
+from flashdelta.tools.cli.verify import run_verify
+from flashdelta.tools.cli.verify_cases import CASES, inputs, options
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The calls are small: threads cost more than they give, and far more where tests run in parallel."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+class WrongBackend(ReferenceBackend):
+    """The reference, with an output one per cent too large or a NaN in the state."""
+
+    def __init__(self, damage):
+        self.name = damage
+
+    def run(self, problem, t, out):
+        o, state, h = super().run(problem, t, out)
+        if self.name == "large":
+            return o * 1.01, state, h
+        if self.name == "raises":
+            raise RuntimeError("kernel fell over")
+        return o, torch.where(torch.arange(state.numel()).reshape(state.shape) == 0, torch.nan, state), h
+
+
+@pytest.fixture(params=["large", "nan", "raises"])
+def wrong_backend(request, monkeypatch):
+    monkeypatch.setattr(backends, "BACKENDS", (WrongBackend(request.param), ReferenceBackend()))
+    return request.param
+
+
+def test_doctor_json():
+    result = run("doctor", "--device", "cpu", "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["self_check"]["passed"]
+    assert report["environment"]["versions"]["torch"] == torch.__version__
+    assert report["environment"]["versions"]["flashdelta"] == flashdelta.__version__
+    assert {v["name"] for v in report["backends"]["verdicts"]} == {b.name for b in backends.BACKENDS}
+
+
+def test_doctor_says_why_a_backend_cannot_run():
+    result = run("doctor", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "backend triton: no; tensors are on the CPU" in result.stdout.replace("\n", " ")
+    assert "self-check passed" in result.stdout
+
+
+def test_doctor_fails_on_a_wrong_backend(wrong_backend):
+    result = run("doctor", "--device", "cpu", "--json")
+    assert result.exit_code == 1
+    check = json.loads(result.stdout)["self_check"]
+    assert not check["passed"]
+    if wrong_backend == "raises":
+        assert check["problem"] == "RuntimeError: kernel fell over"
+
+
+def test_verify_passes_with_the_reference():
+    result = run("verify", "--quick", "--device", "cpu", "--backend", "reference")
+    assert result.exit_code == 0, result.stdout
+    checks = 2 * sum(not case.long for case in CASES)
+    assert f"all {checks} checks passed" in result.stdout
+
+
+def test_verify_json_lists_what_was_not_supported():
+    result = run("verify", "--quick", "--device", "cpu", "--json")
+    report = json.loads(result.stdout)
+    assert report["passed"] and result.exit_code == 0
+    assert {row["status"] for row in report["rows"] if row["backend"] == "reference"} == {"passed"}
+    assert {row["status"] for row in report["rows"] if row["backend"] == "triton"} == {"not supported"}
+
+
+def test_verify_fails_on_a_wrong_backend(wrong_backend):
+    result = run("verify", "--quick", "--device", "cpu", "--backend", wrong_backend)
+    assert result.exit_code == 1
+    assert "checks failed" in result.stdout
+
+
+def test_verify_tells_the_wrong_backend_from_the_right_one(wrong_backend):
+    report = run_verify(torch.device("cpu"), cases=CASES[:3], progress=False)
+    assert not report["passed"]
+    status = {"large": "wrong", "nan": "NaN", "raises": "raised"}[wrong_backend]
+    assert {(row["backend"], row["status"]) for row in report["rows"]} == {
+        (wrong_backend, status),
+        ("reference", "passed"),
+    }
+
+
+def test_verify_of_a_backend_that_cannot_run_here_does_not_pass():
+    result = run("verify", "--quick", "--device", "cpu", "--backend", "triton")
+    assert result.exit_code == 1
+    assert "nothing was checked" in result.stdout
+
+
+def test_verify_cases_are_distinct_and_explained():
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(case.reason for case in CASES)
+    assert {case.gate for case in CASES} == {"none", "softplus", "lower_bound", "logsigmoid"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_verify_case_is_a_valid_call(case):
+    explanation = flashdelta.explain(flashdelta.chunk_kda, **inputs(case, torch.device("cpu")), **options(case))
+    assert explanation.chosen == "reference"
+
+
+DEMO = DemoResult(
+    prompt="A [function] ",
+    continuation="returns [/red].",
+    prefill_tokens_per_s=12345.6,
+    decode_tokens_per_s=789.0,
+    backend="reference",
+    device="cpu",
+    dtype="float32",
+    parameters=700_000,
+    agreement_error=1.5e-6,
+    checked=True,
+)
+
+
+def test_demo_hands_its_options_on_and_prints_the_text(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(demo, "run_demo", lambda **options: asked.update(options) or DEMO)
+    result = run("demo", "--prompt", "A", "--tokens", "5", "--temperature", "0", "--seed", "3", "--device", "cpu")
+    assert result.exit_code == 0
+    assert asked == {"prompt": "A", "tokens": 5, "temperature": 0.0, "seed": 3, "backend": "auto", "device": "cpu"}
+    for expected in ("A [function] returns [/red].", "12,346 tokens/s", "789 tokens/s", "check passed", "1.5e-06"):
+        assert expected in result.stdout
+
+
+def test_demo_json_and_exit_code_of_a_failed_check(monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", lambda **options: replace(DEMO, checked=False))
+    result = run("demo", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {**asdict(DEMO), "checked": False}
+
+
+def test_demo_refuses_an_empty_prompt():
+    result = run("demo", "--prompt", "", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "prompt: got an empty text" in result.stderr
+
+
+BENCHMARKS = [
+    ("bench", name) for name in ("prefill", "classic", "kernels", "split", "decode", "train", "wy", "startup")
+]
+
+
+@pytest.mark.parametrize("command", [("verify",), ("demo",), *BENCHMARKS])
+def test_unknown_backend_names_the_known_ones(command):
+    result = run(*command, "--backend", "cuda")
+    assert result.exit_code == 2
+    assert "got 'cuda', wanted one of auto," in result.stderr.replace("\n", " ")
+    assert "reference" in result.stderr
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99"])
+def test_impossible_device_is_refused(device):
+    result = run("doctor", "--device", device)
+    assert result.exit_code == 2
+    assert f"got '{device}'" in result.stderr
+
+
+@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "split", "decode", "train", "wy"])
+def test_benchmarks_of_full_size_need_a_gpu(benchmark):
+    result = run("bench", benchmark, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "wanted an NVIDIA GPU" in result.stderr
+
+
+@pytest.mark.slow
+def test_bench_startup_writes_and_prints(tmp_path):
+    path = tmp_path / "startup.json"
+    result = run("bench", "startup", "--device", "cpu", "--backend", "reference", "--tokens", "64", "--json", str(path))
+    assert result.exit_code == 0, result.stderr
+    assert "H=12 packed 21+43" in result.stdout
+    assert len(json.loads(path.read_text())["rows"]) == 8
+    again = run("bench", "show", str(path))
+    assert again.exit_code == 0
+    assert again.stdout == result.stdout
+
+
+def test_bench_show_refuses_other_files(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    result = run("bench", "show", str(tmp_path / "other.json"))
+    assert result.exit_code == 2
+    # the frame may break the line anywhere
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert "wanted a JSON file of one of: prefill, classic, kernels, split, decode, fp32, startup" in said
+
+
+def test_main_without_typer_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "flashdelta.tools.cli.app")
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert "pip install 'flashdelta[cli]'" in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""The reference of `recurrent_kda` and `commit` against a plain loop, and what holds for any backend on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.problem.decode_spec import GIVEN, check_decode_arguments
+from flashdelta.problem.problem import TENSOR_NAMES
+from flashdelta.runtime import torch_ops as library
+
+from ..support.cases import BF16, FP32
+from ..support.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
+from ..support.decoding_checks import accepted_steps, check_commit, check_step
+from ..support.inputs import HARD, Source
+from ..support.oracle import assert_close, same_bits
+
+FP64 = torch.float64
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
+@pytest.mark.parametrize("step", STEPS, ids=step_id)
+def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
+    check_step(fd.recurrent_kda, step, dtype, "reference")
+
+
+# ---- commit ---------------------------------------------------------------------------------------------------------
+
+
+def commit_call(state: torch.dtype = FP32, rows: tuple[int, ...] | None = None, gap: int = 16) -> dict:
+    """Four sequences: accepted 2, none, all 3, and one whose slot is null."""
+    source = Source(FP32, "cpu", 0)
+    call = {
+        "initial_state": amid(source, state, (6, 2, 8, 4), gap),
+        "intermediate_states": amid(source, state, (6, 3, 2, 8, 4), gap),
+        "ssm_state_indices": torch.tensor([4, 1, 0, -1], dtype=torch.int32),
+        "num_accepted_tokens": torch.tensor([2, 0, 3, 1], dtype=torch.int32),
+    }
+    return call if rows is None else call | {"intermediate_state_indices": torch.tensor(rows)}
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
+def test_commit_copies_the_accepted_states(rows: tuple[int, ...] | None, state: torch.dtype):
+    check_commit(commit_call(state, rows), "reference")
+
+
+def test_commit_of_nothing():
+    call = commit_call()
+    fd.commit(**call | {name: call[name][:0] for name in ("ssm_state_indices", "num_accepted_tokens")})
+    fd.commit(**call | {"intermediate_states": call["intermediate_states"][:0]})
+    fd.commit(**call | {"initial_state": call["initial_state"][:0]})
+    assert same_bits(memory_of(call["initial_state"]), memory_of(commit_call()["initial_state"]))
+
+
+def test_verification_and_commit_are_the_accepted_steps():
+    """Verify 3 tokens without writing, commit 1, 3 and 0 of them; against steps one by one."""
+    step = replace(BY_NAME["verify"], indices=(3, 5, 1), rows="slots")
+    call = make_step(step)
+    accepted = torch.tensor([1, 3, 0])
+    outputs, pool = accepted_steps(call, accepted)
+    o, _ = fd.recurrent_kda(**call)
+    fd.commit(call["initial_state"], call["intermediate_states"], call["ssm_state_indices"], accepted)
+    assert_close("pool", call["initial_state"], pool, 1e-6)
+    assert_close("o", o[1], torch.cat([x[1] for x in outputs]), 1e-6)
+
+
+# ---- laws -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+def test_one_step_is_the_last_token_of_a_prefill(v_first: bool):
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 20, 2, d) for d in (32, 32, 64, 32))
+    beta, options = (
+        torch.rand(2, 20, 2),
+        {"use_qk_l2norm_in_kernel": True, "gate": "logsigmoid", "state_v_first": v_first},
+    )
+    want, want_state = fd.chunk_kda(q, k, v, g, beta, **options, output_final_state=True)
+    _, pool = fd.chunk_kda(*(x[:, :-1] for x in (q, k, v, g, beta)), **options, output_final_state=True)
+    o, states = fd.recurrent_kda(
+        *(x[:, -1:] for x in (q, k, v, g, beta)), **options, initial_state=pool, output_final_state=True
+    )
+    assert states is pool
+    assert_close("o", o, want[:, -1:], 1e-5)
+    assert_close("state", pool, want_state, 1e-5)
+
+
+def test_a_constant_decay_is_the_gated_delta_rule():
+    """One decay for all of K is a number per head: S <- a S + beta k (v - a k^T S), the gated delta rule."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 1, 32, dtype=FP64) for _ in range(3))
+    g, beta = -torch.rand(1, 6, 1, dtype=FP64), torch.rand(1, 6, 1, dtype=FP64)
+    S, outputs = torch.zeros(32, 32, dtype=FP64), []
+    unit = {name: torch.nn.functional.normalize(x[0, :, 0], dim=-1) for name, x in (("q", q), ("k", k))}
+    for i in range(6):
+        a, b, row = g[0, i, 0].exp(), beta[0, i, 0], unit["k"][i]
+        S = a * (S - b * torch.outer(row, row @ S)) + b * torch.outer(row, v[0, i, 0])
+        outputs.append(unit["q"][i] @ S * 32**-0.5)
+    o, _ = fd.recurrent_kda(q, k, v, g[..., None].expand(1, 6, 1, 32), beta)
+    assert_close("o", o[0, :, 0], torch.stack(outputs), 1e-5)
+
+
+@pytest.mark.parametrize("hard", ["same_keys", "g-50", "pinned", "zero_rows", "g-1e4"])
+def test_hard_inputs_are_finite_and_right(hard: str):
+    step = replace(BY_NAME["T8"], gate="lower_bound" if hard == "pinned" else "none", beta="value", state=FP64)
+    call = make_step(step, FP64)
+    HARD[hard]({name: call[name] for name in ("q", "k", "v", "g", "beta")}, Source(FP64, "cpu", 0))
+    want = expected(step, call)
+    o, _ = fd.recurrent_kda(**call)
+    assert o.isfinite().all()
+    assert_close("o", o.flatten(0, 1), want.o, 1e-11)
+
+
+# ---- reached by other names, traced, explained ----------------------------------------------------------------------
+
+
+def test_flas_name_gives_the_same():
+    call = make_step(BY_NAME["paged"])
+    names = {
+        "initial_state": "state_pool",
+        "ssm_state_indices": "state_indices",
+        "beta_is_logit": "use_beta_sigmoid_in_kernel",
+    }
+    other = {names.get(name, name): x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    for name in ("num_spec_tokens", "update_state"):
+        del other[name]
+    o, _ = fd.recurrent_kda(**call)
+    want, _ = fd.fused_recurrent_kda(**other)
+    assert_close("o", o, want, 1e-6)
+    assert_close("pool", call["initial_state"], other["state_pool"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_output", [False, True])
+@pytest.mark.parametrize(
+    "name", ["paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows"]
+)
+def test_compiles_in_one_graph(name: str, with_output: bool):
+    call, other = make_step(BY_NAME[name]), make_step(BY_NAME[name])
+    want, want_states = fd.recurrent_kda(**other)
+    if with_output:
+        call["output"] = torch.full_like(want, torch.nan)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda arguments: fd.recurrent_kda(**arguments), fullgraph=True, backend="aot_eager")
+    o, states = compiled(call)
+    assert same_bits(o, want) and same_bits(states, want_states)
+    for written in WRITTEN:
+        assert written not in call or same_bits(call[written], other[written])
+
+
+def test_commit_compiles_in_one_graph():
+    call, other = commit_call(), commit_call()
+    fd.commit(**other)
+    torch._dynamo.reset()
+    torch.compile(lambda arguments: fd.commit(**arguments), fullgraph=True, backend="aot_eager")(call)
+    assert same_bits(call["initial_state"], other["initial_state"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows", "source"])
+def test_opcheck(name: str):
+    call = make_step(BY_NAME[name])
+    problem, t = check_decode_arguments(dict.fromkeys((*GIVEN, "num_spec_tokens", "update_state")) | call)
+    arguments = library.operator_arguments(problem, t, "reference", TENSOR_NAMES)
+    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, torch.empty_like(t.v)))
+
+
+def test_opcheck_commit():
+    arguments = (*commit_call().values(), None, "negative", "reference")
+    torch.library.opcheck(torch.ops.flashdelta.kda_commit, arguments)
+
+
+def test_explain(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["problem"]))
+    verdicts = {v.backend: v for v in explanation.verdicts}
+    assert explanation.chosen == "reference"
+    assert "CPU" in verdicts["triton"].reason and not verdicts["hopper"].supported
+    with pytest.raises(ValueError, match=r"^num_spec_tokens: got 8"):
+        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["problem"]) | {"num_spec_tokens": 8})

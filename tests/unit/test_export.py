@@ -1,0 +1,681 @@
+"""The C library on a machine without a GPU: it builds, its interface is what the header says, and beside a stand-in for the
+CUDA driver it launches what the Python functions would launch, and nothing after an error."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashdelta
+from flashdelta.problem.decode_spec import GIVEN, check_decode
+from flashdelta.problem.prefill import PREFILL_SIZES, PrefillSpec, prefill_of
+from flashdelta.problem.problem import Options
+from flashdelta.program.launch import Launch
+from flashdelta.tools.export import bindings, compile_kernels, kernels, wanted_kernels, write
+from flashdelta.tools.export.kernels import Wanted, compile_kernel, parameters_of, sample_decode, sample_prefill
+from flashdelta.triton.launch import Workspace, launches, prefill_launches
+
+from ..compile.toolchains import toolchains
+from ..support.exports import (
+    ARCHES,
+    CUDA_INCLUDE,
+    HERE,
+    ROOT,
+    SIZE,
+    Export,
+    build,
+    call,
+    compile_c,
+    decode_args,
+    export,
+    prefill_args,
+    run,
+    small_export,
+)
+
+pytestmark = pytest.mark.slow
+
+FUNCTIONS = {
+    *("fd_prefill_f32", "fd_prefill_bf16", "fd_decode_bf16", "fd_prefill_f32_workspace", "fd_prefill_bf16_workspace"),
+    *("fd_status_string", "fd_last_error", "fd_version"),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    base = tmp_path_factory.getbasetemp()
+    return small_export(base.parent if base.name.startswith("popen-") else base)
+
+
+# ---- the files and the built library -------------------------------------------------------------------------------------
+
+
+def test_libraries_export_the_headers_functions_and_need_no_more_than_libc(exported: Export):
+    assert exported.static.exists()
+    dynamic = run("nm", "-D", "--defined-only", exported.shared)
+    assert set(re.findall(r" [TBDR] (\w+)", dynamic)) == FUNCTIONS
+    header = (exported.folder / "flashdelta.h").read_text()
+    assert set(re.findall(r"^FD_API .*?(fd_\w+)\(", header, re.MULTILINE)) == FUNCTIONS
+    needed = set(re.findall(r"NEEDED.*\[(\w+)", run("readelf", "-d", exported.shared)))
+    assert needed <= {"libc", "libm", "libdl", "libpthread", "ld"}
+
+
+def test_nothing_of_the_machine_that_exported_is_left(exported: Export):
+    for path in (exported.shared, *exported.folder.glob("*.[ch]")):
+        text = path.read_bytes()
+        assert str(ROOT).encode() not in text and b"site-packages" not in text, path
+
+
+@pytest.mark.parametrize("language", ["c11", "c++17"])
+def test_header_compiles_by_itself(exported: Export, language: str, tmp_path: Path):
+    source = tmp_path / ("use.cpp" if "++" in language else "use.c")
+    source.write_text(
+        '#include "flashdelta.h"\n#include "flashdelta.h"\nint used(void);\nint used(void) { return FD_SUCCESS; }\n'
+    )
+    compile_c(tmp_path / "use.o", source, "-c", "-I", exported.folder, language=language)
+
+
+def test_header_may_stand_beside_cuda_h(exported: Export, tmp_path: Path):
+    source = tmp_path / "use.c"
+    source.write_text(
+        '#include <cuda.h>\n#include "flashdelta.h"\nint used(void);\nint used(void) { return FD_SUCCESS; }\n'
+    )
+    compile_c(tmp_path / "use.o", source, "-c", "-I", exported.folder)
+
+
+def test_ctypes_structs_have_the_headers_layout(exported: Export, tmp_path: Path):
+    kinds = {"fd_prefill_args": bindings.PrefillArgs, "fd_decode_args": bindings.DecodeArgs}
+    lines, want = [], []
+    for name, kind in kinds.items():
+        lines.append(f'printf("%zu\\n", sizeof({name}));')
+        want.append(ctypes.sizeof(kind))
+        for field, _ in kind._fields_:
+            lines.append(f'printf("%zu\\n%zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));')
+            want += [getattr(kind, field).offset, getattr(kind, field).size]
+        header = (exported.folder / "flashdelta.h").read_text()
+        body = re.search(rf"struct {name} {{(.*?)}} {name};", header, re.DOTALL)[1]
+        declared = re.findall(r"[\w, ]+;", re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL))
+        names = [re.sub(r"^(.* )?\*?", "", part) for line in declared for part in line.strip(" ;").split(",")]
+        assert [part.strip() for part in names] == [field for field, _ in kind._fields_]
+    source = tmp_path / "layout.c"
+    source.write_text('#include <stdio.h>\n#include "flashdelta.h"\nint main(void) {\n' + "\n".join(lines) + "\n}\n")
+    compile_c(tmp_path / "layout", source, "-I", exported.folder)
+    assert [int(line) for line in run(tmp_path / "layout").split()] == want
+
+
+def test_numbers_of_the_bindings_are_the_headers(exported: Export):
+    header = (exported.folder / "flashdelta.h").read_text()
+    numbers = {name: int(value) for name, value in re.findall(r"FD_(\w+) = (\d+)", header)}
+    for i, status in enumerate(bindings.STATUS):
+        assert numbers[status] == i
+    assert [numbers[f"GATE_{gate.upper()}"] for gate in bindings.GATES] == [0, 1]
+    assert [numbers[f"PRECISION_{precision.upper()}"] for precision in bindings.PRECISIONS] == [0, 1, 2]
+    assert len(numbers) == len(bindings.STATUS) + 2 + 3
+
+
+def test_every_status_has_its_words(exported: Export):
+    functions = bindings.Library(str(exported.shared)).functions
+    words = [functions.fd_status_string(i).decode() for i in range(len(bindings.STATUS))]
+    assert len(set(words)) == len(words) and "unknown status" not in words
+    assert functions.fd_status_string(99) == b"unknown status"
+    assert functions.fd_version().decode() == flashdelta.__version__
+    assert f'#define FD_VERSION "{flashdelta.__version__}"' in (exported.folder / "flashdelta.h").read_text()
+
+
+def test_the_drivers_types_are_those_of_cuda_h(exported: Export, tmp_path: Path):
+    pairs = {
+        "COMPUTE_CAPABILITY_MAJOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
+        "COMPUTE_CAPABILITY_MINOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
+        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+        "MAX_DYNAMIC_SHARED_SIZE_BYTES": "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
+        "PROGRAMMATIC_STREAM_SERIALIZATION": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
+        "sizeof(launch_config)": "sizeof(CUlaunchConfig)",
+        "sizeof(launch_attribute)": "sizeof(CUlaunchAttribute)",
+        "offsetof(launch_attribute, value)": "offsetof(CUlaunchAttribute, value)",
+        "sizeof(CUresult)": "sizeof(int)",
+        "sizeof(CUdevice)": "sizeof(int)",
+    }
+    fields = {
+        **{f"grid_{x}": f"gridDim{x.upper()}" for x in "xyz"},
+        **{f"block_{x}": f"blockDim{x.upper()}" for x in "xyz"},
+        **{"shared_bytes": "sharedMemBytes", "stream": "hStream", "attributes": "attrs", "attribute_count": "numAttrs"},
+    }
+    pairs |= {f"offsetof(launch_config, {ours})": f"offsetof(CUlaunchConfig, {cuda})" for ours, cuda in fields.items()}
+    asserts = "".join(f'_Static_assert((long)({a}) == (long)({b}), "{a}");\n' for a, b in pairs.items())
+    source = tmp_path / "types.c"
+    source.write_text(f'#include <cuda.h>\n#include "runtime.c"\n{asserts}')
+    compile_c(tmp_path / "types.o", source, "-c", "-I", exported.folder, "-D_POSIX_C_SOURCE=200809L")
+
+
+# ---- errors: nothing is launched -----------------------------------------------------------------------------------------
+
+BAD_PREFILL = {
+    "no args": (None, "ERROR_NULL_POINTER", "args: got NULL, wanted an fd_prefill_args"),
+    "K": ({"K": 32}, "ERROR_UNSUPPORTED", "(K, V, C): got (32, 64, 32), wanted one of (64, 64, 32)"),
+    "V": ({"V": 128}, "ERROR_UNSUPPORTED", "(K, V, C): got (64, 128, 32)"),
+    "C": ({"C": 16}, "ERROR_UNSUPPORTED", "(K, V, C): got (64, 64, 16)"),
+    "B": ({"B": -1}, "ERROR_SIZE", "B: got -1, wanted 0 to 2147483647"),
+    "H": ({"H": 2**31}, "ERROR_SIZE", "H: got 2147483648, wanted 0 to 2147483647"),
+    "T": ({"T": 2**31 - 1}, "ERROR_SIZE", "T: got 2147483647, wanted 0 to 2147483615"),
+    "heads": ({"B": 2**20, "H": 2**20}, "ERROR_SIZE", "B * H: got 1099511627776"),
+    "chunks": ({"B": 2**10, "H": 2**10, "T": 2**17}, "ERROR_SIZE", "B * H: got 1048576 with 4096 chunks"),
+    "gate": ({"gate": 2}, "ERROR_OPTION", "gate: got 2, wanted FD_GATE_NONE or FD_GATE_LOGSIGMOID"),
+    "precision": ({"precision": 3}, "ERROR_OPTION", "precision: got 3, wanted "),
+    "negative precision": ({"precision": -1}, "ERROR_OPTION", "precision: got -1, wanted "),
+    "scale": ({"scale": float("inf")}, "ERROR_OPTION", "scale: got inf, wanted a finite number"),
+    **{
+        name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory")
+        for name in ("q", "k", "v", "g", "beta", "o", "workspace")
+    },
+    **{
+        f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name}: got 0x7008, wanted a multiple of 16 bytes")
+        for name in ("q", "k", "v", "g", "beta", "o", "workspace", "initial_state", "final_state")
+    },
+    "workspace": ({"workspace_bytes": 100}, "ERROR_WORKSPACE", "workspace_bytes: got 100, wanted at least "),
+    "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 1, precision "),
+    "other size": ({"K": 128, "V": 128, "C": 64}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (128, 128, 64)"),
+}
+BAD_F32 = {
+    "no w": ({"w": 0}, "ERROR_NULL_POINTER", "w: got NULL, wanted device memory"),
+    "no u": ({"u": 0}, "ERROR_NULL_POINTER", "u: got NULL, wanted device memory"),
+    "u unaligned": ({"u": 0x7001}, "ERROR_ALIGNMENT", "u: got 0x7001"),
+    "ieee": ({"precision": 2}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 0, precision 2"),
+}
+BAD_BF16 = {
+    "w": ({"w": 0x7000}, "ERROR_NULL_POINTER", "w: got a pointer, wanted NULL (only fd_prefill_f32 returns it)"),
+    "u": ({"u": 0x7000}, "ERROR_NULL_POINTER", "u: got a pointer, wanted NULL"),
+    "tf32x3": ({"precision": 1}, "ERROR_OPTION", "precision: got 1, wanted FD_PRECISION_DEFAULT"),
+}
+BAD_DECODE = {
+    "no args": (None, "ERROR_NULL_POINTER", "args: got NULL, wanted an fd_decode_args"),
+    "K": ({"K": 32}, "ERROR_UNSUPPORTED", "(K, V): got (32, 64), wanted (64, 64) or (128, 128)"),
+    "N": ({"N": -1}, "ERROR_SIZE", "N: got -1, wanted 0 to 2147483647"),
+    "H": ({"H": 2**26}, "ERROR_SIZE", "H: got 67108864, wanted 0 to "),
+    "slots": ({"slots": 2**31}, "ERROR_SIZE", "slots: got 2147483648"),
+    "programs": ({"N": 2**25}, "ERROR_SIZE", "N: got 33554432 with 3 heads, wanted at most "),
+    "gate": ({"gate": -1}, "ERROR_OPTION", "gate: got -1"),
+    "scale": ({"scale": float("nan")}, "ERROR_OPTION", "scale: got "),
+    "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", "slot_pitch: got 16, wanted 0 or a multiple of 16, at least"),
+    "odd pitch": ({"slot_pitch": 3 * 64 * 64 + 1}, "ERROR_OPTION", "slot_pitch: got 12289"),
+    **{
+        name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory")
+        for name in ("q", "k", "v", "g", "beta", "states", "state_indices", "o")
+    },
+    "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states: got 0x7004, wanted a multiple of 16 bytes"),
+    "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for "),
+    "other size": ({"K": 128, "V": 128}, "ERROR_NOT_EXPORTED", "no kernels for "),
+}
+BAD = {
+    "prefill_f32": BAD_PREFILL | BAD_F32,
+    "prefill_bf16": BAD_PREFILL | BAD_BF16,
+    "decode_bf16": BAD_DECODE,
+}
+
+
+def args_of(op: str, **changes: object) -> dict:
+    return decode_args(**changes) if op == "decode_bf16" else prefill_args(op == "prefill_bf16", **changes)
+
+
+@pytest.mark.parametrize("op", BAD)
+def test_bad_arguments_are_named_and_launch_nothing(exported: Export, op: str):
+    bad = BAD[op]
+    calls = [{"op": op, "args": None if changes is None else args_of(op, **changes)} for changes, _, _ in bad.values()]
+    found = call(exported, calls)
+    for (name, (_, status, said)), outcome in zip(bad.items(), found.outcomes):
+        assert (outcome["status"], outcome["message"].startswith(said)) == (status, True), (name, outcome)
+    assert found.launches == [] and found.counts["load"] == 0
+
+
+@pytest.mark.parametrize("op", BAD)
+def test_a_struct_of_another_size_is_refused(exported: Export, op: str):
+    kind = bindings.DecodeArgs if op == "decode_bf16" else bindings.PrefillArgs
+    args = kind(**args_of(op))
+    args.struct_size -= 8
+    functions = bindings.Library(str(exported.shared)).functions
+    assert getattr(functions, f"fd_{op}")(ctypes.byref(args), None) == bindings.STATUS.index("ERROR_STRUCT")
+    size = ctypes.sizeof(kind)
+    assert functions.fd_last_error().decode() == f"struct_size: got {size - 8}, wanted {size}"
+
+
+@pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])
+def test_workspace_query(exported: Export, op: str):
+    """What the Python functions allocate, and the first size that is enough; it reads no pointer."""
+    bf16 = op == "prefill_bf16"
+    sizes = {name: value for name, value in prefill_args(bf16).items() if name in "BHTKVC"}
+    found = call(exported, [{"op": f"{op}_workspace", "args": sizes}]).outcomes[0]
+    assert (found["status"], found["bytes"]) == ("SUCCESS", workspace_bytes(bf16, sizes))
+    tight = [args_of(op, workspace_bytes=found["bytes"] - missing) for missing in (0, 1)]
+    statuses = call(exported, [{"op": op, "args": args} for args in tight]).statuses
+    assert statuses == ["SUCCESS", "ERROR_WORKSPACE"]
+    (refused,) = call(exported, [{"op": f"{op}_workspace", "args": sizes, "no_result": True}]).outcomes
+    assert (refused["status"], refused["message"]) == (
+        "ERROR_NULL_POINTER",
+        "bytes: got NULL, wanted where to write the number",
+    )
+
+
+def sized_prefill(bf16: bool, sizes: dict):
+    """The problem and tensors of the Python function's call with these sizes."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    shape, width = (sizes["B"], sizes["H"], sizes["T"]), (sizes["K"],)
+    q, k, v = (torch.empty(*shape, *width, dtype=dtype, device="meta") for _ in range(3))
+    g, beta = torch.empty(*shape, *width, device="meta"), torch.empty(shape, device="meta")
+    return prefill_of(q, k, v, g, beta, sizes["C"], None, "none", "tf32" if bf16 else "tf32x3")
+
+
+def workspace_bytes(bf16: bool, sizes: dict) -> int:
+    problem, _ = sized_prefill(bf16, sizes)
+    return prefill_workspace(problem, bf16)[0].buffer.nbytes
+
+
+def prefill_workspace(problem: PrefillSpec, bf16: bool) -> tuple[Workspace, torch.Tensor | None]:
+    """That of the Python function, and its states before every chunk."""
+    device = torch.device("meta")
+    if bf16:
+        return Workspace.allocate(problem.call, device), None
+    return Workspace.with_states(problem.call, device, torch.empty(problem.w_shape, device=device))
+
+
+# ---- what is launched ----------------------------------------------------------------------------------------------------
+
+
+def numbers_of(launch: Launch) -> dict[str, tuple[str, object]]:
+    """The scalar arguments of a launch by name, with their types."""
+    kinds = dict(parameters_of(launch))
+    given = {p.name: x for p, x in zip(launch.kernel.params, launch.arguments)}
+    return {name: (kind, given[name]) for name, kind in kinds.items() if not kind.startswith("*")}
+
+
+def as_number(kind: str, bits: int) -> object:
+    """An argument as the stand-in recorded it: eight bytes from where it lies."""
+    raw = struct.pack("<Q", bits)
+    return struct.unpack({"i32": "<i4x", "i64": "<q", "fp32": "<f4x"}[kind], raw)[0]
+
+
+def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> None:
+    """A recorded launch against the one of the Python function: grid, block, every number and every address given."""
+    assert record["name"] == launch.kernel.__name__
+    assert (record["grid"], record["block"]) == (launch.programs, 32 * launch.num_warps)
+    assert (record["attributes"], record["attribute"]) == ((1, 6) if launch.overlaps else (0, 0))
+    order = [name for name, _ in parameters_of(launch)]
+    values = dict(zip(order, record["values"]))
+    assert len(record["values"]) == len(order) + kernels.SCRATCH
+    for name, (kind, want) in numbers_of(launch).items():
+        got = as_number(kind, values[name])
+        assert got == (pytest.approx(want) if kind == "fp32" else want), name
+    for name in addresses.keys() & values.keys():
+        assert values[name] == addresses[name], name
+    assert record["values"][len(order) :] == [0] * kernels.SCRATCH
+
+
+def parameter_counts(wanted: list[Launch]) -> str:
+    """As the stand-in takes them."""
+    return "".join(f"{x.kernel.__name__}={len(parameters_of(x)) + kernels.SCRATCH};" for x in wanted)
+
+
+SHAPES = [
+    {"B": 1, "H": 1, "T": 1},
+    {"B": 2, "H": 3, "T": 70},
+    {"B": 1, "H": 2, "T": 100_000},
+    {"B": 4, "H": 32, "T": 16384},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])
+def test_prefill_launches_what_python_does(exported: Export, op: str, states: bool, shape: dict):
+    bf16 = op == "prefill_bf16"
+    state_pointers = {"initial_state": 0xA0000, "final_state": 0xB0000} if states else {}
+    args = prefill_args(bf16, **shape, **state_pointers)
+    problem, t = sized_prefill(bf16, args)
+    o, w, u = problem.allocate(t.q.device)
+    heads = problem.B * problem.H
+    state = torch.empty(heads, 1, 64, 64, device="meta") if states else None
+    call_spec = replace(problem.call, has_initial_state=states, output_final_state=states)
+    problem, t = replace(problem, call=call_spec), replace(t, initial_state=state)
+    want = prefill_launches(problem, t, 90, o, w, None if bf16 else u, state)
+    # the first call kernel by kernel, the second as a graph, the third as the same graph
+    task = {"op": op, "args": args, "stream": 0x5000, "repeats": 3}
+    found = call(exported, [task], parameters=parameter_counts(want))
+    assert found.statuses == ["SUCCESS"]
+    assert found.counts == {"load": len(want), "graph": 1, "set": 0, "destroy": 0}
+    assert [record["graph"] for record in found.launches] == [0] * len(want) + [*range(1, len(want) + 1)] * 2
+    addresses = {
+        name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *state_pointers) if name in args
+    }
+    workspace, h = prefill_workspace(problem, bf16)
+    parts = {name: getattr(workspace, name) for name in ("qg", "kg", "Aqk", "decay")}
+    parts |= {"w": workspace.w, "inverse": workspace.inverse} if bf16 else {"h": h}
+    addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
+    if not bf16:
+        addresses["pseudo"] = args["o"]
+    for record, launch in zip(found.launches, want * 3, strict=True):
+        assert record["stream"] == 0x5000
+        check_launch(record, launch, addresses)
+
+
+@pytest.mark.parametrize("shape", [{"N": 1, "H": 1}, {"N": 5, "H": 3}, {"N": 300, "H": 32}], ids=str)
+@pytest.mark.parametrize("gap", [0, 32])
+def test_decode_launches_what_python_does(exported: Export, gap: int, shape: dict):
+    N, H, slots, (K, V, _) = shape["N"], shape["H"], 400, SIZE
+    pitch = H * K * V + gap
+    args = decode_args(**shape, slots=slots, slot_pitch=pitch if gap else 0)
+    want = decode_launch(N, H, slots, pitch)
+    found = call(exported, [{"op": "decode_bf16", "args": args}], parameters=parameter_counts([want]))
+    assert found.statuses == ["SUCCESS"]
+    given = {name: args[name] for name in ("q", "k", "v", "g", "beta", "o")}
+    given |= {"initial_state": args["states"], "final_state": args["states"], "starts": args["state_indices"]}
+    (record,) = found.launches
+    # one token a sequence: how many more would be looked at does not count
+    arguments = [1 if p.name == "most_tokens" else x for p, x in zip(want.kernel.params, want.arguments)]
+    check_launch(record, replace(want, arguments=tuple(arguments)), given)
+
+
+def decode_launch(N: int, H: int, slots: int, pitch: int) -> Launch:
+    """`recurrent_kda` over a pool."""
+    K, V, _ = SIZE
+    q, k, v = (torch.empty(N, 1, H, K, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    given = dict.fromkeys(GIVEN) | {"q": q, "k": k, "v": v, "g": torch.empty(N, 1, H, K, device="meta")}
+    given["beta"] = torch.empty(N, 1, H, device="meta")
+    given["initial_state"] = torch.empty_strided((slots, H, V, K), (pitch, K * V, K, 1), device="meta")
+    given["ssm_state_indices"] = torch.empty(N, dtype=torch.int32, device="meta")
+    problem, t = check_decode(given, Options(algorithm="decode", state_v_first=True), None, True)
+    (launch,) = launches(problem, t, 90, (torch.empty_like(v), None, None))
+    return launch
+
+
+@pytest.mark.parametrize("op", BAD)
+def test_empty_calls_need_no_memory(exported: Export, op: str):
+    sizes = {"K": 64, "V": 64} | ({} if op == "decode_bf16" else {"C": 32})
+    empty = [{"N": 0, "H": 2}, {"N": 2, "H": 0}] if op == "decode_bf16" else [{"B": 0, "H": 2, "T": 5}, {"B": 1}]
+    found = call(exported, [{"op": op, "args": sizes | one} for one in empty])
+    assert found.statuses == ["SUCCESS"] * 2 and found.launches == []
+
+
+def test_without_tokens_the_state_is_carried_on(exported: Export):
+    states = {"initial_state": 0xA0000, "final_state": 0xB0000}
+    found = call(exported, [{"op": "prefill_f32", "args": prefill_args(T=0) | states}])
+    assert [record["name"] for record in found.launches] == ["recurrence_kernel"]
+
+
+def graphs_of(records: list[dict]) -> list[int]:
+    """1 for every prefill in float32 that was launched as a graph, 0 for the others, whose kernels were launched one by one."""
+    calls = [records[i : i + 3] for i in range(0, len(records), 3)]
+    for one in calls:
+        assert [record["name"] for record in one] == ["prepare_kernel", "recurrence_kernel", "output_kernel"]
+        assert [record["graph"] for record in one] in ([0, 0, 0], [1, 2, 3])
+    return [int(one[0]["graph"] > 0) for one in calls]
+
+
+def other_calls(count: int) -> list[dict]:
+    return [{"op": "prefill_f32", "args": prefill_args(o=0x90000 + 0x1000 * i, T=100 + i)} for i in range(count)]
+
+
+def check_outputs(records: list[dict], calls: list[dict]) -> None:
+    """Every call's last kernel wrote to that call's `o`."""
+    for record, one in zip(records[2::3], calls, strict=True):
+        assert one["args"]["o"] in record["values"]
+
+
+def test_calls_that_take_turns_have_a_graph_each(exported: Export):
+    calls = other_calls(8) * 3
+    found = call(exported, calls, parameters="output_kernel=20;")
+    assert graphs_of(found.launches) == [0] * 8 + [1] * 16
+    assert found.counts == {"load": 3, "graph": 8, "set": 0, "destroy": 0}
+    check_outputs(found.launches, calls)
+
+
+def test_beyond_eight_the_graph_used_longest_ago_takes_new_arguments(exported: Export):
+    """The first eight are remembered, the next eight each make a graph in the place of one of them, later ones make none."""
+    calls = other_calls(12) * 2
+    found = call(exported, [*calls, calls[-1]], parameters="output_kernel=20;")
+    assert graphs_of(found.launches) == [0] * 8 + [1] * 17
+    assert found.counts == {"load": 3, "graph": 8, "set": 3 * 8, "destroy": 0}
+    check_outputs(found.launches, [*calls, calls[-1]])
+
+
+def test_every_stream_has_a_graph_and_the_oldest_goes(exported: Export):
+    one = {"op": "prefill_f32", "args": prefill_args()}
+    streams = [0x1000 * (i + 1) for i in range(80)]
+    found = call(exported, [one | {"stream": stream, "repeats": 3} for stream in [*streams, *streams[-2:], streams[0]]])
+    assert graphs_of(found.launches) == [0, 1, 1] * 80 + [1] * 6 + [0, 1, 1]
+    assert [record["stream"] for record in found.launches[:: 3 * 3]] == [*streams, *streams[-2:], streams[0]]
+    assert found.counts == {"load": 3, "graph": 81, "set": 0, "destroy": 81 - 64}
+
+
+def test_what_is_captured_is_kernels(exported: Export):
+    found = call(exported, [{"op": "prefill_f32", "args": prefill_args(), "repeats": 4}], capturing=1)
+    assert graphs_of(found.launches) == [0] * 4 and found.counts["graph"] == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(
+            "cuCtxGetId",
+            "cuStreamIsCapturing",
+            "cuThreadExchangeStreamCaptureMode",
+            "cuGraphCreate",
+            "cuGraphAddKernelNode",
+        ),
+        *("cuGraphInstantiateWithFlags", "cuGraphExecKernelNodeSetParams", "cuGraphLaunch"),
+    ],
+)
+def test_without_graphs_kernels_are_launched_one_by_one(exported: Export, function: str):
+    calls = other_calls(9) * 2
+    found = call(exported, calls, parameters="output_kernel=20;", failing=function)
+    assert found.statuses == ["SUCCESS"] * 18
+    assert graphs_of(found.launches) == [0] * 8 + ([1] * 8 + [0] * 2 if "SetParams" in function else [0] * 10)
+    check_outputs(found.launches, calls)
+
+
+# ---- architectures, failures, threads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "shared", "status"),
+    [
+        (90, 232_448, "SUCCESS"),
+        (89, 101_376, "SUCCESS"),
+        (89, 1_000, "ERROR_ARCHITECTURE"),
+        (86, 101_376, "ERROR_ARCHITECTURE"),
+        (80, 166_912, "ERROR_ARCHITECTURE"),
+        (91, 232_448, "ERROR_ARCHITECTURE"),
+        (100, 232_448, "ERROR_ARCHITECTURE"),
+    ],
+)
+@pytest.mark.parametrize("op", BAD)
+def test_kernels_are_picked_by_architecture(exported: Export, op: str, arch: int, shared: int, status: str):
+    if op == "decode_bf16" and shared == 1_000:
+        status = "SUCCESS"  # it needs hardly any
+    found = call(exported, [{"op": op, "args": args_of(op)}] * 2, arch=arch, shared=shared)
+    assert found.statuses == [status] * 2
+    if status == "SUCCESS":
+        assert len(found.launches) == 2 * found.counts["load"] > 0
+    else:
+        assert found.launches == []
+        message = f"device 0: got sm_{arch} with {shared} bytes of shared memory, wanted a GPU of: sm_89, sm_90"
+        assert found.outcomes[0]["message"] == message
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("cuCtxGetDevice", "cuDeviceGetAttribute", "cuLibraryLoadData", "cuLibraryGetKernel"),
+        *("cuKernelSetAttribute", "cuLaunchKernelEx"),
+    ],
+)
+def test_a_failure_of_cuda_is_told(exported: Export, function: str):
+    found = call(exported, [{"op": "prefill_f32", "args": prefill_args()}], failing=function)
+    (outcome,) = found.outcomes
+    message = f"{function}: error 400, invalid resource handle"
+    assert (outcome["status"], outcome["message"]) == ("ERROR_CUDA", message)
+    assert found.launches == []
+
+
+def test_an_old_driver_is_told(exported: Export):
+    old = exported.folder.parent / "old" / "libcuda.so.1"
+    (outcome,) = call(exported, [{"op": "decode_bf16", "args": decode_args()}], driver=old).outcomes
+    assert outcome["status"] == "ERROR_DRIVER"
+    assert outcome["message"] == "libcuda.so.1 has no cuCtxGetDevice; CUDA 12.0 has"
+
+
+def test_threads_load_each_kernel_once_and_keep_their_own_errors(exported: Export):
+    good = [{"op": op, "args": args_of(op), "repeats": 100} for op in BAD] * 3
+    bad = [{"op": "prefill_f32", "args": prefill_args(T=-i), "repeats": 100} for i in range(1, 5)]
+    found = call(exported, good + bad, threads=True)
+    assert found.statuses == ["SUCCESS"] * len(good) + ["ERROR_SIZE"] * len(bad)
+    assert [one["message"].split(",")[0] for one in found.outcomes] == [""] * len(good) + [
+        f"T: got {-i}" for i in range(1, 5)
+    ]
+    assert found.counts["load"] == 6 and len(found.launches) == 3 * 100 * (3 + 2 + 1)
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Path):
+    """The C files themselves, without CMake, under GCC's sanitizers; the first call of each thread meets the others'."""
+    sources = [*exported.folder.glob("*.c"), HERE / "threads.c"]
+    options = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover", "-g", "-O1", "-D_POSIX_C_SOURCE=200809L")
+    driver = tmp_path / "libcuda.so.1"
+    compile_c(driver, HERE / "fake_driver.c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *options[:3])
+    linked = (*sources[1:], "-I", exported.folder, *options, "-ldl", "-lpthread", "-lm")
+    compile_c(tmp_path / "threads", sources[0], *linked)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([tmp_path / "threads"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+# ---- exporting -----------------------------------------------------------------------------------------------------------
+
+
+def test_wanted_kernels_are_each_there_once():
+    everything = wanted_kernels(kernels.OPS)
+    assert len(set(everything)) == len(everything) == 4 * (4 + 2 + 2) + 2 + 4 * (2 + 1) + 2 * 2
+    assert len({wanted.label for wanted in everything}) == len(everything)
+    assert len({wanted.variant() for wanted in everything}) == len(everything)
+
+
+def test_unknown_parameters_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "SCRATCH", 3)
+    with pytest.raises(RuntimeError, match=r"^decode_bf16_decode_k64_none: the compiled kernel takes"):
+        compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
+
+
+def test_too_much_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(kernels.config.SHARED_MEMORY, 90, 8)
+    with pytest.raises(RuntimeError, match=r"bytes of shared memory, sm_90 has 8$"):
+        compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
+
+
+def test_nothing_to_write_is_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"^kernels: got none"):
+        write([], tmp_path, "1")
+
+
+def test_kernels_are_compiled_for_calls_of_any_size():
+    """Every integer that a kernel is specialised for is a multiple of 16 in the sample call, as it is in all others."""
+    samples = [
+        *sample_prefill(torch.float32, PREFILL_SIZES[0], "none", "tf32x3", 90),
+        sample_decode(64, 64, "none", 90),
+    ]
+    for launch in samples:
+        for param, x in zip(launch.kernel.params, launch.arguments):
+            if isinstance(x, int) and not param.do_not_specialize:
+                assert x % 16 == 0, param.name
+
+
+@pytest.mark.parametrize("toolchain", toolchains())
+def test_every_toolchain_exports(toolchain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if folder := toolchains()[toolchain].folder:
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+    choice = ["--op=decode_bf16", "--size=64,64,32", "--gate=none"]
+    said = export(tmp_path / "out", "--arch=sm_86", "--arch=sm_120", *choice)
+    assert "compiling 1 kernels for sm_86, sm_120" in said
+    build(tmp_path / "out" / "build", tmp_path / "out")
+    assert (tmp_path / "out" / "build" / "libflashdelta.so").exists()
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (["--arch=sm_75"], "arch: got 'sm_75', wanted one of sm_80, sm_86"),
+        (["--arch=sm_90", "--op=prefill"], "op: got 'prefill', wanted one of prefill_f32"),
+        (["--arch=sm_90", "--size=64,64,16"], "size: got '64,64,16', wanted one of 64,64,32"),
+        (["--arch=sm_90", "--gate=softplus"], "gate: got 'softplus', wanted one of none"),
+        (["--arch=sm_90", "--precision=tf32"], "precision: got 'tf32', wanted one of ieee"),
+    ],
+)
+def test_bad_choices_are_refused(choice: list[str], said: str, tmp_path: Path):
+    testing = pytest.importorskip("typer.testing")
+    from flashdelta.tools.cli.app import app
+
+    result = testing.CliRunner().invoke(
+        app, ["export", "--out", str(tmp_path / "out"), *choice], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
+    assert result.exit_code == 2 and said in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_bindings_need_only_the_standard_library(exported: Export):
+    """The copy beside the C files is imported where there is no torch (the package is not found in isolated mode)."""
+    assert importlib.util.find_spec("torch") is not None
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import flashdelta_ctypes as f; print(f.Library(sys.argv[2]).version)"
+    version = run(sys.executable, "-I", "-S", "-c", script, exported.folder, exported.shared)
+    assert version.strip() == flashdelta.__version__
+
+
+def test_the_architectures_of_the_export_are_those_asked_for(exported: Export):
+    symbols = {path.stem.rsplit("_", 1)[1] for path in exported.folder.glob("fd_*_sm*.c")}
+    assert symbols == {f"sm{arch}" for arch in ARCHES}
+    assert CUDA_INCLUDE.joinpath("cuda.h").exists()
+    assert compile_kernels([], []) == []
+
+
+# ---- the example ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_builds_and_notices_wrong_results(exported: Export, tmp_path: Path):
+    """Beside the stand-in, which computes nothing: every result is off, and the program says so. This export has no kernels
+    for the example's sizes, so those are made smaller."""
+    source = tmp_path / "source"
+    source.mkdir()
+    text = (ROOT / "examples" / "c" / "kda.c").read_text()
+    assert text.count("K = 128, V = 128, C = 64") == 1
+    small = text.replace("K = 128, V = 128, C = 64", "K = 64, V = 64, C = 32").replace("T = 1000", "T = 50")
+    (source / "kda.c").write_text(small)
+    (source / "CMakeLists.txt").write_text((ROOT / "examples" / "c" / "CMakeLists.txt").read_text())
+    driver = exported.folder.parent / "libcuda.so.1"
+    definitions = (f"-DFLASHDELTA={exported.folder}", f"-DCUDA_INCLUDE={CUDA_INCLUDE}", f"-DCUDA_DRIVER={driver}")
+    build(tmp_path / "build", source, *definitions)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver.parent)}
+    done = subprocess.run([tmp_path / "build" / "kda"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"flashdelta {flashdelta.__version__}, H 4, T 50, K 64, V 64"
+    assert [line.split()[0] for line in lines[1:4]] == ["prefill,", "prefill,", "decode,"]
+    assert all(line.endswith(": WRONG") for line in lines[1:4])
+    assert re.fullmatch(r"a call of fd_prefill_f32 costs \d+\.\d\d us of host time", lines[4])
+
+
+def test_the_examples_recurrences_are_right():
+    """What its results are held against, in Python and (by the words of its output) the sizes it shares with the C program."""
+    found = importlib.util.spec_from_file_location("kda_example", ROOT / "examples" / "c" / "kda.py")
+    example = importlib.util.module_from_spec(found)
+    found.loader.exec_module(example)
+    tensors = [x[:, :70] for x in example.inputs()]
+    exact = {name: x.double().transpose(0, 1)[None] for name, x in zip(("q", "k", "v", "g", "beta"), tensors)}
+    want, _ = flashdelta.fused_recurrent_kda(**exact, backend="reference")
+    assert torch.allclose(example.recurrence(*tensors), want[0].transpose(0, 1), rtol=1e-10, atol=1e-12)
+    sizes = ", ".join(f"{name} = {getattr(example, name)}" for name in "HTKVC")
+    assert sizes in (ROOT / "examples" / "c" / "kda.c").read_text()

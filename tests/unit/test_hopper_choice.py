@@ -1,0 +1,309 @@
+"""Which calls the Hopper backend takes, why it declines the others, and what it launches: none of it needs a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta import backends
+from flashdelta.backends import hopper
+from flashdelta.hopper.launch import Workspace, launches, sharing_pays
+from flashdelta.problem.problem import check_arguments
+
+from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
+from ..gpu.test_pool import MODELS as POOL_MODELS
+from ..support.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
+from ..support.inputs import make_call, meta_call, on_meta
+from ..support.oracle import as_recurrent
+from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id
+
+FP16 = torch.float16
+TABLE = [case for case in map(on_gpu, CASES) if case.chunk_size == 64 and case.V >= 64]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_capability(monkeypatch, (9, 0))
+
+
+def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(backends.base, "_cached_capability", lambda index: capability)
+
+
+def verdict(call: dict, op=fd.chunk_kda, device: str = "cuda") -> backends.Verdict:
+    explanation = fd.explain(op, **call, device=device)
+    return next(v for v in explanation.verdicts if v.backend == "hopper")
+
+
+def assert_takes(call: dict) -> None:
+    found = verdict(call)
+    assert found.supported and found.preferred, found.reason
+    assert fd.explain(fd.chunk_kda, **call, device="cuda").chosen == "hopper"
+    problem, _ = check_arguments(call)
+    assert hopper.HopperBackend().obstacle(problem, torch.device("cuda")) is None
+
+
+# ---- what it takes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", TABLE, ids=case_id)
+def test_takes_the_table_of_cases(case: Case):
+    assert_takes(on_meta(make_call(case, BF16)))
+
+
+@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
+@pytest.mark.parametrize("lengths", [None, (3000, 0, 17)], ids=["fixed", "packed"])
+@pytest.mark.parametrize("heads", [1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96])
+def test_takes_the_heads_of_a_rank(heads: int, lengths: tuple[int, ...] | None, model: Case):
+    assert_takes(meta_call(replace(model, H=heads, HV=heads, T=8192, lengths=lengths, state=FP32)))
+
+
+@pytest.mark.parametrize(("H", "HV"), [(1, 2), (2, 6), (4, 16), (1, 8), (2, 16), (16, 32), (16, 64), (12, 96)])
+def test_takes_grouped_value_heads(H: int, HV: int):
+    assert_takes(meta_call(replace(KIMI, H=H, HV=HV, T=4096)))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("g_dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("case", GATE_CASES, ids=case_id)
+def test_takes_every_gate(case: Case, g_dtype: torch.dtype, dims: tuple[int, int]):
+    call = meta_call(replace(case, K=dims[0], V=dims[1], wide_gate=False))
+    assert_takes(call | {"g": call["g"].to(g_dtype)})
+
+
+@pytest.mark.parametrize("beta_dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("beta", ["value", "logit", "double_logit"])
+def test_takes_every_beta(beta: str, beta_dtype: torch.dtype):
+    call = meta_call(replace(KIMI, beta=beta))
+    assert_takes(call | {"beta": call["beta"].to(beta_dtype)})
+
+
+@pytest.mark.parametrize("lengths", [None, (100, 0, 28)], ids=["fixed", "packed"])
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state", [None, FP32, BF16], ids=str)
+def test_takes_states(state: torch.dtype | None, v_first: bool, final: bool, lengths: tuple[int, ...] | None):
+    for h in (False, True):
+        assert_takes(meta_call(replace(KIMI, state=state, v_first=v_first, final=final, h=h, lengths=lengths)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_takes_packed_sequences(dtype: torch.dtype):
+    for lengths in ((), (0,), (1,) * 600, (131_072, *(1024,) * 5), (3000, 0, 1)):
+        assert_takes(meta_call(replace(KIMI, lengths=lengths, unused=5, offsets_dtype=dtype)))
+
+
+@pytest.mark.parametrize("T", [131_072, 1_048_576])
+def test_takes_long_sequences(T: int):
+    assert_takes(meta_call(replace(KIMI, H=12, HV=12, T=T)))
+    assert_takes(meta_call(replace(UNBOUNDED, H=64, HV=64, T=T)))
+
+
+POOLS = [
+    replace(pool_case, case=on_gpu(pool_case.case))
+    for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS + POOL_MODELS
+    if pool_case.case.chunk_size == 64
+]
+
+
+@pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
+def test_takes_pools(pool_case: PoolCase):
+    assert_takes(on_meta(pool_call(pool_case, BF16)))
+
+
+# ---- what it declines, and in which words ---------------------------------------------------------------------------
+
+
+def assert_declines(call: dict, reason: str, op=fd.chunk_kda, device: str = "cuda") -> None:
+    found = verdict(call, op, device)
+    assert not found.supported
+    assert reason in found.reason
+    assert fd.explain(op, **call, device=device).chosen != "hopper"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_declines_other_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    has_capability(monkeypatch, capability)
+    assert_declines(meta_call(KIMI), f"compute capability {capability}; it runs on Hopper, (9, 0)")
+    assert fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda").chosen == "triton"
+
+
+def test_declines_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    assert_declines(meta_call(KIMI), "device type 'cpu'; it runs on NVIDIA Hopper GPUs", device="cpu")
+    assert_declines(meta_call(KIMI), "device type 'meta'", device="meta")
+    has_capability(monkeypatch, None)
+    assert_declines(meta_call(KIMI), "no NVIDIA GPU on this machine")
+
+
+def test_declines_without_gluon(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hopper, "has_gluon", lambda: False)
+    assert_declines(meta_call(KIMI), "no Gluon for Hopper; it needs Triton 3.6 or newer")
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32, torch.float64], ids=str)
+def test_declines_other_dtypes(dtype: torch.dtype):
+    assert_declines(meta_call(KIMI, dtype), f"dtype {dtype}; it computes in bfloat16")
+
+
+@pytest.mark.parametrize(("K", "V"), [(32, 64), (128, 32), (256, 128), (64, 256)])
+def test_declines_other_head_dims(K: int, V: int):
+    assert_declines(meta_call(replace(KIMI, K=K, V=V)), f"K = {K}, V = {V}; it takes 64 and 128")
+
+
+def test_declines_the_other_chunk_size():
+    assert_declines(meta_call(replace(KIMI, chunk_size=32)), "chunk_size 32; it takes 64")
+
+
+def test_declines_the_token_recurrence_but_for_one_token():
+    several = as_recurrent(meta_call(KIMI))
+    assert_declines(several, "several tokens a sequence; token by token it takes one", fd.fused_recurrent_kda)
+    one = as_recurrent(meta_call(replace(KIMI, T=1, lengths=None, state=FP32)))
+    assert_declines(one, "states in torch.float32, K first; it takes bfloat16, V first", fd.fused_recurrent_kda)
+    state = torch.empty(one["q"].shape[0], one["v"].shape[2], 128, 128, dtype=torch.bfloat16, device="meta")
+    taken = one | {"initial_state": state, "state_v_first": True}
+    assert verdict(taken, fd.fused_recurrent_kda).supported
+
+
+@pytest.mark.parametrize("name", ["q", "v", "beta", "A_log"])
+def test_takes_gradients(name: str):
+    call = meta_call(KIMI)
+    call[name].requires_grad_()
+    assert_takes(call)
+
+
+def test_declines_more_workspace_than_it_can_address():
+    assert_declines(meta_call(replace(KIMI, H=64, HV=64, T=2**23)), "more than 2^31 workspace rows")
+
+
+def test_asking_for_it_by_name_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
+    has_capability(monkeypatch, (8, 0))
+    with pytest.raises(ValueError, match=r"^backend: got 'hopper', wanted .*\(hopper: compute capability \(8, 0\);"):
+        fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda", backend="hopper")
+
+
+# ---- what it launches -----------------------------------------------------------------------------------------------
+
+
+def launched(call: dict) -> tuple[list, tuple[Tensor, ...]]:
+    """The launches of a call on the CPU's memory (they are not run), and its inputs."""
+    problem, t = check_arguments(call)
+    o, final_state = torch.empty(t.v.shape, dtype=BF16), torch.empty(problem.state_shape, dtype=problem.state_dtype)
+    h = torch.empty(problem.intermediate_shape, dtype=BF16) if problem.return_intermediate_states else None
+    return launches(problem, t, 90, (o, final_state if problem.output_final_state else None, h)), (
+        t.q,
+        t.k,
+        t.v,
+        t.g,
+        t.beta,
+    )
+
+
+def read(launch, *names: str) -> list:
+    by_name = dict(zip((param.name for param in launch.kernel.params), launch.arguments))
+    return [by_name[name] for name in names]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=case_id)
+def test_a_forward_is_two_launches(case: Case):
+    found, _ = launched(make_call(case, BF16))
+    assert [launch.kernel.__name__ for launch in found] == ["prepare_kernel", "recurrence_kernel"]
+
+
+IN_PLACE = {"layout": "fused", "H": 8, "HV": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "copied"),
+    [
+        (IN_PLACE, ""),
+        (IN_PLACE | {"lengths": (30, 40)}, ""),
+        ({"layout": "head_first"}, ""),
+        ({"layout": "expanded"}, ""),
+        ({"layout": "odd_offset"}, "qkvg"),
+        ({"layout": "last_dim_strided"}, "qkvg"),
+        ({"layout": "fused", "H": 3, "HV": 3}, "qkvg"),
+        ({"layout": "padded"}, "qkvg"),
+    ],
+    ids=str,
+)
+def test_what_is_aligned_is_read_in_place(changes: dict, copied: str):
+    """Slices of a model's fused projection are; what no 16-byte copy can read is copied first. beta is always in place."""
+    (prepare, recurrence), inputs = launched(
+        make_call(replace(KIMI, B=1 if "lengths" in changes else 2, **changes), BF16)
+    )
+    read_from = dict(zip("qkgb", read(prepare, "q", "k", "g", "beta"))) | {"v": read(recurrence, "v")[0]}
+    for name, x in zip("qkvgb", inputs):
+        assert (read_from[name].data_ptr() != x.data_ptr()) == (name in copied), name
+
+
+@pytest.mark.parametrize("wide_gate", [False, True], ids=["bf16 gate", "fp32 gate"])
+@pytest.mark.parametrize("layout", ["dense", "head_first", "padded", "odd_offset", "expanded"])
+def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
+    """Kernels take them in units of 8 elements: none may be rounded, in fp32 neither."""
+    (prepare, recurrence), _ = launched(make_call(replace(KIMI, B=2, layout=layout, wide_gate=wide_gate), BF16))
+    for launch, name in ((prepare, "q"), (prepare, "k"), (prepare, "g"), (recurrence, "v"), (recurrence, "o")):
+        (x,) = read(launch, name)
+        steps = read(launch, *(f"{name}_{dim}" for dim in ("batch", "token", "head")))
+        assert [8 * step for step in steps] == list(x.stride()[:3]), name
+        assert x.data_ptr() % 16 == 0 and x.stride(-1) == 1
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [None, (65, 0, 3)], ids=["fixed", "packed"])
+def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, dims: tuple[int, int]):
+    problem, _ = check_arguments(meta_call(replace(KIMI, K=dims[0], V=dims[1], T=300, lengths=lengths)))
+    workspace = Workspace.allocate(problem, torch.device("cpu"))
+    tensors = [x for x in vars(workspace).values() if isinstance(x, Tensor)]
+    assert {x.untyped_storage().nbytes() for x in tensors} == {Workspace.nbytes(problem)}
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1, "more than one allocation"
+    assert (
+        sum(x.nbytes for x in tensors if x is not workspace.buffer)
+        == Workspace.nbytes(problem)
+        == workspace.buffer.nbytes
+    )
+    assert all(x.data_ptr() % 16 == 0 for x in tensors)
+    assert math.prod(workspace.decay.shape) == problem.B * problem.slots * problem.HV * problem.K
+
+
+@pytest.mark.parametrize("heads", [1, 3, 66, 96])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_every_program_has_a_place_to_leave_a_state(dims: tuple[int, int], heads: int):
+    call = meta_call(replace(KIMI, K=dims[0], V=dims[1], H=heads, HV=heads, T=300))
+    (prepare, recurrence), _ = launched(
+        {name: x.new_empty(x.shape, device="cpu") if isinstance(x, Tensor) else x for name, x in call.items()}
+    )
+    handed, arrived = read(recurrence, "handed", "arrived")
+    assert recurrence.programs % (dims[1] // 64) == 0
+    assert recurrence.programs == min(heads * dims[1] // 64, 132)
+    assert handed.numel() >= recurrence.programs * 64 * dims[0]
+    assert arrived.numel() == prepare.constants["FLAGS"] >= recurrence.programs
+    assert read(prepare, "arrived")[0].data_ptr() == arrived.data_ptr()
+
+
+def test_bounded_and_exact_paths_are_told_apart():
+    """`safe_gate` is what a bound, or a promise, implies."""
+    for case, safe in ((KIMI, True), (UNBOUNDED, False), (Case(name="p", why="", safe=True, K=128), True)):
+        (prepare, _), _ = launched(make_call(replace(case, K=128, V=128), BF16))
+        assert prepare.constants["SAFE"] is safe
+    assert BOUNDED["lower_bound"] == -5.0
+
+
+@pytest.mark.parametrize(
+    "heads, lengths, wanted",
+    [
+        (96, (8192,), True),  # 1.45 items for each of 132 programs
+        (64, (8192,), False),  # 0.97
+        (32, (8192,), False),
+        (96, (1300, 547, 2048, 963, 271, 3063), True),  # the last sequence's items are 1.45 of them
+        (64, (410,) * 20, False),
+        (96, (410,) * 20, False),  # 29: the last ones hardly matter
+    ],
+)
+def test_shares_chunks_out_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
+    problem, _ = check_arguments(meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
+    assert sharing_pays(problem, 132) == wanted

@@ -1,0 +1,115 @@
+"""`kda_prefill` on the CPU: the reference against a definition written anew, the operator, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta.problem.prefill import INPUTS, PREFILL_SIZES
+
+from ..support.cases import Case, case_id
+from ..support.oracle import assert_close, same_bits
+from ..support.prefills import BAD, CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+
+
+def recurrence(call: dict) -> Tensor:
+    """`o` token by token, in float64."""
+    exact = {name: call[name].transpose(1, 2).double() for name in INPUTS}
+    options = {name: call[name] for name in ("scale", "gate") if name in call}
+    return fd.fused_recurrent_kda(**exact, **options, backend="reference")[0].transpose(1, 2)
+
+
+def defined(call: dict) -> tuple[Tensor, Tensor]:
+    """`w` and `u` chunk by chunk as the formulas say, in float64, for decays whose prefix sums do not cancel."""
+    C = call["chunk_size"]
+    q, k, v, g, beta = (call[name].double() for name in INPUTS)
+    if call["gate"] == "logsigmoid":
+        g = torch.nn.functional.logsigmoid(g)
+    T = q.shape[2]
+    chunks = -(-T // C)
+    w, u = (torch.zeros(*x.shape[:2], chunks, C, x.shape[3], dtype=torch.float64) for x in (k, v))
+    for c in range(chunks):
+        rows = slice(c * C, min(T, (c + 1) * C))
+        key, value, strength, G = k[:, :, rows], v[:, :, rows], beta[:, :, rows], g[:, :, rows].cumsum(2)
+        A = torch.zeros(*strength.shape, strength.shape[-1], dtype=torch.float64)
+        for i in range(key.shape[2]):
+            for j in range(i):
+                pair = key[:, :, i] * key[:, :, j] * (G[:, :, i] - G[:, :, j]).exp()
+                A[:, :, i, j] = strength[:, :, i] * pair.sum(-1)
+        inverse = torch.linalg.inv(torch.eye(A.shape[-1], dtype=torch.float64) + A) * strength[:, :, None]
+        w[:, :, c, : key.shape[2]] = inverse @ (key * G.exp())
+        u[:, :, c, : key.shape[2]] = inverse @ value
+    return w, u
+
+
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+@pytest.mark.parametrize("case", [replace(PLAIN, B=2, T=75), LOGITS], ids=case_id)
+def test_truth_is_the_definition(case: Case, size: tuple[int, int, int]):
+    call = prefill_call(sized(case, size))
+    o, w, u = truth(call)
+    assert_close("o", o, recurrence(call), 1e-11)
+    for name, got, want in zip("wu", (w, u), defined(call)):
+        assert_close(name, got, want, 1e-11)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_reference_backend(case: Case):
+    call = prefill_call(case)
+    want = truth(call)
+    if case.T > 0:
+        assert_close("o", want[0], recurrence(call), 1e-10)
+    hold(case, fd.kda_prefill(**call), want)
+
+
+def test_public_function_and_operator_are_one():
+    call = prefill_call(PLAIN)
+    tensors = [call[name] for name in INPUTS]
+    for got, want in zip(torch.ops.kda_prefill.forward(*tensors, 64), fd.kda_prefill(*tensors)):
+        assert same_bits(got, want)
+
+
+def test_operator_passes_opcheck():
+    call = prefill_call(PLAIN)
+    checked = torch.library.opcheck(torch.ops.kda_prefill.forward, (*(call[name] for name in INPUTS), 32))
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+def test_compiles_in_one_graph():
+    call = prefill_call(LOGITS)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **arguments: fd.kda_prefill(**arguments), fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(**call), fd.kda_prefill(**call)):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_with_a_message_that_says_all(name: str):
+    call = prefill_call(replace(PLAIN, T=70))
+    changes, error, said = BAD[name]
+    with pytest.raises(error) as caught:
+        fd.kda_prefill(**call | changes)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "C", "named"), [(32, 32, 32, "q"), (128, 64, 64, "v"), (64, 128, 32, "v"), (256, 256, 64, "q")]
+)
+def test_other_sizes_are_refused_by_name(K: int, V: int, C: int, named: str):
+    call = prefill_call(replace(PLAIN, K=K, V=V, chunk_size=C, T=5))
+    with pytest.raises(ValueError) as caught:
+        fd.kda_prefill(**call)
+    sizes = ", ".join(map(str, PREFILL_SIZES))
+    assert str(caught.value) == f"{named}: got (K, V, C) = {(K, V, C)}, wanted one of {sizes}"
+
+
+def test_gradients_are_refused():
+    call = prefill_call(PLAIN)
+    call["v"].requires_grad_()
+    with pytest.raises(ValueError, match=r"^v: got a tensor that requires grad"):
+        fd.kda_prefill(**call)
+    with torch.no_grad():
+        fd.kda_prefill(**call)

@@ -1,0 +1,234 @@
+"""Laws that hold for every input, drawn by hypothesis: shapes, lengths, gates, layouts and split points."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flashdelta as fd
+
+from ..support.cases import BF16, FP32, Case
+from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from ..support.oracle import TOLERANCE, as_recurrent, assert_close, same_bits, state_tolerance
+
+FP64 = torch.float64
+
+GATES = {
+    "none": {"gate": "none"},
+    "none, promised": {"gate": "none", "safe": True},
+    "softplus": {"gate": "softplus"},
+    "lower_bound": {"gate": "lower_bound", "lower_bound": -5.0},
+    "logsigmoid": {"gate": "logsigmoid"},
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn, packed: bool | None = None, max_tokens: int = 150) -> Case:
+    """Any small call. K and V differ, so that a state of the wrong layout can't pass."""
+    K, V = draw(st.sampled_from([(32, 64), (64, 32)]))
+    H = draw(st.integers(1, 3))
+    case = Case(
+        name="drawn",
+        why="drawn by hypothesis",
+        B=draw(st.integers(1, 3)),
+        T=draw(st.integers(0, max_tokens)),
+        H=H,
+        HV=H * draw(st.integers(1, 3)),
+        K=K,
+        V=V,
+        **GATES[draw(st.sampled_from(sorted(GATES)))],
+        beta=draw(st.sampled_from(["value", "logit", "double_logit"])),
+        l2norm=draw(st.booleans()),
+        chunk_size=draw(st.sampled_from([32, 64])),
+        state=draw(st.sampled_from([None, FP32, FP64])),
+        v_first=draw(st.booleans()),
+    )
+    if draw(st.booleans()) if packed is None else packed:
+        lengths = draw(st.lists(st.integers(0, max_tokens // 2), max_size=4))
+        case = replace(case, B=1, lengths=tuple(lengths))
+    return case
+
+
+@st.composite
+def calls(draw: st.DrawFn, dtype: torch.dtype = FP64, **options) -> tuple[Case, dict]:
+    case = draw(cases(**options))
+    if dtype != FP64 and case.state == FP64:
+        case = replace(case, state=FP32)
+    return case, make_call(case, dtype, seed=draw(st.integers(0, 9)))
+
+
+def assert_same(got: tuple, want: tuple) -> None:
+    """Both results to float64 rounding (a state in float32 to one rounding of it)."""
+    assert_close("o", got[0], want[0], TOLERANCE[FP64])
+    assert_close("final_state", got[1], want[1], 2 * state_tolerance(FP64, got[1].dtype))
+
+
+@given(calls())
+def test_chunked_is_recurrent(drawn: tuple[Case, dict]):
+    _, call = drawn
+    assert_same(fd.chunk_kda(**call), fd.fused_recurrent_kda(**as_recurrent(call)))
+
+
+@given(calls(packed=True))
+def test_packed_is_a_loop_over_sequences(drawn: tuple[Case, dict]):
+    case, call = drawn
+    o, state = fd.chunk_kda(**call)
+    alone = [fd.chunk_kda(**one) for one in sequence_calls(call)]
+    want_o = torch.cat([call["v"][:, :0], *(one[0] for one in alone)], dim=1)
+    want_state = torch.cat([state[:0], *(one[1] for one in alone)])
+    assert state.shape[0] == len(case.lengths)
+    assert_same((o, state), (want_o, want_state))
+
+
+@given(calls(packed=False), st.data())
+def test_split_anywhere_with_carried_state_is_the_whole(drawn: tuple[Case, dict], data: st.DataObject):
+    """Chunked prefill: any number of pieces, cut at chunk boundaries or not."""
+    case, call = drawn
+    cuts = sorted(data.draw(st.lists(st.integers(0, case.T), min_size=1, max_size=3)))
+    whole = fd.chunk_kda(**call)
+    state, outputs = call.get("initial_state"), []
+    if state is not None:
+        state = state.double()
+    for start, stop in zip([0, *cuts], [*cuts, case.T]):
+        o, state = fd.chunk_kda(**narrow(call, start, stop), initial_state=state)
+        outputs.append(o)
+    assert_same((torch.cat(outputs, dim=1), state.to(whole[1].dtype)), whole)
+
+
+@given(calls(dtype=FP32, packed=False), st.integers(1, 3))
+def test_split_at_a_chunk_boundary_gives_the_same_bits(drawn: tuple[Case, dict], chunks: int):
+    case, call = drawn
+    cut = min(chunks * case.chunk_size, case.T)
+    whole = fd.chunk_kda(**call)
+    first = narrow(call, 0, cut) | {"initial_state": call.get("initial_state")}
+    o_first, state = fd.chunk_kda(**first)
+    o_second, state = fd.chunk_kda(**narrow(call, cut, case.T), initial_state=state)
+    assert same_bits(torch.cat([o_first, o_second], dim=1), whole[0])
+    assert same_bits(state, whole[1])
+
+
+@given(calls(packed=False))
+def test_prefill_then_decode_is_one_prefill(drawn: tuple[Case, dict]):
+    case, call = drawn
+    cut = max(case.T - 3, 0)
+    whole = fd.chunk_kda(**call)
+    o, state = fd.chunk_kda(**narrow(call, 0, cut) | {"initial_state": call.get("initial_state")})
+    outputs = [o]
+    state = state.double()
+    for t in range(cut, case.T):
+        o, state = fd.fused_recurrent_kda(**as_recurrent(narrow(call, t, t + 1)), initial_state=state)
+        outputs.append(o)
+    assert_close("o", torch.cat(outputs, dim=1), whole[0], state_tolerance(FP64, whole[1].dtype))
+    assert_close("final_state", state, whole[1].double(), 2 * state_tolerance(FP64, whole[1].dtype))
+
+
+@given(calls(), st.randoms(use_true_random=False))
+def test_heads_permute(drawn: tuple[Case, dict], random):
+    """Key heads with their groups of value heads, in any order: the results come in that order."""
+    case, call = drawn
+    order = list(range(case.H))
+    random.shuffle(order)
+    group = case.HV // case.H
+    value_order = [h * group + i for h in order for i in range(group)]
+    moved = dict(call)
+    for name, heads in (("q", order), ("k", order), ("v", value_order), ("g", value_order), ("beta", value_order)):
+        moved[name] = call[name][:, :, heads]
+    if "A_log" in call:
+        moved["A_log"] = call["A_log"][value_order]
+    if "dt_bias" in call:
+        moved["dt_bias"] = call["dt_bias"].view(case.HV, case.K)[value_order].flatten()
+    if "initial_state" in call:
+        moved["initial_state"] = call["initial_state"][:, value_order]
+    o, state = fd.chunk_kda(**call)
+    assert_same(fd.chunk_kda(**moved), (o[:, :, value_order], state[:, value_order]))
+
+
+@given(calls())
+def test_grouped_heads_are_repeated_key_heads(drawn: tuple[Case, dict]):
+    case, call = drawn
+    repeated = {name: call[name].repeat_interleave(case.HV // case.H, dim=2) for name in ("q", "k")}
+    assert_same(fd.chunk_kda(**call | repeated), fd.chunk_kda(**call))
+
+
+@given(calls(), st.sampled_from([0.0, -0.25, 3.0]))
+def test_output_scales_with_scale(drawn: tuple[Case, dict], factor: float):
+    case, call = drawn
+    o, state = fd.chunk_kda(**call)
+    scaled = fd.chunk_kda(**call | {"scale": factor * case.K**-0.5})
+    assert_same(scaled, (factor * o, state))
+
+
+@given(calls(), st.sampled_from([0.0, -2.0, 0.3]))
+def test_linear_in_v_and_the_initial_state(drawn: tuple[Case, dict], factor: float):
+    """`o` and the final state are linear in `(v, S0)` together, for fixed q, k, g and beta."""
+    case, call = drawn
+    call = make_call(replace(case, state=FP64), FP64)
+    other = {name: torch.randn_like(call[name]) for name in ("v", "initial_state")}
+    mixed = {name: call[name] + factor * other[name] for name in other}
+    a, b = fd.chunk_kda(**call), fd.chunk_kda(**call | other)
+    assert_same(fd.chunk_kda(**call | mixed), tuple(x + factor * y for x, y in zip(a, b)))
+
+
+@given(calls(dtype=FP32))
+def test_no_state_and_zeros_give_the_same_bits(drawn: tuple[Case, dict]):
+    case, call = drawn
+    call = call | {"initial_state": None}
+    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
+    zeros = torch.zeros(case.sequences, case.HV, *inner)
+    for op, arguments in ((fd.chunk_kda, call), (fd.fused_recurrent_kda, as_recurrent(call))):
+        for a, b in zip(op(**arguments), op(**arguments | {"initial_state": zeros})):
+            assert same_bits(a, b)
+
+
+@given(calls(dtype=FP32))
+def test_asking_for_a_state_changes_nothing_else(drawn: tuple[Case, dict]):
+    _, call = drawn
+    want, _ = fd.chunk_kda(**call)
+    o, none = fd.chunk_kda(**call | {"output_final_state": False})
+    assert none is None
+    assert same_bits(o, want)
+    assert same_bits(fd.chunk_kda(**call | {"return_intermediate_states": True})[0], want)
+
+
+@given(calls(dtype=FP32, packed=True), st.data())
+def test_a_packed_sequences_bits_do_not_depend_on_its_neighbours(drawn: tuple[Case, dict], data: st.DataObject):
+    """Every sequence again among others: shuffled, some dropped, new ones between."""
+    case, call = drawn
+    picked = data.draw(st.permutations(range(len(case.lengths))))[: data.draw(st.integers(0, len(case.lengths)))]
+    stranger = make_call(replace(case, lengths=(data.draw(st.integers(0, 40)),)), FP32, seed=99)
+    offsets = call["cu_seqlens"].tolist()
+    pieces = [stranger, *({**narrow(call, offsets[n], offsets[n + 1])} for n in picked), stranger]
+    again = call | {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in TOKEN_TENSORS}
+    lengths = [piece["q"].shape[1] for piece in pieces]
+    again["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    if "initial_state" in call:
+        states = [stranger["initial_state"], call["initial_state"][list(picked)], stranger["initial_state"]]
+        again["initial_state"] = torch.cat(states)
+    o, state = fd.chunk_kda(**call)
+    o_again, state_again = fd.chunk_kda(**again)
+    for i, n in enumerate(picked, start=1):
+        start = int(again["cu_seqlens"][i])
+        there = o_again[:, start : start + case.lengths[n]]
+        assert same_bits(there, o[:, offsets[n] : offsets[n + 1]])
+        assert same_bits(state_again[i], state[n])
+
+
+@given(calls(dtype=FP32, packed=False), st.data())
+def test_a_batch_rows_bits_do_not_depend_on_its_neighbours(drawn: tuple[Case, dict], data: st.DataObject):
+    case, call = drawn
+    rows = data.draw(st.lists(st.integers(0, case.B - 1), min_size=1, max_size=4))
+    per_row = [*TOKEN_TENSORS, *(["initial_state"] if "initial_state" in call else [])]
+    o, state = fd.chunk_kda(**call)
+    o_again, state_again = fd.chunk_kda(**call | {name: call[name][rows] for name in per_row})
+    assert same_bits(o_again, o[rows])
+    assert same_bits(state_again, state[rows])
+
+
+@given(calls(dtype=BF16))
+def test_same_call_same_bits(drawn: tuple[Case, dict]):
+    _, call = drawn
+    for a, b in zip(fd.chunk_kda(**call), fd.chunk_kda(**call)):
+        assert same_bits(a, b)

@@ -1,0 +1,233 @@
+"""Segments of long sequences, on the reference: maps, plans, and a split forward against the whole one, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashdelta as fd
+from flashdelta.problem.problem import Options, Tensors, check_arguments, check_call
+from flashdelta.problem.split import AUTO, gains, known_lengths, most_segments, parts_of_sequences, segments_of_call
+from flashdelta.reference import chunk_kda, split
+from flashdelta.reference.chunk import prepare, segment_map
+from flashdelta.reference.split import AffineMap, cut, identity
+
+from ..support.split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
+
+FP64 = torch.float64
+
+
+def _forward(tensors: dict, parts: torch.Tensor | None, **options: object) -> tuple:
+    problem, t = check_call(Tensors(**tensors), Options(chunk_size=CHUNK, **options))
+    return chunk_kda(problem, t, parts)
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("parts", [2, 3, 64])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
+    call = forced(split_call(lengths, v_first, return_intermediate_states=True), FP64)
+    whole = fd.chunk_kda(**call, backend="reference")
+    for found, wanted in zip(fd.chunk_kda(**call, split=parts, backend="reference"), whole):
+        _close(found, wanted)
+
+
+@pytest.mark.parametrize("decay", [0.0, 8.0])
+def test_split_without_decay_and_with_strong_decay(decay: float):
+    tensors = split_inputs(331, decay=decay, dtype=FP64)
+    whole = _forward(tensors, None, output_final_state=True)
+    for found, wanted in zip(_forward(tensors, torch.tensor([6]), output_final_state=True)[:2], whole):
+        _close(found, wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_plan_is_the_whole(data: st.DataObject):
+    lengths = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
+    parts = torch.tensor([data.draw(st.integers(1, 8)) for _ in lengths])
+    tensors = split_inputs(sum(lengths), seed=data.draw(st.integers(0, 99)), dtype=FP64) | {
+        "cu_seqlens": offsets(lengths)
+    }
+    whole = _forward(tensors, None, output_final_state=True)
+    found = _forward(tensors, parts, output_final_state=True)
+    _close(found[0], whole[0])
+    _close(found[1], whole[1])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_batch_rows_are_sequences(parts: int):
+    rows = [split_inputs(100, seed, dtype=FP64) for seed in range(3)]
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    whole = _forward(tensors, None, output_final_state=True)
+    for found, wanted in zip(_forward(tensors, torch.full((3,), parts), output_final_state=True)[:2], whole):
+        _close(found, wanted)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_split_with_a_pool_and_checkpoints(parts: int):
+    whole, cut_up = forced(split_pool_call(), FP64), forced(split_pool_call(), FP64)
+    wanted, _ = fd.chunk_kda(**whole, backend="reference")
+    found, _ = fd.chunk_kda(**cut_up, split=parts, backend="reference")
+    _close(found, wanted)
+    _close(cut_up["state_pool"], whole["state_pool"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.tuples(*[st.integers(1, 3)] * 3))
+def test_maps_compose_in_any_grouping(seed: int, counts: tuple[int, int, int]):
+    HV, K, V = 2, 8, 4
+    source = torch.Generator().manual_seed(seed)
+    chunks = sum(counts)
+    k = torch.nn.functional.normalize(torch.randn(chunks, 1, HV, 16, K, generator=source, dtype=FP64), dim=-1)
+    g = -torch.rand(chunks, 1, HV, 16, K, generator=source, dtype=FP64)
+    beta = torch.rand(chunks, 1, HV, 16, generator=source, dtype=FP64)
+    v = torch.randn(chunks, 1, HV, 16, V, generator=source, dtype=FP64)
+    prepared = [prepare(k[i], k[i], g[i], beta[i]) for i in range(chunks)]
+    cuts = [0, counts[0], counts[0] + counts[1], chunks]
+    a, b, c = (segment_map(prepared[i:j], v[i:j]) for i, j in itertools.pairwise(cuts))
+    left, right, whole = c.after(b).after(a), c.after(b.after(a)), segment_map(prepared, v)
+    S = torch.randn(HV, K, V, generator=source, dtype=FP64)
+    for found in (left, right):
+        _close(found.M, whole.M)
+        _close(found.b, whole.b)
+    _close(c(b(a(S))), whole(S))
+    _close(identity(HV, K, V, S)(S), S)
+
+
+def test_maps_only_shrink():
+    """The eigenvalues of `I - beta k k^T` and of decays lie in [-1, 1], so long chains can't explode."""
+    tensors = split_inputs(64 * 16, H=2, HV=2, K=16, V=16, decay=1e-4, dtype=FP64)
+    q, k, g, v = (tensors[name].view(16, 64, 2, -1).permute(0, 2, 1, 3)[:, None] for name in "qkgv")
+    beta = tensors["beta"].view(16, 64, 2).permute(0, 2, 1)[:, None]
+    M = segment_map([prepare(q[i], k[i], g[i], beta[i]) for i in range(16)], v).M
+    assert torch.linalg.matrix_norm(M, 2).max() <= 1 + 1e-12
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _parts(chunks: list[int], room: int, **options: object) -> list[int]:
+    return parts_of_sequences(torch.tensor(chunks), room, COSTS, **options).tolist()
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 4000), min_size=1, max_size=8),
+    st.integers(0, 72),
+    st.sampled_from([AUTO, 1, 2, 7]),
+    st.booleans(),
+)
+def test_plans_keep_their_bounds(chunks: list[int], room: int, mode: int, invariant: bool):
+    parts = _parts(chunks, room, split=mode, batch_invariant=invariant)
+    assert all(1 <= p <= max(c, 1) for p, c in zip(parts, chunks))
+    assert sum(parts) <= most_segments(len(chunks), sum(chunks), room, mode, invariant)
+    if invariant:
+        assert parts == [_parts([c], room, split=mode)[0] for c in chunks]
+    if mode == AUTO and not invariant:
+        assert sum(parts) - len(parts) <= room
+
+
+@pytest.mark.parametrize(
+    ("chunks", "room", "wanted"),
+    [
+        ([2048], 8, [9]),  # 128K tokens, 4 heads
+        ([2048, 16, 16, 16, 16, 16], 8, [8, 1, 1, 1, 1, 1]),  # 128K + 5 x 1K: the long one alone
+        ([2048], 33, [34]),  # one head
+        ([128], 33, [11]),  # where more would take longer to compose than they save
+        ([16], 8, [1]),  # too short to pay for the maps
+        ([128], 0, [1]),  # the heads fill the GPU
+        ([128] * 20, 4, [1] * 20),  # the batch does
+        ([0, 0], 8, [1, 1]),
+    ],
+)
+def test_plans_split_what_gains(chunks: list[int], room: int, wanted: list[int]):
+    assert _parts(chunks, room) == wanted
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 3000), st.integers(1, 72), st.lists(st.integers(0, 3000), max_size=4))
+def test_no_batch_is_split_of_whose_tokens_one_sequence_would_not_be(chunks: int, room: int, others: list[int]):
+    total = chunks + sum(others)
+    if not gains(total, total, room, COSTS):
+        assert _parts([chunks, *others], room) == [1] * (1 + len(others))
+
+
+ANY_LENGTHS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20_000)), min_size=1, max_size=12)
+
+
+@settings(max_examples=300)
+@given(ANY_LENGTHS, st.integers(1, 72), st.booleans())
+def test_no_batch_is_split_whose_known_lengths_would_not_be(lengths: list[int], room: int, invariant: bool):
+    longest, together = known_lengths(torch.tensor([0, *itertools.accumulate(lengths)]), 64)
+    chunks = [-(-length // 64) for length in lengths]
+    assert (longest >= max(chunks) and together <= sum(chunks)) or max(chunks) == 0
+    if not gains(longest, longest if invariant else max(longest, together), room, COSTS):
+        assert _parts(chunks, room, batch_invariant=invariant) == [1] * len(lengths)
+
+
+def test_unknown_lengths():
+    """Nothing known, or nothing that the validation will let pass."""
+    offsets = torch.tensor([0, 64, 200])
+    assert known_lengths(offsets, 64) == (4, 4) and known_lengths(offsets.int(), 32) == (8, 4)
+    unknown = [None, [0, 64], offsets.float(), offsets[None], offsets.to("meta"), offsets.flip(0), offsets[:1]]
+    assert all(known_lengths(x, 64) == (0, 0) for x in unknown)
+
+
+@pytest.mark.parametrize(("lengths", "segments"), [((1024,) * 4, False), ((128, 9000), True)], ids=str)
+def test_a_call_that_knows_its_lengths_asks_for_no_needless_plan(lengths: tuple[int, ...], segments: bool):
+    """Without them it must be ready for one sequence of all tokens."""
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    x = torch.zeros(1, sum(lengths), 4, 128, dtype=torch.bfloat16)
+    call = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "cu_seqlens": offsets, "safe_gate": True}
+    unknown, _ = check_arguments(call)
+    known, _ = check_arguments(call | {"cu_seqlens_cpu": offsets})
+    assert segments_of_call(unknown, 8, COSTS) > 0
+    assert (segments_of_call(known, 8, COSTS) > 0) == segments
+
+
+def test_split_can_be_turned_off_and_forced():
+    assert _parts([2048, 3], 8, split=1) == [1, 1]
+    assert _parts([2048, 3, 0], 8, split=5) == [5, 3, 1]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), min_size=1, max_size=6))
+def test_segments_cover_every_chunk_once(sequences: list[tuple[int, int]]):
+    chunks = torch.tensor([c for c, _ in sequences])
+    parts = torch.tensor([min(p, max(c, 1)) for c, p in sequences])
+    opening = torch.cat([torch.zeros(1, dtype=torch.long), chunks.cumsum(0)])[:-1]
+    segments = cut(opening, chunks, parts)
+    covered = [slot for a, b in zip(segments.first.tolist(), segments.stop.tolist()) for slot in range(a, b)]
+    assert covered == list(range(int(chunks.sum())))
+    assert segments.opens.sum() == len(sequences)
+    sizes = segments.stop - segments.first
+    for n, (c, p) in enumerate(zip(chunks.tolist(), parts.tolist())):
+        mine = sizes[segments.sequence == n]
+        assert len(mine) == p and mine.max() - mine.min() <= 1
+        assert c == 0 or mine.min() >= 1
+
+
+def test_starts_follow_the_maps():
+    maps = [
+        AffineMap(torch.full((1, 1, 1), float(m)), torch.full((1, 1, 1), float(b))) for m, b in ((2, 1), (3, 5), (7, 0))
+    ]
+    segments = cut(torch.tensor([0, 2]), torch.tensor([2, 1]), torch.tensor([2, 1]))
+    found = split.starts(segments, maps, torch.tensor([10.0, 20.0]).view(2, 1, 1, 1))
+    assert found.flatten().tolist() == [10.0, 21.0, 20.0]
+
+
+def test_explain_says_the_plan():
+    call = split_call([200, 31, 0])
+    assert fd.explain(fd.chunk_kda, **call).segments == (1, 1, 1)
+    assert "sequences stay whole" in str(fd.explain(fd.chunk_kda, **call))
+    explanation = fd.explain(fd.chunk_kda, **call, split=5)
+    assert explanation.segments == (5, 1, 1)
+    assert "segments of the sequences: 5, 1, 1" in str(explanation)

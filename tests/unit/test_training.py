@@ -1,0 +1,160 @@
+"""Training on a CPU: mixed precision, activation checkpointing, finite differences, and the example's record of its losses."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.checkpoint import checkpoint
+
+import flashdelta as fd
+
+from ..support.cases import BY_NAME, Case, case_id, named
+from ..support.gradients import INPUTS, gradients, incoming
+from ..support.inputs import make_call
+from ..support.oracle import float64
+from .test_nn import attention, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def example():
+    problem = importlib.util.spec_from_file_location("train_tiny_lm", ROOT / "examples" / "train_tiny_lm.py")
+    module = importlib.util.module_from_spec(problem)
+    sys.modules[problem.name] = module  # where its dataclasses look their annotations up
+    problem.loader.exec_module(module)
+    return module
+
+
+# ---- as trainers run it ---------------------------------------------------------------------------------------------------
+
+
+def test_autocast_keeps_parameters_and_their_gradients_in_float32():
+    layer = attention(torch.float32, num_heads=2)
+    x = torch.randn(2, 70, 48)
+    exact = torch.autograd.grad(layer(x)[0].square().mean(), list(layer.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x)
+    assert y.dtype == torch.bfloat16
+    found = torch.autograd.grad(y.float().square().mean(), list(layer.parameters()))
+    for x, want in zip(found, exact):
+        assert x.dtype == torch.float32
+        assert (x - want).norm() <= 5e-2 * want.norm()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_give_the_same_gradients(reentrant: bool):
+    layer = attention(torch.float32, num_heads=2)
+    x = torch.randn(2, 70, 48, requires_grad=True)
+    parameters = list(layer.parameters())
+
+    def found(y: torch.Tensor) -> list[torch.Tensor]:
+        for p in (x, *parameters):
+            p.grad = None
+        y.square().sum().backward()
+        return [p.grad for p in (x, *parameters)]
+
+    want = found(layer(x)[0])
+    again = found(checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant))
+    assert all(torch.equal(x, y) for x, y in zip(again, want))
+
+
+@pytest.mark.parametrize("case", named("bounded", "softplus", "packed", "gva2"), ids=case_id)
+def test_checkpointed_call_gives_the_same_gradients(case: Case):
+    call = make_call(case) | {"return_intermediate_states": False}
+    leaves = {name: call[name].clone().requires_grad_() for name in INPUTS if call.get(name) is not None}
+
+    def step(**leaves: torch.Tensor) -> torch.Tensor:
+        return fd.chunk_kda(**call | leaves)[0]
+
+    direct = torch.autograd.grad(step(**leaves).square().sum(), list(leaves.values()))
+    kept = checkpoint(step, **leaves, use_reentrant=False).square().sum()
+    assert all(torch.equal(x, y) for x, y in zip(torch.autograd.grad(kept, list(leaves.values())), direct))
+
+
+@pytest.mark.parametrize("name", ["bounded", "softplus", "gva2", "packed", "state_v_first"])
+def test_gradients_are_finite_differences(name: str):
+    """Along a random direction of each input: the slope of the loss is the gradient's part."""
+    # states in float64 too: rounded ones have no slope
+    call = float64(make_call(BY_NAME[name], torch.float64)) | {"return_intermediate_states": False}
+    grad_o, grad_final = incoming(call)
+    found = gradients(call, grad_o, grad_final)
+
+    def loss(changes: dict) -> float:
+        o, final_state = fd.chunk_kda(**call | changes | {"output_final_state": True})
+        return float((o * grad_o).sum() + (final_state * grad_final.to(final_state.dtype)).sum())
+
+    source = torch.Generator().manual_seed(3)
+    for leaf, gradient in found.items():
+        x = call[leaf].double()
+        direction = torch.randn(x.shape, generator=source, dtype=torch.float64)
+        step = 1e-5
+        up, down = (loss({leaf: x + sign * step * direction}) for sign in (1, -1))
+        slope, want = (up - down) / (2 * step), float((gradient.double() * direction).sum())
+        assert abs(slope - want) <= 1e-5 * max(abs(want), float(gradient.norm())), leaf
+
+
+# ---- the example ----------------------------------------------------------------------------------------------------------
+
+
+def options_of(module, tmp_path: Path, *arguments: str) -> argparse.Namespace:
+    few = (
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--batch",
+        "2",
+        "--length",
+        "33",
+        "--device",
+        "cpu",
+        "--backend",
+        "reference",
+    )
+    return module.parse([*few, "--out", str(tmp_path / "model.safetensors"), *arguments])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch):
+    """The example with a model and a text that fit a test."""
+    module = example()
+    monkeypatch.setattr(module, "CONFIG", tiny_model().config)
+    whole = module.corpus([])
+    monkeypatch.setattr(module, "corpus", lambda extra: (whole[0][:5000], whole[1][:200]))
+    return module
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_records_its_losses(small, tmp_path: Path, autocast: bool):
+    options = options_of(small, tmp_path, *(["--autocast"] if autocast else []))
+    model, record = small.train(options, Console(file=io.StringIO()))
+    found = json.loads(json.dumps(record.as_json(options)))
+    assert found["text"] == [5000, 200] and list(found["held_out"]) == ["2", "4"] and len(found["train"]) == 4
+    assert all(3 < loss < 6 for loss in (*found["train"], *found["held_out"].values()))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert options.out.stat().st_size > 10_000
+
+
+def test_a_run_is_held_against_the_reference(small, tmp_path: Path):
+    def run(loss: float) -> dict:
+        return {"text": [5, 2], "held_out": {"2": 3.0, "4": loss}, "train": [4.0] * 30, "settings": {"backend": "x"}}
+
+    assert small.compare(run(2.019), run(2.0)) == (True, "held out 2.0190, reference 2.0000: +0.95%")
+    assert small.compare(run(1.9), run(2.0))[0] is True
+    assert small.compare(run(2.021), run(2.0))[0] is False
+    assert small.compare(run(float("nan")), run(2.0))[0] is False
+    with pytest.raises(ValueError, match=r"^compare: got a run on \[5, 3\] characters"):
+        small.compare(run(2.0), run(2.0) | {"text": [5, 3]})
+    with pytest.raises(ValueError, match=r"^compare: got a run with other evaluations"):
+        small.compare(run(2.0), run(2.0) | {"held_out": {"3": 2.0}})
+    pytest.importorskip("matplotlib")
+    small.plot(run(2.0), run(2.1), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
