@@ -51,7 +51,7 @@ WY_CASES = [
 ]
 
 DECODE_RACES = (
-    *("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "problem", "K256"),
+    *("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256"),
     *("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16"),
 )
 

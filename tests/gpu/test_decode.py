@@ -48,11 +48,11 @@ MODELS = [
         name="speculative",
         T=4,
         N=3,
-        problem=3,
+        spec=3,
         indices=((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8)),
         accepted=(4, 2, 1),
     ),
-    replace(KIMI, name="verify", T=4, N=3, problem=3, update=False, indices=(0, 5, -1), rows="slots", state=BF16),
+    replace(KIMI, name="verify", T=4, N=3, spec=3, update=False, indices=(0, 5, -1), rows="slots", state=BF16),
 ]
 
 

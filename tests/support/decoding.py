@@ -46,7 +46,7 @@ class Step:
     beta: str = "logit"
     l2norm: bool = True
     scale: float | None = None
-    problem: int | None = None
+    spec: int | None = None
     accepted: tuple[int, ...] | None = None
     source: tuple[int, ...] | None = None
     update: bool = True
@@ -111,7 +111,7 @@ STEPS = [
         form="mixed",
         N=2,
         T=3,
-        problem=2,
+        spec=2,
         indices=((1, 2, 3), (4, 5, 6)),
     ),
     Step(name="fused", why="all inputs are slices of one projection", form="fused", N=2, T=2, indices=(1, 0)),
@@ -123,10 +123,10 @@ STEPS = [
     Step(name="K1", why="the narrowest", K=1, V=2, HV=3),
     Step(name="K16", why="narrow", K=16, V=4, v_first=False, state=BF16),
     Step(
-        name="problem",
+        name="spec",
         why="a state for each token; start after 1, 2, 3 accepted",
         T=3,
-        problem=2,
+        spec=2,
         indices=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
         accepted=(1, 2, 3),
         slots=9,
@@ -135,7 +135,7 @@ STEPS = [
         name="spec_bf16",
         why="rounded on the way out, not from token to token",
         T=4,
-        problem=3,
+        spec=3,
         N=2,
         indices=((0, 1, 2, 3), (7, 6, 5, 4)),
         accepted=(4, 1),
@@ -147,7 +147,7 @@ STEPS = [
         name="spec_first",
         why="without counts the start is the first slot",
         T=2,
-        problem=1,
+        spec=1,
         N=2,
         indices=((0, 1), (3, 2)),
     ),
@@ -155,7 +155,7 @@ STEPS = [
         name="spec_packed",
         why="fewer drafts for some, none for one, padding",
         lengths=(3, 1, 0, 2, 0),
-        problem=2,
+        spec=2,
         indices=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (-1, -1, -1)),
         accepted=(2, 3, 1, 1, 1),
         slots=12,
@@ -165,7 +165,7 @@ STEPS = [
         why="counts of 0, 1 + S + 1 and wild ones make null sequences",
         N=6,
         T=2,
-        problem=1,
+        spec=1,
         indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)),
         accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
         slots=12,
@@ -175,7 +175,7 @@ STEPS = [
         why="null slots inside rows: a start, a target",
         N=3,
         T=3,
-        problem=2,
+        spec=2,
         indices=((1, 0, 2), (3, 0, 0), (4, 5, -1)),
         accepted=(2, 1, 2),
         null_index="non_positive",
@@ -203,7 +203,7 @@ STEPS = [
         why="drafts from the committed state",
         N=2,
         T=3,
-        problem=2,
+        spec=2,
         source=(6, 2),
         indices=((0, 1, 2), (5, 4, -1)),
         state=BF16,
@@ -215,7 +215,7 @@ STEPS = [
         why="intermediate states in the sequence's own row",
         N=3,
         T=3,
-        problem=2,
+        spec=2,
         update=False,
         indices=(3, -1, 1),
         rows="slots",
@@ -225,7 +225,7 @@ STEPS = [
         name="verify_rows",
         why="in rows of a smaller buffer",
         lengths=(3, 0, 2),
-        problem=2,
+        spec=2,
         update=False,
         indices=(3, 2, 1),
         rows=(1, 0, -1),
@@ -237,13 +237,13 @@ STEPS = [
         why="from a source",
         N=2,
         T=2,
-        problem=1,
+        spec=1,
         update=False,
         source=(3, 1),
         indices=None,
         rows=(2, 0),
     ),
-    Step(name="verify_own", why="row n", N=2, T=2, problem=1, update=False, indices=None, slots=2, rows="slots"),
+    Step(name="verify_own", why="row n", N=2, T=2, spec=1, update=False, indices=None, slots=2, rows="slots"),
 ]
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
@@ -307,7 +307,7 @@ def _states(step: Step, source: Source) -> dict:
         given["num_accepted_tokens"] = index(step.accepted)
     if step.rows is not None:
         count = step.slots if step.rows == "slots" else 3
-        given["intermediate_states"] = amid(source, step.state, (count, 1 + step.problem, *inner), step.gap)
+        given["intermediate_states"] = amid(source, step.state, (count, 1 + step.spec, *inner), step.gap)
         if step.rows != "slots":
             given["intermediate_state_indices"] = index(step.rows)
     return given
@@ -317,7 +317,7 @@ def _options(step: Step) -> dict:
     asked = {"use_qk_l2norm_in_kernel": step.l2norm, "gate": step.gate, "scale": step.scale}
     asked |= {"beta_is_logit": step.beta != "value", "allow_neg_eigval": step.beta == "double_logit"}
     asked |= {"lower_bound": -5.0 if step.gate == "lower_bound" else None, "state_v_first": step.v_first}
-    asked |= {"null_index": step.null_index, "num_spec_tokens": step.problem, "update_state": step.update}
+    asked |= {"null_index": step.null_index, "num_spec_tokens": step.spec, "update_state": step.update}
     return asked | {"output_final_state": step.final}
 
 
@@ -457,7 +457,7 @@ def _start(step: Step, n: int, pool: Tensor | None, origin: Tensor | None) -> Te
     index = step.indices[n]
     if isinstance(index, tuple):
         count = 1 if step.accepted is None else step.accepted[n]
-        if not 1 <= count <= 1 + step.problem:
+        if not 1 <= count <= 1 + step.spec:
             return None
         index = index[count - 1]
     return pool[index] if named(step, index, len(pool)) else None

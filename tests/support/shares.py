@@ -1,4 +1,4 @@
-"""How `recurrence` shares out its chunks, by the kernel's own functions (`hopper/shares.py`) run as plain Python."""
+"""How `recurrence` shares out its chunks, by the kernel's own functions (`hopper/device/stream_k.py`) run as plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FunctionType, SimpleNamespace
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from flashdelta.hopper import shares
+from flashdelta.hopper.device import stream_k as shares
 
 C = 64
 

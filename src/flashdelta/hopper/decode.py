@@ -20,10 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..triton import common, decode, states
-from ..triton.common import L2_EPS
-from .arithmetic import split_high_low
-from .compat import copy_async
+from ..triton import decode
+from ..triton.device import common, states
+from ..triton.device.common import L2_EPS
+from .device.compat import copy_async
+from .device.math import split_high_low
 
 decay_rate, locate, log2_decay, write_strength = (
     gluon.jit(f.fn) for f in (common.decay_rate, common.locate, common.log2_decay, common.write_strength)

@@ -19,10 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton import backward, common
-from .arithmetic import exp2, exp2_negative, gate_gradient, token_offset, wide, write_strength
-from .compat import barrier, reinterpret
-from .rows import (
+from ..triton import backward
+from ..triton.device import common
+from .device.compat import barrier, reinterpret
+from .device.math import exp2, exp2_negative, gate_gradient, token_offset, wide, write_strength
+from .device.rows import (
     C,
     decay_bias,
     fetch_rows,

@@ -20,9 +20,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..triton import common
-from ..triton.common import L2_EPS
-from .arithmetic import (
+from ..triton.device import common
+from ..triton.device.common import L2_EPS
+from .device.compat import copy_async, reinterpret
+from .device.layouts import position, store_cells, store_tile
+from .device.math import (
     LOWEST,
     LOWEST_HALF,
     column_halves,
@@ -39,9 +41,7 @@ from .arithmetic import (
     wide,
     write_strength,
 )
-from .compat import copy_async, reinterpret
 from .segments import plan_segments
-from .tiles import position, store_cells, store_tile
 
 chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
 clamp_bounds = gluon.jit(common.clamp_bounds.fn)

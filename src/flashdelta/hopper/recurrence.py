@@ -19,12 +19,20 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton import recurrence as portable
-from .arithmetic import wide
-from .compat import copy_async, copy_tile
-from .places import BV, C, chunks_before, locate_part, own_chunks, piece_extent, program_parts
-from .shares import own_share
-from .stages import announce_state, await_state, load_halves, sequence_slot, stage_barriers, state_offsets, store_halves
-from .tiles import LINES, position, to_lines
+from .device.compat import copy_async, copy_tile
+from .device.layouts import LINES, position, to_lines
+from .device.math import wide
+from .device.pipeline import (
+    announce_state,
+    await_state,
+    load_halves,
+    sequence_slot,
+    stage_barriers,
+    state_offsets,
+    store_halves,
+)
+from .device.stream_k import own_share
+from .device.tile_scheduler import BV, C, chunks_before, locate_part, own_chunks, piece_extent, program_parts
 
 checkpoint_slot = gluon.jit(portable.checkpoint_slot.fn)
 

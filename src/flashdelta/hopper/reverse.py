@@ -15,12 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .arithmetic import wide
-from .compat import copy_async, copy_tile
-from .places import BV, C, chunks_before, even_parts, locate_part
+from .device.compat import copy_async, copy_tile
+from .device.layouts import LINES, position, to_lines
+from .device.math import wide
+from .device.pipeline import load_halves, stage_barriers, state_offsets, store_halves
+from .device.tile_scheduler import BV, C, chunks_before, even_parts, locate_part
 from .recurrence import store_output
-from .stages import load_halves, stage_barriers, state_offsets, store_halves
-from .tiles import LINES, position, to_lines
 
 
 @gluon.jit

@@ -14,14 +14,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..triton import common
 from ..triton import segments as portable
-from .arithmetic import wide
-from .compat import copy_async, copy_tile
-from .places import BV, C, even_parts, item_of, locate_segment, own_chunks, piece_extent
-from .shares import add
-from .stages import load_halves, sequence_slot, stage_barriers, state_offsets, store_halves
-from .tiles import LINES, from_lines, position
+from ..triton.device import common
+from .device.compat import copy_async, copy_tile
+from .device.layouts import LINES, from_lines, position
+from .device.math import wide
+from .device.pipeline import load_halves, sequence_slot, stage_barriers, state_offsets, store_halves
+from .device.stream_k import add
+from .device.tile_scheduler import BV, C, even_parts, item_of, locate_segment, own_chunks, piece_extent
 
 chunks_of = gluon.jit(portable.chunks_of.fn)
 states_fit = gluon.jit(portable.states_fit.fn)

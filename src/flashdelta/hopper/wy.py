@@ -22,13 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import condition
 
-from ..triton import common
-from ..triton.common import LOG2E
-from .arithmetic import exp2, token_offset, wide, write_strength
-from .compat import barrier, reinterpret
-from .copies import await_copies, fetch, incoming, send
-from .places import chunks_before
-from .rows import (
+from ..triton.device import common
+from ..triton.device.common import LOG2E
+from .device.compat import barrier, reinterpret
+from .device.math import exp2, token_offset, wide, write_strength
+from .device.rows import (
     C,
     decay_bias,
     fetch_rows,
@@ -41,6 +39,8 @@ from .rows import (
     weight_places,
     weighted_sums,
 )
+from .device.tile_scheduler import chunks_before
+from .device.tma import await_copies, fetch, incoming, send
 
 decay_rate = gluon.jit(common.decay_rate.fn)
 

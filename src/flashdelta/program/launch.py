@@ -190,7 +190,7 @@ def or_empty(problem: Problem, t: Tensors, *states: torch.Tensor | None) -> list
 
 
 def state_arguments(problem: Problem, t: Tensors, final_state: torch.Tensor | None) -> tuple:
-    """Where states are read and stored, as the kernels take it (`triton/states.py`). For a state that the call does not
+    """Where states are read and stored, as the kernels take it (`triton/device/states.py`). For a state that the call does not
     have, an empty tensor, which the kernel leaves alone."""
     if problem.has_pool:
         initial = final = t.state_pool

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import SUB, boundary_matrix, inverse_norm, pair_mask, split_decay, sums
-from .common import LOG2E, chunks_before, decay_rate, locate, own_chunk, sigmoid, softplus_log2, write_strength
-from .states import load_state, state_offsets, store_state
+from .device.blocks import SUB, boundary_matrix, inverse_norm, pair_mask, split_decay, sums
+from .device.common import LOG2E, chunks_before, decay_rate, locate, own_chunk, sigmoid, softplus_log2, write_strength
+from .device.states import load_state, state_offsets, store_state
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "slots", "has_initial", "has_final"])

@@ -121,7 +121,8 @@ class Stages:
     """A backend's kernels for a call whose tensors `t` are as they can read them.
 
     `solved` is the shape in which they have a matrix of every chunk, and `squares` the dtype of such matrices' gradients. The
-    stages make launches: `walk(problem, kept, o, final_state)` the forward's two, which leave what is kept (without `o` none); `reverse(workspace, walked, grad_o, grad_final, initial)`, `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    stages make launches: `walk(problem, kept, o, final_state)` the forward's two, which leave what is kept (without `o` none);
+    `reverse(workspace, walked, grad_o, grad_final, initial)`, `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
     problem: Problem

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .states import named_slot
+from .device.states import named_slot
 
 
 @triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens"])

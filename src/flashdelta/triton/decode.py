@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import L2_EPS, decay_rate, locate, log2_decay, write_strength
-from .states import everywhere, named_slot, state_offsets
+from .device.common import L2_EPS, decay_rate, locate, log2_decay, write_strength
+from .device.states import everywhere, named_slot, state_offsets
 
 SCALARS = (
     *("T", "group", "HV", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "lowest"),

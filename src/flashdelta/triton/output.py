@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import dot, own_chunk
+from .device.common import dot, own_chunk
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "slots"])

@@ -27,8 +27,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import SUB, apply_weights, forward_substitution, split_decay, sums
-from .common import L2_EPS, decay_rate, dot, own_chunk, write_strength
+from .device.blocks import SUB, apply_weights, forward_substitution, split_decay, sums
+from .device.common import L2_EPS, decay_rate, dot, own_chunk, write_strength
 
 WIDE = tl.constexpr(64)
 """Most channels of `w` and `u` that a program forms at a time: of fewer, two warps would do the same products."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import SUB, apply_weights, boundary_matrix, forward_substitution, inverse_norm, split_decay, sums
-from .common import decay_rate, dot, own_chunk, write_strength
+from .device.blocks import SUB, apply_weights, boundary_matrix, forward_substitution, inverse_norm, split_decay, sums
+from .device.common import decay_rate, dot, own_chunk, write_strength
 
 ROWS = tl.constexpr(32)
 """Rows of a block."""

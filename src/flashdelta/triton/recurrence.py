@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_place, chunks_before, dot, locate, piece_extent
+from .device.common import chunk_place, chunks_before, dot, locate, piece_extent
+from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
 from .segments import part_of_piece, place_segment, segment_of
-from .states import load_state, named_slot, sequence_slot, state_offsets, store_state
 
 
 @triton.jit

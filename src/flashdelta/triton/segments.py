@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .common import chunk_place, dot, locate, piece_count, piece_end, piece_extent, place_of
-from .states import load_state, sequence_slot, state_offsets
+from .device.common import chunk_place, dot, locate, piece_count, piece_end, piece_extent, place_of
+from .device.states import load_state, sequence_slot, state_offsets
 
 
 @triton.jit

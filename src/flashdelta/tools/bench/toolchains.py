@@ -188,7 +188,7 @@ def traits(compiled: CompiledKernel) -> dict[str, object]:
 def text_of_kernels() -> str:
     """A hash of the kernels' text."""
     here = Path(__file__).parents[2]
-    files = sorted(path for folder in ("hopper", "triton") for path in (here / folder).glob("*.py"))
+    files = sorted(path for folder in ("hopper", "triton") for path in (here / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

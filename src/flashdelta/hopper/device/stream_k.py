@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton import common
+from ...triton.device import common
 
 SHORT = gl.constexpr(2)
 """Chunks at an item's start or end that a cut leaves with the rest of it: handing the state over takes as long."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton import common, segments
-from .shares import part_count, part_of_share
+from ...triton import segments
+from ...triton.device import common
+from .stream_k import part_count, part_of_share
 
 C = gl.constexpr(64)
 BV = gl.constexpr(64)

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..triton import states
-from .places import BV
-from .tiles import from_lines, to_lines
+from ...triton.device import states
+from .layouts import from_lines, to_lines
+from .tile_scheduler import BV
 
 THREADS = gl.constexpr(128)
 """Of the four warps that compute."""
