@@ -28,7 +28,7 @@ def test_every_stage_is_found_with_its_costs(backend, tmp_path):
         ceilings=Ceilings(copy_tb_s=4.3, gemm_tflop_s=700.0),
     )
     (row,) = document["rows"]
-    assert row["ours"]["problem"] is None
+    assert row["ours"]["spec"] is None
     found = {kernel["stage"]: kernel for kernel in row["kernels"]}
     assert {"prepare", "recurrence"} <= found.keys()
     for stage in ("prepare", "recurrence"):

@@ -176,9 +176,9 @@ def test_opcheck_commit():
 
 def test_explain(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["problem"]))
+    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]))
     verdicts = {v.backend: v for v in explanation.verdicts}
     assert explanation.chosen == "reference"
     assert "CPU" in verdicts["triton"].reason and not verdicts["hopper"].supported
     with pytest.raises(ValueError, match=r"^num_spec_tokens: got 8"):
-        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["problem"]) | {"num_spec_tokens": 8})
+        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]) | {"num_spec_tokens": 8})
