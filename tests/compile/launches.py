@@ -7,9 +7,8 @@ left out, so that a rename changes nothing. `make record` writes the file.
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,20 +16,13 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.hopper.gradients import stages_of as hopper_stages
-from flashdelta.hopper.gradients import wy_dqkg_launch as hopper_wy_launch
-from flashdelta.hopper.launch import launches as hopper_launches
-from flashdelta.problem.decode_spec import CommitTensors, check_commit, check_decode_arguments
-from flashdelta.problem.prefill import INPUTS, PRECISIONS, prefill_of
-from flashdelta.problem.problem import Incoming, Problem, Tensors, check_arguments
-from flashdelta.problem.wy_spec import WyGradients, WyTensors, check_wy
-from flashdelta.program.launch import Launch, allocate
+from flashdelta.hopper.launch import build as build_hopper
+from flashdelta.problem.operations import PRECISIONS
+from flashdelta.problem.problem import BACKWARD
+from flashdelta.program.launch import Launch
+from flashdelta.runtime.call import check
 from flashdelta.tools.compile import ARCHITECTURES
-from flashdelta.triton.backward_pass import launches as backward_launches
-from flashdelta.triton.gradients import stages_of as triton_stages
-from flashdelta.triton.launch import commit_launch, prefill_launches
-from flashdelta.triton.launch import launches as triton_launches
-from flashdelta.triton.wy import launch as wy_launch
+from flashdelta.triton.launch import build as build_triton
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..support.cases import BF16, CASES, FP32, Case
@@ -67,7 +59,7 @@ def trace(launches: Iterable[Launch]) -> list[tuple]:
     found = list(launches)  # all at once: a storage that is gone could give its identity to another
     return [
         (
-            (launch.programs, launch.rows),
+            (launch.ctas, launch.rows),
             tuple(kind(x, storages) for x in launch.arguments),
             tuple(launch.constants.values()),
             tuple(sorted(launch.options().items())),
@@ -76,28 +68,26 @@ def trace(launches: Iterable[Launch]) -> list[tuple]:
     ]
 
 
+def launches(op: Callable, call: dict, backend: str, arch: int) -> Iterable[Launch]:
+    problem, t = check(op, **on_meta(call))
+    return (build_hopper if backend == "hopper" else build_triton)(problem, t, arch).launches
+
+
 def forward(call: dict, backend: str, arch: int) -> Iterable[Launch]:
-    algorithm = "chunk" if "chunk_size" in call else "recurrent"
-    return of_spec(*check_arguments(on_meta(call), algorithm), backend, arch)
+    return launches(fd.chunk_kda if "chunk_size" in call else fd.fused_recurrent_kda, call, backend, arch)
 
 
-def of_spec(problem: Problem, t: Tensors, backend: str, arch: int) -> Iterable[Launch]:
-    launches = hopper_launches if backend == "hopper" else triton_launches
-    return launches(problem, t, arch, allocate(problem, t, None))
-
-
-def backward(call: dict, backend: str, arch: int) -> Iterator[Launch]:
-    problem, t = check_arguments(on_meta(call | {"return_intermediate_states": False}))
-    stages = hopper_stages(problem, t) if backend == "hopper" else triton_stages(problem, t, arch)
-    o, final_state, _ = allocate(problem, t, None)
-    absent = o.new_zeros(0)
-    return backward_launches(stages, Incoming(o, absent if final_state is None else final_state), {})
+def backward(call: dict, backend: str, arch: int) -> Iterable[Launch]:
+    problem, t = check(fd.chunk_kda, **on_meta(call | {"return_intermediate_states": False}))
+    o = torch.empty(t.v.shape, dtype=t.v.dtype, device=t.device)
+    final = problem.results().get("final_state")
+    dht = o.new_zeros(0) if final is None else o.new_empty(final.shape, dtype=final.dtype)
+    problem, t = replace(problem, operation=problem.operation + BACKWARD), replace(t, do=o, dht=dht)
+    return (build_hopper if backend == "hopper" else build_triton)(problem, t, arch).launches
 
 
 def decode(step: Step, dtype: torch.dtype, backend: str, arch: int) -> Iterable[Launch]:
-    bound = inspect.signature(fd.recurrent_kda).bind(**on_meta(make_step(step, dtype)))
-    bound.apply_defaults()
-    return of_spec(*check_decode_arguments(bound.arguments), backend, arch)
+    return launches(fd.recurrent_kda, make_step(step, dtype), backend, arch)
 
 
 def many_decode(step: Step, arch: int) -> Iterable[Launch]:
@@ -106,25 +96,16 @@ def many_decode(step: Step, arch: int) -> Iterable[Launch]:
         return decode(step, BF16, "hopper", arch)
 
 
-def commit(call: dict) -> list[Launch]:
-    t = CommitTensors(**{f.name: on_meta(call).get(f.name) for f in fields(CommitTensors)})
-    return [commit_launch(*check_commit(t, "negative"))]
+def commit(call: dict, arch: int) -> Iterable[Launch]:
+    return launches(fd.commit, call, "triton", arch)
 
 
-def prefill(case: Case, precision: str, arch: int) -> list[Launch]:
-    call = on_meta(prefill_call(case))
-    rest = call["chunk_size"], call.get("scale"), call["gate"], precision
-    problem, t = prefill_of(*(call[name] for name in INPUTS), *rest)
-    return prefill_launches(problem, t, arch, *problem.allocate(t.q.device))
+def prefill(case: Case, precision: str, arch: int) -> Iterable[Launch]:
+    return launches(fd.kda_prefill, prefill_call(case) | {"precision": precision}, "triton", arch)
 
 
-def wy(call: dict, backend: str, arch: int) -> list[Launch]:
-    tensors = {f.name for f in fields(WyTensors)}
-    call = on_meta(call)
-    t = WyTensors(**{name: call.get(name) for name in tensors})
-    problem = check_wy(t, **{name: x for name, x in call.items() if name not in tensors})
-    found = WyGradients.allocate(problem, t)
-    return [hopper_wy_launch(problem, t, found) if backend == "hopper" else wy_launch(problem, t, arch, found)]
+def wy(call: dict, backend: str, arch: int) -> Iterable[Launch]:
+    return launches(fd.kernels.chunk_bwd_wy_dqkg, call, backend, arch)
 
 
 def in_dtype(call: dict, dtype: torch.dtype) -> dict:
@@ -181,7 +162,7 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], object]]:
             wide = replace(step, K=128, V=128, state=BF16, v_first=True)
             yield f"decode {step.name}, hopper", HOPPER, lambda arch, step=wide: many_decode(step, arch)
     for state in (FP32, BF16):
-        yield f"commit {state}", PORTABLE, lambda arch, state=state: commit(commit_call(state))
+        yield f"commit {state}", PORTABLE, lambda arch, state=state: commit(commit_call(state), arch)
     sizes = [replace(sized(PLAIN, size), name=f"at {size}") for size in SIZES]
     for case in [*PREFILLS, *sizes]:
         for precision in PRECISIONS:

@@ -16,7 +16,7 @@ import torch
 import flashdelta as fd
 from flashdelta.hopper import gradients as hopper_gradients
 from flashdelta.hopper import launch as hopper_launch
-from flashdelta.problem.prefill import PRECISIONS
+from flashdelta.problem.operations import PRECISIONS
 from flashdelta.triton import config
 
 from ..support.cases import BF16, BY_NAME, FP32, named
@@ -92,7 +92,7 @@ def run_backward(backend: str, races: bool) -> int:
     if not races:
         steps += [steps[1] | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
     calls += [functools.partial(fd.kernels.chunk_bwd_wy_dqkg, **on_device(call), backend=backend) for call in steps]
-    hopper_gradients.multiprocessors = lambda device: 1  # so that a program of `wy` takes several items
+    hopper_gradients.sm_count = lambda device: 1  # so that a program of `wy` takes several items
     ran = 0
     for call in calls:
         try:

@@ -293,7 +293,7 @@ def test_compiles_in_one_graph_with_inductor(step: Step, backend: str):
 def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dtype, backend: str):
     """Afterwards no other batch, heads, slots, lengths, row strides or counts compile."""
     options = {"state_dtype": state, "state_v_first": v_first, "speculative": True}
-    fd.warmup([(128, 128)], op=fd.recurrent_kda, backend=backend, **options)
+    fd.warmup(fd.recurrent_kda, [(128, 128)], backend=backend, **options)
     base = replace(KIMI, v_first=v_first, state=state)
     slots = ((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8))
     problem = replace(base, T=4, N=3, problem=3, indices=slots, accepted=(4, 2, 1))

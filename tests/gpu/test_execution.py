@@ -16,7 +16,7 @@ import torch
 import triton
 
 import flashdelta as fd
-from flashdelta.problem.problem import check_arguments
+from flashdelta.runtime.call import check
 from flashdelta.tools.bench.kernels import profiled
 
 from ..support.cases import BF16, FP32, Case, case_id
@@ -79,7 +79,7 @@ def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, 
 @pytest.mark.parametrize("op", BOTH)
 def test_warmup_compiles_all_that_calls_need(op, backend: str):
     """Afterwards no call of those kinds compiles: other heads, other lengths, slices of a fused projection."""
-    fd.warmup([(64, 128)], op=op, backend=backend, state_v_first=True)
+    fd.warmup(op, [(64, 128)], backend=backend, state_v_first=True)
     # heads that keep the fused projection's rows a multiple of 16 long
     base = replace(KIMI, K=64, V=128, H=8, HV=16, v_first=True, offsets_dtype=torch.int32)
     with compilations() as names:
@@ -163,7 +163,7 @@ def test_lengths_on_the_host_leave_out_what_would_plan(lengths: tuple[int, ...],
 @pytest.mark.parametrize("name", FORWARDS)
 def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
-    problem, _ = check_arguments(call)
+    problem, _ = check(fd.chunk_kda, **call)
     fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
     torch.cuda.synchronize()
 

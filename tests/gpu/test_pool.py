@@ -228,8 +228,8 @@ def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
         replace(base, marks=one[0], mark_slots=one[1]),
     ]
     calls = [gpu_pool_call(op, pool_case, BF16, backend) for pool_case in others]
-    options = {"op": op, "backend": backend, "state_v_first": True, "packed": (True,), "state_pool": (True,)}
-    fd.warmup([(64, 128)], **options, **checkpoints)
+    options = {"backend": backend, "state_v_first": True, "packed": (True,), "state_pool": (True,)}
+    fd.warmup(op, [(64, 128)], **options, **checkpoints)
     with compilations() as names:
         for call in calls:
             op(**call)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.problem.prefill import INPUTS, PRECISIONS, prefill_of
-from flashdelta.program.launch import launch_all
-from flashdelta.runtime import torch_ops as library
-from flashdelta.triton.launch import prefill_launches
+from flashdelta.problem.arguments import Operation
+from flashdelta.problem.operations import PRECISIONS
+from flashdelta.runtime import call as road
+from flashdelta.triton.launch import build
 
 from ..support.cases import FP32, Case, case_id
 from ..support.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
-from ..support.prefills import CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from ..support.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from .calls import CALLS_TO_A_PLAN, on_streams
 
 pytestmark = pytest.mark.gpu
@@ -88,11 +88,10 @@ def test_launch_parameters_of_other_gpus(size: tuple[int, int, int], precision: 
     """What an Ada or Ampere GPU would launch, compiled for the one at hand."""
     case = sized(PLAIN, size)
     call = prefill_call(case, "cuda")
-    problem, t = prefill_of(*(call[name] for name in INPUTS), case.chunk_size, None, case.gate, precision)
+    problem, t = road.check(fd.kda_prefill, **call, precision=precision)
     with poisoned_memory():
-        results = problem.allocate(t.q.device)
-    launch_all(prefill_launches(problem, t, arch, *results), t.q.device)
-    hold(case, results, truth(call))
+        program = build(problem, t, arch)
+    hold(case, tuple(program.run().values()), truth(call))
 
 
 @pytest.mark.usefixtures("much_memory")
@@ -169,7 +168,7 @@ def test_a_call_with_a_plan_gives_the_bits_of_one_without(
     call = prefill_call(case, "cuda")
     way = torch.ops.kda_prefill.forward if by_operator else fd.kda_prefill
     want = [way(**call) for _ in range(CALLS_TO_A_PLAN - 1)]
-    monkeypatch.setattr(library, "check_prefill", refuse)
+    monkeypatch.setattr(Operation, "check", refuse)
     copies = {name: call[name].clone() for name in INPUTS}
     for given in (call, call | copies):
         for got, first, second in zip(way(**given), *want):
@@ -249,7 +248,7 @@ def test_graph_of_a_call_with_a_plan(monkeypatch: pytest.MonkeyPatch):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with monkeypatch.context() as patched:
-        patched.setattr(library, "check_prefill", refuse)
+        patched.setattr(Operation, "check", refuse)
         with torch.cuda.graph(graph):
             results = fd.kda_prefill(**static)
     for seed in (1, 2):

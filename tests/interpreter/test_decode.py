@@ -42,5 +42,5 @@ def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
     assert 2 * ops.WARM_MANY > config.DECODE_FEW
     monkeypatch.setattr(ops, "WARM_MANY", 2)
     monkeypatch.setattr(config, "DECODE_FEW", 3)
-    options = {"op": fd.recurrent_kda, "dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
-    assert fd.warmup([(32, 32)], **options) == (1 + 3) + (4 + 4)
+    options = {"dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
+    assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (4 + 4)

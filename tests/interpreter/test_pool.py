@@ -171,7 +171,7 @@ def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ops, "WARM_MANY", 2)  # sequences, of which the interpreter runs one after the other
     checkpoints = {"checkpoints": (True,)} if op is fd.chunk_kda else {}
     pools = {"state_pool": (True,), "has_initial_state": (True,)} | checkpoints
-    assert fd.warmup([(32, 32)], op=op, dtype=FP32, device="cpu", backend="triton", packed=(True,), **pools) == 1
+    assert fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", packed=(True,), **pools) == 1
 
 
 def test_operator_runs_the_kernels_it_is_asked_for():

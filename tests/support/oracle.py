@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import reference
-from flashdelta.problem.problem import check_arguments
+from flashdelta.runtime.call import check
 
 from .cases import Case
 
@@ -149,7 +149,7 @@ def tolerance_of(call: dict) -> float:
 
 def rounding_error(call: dict) -> tuple[float, float]:
     """`flashdelta.reference.rounding_error` of a `chunk_kda` call that is not packed."""
-    return reference.rounding_error(*check_arguments(call))
+    return reference.rounding_error(*check(fd.chunk_kda, **call))
 
 
 def covered_tokens(call: dict) -> slice:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from flashdelta.problem.problem import Problem, Tensors, check_arguments
+import flashdelta as fd
+from flashdelta.problem.problem import Problem, Tensors
+from flashdelta.runtime.call import check
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Plan:
         if self.marks and self.marks[0]:
             call["checkpoint_offsets"] = torch.tensor(self.marks)
             call["checkpoint_indices"] = torch.zeros_like(call["checkpoint_offsets"])
-        return check_arguments(call)
+        return check(fd.chunk_kda, **call, state_v_first=False, use_qk_l2norm_in_kernel=False)
 
 
 def planned_chunks(plan: Plan) -> list[Chunk]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from flashdelta import reference
-from flashdelta.problem.prefill import INPUTS, PREFILL_SIZES, prefill_of
+from flashdelta.problem.operations import PREFILL_SIZES, prefill_problem
+from flashdelta.problem.problem import Tensors
 
 from .cases import FP32, HARD_CASES, LENGTHS, Case
 from .inputs import make_call
 from .oracle import TOLERANCE, assert_close, conditioning
+
+INPUTS = ("q", "k", "v", "g", "beta")
 
 Results = tuple[Tensor, Tensor, Tensor]
 
@@ -85,7 +89,8 @@ def prefill_call(case: Case, device: str = "cpu", seed: int = 0) -> dict:
 def truth(call: dict) -> Results:
     """The reference in float64."""
     exact = [call[name].double() for name in INPUTS]
-    return reference.prefill(*prefill_of(*exact, call["chunk_size"], call.get("scale"), call["gate"], "ieee"))
+    options = SimpleNamespace(**{"scale": None, "precision": "ieee"} | call)
+    return tuple(reference.prefill(*prefill_problem(options, Tensors(*exact))).values())
 
 
 def hold(case: Case, results: Results, want: Results) -> None:

@@ -59,6 +59,8 @@ def split_pool_call() -> dict:
         "checkpoint_offsets": torch.tensor([[16, 96], [64, 64], [0, 0]]),
         "checkpoint_indices": torch.tensor([[4, 5], [6, -1], [-1, -1]]),
         "chunk_size": CHUNK,
+        "state_v_first": False,
+        "use_qk_l2norm_in_kernel": False,
     }
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.problem.decode_spec import GIVEN, check_decode_arguments
-from flashdelta.problem.problem import TENSOR_NAMES
-from flashdelta.runtime import torch_ops as library
+from flashdelta.runtime.call import check
+from flashdelta.runtime.torch_ops import COMMIT_STATES, FORWARD_OUT
 
 from ..support.cases import BF16, FP32
 from ..support.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
@@ -164,13 +163,13 @@ def test_commit_compiles_in_one_graph():
 @pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows", "source"])
 def test_opcheck(name: str):
     call = make_step(BY_NAME[name])
-    problem, t = check_decode_arguments(dict.fromkeys((*GIVEN, "num_spec_tokens", "update_state")) | call)
-    arguments = library.operator_arguments(problem, t, "reference", TENSOR_NAMES)
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, torch.empty_like(t.v)))
+    problem, t = check(fd.recurrent_kda, **call)
+    arguments = FORWARD_OUT.arguments(problem, replace(t, out=torch.empty_like(t.v)), "reference")
+    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, arguments)
 
 
 def test_opcheck_commit():
-    arguments = (*commit_call().values(), None, "negative", "reference")
+    arguments = COMMIT_STATES.arguments(*check(fd.commit, **commit_call()), "reference")
     torch.library.opcheck(torch.ops.flashdelta.kda_commit, arguments)
 
 

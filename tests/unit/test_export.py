@@ -12,18 +12,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flashdelta
-from flashdelta.problem.decode_spec import GIVEN, check_decode
-from flashdelta.problem.prefill import PREFILL_SIZES, PrefillSpec, prefill_of
-from flashdelta.problem.problem import Options
+import flashdelta as fd
+from flashdelta.problem.operations import PREFILL_SIZES, prefill_problem
+from flashdelta.problem.problem import Problem, Result, Tensors
 from flashdelta.program.launch import Launch
+from flashdelta.program.program import Outputs
+from flashdelta.program.workspace import Workspace
+from flashdelta.runtime.call import check
 from flashdelta.tools.export import bindings, compile_kernels, kernels, wanted_kernels, write
 from flashdelta.tools.export.kernels import Wanted, compile_kernel, parameters_of, sample_decode, sample_prefill
-from flashdelta.triton.launch import Workspace, launches, prefill_launches
+from flashdelta.triton import launch as portable
+from flashdelta.triton.launch import layout, prefill, prefill_layout
 
 from ..compile.toolchains import toolchains
 from ..support.exports import (
@@ -270,20 +275,19 @@ def sized_prefill(bf16: bool, sizes: dict):
     shape, width = (sizes["B"], sizes["H"], sizes["T"]), (sizes["K"],)
     q, k, v = (torch.empty(*shape, *width, dtype=dtype, device="meta") for _ in range(3))
     g, beta = torch.empty(*shape, *width, device="meta"), torch.empty(shape, device="meta")
-    return prefill_of(q, k, v, g, beta, sizes["C"], None, "none", "tf32" if bf16 else "tf32x3")
+    precision = "tf32" if bf16 else "tf32x3"
+    options = SimpleNamespace(chunk_size=sizes["C"], scale=None, gate="none", precision=precision)
+    return prefill_problem(options, Tensors(q, k, v, g, beta))
 
 
 def workspace_bytes(bf16: bool, sizes: dict) -> int:
     problem, _ = sized_prefill(bf16, sizes)
-    return prefill_workspace(problem, bf16)[0].buffer.nbytes
+    return prefill_workspace(problem, bf16).buffer.nbytes
 
 
-def prefill_workspace(problem: PrefillSpec, bf16: bool) -> tuple[Workspace, torch.Tensor | None]:
-    """That of the Python function, and its states before every chunk."""
-    device = torch.device("meta")
-    if bf16:
-        return Workspace.allocate(problem.call, device), None
-    return Workspace.with_states(problem.call, device, torch.empty(problem.w_shape, device=device))
+def prefill_workspace(problem: Problem, bf16: bool) -> Workspace:
+    """That of the Python function; in bfloat16 `w` lies there, too."""
+    return Workspace.allocate(layout(problem) if bf16 else prefill_layout(problem, True), torch.device("meta"))
 
 
 # ---- what is launched ----------------------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ def as_number(kind: str, bits: int) -> object:
 def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> None:
     """A recorded launch against the one of the Python function: grid, block, every number and every address given."""
     assert record["name"] == launch.kernel.__name__
-    assert (record["grid"], record["block"]) == (launch.programs, 32 * launch.num_warps)
+    assert (record["grid"], record["block"]) == (launch.ctas, 32 * launch.num_warps)
     assert (record["attributes"], record["attribute"]) == ((1, 6) if launch.overlaps else (0, 0))
     order = [name for name, _ in parameters_of(launch)]
     values = dict(zip(order, record["values"]))
@@ -339,12 +343,14 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     state_pointers = {"initial_state": 0xA0000, "final_state": 0xB0000} if states else {}
     args = prefill_args(bf16, **shape, **state_pointers)
     problem, t = sized_prefill(bf16, args)
-    o, w, u = problem.allocate(t.q.device)
-    heads = problem.B * problem.H
-    state = torch.empty(heads, 1, 64, 64, device="meta") if states else None
-    call_spec = replace(problem.call, has_initial_state=states, output_final_state=states)
-    problem, t = replace(problem, call=call_spec), replace(t, initial_state=state)
-    want = prefill_launches(problem, t, 90, o, w, None if bf16 else u, state)
+    outputs = Outputs(t.q.device)
+    for name, result in problem.results().items():
+        if name != "u" or not bf16:
+            outputs.allocate(name, result)
+    if states:
+        outputs.allocate("final_state", Result((problem.B, 1, 64, 64), torch.float32))
+        problem, t = replace(problem, has_initial_state=True), replace(t, initial_state=outputs["final_state"])
+    want = prefill(problem, t, 90, outputs)
     # the first call kernel by kernel, the second as a graph, the third as the same graph
     task = {"op": op, "args": args, "stream": 0x5000, "repeats": 3}
     found = call(exported, [task], parameters=parameter_counts(want))
@@ -354,9 +360,9 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     addresses = {
         name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *state_pointers) if name in args
     }
-    workspace, h = prefill_workspace(problem, bf16)
-    parts = {name: getattr(workspace, name) for name in ("qg", "kg", "Aqk", "decay")}
-    parts |= {"w": workspace.w, "inverse": workspace.inverse} if bf16 else {"h": h}
+    workspace = prefill_workspace(problem, bf16)
+    parts = {name: workspace[name] for name in ("qg", "kg", "Aqk", "decay", *(("w",) if bf16 else ("h",)))}
+    parts |= {"inverse": workspace["Akk_inv"]} if bf16 else {}
     addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
     if not bf16:
         addresses["pseudo"] = args["o"]
@@ -386,12 +392,11 @@ def decode_launch(N: int, H: int, slots: int, pitch: int) -> Launch:
     """`recurrent_kda` over a pool."""
     K, V, _ = SIZE
     q, k, v = (torch.empty(N, 1, H, K, dtype=torch.bfloat16, device="meta") for _ in range(3))
-    given = dict.fromkeys(GIVEN) | {"q": q, "k": k, "v": v, "g": torch.empty(N, 1, H, K, device="meta")}
+    given = {"q": q, "k": k, "v": v, "g": torch.empty(N, 1, H, K, device="meta")}
     given["beta"] = torch.empty(N, 1, H, device="meta")
     given["initial_state"] = torch.empty_strided((slots, H, V, K), (pitch, K * V, K, 1), device="meta")
     given["ssm_state_indices"] = torch.empty(N, dtype=torch.int32, device="meta")
-    problem, t = check_decode(given, Options(algorithm="decode", state_v_first=True), None, True)
-    (launch,) = launches(problem, t, 90, (torch.empty_like(v), None, None))
+    (launch,) = portable.build(*check(fd.recurrent_kda, **given, use_qk_l2norm_in_kernel=False), 90).launches
     return launch
 
 

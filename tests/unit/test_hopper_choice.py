@@ -11,9 +11,9 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.backends import hopper
-from flashdelta.hopper.launch import Workspace, launches, sharing_pays
-from flashdelta.problem.problem import check_arguments
+from flashdelta.hopper.launch import build, layout, sharing_pays
+from flashdelta.program.workspace import Workspace
+from flashdelta.runtime.call import check
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
@@ -32,7 +32,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
-    monkeypatch.setattr(backends.base, "_cached_capability", lambda index: capability)
+    monkeypatch.setattr(backends, "_cached_capability", lambda index: capability)
 
 
 def verdict(call: dict, op=fd.chunk_kda, device: str = "cuda") -> backends.Verdict:
@@ -44,8 +44,8 @@ def assert_takes(call: dict) -> None:
     found = verdict(call)
     assert found.supported and found.preferred, found.reason
     assert fd.explain(fd.chunk_kda, **call, device="cuda").chosen == "hopper"
-    problem, _ = check_arguments(call)
-    assert hopper.HopperBackend().obstacle(problem, torch.device("cuda")) is None
+    problem, _ = check(fd.chunk_kda, **call)
+    assert backends.HopperBackend().obstacle(problem, torch.device("cuda")) is None
 
 
 # ---- what it takes --------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_declines_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_declines_without_gluon(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hopper, "has_gluon", lambda: False)
+    monkeypatch.setattr(backends, "has_gluon", lambda: False)
     assert_declines(meta_call(KIMI), "no Gluon for Hopper; it needs Triton 3.6 or newer")
 
 
@@ -191,16 +191,8 @@ def test_asking_for_it_by_name_gives_the_reason(monkeypatch: pytest.MonkeyPatch)
 
 def launched(call: dict) -> tuple[list, tuple[Tensor, ...]]:
     """The launches of a call on the CPU's memory (they are not run), and its inputs."""
-    problem, t = check_arguments(call)
-    o, final_state = torch.empty(t.v.shape, dtype=BF16), torch.empty(problem.state_shape, dtype=problem.state_dtype)
-    h = torch.empty(problem.intermediate_shape, dtype=BF16) if problem.return_intermediate_states else None
-    return launches(problem, t, 90, (o, final_state if problem.output_final_state else None, h)), (
-        t.q,
-        t.k,
-        t.v,
-        t.g,
-        t.beta,
-    )
+    problem, t = check(fd.chunk_kda, **call)
+    return [*build(problem, t, 90).launches], (t.q, t.k, t.v, t.g, t.beta)
 
 
 def read(launch, *names: str) -> list:
@@ -256,18 +248,15 @@ def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [None, (65, 0, 3)], ids=["fixed", "packed"])
 def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, dims: tuple[int, int]):
-    problem, _ = check_arguments(meta_call(replace(KIMI, K=dims[0], V=dims[1], T=300, lengths=lengths)))
-    workspace = Workspace.allocate(problem, torch.device("cpu"))
-    tensors = [x for x in vars(workspace).values() if isinstance(x, Tensor)]
-    assert {x.untyped_storage().nbytes() for x in tensors} == {Workspace.nbytes(problem)}
-    assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1, "more than one allocation"
-    assert (
-        sum(x.nbytes for x in tensors if x is not workspace.buffer)
-        == Workspace.nbytes(problem)
-        == workspace.buffer.nbytes
+    problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, K=dims[0], V=dims[1], T=300, lengths=lengths)))
+    workspace = Workspace.allocate(layout(problem), torch.device("cpu"))
+    tensors = workspace.select(*layout(problem))
+    assert {x.untyped_storage().data_ptr() for x in tensors} == {workspace.buffer.data_ptr()}, (
+        "more than one allocation"
     )
+    assert sum(x.nbytes for x in tensors) == workspace.buffer.nbytes
     assert all(x.data_ptr() % 16 == 0 for x in tensors)
-    assert math.prod(workspace.decay.shape) == problem.B * problem.slots * problem.HV * problem.K
+    assert math.prod(workspace["decay"].shape) == problem.B * problem.slots * problem.HV * problem.K
 
 
 @pytest.mark.parametrize("heads", [1, 3, 66, 96])
@@ -278,10 +267,10 @@ def test_every_program_has_a_place_to_leave_a_state(dims: tuple[int, int], heads
         {name: x.new_empty(x.shape, device="cpu") if isinstance(x, Tensor) else x for name, x in call.items()}
     )
     handed, arrived = read(recurrence, "handed", "arrived")
-    assert recurrence.programs % (dims[1] // 64) == 0
-    assert recurrence.programs == min(heads * dims[1] // 64, 132)
-    assert handed.numel() >= recurrence.programs * 64 * dims[0]
-    assert arrived.numel() == prepare.constants["FLAGS"] >= recurrence.programs
+    assert recurrence.ctas % (dims[1] // 64) == 0
+    assert recurrence.ctas == min(heads * dims[1] // 64, 132)
+    assert handed.numel() >= recurrence.ctas * 64 * dims[0]
+    assert arrived.numel() == prepare.constants["FLAGS"] >= recurrence.ctas
     assert read(prepare, "arrived")[0].data_ptr() == arrived.data_ptr()
 
 
@@ -305,5 +294,5 @@ def test_bounded_and_exact_paths_are_told_apart():
     ],
 )
 def test_shares_chunks_out_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
-    problem, _ = check_arguments(meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
+    problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
     assert sharing_pays(problem, 132) == wanted

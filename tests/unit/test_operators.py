@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.problem.problem import INPUT_NAMES, TENSOR_NAMES, Options, Tensors, check_call
-from flashdelta.program import cache as plans
-from flashdelta.runtime import torch_ops as library
+from flashdelta.runtime import call as road
+from flashdelta.runtime.call import check
+from flashdelta.runtime.torch_ops import FORWARD, FORWARD_OUT, Operator
 
 from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
 from ..support.inputs import TOKEN_TENSORS, make_call
@@ -99,9 +99,9 @@ def test_compiled_graph_holds_one_operator():
 
 
 def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends.base, "_cached_capability", lambda index: (9, 0))
+    monkeypatch.setattr(backends, "_cached_capability", lambda index: (9, 0))
     torch._dynamo.reset()
-    function = torch.compile(lambda x: x + backends.base.nvidia_capability(0)[0], fullgraph=True, backend="aot_eager")
+    function = torch.compile(lambda x: x + backends.nvidia_capability(0)[0], fullgraph=True, backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch.compile warns of caches it looks through
         assert function(torch.zeros(1)).item() == 9
@@ -118,17 +118,14 @@ def test_compiled_call_refuses_bad_input():
 # ---- the operators themselves -------------------------------------------------------------------------------------
 
 
-def operator_arguments(case: Case, op, *, grad: bool = False, names: tuple[str, ...] = INPUT_NAMES) -> tuple:
-    """What `library.forward` passes to the operators for this call."""
-    call = short_call(case, op)
-    tensors = {name: call.pop(name, None) for name in Tensors.__dataclass_fields__}
+def operator_arguments(case: Case, op, operator: Operator = FORWARD, *, grad: bool = False, **others: Tensor) -> tuple:
+    """What a traced call passes to the operator."""
+    call = short_call(case, op) | others
     if grad:
-        for x in tensors.values():
-            if x is not None and x.is_floating_point():
+        for x in call.values():
+            if isinstance(x, Tensor) and x.is_floating_point():
                 x.requires_grad_()
-    algorithm = "chunk" if op is fd.chunk_kda else "recurrent"
-    problem, t = check_call(Tensors(**tensors), Options(algorithm=algorithm, **call))
-    return library.operator_arguments(problem, t, "reference", names)
+    return operator.arguments(*check(op, **call), "reference")
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "autograd"])
@@ -141,9 +138,8 @@ def test_opcheck_forward(case: Case, op, grad: bool):
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "state", "packed_int32"), ids=case_id)
 def test_opcheck_forward_out(case: Case, op):
-    arguments = operator_arguments(case, op, names=TENSOR_NAMES)
-    out = torch.empty_like(arguments[2])
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, out))
+    out = torch.empty_like(short_call(case, op)["v"])
+    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, operator_arguments(case, op, FORWARD_OUT, out=out))
 
 
 @pytest.mark.slow
@@ -159,10 +155,8 @@ def test_opcheck_backward(case: Case, op):
 @pytest.mark.parametrize("case", named("T0", "packed_all_empty"), ids=case_id)
 def test_opcheck_without_tokens(case: Case):
     """An operator must not return its input, which is the final state here."""
-    call = make_call(replace(case, h=False))
-    tensors = {name: call.pop(name, None) for name in Tensors.__dataclass_fields__}
-    problem, t = check_call(Tensors(**tensors), Options(**call))
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward, library.operator_arguments(problem, t, "reference"))
+    call = check(fd.chunk_kda, **make_call(replace(case, h=False)))
+    torch.library.opcheck(torch.ops.flashdelta.kda_forward, FORWARD.arguments(*call, "reference"))
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -269,11 +263,11 @@ def test_explain_refuses_what_it_does_not_know():
 @pytest.mark.parametrize("op", BOTH)
 def test_warmup_calls_every_combination(op):
     calls = fd.warmup(
-        [(32, 32), (64, 32)], op=op, dtype=FP32, packed=(False, True), initial_state=(False, True), device="cpu"
+        op, [(32, 32), (64, 32)], dtype=FP32, packed=(False, True), initial_state=(False, True), device="cpu"
     )
     # one token a sequence, few and many, are kinds of their own
     assert calls == 2 * 2 * (2 if op is fd.chunk_kda else 1 + 3)
-    assert fd.warmup([(32, 64)], op=op, packed=(True,), state_v_first=True, state_dtype=BF16, device="cpu") == 2
+    assert fd.warmup(op, [(32, 64)], packed=(True,), state_v_first=True, state_dtype=BF16, device="cpu") == 2
 
 
 @pytest.mark.parametrize(
@@ -289,21 +283,21 @@ def test_warmup_calls_every_combination(op):
     ids=lambda options: "-".join(options),
 )
 def test_warmup_takes_the_options_of_a_call(options: dict):
-    assert fd.warmup([(32, 32)], device="cpu", initial_state=(False,), **options) >= 2
+    assert fd.warmup(fd.chunk_kda, [(32, 32)], device="cpu", initial_state=(False,), **options) >= 2
 
 
 @pytest.mark.parametrize("v_first", [True, False])
 def test_warmup_of_recurrent_kda(v_first: bool):
-    options = {"op": fd.recurrent_kda, "state_v_first": v_first, "state_dtype": BF16, "device": "cpu"}
-    assert fd.warmup([(32, 64)], **options) == 1 + 3
-    assert fd.warmup([(32, 64)], speculative=True, **options) == (1 + 3) + (4 + 4)
+    options = {"state_v_first": v_first, "state_dtype": BF16, "device": "cpu"}
+    assert fd.warmup(fd.recurrent_kda, [(32, 64)], **options) == 1 + 3
+    assert fd.warmup(fd.recurrent_kda, [(32, 64)], speculative=True, **options) == (1 + 3) + (4 + 4)
 
 
 def test_warmup_refuses_what_the_operator_refuses():
     with pytest.raises(ValueError, match=r"^q: got K = 48, wanted"):
-        fd.warmup([(48, 64)], device="cpu")
+        fd.warmup(fd.chunk_kda, [(48, 64)], device="cpu")
     with pytest.raises(ValueError, match=r"^op: got"):
-        fd.warmup(op=torch.matmul, device="cpu")
+        fd.warmup(torch.matmul, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is what this asks about")
@@ -333,11 +327,11 @@ def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
     """A forgotten one would let a call run as an earlier one that differs in it."""
     seen = []
 
-    def key(tensors, options):
+    def key(kind, tensors, options):
         seen.extend((*tensors, *options))
         raise Asked
 
-    monkeypatch.setattr(plans, "key", key)
+    monkeypatch.setattr(road, "key", key)
     names = inspect.signature(op).parameters
     arguments = {name: torch.empty(0) if name in TOKEN_TENSORS else object() for name in names}
     with pytest.raises(Asked):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 
 import flashdelta as fd
-from flashdelta.problem.problem import TENSOR_NAMES, check_arguments
 from flashdelta.reference.sequences import chunk_slots
-from flashdelta.runtime import torch_ops as library
+from flashdelta.runtime.call import check
+from flashdelta.runtime.torch_ops import FORWARD_OUT
 
 from ..support.cases import BF16, FP32
 from ..support.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
@@ -161,10 +161,9 @@ OPERATOR_CASES = [
 @pytest.mark.parametrize(("op", "pool_case"), OPERATOR_CASES, ids=op_and_case)
 def test_opcheck(op, pool_case: PoolCase, with_out: bool):
     call = call_for(op, pool_case)
-    problem, t = check_arguments(call, "chunk" if op is fd.chunk_kda else "recurrent")
-    arguments = library.operator_arguments(problem, t, "reference", TENSOR_NAMES)
-    out = torch.empty_like(call["v"]) if with_out else None
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, (*arguments, out))
+    call |= {"out": torch.empty_like(call["v"])} if with_out else {}
+    arguments = FORWARD_OUT.arguments(*check(op, **call), "reference")
+    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, arguments)
 
 
 @pytest.mark.slow
@@ -195,12 +194,12 @@ def test_explain_takes_a_pool_and_writes_nothing(op):
 
 def test_warmup_makes_pool_calls():
     pools = {"state_pool": (False, True), "has_initial_state": (True,), "checkpoints": (False, True)}
-    assert fd.warmup([(32, 32)], device="cpu", packed=(True,), **pools) == 2 + 2
-    assert fd.warmup([(32, 32)], op=fd.fused_recurrent_kda, device="cpu", state_pool=(True,)) == 2 * (1 + 3)
+    assert fd.warmup(fd.chunk_kda, [(32, 32)], device="cpu", packed=(True,), **pools) == 2 + 2
+    assert fd.warmup(fd.fused_recurrent_kda, [(32, 32)], device="cpu", state_pool=(True,)) == 2 * (1 + 3)
 
 
-def test_spec_of_a_pool_call():
-    problem, t = check_arguments(pool_call(CHECKPOINTS["one_each"]))
+def test_problem_of_a_pool_call():
+    problem, t = check(fd.chunk_kda, **pool_call(CHECKPOINTS["one_each"]))
     assert (problem.has_pool, problem.pool_slots, problem.checkpoints, problem.lowest_index) == (True, 6, 1, 0)
     assert not problem.has_initial_state and not problem.output_final_state and problem.stores_final_state
     assert problem.slots == sum(LONG.lengths) // 64 + 3 * 2

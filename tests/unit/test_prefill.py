@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.problem.prefill import INPUTS, PREFILL_SIZES
+from flashdelta.problem.operations import PREFILL_SIZES
 
 from ..support.cases import Case, case_id
 from ..support.oracle import assert_close, same_bits
-from ..support.prefills import BAD, CASES, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
+from ..support.prefills import BAD, CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 
 
 def recurrence(call: dict) -> Tensor:

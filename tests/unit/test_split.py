@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashdelta as fd
-from flashdelta.problem.problem import Options, Tensors, check_arguments, check_call
 from flashdelta.problem.split import AUTO, gains, known_lengths, most_segments, parts_of_sequences, segments_of_call
 from flashdelta.reference import chunk_kda, split
 from flashdelta.reference.chunk import prepare, segment_map
 from flashdelta.reference.split import AffineMap, cut, identity
+from flashdelta.runtime.call import check
 
 from ..support.split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
 
@@ -22,8 +22,7 @@ FP64 = torch.float64
 
 
 def _forward(tensors: dict, parts: torch.Tensor | None, **options: object) -> tuple:
-    problem, t = check_call(Tensors(**tensors), Options(chunk_size=CHUNK, **options))
-    return chunk_kda(problem, t, parts)
+    return chunk_kda(*check(fd.chunk_kda, **tensors, chunk_size=CHUNK, **options), parts)
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -187,8 +186,8 @@ def test_a_call_that_knows_its_lengths_asks_for_no_needless_plan(lengths: tuple[
     offsets = torch.tensor([0, *itertools.accumulate(lengths)])
     x = torch.zeros(1, sum(lengths), 4, 128, dtype=torch.bfloat16)
     call = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "cu_seqlens": offsets, "safe_gate": True}
-    unknown, _ = check_arguments(call)
-    known, _ = check_arguments(call | {"cu_seqlens_cpu": offsets})
+    unknown, _ = check(fd.chunk_kda, **call)
+    known, _ = check(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
     assert segments_of_call(unknown, 8, COSTS) > 0
     assert (segments_of_call(known, 8, COSTS) > 0) == segments
 

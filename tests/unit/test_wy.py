@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta import kernels
+from flashdelta import backends
 from flashdelta.problem import device_checks as checked
-from flashdelta.problem.wy_spec import WySpec, WyTensors, check_wy
+from flashdelta.problem.problem import Problem
+from flashdelta.runtime.call import check
+from flashdelta.runtime.torch_ops import BACKWARD_WY
 
 from ..support.wy import BY_NAME, BY_TOKEN, CASES, NAMES, TENSORS, WyCase, by_definition, case_id, errors, make_wy
 
@@ -65,11 +67,10 @@ def test_what_the_docstring_says_is_not_looked_at():
 @pytest.mark.parametrize("case", [PLAIN, BY_NAME["packed"], BY_NAME["none"]], ids=case_id)
 def test_opcheck(case: WyCase):
     call = make_wy(case)
-    given = [call[name] for name in TENSORS] + [call.get("cu_seqlens")]
-    settings = (0.5, case.chunk_size, case.v_first, case.log2, "reference")
+    arguments = BACKWARD_WY.arguments(*check(wy, **call), "reference")
     # aot_dispatch asks for gradients, which a backward pass has none of
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flashdelta.chunk_bwd_wy_dqkg.default, (*given, *settings), test_utils=tests)
+    torch.library.opcheck(torch.ops.flashdelta.chunk_bwd_wy_dqkg.default, arguments, test_utils=tests)
 
 
 def test_compiles_in_one_graph():
@@ -139,10 +140,10 @@ def test_offsets_are_verified_on_request(monkeypatch: pytest.MonkeyPatch):
 # ---- the choice of a backend ----------------------------------------------------------------------------------------------
 
 
-def spec_for(**changes: torch.dtype) -> WySpec:
+def problem_for(**changes: torch.dtype) -> Problem:
     call = make_wy(replace(PLAIN, K=64))
     tensors = {name: call[name].to(changes.get(name, torch.bfloat16)) for name in TENSORS} | {"g": call["g"]}
-    return check_wy(WyTensors(**tensors))
+    return check(wy, **tensors)[0]
 
 
 @pytest.mark.parametrize(
@@ -159,11 +160,10 @@ def spec_for(**changes: torch.dtype) -> WySpec:
 def test_hopper_comes_first_where_it_can_run_the_call(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict, obstacle: str | None
 ):
-    for backend in ("hopper", "triton"):
-        monkeypatch.setattr(f"flashdelta.backends.{backend}.nvidia_capability", lambda index: capability)
-    problem, device = spec_for(**changes), torch.device("cuda", 0)
-    assert kernels.choose(problem, device, "auto") == ("triton" if obstacle else "hopper")
+    monkeypatch.setattr(backends, "nvidia_capability", lambda index: capability)
+    problem, device = problem_for(**changes), torch.device("cuda", 0)
+    assert backends.choose(problem, device, "auto").name == ("triton" if obstacle else "hopper")
     if obstacle:
         with pytest.raises(ValueError) as raised:
-            kernels.choose(problem, device, "hopper")
+            backends.choose(problem, device, "hopper")
         assert f"backend: got 'hopper', wanted one that can run this call (hopper: {obstacle}" in str(raised.value)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..problem.problem import Problem, Results, Tensors
+from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import SplitCosts, segments_of_call
-from ..program.launch import Launch, dense, multiprocessors, state_arguments, strides
-from ..program.launch import forward as run_forward
+from ..program.launch import Launch, sm_count, strides
+from ..program.launch import capability as capability_of
+from ..program.program import Outputs, Program
+from ..program.workspace import Layout, Workspace
 from ..triton import launch as portable
 from ..triton.config import DECODE_FEW
-from ..triton.launch import SegmentStates, compose
+from ..triton.launch import Call, compose, densed, segment_layout, state_arguments
 from .decode import decode_kernel
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
@@ -46,53 +49,20 @@ DECODE_AT_ONCE = 28
 """Programs of `decode` that registers and shared memory let a multiprocessor run at once (K = 128; at 64 a few more)."""
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """What `prepare` leaves for `recurrence`: `tiles [S * HV * (3 K / 64 + 2) * 64, 64]` bf16 (-w, qg, kg by halves of K,
-    inverse, Aqk of each chunk and head) and `decay [S * HV, K]` fp32, for `S = B * slots` chunk slots. What programs of
-    `recurrence` leave for each other: `handed [programs, 64, K]` fp32, a state, and `arrived [FLAGS]`, how many threads have
-    stored theirs. What a split keeps, if there is one. One allocation of `nbytes(problem, segments)`."""
-
-    tiles: torch.Tensor
-    decay: torch.Tensor
-    handed: torch.Tensor
-    arrived: torch.Tensor
-    segments: SegmentStates
-    buffer: torch.Tensor
-
-    @staticmethod
-    def rows(problem: Problem) -> int:
-        """Of `tiles`; a tensor descriptor must have one, even if there is no chunk to fetch."""
-        return max(problem.B * problem.slots * problem.HV * (3 * (problem.K // TILE) + 2), 1) * TILE
-
-    @staticmethod
-    def sizes(problem: Problem, segments: int = 0) -> list[int]:
-        """Bytes of the parts."""
-        decay = problem.B * problem.slots * problem.HV * problem.K
-        handed = min(items(problem), MOST_PROGRAMS) * TILE * problem.K
-        kept = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in SegmentStates.layout(problem, segments))
-        return [Workspace.rows(problem) * TILE * 2, decay * 4, handed * 4, FLAGS * 4, *kept]
-
-    @staticmethod
-    def nbytes(problem: Problem, segments: int = 0) -> int:
-        return sum(Workspace.sizes(problem, segments))
-
-    @classmethod
-    def allocate(cls, problem: Problem, device: torch.device, segments: int = 0) -> Workspace:
-        return cls.over(problem, torch.empty(cls.nbytes(problem, segments), dtype=torch.uint8, device=device), segments)
-
-    @classmethod
-    def over(cls, problem: Problem, buffer: torch.Tensor, segments: int = 0) -> Workspace:
-        tiles, decay, handed, arrived, *kept = buffer.split(cls.sizes(problem, segments))
-        layout = SegmentStates.layout(problem, segments)
-        return cls(
-            tiles.view(torch.bfloat16).view(-1, TILE),
-            decay.view(torch.float32),
-            handed.view(torch.float32),
-            arrived.view(torch.int32),
-            SegmentStates(*(x.view(dtype).view(shape) for x, (shape, dtype) in zip(kept, layout))),
-            buffer,
-        )
+def layout(problem: Problem, segments: int = 0) -> Layout:
+    """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
+    `decay`. What CTAs of `recurrence` leave for each other: `handed`, a state, and `arrived`, how many threads have stored
+    theirs. What a split keeps, if there is one."""
+    chunks = problem.B * problem.slots * problem.HV
+    # a tensor descriptor must have a row, even if there is no chunk to fetch
+    rows = max(chunks * (3 * (problem.K // TILE) + 2), 1) * TILE
+    return {
+        "tiles": ((rows, TILE), torch.bfloat16),
+        "decay": ((chunks * problem.K,), torch.float32),
+        "handed": ((min(items(problem), MOST_PROGRAMS) * TILE * problem.K,), torch.float32),
+        "arrived": ((FLAGS,), torch.int32),
+        **segment_layout(problem, segments),
+    }
 
 
 def items(problem: Problem) -> int:
@@ -100,17 +70,24 @@ def items(problem: Problem) -> int:
     return problem.N * problem.HV * (problem.V // TILE)
 
 
-def forward(problem: Problem, t: Tensors, out: torch.Tensor | None) -> Results:
-    """`(o, final_state or None, h or None)`; see `ops.chunk_kda`."""
-    if takes(problem, out):
-        return run_forward(problem, t, out, launches)
-    o, final_state, h = run_forward(problem, t, None, launches)
-    return out.copy_(o), final_state, h
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
+    """The program of a validated call."""
+    from . import gradients
 
-
-def takes(problem: Problem, out: torch.Tensor | None) -> bool:
-    """Whether kernels store right into the caller's output."""
-    return out is None or problem.algorithm != "chunk" or aligned(out)
+    arch = capability_of(t.device) if arch is None else arch
+    if problem.operation == "chunk" + BACKWARD:
+        return gradients.backward(problem, t)
+    if problem.keeps:
+        return gradients.forward(problem, t)
+    copy_out = None
+    if problem.operation == "chunk" and t.out is not None and not aligned(t.out):
+        t, copy_out = replace(t, out=None), t.out
+    outputs = Outputs.of(problem, t)
+    if problem.operation == "wy":
+        return Program(outputs, [gradients.wy_dqkg(problem, t, outputs)])
+    if problem.operation != "chunk":
+        return Program(outputs, [step(problem, portable.prepare_inputs(problem, t), arch, outputs)])
+    return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
@@ -124,39 +101,29 @@ def in_eighths(x: torch.Tensor) -> torch.Tensor:
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def readable(t: Tensors) -> Tensors:
+def prepare_inputs(t: Tensors) -> Tensors:
     """As the kernels can read them."""
-    return Tensors(
-        *(in_eighths(x) for x in (t.q, t.k, t.v, t.g)),
-        t.beta,
-        *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
-        t.state_pool,
-        *dense(t.state_indices, t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
-    )
+    rows = {role: in_eighths(getattr(t, role)) for role in ("q", "k", "v", "g")}
+    return replace(t, **rows, **densed(t, (*portable.DENSE, "state_indices")))
 
 
-def launches(problem: Problem, t: Tensors, capability: int, results: Results) -> list[Launch]:
-    """The launches that run the call, in order."""
-    if problem.algorithm != "chunk":
-        return [step(problem, portable.readable(problem, t), capability, results)]
-    t = readable(t)
-    segments = segments_of_call(problem, room(problem, t.q.device), SPLIT_COSTS)
-    workspace = Workspace.allocate(problem, t.q.device, segments)
-    split = []
-    if segments:
-        between = maps(problem, t, workspace, results)
-        split = [between, compose(problem, t, capability, workspace.segments, results, workspace.buffer)]
-    return [prepare(problem, t, workspace), *split, recurrence(problem, t, workspace, results)]
+def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """The launches that run a call of whole sequences, in order."""
+    segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
+    call = Call(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
+    final_state = outputs.get("final_state")
+    split = [maps(call, final_state), compose(call, final_state)] if segments else []
+    return [prepare(call), *split, recurrence(call, outputs["o"], final_state, outputs.get("h"))]
 
 
-def step(problem: Problem, t: Tensors, capability: int, results: Results) -> Launch:
+def step(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Launch:
     """One token a sequence. For few pairs of sequence and head, and where copies can't be asynchronous, the portable kernel."""
-    launch = portable.decode(problem, t, capability, results)
+    launch = portable.decode(problem, t, arch, outputs)
     given = dict(zip(decode_kernel.arg_names, launch.arguments))
     many = problem.N * problem.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
         # it takes the portable kernel's arguments and one more, and as much of a state
-        at_once = min(launch.programs, DECODE_AT_ONCE * multiprocessors(t.q.device))
+        at_once = min(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
         return replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, at_once))
     return launch
 
@@ -181,15 +148,16 @@ def eighths(*tensors: torch.Tensor) -> list[int]:
     return [s // 8 for s in strides(*tensors)]
 
 
-def prepare(problem: Problem, t: Tensors, workspace: Workspace, solved: torch.Tensor | None = None) -> Launch:
+def prepare(call: Call, Akk_inv: Tensor | None = None) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
     slots = problem.B * problem.slots if problem.N > 0 else 0
     chunks = slots * problem.HV if problem.safe_gate else slots
     return Launch(
         prepare_kernel,
-        chunks + (workspace.segments.first_segment is not None),
+        chunks + (workspace.get("first_segment") is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(workspace.tiles, workspace.decay, workspace.arrived, workspace.segments.first_segment, solved),
+            *(*workspace.select("tiles", "decay", "arrived", "first_segment"), Akk_inv),
             *(problem.scale, problem.lower_bound or 0.0),
             *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
             *eighths(t.q, t.k, t.g),
@@ -206,8 +174,8 @@ def prepare(problem: Problem, t: Tensors, workspace: Workspace, solved: torch.Te
             COSTS=astuple(SPLIT_COSTS),
         ),
         num_warps=4,
-        scratch=(workspace.buffer,),
-        # three programs on a multiprocessor; the exact path of K = 64 would have its products waited for one by one (C7511)
+        scratch=call.buffers,
+        # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
         max_registers=168 if problem.safe_gate or problem.K == 128 else None,
         rows=1 if problem.safe_gate else problem.HV,
     )
@@ -215,13 +183,13 @@ def prepare(problem: Problem, t: Tensors, workspace: Workspace, solved: torch.Te
 
 def room(problem: Problem, device: torch.device) -> int:
     """Maps that `maps` forms at the same time."""
-    return min(multiprocessors(device), MOST_PROGRAMS) // (problem.HV * ((problem.K + problem.V) // TILE))
+    return min(sm_count(device), MOST_PROGRAMS) // (problem.HV * ((problem.K + problem.V) // TILE))
 
 
 def programs(problem: Problem, device: torch.device) -> int:
     """Programs that run at the same time, the slices of a head side by side."""
     slices = problem.V // TILE
-    return min(multiprocessors(device), MOST_PROGRAMS) // slices * slices
+    return min(sm_count(device), MOST_PROGRAMS) // slices * slices
 
 
 def stages(problem: Problem, fetched: int, beside: int) -> int:
@@ -231,16 +199,16 @@ def stages(problem: Problem, fetched: int, beside: int) -> int:
     return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + problem.K * 4))
 
 
-def maps(problem: Problem, t: Tensors, workspace: Workspace, results: Results) -> Launch:
-    found = workspace.segments
+def maps(call: Call, final_state: Tensor | None) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
     return Launch(
         maps_kernel,
-        min(multiprocessors(t.v.device), MOST_PROGRAMS),
+        min(sm_count(t.v.device), MOST_PROGRAMS),
         (
-            tiles(workspace.tiles),
-            *(workspace.decay, t.v, found.maps, found.offsets, found.first_segment),
+            tiles(workspace["tiles"]),
+            *(workspace["decay"], t.v, *workspace.select("maps", "offsets", "first_segment")),
             *(t.cu_seqlens, t.checkpoint_offsets),
-            *state_arguments(problem, t, results[1]),
+            *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *eighths(t.v),
         ),
@@ -252,7 +220,7 @@ def maps(problem: Problem, t: Tensors, workspace: Workspace, results: Results) -
         ),
         num_warps=4,
         overlaps=True,
-        scratch=(workspace.buffer,),
+        scratch=call.buffers,
     )
 
 
@@ -267,22 +235,21 @@ def sharing_pays(problem: Problem, programs: int) -> bool:
 
 
 def recurrence(
-    problem: Problem, t: Tensors, workspace: Workspace, results: Results, pseudo: torch.Tensor | None = None
+    call: Call, o: Tensor | None, final_state: Tensor | None, h: Tensor | None, v_new: Tensor | None = None
 ) -> Launch:
-    """With `pseudo`, for the backward pass, `h` is V first and `o` may be None."""
-    o, final_state, h = results
+    """With `v_new`, for the backward pass, `h` is V first and `o` may be None."""
+    problem, t, workspace = call.problem, call.t, call.workspace
     most = programs(problem, t.v.device)
-    split = workspace.segments.starts is not None
+    split = workspace.get("starts") is not None
     return Launch(
         recurrence_kernel,
         most if split and problem.N > 0 else min(items(problem), most),
         (
-            tiles(workspace.tiles),
-            workspace.decay,
-            *(t.v, o, h, pseudo),
+            tiles(workspace["tiles"]),
+            workspace["decay"],
+            *(t.v, o, h, v_new),
             *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
-            *(workspace.handed, workspace.arrived),
-            *(workspace.segments.first_segment, workspace.segments.starts),
+            *workspace.select("handed", "arrived", "first_segment", "starts"),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *eighths(t.v, t.v if o is None else o),
@@ -291,10 +258,10 @@ def recurrence(
             K=problem.K,
             V=problem.V,
             V_FIRST=problem.state_v_first,
-            H_V_FIRST=problem.state_v_first or pseudo is not None,
+            H_V_FIRST=problem.state_v_first or v_new is not None,
             STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
             SHARED=sharing_pays(problem, most),
         ),
         num_warps=4,
-        scratch=(workspace.buffer,),
+        scratch=call.buffers,
     )

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import NAMES
-from ..ops import Explanation, chunk_kda, explain, fused_recurrent_kda
-from ..problem.problem import CHUNK_SIZES, HEAD_DIMS
+from ..ops.chunk import chunk_kda
+from ..ops.recurrent import fused_recurrent_kda
+from ..runtime.explain import Explanation, explain
+from ..problem.operations import CHUNK_SIZES, HEAD_DIMS
 
 LOWER_BOUND = -5.0
 MAX_STEP_TOKENS = 8

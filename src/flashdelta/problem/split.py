@@ -98,22 +98,28 @@ def planned_parts(problem: Problem, chunks: torch.Tensor, room: int, costs: Spli
 
 @functools.cache
 def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
-    """Whether a sequence of so many chunks, in a batch of so many, would be split. Fewer gain less, and so do more others."""
+    """Whether a sequence of so many chunks, in a batch of so many, would be split. A shorter sequence gains less, as does
+    one in a larger batch."""
     return bool((parts_of_sequences(torch.tensor([longest]), room, costs, together=together) > 1).any())
 
 
-def known_lengths(cu_seqlens_cpu: object, chunk_size: int) -> tuple[int, int]:
+def known_lengths(offsets: object, chunk_size: object, q: object) -> tuple[int, int] | None:
     """Of sequences whose offsets the host has: a bound from above on the chunks of the longest, and one from below on those of
-    all; zeros if it has none. Powers of two, so that not every batch is a kind of call of its own. Any object may be passed:
-    what is no tensor of offsets is for the validation to refuse."""
-    if not isinstance(cu_seqlens_cpu, torch.Tensor) or torch.compiler.is_compiling():
+    all; zeros if it has none. Powers of two, so that not every batch is a kind of call of its own. None for offsets that
+    can't be those of tensors like `q`. Any object may be passed: what is no tensor of offsets is for the validation to
+    refuse."""
+    if not isinstance(offsets, torch.Tensor) or torch.compiler.is_compiling():
         return 0, 0
-    if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.is_floating_point():
+    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0:
         return 0, 0
-    offsets = cu_seqlens_cpu.tolist()
-    chunks = [-(-(end - begin) // chunk_size) for begin, end in itertools.pairwise(offsets)]
+    if not isinstance(q, torch.Tensor) or q.dim() != 4 or type(chunk_size) is not int or chunk_size <= 0:
+        return 0, 0
+    values = offsets.tolist()
+    chunks = [-(-(end - begin) // chunk_size) for begin, end in itertools.pairwise(values)]
     longest = max(chunks, default=0)
-    if min(chunks, default=0) < 0 or longest == 0:
+    if values[0] != 0 or values[-1] > q.shape[1] or any(b < a for a, b in itertools.pairwise(values)):
+        return None
+    if longest == 0:
         return 0, 0
     return 1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +10,6 @@ import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
-
-from ..problem.problem import Problem, Results, Tensors
-from .cache import Recorder
 
 
 @functools.cache
@@ -27,8 +22,8 @@ def capability(device: torch.device) -> int:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors. Off a GPU, where kernels are only compiled or interpreted, those of an H200."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -43,15 +38,15 @@ Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take u
 class Launch:
     """One kernel launch, ready to run on the device or to be compiled without one (`compile.py`).
 
-    The grid is `[programs, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both
+    The grid is `[ctas, rows]`. `arguments` are the kernel's run-time arguments and `constants` its compile-time ones, both
     in the kernel's order.
-    `max_registers` caps the registers of a thread, so that more programs fit on a multiprocessor. `overlaps`: the kernel waits
+    `max_registers` caps the registers of a thread, so that more CTAs fit on an SM. `overlaps`: the kernel waits
     for the one before it by itself, so it may be started early (programmatic dependent launch). `scratch` are the buffers that
     temporary arguments lie in: what kernels of one call leave for each other.
     """
 
     kernel: JITFunction
-    programs: int
+    ctas: int
     arguments: tuple
     constants: dict[str, Any]
     num_warps: int
@@ -73,7 +68,7 @@ class Launch:
         Triton's own way binds and specialises every argument anew, tens of microseconds a launch. What it would find is in
         `_specialization`; once it has compiled a kernel for that, the kernel is launched directly.
         """
-        if self.programs <= 0:
+        if self.ctas <= 0:
             return
         if knobs.runtime.interpret or hooked():
             self._run_through_triton()
@@ -83,7 +78,7 @@ class Launch:
         if compiled is None:
             _compiled[self._key(device)] = self._run_through_triton()
             return
-        start(compiled, device, (self.programs, self.rows, 1), (*self.arguments, *self.constants.values()))
+        start(compiled, device, (self.ctas, self.rows, 1), (*self.arguments, *self.constants.values()))
 
     def compiled(self, device: int) -> CompiledKernel | None:
         """The kernel as compiled by an earlier launch like this one."""
@@ -94,7 +89,7 @@ class Launch:
         return (device, self.kernel, *options, *self.constants.values(), *_specialization(self.kernel, self.arguments))
 
     def _run_through_triton(self) -> CompiledKernel:
-        return self.kernel[(self.programs, self.rows)](*self.arguments, **self.constants, **self.options())
+        return self.kernel[(self.ctas, self.rows)](*self.arguments, **self.constants, **self.options())
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -132,77 +127,10 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     return found
 
 
-Launches = Callable[[Problem, Tensors, int, Results], "list[Launch]"]
-
-
-def forward(problem: Problem, t: Tensors, out: torch.Tensor | None, launches: Launches) -> Results:
-    """Allocates the results and runs `launches(problem, t, capability, results)`."""
-    results = allocate(problem, t, out)
-    device = t.v.device
-    launch_all(launches(problem, t, capability(device), results), device)
-    return results
-
-
-def launch_all(
-    launches: Iterable[Launch],
-    device: torch.device,
-    recorder: Recorder | None = None,
-    outputs: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """In order; each runs, and is let go of, before the next is asked for. `outputs`: what they leave, by name, as far as it
-    has been allocated when a launch is asked for."""
-    with _current(device):
-        for launch in launches:
-            launch.run()
-            if recorder is not None:
-                recorder.add(launch, outputs or {})
-            del launch
-
-
-def allocate(problem: Problem, t: Tensors, out: torch.Tensor | None) -> Results:
-    o = torch.empty(t.v.shape, dtype=problem.dtype, device=t.v.device) if out is None else out
-    final_state = None
-    if problem.output_final_state:
-        final_state = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=o.device)
-    h = None
-    if problem.return_intermediate_states:
-        # packed: rows past the last chunk stay zero
-        make = torch.zeros if problem.packed else torch.empty
-        h = make(problem.intermediate_shape, dtype=problem.dtype, device=o.device)
-    return o, final_state, h
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Kernels launch on the current device, which need not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
 def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def or_empty(problem: Problem, t: Tensors, *states: torch.Tensor | None) -> list[torch.Tensor]:
-    """The states, with one empty tensor for all that the call does not have."""
-    absent = t.v.new_empty(0, dtype=problem.state_dtype) if any(x is None for x in states) else None
-    return [absent if x is None else x for x in states]
-
-
-def state_arguments(problem: Problem, t: Tensors, final_state: torch.Tensor | None) -> tuple:
-    """Where states are read and stored, as the kernels take it (`triton/device/states.py`). For a state that the call does not
-    have, an empty tensor, which the kernel leaves alone."""
-    if problem.has_pool:
-        initial = final = t.state_pool
-        pitch = t.state_pool.stride(0)
-    else:
-        initial, final = or_empty(problem, t, t.initial_state, final_state)
-        pitch = problem.HV * problem.K * problem.V
-    return (
-        *(initial, final, t.state_indices, t.has_initial_state, problem.lowest_index, problem.pool_slots),
-        *(int(problem.has_initial_state), int(problem.output_final_state), pitch),
-    )
-
-
 def strides(*tensors: torch.Tensor) -> list[int]:
+    """Of the batch, the token and the head."""
     return [s for x in tensors for s in x.stride()[:3]]

@@ -1,5 +1,15 @@
 """The exact reference, in PyTorch: any device, any dtype up to float64, differentiable."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..problem.problem import BACKWARD, Problem, Tensors
 from .chunk import chunk_kda
 from .decode import commit, decode_kda
 from .prefill import prefill
@@ -8,3 +18,66 @@ from .rounding import rounding_error
 from .wy import chunk_bwd_wy_dqkg
 
 __all__ = ["chunk_bwd_wy_dqkg", "chunk_kda", "commit", "decode_kda", "prefill", "recurrent_kda", "rounding_error"]
+
+
+class Computation:
+    """A program that launches nothing: a function that computes the results. It is never recorded."""
+
+    recorded = None
+
+    def __init__(self, function: Callable[[Problem, Tensors], dict[str, Tensor]], problem: Problem, t: Tensors):
+        self.function, self.problem, self.t = function, problem, t
+
+    def run(self, record: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
+        return self.function(self.problem, self.t)
+
+
+def build(problem: Problem, t: Tensors) -> Computation:
+    """The program of a validated call."""
+    return Computation(OPERATIONS[problem.operation], problem, t)
+
+
+FORWARDS = {"chunk": chunk_kda, "recurrent": recurrent_kda, "decode": decode_kda}
+
+
+def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
+    o, final_state, h = FORWARDS[problem.operation](problem, t)
+    found = {"o": o if t.out is None else t.out.copy_(o), "final_state": final_state, "h": h}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+@contextlib.contextmanager
+def _autograd_inside_an_operator() -> Iterator[None]:
+    """Lets an operator's kernel record a graph where the dispatcher has passed autograd: inside a dispatch mode (a FLOP
+    counter, selective checkpointing, `opcheck`) nothing would be recorded."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+        yield
+
+
+def backward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
+    """Gradients by input: runs the forward again under autograd, then differentiates it. Keeps nothing."""
+    grads = (t.do, t.dht)
+    forward_of = problem.operation.removesuffix(BACKWARD)
+    problem, t = replace(problem, operation=forward_of), replace(t, do=None, dht=None)
+    with _autograd_inside_an_operator(), torch.enable_grad():
+        leaves = {role: x.detach().requires_grad_(x.is_floating_point()) for role, x in t.present().items()}
+        results = forward(problem, Tensors(**leaves))
+        inputs = {role: x for role, x in leaves.items() if x.requires_grad}
+        # without a token nothing but the state passes through
+        pairs = [(x, d) for x, d in zip((results["o"], results.get("final_state")), grads) if x is not None]
+        reached = [(x, d) for x, d in pairs if x.requires_grad]
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        if reached:
+            outputs, incoming = zip(*reached)
+            found = torch.autograd.grad(outputs, list(inputs.values()), incoming, allow_unused=True)
+    return {role: torch.zeros_like(x) if d is None else d for (role, x), d in zip(inputs.items(), found)}
+
+
+OPERATIONS: dict[str, Callable[[Problem, Tensors], dict[str, Tensor]]] = {
+    **dict.fromkeys(FORWARDS, forward),
+    "commit": commit,
+    "prefill": prefill,
+    "wy": chunk_bwd_wy_dqkg,
+    **{name + BACKWARD: backward for name in ("chunk", "recurrent")},
+}

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..problem.decode_spec import CommitSpec, CommitTensors
 from ..problem.problem import Problem, Tensors
 from .gate import elementwise_inputs
 from .sequences import lengths_of, offsets_of
@@ -65,6 +64,11 @@ def own_slots(problem: Problem, t: Tensors) -> tuple[Problem, torch.Tensor]:
     return replace(problem, null_index="negative"), torch.arange(problem.N, device=t.v.device)
 
 
+def any_row(problem: Problem) -> Problem:
+    """A rule by which rows of a scratch buffer are null only below 0."""
+    return replace(problem, null_index="negative")
+
+
 def _starts(problem: Problem, t: Tensors) -> Starts:
     everywhere = torch.ones(problem.N, dtype=torch.bool, device=t.v.device)
     if t.source_pool is not None:
@@ -92,9 +96,9 @@ def _store_after(problem: Problem, t: Tensors, starts: Starts, i: int, inside: t
     if problem.update_state:
         store(problem, t.state_pool, t.state_indices[:, i], inside, S)
     else:
-        rule, rows = (
-            (starts.rule, starts.index) if t.intermediate_indices is None else (problem, t.intermediate_indices)
-        )
+        rule, rows = starts.rule, starts.index
+        if t.intermediate_indices is not None:
+            rule, rows = any_row(problem), t.intermediate_indices
         store(rule, t.intermediate_states[:, i], rows, inside, S)
 
 
@@ -112,13 +116,14 @@ def _by_token(
     return torch.where(covered[:, None, None], o, 0.0).view(t.v.shape)
 
 
-def commit(problem: CommitSpec, t: CommitTensors) -> None:
+def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
     """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()
-    if problem.rows == 0 or problem.tokens == 0:
-        return
-    rows = t.ssm_state_indices if t.intermediate_state_indices is None else t.intermediate_state_indices
-    row, named = named_slots(problem, rows, states)
-    known = named & (accepted >= 1) & (accepted <= problem.tokens)
-    values = states[row, (accepted - 1).clamp(0, problem.tokens - 1)]
-    store_rows(problem, t.initial_state, t.ssm_state_indices, known, values)
+    if problem.rows == 0 or states.shape[1] == 0:
+        return {}
+    rows = t.state_indices if t.intermediate_indices is None else t.intermediate_indices
+    row, named = named_slots(any_row(problem), rows, states)
+    known = named & (accepted >= 1) & (accepted <= problem.most_tokens)
+    values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
+    store_rows(problem, t.state_pool, t.state_indices, known, values)
+    return {}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem.prefill import PrefillSpec
-from ..problem.problem import Tensors
+from ..problem.problem import Problem, Tensors
 from .chunk import prepare, recur, to_chunks
 from .gate import elementwise_inputs
 
 
-def prefill(problem: PrefillSpec, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """`(o [B, H, T, V], w [B, H, Nc, C, K], u [B, H, Nc, C, V])` in the inputs' dtype; products are PyTorch's own."""
-    call = problem.call
-    chunked = [to_chunks(x, call.chunk_size, None) for x in elementwise_inputs(call, t)]
-    state = chunked[0].new_zeros(call.B, 1, call.K, call.V)
+def prefill(problem: Problem, t: Tensors) -> dict[str, Tensor]:
+    """`o [B, H, T, V], w [B, H, Nc, C, K], u [B, H, Nc, C, V]` in the inputs' dtype; products are PyTorch's own."""
+    chunked = [to_chunks(x, problem.chunk_size, None) for x in elementwise_inputs(problem, t)]
+    state = chunked[0].new_zeros(problem.B, 1, problem.K, problem.V)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for q, k, v, g, beta in zip(*chunked):
         p = prepare(q, k, g, beta)
@@ -23,7 +21,8 @@ def prefill(problem: PrefillSpec, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         found.append((p.qg @ state + p.Aqk @ pseudo, p.w, p.inverse @ v))
         state = new
     if not found:
-        return problem.allocate(t.q.device)
+        return {name: t.q.new_empty(x.shape) for name, x in problem.results().items()}
     # by chunk [B * H, 1, C, ..] -> [B, H, Nc, C, ..]
-    o, w, u = (torch.cat(parts, dim=1).unflatten(0, (problem.B, problem.H)) for parts in zip(*found))
-    return o.flatten(2, 3)[:, :, : call.T].contiguous(), w, u
+    rows = problem.B // problem.heads, problem.heads
+    o, w, u = (torch.cat(parts, dim=1).unflatten(0, rows) for parts in zip(*found))
+    return {"o": o.flatten(2, 3)[:, :, : problem.T].contiguous(), "w": w, "u": u}

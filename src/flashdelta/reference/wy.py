@@ -7,20 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from ..problem.problem import Settings, Tensors, spec_of
-from ..problem.wy_spec import WyGradients, WySpec, WyTensors
+from ..problem.problem import Problem, Tensors
 from .chunk import from_chunks, to_chunks
 from .sequences import chunk_slots
 
 
-def chunk_bwd_wy_dqkg(problem: WySpec, t: WyTensors) -> WyGradients:
+def chunk_bwd_wy_dqkg(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     """In float32, or in float64 for inputs in float64; zeros for tokens of no sequence."""
     if problem.B * problem.T == 0 or problem.N == 0:
-        return WyGradients(*(x.zero_() for x in WyGradients.allocate(problem, t).in_order()))
+        return {name: t.q.new_zeros(x.shape, dtype=x.dtype) for name, x in problem.results().items()}
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    tokens = Tensors(q=t.q, k=t.k, v=t.v, g=t.g, beta=t.beta, cu_seqlens=t.cu_seqlens)
-    call = spec_of(tokens, Settings(scale=problem.scale, chunk_size=problem.chunk_size))
-    slots = chunk_slots(call, tokens)
+    slots = chunk_slots(problem, t)
     used = slots.valid.any(-1)
     # chunks that are not there have no row: any other does for them
     row = (used.long().cumsum(0) - 1).clamp(0, problem.B * problem.rows - 1)
@@ -40,7 +37,7 @@ def chunk_bwd_wy_dqkg(problem: WySpec, t: WyTensors) -> WyGradients:
     grad_o, grad_pseudo, beta = chunks(t.do), chunks(t.dv), chunks(t.beta)[..., None]
     S, grad_S = states(t.h), states(t.dh)
     M = M.tril()
-    if problem.log2:
+    if problem.gate == "cumulative_log2":
         G = G * math.log(2.0)
     at_end = torch.zeros(G.shape[0], problem.chunk_size, dtype=torch.bool, device=G.device)
     at_end = at_end.scatter(1, chunk_ends[:, None], True)[:, None, None, :, None]
@@ -58,13 +55,13 @@ def chunk_bwd_wy_dqkg(problem: WySpec, t: WyTensors) -> WyGradients:
     grad_G = grad_G + at_end * (left.sum(-2, keepdim=True) + (last.exp() * (S * grad_S).sum(-1)[..., None, :]))
 
     def tokens_of(x: Tensor) -> Tensor:
-        return from_chunks(x, call, slots)
+        return from_chunks(x, problem, slots)
 
-    return WyGradients(
-        q=tokens_of(grad_q),
-        k=tokens_of(through_state + through_w),
-        v=tokens_of(beta * values).to(problem.dtype),
-        beta=tokens_of((values * v).sum(-1, keepdim=True) + (keys * k * grown).sum(-1, keepdim=True))[..., 0],
-        g=tokens_of(grad_G),
-        A=tokens_of(-(M.mT @ grad_M @ M.mT).tril(-1)),
-    )
+    return {
+        "dq": tokens_of(grad_q),
+        "dk": tokens_of(through_state + through_w),
+        "dv": tokens_of(beta * values).to(problem.dtype),
+        "dbeta": tokens_of((values * v).sum(-1, keepdim=True) + (keys * k * grown).sum(-1, keepdim=True))[..., 0],
+        "dg": tokens_of(grad_G),
+        "dA": tokens_of(-(M.mT @ grad_M @ M.mT).tril(-1)),
+    }

@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 import triton
@@ -31,19 +31,18 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..hopper.gradients import stages_of as hopper_stages
-from ..hopper.gradients import wy_dqkg_launch as hopper_wy_launch
-from ..hopper.launch import launches as hopper_launches
-from ..problem.decode_spec import GIVEN, CommitSpec, CommitTensors, check_commit, check_decode
-from ..problem.prefill import DEFAULT_PRECISION, PREFILL_SIZES, prefill_of
-from ..problem.problem import Incoming, Options, Tensors, check_call
-from ..problem.wy_spec import WyGradients, WyTensors, check_wy
+from ..hopper.launch import build as build_hopper
+from ..kernels import chunk_bwd_wy_dqkg
+from ..ops.chunk import chunk_kda
+from ..ops.decode import commit, recurrent_kda
+from ..ops.prefill_fp32 import kda_prefill
+from ..ops.recurrent import fused_recurrent_kda
+from ..problem.operations import PREFILL_SIZES
+from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors
 from ..program.launch import Launch
-from ..triton.backward_pass import launches as backward_launches
-from ..triton.gradients import stages_of as triton_stages
-from ..triton.launch import commit_launch, prefill_launches
-from ..triton.launch import launches as triton_launches
-from ..triton.wy import launch as wy_launch
+from ..program.program import Program
+from ..runtime.call import check
+from ..triton.launch import build as build_triton
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 TYPES = {
@@ -86,15 +85,19 @@ class Cost(Costs):
     seconds: float
 
 
+Given = dict[str, Any]
+Call = tuple[Callable, Given]
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
-    of `decode` alone, `precision` of `prefill`; `algorithm="commit"` takes the dtype and layout of states only, `"wy"`
+    of `decode` alone, `precision` of `prefill`; `operation="commit"` takes the dtype and layout of states only, `"wy"`
     (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that leaves what its backward pass needs."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
-    algorithm: str = "chunk"
+    operation: str = "chunk"
     K: int = 128
     V: int = 128
     dtype: torch.dtype = torch.bfloat16
@@ -120,47 +123,43 @@ class Variant:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
 
     def launches(self, arch: int) -> list[Launch]:
-        if self.algorithm == "decode":
-            return self._decode(arch)
-        if self.algorithm == "commit":
-            return [commit_launch(*self._commit())]
-        if self.algorithm == "wy":
-            return [self._wy(arch)]
-        if self.algorithm == "prefill":
-            return self._prefill(arch)
-        H, T, N = self.heads, 4 * self.chunk_size, 1
-        make = _make(self.dtype)
-        state = self._states(N)
-        indices = {}
+        function, given = getattr(self, f"_{self.operation}")()
+        problem, t = check(function, **given)
+        if self.kept:
+            problem = replace(problem, requires_grad=True)
+        if self.backward:
+            o = torch.empty_like(t.v)
+            dht = o.new_empty(problem.state_shape, dtype=problem.state_dtype)
+            problem, t = replace(problem, operation=problem.operation + BACKWARD), replace(t, do=o, dht=dht)
+        return [*self.build(problem, t, arch).launches]
+
+    def build(self, problem: Problem, t: Tensors, arch: int) -> Program:
+        return (build_hopper if self.backend == "hopper" else build_triton)(problem, t, arch)
+
+    def _chunk(self) -> Call:
+        return chunk_kda, self._sequences() | {
+            "return_intermediate_states": self.intermediate,
+            "disable_recompute": self.kept,
+            "chunk_size": self.chunk_size,
+            "split": self.split,
+        }
+
+    def _recurrent(self) -> Call:
+        return fused_recurrent_kda, self._sequences()
+
+    def _sequences(self) -> Given:
+        T, N = 4 * self.chunk_size, 1
+        make = _make(self.state_dtype)
+        state = make(*self._states(N))
+        given = self._inputs(1, T) | self._options(output_final_state=not self.pool)
+        given |= {"state_pool" if self.pool else "initial_state": state}
+        if self.packed:
+            given["cu_seqlens"] = make(N + 1, dtype=self.offsets)
         if self.pool:
-            indices["state_indices"] = make(N, dtype=torch.int32)
-            indices["has_initial_state"] = make(N, dtype=torch.bool)
+            given |= {"state_indices": make(N, dtype=torch.int32), "has_initial_state": make(N, dtype=torch.bool)}
         if self.checkpoints:
-            indices["checkpoint_offsets"] = make(N, 1, dtype=torch.int32)
-            indices["checkpoint_indices"] = make(N, 1, dtype=torch.int32)
-        t = Tensors(
-            **self._inputs(1, T),
-            cu_seqlens=make(N + 1, dtype=self.offsets) if self.packed else None,
-            **{"state_pool" if self.pool else "initial_state": make(*state, dtype=self.state_dtype)},
-            **indices,
-        )
-        options = self._options(
-            output_final_state=not self.pool,
-            return_intermediate_states=self.intermediate,
-            chunk_size=self.chunk_size,
-            split=self.split,
-        )
-        problem, t = check_call(t, options)
-        h = make(problem.intermediate_shape) if self.intermediate else None
-        final_state = None if self.pool else make(*state, dtype=self.state_dtype)
-        if self.kept or self.backward:
-            stages = hopper_stages(problem, t) if self.backend == "hopper" else triton_stages(problem, t, arch)
-            o = make(1, T, H, self.V)
-            if self.kept:
-                return stages.walk(problem, stages.room(), o, final_state)
-            return list(backward_launches(stages, Incoming(o, final_state), {}))
-        launches = hopper_launches if self.backend == "hopper" else triton_launches
-        return launches(problem, t, arch, (make(1, T, H, self.V), final_state, h))
+            given |= {f"checkpoint_{name}": make(N, 1, dtype=torch.int32) for name in ("offsets", "indices")}
+        return given
 
     def _states(self, count: int) -> tuple[int, ...]:
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
@@ -179,62 +178,54 @@ class Variant:
             "dt_bias": make(H, self.K, dtype=torch.float32) if gated else None,
         }
 
-    def _options(self, **others: object) -> Options:
-        return Options(
-            algorithm=self.algorithm,
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            gate=self.gate,
-            lower_bound=-5.0 if self.gate == "lower_bound" else None,
-            state_v_first=self.state_v_first,
+    def _options(self, **others: object) -> Given:
+        return {
+            "use_qk_l2norm_in_kernel": True,
+            "gate": self.gate,
+            "lower_bound": -5.0 if self.gate == "lower_bound" else None,
+            "state_v_first": self.state_v_first,
+            **({} if self.operation == "decode" else {"use_beta_sigmoid_in_kernel": True}),
             **others,
-        )
+        }
 
-    def _decode(self, arch: int) -> list[Launch]:
+    def _decode(self) -> Call:
         """A paged step: packed sequences, or `B` rows of one token; with speculative tokens, counts of accepted ones."""
         N, tokens = self.N, 1 + self.spec_tokens
         index = _make(torch.int32)
-        given = dict.fromkeys(GIVEN) | self._inputs(*((1, N * tokens) if self.packed else (N, tokens)))
+        given = self._inputs(*((1, N * tokens) if self.packed else (N, tokens))) | self._options(beta_is_logit=True)
         given["initial_state"] = _make(self.state_dtype)(*self._states(4))
         given["ssm_state_indices"] = index(N, tokens) if self.spec_tokens else index(N)
         if self.spec_tokens:
-            given["num_accepted_tokens"] = index(N)
+            given |= {"num_accepted_tokens": index(N), "num_spec_tokens": self.spec_tokens}
         if self.packed:
             given["cu_seqlens"] = index(N + 1)
-        problem, t = check_decode(given, self._options(), self.spec_tokens or None, True)
-        launches = hopper_launches if self.backend == "hopper" else triton_launches
-        return launches(problem, t, arch, (torch.empty_like(t.v), None, None))
+        return recurrent_kda, given
 
-    def _prefill(self, arch: int) -> list[Launch]:
+    def _prefill(self) -> Call:
         make, T = _make(self.dtype), 4 * self.chunk_size
         q, k, v, g = (make(1, self.heads, T, width) for width in (self.K, self.K, self.V, self.K))
-        inputs = (q, k, v, g, make(1, self.heads, T))
-        problem, t = prefill_of(*inputs, self.chunk_size, None, self.gate, self.precision)
-        return prefill_launches(problem, t, arch, *problem.allocate(q.device))
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": make(1, self.heads, T)}
+        options = {"chunk_size": self.chunk_size, "gate": self.gate, "precision": self.precision}
+        return kda_prefill, inputs | options
 
-    def _commit(self) -> tuple[CommitSpec, CommitTensors]:
+    def _commit(self) -> Call:
         make, index = _make(self.state_dtype), _make(torch.int32)
         pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
-        return check_commit(CommitTensors(pool, states, index(2), index(2)), "negative")
+        names = ("initial_state", "intermediate_states", "ssm_state_indices", "num_accepted_tokens")
+        return commit, dict(zip(names, (pool, states, index(2), index(2)))) | {"null_index": "negative"}
 
-    def _wy(self, arch: int) -> Launch:
+    def _wy(self) -> Call:
         make, wide = _make(self.dtype), _make(torch.float32)
         H, chunks, C = self.heads, 4, self.chunk_size
         keys, values = (1, chunks * C, H, self.K), (1, chunks * C, H, self.V)
         states = make(1, chunks, *self._states(1)[1:])
-        t = WyTensors(
+        given = {
             **{name: make(keys) for name in ("q", "k")},
             **{name: make(values) for name in ("v", "v_new", "do", "dv")},
-            g=wide(keys),
-            beta=wide(keys[:3]),
-            A=make(*keys[:3], C),
-            h=states,
-            dh=states,
-            cu_seqlens=_make(torch.int32)(3) if self.packed else None,
-        )
-        problem = check_wy(t, chunk_size=C, state_v_first=self.state_v_first, use_exp2=True)
-        found = WyGradients.allocate(problem, t)
-        return hopper_wy_launch(problem, t, found) if self.backend == "hopper" else wy_launch(problem, t, arch, found)
+            **{"g": wide(keys), "beta": wide(keys[:3]), "A": make(*keys[:3], C), "h": states, "dh": states},
+            "cu_seqlens": _make(torch.int32)(3) if self.packed else None,
+        }
+        return chunk_bwd_wy_dqkg, given | {"chunk_size": C, "state_v_first": self.state_v_first, "use_exp2": True}
 
 
 def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -259,11 +250,11 @@ VARIANTS = (
     Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
     Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
     Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
-    Variant("wy bf16 K128 V128", algorithm="wy"),
-    Variant("wy bf16 K128 V128 fixed length, V first", algorithm="wy", packed=False, state_v_first=True),
-    Variant("wy bf16 K64 V64 chunk 32", algorithm="wy", K=64, V=64, chunk_size=32),
-    Variant("wy bf16 K256 V256", algorithm="wy", K=256, V=256),
-    Variant("wy fp32 K128 V128", algorithm="wy", dtype=torch.float32),
+    Variant("wy bf16 K128 V128", operation="wy"),
+    Variant("wy bf16 K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
+    Variant("wy bf16 K64 V64 chunk 32", operation="wy", K=64, V=64, chunk_size=32),
+    Variant("wy bf16 K256 V256", operation="wy", K=256, V=256),
+    Variant("wy fp32 K128 V128", operation="wy", dtype=torch.float32),
     Variant("bf16 K32 V64", K=32, V=64),
     Variant("bf16 K64 V32", K=64, V=32),
     Variant("bf16 K256 V256", K=256, V=256, gate="none"),
@@ -271,14 +262,14 @@ VARIANTS = (
     Variant("fp32 K64 V128", dtype=torch.float32, K=64),
     Variant("fp32 K128 V128", dtype=torch.float32),
     Variant("fp32 K256 V256", dtype=torch.float32, K=256, V=256, gate="logsigmoid"),
-    Variant("recurrent bf16 K128 V128", algorithm="recurrent"),
-    Variant("recurrent bf16 K128 V128 V first", algorithm="recurrent", state_v_first=True, gate="softplus"),
-    Variant("recurrent bf16 K128 V128 pool, V first", algorithm="recurrent", pool=True, state_v_first=True),
-    Variant("recurrent fp32 K256 V256", algorithm="recurrent", K=256, V=256, dtype=torch.float32),
+    Variant("recurrent bf16 K128 V128", operation="recurrent"),
+    Variant("recurrent bf16 K128 V128 V first", operation="recurrent", state_v_first=True, gate="softplus"),
+    Variant("recurrent bf16 K128 V128 pool, V first", operation="recurrent", pool=True, state_v_first=True),
+    Variant("recurrent fp32 K256 V256", operation="recurrent", K=256, V=256, dtype=torch.float32),
     *(
         Variant(
             f"decode K128 V128, {'bf16' if state == torch.bfloat16 else 'fp32'} states, {'V' if v_first else 'K'} first, N={N}",
-            algorithm="decode",
+            operation="decode",
             packed=False,
             state_v_first=v_first,
             state_dtype=state,
@@ -289,17 +280,17 @@ VARIANTS = (
         for N in (2, 256)
     ),
     Variant(
-        "decode K128 V128 unbounded, V first", algorithm="decode", packed=False, state_v_first=True, gate="softplus"
+        "decode K128 V128 unbounded, V first", operation="decode", packed=False, state_v_first=True, gate="softplus"
     ),
-    Variant("decode K64 V64, V first", algorithm="decode", K=64, V=64, state_v_first=True),
-    Variant("decode K128 V128 packed, V first", algorithm="decode", state_v_first=True),
-    Variant("decode K128 V128 speculative, V first", algorithm="decode", state_v_first=True, spec_tokens=3),
-    Variant("decode K256 V256 speculative, K first", algorithm="decode", K=256, V=256, spec_tokens=7, gate="none"),
-    Variant("commit fp32", algorithm="commit"),
+    Variant("decode K64 V64, V first", operation="decode", K=64, V=64, state_v_first=True),
+    Variant("decode K128 V128 packed, V first", operation="decode", state_v_first=True),
+    Variant("decode K128 V128 speculative, V first", operation="decode", state_v_first=True, spec_tokens=3),
+    Variant("decode K256 V256 speculative, K first", operation="decode", K=256, V=256, spec_tokens=7, gate="none"),
+    Variant("commit fp32", operation="commit"),
     *(
         Variant(
             f"prefill fp32 K{K} V{V} chunk {C}, {precision}",
-            algorithm="prefill",
+            operation="prefill",
             K=K,
             V=V,
             dtype=torch.float32,
@@ -313,7 +304,7 @@ VARIANTS = (
     *(
         Variant(
             f"prefill fp32 K128 V128 chunk {C}, many heads, tf32x3",
-            algorithm="prefill",
+            operation="prefill",
             dtype=torch.float32,
             gate="none",
             chunk_size=C,
@@ -361,7 +352,7 @@ VARIANTS = (
         Variant(
             f"hopper decode K{K} V{K}, {gate}",
             "hopper",
-            algorithm="decode",
+            operation="decode",
             K=K,
             V=K,
             gate=gate,
@@ -372,10 +363,10 @@ VARIANTS = (
         )
         for K, gate in ((128, "lower_bound"), (64, "softplus"))
     ),
-    Variant("hopper wy K128 V128", "hopper", algorithm="wy"),
-    Variant("hopper wy K128 V128 fixed length", "hopper", algorithm="wy", packed=False),
-    Variant("hopper wy K128 V128 fixed length, V first", "hopper", algorithm="wy", packed=False, state_v_first=True),
-    Variant("hopper wy K64 V64", "hopper", algorithm="wy", K=64, V=64),
+    Variant("hopper wy K128 V128", "hopper", operation="wy"),
+    Variant("hopper wy K128 V128 fixed length", "hopper", operation="wy", packed=False),
+    Variant("hopper wy K128 V128 fixed length, V first", "hopper", operation="wy", packed=False, state_v_first=True),
+    Variant("hopper wy K64 V64", "hopper", operation="wy", K=64, V=64),
     Variant("hopper K64 V64", "hopper", K=64, V=64),
     Variant("hopper K64 V64 unbounded", "hopper", K=64, V=64, gate="logsigmoid"),
 )

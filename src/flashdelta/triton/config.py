@@ -8,7 +8,6 @@ import torch
 
 from ..problem.problem import Problem
 from ..problem.split import SplitCosts
-from ..problem.wy_spec import WySpec
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def backward_precision(problem: Problem | WySpec, capability: int) -> str:
+def backward_precision(problem: Problem, capability: int) -> str:
     """Of `wy` and `intra`. In float32 on Hopper without tensor cores: Triton 3.6 makes wrong wgmma of tf32 operands that lie by
     columns, and programs that read out of bounds."""
     return "ieee" if problem.dtype == torch.float32 and capability == 90 else dot_precision(problem.dtype)
@@ -180,7 +179,7 @@ def compose_config(problem: Problem, capability: int) -> ComposeConfig:
     return ComposeConfig(BV=min(16, problem.V), BK=problem.K, num_warps=8, stages=stages)
 
 
-def wy_config(problem: Problem | WySpec, capability: int) -> WyConfig:
+def wy_config(problem: Problem, capability: int) -> WyConfig:
     """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
 
     On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two programs a multiprocessor

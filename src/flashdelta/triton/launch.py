@@ -1,19 +1,19 @@
-"""From a validated call to kernel launches: allocates one workspace, picks the launch parameters."""
+"""From a validated call to the program that runs it: one workspace, and a launch for each stage."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from ..problem.decode_spec import CommitSpec, CommitTensors
-from ..problem.prefill import RESULTS, PrefillSpec
-from ..problem.problem import Problem, Results, Tensors
+from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
-from ..program.cache import Recorder
-from ..program.launch import Launch, dense, launch_all, multiprocessors, or_empty, state_arguments, strides
+from ..program.launch import Launch, dense, sm_count, strides
 from ..program.launch import capability as capability_of
-from ..program.launch import forward as run_forward
+from ..program.program import Outputs, Program
+from ..program.workspace import Layout, Workspace
 from . import config
 from .commit import commit_kernel
 from .decode import decode_kernel
@@ -25,157 +25,103 @@ from .segments import compose_kernel, maps_kernel, plan_kernel
 
 
 @dataclass(frozen=True)
-class SegmentStates:
-    """What the stages of a split leave for each other (`segments.py`), with up to `G` segments: their `maps [G, HV, K, K]`,
-    `offsets` and `starts [G, HV, V, K]` in fp32, and `first_segment [N + 1]` int32. Without a split all None."""
+class Call:
+    """What every stage of a call needs. `t`: as the kernels read them. `arch`: the GPU's compute capability, e.g. 90."""
 
-    maps: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    first_segment: torch.Tensor | None = None
+    problem: Problem
+    t: Tensors
+    arch: int
+    workspace: Workspace
 
-    @staticmethod
-    def layout(problem: Problem, segments: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes, in order; none without segments."""
-        if segments == 0:
-            return []
-        states = [
-            ((segments, problem.HV, rows, problem.K), torch.float32) for rows in (problem.K, problem.V, problem.V)
-        ]
-        return [*states, ((problem.N + 1,), torch.int32)]
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return (self.workspace.buffer,)
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """What `prepare` leaves for `recurrence`, chunk by chunk: `w, qg, kg [S, HV, C, K]`, `inverse, Aqk [S, HV, C, C]` in the
-    operand dtype and `decay [S, HV, K]` fp32, for `S = B * slots` chunk slots; what a split keeps, if there is one. One
-    allocation: `buffer`. `inverse` is None where `prepare` applies it to the values itself."""
+def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
+    """The program of a validated call, for GPUs of compute capability `arch` (the tensors' own by default)."""
+    arch = capability_of(t.device) if arch is None else arch
+    if problem.operation == "chunk" + BACKWARD or problem.keeps:
+        from . import gradients
 
-    w: torch.Tensor
-    qg: torch.Tensor
-    kg: torch.Tensor
-    inverse: torch.Tensor | None
-    Aqk: torch.Tensor
-    decay: torch.Tensor
-    segments: SegmentStates
-    buffer: torch.Tensor
-
-    def parts(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.w, self.qg, self.kg, self.inverse, self.Aqk, self.decay)
-
-    @staticmethod
-    def layout(problem: Problem, segments: int = 0) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of all but the buffer, in order."""
-        S, HV, C, K = problem.B * problem.slots, problem.HV, problem.chunk_size, problem.K
-        operands = [((S, HV, C, K), problem.dtype)] * 3 + [((S, HV, C, C), problem.dtype)] * 2
-        return [*operands, ((S, HV, K), torch.float32), *SegmentStates.layout(problem, segments)]
-
-    @classmethod
-    def sizes(cls, problem: Problem, segments: int = 0) -> list[int]:
-        """Bytes of the parts."""
-        return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in cls.layout(problem, segments)]
-
-    @classmethod
-    def nbytes(cls, problem: Problem, segments: int = 0) -> int:
-        return sum(cls.sizes(problem, segments))
-
-    @classmethod
-    def allocate(
-        cls, problem: Problem, device: torch.device, segments: int = 0, w: torch.Tensor | None = None
-    ) -> Workspace:
-        """With `w`, which then is no part of the buffer, `prepare` leaves it there."""
-        own = 0 if w is None else 1
-        buffer = torch.empty(sum(cls.sizes(problem, segments)[own:]), dtype=torch.uint8, device=device)
-        return cls.over(problem, buffer, segments, w)
-
-    @classmethod
-    def over(
-        cls, problem: Problem, buffer: torch.Tensor, segments: int = 0, w: torch.Tensor | None = None
-    ) -> Workspace:
-        own = 0 if w is None else 1
-        layout, sizes = cls.layout(problem, segments)[own:], cls.sizes(problem, segments)[own:]
-        parts = [x.view(dtype).view(shape) for x, (shape, dtype) in zip(buffer.split(sizes), layout)]
-        parts = [w][:own] + parts
-        return cls(*parts[:6], SegmentStates(*parts[6:]), buffer)
-
-    @classmethod
-    def with_states(cls, problem: Problem, device: torch.device, w: torch.Tensor) -> tuple[Workspace, torch.Tensor]:
-        """Without `w` and `inverse`, and with the state before each chunk, `[S, HV, V, K]` fp32."""
-        _, *tiles, _, Aqk, decay = cls.layout(problem)
-        layout = [*tiles, Aqk, decay, ((problem.B * problem.slots, problem.HV, problem.V, problem.K), torch.float32)]
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        qg, kg, Aqk, decay, h = (x.view(dtype).view(s) for x, (s, dtype) in zip(buffer.split(sizes), layout))
-        return cls(w, qg, kg, None, Aqk, decay, SegmentStates(), buffer), h
+        return (gradients.forward if problem.keeps and problem.operation == "chunk" else gradients.backward)(
+            problem, t, arch
+        )
+    outputs = Outputs.of(problem, t)
+    return Program(outputs, STAGES[problem.operation](problem, prepare_inputs(problem, t), arch, outputs))
 
 
-def forward(problem: Problem, t: Tensors, out: torch.Tensor | None) -> Results:
-    """`(o, final_state or None, h or None)`; see `ops.chunk_kda`."""
-    return run_forward(problem, t, out, launches)
+DENSE = (
+    *("A_log", "dt_bias", "initial_state", "cu_seqlens", "has_initial_state", "checkpoint_offsets"),
+    *("checkpoint_indices", "num_accepted_tokens"),
+)
 
 
-def readable(problem: Problem, t: Tensors) -> Tensors:
+def prepare_inputs(problem: Problem, t: Tensors) -> Tensors:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
     pool in place; `decode` reads indices of any strides too."""
-    return Tensors(
-        *(x if x.stride(-1) == 1 else x.contiguous() for x in (t.q, t.k, t.v, t.g)),
-        t.beta,
-        *dense(t.A_log, t.dt_bias, t.initial_state, t.cu_seqlens),
-        t.state_pool,
-        dense(t.state_indices)[0] if problem.algorithm == "chunk" else t.state_indices,
-        *dense(t.has_initial_state, t.checkpoint_offsets, t.checkpoint_indices),
-        *(
-            *dense(t.num_accepted_tokens),
-            t.source_pool,
-            t.source_indices,
-            t.intermediate_states,
-            t.intermediate_indices,
-        ),
-    )
+    if problem.operation == "wy":
+        return replace(
+            t, **strided(t, ("q", "k", "v", "g", "do")), **densed(t, ("v_new", "A", "h", "dh", "dv", "cu_seqlens"))
+        )
+    if problem.operation == "commit":
+        return replace(t, **densed(t, ("state_indices", "intermediate_indices", "num_accepted_tokens")))
+    chunk = ("state_indices",) if problem.operation == "chunk" else ()
+    return replace(t, **strided(t, ("q", "k", "v", "g")), **densed(t, (*DENSE, *chunk)))
 
 
-def launches(problem: Problem, t: Tensors, capability: int, results: Results) -> list[Launch]:
-    """The launches that run the call, in order."""
-    t = readable(problem, t)
-    if problem.algorithm != "chunk":
-        return [decode(problem, t, capability, results)]
-    room = config.room(problem, capability, multiprocessors(t.q.device))
+def strided(t: Tensors, roles: tuple[str, ...]) -> dict[str, Tensor]:
+    """With a dense last dimension."""
+    named = ((role, getattr(t, role)) for role in roles)
+    return {role: x if x.stride(-1) == 1 else x.contiguous() for role, x in named}
+
+
+def densed(t: Tensors, roles: tuple[str, ...]) -> dict[str, Tensor | None]:
+    return dict(zip(roles, dense(*(getattr(t, role) for role in roles))))
+
+
+# ---- whole sequences, in chunks -----------------------------------------------------------------------------------------
+
+
+def segment_layout(problem: Problem, segments: int) -> Layout:
+    """What the stages of a split leave for each other (`segments.py`), with up to `segments` of them; nothing without."""
+    if segments == 0:
+        return {}
+    rows = {"maps": problem.K, "offsets": problem.V, "starts": problem.V}
+    states = {name: ((segments, problem.HV, n, problem.K), torch.float32) for name, n in rows.items()}
+    return {**states, "first_segment": ((problem.N + 1,), torch.int32)}
+
+
+def layout(problem: Problem, segments: int = 0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What `prepare` leaves for `recurrence`, for `S = B * slots` chunk slots, and what a split keeps, if there is one."""
+    S, HV, C, K = problem.B * problem.slots, problem.HV, problem.chunk_size, problem.K
+    operand, square = ((S, HV, C, K), problem.dtype), ((S, HV, C, C), problem.dtype)
+    tiles = {"w": operand, "qg": operand, "kg": operand, "Akk_inv": square, "Aqk": square}
+    return {**tiles, "decay": ((S, HV, K), torch.float32), **segment_layout(problem, segments)}
+
+
+TILES = ("w", "qg", "kg", "Akk_inv", "Aqk", "decay")
+
+
+def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    room = config.room(problem, arch, sm_count(t.device))
     segments = segments_of_call(problem, room, config.SPLIT_COSTS)
-    workspace = Workspace.allocate(problem, t.q.device, segments)
-    split = []
-    if segments:
-        split = [
-            plan(problem, t, workspace, room),
-            maps(problem, t, capability, workspace, results, segments),
-            compose(problem, t, capability, workspace.segments, results, workspace.buffer),
-        ]
-    return [
-        prepare(problem, t, capability, workspace),
-        *split,
-        recurrence(problem, t, capability, workspace, results, segments),
-    ]
+    call = Call(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
+    o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
+    split = [plan(call, room), maps(call, segments, final_state), compose(call, final_state)] if segments else []
+    return [prepare(call), *split, recurrence(call, o, final_state, h, segments=segments)]
 
 
-def prepare(
-    problem: Problem,
-    t: Tensors,
-    capability: int,
-    workspace: Workspace,
-    solved: torch.Tensor | None = None,
-    u: torch.Tensor | None = None,
-) -> Launch:
-    """With `u`, that is left instead of `inverse`, which then is no part of the workspace."""
-    c = config.prepare_config(problem, capability)
+def prepare(call: Call, Akk_inv: Tensor | None = None, u: Tensor | None = None) -> Launch:
+    """`Akk_inv`: receives the inverses in float32, or by token, for the backward pass. With `u`, that is left instead of the
+    workspace's `Akk_inv`, which then has none."""
+    problem, t = call.problem, call.t
+    c = config.prepare_config(problem, call.arch)
     inputs = (t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets)
+    left = (*call.workspace.select(*TILES), Akk_inv)
     scalars = (
-        problem.scale,
-        problem.lower_bound or 0.0,
-        problem.T,
-        problem.N,
-        problem.H,
-        problem.HV,
-        problem.slots,
-        problem.checkpoints,
+        *(problem.scale, problem.lower_bound or 0.0),
+        *(problem.T, problem.N, problem.H, problem.HV, problem.slots, problem.checkpoints),
     )
     constants = dict(
         C=problem.chunk_size,
@@ -184,80 +130,109 @@ def prepare(
         GATE=problem.gate,
         BETA=problem.beta_kind,
         L2NORM=problem.l2norm,
-        PRECISION=config.dot_precision(problem.dtype),
+        PRECISION=precision(problem),
         STAGES=c.stages,
     )
     kernel = prepare_bounded_kernel
-    arguments = (*inputs, *workspace.parts(), solved, *scalars, *strides(t.q, t.k, t.g, t.beta))
+    arguments = (*inputs, *left, *scalars, *strides(t.q, t.k, t.g, t.beta))
     if not config.bounded(problem):
         kernel, constants = prepare_kernel, constants | {"V": problem.V}
         values = (None if u is None else t.v, u)
-        arguments = (*inputs, *workspace.parts(), solved, *values, *scalars, *strides(t.q, t.k, t.g, t.beta, t.v))
-    programs = problem.B * problem.slots * problem.HV if problem.N > 0 else 0
-    return Launch(kernel, programs, arguments, constants, c.num_warps, scratch=(workspace.buffer,))
+        arguments = (*inputs, *left, *values, *scalars, *strides(t.q, t.k, t.g, t.beta, t.v))
+    return Launch(kernel, chunks(problem), arguments, constants, c.num_warps, scratch=call.buffers)
 
 
-def plan(problem: Problem, t: Tensors, workspace: Workspace, room: int) -> Launch:
-    costs = config.SPLIT_COSTS
+def chunks(problem: Problem) -> int:
+    """Chunk slots of all heads."""
+    return problem.B * problem.slots * problem.HV if problem.N > 0 else 0
+
+
+def precision(problem: Problem) -> str:
+    """Of products whose operands are float32 in the kernel."""
+    return problem.precision if problem.operation == "prefill" else config.dot_precision(problem.dtype)
+
+
+def plan(call: Call, room: int) -> Launch:
+    problem, costs = call.problem, config.SPLIT_COSTS
     return Launch(
         plan_kernel,
         1,
         (
-            *(t.cu_seqlens, t.checkpoint_offsets, workspace.segments.first_segment),
+            *(call.t.cu_seqlens, call.t.checkpoint_offsets, call.workspace["first_segment"]),
             *(problem.T, problem.N, problem.checkpoints, room, problem.split, int(problem.batch_invariant)),
             *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
         ),
         dict(C=problem.chunk_size, BLOCK=128),
         num_warps=4,
-        scratch=(workspace.buffer,),
+        scratch=call.buffers,
     )
 
 
-def walk_constants(problem: Problem, c: config.RecurrenceConfig, BV: int) -> dict[str, object]:
-    """Of the kernels that walk a sequence's chunks, with slices of `BV` columns."""
+def scan_constants(problem: Problem, c: config.RecurrenceConfig, BV: int) -> dict[str, object]:
+    """Of the kernels that scan a sequence's chunks, with slices of `BV` columns."""
     return dict(
         C=problem.chunk_size,
         K=problem.K,
         V=problem.V,
         BV=BV,
         V_FIRST=problem.state_v_first,
-        PRECISION=config.dot_precision(problem.dtype),
+        PRECISION=precision(problem),
         STAGES=c.stages,
     )
 
 
-def maps(
-    problem: Problem, t: Tensors, capability: int, workspace: Workspace, results: Results, segments: int
-) -> Launch:
-    c = config.recurrence_config(problem, capability)
-    BV, found = config.maps_width(problem, capability), workspace.segments
+def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) -> tuple:
+    """Where states are read and stored, as the kernels take it (`device/states.py`). For a state that the call does not
+    have, an empty tensor, which the kernel leaves alone."""
+    if problem.has_pool:
+        assert t.state_pool is not None
+        initial = final = t.state_pool
+        pitch = t.state_pool.stride(0)
+    else:
+        initial, final = or_empty(problem, t, t.initial_state, final_state)
+        pitch = problem.HV * problem.K * problem.V
+    return (
+        *(initial, final, t.state_indices, t.has_initial_state, problem.lowest_index, problem.pool_slots),
+        *(int(problem.has_initial_state), int(final_state is not None), pitch),
+    )
+
+
+def or_empty(problem: Problem, t: Tensors, *states: Tensor | None) -> list[Tensor]:
+    """The states, with one empty tensor for all that the call does not have."""
+    absent = t.v.new_empty(0, dtype=problem.state_dtype) if any(x is None for x in states) else None
+    return [absent if x is None else x for x in states]  # type: ignore[misc]
+
+
+def maps(call: Call, segments: int, final_state: Tensor | None) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
+    c = config.recurrence_config(problem, call.arch)
+    BV = config.maps_width(problem, call.arch)
     return Launch(
         maps_kernel,
         segments * problem.HV * ((problem.K + problem.V) // BV),
         (
-            *(workspace.w, workspace.kg, workspace.inverse, workspace.decay, t.v),
-            *(found.maps, found.offsets, found.first_segment, t.cu_seqlens, t.checkpoint_offsets),
-            *state_arguments(problem, t, results[1]),
+            *(*workspace.select("w", "kg", "Akk_inv", "decay"), t.v),
+            *(*workspace.select("maps", "offsets", "first_segment"), t.cu_seqlens, t.checkpoint_offsets),
+            *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *strides(t.v),
         ),
-        walk_constants(problem, c, BV),
+        scan_constants(problem, c, BV),
         c.num_warps,
-        scratch=(workspace.buffer,),
+        scratch=call.buffers,
     )
 
 
-def compose(
-    problem: Problem, t: Tensors, capability: int, found: SegmentStates, results: Results, buffer: torch.Tensor
-) -> Launch:
-    c = config.compose_config(problem, capability)
-    overlaps = capability >= 90
+def compose(call: Call, final_state: Tensor | None) -> Launch:
+    problem, t = call.problem, call.t
+    c = config.compose_config(problem, call.arch)
+    overlaps = call.arch >= 90
     return Launch(
         compose_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
         (
-            *(found.maps, found.offsets, found.starts, found.first_segment, t.cu_seqlens),
-            *state_arguments(problem, t, results[1]),
+            *(*call.workspace.select("maps", "offsets", "starts", "first_segment"), t.cu_seqlens),
+            *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV),
         ),
         dict(
@@ -265,111 +240,105 @@ def compose(
         ),
         c.num_warps,
         overlaps=overlaps,
-        scratch=(buffer,),
+        scratch=call.buffers,
     )
 
 
 def recurrence(
-    problem: Problem,
-    t: Tensors,
-    capability: int,
-    workspace: Workspace,
-    results: Results,
+    call: Call,
+    o: Tensor | None,
+    final_state: Tensor | None,
+    h: Tensor | None,
+    *,
     segments: int = 0,
-    pseudo: torch.Tensor | None = None,
-    u: torch.Tensor | None = None,
-    states: config.RecurrenceConfig | None = None,
+    v_new: Tensor | None = None,
+    u: Tensor | None = None,
 ) -> Launch:
-    """Without `o` among the results, that is left to `output`. With `u`, neither `inverse` nor v is read. `states`: how to run
-    where that is so."""
-    o, final_state, h = results
-    c = states or config.recurrence_config(problem, capability)
-    inverse, v = (workspace.inverse, t.v) if u is None else (None, None)
+    """Without `o`, that is left to `output`. With `u`, neither `Akk_inv` nor v is read."""
+    problem, t, workspace = call.problem, call.t, call.workspace
+    c = config.recurrence_config(problem, call.arch)
+    if u is not None:
+        c = config.states_config(problem, call.arch, problem.precision)
+    inverse, v = (workspace["Akk_inv"], t.v) if u is None else (None, None)
     return Launch(
         recurrence_kernel,
         (segments or problem.N) * problem.HV * (problem.V // c.BV),
         (
-            *(workspace.w, workspace.qg, workspace.kg, inverse, workspace.Aqk, workspace.decay),
-            *(v, o, h, pseudo, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
-            *(workspace.segments.first_segment, workspace.segments.starts),
+            *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
+            *(v, o, h, v_new, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *workspace.select("first_segment", "starts"),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *strides(t.v, t.v if o is None else o),
         ),
-        walk_constants(problem, c, c.BV),
+        scan_constants(problem, c, c.BV),
         c.num_warps,
-        scratch=(workspace.buffer,),
+        scratch=call.buffers,
     )
 
 
-def output(problem: Problem, capability: int, workspace: Workspace, h: torch.Tensor, o: torch.Tensor) -> Launch:
+# ---- kda_prefill --------------------------------------------------------------------------------------------------------
+
+
+def prefill_layout(problem: Problem, values: bool) -> Layout:
+    """That of `chunk_kda` without `w`, which is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
+    `output` reads the state before each chunk."""
+    tiles = layout(problem)
+    del tiles["w"]
+    if values:
+        del tiles["Akk_inv"]
+        tiles["h"] = (problem.B * problem.slots, problem.HV, problem.V, problem.K), torch.float32
+    return tiles
+
+
+def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
+    o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
+    call = Call(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.device, {"w": w}))
+    if u is None:
+        return [prepare(call), recurrence(call, o, final_state, None)]
+    states = recurrence(call, None, final_state, call.workspace["h"], v_new=o, u=u)
+    return [prepare(call, u=u), states, output(call, o)]
+
+
+def output(call: Call, o: Tensor) -> Launch:
     """`o` holds the pseudo-values."""
-    c = config.output_config(problem, capability)
+    problem, workspace = call.problem, call.workspace
+    c = config.output_config(problem, call.arch)
     return Launch(
         output_kernel,
         problem.B * problem.slots * problem.HV * (problem.V // c.BV),
-        (workspace.qg, workspace.Aqk, h, o, problem.T, problem.N, problem.HV, problem.slots, *strides(o)),
+        (
+            *(*workspace.select("qg", "Aqk", "h"), o),
+            *(problem.T, problem.N, problem.HV, problem.slots, *strides(o)),
+        ),
         dict(
             C=problem.chunk_size,
             K=problem.K,
             V=problem.V,
             BK=c.BK,
             BV=c.BV,
-            PRECISION=config.dot_precision(problem.dtype),
+            PRECISION=precision(problem),
             STAGES=c.stages,
         ),
         c.num_warps,
-        scratch=(workspace.buffer,),
+        scratch=call.buffers,
     )
 
 
-def prefill(
-    problem: PrefillSpec, t: Tensors, recorder: Recorder | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(o, w, u)`; see `ops.kda_prefill`."""
-    device = t.q.device
-    results = problem.allocate(device)
-    stages = prefill_launches(problem, t, capability_of(device), *results)
-    launch_all(stages, device, recorder, dict(zip(RESULTS, results)))
-    return results
+# ---- token by token -----------------------------------------------------------------------------------------------------
 
 
-def prefill_launches(
-    problem: PrefillSpec,
-    t: Tensors,
-    capability: int,
-    o: torch.Tensor,
-    w: torch.Tensor,
-    u: torch.Tensor | None,
-    final_state: torch.Tensor | None = None,
-) -> list[Launch]:
-    """The launches of a `kda_prefill`. Without `u`, which is not stored then, those of `chunk_kda`; with it `output` is a stage
-    of its own."""
-    call, o, device = problem.call, o.view(t.v.shape), t.q.device
-    if u is None:
-        workspace = Workspace.allocate(call, device, w=w)
-        stages = [
-            prepare(call, t, capability, workspace),
-            recurrence(call, t, capability, workspace, (o, final_state, None)),
-        ]
-    else:
-        workspace, h = Workspace.with_states(call, device, w)
-        states = config.states_config(call, capability, problem.precision)
-        stages = [
-            prepare(call, t, capability, workspace, u=u),
-            recurrence(call, t, capability, workspace, (None, final_state, h), pseudo=o, u=u, states=states),
-            output(call, capability, workspace, h, o),
-        ]
-    return [replace(stage, constants=stage.constants | {"PRECISION": problem.precision}) for stage in stages]
+def step(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    return [decode(problem, t, arch, outputs)]
 
 
-def decode(problem: Problem, t: Tensors, capability: int, results: Results) -> Launch:
+def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Launch:
     """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
-    o, final_state, _ = results
-    c = config.decode_config(problem, capability)
-    states = decode_states(problem, t, final_state)
-    single = problem.T == 1 and not problem.packed
-    overlaps = capability >= 90
+    o = outputs["o"]
+    c = config.decode_config(problem, arch)
+    states = decode_states(problem, t, outputs.get("final_state"))
+    overlaps = arch >= 90
     return Launch(
         decode_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
@@ -384,7 +353,7 @@ def decode(problem: Problem, t: Tensors, capability: int, results: Results) -> L
             K=problem.K,
             V=problem.V,
             BV=c.BV,
-            SINGLE=single,
+            SINGLE=problem.T == 1 and not problem.packed,
             STREAM=c.stream,
             GATE=problem.gate,
             BETA=problem.beta_kind,
@@ -393,7 +362,7 @@ def decode(problem: Problem, t: Tensors, capability: int, results: Results) -> L
             EACH=problem.stores_each_state,
             IN_PLACE=problem.has_pool,
             TWO_POOLS=states.two_pools,
-            NULL_GIVES_ZERO=problem.algorithm == "decode" and states.starts is not None,
+            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
             OVERLAP=overlaps,
         ),
         c.num_warps,
@@ -407,10 +376,10 @@ class DecodeStates:
     `targets[n, i]` after the `i`-th token). Without `starts` that is row `n`; without `targets` the slot that was read.
     `two_pools`: one is read and the other is written."""
 
-    initial: torch.Tensor
-    final: torch.Tensor
-    starts: torch.Tensor | None
-    targets: torch.Tensor | None
+    initial: Tensor
+    final: Tensor
+    starts: Tensor | None
+    targets: Tensor | None
     has_initial: bool
     has_final: bool
     two_pools: bool
@@ -429,7 +398,7 @@ class DecodeStates:
         )
 
 
-def decode_states(problem: Problem, t: Tensors, final_state: torch.Tensor | None) -> DecodeStates:
+def decode_states(problem: Problem, t: Tensors, final_state: Tensor | None) -> DecodeStates:
     two_pools = t.source_pool is not None and problem.update_state
     initial, starts = t.state_pool, t.state_indices
     if t.source_pool is not None:
@@ -443,32 +412,48 @@ def decode_states(problem: Problem, t: Tensors, final_state: torch.Tensor | None
         final = t.state_pool
         targets = t.state_indices if two_pools or problem.spec_tokens else None
     states = or_empty(problem, t, initial, final)
-    return DecodeStates(*states, starts, targets, initial is not None, final is not None, two_pools)
+    return DecodeStates(states[0], states[1], starts, targets, initial is not None, final is not None, two_pools)
 
 
-def _index_strides(indices: torch.Tensor | None) -> tuple[int, int]:
+def _index_strides(indices: Tensor | None) -> tuple[int, int]:
     """Of `[N]` or `[N, 1 + S]`."""
     if indices is None:
         return 0, 0
     return indices.stride(0), indices.stride(1) if indices.dim() == 2 else 0
 
 
-def commit(problem: CommitSpec, t: CommitTensors) -> None:
-    """See `ops.commit`."""
-    launch_all([commit_launch(problem, t)], t.initial_state.device)
+def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    block, size = config.COMMIT_BLOCK, problem.HV * problem.V * problem.K
+    assert t.state_pool is not None and t.intermediate_states is not None
+    return [
+        Launch(
+            commit_kernel,
+            problem.N * -(-size // block),
+            (
+                *(t.state_pool, t.intermediate_states),
+                *(t.state_indices, t.intermediate_indices, t.num_accepted_tokens),
+                *(problem.lowest_index, problem.pool_slots, problem.rows, problem.most_tokens, size),
+                *(t.state_pool.stride(0), *t.intermediate_states.stride()[:2]),
+            ),
+            dict(BLOCK=block),
+            num_warps=4,
+        )
+    ]
 
 
-def commit_launch(problem: CommitSpec, t: CommitTensors) -> Launch:
-    block = config.COMMIT_BLOCK
-    indices = dense(t.ssm_state_indices, t.intermediate_state_indices, t.num_accepted_tokens)
-    return Launch(
-        commit_kernel,
-        problem.N * -(-problem.size // block),
-        (
-            *(t.initial_state, t.intermediate_states, *indices),
-            *(problem.lowest_index, problem.slots, problem.rows, problem.tokens, problem.size),
-            *(t.initial_state.stride(0), *t.intermediate_states.stride()[:2]),
-        ),
-        dict(BLOCK=block),
-        num_warps=4,
-    )
+def wy(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """See `ops/wy.py`."""
+    from .wy import wy_dqkg
+
+    return [wy_dqkg(problem, t, arch, outputs)]
+
+
+STAGES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = {
+    "chunk": chunk,
+    "recurrent": step,
+    "decode": step,
+    "commit": commit,
+    "prefill": prefill,
+    "wy": wy,
+}
+"""The launches of each operation, in order."""

@@ -1,4 +1,4 @@
-"""Stage `wy` of the backward pass: its launch, and from a validated call of `kernels.chunk_bwd_wy_dqkg` to it."""
+"""Stage `wy` of the backward pass, and as an operator of its own (`chunk_bwd_wy_dqkg`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..problem.problem import Problem
-from ..problem.wy_spec import WyGradients, WySpec, WyTensors
-from ..program.cache import Recorder
-from ..program.launch import Launch, capability, dense, launch_all, strides
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from ..program.program import Outputs
 from . import config
 from .backward import wy_kernel
 
@@ -23,12 +22,12 @@ class WyOperands:
     g: torch.Tensor
     v: torch.Tensor
     beta: torch.Tensor
-    solved: torch.Tensor
+    Akk_inv: torch.Tensor
     h: torch.Tensor
-    pseudo: torch.Tensor
-    grad_o: torch.Tensor
-    grad_pseudo: torch.Tensor
-    grad_h: torch.Tensor
+    v_new: torch.Tensor
+    do: torch.Tensor
+    dv: torch.Tensor
+    dh: torch.Tensor
     cu_seqlens: torch.Tensor | None
     A_log: torch.Tensor | None = None
     dt_bias: torch.Tensor | None = None
@@ -37,34 +36,28 @@ class WyOperands:
         """As the kernels take them."""
         return (
             *(self.q, self.k, self.g, self.v, self.beta, self.A_log, self.dt_bias, self.cu_seqlens),
-            *(self.solved, self.h, self.pseudo, self.grad_o, self.grad_pseudo, self.grad_h),
+            *(self.Akk_inv, self.h, self.v_new, self.do, self.dv, self.dh),
         )
 
     def kept(self) -> tuple[torch.Tensor, ...]:
         """What stages before it left."""
-        return self.solved, self.h, self.pseudo, self.grad_pseudo, self.grad_h
+        return self.Akk_inv, self.h, self.v_new, self.dv, self.dh
 
 
 def wy_launch(
-    problem: Problem | WySpec,
-    at: int,
-    x: WyOperands,
-    found: tuple[torch.Tensor | None, ...],
-    lower_bound: float,
-    rows: int,
-    **kinds: object,
+    problem: Problem, arch: int, x: WyOperands, found: tuple[torch.Tensor | None, ...], rows: int, **kinds: object
 ) -> Launch:
     """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
-    c = config.wy_config(problem, at)
+    c = config.wy_config(problem, arch)
     return Launch(
         wy_kernel,
         problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
         (
             *x.arguments(),
             *found,
-            *(problem.scale, lower_bound),
+            *(problem.scale, problem.lower_bound or 0.0),
             *(problem.T, problem.N, problem.H, problem.HV, problem.slots, rows),
-            *strides(x.q, x.k, x.g, x.v, x.grad_o, x.beta),
+            *strides(x.q, x.k, x.g, x.v, x.do, x.beta),
         ),
         dict(
             C=problem.chunk_size,
@@ -73,31 +66,15 @@ def wy_launch(
             BK=c.BK,
             BV=c.BV,
             **kinds,
-            PRECISION=config.backward_precision(problem, at),
+            PRECISION=config.backward_precision(problem, arch),
             STAGES=c.stages,
         ),
         c.num_warps,
     )
 
 
-def wy_dqkg(problem: WySpec, t: WyTensors, recorder: Recorder | None = None) -> WyGradients:
-    t = readable(t)
-    found = WyGradients.allocate(problem, t)
-    device = t.q.device
-    launch_all([launch(problem, t, capability(device), found)], device, recorder, found.by_name())
-    return found
-
-
-def readable(t: WyTensors) -> WyTensors:
-    """The kernel reads q, k, v, g and do at any strides but the last dimension's, beta at any, and the others dense."""
-    q, k, v, g, do = (x if x.stride(-1) == 1 else x.contiguous() for x in (t.q, t.k, t.v, t.g, t.do))
-    v_new, A, h, dh, dv, cu_seqlens = dense(t.v_new, t.A, t.h, t.dh, t.dv, t.cu_seqlens)
-    return WyTensors(q, k, v, v_new, g, t.beta, A, h, dh, do, dv, cu_seqlens)
-
-
-def launch(problem: WySpec, t: WyTensors, at: int, found: WyGradients) -> Launch:
+def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Launch:
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
-    results = (found.q, found.k, found.g, found.v, found.beta, found.A, None)
-    gate = "cumulative_log2" if problem.log2 else "cumulative"
-    kinds = dict(GATE=gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=problem.state_v_first)
-    return wy_launch(problem, at, x, results, 0.0, problem.rows, **kinds)
+    results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
+    kinds = dict(GATE=problem.gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=problem.state_v_first)
+    return wy_launch(problem, arch, x, results, problem.rows, **kinds)

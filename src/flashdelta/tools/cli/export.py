@@ -11,7 +11,8 @@ from rich.console import Console
 import flashdelta
 
 from ...problem.errors import wrong
-from ...problem.prefill import DEFAULT_PRECISION, PRECISIONS, PREFILL_GATES, PREFILL_SIZES
+from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
+from ...problem.problem import DEFAULT_PRECISION
 from ...triton.config import SHARED_MEMORY
 from ..export import OPS, compile_kernels, wanted_kernels, write
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -16,13 +17,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from ...problem.decode_spec import GIVEN, check_decode
-from ...problem.prefill import PRECISIONS, PREFILL_GATES, PREFILL_SIZES, prefill_of
-from ...problem.problem import Options
+from ...ops.decode import recurrent_kda
+from ...problem import operations
+from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
+from ...problem.problem import Tensors
 from ...program.launch import Launch
+from ...program.program import Outputs
+from ...runtime.call import check
 from ...triton import config
-from ...triton.launch import launches as triton_launches
-from ...triton.launch import prefill_launches
+from ...triton.launch import build, prefill
 from ..compile import source
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
@@ -109,21 +112,25 @@ def sample_prefill(
     (K, V, C), T = size, 4 * size[2]
     q, k, v = (torch.empty(1, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
     g, beta = (torch.empty(*shape, device="meta") for shape in ((1, H, T, K), (1, H, T)))
-    problem, t = prefill_of(q, k, v, g, beta, C, None, gate, precision or config.dot_precision(dtype))
-    o, w, u = problem.allocate(q.device)
-    return prefill_launches(problem, t, arch, o, w, u if dtype == torch.float32 else None)
+    tensors = Tensors(q, k, v, g, beta)
+    options = SimpleNamespace(scale=None, gate=gate, chunk_size=C, precision=precision or config.dot_precision(dtype))
+    problem, t = operations.prefill_problem(options, tensors)
+    outputs = Outputs(q.device)
+    for name, result in problem.results().items():
+        if name != "u" or dtype == torch.float32:
+            outputs.allocate(name, result)
+    return prefill(problem, t, arch, outputs)
 
 
 def sample_decode(K: int, V: int, gate: str, arch: int) -> Launch:
     """A step over a pool of float32 states, values first, by index; g and beta in float32."""
     N, H = 1, SAMPLE_HEADS
     q, k, v = (torch.empty(N, 1, H, width, dtype=torch.bfloat16, device="meta") for width in (K, K, V))
-    given = dict.fromkeys(GIVEN) | {"q": q, "k": k, "v": v}
-    given["g"], given["beta"] = torch.empty(N, 1, H, K, device="meta"), torch.empty(N, 1, H, device="meta")
-    given["initial_state"] = torch.empty(4, H, V, K, device="meta")
-    given["ssm_state_indices"] = torch.empty(N, dtype=torch.int32, device="meta")
-    problem, t = check_decode(given, Options(algorithm="decode", gate=gate, state_v_first=True), None, True)
-    (launch,) = triton_launches(problem, t, arch, (torch.empty_like(v), None, None))
+    g, beta = torch.empty(N, 1, H, K, device="meta"), torch.empty(N, 1, H, device="meta")
+    pool, index = torch.empty(4, H, V, K, device="meta"), torch.empty(N, dtype=torch.int32, device="meta")
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": pool, "ssm_state_indices": index}
+    call = check(recurrent_kda, **tensors, gate=gate, use_qk_l2norm_in_kernel=False)
+    (launch,) = build(*call, arch).launches
     return launch
 
 

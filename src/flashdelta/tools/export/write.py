@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...problem.prefill import PREFILL_GATES, PREFILL_SIZES
+from ...problem.operations import PREFILL_GATES, PREFILL_SIZES
 from . import bindings
 from .kernels import OPS, Kernel, parameters_of, wanted_kernels
 

@@ -1,0 +1,275 @@
+"""Which implementation runs a call, and why: the only module that knows more than one backend."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .problem.problem import Problem, Tensors
+from .problem.split import NO_COSTS, planned_parts
+
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    """`program.Recorded`; a protocol, since kernels must not be imported before a call needs them."""
+
+    used: int
+
+    def usable(self) -> bool: ...
+
+    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]: ...
+
+
+class Runnable(Protocol):
+    """`program.Program`, or what stands for one where nothing is launched."""
+
+    @property
+    def recorded(self) -> Recording | None: ...
+
+    def run(self, record: Sequence[Tensor | None] | None = None) -> Mapping[str, Tensor]: ...
+
+
+class Backend:
+    """An implementation of all operations, or of some."""
+
+    name: str
+    summary: str
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        """Why this backend can't run the call, or None if it can."""
+        raise NotImplementedError
+
+    def drawback(self, problem: Problem, device: torch.device) -> str | None:
+        """Why `auto` should rather take another backend that can run the call, or None."""
+        return None
+
+    def build(self, problem: Problem, t: Tensors) -> Runnable:
+        """The program of a call that meets no obstacle, or of its backward pass."""
+        raise NotImplementedError
+
+    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+        """Segments that each sequence of so many `chunks [N]` is cut into (`problem/split.py`)."""
+        raise NotImplementedError
+
+
+def assume_constant(function: Callable[..., T]) -> Callable[..., T]:
+    """torch.compile asks `function` while it traces, and keeps the answer.
+
+    `torch.compiler.assume_constant_result` does no more, but imports torch._dynamo to do it, which takes a second.
+    """
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010 (a type checker knows no such attribute)
+    return function
+
+
+@functools.cache
+def _cached_capability(index: int | None) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
+
+
+@assume_constant
+def nvidia_capability(index: int | None) -> tuple[int, int] | None:
+    """The GPU's compute capability; None where there is none."""
+    return _cached_capability(index)
+
+
+@functools.cache
+def _found_gluon() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@assume_constant
+def has_gluon() -> bool:
+    """Asked once there is a GPU: the answer imports Triton."""
+    return _found_gluon()
+
+
+class HopperBackend(Backend):
+    name = "hopper"
+    summary = "Gluon kernels for Hopper GPUs (sm_90)"
+
+    HEAD_DIMS = (64, 128)
+    CHUNK_SIZE = 64
+    MAX_ROWS = 2**31
+    """Of the workspace: TMA coordinates are 32-bit."""
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        return self._device_obstacle(device) or self._problem_obstacle(problem)
+
+    def _device_obstacle(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
+        capability = nvidia_capability(device.index)
+        if capability is None:
+            return "no NVIDIA GPU on this machine"
+        if capability[0] != 9:
+            return f"compute capability {capability}; it runs on Hopper, (9, 0)"
+        if not has_gluon():
+            return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
+        return None
+
+    def _problem_obstacle(self, problem: Problem) -> str | None:
+        if problem.operation in ("recurrent", "decode", "commit"):
+            return self._step_obstacle(problem)
+        if problem.operation == "wy":
+            dtypes = {"A": problem.A_dtype, "h": problem.state_dtype, "dh": problem.state_grad_dtype}
+            other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
+            if other is not None:
+                return f"{other} in {dtypes[other]}; it takes bfloat16"
+        if obstacle := self._head_obstacle(problem):
+            return obstacle
+        if problem.chunk_size != self.CHUNK_SIZE:
+            return f"chunk_size {problem.chunk_size}; it takes {self.CHUNK_SIZE}"
+        if (
+            problem.B * problem.slots * problem.HV * (3 * problem.K + 128) >= self.MAX_ROWS
+            and problem.operation != "wy"
+        ):
+            return f"more than 2^31 workspace rows ({problem.B} x {problem.T} tokens, {problem.HV} heads)"
+        return None
+
+    def _head_obstacle(self, problem: Problem) -> str | None:
+        if problem.dtype != torch.bfloat16:
+            return f"dtype {problem.dtype}; it computes in bfloat16"
+        if problem.K not in self.HEAD_DIMS or problem.V not in self.HEAD_DIMS:
+            return f"K = {problem.K}, V = {problem.V}; it takes 64 and 128"
+        return None
+
+    def _step_obstacle(self, problem: Problem) -> str | None:
+        """Why it can't run a call token by token."""
+        if problem.operation == "commit":
+            return "no recurrence; it has the chunk form and steps of decoding"
+        if problem.T != 1 or problem.packed or problem.stores_each_state:
+            return "several tokens a sequence; token by token it takes one"
+        if problem.state_dtype != torch.bfloat16 or not problem.state_v_first:
+            layout = "V" if problem.state_v_first else "K"
+            return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
+        if obstacle := self._head_obstacle(problem):
+            return obstacle
+        if problem.requires_grad:
+            return "an input requires grad; it has gradients in chunks only"
+        return None
+
+    def build(self, problem: Problem, t: Tensors) -> Runnable:
+        from .hopper.launch import build
+
+        return build(problem, t)
+
+    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+        from .hopper import launch
+
+        return planned_parts(problem, chunks, launch.room(problem, device), launch.SPLIT_COSTS)
+
+
+class TritonBackend(Backend):
+    name = "triton"
+    summary = "portable Triton kernels, sm_80 and newer"
+
+    MIN_CAPABILITY = (8, 0)
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        if device.type == "cpu" and not interpreting():
+            return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
+        if device.type not in ("cpu", "cuda"):
+            return f"device type {device.type!r}; it runs on NVIDIA GPUs"
+        if device.type == "cuda":
+            capability = nvidia_capability(device.index)
+            if capability is None:
+                return "no NVIDIA GPU on this machine"
+            if capability < self.MIN_CAPABILITY:
+                return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
+        if problem.dtype == torch.float64:
+            return "float64; it takes bfloat16, float16 and float32"
+        if problem.requires_grad and problem.operation != "chunk":
+            return "an input requires grad and this backend has gradients in chunks only"
+        return None
+
+    def drawback(self, problem: Problem, device: torch.device) -> str | None:
+        return "the Triton interpreter is for testing" if device.type == "cpu" else None
+
+    def build(self, problem: Problem, t: Tensors) -> Runnable:
+        from .triton.launch import build  # decorated kernels read TRITON_INTERPRET when first imported
+
+        return build(problem, t)
+
+    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+        from .program.launch import capability, sm_count
+        from .triton import config
+
+        room = config.room(problem, capability(device), sm_count(device))
+        return planned_parts(problem, chunks, room, config.SPLIT_COSTS)
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class ReferenceBackend(Backend):
+    name = "reference"
+    summary = "exact PyTorch, any device, differentiable"
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        return None
+
+    def build(self, problem: Problem, t: Tensors) -> Runnable:
+        from .reference import build
+
+        return build(problem, t)
+
+    def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+        return planned_parts(problem, chunks, 1, NO_COSTS)
+
+
+BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())
+"""Fastest first; `backend="auto"` takes the first that supports the call and is preferred for it."""
+
+NAMES = ("auto", *(b.name for b in BACKENDS))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend's answer to a call: can it run it, should it, and the reason when either is no."""
+
+    backend: str
+    supported: bool
+    preferred: bool
+    reason: str
+
+
+def judge(problem: Problem, device: torch.device) -> list[Verdict]:
+    """Every backend's verdict, fastest backend first."""
+    verdicts = []
+    for backend in BACKENDS:
+        obstacle = backend.obstacle(problem, device)
+        drawback = None if obstacle else backend.drawback(problem, device)
+        verdicts.append(
+            Verdict(backend.name, obstacle is None, not (obstacle or drawback), obstacle or drawback or backend.summary)
+        )
+    return verdicts
+
+
+def choose(problem: Problem, device: torch.device, name: object = "auto") -> Backend:
+    """The backend that runs the call, and its backward pass.
+
+    Raises:
+        ValueError: `name` is no backend, or that backend can't run this call.
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+    if name != "auto":
+        backend = next(b for b in BACKENDS if b.name == name)
+        obstacle = backend.obstacle(problem, device)
+        if obstacle:
+            raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")
+        return backend
+    able = [b for b in BACKENDS if b.obstacle(problem, device) is None]
+    return next((b for b in able if b.drawback(problem, device) is None), able[0])

@@ -1,0 +1,143 @@
+"""`chunk_kda`: whole sequences, in chunks; forward and backward."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..problem import operations
+from ..problem.problem import GateName, NullIndex
+from ..problem.split import known_lengths
+from ..runtime.call import Call
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool | None = None,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    gate: GateName | None = None,
+    backend: str = "auto",
+    out: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    null_index: NullIndex = "negative",
+    has_initial_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    split: str | bool | int = "auto",
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    r"""Kimi Delta Attention over whole sequences, in chunks.
+
+    Per value head, with state `S [K, V]` (Kimi Linear, arXiv 2510.26692, eq. 1):
+
+        S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
+
+    Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
+    never written, but for `state_pool`. A sequence's result does not depend, to the bit, on what else is in the batch, but for
+    the plan of a split (see `split`).
+
+    Args:
+        q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
+        v: `[B, T, HV, V]`, dtype of q; `HV % H == 0` (value head `i` reads query/key head `i // (HV // H)`); `V` in
+            {32, 64, 128, 256}.
+        g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
+        beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
+        scale: factor on the output; `K ** -0.5` by default.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16. None means zeros.
+        output_final_state: return the state after the last token, in `initial_state`'s dtype (float32 without one).
+        use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first. False by default; with `state_pool` it
+            must be given, since all calls over a pool must agree (`recurrent_kda` divides by default).
+        use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
+        use_beta_sigmoid_in_kernel: beta is a logit: `sigmoid(beta)` is the write strength.
+        allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
+        safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
+            `lower_bound` needs no promise, and the unbounded `softplus` gate heeds none. Without it any decay is exact.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
+        disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, pseudo-values: in 16 bits
+            about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. A call
+            with gradients then splits no sequence. Traced calls (`torch.compile`) and the reference compute it again.
+        return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable.
+        state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
+            pool must agree (`recurrent_kda` has V first by default).
+        cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
+            0, never falling, at most T; empty sequences are legal. The values are not read on the host: offsets outside
+            `[0, T]` are clamped, rows of `o` of no sequence are undefined, and FLASHDELTA_CHECK=1 verifies them.
+        cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length, and a call
+            in which no sequence is long enough to be split leaves out the kernels that would find that out (as does a graph of
+            it).
+        A_log: `[HV]` or `[1, 1, HV, 1]`, float32. Read by the gates `softplus` (required) and `lower_bound`; refused with
+            others, which would ignore it.
+        dt_bias: `[HV * K]` or `[HV, K]`, float32. Read by the same gates.
+        chunk_size: 32 or 64 tokens.
+        gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
+            `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
+        out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
+            sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
+            `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
+            there. A sequence without tokens leaves its slot alone. Takes no gradients.
+        state_indices: `[N]` int32 or int64, required with `state_pool`: each sequence's slot. A null index (see `null_index`),
+            or one past the pool's end, starts from zeros and stores nothing. No two states may be stored to one slot. Like
+            `cu_seqlens`, values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
+        null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
+        has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
+            True everywhere.
+        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool`: the state after so many tokens of the sequence
+            is stored too. 0 means none; others must be multiples of 16 that rise in a row, at most the sequence's length
+            (where the state is the final one), and M at most 8. Offsets past the end are ignored. The chunk grid of a sequence
+            starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the results.
+        checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`.
+        split: into how many segments, that run at the same time, each sequence is cut (docs/split.md): a number up to 1024
+            (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay, which few heads and long
+            sequences do. Results differ in rounding.
+        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
+
+    Returns:
+        `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
+        `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
+        the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
+        bound `T // chunk_size + N`, with zeros in the rows past the last chunk.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    tensors = (
+        *(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, state_pool, state_indices),
+        *(has_initial_state, checkpoint_offsets, checkpoint_indices),
+    )
+    options = (
+        *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel),
+        *(allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first),
+        *(chunk_size, gate, backend, null_index, split, batch_invariant),
+    )
+    found = _call(tensors, options, known_lengths(cu_seqlens_cpu, chunk_size, q))
+    if not return_intermediate_states:
+        return found["o"], found.get("final_state")
+    h = found["h"]
+    if cu_seqlens_cpu is not None:
+        h = h[:, : int(((cu_seqlens_cpu.diff() + chunk_size - 1) // chunk_size).sum())]
+    return found["o"], found.get("final_state"), h
+
+
+_call = Call(operations.CHUNK, chunk_kda)

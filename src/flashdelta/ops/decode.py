@@ -1,0 +1,148 @@
+"""`recurrent_kda`, a step of decoding over a pool of states, and `commit`, which ends a read-only verification."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..problem import operations
+from ..problem.problem import GateName, NullIndex
+from ..runtime.call import Call
+
+
+def recurrent_kda(
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    mixed_qkv: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_spec_tokens: int | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    output: Tensor | None = None,
+    initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    beta_is_logit: bool = False,
+    allow_neg_eigval: bool = False,
+    gate: GateName | None = None,
+    state_v_first: bool = True,
+    null_index: NullIndex = "negative",
+    update_state: bool = True,
+    intermediate_states: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""One step of decoding: one to eight tokens a sequence, from states in a pool to states in a pool.
+
+    The recurrence of `chunk_kda` (Kimi Linear, arXiv 2510.26692, eq. 1), token by token in float32; a state in bfloat16 is
+    read, updated in float32 and rounded once. Arguments as in FlashInfer's `recurrent_kda`, whose defaults these are: states
+    V first, L2 norm on. No gradients. The call allocates nothing if `output` is given and `initial_state` receives the states,
+    reads no tensor on the host, and can be captured in a CUDA graph and replayed with other indices and data.
+
+    An index that is null (see `null_index`) or past the pool's end names no slot. A sequence whose start has no slot is null:
+    its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot.
+
+    Args:
+        q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
+            most 8 tokens a sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
+        v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
+        g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
+        beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
+        mixed_qkv: `[tokens, 2 * H * K + HV * V]`, rows any distance apart: q, k and v of a token side by side, instead of
+            them. `g` may then be `[tokens, HV * K]` and `beta` `[tokens, HV]`. Without `cu_seqlens` each row is a sequence
+            (each `1 + num_spec_tokens` rows are one). HV, K and V are `initial_state`'s.
+        A_log, dt_bias: the gate's parameters, as in `chunk_kda`.
+        scale: factor on the output; `K ** -0.5` by default.
+        initial_state: `[slots, HV, V, K]` (`[slots, HV, K, V]` without `state_v_first`), float32 or bfloat16: the pool, read
+            and written in place. Dense inside a slot; slots may lie any pitch apart. Without `ssm_state_indices` sequence `n`
+            has slot `n` of `N`. None: states start at zero and are dropped.
+        output_final_state: return the states: `initial_state`, or without one a new float32 tensor `[N, HV, V, K]`.
+        use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first.
+        use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
+        lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
+        cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, never falling. Lengths
+            0 to 8 (to `1 + num_spec_tokens`); further tokens of a sequence are not looked at. A sequence without tokens leaves
+            its slots alone. Rows of `o` of no sequence are undefined.
+        ssm_state_indices: `[N]` int32 or int64: each sequence's slot. With `num_spec_tokens`, `[N, 1 + num_spec_tokens]`: the
+            slot that receives the state after each token. Any strides. No two states may be stored to one slot.
+        num_spec_tokens: `S` in 1 to 7: verify `1 + S` tokens a sequence (packed: up to) in one launch.
+        num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: the sequence starts from slot
+            `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
+            makes it null. None: 1 everywhere.
+        output: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        initial_state_source, initial_state_indices: a second pool, only read, and `[N]` each sequence's slot there: sequences
+            start from it, and `initial_state` only receives states.
+        beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
+        gate: names the gate directly: `"none"`, `"softplus"`, `"lower_bound"` or `"logsigmoid"`, as in `chunk_kda`.
+        state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
+        null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
+        update_state: with False the pool is only read; `ssm_state_indices` is `[N]` then.
+        intermediate_states: `[slots, 1 + S, HV, V, K]`, with `update_state=False` and `num_spec_tokens`: receives the state
+            after each token, in row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the index the sequence
+            starts from). Their dtype is the pool's.
+            `commit` brings the accepted one to the pool.
+        backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
+
+    Returns:
+        `(o [B, T, HV, V], states or None)`; `o` has v's dtype. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
+        `[1, tokens, HV, V]`.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    tensors = (
+        *(q, k, v, g, beta, mixed_qkv, A_log, dt_bias, initial_state, cu_seqlens, ssm_state_indices),
+        *(num_accepted_tokens, output, initial_state_source, initial_state_indices),
+        *(intermediate_states, intermediate_state_indices),
+    )
+    options = (
+        *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, num_spec_tokens),
+        *(beta_is_logit, allow_neg_eigval, gate, state_v_first, null_index, update_state, backend),
+    )
+    found = _call(tensors, options)
+    return found["o"], initial_state if output_final_state and initial_state is not None else found.get("final_state")
+
+
+def commit(
+    initial_state: Tensor,
+    intermediate_states: Tensor,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor,
+    *,
+    intermediate_state_indices: Tensor | None = None,
+    null_index: NullIndex = "negative",
+    backend: str = "auto",
+) -> None:
+    """Brings the state after each sequence's last accepted token to the pool: the second half of a read-only verification
+    (`recurrent_kda` with `update_state=False`).
+
+    `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`. A null index, one past the
+    end, or a count outside `1 .. 1 + S` stores nothing. One launch, no allocation, nothing read on the host.
+
+    Args:
+        initial_state: `[slots, HV, V, K]` (or K first), the pool, written in place. Slots may lie any pitch apart.
+        intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype.
+        ssm_state_indices: `[N]` int32 or int64: each sequence's slot. No two sequences may have the same.
+        num_accepted_tokens: `[N]` int32 or int64.
+        intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index.
+        null_index, backend: as in `recurrent_kda`.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    tensors = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
+    _commit(tensors, (null_index, backend))
+
+
+_call = Call(operations.DECODE, recurrent_kda)
+_commit = Call(operations.COMMIT, commit)

@@ -1,0 +1,394 @@
+"""Declarative checks: what an operation asks of its arguments, and how a call that does not fit is refused.
+
+An `Operation` is a table: a row for each tensor (`Argument`), a check for each option, and rules about several arguments
+(`Rule`). `operations.py` has the tables. Past `Operation.check` no code validates again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import device_checks
+from .errors import wrong
+from .problem import ROLES, Problem, Tensors
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors whose work needs no dispatcher."""
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether `x` is no tensor subclass (fake, functional, ...), whose work must go through the dispatcher."""
+    return type(x) in PLAIN
+
+
+# ---- options ------------------------------------------------------------------------------------------------------------
+
+Check = Callable[[str, Any], None]
+"""Refuses a bad value of the option of that name."""
+
+
+def mistyped(name: str, value: object, wanted: str) -> TypeError:
+    return TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted {wanted}")
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise mistyped(name, value, "a bool")
+
+
+def flag_or_none(name: str, value: object) -> None:
+    if value is not None:
+        flag(name, value)
+
+
+def number_or_none(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise mistyped(name, value, "a float or None")
+
+
+def integer(*values: int) -> Check:
+    """An int, one of `values` if there are any."""
+    wanted = f"an int, one of {values}" if values else "an int"
+
+    def check(name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise mistyped(name, value, wanted)
+        if values and value not in values:
+            raise wrong(name, repr(value), f"one of {values}")
+
+    return check
+
+
+def one_of(*values: object) -> Check:
+    named = tuple(x for x in values if x is not None)
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, (str, type(None))) or value not in values:
+            raise wrong(name, repr(value), f"one of {named}")
+
+    return check
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------------
+
+Dtypes = Callable[[torch.dtype], tuple[tuple[torch.dtype, ...], str]]
+"""The dtypes that an argument may have, given that of the operation's first tensor, and how to say so."""
+
+
+def dtypes(*allowed: torch.dtype) -> Dtypes:
+    words = [str(x).removeprefix("torch.") for x in allowed]
+    said = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return lambda first: (allowed, said)
+
+
+def wide(first: torch.dtype) -> torch.dtype:
+    return torch.float64 if first == torch.float64 else torch.float32
+
+
+INPUT = dtypes(torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDEX = dtypes(torch.int32, torch.int64)
+BOOL = dtypes(torch.bool)
+FLOAT32 = dtypes(torch.float32)
+
+
+def like_first(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    return (first,), f"q's dtype {first}"
+
+
+def float32_or_first(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    return (torch.float32, first), f"float32 or q's dtype {first}"
+
+
+def wide_or_first(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    return (wide(first), first), f"{wide(first)} or q's dtype {first}"
+
+
+def only_wide(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    return (wide(first),), str(wide(first))
+
+
+def state(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    double = (torch.float64,) if first == torch.float64 else ()
+    return (torch.float32, torch.bfloat16, *double), "float32 or bfloat16"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor of an operation.
+
+    `shape`: symbols of sizes, separated by spaces, which the first argument that has them binds: `"B T HV K"`; `HV*K` is a
+    product, and `STATE` a state's two dimensions in the call's layout. Alternatives stand in a tuple, and what depends on other
+    arguments is a function of them. `required`: None for an argument that may be left out, else why it may not be, or a
+    function that says so. `dense`: how many of the last dimensions must be contiguous. `written`: the call writes it, so that
+    it must have memory of its own (but that in `shares`). `on_host`: it lies on the CPU.
+    """
+
+    role: str
+    shape: str | tuple[str, ...] | Callable[[Any], str]
+    dtype: Dtypes
+    required: str | Callable[[Any], str | None] | None = None
+    dense: int = 0
+    written: bool = False
+    shares: tuple[str, ...] = ()
+    on_host: bool = False
+
+
+WORDS = {"S1": "1 + num_spec_tokens", "N1": "N + 1", "C": "chunk_size"}
+"""Symbols that read otherwise in messages."""
+
+
+class Sizes(dict[str, int]):
+    """Sizes by symbol, as arguments bind them."""
+
+    def expected(self, dim: str) -> int | None:
+        if dim.isdigit():
+            return int(dim)
+        if "*" in dim:
+            a, b = (self.expected(x) for x in dim.split("*"))
+            return None if a is None or b is None else a * b
+        return self.get(dim)
+
+    def fit(self, dims: list[str], shape: torch.Size) -> bool:
+        """Whether a tensor of this shape has these dimensions; if so, binds the symbols that are new."""
+        if len(dims) != len(shape):
+            return False
+        if any((known := self.expected(dim)) is not None and known != n for dim, n in zip(dims, shape)):
+            return False
+        self.update({dim: n for dim, n in zip(dims, shape) if self.expected(dim) is None})
+        return True
+
+    def described(self, dims: list[str], shape: torch.Size) -> str:
+        """`[B, T, HV, K] = [1, 70, 2, 32]`, as far as sizes are known."""
+        symbols = ", ".join(WORDS.get(dim, dim.replace("*", " * ")) for dim in dims)
+        known = [self.expected(dim) for dim in dims]
+        if len(dims) != len(shape):
+            rank = f", of rank {len(dims)}" if any(n is None for n in known) else ""
+            sizes = "" if None in known else f" = {known}"
+            return f"[{symbols}]{sizes}{rank or f' (rank {len(dims)})'}"
+        return f"[{symbols}] = {[n if known_n is None else known_n for n, known_n in zip(shape, known)]}"
+
+
+def shape_of(x: Tensor) -> str:
+    return f"shape {list(x.shape)}"
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Refuses what is no tensor that has elements at strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, wanted a torch.Tensor")
+    kind = "nested" if x.is_nested else "mkldnn" if x.is_mkldnn else str(x.layout).removeprefix("torch.")
+    if kind != "strided":
+        raise TypeError(f"{name}: got a {kind} tensor, wanted a dense (strided) one")
+
+
+def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
+    """Refuses a tensor whose last `dense` dimensions are not contiguous, or one to be written whose elements overlap."""
+    if x.numel() == 0:
+        return
+    inner = 1
+    for size, stride in reversed([*zip(x.shape, x.stride())][x.dim() - dense :]):
+        if size > 1 and stride != inner:
+            what = "a dense last dimension" if dense == 1 else "slots that are dense and do not overlap (any pitch)"
+            raise wrong(name, f"strides {x.stride()}", "a contiguous tensor" if dense == x.dim() else what)
+        inner *= size
+    span = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if written and size > 1):
+        if stride < span:
+            raise wrong(name, f"strides {x.stride()}", "memory of its own for every element (they must not overlap)")
+        span += stride * (size - 1)
+
+
+def extent(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if x.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges meet. Interleaved slices of one buffer count as sharing."""
+    if not all(x.numel() > 0 and is_plain(x) and x.device.type != "meta" for x in (a, b)):
+        return False
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a0 < b0 + extent(b) and b0 < a0 + extent(a)
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`argument` is refused where `broken` is true of a call, whose tensors and options are attributes. In the texts
+    `{role}` is the caller's name of an argument."""
+
+    argument: str
+    broken: Callable[[Any], bool]
+    got: str
+    wanted: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a public function asks of its arguments. `called`: its names for roles and options, where they differ. `options`:
+    checks of options; the others are flags. `canonical`: brings tensors to canonical shape. `sizes`:
+    checks what no shape tells. `problem`: makes the record of a call that fits. `no_gradients`: why it takes none, if so."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    options: Mapping[str, Check]
+    rules: tuple[Rule, ...]
+    problem: Callable[[Any, Tensors], tuple[Problem, Tensors]]
+    canonical: Callable[[Any, Sizes], Any] | None = None
+    sizes: Callable[[Any, Sizes], None] | None = None
+    called: Mapping[str, str] | None = None
+    no_gradients: str | None = None
+
+    def name_of(self, role: str) -> str:
+        return (self.called or {}).get(role, role)
+
+    def by_role(self, given: Mapping[str, object]) -> dict[str, Any]:
+        roles = {name: role for role, name in (self.called or {}).items()}
+        return {roles.get(name, name): x for name, x in given.items()}
+
+    def check(self, given: Mapping[str, object]) -> tuple[Problem, Tensors]:
+        """Validates a call, whose arguments are `given` by the caller's names.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: anything else; the message names the argument, what came and what was wanted.
+        """
+        roles = {argument.role for argument in self.arguments}
+        values = dict.fromkeys((*ROLES, *roles)) | self.by_role(given)
+        for option in self.by_role(given):
+            if option not in roles and option != "backend":
+                self.options.get(option, flag)(self.name_of(option), values[option])
+        for argument in self.arguments:
+            if values[argument.role] is not None:
+                check_tensor(self.name_of(argument.role), values[argument.role])
+        call = SimpleNamespace(**values)
+        for rule in self.rules:
+            if rule.broken(call):
+                names = _Names(self)
+                raise wrong(self.name_of(rule.argument), rule.got.format_map(names), rule.wanted.format_map(names))
+        sizes = Sizes()
+        if self.canonical is not None:
+            call = self.canonical(call, sizes)
+        for argument in self.arguments:
+            self._fit(argument, call, sizes)
+        if self.sizes is not None:
+            self.sizes(call, sizes)
+        self._check_dtypes_and_devices(call)
+        for argument in self.arguments:
+            x = getattr(call, argument.role)
+            if x is not None:
+                check_strides(self.name_of(argument.role), x, argument.dense, argument.written)
+        self.check_overlaps(vars(call))
+        self._check_gradients(call)
+        t = _canonical_shapes(Tensors(**{role: getattr(call, role) for role in roles if role in ROLES}))
+        problem, t = self.problem(call, t)
+        if device_checks.enabled():
+            device_checks.check(problem, t, self.name_of)
+        return problem, t
+
+    def _fit(self, argument: Argument, call: Any, sizes: Sizes) -> None:
+        x, name = getattr(call, argument.role), self.name_of(argument.role)
+        why = argument.required(call) if callable(argument.required) else argument.required
+        if x is None and why is None:
+            return
+        shapes = argument.shape(call) if callable(argument.shape) else argument.shape
+        inner = "V K" if getattr(call, "state_v_first", False) else "K V"
+        dims = [s.replace("STATE", inner).split() for s in ((shapes,) if isinstance(shapes, str) else shapes)]
+        if x is None:
+            if not why:
+                raise TypeError(f"{name}: got NoneType, wanted a torch.Tensor")
+            described = sizes.described(dims[0], torch.Size([0] * len(dims[0])))
+            raise wrong(name, None, f"a tensor of shape {described} ({why.format_map(_Names(self))})")
+        if not any([sizes.fit(d, x.shape) for d in dims]):
+            raise wrong(name, shape_of(x), " or ".join(sizes.described(d, x.shape) for d in dims))
+        if argument.role == "cu_seqlens":
+            if x.numel() == 0:
+                raise wrong(name, "an empty tensor", "N + 1 offsets")
+            sizes["N"] = x.numel() - 1
+
+    def _check_dtypes_and_devices(self, call: Any) -> None:
+        first = getattr(call, self.arguments[0].role)
+        for argument in self.arguments:
+            x, name = getattr(call, argument.role), self.name_of(argument.role)
+            if x is None:
+                continue
+            allowed, said = argument.dtype(first.dtype)
+            if x.dtype not in allowed:
+                raise TypeError(f"{name}: got dtype {x.dtype}, wanted {said}")
+            if argument.on_host:
+                if x.device.type != "cpu":
+                    raise wrong(name, f"device {x.device}", "device cpu")
+            elif x.device != first.device:
+                wanted = f"{self.name_of(self.arguments[0].role)}'s device {first.device}"
+                raise wrong(name, f"device {x.device}", wanted)
+
+    def overlaps(self) -> list[tuple[str, str]]:
+        """Roles that must not share memory: the first is written."""
+        found: list[tuple[str, str]] = []
+        for argument in reversed(self.arguments):
+            if argument.written:
+                others = [x.role for x in self.arguments if x.role not in (argument.role, *argument.shares)]
+                found += [(argument.role, other) for other in others if (other, argument.role) not in found]
+        return found
+
+    def check_overlaps(self, by_role: Mapping[str, Any]) -> None:
+        """Refuses a tensor to be written that shares memory with another argument."""
+        if torch.compiler.is_compiling():
+            return
+        for role, other in self.overlaps():
+            a, b = by_role.get(role), by_role.get(other)
+            if a is not None and b is not None and overlap(a, b):
+                raise wrong(self.name_of(role), f"memory shared with {self.name_of(other)}", "memory of its own")
+
+    def _check_gradients(self, call: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        named = ((a.role, getattr(call, a.role)) for a in self.arguments)
+        role = next((role for role, x in named if x is not None and x.requires_grad), None)
+        if role is None:
+            return
+        if self.no_gradients is not None:
+            raise wrong(self.name_of(role), "a tensor that requires grad", f"torch.no_grad() ({self.no_gradients})")
+        if call.state_pool is not None:
+            wanted = "torch.no_grad() (it is updated in place)"
+            raise wrong("state_pool", "a tensor with inputs that require grad", wanted)
+        if getattr(call, "return_intermediate_states", False):
+            raise wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
+        if call.out is not None:
+            got = "a tensor that requires grad" if call.out.requires_grad else "a tensor with inputs that require grad"
+            raise wrong("out", got, "one that takes no gradient, and None when an input requires grad")
+
+
+class _Names(dict):
+    """An operation's names of roles, for messages."""
+
+    def __init__(self, operation: Operation):
+        super().__init__()
+        self.operation = operation
+
+    def __missing__(self, role: str) -> str:
+        return self.operation.name_of(role)
+
+
+def _canonical_shapes(t: Tensors) -> Tensors:
+    """Parameters of the gate by head, checkpoints by sequence."""
+    changed: dict[str, Any] = {}
+    if t.A_log is not None and t.A_log.dim() == 4:
+        changed["A_log"] = t.A_log.reshape(t.g.shape[2])
+    if t.dt_bias is not None and t.dt_bias.dim() == 1:
+        changed["dt_bias"] = t.dt_bias.reshape(t.g.shape[2:])
+    for role in ("checkpoint_offsets", "checkpoint_indices"):
+        x = getattr(t, role)
+        if x is not None and x.dim() == 1:
+            changed[role] = x[:, None]
+    return replace(t, **changed) if changed else t

@@ -1,0 +1,641 @@
+"""What each public operation asks of its arguments: a table of tensors, checks of options, and rules."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from .arguments import (
+    BOOL,
+    FLOAT32,
+    INDEX,
+    INPUT,
+    Argument,
+    Operation,
+    Rule,
+    Sizes,
+    flag_or_none,
+    float32_or_first,
+    integer,
+    like_first,
+    mistyped,
+    number_or_none,
+    one_of,
+    only_wide,
+    shape_of,
+    state,
+    wide_or_first,
+)
+from .errors import wrong
+from .problem import DECODE_TOKENS, SETTINGS, GateName, NullIndex, Precision, PrefillGate, Problem, Tensors, problem_of
+from .split import AUTO, known_lengths
+
+GATES: tuple[str, ...] = get_args(GateName)
+NULL_INDICES: tuple[str, ...] = get_args(NullIndex)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+PREFILL_GATES: tuple[str, ...] = get_args(PrefillGate)
+PARAMETRIC_GATES = ("softplus", "lower_bound")
+"""Those that read `A_log` and `dt_bias`."""
+
+HEAD_DIMS = (32, 64, 128, 256)
+DECODE_HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CHUNK_SIZES = (32, 64)
+PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
+"""`(K, V, C)` of `kda_prefill`."""
+
+LOWEST_BOUND = -5.0
+"""Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
+
+Made = tuple[Problem, Tensors]
+
+MAX_SEGMENTS = 1024
+"""Of a sequence."""
+
+MAX_CHECKPOINTS = 8
+"""Checkpoints a sequence may have: each adds a chunk slot to every sequence."""
+
+
+# ---- options ------------------------------------------------------------------------------------------------------------
+
+
+def bound(name: str, value: Any) -> None:
+    number_or_none(name, value)
+    if value is not None and not LOWEST_BOUND <= value < 0:
+        raise wrong(name, value, "a float in [-5, 0)")
+
+
+def segments(name: str, value: Any) -> None:
+    wanted = "'auto', False or a number of segments, at least 1"
+    if value is False or value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise mistyped(name, value, wanted)
+    if isinstance(value, str) or not 1 <= value <= MAX_SEGMENTS:
+        raise wrong(name, repr(value), f"{wanted} and at most {MAX_SEGMENTS}")
+
+
+def spec_tokens(name: str, value: Any) -> None:
+    most = DECODE_TOKENS - 1
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise mistyped(name, value, "an int or None")
+    if not 1 <= value <= most:
+        raise wrong(name, value, f"1 to {most}, or None without speculative tokens")
+
+
+OPTIONS = {
+    "scale": number_or_none,
+    "lower_bound": bound,
+    "gate": one_of(*GATES, None),
+    "chunk_size": integer(*CHUNK_SIZES),
+    "null_index": one_of(*NULL_INDICES),
+    "split": segments,
+    "num_spec_tokens": spec_tokens,
+    "precision": one_of(*PRECISIONS),
+}
+"""All others are flags."""
+
+
+# ---- rules --------------------------------------------------------------------------------------------------------------
+
+
+def needs(role: str, other: str) -> Rule:
+    return Rule(
+        role,
+        lambda c: getattr(c, role) is not None and getattr(c, other) is None,
+        f"a tensor without {{{other}}}",
+        f"{{{other}}} too",
+    )
+
+
+def excludes(role: str, other: str) -> Rule:
+    return Rule(
+        role,
+        lambda c: getattr(c, role) is not None and getattr(c, other) is not None,
+        f"a tensor with {{{other}}}",
+        "one of the two",
+    )
+
+
+def together(role: str, other: str) -> Rule:
+    """`role` where `other` is given."""
+    return Rule(
+        role,
+        lambda c: getattr(c, role) is None and getattr(c, other) is not None,
+        f"None with {{{other}}}",
+        "both or neither",
+    )
+
+
+def unnamed(option: str) -> Rule:
+    return Rule(
+        option,
+        lambda c: c.state_pool is not None and getattr(c, option) is None,
+        "nothing with state_pool",
+        f"{option}=True or {option}=False: calls that share a pool must agree, and recurrent_kda's default is True",
+    )
+
+
+def gate_of(c: Any) -> str:
+    if c.gate is not None:
+        return c.gate
+    if not c.use_gate_in_kernel:
+        return "none"
+    return "softplus" if c.lower_bound is None else "lower_bound"
+
+
+def parameter(role: str) -> Rule:
+    return Rule(
+        role,
+        lambda c: getattr(c, role) is not None and gate_of(c) not in PARAMETRIC_GATES,
+        "a tensor with a gate that does not read it",
+        "None, or a gate that does (use_gate_in_kernel=True, gate='softplus' or gate='lower_bound')",
+    )
+
+
+GATE_RULES = (
+    Rule(
+        "allow_neg_eigval",
+        lambda c: c.allow_neg_eigval and not c.use_beta_sigmoid_in_kernel,
+        "True with {use_beta_sigmoid_in_kernel}=False",
+        "beta logits ({use_beta_sigmoid_in_kernel}=True); pass beta in [0, 2) yourself otherwise",
+    ),
+    Rule(
+        "gate",
+        lambda c: c.gate == "none" and c.use_gate_in_kernel,
+        "'none' with use_gate_in_kernel=True",
+        "one of the two",
+    ),
+    Rule(
+        "lower_bound",
+        lambda c: c.gate == "lower_bound" and c.lower_bound is None,
+        "None",
+        "a float in [-5, 0) (the lower_bound gate needs it)",
+    ),
+    parameter("A_log"),
+    parameter("dt_bias"),
+)
+
+POOL_RULES = (
+    *(needs(role, "state_pool") for role in ("state_indices", "has_initial_state")),
+    excludes("state_pool", "initial_state"),
+    Rule(
+        "output_final_state",
+        lambda c: c.state_pool is not None and c.output_final_state,
+        "True with state_pool",
+        "False (the pool receives the final states)",
+    ),
+    unnamed("state_v_first"),
+    unnamed("use_qk_l2norm_in_kernel"),
+)
+
+CHECKPOINT_RULES = (
+    *(needs(role, "state_pool") for role in ("checkpoint_offsets", "checkpoint_indices")),
+    together("checkpoint_offsets", "checkpoint_indices"),
+    together("checkpoint_indices", "checkpoint_offsets"),
+    Rule(
+        "return_intermediate_states",
+        lambda c: c.checkpoint_offsets is not None and c.return_intermediate_states,
+        "True with checkpoint_offsets",
+        "one of the two",
+    ),
+    needs("cu_seqlens_cpu", "cu_seqlens"),
+)
+
+
+# ---- whole sequences: chunk_kda, fused_recurrent_kda ---------------------------------------------------------------------
+
+
+def needs_A_log(c: Any) -> str | None:
+    return "the softplus gate needs it" if gate_of(c) == "softplus" else None
+
+
+def inputs() -> tuple[Argument, ...]:
+    """What all but `kda_prefill` and `commit` read."""
+    return (
+        Argument("q", "B T H K", INPUT, required=""),
+        Argument("k", "B T H K", like_first, required=""),
+        Argument("v", "B T HV V", like_first, required=""),
+        Argument("g", "B T HV K", float32_or_first, required=""),
+        Argument("beta", "B T HV", float32_or_first, required=""),
+        Argument("cu_seqlens", "N1", INDEX),
+    )
+
+
+PARAMETERS = (
+    Argument("A_log", ("HV", "1 1 HV 1"), float32_or_first, required=needs_A_log),
+    Argument("dt_bias", ("HV*K", "HV K"), float32_or_first),
+)
+
+
+def needs_indices(c: Any) -> str | None:
+    return None if c.state_pool is None else "state_pool needs it"
+
+
+SEQUENCES = (
+    *inputs(),
+    *PARAMETERS,
+    Argument("initial_state", "N HV STATE", state),
+    Argument("state_pool", "slots HV STATE", state, dense=3, written=True),
+    Argument("state_indices", "N", INDEX, required=needs_indices),
+    Argument("has_initial_state", "N", BOOL),
+)
+OUT = Argument("out", "B T HV V", like_first, dense=1, written=True)
+CHECKPOINTS = (
+    Argument("checkpoint_offsets", ("N", "N M"), INDEX),
+    Argument("checkpoint_indices", lambda c: "N" if c.checkpoint_offsets.dim() == 1 else "N M", INDEX),
+)
+
+
+def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) -> None:
+    """Sizes that no shape tells."""
+    H, HV = sizes["H"], sizes["HV"]
+    if H == 0:
+        raise wrong("q", shape_of(c.q), "at least one head")
+    if HV == 0 or HV % H != 0:
+        raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
+    for name, symbol in (("q", "K"), ("v", "V")):
+        if sizes[symbol] not in head_dims:
+            raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
+    if c.cu_seqlens is not None and sizes["B"] != 1:
+        raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
+    if not 1 <= sizes.get("M", 1) <= MAX_CHECKPOINTS:
+        raise wrong("checkpoint_offsets", f"{sizes['M']} checkpoints", f"1 to {MAX_CHECKPOINTS} a sequence")
+    bounds = known_lengths(getattr(c, "cu_seqlens_cpu", None), getattr(c, "chunk_size", 64), c.q)
+    if bounds is None:
+        wanted = f"offsets from 0 that never fall, at most T = {sizes['T']}"
+        raise wrong("cu_seqlens_cpu", f"{c.cu_seqlens_cpu.tolist()[:8]}", wanted)
+
+
+def of_sequences(name: str) -> Any:
+    def problem(c: Any, t: Tensors) -> Made:
+        return kda_problem(c, t, operation=name)
+
+    return problem
+
+
+def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
+    """Options that have the name of a setting are that setting; the others are worked out here."""
+    options = vars(c)
+    gate = gate_of(c)
+    bounds = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), t.q) or (0, 0)
+    split = options.get("split", "auto")
+    logits = "double_logit" if c.allow_neg_eigval else "logit"
+    worked_out = dict(
+        scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
+        gate=gate,
+        lower_bound=float(c.lower_bound) if gate == "lower_bound" else None,
+        # the softplus gate has no bound that a promise could mean
+        safe_gate=gate == "lower_bound" or (options.get("safe_gate", False) and gate != "softplus"),
+        beta_kind=logits if c.use_beta_sigmoid_in_kernel else "value",
+        l2norm=bool(c.use_qk_l2norm_in_kernel),
+        state_v_first=bool(c.state_v_first),
+        split=AUTO if split == "auto" else 1 if split is False else split,
+        longest_chunks=bounds[0],
+        all_chunks=bounds[1],
+    )
+    plain = {f.name: options[f.name] for f in SETTINGS if f.name in options}
+    return problem_of(t, **plain | worked_out | others), t
+
+
+UNNAMED = {"state_v_first": flag_or_none, "use_qk_l2norm_in_kernel": flag_or_none}
+
+CHUNK = Operation(
+    "chunk",
+    (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), OUT),
+    OPTIONS | UNNAMED,
+    (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES),
+    of_sequences("chunk"),
+    sizes=check_heads,
+)
+RECURRENT = Operation(
+    "recurrent",
+    (*SEQUENCES, OUT),
+    OPTIONS | UNNAMED,
+    (*GATE_RULES, *POOL_RULES),
+    of_sequences("recurrent"),
+    sizes=check_heads,
+)
+
+
+# ---- recurrent_kda ------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(c: Any) -> int:
+    """Tokens of every sequence in a call with speculative ones; 1 without."""
+    return 1 + (c.num_spec_tokens or 0)
+
+
+def no_state(c: Any) -> bool:
+    return c.state_pool is None and c.source_pool is None
+
+
+DECODE_RULES = (
+    *(excludes("mixed_qkv", name) for name in ("q", "k", "v")),
+    Rule(
+        "state_pool",
+        lambda c: c.mixed_qkv is not None and no_state(c),
+        "None with mixed_qkv",
+        "a tensor (its shape tells the heads)",
+    ),
+    together("source_pool", "source_indices"),
+    together("source_indices", "source_pool"),
+    Rule(
+        "state_pool",
+        lambda c: c.source_pool is not None and c.update_state and c.state_pool is None,
+        "None with {source_pool}",
+        "the pool to write, or update_state=False",
+    ),
+    Rule(
+        "state_pool",
+        lambda c: c.source_pool is not None and not c.update_state and c.state_pool is not None,
+        "a tensor with {source_pool} and update_state=False",
+        "None (no pool is written)",
+    ),
+    excludes("num_accepted_tokens", "source_pool"),
+    needs("state_indices", "state_pool"),
+    *(
+        Rule(
+            role,
+            lambda c, role=role: getattr(c, role) is not None and no_state(c),
+            "a tensor without {state_pool}",
+            "{state_pool} too",
+        )
+        for role in ("num_accepted_tokens", "intermediate_states")
+    ),
+    Rule(
+        "num_spec_tokens",
+        lambda c: c.num_spec_tokens is not None and no_state(c),
+        "a number without {state_pool}",
+        "{state_pool} too",
+    ),
+    Rule(
+        "update_state", lambda c: not c.update_state and no_state(c), "False without {state_pool}", "{state_pool} too"
+    ),
+    Rule(
+        "output_final_state",
+        lambda c: c.output_final_state and not c.update_state,
+        "True with update_state=False",
+        "one of the two",
+    ),
+    *(
+        Rule(
+            role,
+            lambda c, role=role: getattr(c, role) is not None and c.num_spec_tokens is None,
+            "a tensor without num_spec_tokens",
+            "num_spec_tokens too",
+        )
+        for role in ("num_accepted_tokens", "intermediate_states")
+    ),
+    Rule(
+        "num_accepted_tokens",
+        lambda c: c.num_accepted_tokens is not None and not c.update_state,
+        "a tensor with update_state=False",
+        "None (commit takes the counts)",
+    ),
+    Rule(
+        "intermediate_states",
+        lambda c: c.intermediate_states is not None and c.update_state,
+        "a tensor with update_state=True",
+        "update_state=False",
+    ),
+    needs("intermediate_indices", "intermediate_states"),
+)
+
+
+def unmixed(c: Any, sizes: Sizes) -> Any:
+    """With q, k and v as views of the rows of `mixed_qkv`, and g and beta in the same layout."""
+    sizes["S1"] = tokens = tokens_of(c)
+    mixed = c.mixed_qkv
+    if mixed is None:
+        return c
+    pool, name = c.state_pool, "initial_state"
+    if pool is None:
+        pool, name = c.source_pool, "initial_state_source"
+    for x, role, rank in ((mixed, "mixed_qkv", 2), (pool, name, 4)):
+        if x.dim() != rank:
+            raise wrong(role, shape_of(x), f"a tensor of rank {rank}")
+    HV, V, K = pool.shape[1:] if c.state_v_first else (pool.shape[1], pool.shape[3], pool.shape[2])
+    rows, width = mixed.shape
+    heads = (width - HV * V) // (2 * K) if K > 0 else 0
+    if heads <= 0 or 2 * heads * K + HV * V != width:
+        wanted = f"[N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {name} has them"
+        raise wrong("mixed_qkv", shape_of(mixed), wanted)
+    if c.cu_seqlens is None and rows % tokens != 0:
+        raise wrong("mixed_qkv", f"{rows} rows", f"a multiple of 1 + num_spec_tokens = {tokens}")
+    leading = (rows // tokens, tokens) if c.cu_seqlens is None else (1, rows)
+    q, k, v = mixed.split([heads * K, heads * K, HV * V], dim=1)
+    flat = {"g": ("[N, HV * K]", (rows, HV * K)), "beta": ("[N, HV]", (rows, HV))}
+    views: dict[str, Tensor] = {}
+    for role, (symbols, shape) in flat.items():
+        x = getattr(c, role)
+        if x is not None and x.dim() == 2:
+            if tuple(x.shape) != shape:
+                raise wrong(role, shape_of(x), f"{symbols} = {list(shape)}")
+            views[role] = x.view(*leading, HV, *((K,) if role == "g" else ()))
+    heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
+    views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
+    return SimpleNamespace(**vars(c) | views)
+
+
+def check_decode(c: Any, sizes: Sizes) -> None:
+    check_heads(c, sizes, DECODE_HEAD_DIMS)
+    T, tokens = sizes["T"], sizes["S1"]
+    # of packed sequences the lengths are device data: more tokens than there may be are not looked at
+    if c.cu_seqlens is None and tokens not in (1, T):
+        raise wrong("q", f"{T} tokens a sequence", f"1 + num_spec_tokens = {tokens}")
+    if c.cu_seqlens is None and T > DECODE_TOKENS:
+        wanted = f"at most {DECODE_TOKENS} (fused_recurrent_kda and chunk_kda take longer sequences)"
+        raise wrong("q", f"{T} tokens a sequence", wanted)
+    pool = c.state_pool if c.state_pool is not None else c.source_pool
+    if c.intermediate_states is not None and c.intermediate_states.dtype != pool.dtype:
+        got, name = c.intermediate_states.dtype, "initial_state" if c.state_pool is not None else "initial_state_source"
+        raise TypeError(f"intermediate_states: got dtype {got}, wanted {name}'s dtype {pool.dtype} (commit copies)")
+
+
+def decode_problem(c: Any, t: Tensors) -> Made:
+    final = c.output_final_state and t.state_pool is None
+    return kda_problem(c, t, operation="decode", spec_tokens=tokens_of(c) - 1, output_final_state=final)
+
+
+def target_shape(c: Any) -> str:
+    """A slot for each state that is stored."""
+    return "N S1" if c.num_spec_tokens is not None and c.update_state else "N"
+
+
+def needs_targets(c: Any) -> str | None:
+    return "num_spec_tokens needs it" if target_shape(c) == "N S1" and c.state_pool is not None else None
+
+
+DECODE = Operation(
+    "decode",
+    (
+        *inputs(),
+        *PARAMETERS,
+        Argument(
+            "state_pool",
+            lambda c: "slots HV STATE" if c.state_indices is not None or needs_targets(c) else "N HV STATE",
+            state,
+            dense=3,
+            written=True,
+            shares=("source_pool",),
+        ),
+        Argument("state_indices", target_shape, INDEX, required=needs_targets),
+        Argument("num_accepted_tokens", "N", INDEX),
+        Argument("source_pool", "sources HV STATE", state, dense=3),
+        Argument("source_indices", "N", INDEX),
+        Argument("intermediate_states", "rows S1 HV STATE", state, dense=3, written=True),
+        Argument("intermediate_indices", "N", INDEX),
+        Argument("mixed_qkv", "rows_of_tokens width", INPUT),
+        OUT,
+    ),
+    OPTIONS,
+    (*GATE_RULES, *DECODE_RULES),
+    decode_problem,
+    canonical=unmixed,
+    sizes=check_decode,
+    called={
+        "state_pool": "initial_state",
+        "state_indices": "ssm_state_indices",
+        "source_pool": "initial_state_source",
+        "source_indices": "initial_state_indices",
+        "intermediate_indices": "intermediate_state_indices",
+        "use_beta_sigmoid_in_kernel": "beta_is_logit",
+        "out": "output",
+    },
+    no_gradients="chunk_kda and fused_recurrent_kda have gradients",
+)
+
+
+# ---- commit -------------------------------------------------------------------------------------------------------------
+
+
+def floating_point(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    return (torch.float32, torch.bfloat16, torch.float16, torch.float64), "float32 or bfloat16"
+
+
+def like_pool(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+    return (first,), f"initial_state's dtype {first}"
+
+
+def check_commit(c: Any, sizes: Sizes) -> None:
+    if math.prod(c.state_pool.shape[1:]) == 0:
+        raise wrong("initial_state", shape_of(c.state_pool), "states with elements")
+
+
+def commit_problem(c: Any, t: Tensors) -> Made:
+    tokens = c.intermediate_states.shape[1]
+    return problem_of(t, operation="commit", null_index=c.null_index, spec_tokens=tokens - 1), t
+
+
+COMMIT = Operation(
+    "commit",
+    (
+        Argument("state_pool", "slots HV V K", floating_point, required="", dense=3, written=True),
+        Argument("intermediate_states", "rows tokens HV V K", like_pool, required="", dense=3),
+        Argument("state_indices", "N", INDEX, required=""),
+        Argument("num_accepted_tokens", "N", INDEX, required=""),
+        Argument("intermediate_indices", "N", INDEX),
+    ),
+    OPTIONS,
+    (),
+    commit_problem,
+    sizes=check_commit,
+    called=DECODE.called,
+    no_gradients="the pool is updated in place",
+)
+
+
+# ---- kda_prefill ----------------------------------------------------------------------------------------------------------
+
+
+def check_prefill(c: Any, sizes: Sizes) -> None:
+    K, V, C = sizes["K"], sizes["V"], c.chunk_size
+    if sizes["H"] == 0:
+        raise wrong("q", shape_of(c.q), "at least one head")
+    if (K, V, C) not in PREFILL_SIZES:
+        named = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
+        raise wrong(named, f"(K, V, C) = {(K, V, C)}", f"one of {', '.join(map(str, PREFILL_SIZES))}")
+
+
+def prefill_problem(c: Any, t: Tensors) -> Made:
+    """Every head of every batch row is a batch row with one head: its chunks then lie one after another, as in
+    `w [B, H, Nc, C, K]`."""
+    scale = t.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
+    settings = dict(scale=scale, gate=c.gate, chunk_size=c.chunk_size, precision=c.precision, heads=t.q.shape[1])
+    t = by_head(t)
+    return problem_of(t, operation="prefill", state_v_first=True, split=1, **settings), t
+
+
+def by_head(t: Tensors) -> Tensors:
+    """`[B, H, T, ...]` as `[B * H, T, 1, ...]`."""
+    rows = (x.reshape(x.shape[0] * x.shape[1], x.shape[2], 1, *x.shape[3:]) for x in (t.q, t.k, t.v, t.g, t.beta))
+    return Tensors(*rows)
+
+
+PREFILL = Operation(
+    "prefill",
+    (
+        Argument("q", "B H T K", FLOAT32, required="", dense=4),
+        Argument("k", "B H T K", FLOAT32, required="", dense=4),
+        Argument("v", "B H T V", FLOAT32, required="", dense=4),
+        Argument("g", "B H T K", FLOAT32, required="", dense=4),
+        Argument("beta", "B H T", FLOAT32, required="", dense=3),
+    ),
+    OPTIONS | {"chunk_size": integer(), "gate": one_of(*PREFILL_GATES)},
+    (),
+    prefill_problem,
+    sizes=check_prefill,
+    no_gradients="kda_prefill has no backward",
+)
+
+
+# ---- chunk_bwd_wy_dqkg ----------------------------------------------------------------------------------------------------
+
+
+def wy_problem(c: Any, t: Tensors) -> Made:
+    scale = t.q.shape[3] ** -0.5 if c.scale is None else float(c.scale)
+    gate = "cumulative_log2" if c.use_exp2 else "cumulative"
+    settings = dict(scale=scale, gate=gate, chunk_size=c.chunk_size, state_v_first=c.state_v_first)
+    return problem_of(t, operation="wy", **settings), t
+
+
+def with_chunk_size(c: Any, sizes: Sizes) -> Any:
+    sizes["C"] = c.chunk_size
+    return c
+
+
+def check_wy(c: Any, sizes: Sizes) -> None:
+    check_heads(c, sizes)
+    if c.cu_seqlens is None and sizes["NT"] != -(-sizes["T"] // c.chunk_size):
+        raise wrong("h", shape_of(c.h), f"NT = ceil(T / chunk_size) = {-(-sizes['T'] // c.chunk_size)}")
+
+
+WY = Operation(
+    "wy",
+    (
+        Argument("q", "B T H K", INPUT, required=""),
+        Argument("k", "B T H K", like_first, required=""),
+        Argument("v", "B T HV V", like_first, required=""),
+        Argument("v_new", "B T HV V", like_first, required=""),
+        Argument("g", "B T HV K", only_wide, required=""),
+        Argument("beta", "B T HV", wide_or_first, required=""),
+        Argument("A", "B T HV C", wide_or_first, required=""),
+        Argument("h", "B NT HV STATE", wide_or_first, required=""),
+        Argument("dh", "B NT HV STATE", wide_or_first, required=""),
+        Argument("do", "B T HV V", like_first, required=""),
+        Argument("dv", "B T HV V", like_first, required=""),
+        Argument("cu_seqlens", "N1", INDEX),
+    ),
+    OPTIONS,
+    (),
+    wy_problem,
+    canonical=with_chunk_size,
+    sizes=check_wy,
+    no_gradients="this is a backward pass: it has none",
+)

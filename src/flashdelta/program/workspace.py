@@ -1,0 +1,40 @@
+"""What one kernel leaves another: named tensors in one allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes by name, in the order in which the tensors lie."""
+
+
+def sizes(layout: Layout) -> list[int]:
+    """Bytes of the tensors."""
+    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()]
+
+
+class Workspace:
+    """`workspace["w"]` is a tensor of the layout, and `workspace.get("w")` is None where the layout has none of that name.
+    `buffer` holds them all; `beside` are tensors that lie elsewhere."""
+
+    def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
+        self.buffer = buffer
+        parts = buffer.split(sizes(layout))
+        self._tensors = {name: x.view(dtype).view(shape) for x, (name, (shape, dtype)) in zip(parts, layout.items())}
+        self._tensors.update(beside or {})
+
+    @classmethod
+    def allocate(cls, layout: Layout, device: torch.device, beside: Mapping[str, Tensor] | None = None) -> Workspace:
+        return cls(layout, torch.empty(sum(sizes(layout)), dtype=torch.uint8, device=device), beside)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self._tensors.get(name)
+
+    def select(self, *names: str) -> list[Tensor | None]:
+        return [self._tensors.get(name) for name in names]

@@ -1,0 +1,176 @@
+"""Compiles ahead what serving will need."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..problem.operations import PARAMETRIC_GATES
+from ..problem.problem import GateName
+from .call import CALLS, public_call
+
+
+def warmup(
+    op: Callable,
+    head_dims: Iterable[tuple[int, int]] = ((128, 128),),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    g_dtype: torch.dtype | None = None,
+    beta_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    packed: Iterable[bool] = (False, True),
+    cu_seqlens_dtype: torch.dtype = torch.int32,
+    initial_state: Iterable[bool] = (False, True),
+    output_final_state: Iterable[bool] = (True,),
+    state_pool: Iterable[bool] = (False,),
+    has_initial_state: Iterable[bool] = (False, True),
+    checkpoints: Iterable[bool] = (False,),
+    state_indices_dtype: torch.dtype = torch.int32,
+    speculative: bool = False,
+    gate: GateName = "lower_bound",
+    lower_bound: float | None = -5.0,
+    dt_bias: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    device: torch.device | str = "cuda",
+    backend: str = "auto",
+) -> int:
+    """Compiles what serving will need, so that no call compiles later. Blocks until the device is done.
+
+    Kernels depend on head dimensions, dtypes and options, hardly ever on head counts, lengths, strides that are multiples of
+    16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
+    a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
+    many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper so many
+    heads that they would leave many multiprocessors idle.
+
+    Args:
+        op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`. The last is called over a pool, with slots by index: options
+            about initial and final states, flags and checkpoints do not count, `state_pool` does not either.
+        head_dims: pairs `(K, V)`.
+        dtype, g_dtype, beta_dtype, state_dtype: of q/k/v, g and beta (default: `dtype`), and the states.
+        packed, initial_state, output_final_state: the values each may take; every combination is compiled.
+        state_pool: whether calls pass one; `initial_state` and `output_final_state` then count for calls without one, and
+            `has_initial_state` and `checkpoints` say whether those with one pass flags and checkpoints.
+        cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
+        speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
+        dt_bias: whether calls with a gate that reads one pass one.
+        device: where to run.
+        The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
+
+    Returns:
+        The number of calls made.
+
+    Raises:
+        ValueError, TypeError: as `op` itself would.
+    """
+    kind = public_call(op).operation.name
+    if kind not in ("chunk", "recurrent", "decode"):
+        raise ValueError(f"op: got {op.__name__}, wanted chunk_kda, fused_recurrent_kda or recurrent_kda")
+    parametric = gate in PARAMETRIC_GATES
+    calls = 0
+    make = functools.partial(torch.zeros, device=device)
+
+    def call(B: int, T: int, H: int, K: int, V: int, **states: object) -> None:
+        nonlocal calls
+        logit = "beta_is_logit" if kind == "decode" else "use_beta_sigmoid_in_kernel"
+        op(
+            make(B, T, H, K, dtype=dtype),
+            make(B, T, H, K, dtype=dtype),
+            make(B, T, H, V, dtype=dtype),
+            make(B, T, H, K, dtype=g_dtype or dtype),
+            make(B, T, H, dtype=beta_dtype or dtype),
+            **states,
+            **{logit: use_beta_sigmoid_in_kernel},
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            lower_bound=lower_bound,
+            state_v_first=state_v_first,
+            A_log=make(H) if parametric else None,
+            dt_bias=make(H, K) if dt_bias and parametric else None,
+            gate=gate,
+            backend=backend,
+        )
+        calls += 1
+
+    plain = list(itertools.product(initial_state, output_final_state))
+    pooled = list(itertools.product(has_initial_state, checkpoints))
+    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
+    if kind == "decode":
+        ways = [(True, None)]
+    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
+        for B, T, H, N in _warm_sizes(kind, is_packed, V, torch.device(device)):
+            rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
+            state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
+            index = make(N, dtype=state_indices_dtype)
+            index[1:] = -1
+            offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
+            if kind == "decode":
+                states = {"initial_state": state, "ssm_state_indices": index}
+            elif is_pool:
+                has_flags, has_checkpoints = way
+                states = {"state_pool": state, "state_indices": index}
+                states |= {"has_initial_state": make(N, dtype=torch.bool)} if has_flags else {}
+                states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
+            else:
+                has_state, final = way
+                states = {"initial_state": state if has_state else None, "output_final_state": final}
+            call(B, T, H, K, V, **states, cu_seqlens=offsets)
+            if kind == "decode" and speculative and T > 1:
+                _warm_verification(call, (B, T, H, K, V), state, index, offsets, backend)
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return calls
+
+
+WARM_MANY = 160
+"""Sequences, of two heads each, that are many for every backend's launch parameters; also slices of 64 value channels that no
+Hopper GPU can deal out to its multiprocessors without leaving many idle, for which `hopper` has a kernel of its own."""
+
+
+WARM_LONG = (1, 8192, 2, 1)
+"""Sizes as of `_warm_sizes`: a sequence that is split."""
+
+WARM_LONG_BATCH = (1, 7168, 12, 14)
+"""A batch with sequences that may be split, or else leave multiprocessors idle."""
+
+
+def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int, int]]:
+    """Batch, tokens, heads and sequences of the calls that `warmup` makes of one kind."""
+    if kind == "chunk":
+        if device.type != "cuda":
+            return [(1, 65, 2, 1)]
+        long = [WARM_LONG, WARM_LONG_BATCH] if is_packed else [WARM_LONG]
+        return [(1, 65, 2, 1), (1, 65, WARM_MANY * 64 // max(V, 64), 1), *long]
+    several = (1, 2 if kind == "decode" else 65, 2, 1)
+    return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
+
+
+def _warm_verification(
+    call: Callable,
+    sizes: tuple[int, int, int, int, int],
+    state: Tensor,
+    index: Tensor,
+    offsets: Tensor | None,
+    backend: str,
+) -> None:
+    """Of one sequence of two tokens: with counts of accepted ones and without, and read-only."""
+    one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
+    slots[:, 1] = -1  # a slot may receive one state only
+    tokens = {"num_spec_tokens": 1, "initial_state": state, "cu_seqlens": offsets}
+    for accepted in (None, one):
+        call(*sizes, **tokens, ssm_state_indices=slots, num_accepted_tokens=accepted)
+    rows = state.new_zeros(1, 2, *state.shape[1:])
+    for own in (None, index):
+        states = {"intermediate_states": rows, "intermediate_state_indices": own}
+        call(*sizes, **tokens, ssm_state_indices=index, update_state=False, **states)
+        _commit()(state, rows, index, one, intermediate_state_indices=own, backend=backend)
+
+
+def _commit() -> Callable:
+    return next(function for function, call in CALLS.items() if call.operation.name == "commit")
