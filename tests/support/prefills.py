@@ -40,7 +40,7 @@ CASES = [*LENGTH_CASES, *BATCH_CASES, *HARD]
 
 
 BAD = {
-    "rank": ({"q": torch.zeros(2, 70, 64)}, ValueError, "q: got shape [2, 70, 64], wanted a tensor of rank 4"),
+    "rank": ({"q": torch.zeros(2, 70, 64)}, ValueError, "q: got shape [2, 70, 64], wanted [B, H, T, K], of rank 4"),
     "no tensor": ({"beta": 1.0}, TypeError, "beta: got float, wanted a torch.Tensor"),
     "k shape": ({"k": torch.zeros(1, 2, 71, 64)}, ValueError, "k: got shape [1, 2, 71, 64], wanted [B, H, T, K]"),
     "v tokens": ({"v": torch.zeros(1, 2, 71, 64)}, ValueError, "v: got shape [1, 2, 71, 64], wanted [B, H, T, V]"),

@@ -56,7 +56,7 @@ RANKS = [
 SHAPES = [
     Bad("k_tokens", lambda c: {"k": c["k"][:, 1:]}, ValueError, "k", "[1, 69, 2, 32]", "[1, 70, 2, 32]"),
     Bad("k_heads", lambda c: {"k": c["k"][:, :, :1]}, ValueError, "k", "[1, 70, 1, 32]", "[1, 70, 2, 32]"),
-    Bad("v_tokens", lambda c: {"v": c["v"][:, 1:]}, ValueError, "v", "[1, 69, 2, 64]", "[1, 70, HV, V]"),
+    Bad("v_tokens", lambda c: {"v": c["v"][:, 1:]}, ValueError, "v", "[1, 69, 2, 64]", "[1, 70, 2, 64]"),
     Bad("g_heads", lambda c: {"g": c["g"][:, :, :1]}, ValueError, "g", "[1, 70, 1, 32]", "[1, 70, 2, 32]"),
     Bad("g_channels", lambda c: {"g": c["g"][..., :1]}, ValueError, "g", "[1, 70, 2, 1]", "[1, 70, 2, 32]"),
     Bad("beta_heads", lambda c: {"beta": c["beta"][..., :1]}, ValueError, "beta", "[1, 70, 1]", "[1, 70, 2]"),
@@ -216,6 +216,27 @@ SEQUENCES = [
         "cu_seqlens too",
         CHUNK,
     ),
+    *(
+        Bad(
+            f"cu_cpu_{name}",
+            lambda c, x=values: {"cu_seqlens": offsets(*x), "cu_seqlens_cpu": offsets(*x)},
+            ValueError,
+            "cu_seqlens_cpu",
+            str(list(values)),
+            "never fall",
+            CHUNK,
+        )
+        for name, values in (("falls", (0, 999, 5)), ("late", (1, 70)), ("past", (0, 71)))
+    ),
+    Bad(
+        "cu_cpu_dtype",
+        lambda c: {"cu_seqlens": offsets(0, 70), "cu_seqlens_cpu": zeros(2)},
+        TypeError,
+        "cu_seqlens_cpu",
+        "torch.float32",
+        "int32 or int64",
+        CHUNK,
+    ),
     Bad(
         "cu_cpu_length",
         lambda c: {"cu_seqlens_cpu": offsets(0, 70)},
@@ -237,7 +258,6 @@ OPTIONS = [
     Bad(
         "bound_missing", lambda c: {"gate": "lower_bound"}, ValueError, "lower_bound", "None", "[-5, 0)", start="decay"
     ),
-    Bad("bound_softplus", lambda c: {"gate": "softplus"}, ValueError, "lower_bound", "-5.0", "None"),
     Bad("bound_type", lambda c: {"lower_bound": "-5"}, TypeError, "lower_bound", "'-5' (str)", "float or None"),
     Bad("bound_bool", lambda c: {"lower_bound": True}, TypeError, "lower_bound", "True (bool)", "float or None"),
     Bad("scale_type", lambda c: {"scale": zeros(1)}, TypeError, "scale", "(Tensor)", "float or None"),
@@ -268,15 +288,15 @@ OPTIONS = [
         "'none' with use_gate_in_kernel=True",
         "one of the two",
     ),
+    Bad("A_log_ignored", lambda c: {"use_gate_in_kernel": False}, ValueError, "A_log", "does not read it", "None"),
     Bad(
-        "safe_softplus",
-        lambda c: {"safe_gate": True},
+        "dt_bias_ignored",
+        lambda c: {"dt_bias": zeros(2, 32), "gate": "logsigmoid"},
         ValueError,
-        "safe_gate",
-        "unbounded softplus",
-        "lower_bound",
-        CHUNK,
-        "softplus",
+        "dt_bias",
+        "does not read it",
+        "None",
+        start="decay",
     ),
     Bad("backend_unknown", lambda c: {"backend": "cuda"}, ValueError, "backend", "'cuda'", "'reference'"),
     *(
@@ -331,6 +351,14 @@ OUT = [
         "shared with q",
         "memory of its own",
     ),
+    Bad(
+        "out_overlaps_itself",
+        lambda c: {"out": zeros(1, 300, 2, 64).as_strided((1, 70, 2, 64), (8960, 64, 64, 1))},
+        ValueError,
+        "out",
+        "strides",
+        "memory of its own",
+    ),
     Bad("out_strided", lambda c: {"out": zeros(1, 70, 2, 128)[..., ::2]}, ValueError, "out", "strides", "dense last"),
     Bad(
         "out_expanded",
@@ -373,7 +401,8 @@ GRADIENTS = [
 
 def pool(**changes) -> dict:
     """Arguments for a pool of 4 slots, changed."""
-    return {"state_pool": zeros(4, 2, 32, 64), "state_indices": offsets(1)} | changes
+    named = {"state_v_first": False, "use_qk_l2norm_in_kernel": True}
+    return {"state_pool": zeros(4, 2, 32, 64), "state_indices": offsets(1)} | named | changes
 
 
 def marks(offset: object = 16, index: object = 2, **changes) -> dict:
@@ -383,6 +412,25 @@ def marks(offset: object = 16, index: object = 2, **changes) -> dict:
 
 
 POOLS = [
+    *(
+        Bad(
+            f"{name}_unnamed",
+            lambda c, n=name: pool(**{n: None}),
+            ValueError,
+            name,
+            "nothing with state_pool",
+            "=True or",
+        )
+        for name in ("state_v_first", "use_qk_l2norm_in_kernel")
+    ),
+    Bad(
+        "q_in_pool",
+        lambda c: pool(state_pool=(x := zeros(4, 2, 32, 64)), q=x.flatten()[: 70 * 2 * 32].view(1, 70, 2, 32)),
+        ValueError,
+        "state_pool",
+        "shared with q",
+        "memory of its own",
+    ),
     *(
         Bad(
             f"{name}_alone",
@@ -451,7 +499,7 @@ POOLS = [
         ValueError,
         "state_pool",
         "strides",
-        "do not overlap",
+        "must not overlap",
     ),
     Bad(
         "pool_dtype",
@@ -544,7 +592,7 @@ POOLS = [
         ValueError,
         "checkpoint_offsets",
         "[2]",
-        "[N] = [1] or [N, M] = [1, M]",
+        "[N] = [1] or [N, M]",
         CHUNK,
     ),
     Bad(
@@ -628,6 +676,34 @@ def test_refused_with_a_message_that_says_all(bad: Bad, op: Callable):
     assert came.startswith(f"{bad.argument}: got ")
     assert bad.came in came
     assert bad.wanted in wanted
+
+
+@pytest.mark.parametrize("op", BOTH)
+def test_a_bound_that_no_gate_reads_changes_nothing(op: Callable):
+    call = start("softplus", op) | {"gate": "softplus"}
+    assert same_bits(op(**call | {"lower_bound": -5.0})[0], op(**call)[0])
+
+
+def test_a_hint_about_speed_is_never_refused():
+    call = start("softplus", fd.chunk_kda)
+    assert same_bits(fd.chunk_kda(**call | {"safe_gate": True})[0], fd.chunk_kda(**call)[0])
+
+
+SPECIAL = {
+    "sparse": (lambda x: x.to_sparse(), "sparse_coo"),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x]), "nested"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize("name", ["q", "v", "A_log", "initial_state"])
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_tensors_without_strides_are_refused_by_name(kind: str, name: str, op: Callable):
+    make, said = SPECIAL[kind]
+    call = start("state", op) | {"A_log": zeros(2), "use_gate_in_kernel": True}
+    with pytest.raises(TypeError, match=rf"^{name}: got a {said} tensor, wanted a dense"):
+        op(**call | {name: make(call[name])})
 
 
 @pytest.mark.parametrize("op", BOTH)

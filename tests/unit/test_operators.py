@@ -251,7 +251,7 @@ def test_explain_refuses_what_it_does_not_know():
     call = short_call(BY_NAME["bounded"], fd.chunk_kda)
     with pytest.raises(TypeError, match="'chunk'"):
         fd.explain(fd.chunk_kda, **call, chunk=64)
-    with pytest.raises(ValueError, match=r"^op: got .*, wanted flashdelta\.chunk_kda"):
+    with pytest.raises(ValueError, match=r"^op: got .*, wanted one of flashdelta\."):
         fd.explain(torch.matmul, **call)
     with pytest.raises(ValueError, match=r"^backend: got 'fast', wanted"):
         fd.explain(fd.chunk_kda, **call, backend="fast")

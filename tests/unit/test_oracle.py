@@ -104,7 +104,16 @@ def _last_token_lost(**call):
 
 
 def _decay_forgotten(**call):
-    return fd.chunk_kda(**call | {"g": torch.zeros_like(call["g"]), "gate": "none", "use_gate_in_kernel": False})
+    return fd.chunk_kda(
+        **call
+        | {
+            "g": torch.zeros_like(call["g"]),
+            "gate": "none",
+            "use_gate_in_kernel": False,
+            "A_log": None,
+            "dt_bias": None,
+        }
+    )
 
 
 def _head_order_wrong(**call):

@@ -165,7 +165,7 @@ ANY_LENGTHS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20_000)), m
 @settings(max_examples=300)
 @given(ANY_LENGTHS, st.integers(1, 72), st.booleans())
 def test_no_batch_is_split_whose_known_lengths_would_not_be(lengths: list[int], room: int, invariant: bool):
-    longest, together = known_lengths(torch.tensor([0, *itertools.accumulate(lengths)]), 64)
+    longest, together = known_lengths(torch.tensor([0, *itertools.accumulate(lengths)]), 64, tokens(sum(lengths)))
     chunks = [-(-length // 64) for length in lengths]
     assert (longest >= max(chunks) and together <= sum(chunks)) or max(chunks) == 0
     if not gains(longest, longest if invariant else max(longest, together), room, COSTS):
@@ -174,10 +174,16 @@ def test_no_batch_is_split_whose_known_lengths_would_not_be(lengths: list[int], 
 
 def test_unknown_lengths():
     """Nothing known, or nothing that the validation will let pass."""
-    offsets = torch.tensor([0, 64, 200])
-    assert known_lengths(offsets, 64) == (4, 4) and known_lengths(offsets.int(), 32) == (8, 4)
-    unknown = [None, [0, 64], offsets.float(), offsets[None], offsets.to("meta"), offsets.flip(0), offsets[:1]]
-    assert all(known_lengths(x, 64) == (0, 0) for x in unknown)
+    offsets, q = torch.tensor([0, 64, 200]), tokens(200)
+    assert known_lengths(offsets, 64, q) == (4, 4) and known_lengths(offsets.int(), 32, q) == (8, 4)
+    unknown = [None, [0, 64], offsets.float(), offsets[None], offsets.to("meta"), offsets[:1]]
+    assert all(known_lengths(x, 64, q) == (0, 0) for x in unknown)
+    assert known_lengths(offsets, "64", q) == known_lengths(offsets, 64, None) == (0, 0)
+    assert all(known_lengths(x, 64, q) is None for x in (offsets.flip(0), offsets + 1, offsets * 2))
+
+
+def tokens(T: int) -> torch.Tensor:
+    return torch.empty(1, T, 1, 64, device="meta")
 
 
 @pytest.mark.parametrize(("lengths", "segments"), [((1024,) * 4, False), ((128, 9000), True)], ids=str)

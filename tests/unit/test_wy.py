@@ -87,11 +87,11 @@ def test_compiles_in_one_graph():
     ("changes", "error", "said"),
     [
         ({"q": 3}, TypeError, "q: got int, wanted a torch.Tensor"),
-        ({"q": torch.zeros(1, 70, 32)}, ValueError, "q: got shape [1, 70, 32], wanted a tensor of rank 4"),
+        ({"q": torch.zeros(1, 70, 32)}, ValueError, "q: got shape [1, 70, 32], wanted [B, T, H, K], of rank 4"),
         (
             {"k": torch.zeros(1, 70, 1, 32)},
             ValueError,
-            "k: got shape [1, 70, 1, 32], wanted q's shape = [1, 70, 2, 32]",
+            "k: got shape [1, 70, 1, 32], wanted [B, T, H, K] = [1, 70, 2, 32]",
         ),
         ({"v": torch.zeros(1, 70, 3, 64)}, ValueError, "v: got 3 value heads, wanted a positive multiple of the 2"),
         ({"v": torch.zeros(1, 70, 2, 48)}, ValueError, "v: got V = 48, wanted V in"),

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..backends import NAMES
 from ..ops.chunk import chunk_kda
 from ..ops.recurrent import fused_recurrent_kda
-from ..runtime.explain import Explanation, explain
 from ..problem.operations import CHUNK_SIZES, HEAD_DIMS
+from ..runtime.explain import Explanation, explain
 
 LOWER_BOUND = -5.0
 MAX_STEP_TOKENS = 8

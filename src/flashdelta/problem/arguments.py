@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,14 +76,14 @@ def one_of(*values: object) -> Check:
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------
 
-Dtypes = Callable[[torch.dtype], tuple[tuple[torch.dtype, ...], str]]
-"""The dtypes that an argument may have, given that of the operation's first tensor, and how to say so."""
+Dtypes = Callable[[torch.dtype, Any], tuple[tuple[torch.dtype, ...], str]]
+"""The dtypes that an argument may have, given that of the operation's first tensor and the call, and how to say so."""
 
 
 def dtypes(*allowed: torch.dtype) -> Dtypes:
     words = [str(x).removeprefix("torch.") for x in allowed]
     said = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    return lambda first: (allowed, said)
+    return lambda first, call: (allowed, said)
 
 
 def wide(first: torch.dtype) -> torch.dtype:
@@ -97,23 +96,23 @@ BOOL = dtypes(torch.bool)
 FLOAT32 = dtypes(torch.float32)
 
 
-def like_first(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def like_first(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
     return (first,), f"q's dtype {first}"
 
 
-def float32_or_first(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def float32_or_first(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
     return (torch.float32, first), f"float32 or q's dtype {first}"
 
 
-def wide_or_first(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def wide_or_first(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
     return (wide(first), first), f"{wide(first)} or q's dtype {first}"
 
 
-def only_wide(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def only_wide(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
     return (wide(first),), str(wide(first))
 
 
-def state(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def state(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
     double = (torch.float64,) if first == torch.float64 else ()
     return (torch.float32, torch.bfloat16, *double), "float32 or bfloat16"
 
@@ -219,6 +218,18 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a0 < b0 + extent(b) and b0 < a0 + extent(a)
 
 
+class Given:
+    """A call's tensors by role and options by name, as attributes. (`torch.compile` traces no `SimpleNamespace`.)"""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.values:
+            return self.values[name]
+        raise AttributeError(name)
+
+
 # ---- calls --------------------------------------------------------------------------------------------------------------
 
 
@@ -237,15 +248,15 @@ class Rule:
 class Operation:
     """What a public function asks of its arguments. `called`: its names for roles and options, where they differ. `options`:
     checks of options; the others are flags. `canonical`: brings tensors to canonical shape. `sizes`:
-    checks what no shape tells. `problem`: makes the record of a call that fits. `no_gradients`: why it takes none, if so."""
+    checks the sizes known so far, whenever there are new ones. `problem`: makes the record of a call that fits. `no_gradients`: why it takes none, if so."""
 
     name: str
     arguments: tuple[Argument, ...]
     options: Mapping[str, Check]
     rules: tuple[Rule, ...]
     problem: Callable[[Any, Tensors], tuple[Problem, Tensors]]
+    sizes: Callable[[Any, Sizes], None]
     canonical: Callable[[Any, Sizes], Any] | None = None
-    sizes: Callable[[Any, Sizes], None] | None = None
     called: Mapping[str, str] | None = None
     no_gradients: str | None = None
 
@@ -271,7 +282,7 @@ class Operation:
         for argument in self.arguments:
             if values[argument.role] is not None:
                 check_tensor(self.name_of(argument.role), values[argument.role])
-        call = SimpleNamespace(**values)
+        call = Given(values)
         for rule in self.rules:
             if rule.broken(call):
                 names = _Names(self)
@@ -280,15 +291,16 @@ class Operation:
         if self.canonical is not None:
             call = self.canonical(call, sizes)
         for argument in self.arguments:
+            known = len(sizes)
             self._fit(argument, call, sizes)
-        if self.sizes is not None:
-            self.sizes(call, sizes)
+            if len(sizes) > known:
+                self.sizes(call, sizes)
         self._check_dtypes_and_devices(call)
         for argument in self.arguments:
             x = getattr(call, argument.role)
             if x is not None:
                 check_strides(self.name_of(argument.role), x, argument.dense, argument.written)
-        self.check_overlaps(vars(call))
+        self.check_overlaps(call.values)
         self._check_gradients(call)
         t = _canonical_shapes(Tensors(**{role: getattr(call, role) for role in roles if role in ROLES}))
         problem, t = self.problem(call, t)
@@ -300,6 +312,8 @@ class Operation:
         x, name = getattr(call, argument.role), self.name_of(argument.role)
         why = argument.required(call) if callable(argument.required) else argument.required
         if x is None and why is None:
+            if argument.role == "cu_seqlens":
+                sizes["N"] = sizes["B"]
             return
         shapes = argument.shape(call) if callable(argument.shape) else argument.shape
         inner = "V K" if getattr(call, "state_v_first", False) else "K V"
@@ -322,7 +336,7 @@ class Operation:
             x, name = getattr(call, argument.role), self.name_of(argument.role)
             if x is None:
                 continue
-            allowed, said = argument.dtype(first.dtype)
+            allowed, said = argument.dtype(first.dtype, call)
             if x.dtype not in allowed:
                 raise TypeError(f"{name}: got dtype {x.dtype}, wanted {said}")
             if argument.on_host:

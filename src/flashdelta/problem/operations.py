@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -15,6 +14,7 @@ from .arguments import (
     INDEX,
     INPUT,
     Argument,
+    Given,
     Operation,
     Rule,
     Sizes,
@@ -253,21 +253,23 @@ CHECKPOINTS = (
 
 
 def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) -> None:
-    """Sizes that no shape tells."""
-    H, HV = sizes["H"], sizes["HV"]
+    H, HV = sizes.get("H", 1), sizes.get("HV", sizes.get("H", 1))
     if H == 0:
         raise wrong("q", shape_of(c.q), "at least one head")
     if HV == 0 or HV % H != 0:
         raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
     for name, symbol in (("q", "K"), ("v", "V")):
-        if sizes[symbol] not in head_dims:
+        if sizes.get(symbol, head_dims[0]) not in head_dims:
             raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
     if c.cu_seqlens is not None and sizes["B"] != 1:
         raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
+
+
+def check_chunks(c: Any, sizes: Sizes) -> None:
+    check_heads(c, sizes)
     if not 1 <= sizes.get("M", 1) <= MAX_CHECKPOINTS:
         raise wrong("checkpoint_offsets", f"{sizes['M']} checkpoints", f"1 to {MAX_CHECKPOINTS} a sequence")
-    bounds = known_lengths(getattr(c, "cu_seqlens_cpu", None), getattr(c, "chunk_size", 64), c.q)
-    if bounds is None:
+    if c.cu_seqlens_cpu is not None and known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) is None:
         wanted = f"offsets from 0 that never fall, at most T = {sizes['T']}"
         raise wrong("cu_seqlens_cpu", f"{c.cu_seqlens_cpu.tolist()[:8]}", wanted)
 
@@ -281,7 +283,7 @@ def of_sequences(name: str) -> Any:
 
 def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     """Options that have the name of a setting are that setting; the others are worked out here."""
-    options = vars(c)
+    options = c.values
     gate = gate_of(c)
     bounds = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), t.q) or (0, 0)
     split = options.get("split", "auto")
@@ -311,7 +313,7 @@ CHUNK = Operation(
     OPTIONS | UNNAMED,
     (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES),
     of_sequences("chunk"),
-    sizes=check_heads,
+    check_chunks,
 )
 RECURRENT = Operation(
     "recurrent",
@@ -319,7 +321,7 @@ RECURRENT = Operation(
     OPTIONS | UNNAMED,
     (*GATE_RULES, *POOL_RULES),
     of_sequences("recurrent"),
-    sizes=check_heads,
+    check_heads,
 )
 
 
@@ -440,7 +442,7 @@ def unmixed(c: Any, sizes: Sizes) -> Any:
             views[role] = x.view(*leading, HV, *((K,) if role == "g" else ()))
     heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
     views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
-    return SimpleNamespace(**vars(c) | views)
+    return Given(c.values | views)
 
 
 def check_decode(c: Any, sizes: Sizes) -> None:
@@ -452,10 +454,14 @@ def check_decode(c: Any, sizes: Sizes) -> None:
     if c.cu_seqlens is None and T > DECODE_TOKENS:
         wanted = f"at most {DECODE_TOKENS} (fused_recurrent_kda and chunk_kda take longer sequences)"
         raise wrong("q", f"{T} tokens a sequence", wanted)
-    pool = c.state_pool if c.state_pool is not None else c.source_pool
-    if c.intermediate_states is not None and c.intermediate_states.dtype != pool.dtype:
-        got, name = c.intermediate_states.dtype, "initial_state" if c.state_pool is not None else "initial_state_source"
-        raise TypeError(f"intermediate_states: got dtype {got}, wanted {name}'s dtype {pool.dtype} (commit copies)")
+
+
+def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
+    """`commit` copies them there."""
+    pool, name = (
+        (c.state_pool, "initial_state") if c.state_pool is not None else (c.source_pool, "initial_state_source")
+    )
+    return (pool.dtype,), f"{name}'s dtype {pool.dtype}"
 
 
 def decode_problem(c: Any, t: Tensors) -> Made:
@@ -489,7 +495,7 @@ DECODE = Operation(
         Argument("num_accepted_tokens", "N", INDEX),
         Argument("source_pool", "sources HV STATE", state, dense=3),
         Argument("source_indices", "N", INDEX),
-        Argument("intermediate_states", "rows S1 HV STATE", state, dense=3, written=True),
+        Argument("intermediate_states", "rows S1 HV STATE", same_as_pool, dense=3, written=True),
         Argument("intermediate_indices", "N", INDEX),
         Argument("mixed_qkv", "rows_of_tokens width", INPUT),
         OUT,
@@ -497,8 +503,8 @@ DECODE = Operation(
     OPTIONS,
     (*GATE_RULES, *DECODE_RULES),
     decode_problem,
+    check_decode,
     canonical=unmixed,
-    sizes=check_decode,
     called={
         "state_pool": "initial_state",
         "state_indices": "ssm_state_indices",
@@ -515,11 +521,11 @@ DECODE = Operation(
 # ---- commit -------------------------------------------------------------------------------------------------------------
 
 
-def floating_point(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def floating_point(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
     return (torch.float32, torch.bfloat16, torch.float16, torch.float64), "float32 or bfloat16"
 
 
-def like_pool(first: torch.dtype) -> tuple[tuple[torch.dtype, ...], str]:
+def like_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
     return (first,), f"initial_state's dtype {first}"
 
 
@@ -530,7 +536,7 @@ def check_commit(c: Any, sizes: Sizes) -> None:
 
 def commit_problem(c: Any, t: Tensors) -> Made:
     tokens = c.intermediate_states.shape[1]
-    return problem_of(t, operation="commit", null_index=c.null_index, spec_tokens=tokens - 1), t
+    return problem_of(t, operation="commit", scale=1.0, null_index=c.null_index, spec_tokens=tokens - 1), t
 
 
 COMMIT = Operation(
@@ -545,7 +551,7 @@ COMMIT = Operation(
     OPTIONS,
     (),
     commit_problem,
-    sizes=check_commit,
+    check_commit,
     called=DECODE.called,
     no_gradients="the pool is updated in place",
 )
@@ -555,10 +561,10 @@ COMMIT = Operation(
 
 
 def check_prefill(c: Any, sizes: Sizes) -> None:
-    K, V, C = sizes["K"], sizes["V"], c.chunk_size
+    K, V, C = sizes["K"], sizes.get("V", sizes["K"]), c.chunk_size
     if sizes["H"] == 0:
         raise wrong("q", shape_of(c.q), "at least one head")
-    if (K, V, C) not in PREFILL_SIZES:
+    if "V" in sizes and (K, V, C) not in PREFILL_SIZES:
         named = "q" if K not in (64, 128) else "v" if V != K else "chunk_size"
         raise wrong(named, f"(K, V, C) = {(K, V, C)}", f"one of {', '.join(map(str, PREFILL_SIZES))}")
 
@@ -590,7 +596,7 @@ PREFILL = Operation(
     OPTIONS | {"chunk_size": integer(), "gate": one_of(*PREFILL_GATES)},
     (),
     prefill_problem,
-    sizes=check_prefill,
+    check_prefill,
     no_gradients="kda_prefill has no backward",
 )
 
@@ -612,7 +618,7 @@ def with_chunk_size(c: Any, sizes: Sizes) -> Any:
 
 def check_wy(c: Any, sizes: Sizes) -> None:
     check_heads(c, sizes)
-    if c.cu_seqlens is None and sizes["NT"] != -(-sizes["T"] // c.chunk_size):
+    if c.cu_seqlens is None and sizes.get("NT", -(-sizes["T"] // c.chunk_size)) != -(-sizes["T"] // c.chunk_size):
         raise wrong("h", shape_of(c.h), f"NT = ceil(T / chunk_size) = {-(-sizes['T'] // c.chunk_size)}")
 
 
@@ -635,7 +641,7 @@ WY = Operation(
     OPTIONS,
     (),
     wy_problem,
+    check_wy,
     canonical=with_chunk_size,
-    sizes=check_wy,
     no_gradients="this is a backward pass: it has none",
 )

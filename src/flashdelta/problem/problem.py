@@ -254,7 +254,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         sizes = dict(N=t.state_indices.shape[0], HV=states.shape[2], V=states.shape[3], K=states.shape[4])
         dtype = t.state_pool.dtype
         pool = dict(has_pool=True, pool_slots=t.state_pool.shape[0], has_intermediate=True, rows=states.shape[0])
-        return Problem(scale=1.0, **sizes, **pool, dtype=dtype, state_dtype=dtype, state_v_first=True, **settings)
+        return Problem(**settings, **sizes, **pool, dtype=dtype, state_dtype=dtype)
     B, T, H, K = t.q.shape
     wide = torch.float64 if t.q.dtype == torch.float64 else torch.float32
     state = next((x for x in (t.state_pool, t.source_pool, t.initial_state, t.h) if x is not None), None)

@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...problem.problem import Options
 from .cases import PrefillCase, Shape
 from .prefill import Setup, case_inputs, measure_row, our_call
 from .protocol import Ceilings, Run
 
-CHUNK = Options.chunk_size
+CHUNK = 64
 """Tokens of a chunk in every row: the rows leave it at its default."""
 
 
