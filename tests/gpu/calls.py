@@ -35,7 +35,7 @@ UNBOUNDED = replace(BY_NAME["softplus"], name="unbounded", K=128, V=128, H=4, HV
 """As Kimi-Linear calls it."""
 
 
-CALLS_TO_A_PLAN = 3
+CALLS_TO_A_PLAN = 2
 """The second call of a kind keeps a plan (`flashdelta.program.cache`), by which the third runs."""
 
 

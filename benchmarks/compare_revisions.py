@@ -1,0 +1,277 @@
+"""This checkout beside another revision of itself, in one process and in turns: host time of calls, GPU time, bits, memory.
+
+    git archive REV src/flashdelta | tar -x -C build/base && python benchmarks/compare_revisions.py build/base --out FILE
+
+Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of a
+shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+OTHER = "flashdelta_base"
+ROUNDS = 20
+BF16 = torch.bfloat16
+Op = Callable[..., object]
+
+
+def other_package(source: Path, folder: Path) -> None:
+    """The other revision under a name of its own, its operators too."""
+    shutil.copytree(source / "src" / "flashdelta", folder / OTHER)
+    for path in (folder / OTHER).rglob("*.py"):
+        text = path.read_text()
+        for a, b in (
+            ("flashdelta::", f"{OTHER}::"),
+            ("ops.flashdelta", f"ops.{OTHER}"),
+            ("kda_prefill::", f"{OTHER}_f::"),
+        ):
+            text = text.replace(a, b)
+        path.write_text(text)
+
+
+def tokens(B: int, T: int, H: int, K: int = 128, dtype: torch.dtype = BF16) -> dict:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+
+    return {"q": random(B, T, H, K), "k": random(B, T, H, K), "v": random(B, T, H, K), "g": random(B, T, H, K)} | {
+        "beta": random(B, T, H)
+    }
+
+
+def gated(H: int, K: int = 128) -> dict:
+    return {"A_log": torch.zeros(H, device="cuda"), "dt_bias": torch.zeros(H, K, device="cuda")} | {
+        "use_gate_in_kernel": True,
+        "lower_bound": -5.0,
+        "use_qk_l2norm_in_kernel": True,
+    }
+
+
+def prefill(T: int = 1024, H: int = 4, N: int = 0, **others: object) -> dict:
+    call = tokens(1, T, H) | gated(H) | {"use_beta_sigmoid_in_kernel": True, "state_v_first": True} | others
+    if N:
+        cuts = torch.linspace(0, T, N + 1).int()
+        pool = torch.zeros(N, H, 128, 128, device="cuda")
+        call |= {"cu_seqlens": cuts.cuda(), "state_pool": pool, "state_indices": torch.arange(N, device="cuda").int()}
+    return call
+
+
+def decode(N: int, H: int = 32) -> dict:
+    pool = torch.zeros(N, H, 128, 128, device="cuda", dtype=BF16)
+    indices = torch.arange(N, device="cuda").int()
+    options = {"beta_is_logit": True, "initial_state": pool, "ssm_state_indices": indices}
+    return tokens(N, 1, H) | gated(H) | options
+
+
+def verify(N: int = 4, H: int = 4) -> dict:
+    pool, rows = torch.zeros(N, H, 128, 128, device="cuda"), torch.zeros(N, 2, H, 128, 128, device="cuda")
+    indices, counts = torch.arange(N, device="cuda").int(), torch.ones(N, device="cuda").int()
+    return {
+        "initial_state": pool,
+        "intermediate_states": rows,
+        "ssm_state_indices": indices,
+        "num_accepted_tokens": counts,
+    }
+
+
+def float32(T: int = 512, H: int = 8) -> dict:
+    call = tokens(1, T, 1, dtype=torch.float32) | {"beta": torch.rand(1, T, 1, device="cuda")}
+    call["g"] = -call["g"].abs()
+    return {name: x.expand(-1, -1, H, *x.shape[3:]).transpose(1, 2).contiguous() for name, x in call.items()}
+
+
+def wy(T: int = 2048, H: int = 8) -> dict:
+    x, NT = tokens(1, T, H), T // 64
+    states = {name: torch.randn(1, NT, H, 128, 128, device="cuda").to(BF16) for name in ("h", "dh")}
+    values = {name: torch.randn(1, T, H, 128, device="cuda").to(BF16) for name in ("v_new", "do", "dv")}
+    own = {"g": -x["g"].float().abs().cumsum(1) / T, "beta": x["beta"].float().sigmoid()}
+    return x | own | states | values | {"A": torch.randn(1, T, H, 64, device="cuda").to(BF16), "use_exp2": True}
+
+
+def train(T: int = 1024, H: int = 4, **others: object) -> dict:
+    call = prefill(T, H, **others)
+    for name in ("q", "k", "v", "g", "beta"):
+        call[name].requires_grad_()
+    return call
+
+
+def step(op: Op) -> Op:
+    def forward_and_backward(**call: torch.Tensor) -> tuple:
+        o, _ = op(**call)
+        return torch.autograd.grad(o.sum(), [call[name] for name in ("q", "k", "v", "g", "beta")])
+
+    return forward_and_backward
+
+
+CALLS: dict[str, tuple[Callable[[object], Op], Callable[..., dict]]] = {
+    "prefill": (lambda fd: fd.chunk_kda, prefill),
+    "prefill, pool": (lambda fd: fd.chunk_kda, lambda: prefill(N=4)),
+    "prefill, states": (lambda fd: fd.chunk_kda, lambda: prefill(return_intermediate_states=True)),
+    "recurrent": (lambda fd: fd.fused_recurrent_kda, lambda: prefill(T=8)),
+    "decode": (lambda fd: fd.recurrent_kda, lambda: decode(16)),
+    "decode, many": (lambda fd: fd.recurrent_kda, lambda: decode(64)),
+    "commit": (lambda fd: fd.commit, verify),
+    "prefill fp32": (lambda fd: fd.kda_prefill, float32),
+    "wy": (lambda fd: fd.kernels.chunk_bwd_wy_dqkg, wy),
+    "train": (lambda fd: step(fd.chunk_kda), train),
+    "train, kept": (lambda fd: step(fd.chunk_kda), lambda: train(disable_recompute=True)),
+}
+
+GPU = {
+    "prefill 8K H32": ("prefill", lambda: prefill(8192, 32)),
+    "prefill 8K H96": ("prefill", lambda: prefill(8192, 96)),
+    "prefill 32K H4": ("prefill", lambda: prefill(32768, 4)),
+    "prefill 8x1K H32, pool": ("prefill", lambda: prefill(8192, 32, 8)),
+    "decode 64": ("decode", lambda: decode(64)),
+    "decode 256": ("decode", lambda: decode(256)),
+    "prefill fp32 4K H32": ("prefill fp32", lambda: float32(4096, 32)),
+    "wy 8K H32": ("wy", lambda: wy(8192, 32)),
+    "train 8K H32": ("train", lambda: train(8192, 32)),
+    "train 8K H32, kept": ("train", lambda: train(8192, 32, disable_recompute=True)),
+}
+
+
+def microseconds(call: Callable[[], object], times: int) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    taken = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return 1e6 * taken / times
+
+
+def gpu_microseconds(call: Callable[[], object], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end) / times
+
+
+def in_turns(ours: Callable[[], float], base: Callable[[], float], rounds: int = ROUNDS) -> dict:
+    found: dict[str, list[float]] = {"ours": [], "base": []}
+    for i in range(rounds):
+        for name, measure in (("ours", ours), ("base", base)) if i % 2 else (("base", base), ("ours", ours)):
+            found[name].append(measure())
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {name: round(x, 2) for name, x in medians.items()} | {"ratio": round(medians["ours"] / medians["base"], 4)}
+
+
+def host_rows(packages: dict) -> list[dict]:
+    rows = []
+    for name, (op_of, make) in CALLS.items():
+        call = make()
+        runs = {which: lambda op=op_of(fd), call=call: op(**call) for which, fd in packages.items()}
+        for run in runs.values():
+            for _ in range(5):
+                run()
+        row = in_turns(*(lambda run=runs[which]: microseconds(run, 50) for which in ("ours", "base")))
+        rows.append({"row": f"{name}, replay", **row})
+    length = 2048
+    for name, kinds in (("first", (0,)), ("second", (1,)), ("third", (2,))):
+        taken: dict[str, list[float]] = {"ours": [], "base": []}
+        for _ in range(ROUNDS):
+            length += 16
+            call = prefill(length)
+            for which, fd in packages.items():
+                times = [microseconds(lambda fd=fd, call=call: fd.chunk_kda(**call), 1) for _ in range(3)]
+                taken[which] += [times[i] for i in kinds]
+        medians = {which: statistics.median(x) for which, x in taken.items()}
+        row = {which: round(x, 2) for which, x in medians.items()}
+        rows.append({"row": f"prefill, {name} call", **row, "ratio": round(medians["ours"] / medians["base"], 4)})
+    layers = {"ours": [], "base": []}
+    for _ in range(ROUNDS):
+        length += 16
+        calls = [prefill(length) for _ in range(20)]
+        for which, fd in packages.items():
+            layers[which].append(
+                microseconds(lambda fd=fd, calls=calls: [fd.chunk_kda(**call) for call in calls], 1) / 20
+            )
+    medians = {which: statistics.median(x) for which, x in layers.items()}
+    row = {which: round(x, 2) for which, x in medians.items()}
+    return [*rows, {"row": "prefill, 20 layers", **row, "ratio": round(medians["ours"] / medians["base"], 4)}]
+
+
+def flat(x: object) -> list[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return [x.detach()]
+    return [y for part in x for y in flat(part)] if isinstance(x, (tuple, list)) else []
+
+
+def peak(run: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def gpu_rows(packages: dict) -> list[dict]:
+    rows = []
+    for name, (kind, make) in GPU.items():
+        call = make()
+        runs = {which: lambda op=CALLS[kind][0](fd), call=call: op(**call) for which, fd in packages.items()}
+        written = {key: x.clone() for key, x in call.items() if key in ("state_pool", "initial_state")}
+        results = {}
+        for which, run in runs.items():
+            for _ in range(3):
+                for key, x in written.items():
+                    call[key].copy_(x)
+                results[which] = [*flat(run()), *(call[key].clone() for key in written)]
+        same = all(torch.equal(a, b) for a, b in zip(results["ours"], results["base"], strict=True))
+        memory = {f"peak_{which}": peak(run) for which, run in runs.items()}
+        row = in_turns(*(lambda run=runs[which]: gpu_microseconds(run, 20) for which in ("ours", "base")))
+        rows.append({"row": name, **row, "same_bits": same, **memory})
+        del call, runs, results, written
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", type=Path, help="the other revision's files")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        other_package(options.base, Path(folder))
+        sys.path.insert(0, folder)
+        packages = {"ours": importlib.import_module("flashdelta"), "base": importlib.import_module(OTHER)}
+        torch.manual_seed(0)
+        rows = host_rows(packages) + gpu_rows(packages)
+    commit = os.environ.get("FLASHDELTA_COMMIT") or subprocess.getoutput("git rev-parse HEAD")
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+    }
+    for row in rows:
+        extra = "" if "same_bits" not in row else f"  bits {'same' if row['same_bits'] else 'DIFFER'}"
+        extra += "" if "peak_ours" not in row else f"  peak {row['peak_ours'] - row['peak_base']:+d} B"
+        print(f"{row['row']:<26}{row['ours']:>10.2f}{row['base']:>10.2f}{row['ratio']:>8.4f}{extra}")
+    if options.out:
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        options.out.write_text(f'{{\n  "about": {json.dumps(about)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()
