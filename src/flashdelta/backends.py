@@ -22,6 +22,8 @@ class Recording(Protocol):
     """`program.Recorded`; a protocol, since kernels must not be imported before a call needs them."""
 
     used: int
+    pairs: Sequence[tuple[int, Sequence[int]]]
+    refuse: Callable[[Sequence[Tensor | None]], None] | None
 
     def usable(self) -> bool: ...
 

@@ -331,7 +331,7 @@ def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
         seen.extend((*tensors, *options))
         raise Asked
 
-    monkeypatch.setattr(road, "key", key)
+    monkeypatch.setattr(road.CACHE, "find", key)
     names = inspect.signature(op).parameters
     arguments = {name: torch.empty(0) if name in TOKEN_TENSORS else object() for name in names}
     with pytest.raises(Asked):

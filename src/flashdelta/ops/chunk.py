@@ -131,7 +131,7 @@ def chunk_kda(
         *(allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first),
         *(chunk_size, gate, backend, null_index, split, batch_invariant),
     )
-    found = _call(tensors, options, known_lengths(cu_seqlens_cpu, chunk_size, q))
+    found = _call.run(tensors, options, known_lengths(cu_seqlens_cpu, chunk_size, q))
     if not return_intermediate_states:
         return found["o"], found.get("final_state")
     h = found["h"]

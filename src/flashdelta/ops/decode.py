@@ -109,7 +109,7 @@ def recurrent_kda(
         *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, num_spec_tokens),
         *(beta_is_logit, allow_neg_eigval, gate, state_v_first, null_index, update_state, backend),
     )
-    found = _call(tensors, options)
+    found = _call.run(tensors, options)
     return found["o"], initial_state if output_final_state and initial_state is not None else found.get("final_state")
 
 
@@ -141,7 +141,7 @@ def commit(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
-    _commit(tensors, (null_index, backend))
+    _commit.run(tensors, (null_index, backend))
 
 
 _call = Call(operations.DECODE, recurrent_kda)

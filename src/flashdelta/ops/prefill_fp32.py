@@ -48,7 +48,7 @@ def kda_prefill(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    found = _call((q, k, v, g, beta), (chunk_size, scale, gate, precision, backend))
+    found = _call.run((q, k, v, g, beta), (chunk_size, scale, gate, precision, backend))
     return found["o"], found["w"], found["u"]
 
 

@@ -51,7 +51,7 @@ def fused_recurrent_kda(
         *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel),
         *(allow_neg_eigval, lower_bound, state_v_first, gate, backend, null_index),
     )
-    found = _call(tensors, options)
+    found = _call.run(tensors, options)
     return found["o"], found.get("final_state")
 
 

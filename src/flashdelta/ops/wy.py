@@ -78,7 +78,7 @@ def chunk_bwd_wy_dqkg(
             came and what was wanted.
     """
     tensors = (q, k, v, v_new, g, beta, A, h, dh, do, dv, cu_seqlens)
-    found = _call(tensors, (scale, chunk_size, state_v_first, use_exp2, backend))
+    found = _call.run(tensors, (scale, chunk_size, state_v_first, use_exp2, backend))
     return found["dq"], found["dk"], found["dv"], found["dbeta"], found["dg"], found["dA"]
 
 

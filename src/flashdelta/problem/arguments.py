@@ -6,6 +6,7 @@ An `Operation` is a table: a row for each tensor (`Argument`), a check for each 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from . import device_checks
 from .errors import wrong
 from .problem import ROLES, Problem, Tensors
 
+CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors whose work needs no dispatcher."""
 
@@ -146,31 +148,40 @@ class Sizes(dict[str, int]):
     """Sizes by symbol, as arguments bind them."""
 
     def expected(self, dim: str) -> int | None:
-        if dim.isdigit():
+        known = self.get(dim)
+        if known is None and dim.isdigit():
             return int(dim)
-        if "*" in dim:
+        if known is None and "*" in dim:
             a, b = (self.expected(x) for x in dim.split("*"))
             return None if a is None or b is None else a * b
-        return self.get(dim)
+        return known
 
-    def fit(self, dims: list[str], shape: torch.Size) -> bool:
+    def fit(self, dims: tuple[str, ...], shape: torch.Size) -> bool:
         """Whether a tensor of this shape has these dimensions; if so, binds the symbols that are new."""
         if len(dims) != len(shape):
             return False
-        if any((known := self.expected(dim)) is not None and known != n for dim, n in zip(dims, shape)):
-            return False
-        self.update({dim: n for dim, n in zip(dims, shape) if self.expected(dim) is None})
+        new = {}
+        for dim, n in zip(dims, shape):
+            known = self.expected(dim)
+            if known is None:
+                new[dim] = n
+            elif known != n:
+                return False
+        self.update(new)
         return True
 
-    def described(self, dims: list[str], shape: torch.Size) -> str:
+    def described(self, dims: tuple[str, ...], shape: torch.Size) -> str:
         """`[B, T, HV, K] = [1, 70, 2, 32]`, as far as sizes are known."""
         symbols = ", ".join(WORDS.get(dim, dim.replace("*", " * ")) for dim in dims)
         known = [self.expected(dim) for dim in dims]
         if len(dims) != len(shape):
-            rank = f", of rank {len(dims)}" if any(n is None for n in known) else ""
-            sizes = "" if None in known else f" = {known}"
-            return f"[{symbols}]{sizes}{rank or f' (rank {len(dims)})'}"
-        return f"[{symbols}] = {[n if known_n is None else known_n for n, known_n in zip(shape, known)]}"
+            return f"[{symbols}], of rank {len(dims)}" if None in known else f"[{symbols}] = {known} (rank {len(dims)})"
+        return f"[{symbols}] = {[n if size is None else size for n, size in zip(shape, known)]}"
+
+
+@functools.cache
+def dimensions(shape: str, v_first: bool) -> tuple[str, ...]:
+    return tuple(shape.replace("STATE", "V K" if v_first else "K V").split())
 
 
 def shape_of(x: Tensor) -> str:
@@ -218,16 +229,14 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a0 < b0 + extent(b) and b0 < a0 + extent(a)
 
 
+NO_TENSORS: dict[str, Any] = dict.fromkeys(ROLES)
+
+
 class Given:
     """A call's tensors by role and options by name, as attributes. (`torch.compile` traces no `SimpleNamespace`.)"""
 
     def __init__(self, values: dict[str, Any]):
-        self.values = values
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.values:
-            return self.values[name]
-        raise AttributeError(name)
+        self.__dict__ = values
 
 
 # ---- calls --------------------------------------------------------------------------------------------------------------
@@ -263,8 +272,13 @@ class Operation:
     def name_of(self, role: str) -> str:
         return (self.called or {}).get(role, role)
 
+    def role_of(self, name: str) -> str:
+        return next(iter(self.by_role({name: None})))
+
     def by_role(self, given: Mapping[str, object]) -> dict[str, Any]:
-        roles = {name: role for role, name in (self.called or {}).items()}
+        if self.called is None:
+            return dict(given)
+        roles = {name: role for role, name in self.called.items()}
         return {roles.get(name, name): x for name, x in given.items()}
 
     def check(self, given: Mapping[str, object]) -> tuple[Problem, Tensors]:
@@ -274,101 +288,105 @@ class Operation:
             TypeError: an argument of the wrong type or dtype.
             ValueError: anything else; the message names the argument, what came and what was wanted.
         """
+        values = self.by_role(given)
         roles = {argument.role for argument in self.arguments}
-        values = dict.fromkeys((*ROLES, *roles)) | self.by_role(given)
-        for option in self.by_role(given):
-            if option not in roles and option != "backend":
-                self.options.get(option, flag)(self.name_of(option), values[option])
-        for argument in self.arguments:
-            if values[argument.role] is not None:
-                check_tensor(self.name_of(argument.role), values[argument.role])
-        call = Given(values)
+        for name, value in values.items():
+            if name not in roles and name != "backend":
+                self.options.get(name, flag)(self.name_of(name), value)
+        call, sizes = Given(NO_TENSORS | values), Sizes()
+        for role in roles:
+            if values[role] is not None:
+                check_tensor(self.name_of(role), values[role])
         for rule in self.rules:
             if rule.broken(call):
                 names = _Names(self)
                 raise wrong(self.name_of(rule.argument), rule.got.format_map(names), rule.wanted.format_map(names))
-        sizes = Sizes()
         if self.canonical is not None:
             call = self.canonical(call, sizes)
-        for argument in self.arguments:
-            known = len(sizes)
-            self._fit(argument, call, sizes)
-            if len(sizes) > known:
-                self.sizes(call, sizes)
-        self._check_dtypes_and_devices(call)
-        for argument in self.arguments:
-            x = getattr(call, argument.role)
-            if x is not None:
+        present = self._check_shapes(call, sizes)
+        self._check_dtypes_and_devices(call, present)
+        for argument, x in present:
+            if argument.dense or argument.written:
                 check_strides(self.name_of(argument.role), x, argument.dense, argument.written)
-        self.check_overlaps(call.values)
-        self._check_gradients(call)
-        t = _canonical_shapes(Tensors(**{role: getattr(call, role) for role in roles if role in ROLES}))
+        self.check_overlaps(vars(call))
+        if torch.is_grad_enabled():
+            self._check_gradients(call, present)
+        t = _canonical_shapes(Tensors(**{argument.role: x for argument, x in present if argument.role in NO_TENSORS}))
         problem, t = self.problem(call, t)
         if device_checks.enabled():
             device_checks.check(problem, t, self.name_of)
         return problem, t
 
-    def _fit(self, argument: Argument, call: Any, sizes: Sizes) -> None:
-        x, name = getattr(call, argument.role), self.name_of(argument.role)
-        why = argument.required(call) if callable(argument.required) else argument.required
-        if x is None and why is None:
-            if argument.role == "cu_seqlens":
-                sizes["N"] = sizes["B"]
-            return
-        shapes = argument.shape(call) if callable(argument.shape) else argument.shape
-        inner = "V K" if getattr(call, "state_v_first", False) else "K V"
-        dims = [s.replace("STATE", inner).split() for s in ((shapes,) if isinstance(shapes, str) else shapes)]
-        if x is None:
-            if not why:
-                raise TypeError(f"{name}: got NoneType, wanted a torch.Tensor")
-            described = sizes.described(dims[0], torch.Size([0] * len(dims[0])))
-            raise wrong(name, None, f"a tensor of shape {described} ({why.format_map(_Names(self))})")
-        if not any([sizes.fit(d, x.shape) for d in dims]):
-            raise wrong(name, shape_of(x), " or ".join(sizes.described(d, x.shape) for d in dims))
-        if argument.role == "cu_seqlens":
-            if x.numel() == 0:
-                raise wrong(name, "an empty tensor", "N + 1 offsets")
-            sizes["N"] = x.numel() - 1
-
-    def _check_dtypes_and_devices(self, call: Any) -> None:
-        first = getattr(call, self.arguments[0].role)
+    def _check_shapes(self, call: Any, sizes: Sizes) -> list[tuple[Argument, Tensor]]:
+        """Returns the arguments that the call has."""
+        present, v_first = [], bool(getattr(call, "state_v_first", False))
         for argument in self.arguments:
-            x, name = getattr(call, argument.role), self.name_of(argument.role)
+            x, known = getattr(call, argument.role), len(sizes)
             if x is None:
+                if argument.required is not None:
+                    self._require(argument, call, sizes, v_first)
+                if argument.role == "cu_seqlens":
+                    sizes["N"] = sizes["B"]
                 continue
+            shapes = argument.shape(call) if callable(argument.shape) else argument.shape
+            dims = [dimensions(shape, v_first) for shape in ((shapes,) if isinstance(shapes, str) else shapes)]
+            if not any([sizes.fit(one, x.shape) for one in dims]):
+                wanted = " or ".join(sizes.described(one, x.shape) for one in dims)
+                raise wrong(self.name_of(argument.role), shape_of(x), wanted)
+            if argument.role == "cu_seqlens":
+                if x.numel() == 0:
+                    raise wrong("cu_seqlens", "an empty tensor", "N + 1 offsets")
+                sizes["N"] = x.numel() - 1
+            if len(sizes) > known:
+                self.sizes(call, sizes)
+            present.append((argument, x))
+        return present
+
+    def _require(self, argument: Argument, call: Any, sizes: Sizes, v_first: bool) -> None:
+        name = self.name_of(argument.role)
+        why = argument.required(call) if callable(argument.required) else argument.required
+        if why == "":
+            raise TypeError(f"{name}: got NoneType, wanted a torch.Tensor")
+        if why is not None:
+            shapes = argument.shape(call) if callable(argument.shape) else argument.shape
+            dims = dimensions(shapes if isinstance(shapes, str) else shapes[0], v_first)
+            described = sizes.described(dims, torch.Size([0] * len(dims)))
+            raise wrong(name, None, f"a tensor of shape {described} ({why.format_map(_Names(self))})")
+
+    def _check_dtypes_and_devices(self, call: Any, present: list[tuple[Argument, Tensor]]) -> None:
+        first = present[0][1]
+        for argument, x in present:
             allowed, said = argument.dtype(first.dtype, call)
             if x.dtype not in allowed:
-                raise TypeError(f"{name}: got dtype {x.dtype}, wanted {said}")
-            if argument.on_host:
-                if x.device.type != "cpu":
-                    raise wrong(name, f"device {x.device}", "device cpu")
-            elif x.device != first.device:
-                wanted = f"{self.name_of(self.arguments[0].role)}'s device {first.device}"
-                raise wrong(name, f"device {x.device}", wanted)
+                raise TypeError(f"{self.name_of(argument.role)}: got dtype {x.dtype}, wanted {said}")
+            device = CPU if argument.on_host else first.device
+            if x.device != device:
+                of = "" if argument.on_host else f"{self.name_of(present[0][0].role)}'s "
+                raise wrong(self.name_of(argument.role), f"device {x.device}", f"{of}device {device}")
 
-    def overlaps(self) -> list[tuple[str, str]]:
-        """Roles that must not share memory: the first is written."""
-        found: list[tuple[str, str]] = []
+    @functools.cached_property
+    def overlaps(self) -> dict[str, list[str]]:
+        """Of roles that are written: those that must not share their memory. Each pair is there once."""
+        found: dict[str, list[str]] = {}
         for argument in reversed(self.arguments):
             if argument.written:
                 others = [x.role for x in self.arguments if x.role not in (argument.role, *argument.shares)]
-                found += [(argument.role, other) for other in others if (other, argument.role) not in found]
+                found[argument.role] = [other for other in others if argument.role not in found.get(other, ())]
         return found
 
     def check_overlaps(self, by_role: Mapping[str, Any]) -> None:
         """Refuses a tensor to be written that shares memory with another argument."""
         if torch.compiler.is_compiling():
             return
-        for role, other in self.overlaps():
-            a, b = by_role.get(role), by_role.get(other)
-            if a is not None and b is not None and overlap(a, b):
-                raise wrong(self.name_of(role), f"memory shared with {self.name_of(other)}", "memory of its own")
+        for role, others in self.overlaps.items():
+            written = by_role.get(role)
+            for other in others if written is not None else ():
+                x = by_role.get(other)
+                if x is not None and overlap(written, x):
+                    raise wrong(self.name_of(role), f"memory shared with {self.name_of(other)}", "memory of its own")
 
-    def _check_gradients(self, call: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        named = ((a.role, getattr(call, a.role)) for a in self.arguments)
-        role = next((role for role, x in named if x is not None and x.requires_grad), None)
+    def _check_gradients(self, call: Any, present: list[tuple[Argument, Tensor]]) -> None:
+        role = next((argument.role for argument, x in present if x.requires_grad), None)
         if role is None:
             return
         if self.no_gradients is not None:

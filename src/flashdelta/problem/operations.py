@@ -283,7 +283,7 @@ def of_sequences(name: str) -> Any:
 
 def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     """Options that have the name of a setting are that setting; the others are worked out here."""
-    options = c.values
+    options = vars(c)
     gate = gate_of(c)
     bounds = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), t.q) or (0, 0)
     split = options.get("split", "auto")
@@ -442,7 +442,7 @@ def unmixed(c: Any, sizes: Sizes) -> Any:
             views[role] = x.view(*leading, HV, *((K,) if role == "g" else ()))
     heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
     views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
-    return Given(c.values | views)
+    return Given(vars(c) | views)
 
 
 def check_decode(c: Any, sizes: Sizes) -> None:

@@ -18,44 +18,13 @@ class Entry(Protocol):
     """When it was last found."""
 
     def usable(self) -> bool:
-        """Whether it may run now."""
+        """Whether it may run now; else the call runs as one that may not be kept."""
 
 
 E = TypeVar("E", bound=Entry)
 
 Key = tuple | None
-
-
-def key(kind: object, tensors: Sequence[Tensor | None], options: tuple = ()) -> tuple[Key, list[int]]:
-    """All that the validation and the launches of a call of this kind depend on, and the addresses of its `tensors` (0 where
-    there is none). Of options the types, too: 64.0 equals 64, and True equals 1.
-
-    The key is None for a call that may not be kept: one that is traced, checked on the host, or not on a GPU, and one with
-    arguments that are no plain tensors, or have no memory of their own (sparse ones, those inside `torch.vmap`)."""
-    if device_checks.ENABLED or torch.compiler.is_compiling():
-        return None, []
-    grad = torch.is_grad_enabled()
-    found: list[object] = [kind, options, tuple(map(type, options)), grad]
-    addresses, device = [], -1
-    for x in tensors:
-        if x is None:
-            found.append(None)
-            addresses.append(0)
-        elif type(x) in PLAIN:
-            # flat, and the device as a number: all this is most of the host time of a repeated call
-            try:
-                index, address = x.get_device(), x.data_ptr()
-                found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
-            except RuntimeError:
-                return None, []
-            if index > device:
-                device = index
-            addresses.append(address)
-        else:
-            return None, []
-    if device < 0:
-        return None, []
-    return tuple(found), addresses
+"""All that the validation and the launches of a call depend on; None for a call that may not be kept."""
 
 
 class LaunchCache(Generic[E]):
@@ -64,19 +33,52 @@ class LaunchCache(Generic[E]):
     def __init__(self, most: int = 4096):
         self.most, self._entries, self._clock = most, dict[tuple, E](), 0
 
-    def find(self, key: Key) -> E | None:
+    def find(
+        self, kind: object, tensors: Sequence[Tensor | None], options: tuple = ()
+    ) -> tuple[E | None, Key, list[int]]:
+        """The entry of a call of this kind, if there is one that may run now; its key; and the addresses of its `tensors` (0
+        where there is none). Of options the types count, too: 64.0 equals 64, and True equals 1.
+
+        A call may not be kept that is traced, checked on the host, or not on a GPU, nor one with arguments that are no plain
+        tensors, or have no memory of their own (sparse ones, those inside `torch.vmap`)."""
+        if device_checks.ENABLED or torch.compiler.is_compiling():
+            return None, None, []
+        grad = torch.is_grad_enabled()
+        found: list[object] = [kind, options, grad, *map(type, options)]
+        addresses, device = [], -1
+        for x in tensors:
+            if x is None:
+                found.append(None)
+                addresses.append(0)
+            elif type(x) in PLAIN:
+                # flat, and the device as a number: all this is most of the host time of a repeated call
+                try:
+                    index, address = x.get_device(), x.data_ptr()
+                    found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
+                except RuntimeError:
+                    return None, None, []
+                if index > device:
+                    device = index
+                addresses.append(address)
+            else:
+                return None, None, []
+        if device < 0:
+            return None, None, []
+        key = tuple(found)
         try:
-            entry = self._entries.get(key)  # type: ignore[arg-type]
+            entry = self._entries.get(key)
         except TypeError:  # an option that can't be hashed, which the validation will refuse
-            return None
-        if entry is None or not entry.usable():
-            return None
+            return None, None, []
+        if entry is None:
+            return None, key, addresses
+        if not entry.usable():
+            return None, None, []
         self._clock += 1
         entry.used = self._clock
-        return entry
+        return entry, key, addresses
 
-    def keep(self, key: Key, entry: E | None) -> None:
-        if key is None or entry is None:
+    def keep(self, key: Key, entry: E) -> None:
+        if key is None:
             return
         if len(self._entries) >= self.most:
             by_use = sorted(self._entries.items(), key=lambda item: item[1].used)

@@ -62,27 +62,26 @@ class Launch:
         # Triton 3.10 stops fusing multiplications and additions by default: numerics and speed would move
         return {"num_warps": self.num_warps, "enable_fp_fusion": True, **cap, **early, **ptxas}
 
-    def run(self) -> None:
-        """Launches on the current stream of the current device.
+    def run(self) -> CompiledKernel | None:
+        """Launches on the current stream of the current device. Returns the compiled kernel, if that can be launched again
+        directly.
 
         Triton's own way binds and specialises every argument anew, tens of microseconds a launch. What it would find is in
         `_specialization`; once it has compiled a kernel for that, the kernel is launched directly.
         """
         if self.ctas <= 0:
-            return
+            return None
         if knobs.runtime.interpret or hooked():
             self._run_through_triton()
-            return
+            return None
         device = torch.cuda.current_device()
-        compiled = self.compiled(device)
+        key = self._key(device)
+        compiled = _compiled.get(key)
         if compiled is None:
-            _compiled[self._key(device)] = self._run_through_triton()
-            return
-        start(compiled, device, (self.ctas, self.rows, 1), (*self.arguments, *self.constants.values()))
-
-    def compiled(self, device: int) -> CompiledKernel | None:
-        """The kernel as compiled by an earlier launch like this one."""
-        return _compiled.get(self._key(device))
+            compiled = _compiled[key] = self._run_through_triton()
+        else:
+            start(compiled, device, (self.ctas, self.rows, 1), (*self.arguments, *self.constants.values()))
+        return compiled
 
     def _key(self, device: int) -> tuple:
         options = (self.num_warps, self.max_registers, self.overlaps)

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from ..problem.arguments import extent
 from ..problem.problem import Problem, Result, Tensors
 from .launch import Launch, hooked, start
+
+MOST_APART = 256
 
 ALIGNMENT = 512
 """Bytes: of buffers that share an allocation."""
@@ -64,9 +67,9 @@ class Program:
         recorder = None if record is None or self.copy_out is not None else Recorder(self.outputs.device, record)
         with _current(self.outputs.device):
             for launch in self.launches:
-                launch.run()
+                compiled = launch.run()
                 if recorder is not None:
-                    recorder.add(launch, self.outputs)
+                    recorder.add(launch, compiled, self.outputs)
                 del launch
         if self.copy_out is not None:
             self.outputs["o"] = self.copy_out.copy_(self.outputs["o"])
@@ -85,18 +88,99 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 # ---- recording ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Buffer:
+    """A launch's scratch. Told apart by identity: another one may have its address when it is gone."""
+
+    tensor: weakref.ref
+    begin: int
+    nbytes: int
+    first: int
+    last: int
+
+
+class Recorder:
+    """Is shown launches as they run, and keeps no tensor of theirs. What they amount to is worked out when a call repeats."""
+
+    def __init__(self, device: torch.device, known: Sequence[Tensor | None]):
+        present = [(i, x) for i, x in enumerate(known) if x is not None and x.numel() > 0]
+        self.device, self.known, self.count = device, known, len(known)
+        self.ranges = [(begin := x.data_ptr(), begin + extent(x), i) for i, x in present]
+        self.outputs: dict[str, tuple[int, int, tuple]] = {}
+        self.given: list[tuple[str, int]] = []
+        self.buffers: list[_Buffer] = []
+        self.launches: list[tuple] = []
+        self.possible = device.index == torch.cuda.current_device()
+
+    def add(self, launch: Launch, compiled: CompiledKernel | None, outputs: Outputs) -> None:
+        if compiled is None or launch.ctas <= 0:
+            self.possible = False
+            return
+        step = len(self.launches)
+        for name, x in outputs.items():
+            if name not in self.outputs:
+                make = torch.zeros if name in outputs.zeroed else torch.empty
+                self.outputs[name] = x.data_ptr(), x.nbytes, (step, make, x.shape, x.dtype)
+                self.given += [(name, i) for i, known in enumerate(self.known) if known is x]
+        for x in launch.scratch:
+            buffer = next((buffer for buffer in self.buffers if buffer.tensor() is x), None)
+            if buffer is None:
+                self.buffers.append(_Buffer(weakref.ref(x), x.data_ptr(), x.nbytes, step, step))
+            else:
+                buffer.last = step
+        arguments: list[Any] = []
+        pointers: list[tuple[int, int, bool]] = []
+        for position, x in enumerate(launch.arguments):
+            tensor = getattr(x, "base", x)
+            if isinstance(tensor, Tensor):
+                described = tensor is not x
+                if tensor.numel() > 0:
+                    pointers.append((position, tensor.data_ptr(), described))
+                x = _with_base(x, None) if described else 0
+            arguments.append(x)
+        alive = [i for i, buffer in enumerate(self.buffers) if buffer.last == step]
+        arguments += launch.constants.values()
+        self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, alive))
+
+    def recorded(self) -> Recorded | None:
+        self.known = ()
+        return Recorded(self) if self.possible and self.launches else None
+
+
 class Recorded:
     """A recorded program: allocates outputs and buffers when they are first needed, gives buffers back after their last use,
-    fills in addresses, and launches. `given` outputs are the caller's own: their name, and which of its tensors they are."""
+    fills in addresses, and launches.
+
+    An argument must be one of the tensors of the call or lie inside one, the first that it could be a view of; or lie in one
+    of the outputs, which a repetition allocates; or in the launch's `scratch`. If one does not (an input had to be copied), or
+    two of the tensors share an address, the program is not `usable`.
+    """
 
     used = 0
 
-    def __init__(self, device: torch.device, steps: list[tuple], slots: int, given: list[tuple[str, int]]):
-        self.device, self.steps, self.blank, self.given = device, steps, [0] * slots, given
+    def __init__(self, recorder: Recorder):
+        self.device, self.index = recorder.device, recorder.device.index
+        self.recorder: Recorder | None = recorder
+        self.steps: list[tuple] | None = None
+        self.pairs: Sequence[tuple[int, Sequence[int]]] = ()
+        """Of tensors, by place, that are written, and those which must not share their memory."""
+        self.refuse: Callable[[Sequence[Tensor | None]], None] | None = None
+        """Is told of tensors that do."""
+        self.apart: dict[int, list[int]] = {}
+        """By the address of the first that is written, such as a layer's pool: the addresses last found to be disjoint."""
+
+    def usable(self) -> bool:
+        if self.recorder is not None:
+            self.steps = self._resolved(self.recorder)
+            self.recorder = None
+        return self.steps is not None and torch.cuda.current_device() == self.index and not hooked()
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]:
         """The outputs by name. `addresses` are those of `tensors`, in a list that may be changed."""
-        device, index = self.device, self.device.index
+        assert self.steps is not None
+        if self.disjoint and self.apart.get(addresses[self.disjoint[0][0]]) != addresses:
+            self._check_disjoint(tensors, addresses)
+        device, index = self.device, self.index
         addresses += self.blank
         held, results = {}, {}
         for compiled, grid, template, places, described, outputs, buffers, done in self.steps:
@@ -116,134 +200,77 @@ class Recorded:
             for slot in done:
                 del held[slot]
         for name, i in self.given:
-            results[name] = tensors[i]
+            results[name] = tensors[i]  # type: ignore[assignment]
         return results
 
-    def usable(self) -> bool:
-        return torch.cuda.current_device() == self.device.index and not hooked()
+    def _check_disjoint(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> None:
+        for i, size, others in self.disjoint:
+            begin = addresses[i]
+            end = begin + size
+            for j, length in others:
+                if addresses[j] < end and begin < addresses[j] + length:
+                    assert self.refuse is not None
+                    self.refuse(tensors)
+        if len(self.apart) >= MOST_APART:
+            self.apart.clear()
+        self.apart[addresses[self.disjoint[0][0]]] = addresses.copy()
 
-
-@dataclass
-class _Buffer:
-    """A launch's scratch. Told apart by identity: another one may have its address when it is gone."""
-
-    tensor: weakref.ref
-    nbytes: int
-    first: int
-    last: int
-
-
-@dataclass
-class Recorder:
-    """Makes a `Recorded` of launches while they run, for calls with other tensors in place of `known`.
-
-    An argument must be one of them or lie inside one, the first that it could be a view of; or lie in one of the outputs,
-    which a repetition allocates; or in the launch's `scratch`. If one does not (an input had to be copied), or two of `known`
-    share an address, there is no recording.
-    """
-
-    device: torch.device
-    known: Sequence[Tensor | None]
-    _bases: dict[int, int] = field(init=False)
-    _outputs: dict[str, tuple[int, tuple]] = field(init=False, default_factory=dict)
-    _given: dict[str, int] = field(init=False, default_factory=dict)
-    _buffers: list[_Buffer] = field(init=False, default_factory=list)
-    _found: list[tuple] = field(init=False, default_factory=list)
-    _possible: bool = field(init=False, default=True)
-
-    def __post_init__(self):
-        present = [(x.data_ptr(), i) for i, x in enumerate(self.known) if x is not None and x.numel() > 0]
-        self._bases = dict(present)
-        self._possible = len(self._bases) == len(present) and self.device.index == torch.cuda.current_device()
-
-    def add(self, launch: Launch, outputs: Outputs) -> None:
-        compiled = launch.compiled(self.device.index) if self._possible else None
-        if compiled is None or launch.ctas <= 0:
-            self._possible = False
-            return
-        for name, x in outputs.items():
-            self._own(name, x, outputs)
-        template, places, described = [*launch.arguments, *launch.constants.values()], [], []
-        for position, x in enumerate(launch.arguments):
-            tensor = getattr(x, "base", x)
-            if not isinstance(tensor, Tensor):
-                continue
-            template[position] = 0
-            if tensor is not x:
-                template[position] = _with_base(x, None)
-            if tensor.numel() == 0:
-                continue
-            place = self._place(tensor.data_ptr(), launch, outputs)
-            if place is None:
-                self._possible = False
-                return
-            (places if tensor is x else described).append((position, *place))
-        self._found.append((compiled, (launch.ctas, launch.rows, 1), template, places, described))
-
-    def _own(self, name: str, x: Tensor, outputs: Outputs) -> None:
-        """Where a repetition has the output from: the caller, or an allocation before this launch."""
-        if name in self._outputs or name in self._given:
-            return
-        i = next((i for i, known in enumerate(self.known) if known is x), None)
-        if i is not None:
-            self._given[name] = i
-        else:
-            make = torch.zeros if name in outputs.zeroed else torch.empty
-            self._outputs[name] = len(self._found), (make, x.shape, x.dtype)
-
-    def _place(self, address: int, launch: Launch, outputs: Mapping[str, Tensor]) -> tuple[Any, int] | None:
-        """Whose memory the address lies in (a number for one of `known`, a name for an output, or a buffer) and the offset
-        there."""
-        if address in self._bases:
-            return self._bases[address], 0
-        for name in self._outputs:
-            if 0 <= address - outputs[name].data_ptr() < outputs[name].nbytes:
-                return name, address - outputs[name].data_ptr()
-        for i, x in enumerate(self.known):
-            if x is not None and 0 <= address - x.data_ptr() < extent(x):
-                return i, address - x.data_ptr()
-        for x in launch.scratch:
-            if 0 <= address - x.data_ptr() < x.nbytes:
-                return self._buffer(x), address - x.data_ptr()
-        return None
-
-    def _buffer(self, x: Tensor) -> _Buffer:
-        step = len(self._found)
-        for buffer in self._buffers:
-            if buffer.tensor() is x:
-                buffer.last = step
-                return buffer
-        self._buffers.append(_Buffer(weakref.ref(x), x.nbytes, step, step))
-        return self._buffers[-1]
-
-    def recorded(self) -> Recorded | None:
-        if not self._possible or not self._found:
+    def _resolved(self, r: Recorder) -> list[tuple] | None:
+        """The steps of a repetition; None if there is none."""
+        sizes = {i: end - begin for begin, end, i in r.ranges}
+        if len({begin for begin, _, _ in r.ranges}) < len(r.ranges):
             return None
-        slots = {name: len(self.known) + i for i, name in enumerate(self._outputs)}
+        written = (
+            (i, sizes[i], [(j, sizes[j]) for j in others if j in sizes]) for i, others in self.pairs if i in sizes
+        )
+        self.disjoint = [(i, size, others) for i, size, others in written if others]
+        self.given = r.given
+        given = {name for name, _ in r.given}
+        own = {name: r.count + n for n, name in enumerate(name for name in r.outputs if name not in given)}
         # buffers with the same first and last use are one allocation
-        spans = list(dict.fromkeys((buffer.first, buffer.last) for buffer in self._buffers))
-        sizes = [0] * len(spans)
-        beyond = len(self.known) + len(slots)
-        within: dict[int, tuple[int, int]] = {}
-        for buffer in self._buffers:
-            i = spans.index((buffer.first, buffer.last))
-            within[id(buffer)] = beyond + i, sizes[i]
-            sizes[i] += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-
-        def resolved(places: list[tuple]) -> list[tuple[int, int, int]]:
-            found = []
-            for position, whose, offset in places:
-                slot, base = within[id(whose)] if isinstance(whose, _Buffer) else (slots.get(whose, whose), 0)
-                found.append((position, slot, base + offset))
-            return found
-
+        spans = list(dict.fromkeys((buffer.first, buffer.last) for buffer in r.buffers))
+        totals = [0] * len(spans)
+        within = []
+        for buffer in r.buffers:
+            n = spans.index((buffer.first, buffer.last))
+            within.append((r.count + len(own) + n, totals[n]))
+            totals[n] += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+        self.blank = [0] * (len(own) + len(spans))
+        starts = {begin: i for begin, _, i in r.ranges}
         steps = []
-        for i, (compiled, grid, template, places, described) in enumerate(self._found):
-            outputs = [(name, slots[name], *how) for name, (first, how) in self._outputs.items() if first == i]
-            needed = [(beyond + j, sizes[j]) for j, (first, _) in enumerate(spans) if first == i]
-            done = [beyond + j for j, (_, last) in enumerate(spans) if last == i]
-            steps.append((compiled, grid, template, resolved(places), resolved(described), outputs, needed, done))
-        return Recorded(self.device, steps, len(slots) + len(spans), [*self._given.items()])
+        for step, (compiled, grid, arguments, pointers, alive) in enumerate(r.launches):
+            # what has been allocated by then: later outputs may lie where an earlier buffer lay
+            there = [(*r.outputs[name], slot) for name, slot in own.items() if r.outputs[name][2][0] <= step]
+            ranges = [*((begin, begin + nbytes, slot) for begin, nbytes, _, slot in there), *r.ranges]
+            scratch = [(r.buffers[n].begin, r.buffers[n].begin + r.buffers[n].nbytes, *within[n]) for n in alive]
+            places: tuple[list[tuple], list[tuple]] = ([], [])
+            for position, address, described in pointers:
+                place = _place(address, starts, ranges, scratch)
+                if place is None:
+                    return None
+                places[described].append((position, *place))
+            outputs = [
+                (name, slot, *r.outputs[name][2][1:]) for name, slot in own.items() if r.outputs[name][2][0] == step
+            ]
+            needed = [(r.count + len(own) + n, totals[n]) for n, (first, _) in enumerate(spans) if first == step]
+            done = [r.count + len(own) + n for n, (_, last) in enumerate(spans) if last == step]
+            steps.append((compiled, grid, arguments, *places, outputs, needed, done))
+        return steps
+
+
+def _place(
+    address: int, starts: dict[int, int], ranges: list[tuple[int, int, int]], scratch: list[tuple[int, int, int, int]]
+) -> tuple[int, int] | None:
+    """Whose memory the address lies in, as a slot, and the offset there."""
+    if address in starts:
+        return starts[address], 0
+    for begin, end, slot in ranges:
+        if begin <= address < end:
+            return slot, address - begin
+    for begin, end, slot, base in scratch:
+        if begin <= address < end:
+            return slot, base + address - begin
+    return None
 
 
 def _with_base(descriptor: Any, base: object) -> Any:

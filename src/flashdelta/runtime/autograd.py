@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..backends import Backend, Recording
 from ..problem.problem import BACKWARD, INPUTS, Problem, Tensors
-from ..program.cache import LaunchCache, key
+from ..program.cache import LaunchCache
 
 KEPT = {"workspace": "workspace", "A": "Akk_inv", "h": "h", "v_new": "v_new"}
 """Roles in the backward pass of what a forward leaves for it, and the names under which it does."""
@@ -42,7 +42,7 @@ class Differentiable:
     def usable(self) -> bool:
         return self.recorded is None or self.recorded.usable()
 
-    def __call__(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
+    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
         """Of tensors as the caller passed them."""
         inputs = dict(zip(INPUTS, [tensors[i] for i in self.places]))
         shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
@@ -50,9 +50,9 @@ class Differentiable:
             x = inputs[role]
             if x is not None and x.shape != shape:
                 inputs[role] = x.reshape(shape)
-        return self.run(*inputs.values())
+        return self.apply(*inputs.values())
 
-    def run(self, *inputs: Tensor | None) -> Mapping[str, Any]:
+    def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
         """`o` and `final_state` of canonical inputs, with the gradients that these require."""
         o, final_state = _ChunkKda.apply(self, *inputs)
         return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
@@ -70,15 +70,15 @@ class Differentiable:
     ) -> Mapping[str, Tensor]:
         # the saved tensors, too: a hook may have put others in their place
         tensors = (*saved, grad_o, grad_final, *kept.values())
-        known, addresses = key(self.kind, tensors)
-        recorded = self.cache.find(known)
+        recorded, known, addresses = self.cache.find(self.kind, tensors)
         if recorded is not None:
             return recorded.run(tensors, addresses)
         left = {role: kept[name] for role, name in KEPT.items() if kept}
         t = replace(Tensors(*saved), do=grad_o, dht=grad_final, **left)
         program = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
         found = program.run(None if known is None else tensors)
-        self.cache.keep(known, program.recorded)
+        if program.recorded is not None:
+            self.cache.keep(known, program.recorded)
         return found
 
 

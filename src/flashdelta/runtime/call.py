@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem.arguments import Operation, extent, is_plain
+from ..problem.arguments import Operation, is_plain
 from ..problem.problem import INPUTS, Problem, Tensors
-from ..program.cache import Key, LaunchCache, key
+from ..program.cache import Key, LaunchCache
 from . import autograd, torch_ops
 
 CACHE: LaunchCache[Any] = LaunchCache()
@@ -26,20 +26,21 @@ class Call:
 
     def __init__(self, operation: Operation, function: Callable[..., Any]):
         parameters = inspect.signature(function).parameters.values()
-        self.operation, self.function = operation, function
+        self.operation, self.function, self.kind = operation, function, operation.name
         self.tensors = tuple(p.name for p in parameters if "Tensor" in str(p.annotation))
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
+        place = {operation.role_of(name): i for i, name in enumerate(self.tensors)}
+        self.pairs = [(place[role], [place[other] for other in others]) for role, others in operation.overlaps.items()]
         CALLS[function] = self
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
+    def run(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
         """The results by name. `host`: what the host knows of device data, on which launches depend, too."""
-        known, addresses = key((self.operation.name, host), tensors, options)
-        replay = CACHE.find(known)
-        if replay is not None:
-            return replay(tensors, addresses)
-        return self.first(known, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
+        entry, key, addresses = CACHE.find(self.kind if host is None else (self.kind, host), tensors, options)
+        if entry is not None:
+            return entry.run(tensors, addresses)
+        return self.first(key, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
 
-    def first(self, known: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
+    def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
         problem, t = self.operation.check(given)
         backend = backends.choose(problem, t.device, given["backend"])
@@ -47,47 +48,20 @@ class Call:
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             return torch_ops.call(problem, t, backend.name)
         if problem.requires_grad:
-            differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, known is not None)
-            CACHE.keep(known, differentiable)
-            return differentiable.run(*(getattr(t, role) for role in INPUTS))
+            differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
+            CACHE.keep(key, differentiable)
+            return differentiable.apply(*(getattr(t, role) for role in INPUTS))
         program = backend.build(problem, t)
-        results = program.run(None if known is None else tensors)
+        results = program.run(None if key is None else tensors)
         if program.recorded is not None:
-            CACHE.keep(known, Replay(self, program.recorded, tensors))
+            program.recorded.pairs, program.recorded.refuse = self.pairs, self.refuse
+            CACHE.keep(key, program.recorded)
         return results
 
-    def refuse(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def refuse(self, tensors: Sequence[Tensor | None]) -> None:
         """Of a call whose tensors overlap: says which."""
         by_name = dict(zip(self.tensors, tensors))
         self.operation.check_overlaps(self.operation.by_role(by_name))
-
-
-class Replay:
-    """A recorded program, and which tensors may not overlap: all that a check of a repeated call can still find."""
-
-    used = 0
-
-    def __init__(self, call: Call, program: backends.Recording, tensors: tuple[Tensor | None, ...]):
-        self.call, self.program, self.usable = call, program, program.usable
-        extents = {
-            name: extent(x) for name, x in zip(call.tensors, tensors) if x is not None and x.device.type != "cpu"
-        }
-        place = {name: i for i, name in enumerate(call.tensors)}
-        pairs: dict[str, list[tuple[int, int]]] = {}
-        for role, other in call.operation.overlaps():
-            a, b = call.operation.name_of(role), call.operation.name_of(other)
-            if extents.get(a) and extents.get(b):
-                pairs.setdefault(a, []).append((place[b], extents[b]))
-        self.disjoint = [(place[name], extents[name], others) for name, others in pairs.items()]
-
-    def __call__(self, tensors: tuple[Tensor | None, ...], addresses: list[int]) -> Mapping[str, Tensor]:
-        for i, size, others in self.disjoint:
-            begin = addresses[i]
-            end = begin + size
-            for j, length in others:
-                if addresses[j] < end and begin < addresses[j] + length:
-                    self.call.refuse(tensors)
-        return self.program.run(tensors, addresses)
 
 
 def public_call(op: Callable[..., Any]) -> Call:
