@@ -15,7 +15,7 @@ import torch
 from ..problem.problem import Incoming, Problem, Results, Tensors
 from ..program.cache import Recorder
 from ..program.launch import Launch, allocate, launch_all
-from .backward import finish_kernel
+from .finish import finish_kernel
 from .wy import WyOperands
 
 

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device.common import L2_EPS, decay_rate, locate, log2_decay, write_strength
+from .device.gates import decay_rate, log2_decay, write_strength
+from .device.norms import L2_EPS
+from .device.sequences import locate
 from .device.states import everywhere, named_slot, state_offsets
 
 SCALARS = (

@@ -12,9 +12,10 @@ from ..program.cache import Recorder
 from ..program.launch import Launch, capability, strides
 from . import backward_pass as gradients
 from . import config
-from .backward import intra_kernel, reverse_kernel
 from .backward_pass import ByHead, Kept, Parts, Stages, Walked
+from .intra import intra_kernel
 from .launch import Workspace, prepare, readable, recurrence, walk_constants
+from .reverse import reverse_kernel
 from .wy import WyOperands, wy_launch
 
 

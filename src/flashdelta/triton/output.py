@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.common import dot, own_chunk
+from .device.mma import dot
+from .device.sequences import own_chunk
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "slots"])

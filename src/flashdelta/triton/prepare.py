@@ -27,8 +27,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.blocks import SUB, apply_weights, forward_substitution, split_decay, sums
-from .device.common import L2_EPS, decay_rate, dot, own_chunk, write_strength
+from .device.decays import split_decay, sums
+from .device.gates import decay_rate, write_strength
+from .device.mma import apply_weights, dot
+from .device.norms import L2_EPS
+from .device.sequences import own_chunk
+from .device.sub_chunks import SUB, forward_substitution
 
 WIDE = tl.constexpr(64)
 """Most channels of `w` and `u` that a program forms at a time: of fewer, two warps would do the same products."""

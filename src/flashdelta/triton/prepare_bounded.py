@@ -10,8 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.blocks import SUB, apply_weights, boundary_matrix, forward_substitution, inverse_norm, split_decay, sums
-from .device.common import decay_rate, dot, own_chunk, write_strength
+from .device.decays import split_decay, sums
+from .device.gates import decay_rate, write_strength
+from .device.mma import apply_weights, dot
+from .device.norms import inverse_norm
+from .device.sequences import own_chunk
+from .device.sub_chunks import SUB, boundary_matrix, forward_substitution
 
 ROWS = tl.constexpr(32)
 """Rows of a block."""

@@ -18,9 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.common import chunk_place, chunks_before, dot, locate, piece_extent
+from .device.mma import dot
+from .device.segments import part_of_piece, place_segment, segment_of
+from .device.sequences import chunk_place, chunks_before, locate, piece_extent
 from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
-from .segments import part_of_piece, place_segment, segment_of
 
 
 @triton.jit

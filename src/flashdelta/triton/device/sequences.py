@@ -1,12 +1,11 @@
-"""What several kernels share: where a chunk lies, the gate, the write strength and the L2 norm."""
+"""Where a sequence and its chunks lie, from `cu_seqlens`, checkpoints and chunk slots (`reference/sequences.py` defines all
+three). Offsets are clamped as they are read, so bad ones never lead outside the tensors.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-LOG2E = tl.constexpr(1.4426950408889634)
-L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
@@ -191,81 +190,3 @@ def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
         begin, end = clamp_bounds(begin, end, T)
         total += tl.sum((end - begin + C - 1) // C)
     return total
-
-
-@triton.jit
-def softplus_log2(x):
-    """`log2(1 + exp(x))`, whose exponential never overflows."""
-    return tl.maximum(x, 0.0) * LOG2E + tl.log2(1.0 + tl.exp2(tl.abs(x) * -LOG2E))
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))  # in this order: Triton 3.9 interprets constexpr * tensor as a constexpr
-
-
-@triton.jit
-def decay_rate(A_log, head, volatile: tl.constexpr = False):
-    """`exp(A_log)` of a value head; 1 without `A_log`."""
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.exp2(tl.load(A_log + head, volatile=volatile).to(tl.float32) * LOG2E)
-    return rate
-
-
-@triton.jit
-def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
-    """Log decay in base 2 from `x = g + dt_bias`; `rate = exp(A_log)`."""
-    if GATE == "softplus":
-        return -softplus_log2(x) * rate
-    elif GATE == "lower_bound":
-        return sigmoid(x * rate) * lower_bound * LOG2E
-    elif GATE == "logsigmoid":
-        return -softplus_log2(-x)
-    return x * LOG2E
-
-
-@triton.jit
-def write_strength(x, BETA: tl.constexpr):
-    if BETA == "logit":
-        x = sigmoid(x)
-    elif BETA == "double_logit":
-        x = 2.0 * sigmoid(x)
-    return x
-
-
-@triton.jit
-def tf32_parts(x, ROUND: tl.constexpr):
-    """`x` in float32 as a TF32 number and the rest. The products cut off the last 13 bits of their operands. `ROUND` both parts
-    beforehand where errors of one sign would pile up."""
-    bits = x.to(tl.int32, bitcast=True)
-    if ROUND:
-        bits += 4096
-    high = (bits & -8192).to(tl.float32, bitcast=True)
-    low = x - high
-    if ROUND:
-        # a GPU's NaN is all ones but for the sign: without a limit it would run over and be gone
-        bits = tl.minimum(low.to(tl.int32, bitcast=True), 0x7FFFE000) + 4096
-        low = (bits & -8192).to(tl.float32, bitcast=True)
-    return high, low
-
-
-@triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, IN_CHAIN: tl.constexpr = False):
-    """`acc + a b`. "tf32x3" is three TF32 products of the operands' two parts; `tl.dot` has it too, but looks for NaN between
-    the products, which takes longer than they do. `IN_CHAIN`: the next product waits for this one, so the three do not wait
-    for one another, and the operands are not rounded."""
-    if PRECISION == "tf32x3":
-        a_high, a_low = tf32_parts(a, not IN_CHAIN)
-        b_high, b_low = tf32_parts(b, not IN_CHAIN)
-        if IN_CHAIN:
-            rest = tl.dot(a_low, b_high, input_precision="tf32")
-            rest += tl.dot(a_high, b_low, input_precision="tf32")
-            acc = tl.dot(a_high, b_high, acc=acc, input_precision="tf32") + rest
-        else:
-            acc = tl.dot(a_low, b_high, acc=acc, input_precision="tf32")
-            acc = tl.dot(a_high, b_low, acc=acc, input_precision="tf32")
-            acc = tl.dot(a_high, b_high, acc=acc, input_precision="tf32")
-    else:
-        acc = tl.dot(a, b, acc=acc, input_precision=PRECISION)
-    return acc
