@@ -27,7 +27,7 @@ from .device.compat import copy_async
 from .device.math import split_high_low
 
 decay_rate, locate, log2_decay, write_strength = (
-    gluon.jit(f.fn) for f in (gates.decay_rate, sequences.locate, gates.log2_decay, gates.write_strength)
+    gluon.jit(f.fn) for f in (gates.decay_rate, sequences.own_work_tile, gates.log2_decay, gates.beta_of)
 )
 start_slot, target_slot = gluon.jit(decode.start_slot.fn), gluon.jit(decode.target_slot.fn)
 everywhere = gluon.jit(states.everywhere.fn)

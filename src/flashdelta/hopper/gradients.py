@@ -137,7 +137,7 @@ def _wy(
 
 def described(x: WyOperands) -> WyOperands:
     """With tensor descriptors for what `wy` copies whole tiles of; of `g` it also reads single rows."""
-    rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "solved", "pseudo", "grad_o", "grad_pseudo")}
+    rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "Akk_inv", "v_new", "grad_o", "grad_v_new")}
     return replace(x, **rows, h=by_state(x.h), grad_h=by_state(x.grad_h))
 
 

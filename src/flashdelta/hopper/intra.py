@@ -37,7 +37,7 @@ from .device.rows import (
 )
 
 decay_rate = gluon.jit(gates.decay_rate.fn)
-strength_gradient = gluon.jit(gates.strength_gradient.fn)
+strength_gradient = gluon.jit(gates.beta_gradient.fn)
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)

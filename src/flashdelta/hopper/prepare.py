@@ -46,8 +46,8 @@ from .segments import plan_segments
 chunk_of_sequence = gluon.jit(sequences.chunk_of_sequence.fn)
 clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
 decay_rate = gluon.jit(gates.decay_rate.fn)
-first_slot = gluon.jit(sequences.first_slot.fn)
-piece_count = gluon.jit(sequences.piece_count.fn)
+first_slot = gluon.jit(sequences.first_chunk_slot.fn)
+piece_count = gluon.jit(sequences.span_count.fn)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]

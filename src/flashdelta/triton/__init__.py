@@ -1,4 +1,4 @@
-"""Portable Triton kernels (sm_80 and newer), one file a stage: `prepare`, `recurrence` (with output), `decode`, `commit`."""
+"""Portable Triton kernels (sm_80 and newer), one file a stage; `device/` has the device functions that stages share."""
 
 from .launch import commit, forward, prefill
 

@@ -14,25 +14,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+SUM_ELEMENTS = tl.constexpr(4096)
+"""Elements of the partial sums that a CTA loads at a time."""
+
 
 @triton.jit
-def sum_of_slots(parts, head, slots, HV, K: tl.constexpr):
-    """`[K]`, in the order of the slots."""
-    ROWS: tl.constexpr = 4096 // K
+def sum_over_chunk_slots(partials, head, chunk_slots, HV, K: tl.constexpr):
+    """A head's partial sums `[S, HV, K]` over the chunk slots: `[K]`, in their order."""
+    ROWS: tl.constexpr = SUM_ELEMENTS // K
     total = tl.zeros([K], tl.float32)
     row = tl.arange(0, ROWS)
-    for slot in range(0, slots, ROWS):
-        at = ((slot + row).to(tl.int64) * HV + head)[:, None] * K + tl.arange(0, K)[None, :]
-        total += tl.sum(tl.load(parts + at, mask=(slot + row < slots)[:, None], other=0.0), axis=0)
+    for chunk_slot in range(0, chunk_slots, ROWS):
+        at = ((chunk_slot + row).to(tl.int64) * HV + head)[:, None] * K + tl.arange(0, K)[None, :]
+        total += tl.sum(tl.load(partials + at, mask=(chunk_slot + row < chunk_slots)[:, None], other=0.0), axis=0)
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "N", "HV", "slots"])
+@triton.jit(do_not_specialize=["tokens", "N", "HV", "chunk_slots"])
 def finish_kernel(
     heads_q,
     heads_k,
-    part_A_log,
-    part_dt_bias,
+    partial_A_log,
+    partial_dt_bias,
     cu_seqlens,
     grad_q,
     grad_k,
@@ -44,29 +47,31 @@ def finish_kernel(
     tokens,
     N,
     HV,
-    slots,
+    chunk_slots,
     K: tl.constexpr,
     V: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """First, if there are parts of the gate's parameters, one program per value head, which sums them over the `slots`. Then,
-    if value heads share queries and keys or sequences are packed, one per (`ROWS` tokens, query head): sums of the `GROUP`
-    value heads, and zeros for tokens of no sequence."""
-    PARTS: tl.constexpr = part_A_log is not None or part_dt_bias is not None
-    program = tl.program_id(0)
-    if PARTS:
-        if program < HV:
-            if part_A_log is not None:
-                tl.store(grad_A_log + program, tl.sum(sum_of_slots(part_A_log, program, slots, HV, K)))
-            if part_dt_bias is not None:
-                total = sum_of_slots(part_dt_bias, program, slots, HV, K)
-                tl.store(grad_dt_bias + program * K + tl.arange(0, K), total)
+    """`dq = sum of its GROUP value heads`, and so on.
+
+    If there are partial sums of the gate's parameters, the first `HV` CTAs add those of one value head each. If value heads
+    share queries and keys or sequences are packed, one CTA per (`ROWS` tokens, query head) follows.
+    """
+    PARTIALS: tl.constexpr = partial_A_log is not None or partial_dt_bias is not None
+    cta = tl.program_id(0)
+    if PARTIALS:
+        if cta < HV:
+            if partial_A_log is not None:
+                tl.store(grad_A_log + cta, tl.sum(sum_over_chunk_slots(partial_A_log, cta, chunk_slots, HV, K)))
+            if partial_dt_bias is not None:
+                total = sum_over_chunk_slots(partial_dt_bias, cta, chunk_slots, HV, K)
+                tl.store(grad_dt_bias + cta * K + tl.arange(0, K), total)
             return
-        program -= HV
+        cta -= HV
     H = HV // GROUP
-    head = (program % H).to(tl.int64)
-    token = (program // H).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = (cta % H).to(tl.int64)
+    token = (cta // H).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
     inside = valid
     if cu_seqlens is not None:

@@ -21,7 +21,7 @@ from .output import output_kernel
 from .prepare import prepare_kernel
 from .prepare_bounded import prepare_bounded_kernel
 from .recurrence import recurrence_kernel
-from .segments import compose_kernel, maps_kernel, plan_kernel
+from .segments import compose_kernel, plan_kernel, transitions_kernel
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def maps(
     c = config.recurrence_config(problem, capability)
     BV, found = config.maps_width(problem, capability), workspace.segments
     return Launch(
-        maps_kernel,
+        transitions_kernel,
         segments * problem.HV * ((problem.K + problem.V) // BV),
         (
             *(workspace.w, workspace.kg, workspace.inverse, workspace.decay, t.v),

@@ -1,12 +1,12 @@
-"""Stage `reverse` of the backward pass: from a sequence's last chunk to its first. One CTA per (sequence, value head, slice of
-value channels).
+"""Stage `reverse` of the backward pass (FLA: `chunk_gated_delta_rule_bwd_dhu`): scans a sequence's chunks from the last to the
+first. One CTA per (sequence, value head, slice of `BV` value channels).
 
 Contract (docs/backward.md), from `prepare`'s tiles, `do`, and the gradient `dS'` of the state after the chunk:
 
     dv_new = Aqk^T do + kg dS'                            [C, V]
     dS     = diag(decay) dS' + qg^T do - w^T dv_new       [K, V]
 
-The same work as the forward's recurrence, and as there everything is kept transposed: `dS^T [BV, K]`, `dv_new^T [BV, C]`.
+The same work as the forward's `recurrence`, and as there everything is kept transposed: `dS^T [BV, K]`, `dv_new^T [BV, C]`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.sequences import locate
+from .device.sequences import own_work_tile
 from .device.states import load_state, state_offsets, store_state
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots", "has_initial", "has_final"])
 def reverse_kernel(
     w,
     qg,
@@ -27,7 +27,7 @@ def reverse_kernel(
     decay,
     grad_o,
     grad_final,
-    grad_pseudo,
+    grad_v_new,
     grad_h,
     grad_initial,
     cu_seqlens,
@@ -36,7 +36,7 @@ def reverse_kernel(
     T,
     N,
     HV,
-    slots,
+    chunk_slots,
     o_batch: tl.int64,
     o_token: tl.int64,
     o_head: tl.int64,
@@ -48,13 +48,16 @@ def reverse_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per (sequence, value head, `BV` value channels). `grad_h [S, HV, V, K]`: of the state after the chunk in each
-    slot; `grad_pseudo [B, T, HV, V]`: of the pseudo-values."""
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    """`dS = diag(decay) dS' + qg^T do - w^T dv_new`.
+
+    Leaves `grad_h [S, HV, V, K]`, the gradient of the state after the chunk in each slot, `grad_v_new [B, T, HV, V]`, and
+    `grad_initial`, that of the initial state.
+    """
+    slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
     chunks = ((end - begin + C - 1) // C).to(tl.int32)
-    slot = n * slots
+    chunk_slot = n * chunk_slots
     if cu_seqlens is not None:
-        slot = begin // C + n
+        chunk_slot = begin // C + n
     dtype = w.dtype.element_ty
     row = tl.arange(0, C)
     key = tl.arange(0, K)
@@ -66,21 +69,21 @@ def reverse_kernel(
     grad_o += batch * o_batch + head * o_head
     for step in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - step
-        chunk = (slot + i) * HV + head
+        chunk = (chunk_slot + i) * HV + head
         token = begin + i * C + row
         valid = (token < end)[:, None]
         tl.store(grad_h + chunk * K * V + value[:, None] * K + key[None, :], grad.to(dtype))
-        tile_o = tl.load(grad_o + token[:, None] * o_token + value[None, :], mask=valid, other=0.0)
+        tile_grad_o = tl.load(grad_o + token[:, None] * o_token + value[None, :], mask=valid, other=0.0)
         tile_Aqk = tl.load(Aqk + chunk * C * C + square)
         tile_kg = tl.load(kg + chunk * C * K + tile)
         tile_qg = tl.load(qg + chunk * C * K + tile)
         tile_w = tl.load(w + chunk * C * K + tile)
-        total = tl.load(decay + chunk * K + key)
-        left = tl.trans(tile_o)
-        pseudo = tl.dot(left, tile_Aqk, input_precision=PRECISION)
-        pseudo = tl.dot(grad.to(dtype), tl.trans(tile_kg), acc=pseudo, input_precision=PRECISION)
+        exp_g_last = tl.load(decay + chunk * K + key)
+        left = tl.trans(tile_grad_o)
+        dv_new = tl.dot(left, tile_Aqk, input_precision=PRECISION)
+        dv_new = tl.dot(grad.to(dtype), tl.trans(tile_kg), acc=dv_new, input_precision=PRECISION)
         here = ((batch * T + token) * HV + head)[:, None] * V + value[None, :]
-        tl.store(grad_pseudo + here, tl.trans(pseudo).to(dtype), mask=valid)
-        grad = tl.dot(left, tile_qg, acc=grad * total[None, :], input_precision=PRECISION)
-        grad -= tl.dot(pseudo.to(dtype), tile_w, input_precision=PRECISION)
+        tl.store(grad_v_new + here, tl.trans(dv_new).to(dtype), mask=valid)
+        grad = tl.dot(left, tile_qg, acc=grad * exp_g_last[None, :], input_precision=PRECISION)
+        grad -= tl.dot(dv_new.to(dtype), tile_w, input_precision=PRECISION)
     store_state(grad_initial, n * HV * K * V + in_slot, grad, has_initial)

@@ -1,18 +1,19 @@
 """Stage `wy` of the backward pass, and the operator `kernels.chunk_bwd_wy_dqkg` (FLA: `chunk_kda_bwd_wy_dqkg_fused`). One CTA
 per (chunk, value head).
 
-Contract (docs/backward.md), with `Akk_inv = (I + Akk)^-1`, the state `S` before the chunk and the gradient `dS'` of the state
-after it:
+Contract (docs/backward.md; `reference/wy.py` is the definition), with `Akk_inv = (I + Akk)^-1`, the state `S` before the chunk
+and the gradient `dS'` of the state after it:
 
-    dAqk  = lower(do v_new^T)                                    [C, C]
-    dw    = -dv_new S^T                                          [C, K]
-    R, Z  = Akk_inv^T dv_new, Akk_inv^T dw                       [C, V], [C, K]
-    dv    = beta R                                               [C, V]
-    dbeta = <R, v> + <Z, k exp(G)>                               [C]
-    dAkk  = strict_lower(-Akk_inv^T dAkk_inv Akk_inv^T)          [C, C]    dAkk_inv = (dv_new v^T + dw (k exp G)^T) diag(beta)
-    dq    = scale (do S^T) exp(G)                                [C, K]
-    dk    = beta Z exp(G) + (v_new dS'^T) exp(G_C - G)           [C, K]
-    dG    = what each exponential's argument takes of these      [C, K]
+    dAqk  = lower(do v_new^T)                                                                  [C, C]
+    dw    = -dv_new S^T                                                                        [C, K]
+    R, Z  = Akk_inv^T dv_new, Akk_inv^T dw                                                     [C, V], [C, K]
+    dv    = beta R                                                                             [C, V]
+    dbeta = <R, v> + <Z, k exp(G)>                                                             [C]
+    dAkk  = strict_lower(-Akk_inv^T (dv_new v^T + dw (k exp(G))^T) diag(beta) Akk_inv^T)       [C, C]
+    dq    = scale (do S^T) exp(G)                                                              [C, K]
+    dk    = beta Z exp(G) + (v_new dS'^T) exp(G_C - G)                                         [C, K]
+    dG    = q dq + k (beta Z exp(G)) - k (v_new dS'^T) exp(G_C - G)                            [C, K]
+    dG_C += sum_i k_i (v_new dS'^T)_i exp(G_C - G_i) + exp(G_C) sum_v S dS'                    [K]
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from ..program.cache import Recorder
 from ..program.launch import Launch, capability, dense, launch_all, strides
 from . import config
 from .device.decays import chunk_decays, sums
-from .device.gates import LOG2E, decay_rate, write_strength
+from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms
-from .device.sequences import chunks_before, own_chunk
+from .device.sequences import OFFSETS_AT_A_TIME, chunks_before, own_chunk
 from .device.states import state_offsets
+
+NORM_BK = tl.constexpr(32)
+"""Key channels that an L2 norm adds at a time."""
 
 
 @triton.jit
-def chunk_sums(
+def load_decays(
     g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K: tl.constexpr, GATE: tl.constexpr
 ):
-    """From which `grown` and `shrunk` take their sums of log2 decays: the rows' decays as `high, low`. With the gate
-    `cumulative` (`cumulative_log2`: in base 2) g holds the sums `G`: these and the last one, `G_C`."""
+    """What `exp_g_of` and `exp_g_last_minus_g_of` start from: `high, low`, the rows' log2 decays in two parts. With a gate
+    `cumulative` (`cumulative_log2`: base 2) g holds the sums `G` already: then `G` and `G_C`, that of the last row."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
         first = tl.load(g + row[:, None] * g_token + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
         second = tl.load(g + (tl.minimum(count, row.shape[0]) - 1) * g_token + column).to(tl.float32)
@@ -52,42 +56,42 @@ def chunk_sums(
 
 
 @triton.jit
-def exp_of(G, GATE: tl.constexpr):
-    """Of a sum of log decays as the gate `cumulative` or `cumulative_log2` has it."""
+def exp_of_sum(G, GATE: tl.constexpr):
+    """`exp(G)` of a sum that a gate `cumulative` or `cumulative_log2` gives."""
     return tl.exp2(G * LOG2E if GATE == "cumulative" else G)
 
 
 @triton.jit
-def grown_by(first, second, row, GATE: tl.constexpr):
-    """`exp(G)` of all rows, and `exp(G_C)`."""
+def exp_g_of(first, second, row, GATE: tl.constexpr):
+    """`exp(G) [C, BK]` and `exp(G_C) [BK]`, from `load_decays`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
-        grown = exp_of(first, GATE)
-        total = exp_of(second, GATE)
+        exp_g = exp_of_sum(first, GATE)
+        exp_g_last = exp_of_sum(second, GATE)
     else:
-        grown = tl.exp2(sums(row[None, :] <= row[:, None], first, second))
+        exp_g = tl.exp2(sums(row[None, :] <= row[:, None], first, second))
         # rows past the end do not decay
-        total = tl.sum(tl.where(row[:, None] == row.shape[0] - 1, grown, 0.0), axis=0)
-    return grown, total
+        exp_g_last = tl.sum(tl.where(row[:, None] == row.shape[0] - 1, exp_g, 0.0), axis=0)
+    return exp_g, exp_g_last
 
 
 @triton.jit
-def shrunk_by(first, second, row, GATE: tl.constexpr):
-    """`exp(G_C - G)` of all rows."""
+def exp_g_last_minus_g_of(first, second, row, GATE: tl.constexpr):
+    """`exp(G_C - G) [C, BK]`, from `load_decays`."""
     if GATE == "cumulative" or GATE == "cumulative_log2":
-        # of sums close to each other the difference is exact: before any product rounds them
-        shrunk = exp_of(second[None, :] - first, GATE)
+        # of sums close to each other the difference is exact, but not once each is multiplied by log2(e)
+        exp_g_last_minus_g = exp_of_sum(second[None, :] - first, GATE)
     else:
-        shrunk = tl.exp2(sums(row[None, :] > row[:, None], first, second))
-    return shrunk
+        exp_g_last_minus_g = tl.exp2(sums(row[None, :] > row[:, None], first, second))
+    return exp_g_last_minus_g
 
 
 @triton.jit
-def value_tile(x, rows, value, valid):
-    return tl.load(x + rows + value[None, :], mask=valid[:, None], other=0.0)
+def load_rows(x, rows, column, valid):
+    return tl.load(x + rows + column[None, :], mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def through_states(
+def times_states(
     x,
     rows,
     valid,
@@ -99,58 +103,82 @@ def through_states(
     V_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`x S^T` by slices of value channels."""
-    found = tl.zeros([valid.shape[0], column.shape[0]], tl.float32)
+    """`x S^T [C, BK]`, for x `[C, V]` and a state S `[K, V]`, by slices of `BV` value channels."""
+    result = tl.zeros([valid.shape[0], column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
         value = t + tl.arange(0, BV)
-        tile = value_tile(x, rows, value, valid)
+        tile = load_rows(x, rows, value, valid)
         state = tl.load(states + state_offsets(0, value, column, K, V, V_FIRST)).to(tile.dtype)
-        found = tl.dot(tile, state, acc=found, input_precision=PRECISION)
-    return found
+        result = tl.dot(tile, state, acc=result, input_precision=PRECISION)
+    return result
 
 
 @triton.jit
 def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
-    """`sum_v S dS'` by slices of value channels."""
-    whole = tl.zeros([column.shape[0]], tl.float32)
+    """`sum_v S dS' [BK]`, by slices of `BV` value channels."""
+    overlap = tl.zeros([column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
         in_state = state_offsets(0, t + tl.arange(0, BV), column, K, V, V_FIRST)
-        whole += tl.sum(tl.load(h + in_state).to(tl.float32) * tl.load(grad_h + in_state).to(tl.float32), axis=0)
-    return whole
+        overlap += tl.sum(tl.load(h + in_state).to(tl.float32) * tl.load(grad_h + in_state).to(tl.float32), axis=0)
+    return overlap
 
 
 @triton.jit
-def value_tiles(v, v_token, grad_o, o_token, pseudo, grad_pseudo, in_own, row, value, valid, V: tl.constexpr):
-    """The chosen channels of `v, do, v', dv'`."""
-    tile_v = value_tile(v, row[:, None] * v_token, value, valid)
-    tile_o = value_tile(grad_o, row[:, None] * o_token, value, valid)
+def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V: tl.constexpr):
+    """The chosen channels of `v, do, v_new, dv_new`, `[C, BV]` each."""
+    tile_v = load_rows(v, row[:, None] * v_token, value, valid)
+    tile_o = load_rows(grad_o, row[:, None] * o_token, value, valid)
     return (
         tile_v,
         tile_o,
-        value_tile(pseudo, in_own * V, value, valid),
-        value_tile(grad_pseudo, in_own * V, value, valid),
+        load_rows(v_new, in_own * V, value, valid),
+        load_rows(grad_v_new, in_own * V, value, valid),
     )
 
 
 @triton.jit
-def value_products(
-    grad_M, Aqk, of_beta, tiles, tile_M, strength, grad_v, grad_Aqk, in_values, valid, PRECISION: tl.constexpr
+def add_value_tiles(
+    acc_inv,
+    acc_Aqk,
+    acc_beta,
+    tiles,
+    tile_Akk_inv,
+    tile_beta,
+    grad_v,
+    grad_Aqk,
+    in_values,
+    valid,
+    PRECISION: tl.constexpr,
 ):
-    """Adds the channels of `value_tiles` to `dM` (without beta), `dAqk` and `dbeta`; stores `dv`."""
-    tile_v, tile_o, tile_p, tile_dp = tiles
-    grad_M = tl.dot(tile_dp, tl.trans(tile_v), acc=grad_M, input_precision=PRECISION)
+    """Adds the channels of `load_value_tiles` to `dAkk_inv` (without beta), `dAqk` and `dbeta`; stores `dv`."""
+    tile_v, tile_grad_o, tile_v_new, tile_grad_v_new = tiles
+    acc_inv = tl.dot(tile_grad_v_new, tl.trans(tile_v), acc=acc_inv, input_precision=PRECISION)
     if grad_Aqk is not None:
-        Aqk = tl.dot(tile_o, tl.trans(tile_p), acc=Aqk, input_precision=PRECISION)
-    written = tl.dot(tl.trans(tile_M), tile_dp, input_precision=PRECISION)
-    of_beta += tl.sum(written * tile_v.to(tl.float32), axis=1)
-    written *= strength[:, None]
-    tl.store(grad_v + in_values, written.to(grad_v.dtype.element_ty), mask=valid[:, None])
-    return grad_M, Aqk, of_beta
+        acc_Aqk = tl.dot(tile_grad_o, tl.trans(tile_v_new), acc=acc_Aqk, input_precision=PRECISION)
+    R = tl.dot(tl.trans(tile_Akk_inv), tile_grad_v_new, input_precision=PRECISION)
+    acc_beta += tl.sum(R * tile_v.to(tl.float32), axis=1)
+    R *= tile_beta[:, None]
+    tl.store(grad_v + in_values, R.to(grad_v.dtype.element_ty), mask=valid[:, None])
+    return acc_inv, acc_Aqk, acc_beta
 
 
+# One CTA, tiles [rows, columns]:
+#
+#     load  Akk_inv [C, C], beta [C]
+#     for BV value channels:    v, do, v_new, dv_new [C, BV]     (HELD: all of V at once, kept for the loop below)
+#         R = Akk_inv^T dv_new                          -> dv [C, BV], dbeta [C]
+#         acc_inv += dv_new v^T                            [C, C]
+#         acc_Aqk += do v_new^T                            [C, C] -> dAqk
+#     for BK key channels:      q, k, g [C, BK], S^T and dS'^T [V, BK]
+#         dw  = -dv_new S^T                                [C, BK]
+#         acc_inv += dw (k exp(G))^T                       [C, C]
+#         Z   = Akk_inv^T dw                            -> dbeta [C], its part of dk and dG
+#         dq  = (do S^T) scale exp(G)                   -> dq [C, BK], its part of dG
+#         dk  = (v_new dS'^T) exp(G_C - G)              -> dk [C, BK], its part of dG, G_C
+#     dAkk = -Akk_inv^T (acc_inv diag(beta)) Akk_inv^T  -> dAkk [C, C]
 @triton.jit(
     do_not_specialize=[
-        *("T", "N", "H", "HV", "slots", "rows", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
+        *("T", "N", "H", "HV", "chunk_slots", "rows", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
     ]
 )
 def wy_kernel(
@@ -162,18 +190,18 @@ def wy_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
-    solved,
+    Akk_inv,
     h,
-    pseudo,
+    v_new,
     grad_o,
-    grad_pseudo,
+    grad_v_new,
     grad_h,
     grad_q,
     grad_k,
     grad_G,
     grad_v,
     grad_beta,
-    grad_A,
+    grad_Akk,
     grad_Aqk,
     scale,
     lower_bound,
@@ -181,7 +209,7 @@ def wy_kernel(
     N,
     H,
     HV,
-    slots,
+    chunk_slots,
     rows,
     q_batch: tl.int64,
     q_token: tl.int64,
@@ -214,19 +242,21 @@ def wy_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per (chunk, value head). In float32, by token and value head: `grad_q, grad_k` (of normalised rows) and
-    `grad_G [B, T, HV, K]` without what comes through the chunk's matrices, `grad_beta [B, T, HV]`; `grad_A, grad_Aqk`, lower.
-    `grad_v [B, T, HV, V]` is done.
+    """`dAkk = -Akk_inv^T dAkk_inv Akk_inv^T`, and all else of the stage's contract.
 
-    Matrices `solved, grad_A` lie by chunk slot, `[S, HV, C, C]`, and so do states, `[S, HV, V, K]`. `BY_TOKEN` (the operator of
-    its own): matrices by token, `[B, T, HV, C]`, and states of `rows` chunks a batch row, packed without gaps between
-    sequences.
+    By token and value head, in float32: `grad_q, grad_k` (of normalised rows) and `grad_G [B, T, HV, K]`, and `grad_beta
+    [B, T, HV]`; what comes through `Akk` and `Aqk` is missing in all four, and `intra` adds it. `grad_v [B, T, HV, V]` is
+    final. `grad_Akk` and `grad_Aqk` are lower triangles.
+
+    Matrices `Akk_inv, grad_Akk` lie by chunk slot, `[S, HV, C, C]`, and so do states, `[S, HV, V, K]`. `BY_TOKEN` (the
+    operator): matrices lie by token, `[B, T, HV, C]`, and states by chunk, `rows` a batch row, packed sequences without gaps
+    between them.
     """
-    head, slot, batch, start, count = own_chunk(tl.program_id(0), cu_seqlens, None, 0, slots, N, T, HV, C)
-    state = slot
+    head, chunk_slot, batch, start, count = own_chunk(tl.program_id(0), cu_seqlens, None, 0, chunk_slots, N, T, HV, C)
+    state = chunk_slot
     if BY_TOKEN and cu_seqlens is not None:
         # a chunk's first token tells how many chunks begin before it
-        state = chunks_before(cu_seqlens, slot * 0 + N, start, C, 128)
+        state = chunks_before(cu_seqlens, chunk_slot * 0 + N, start, C, OFFSETS_AT_A_TIME)
         count = tl.where(state < rows, count, 0)
     if count <= 0:
         return
@@ -239,8 +269,8 @@ def wy_kernel(
     beta += batch * beta_batch + start * beta_token + head * beta_head
     grad_o += batch * o_batch + start * o_token + head * o_head
     own = (batch * T + start) * HV + head
-    pseudo += own * V
-    grad_pseudo += own * V
+    v_new += own * V
+    grad_v_new += own * V
     grad_v += own * V
     grad_q += own * K
     grad_k += own * K
@@ -248,93 +278,92 @@ def wy_kernel(
     grad_beta += own
     h += (state * HV + head) * K * V
     grad_h += (state * HV + head) * K * V
-    matrix = own * C if BY_TOKEN else (slot * HV + head) * C * C
-    solved += matrix
-    grad_A += matrix
-    dtype: tl.constexpr = pseudo.dtype.element_ty
+    matrix = own * C if BY_TOKEN else (chunk_slot * HV + head) * C * C
+    Akk_inv += matrix
+    grad_Akk += matrix
+    dtype: tl.constexpr = v_new.dtype.element_ty
     row = tl.arange(0, C)
     valid = row < count
     lower = row[:, None] >= row[None, :]
     in_own = row[:, None] * HV
     in_matrix = (in_own if BY_TOKEN else row[:, None]) * C + row[None, :]
-    tile_M = tl.load(solved + in_matrix, mask=lower & valid[:, None], other=0.0).to(dtype)
-    strength = write_strength(tl.load(beta + row * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
+    tile_Akk_inv = tl.load(Akk_inv + in_matrix, mask=lower & valid[:, None], other=0.0).to(dtype)
+    tile_beta = beta_of(tl.load(beta + row * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
 
-    grad_M = tl.zeros([C, C], tl.float32)
-    Aqk = tl.zeros([C, C], tl.float32)
-    of_beta = tl.zeros([C], tl.float32)
+    acc_inv = tl.zeros([C, C], tl.float32)
+    acc_Aqk = tl.zeros([C, C], tl.float32)
+    acc_beta = tl.zeros([C], tl.float32)
     if HELD:
         value = tl.arange(0, V)
-        held = value_tiles(v, v_token, grad_o, o_token, pseudo, grad_pseudo, in_own, row, value, valid, V)
-        grad_M, Aqk, of_beta = value_products(
-            *(grad_M, Aqk, of_beta, held, tile_M, strength, grad_v, grad_Aqk),
+        held = load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V)
+        acc_inv, acc_Aqk, acc_beta = add_value_tiles(
+            *(acc_inv, acc_Aqk, acc_beta, held, tile_Akk_inv, tile_beta, grad_v, grad_Aqk),
             *(in_own * V + value[None, :], valid, PRECISION),
         )
     else:
         for t in tl.range(0, V, BV, num_stages=1):
             value = t + tl.arange(0, BV)
-            tiles = value_tiles(v, v_token, grad_o, o_token, pseudo, grad_pseudo, in_own, row, value, valid, V)
-            grad_M, Aqk, of_beta = value_products(
-                *(grad_M, Aqk, of_beta, tiles, tile_M, strength, grad_v, grad_Aqk),
+            tiles = load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row, value, valid, V)
+            acc_inv, acc_Aqk, acc_beta = add_value_tiles(
+                *(acc_inv, acc_Aqk, acc_beta, tiles, tile_Akk_inv, tile_beta, grad_v, grad_Aqk),
                 *(in_own * V + value[None, :], valid, PRECISION),
             )
     if grad_Aqk is not None:
-        tl.store(grad_Aqk + matrix + in_matrix, tl.where(lower, Aqk, 0.0))
+        tl.store(grad_Aqk + matrix + in_matrix, tl.where(lower, acc_Aqk, 0.0))
 
     rate = decay_rate(A_log, head)
-    norm_q = row_norms(q, row[:, None] * q_token, valid, C, K, 32, L2NORM)
-    norm_k = row_norms(k, row[:, None] * k_token, valid, C, K, 32, L2NORM)
+    norm_q = row_norms(q, row[:, None] * q_token, valid, C, K, NORM_BK, L2NORM)
+    norm_k = row_norms(k, row[:, None] * k_token, valid, C, K, NORM_BK, L2NORM)
     last = row[:, None] == tl.minimum(count, C) - 1
     for s in tl.range(0, K, BK, num_stages=STAGES):
-        # in an order in which little is alive at a time
+        # each tile is used up before the next one is formed: more of them alive do not fit in registers
         column = s + tl.arange(0, BK)
-        tile_q = value_tile(q, row[:, None] * q_token, column, valid)
-        tile_k = value_tile(k, row[:, None] * k_token, column, valid)
-        first, second = chunk_sums(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE)
+        tile_q = load_rows(q, row[:, None] * q_token, column, valid)
+        tile_k = load_rows(k, row[:, None] * k_token, column, valid)
+        first, second = load_decays(g, dt_bias, g_token, column, row, valid, count, head, rate, lower_bound, K, GATE)
         if HELD:
             in_state = state_offsets(0, value, column, K, V, V_FIRST)
             before = tl.load(h + in_state).to(dtype)
             after = tl.load(grad_h + in_state).to(dtype)
-            whole = tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
+            overlap = tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
             w = tl.dot(held[3], before, input_precision=PRECISION)
         else:
-            whole = state_overlap(h, grad_h, column, K, V, BV, V_FIRST)
-            w = through_states(grad_pseudo, in_own * V, valid, h, column, K, V, BV, V_FIRST, PRECISION)
-        # w came from `v' = u - w S`
+            overlap = state_overlap(h, grad_h, column, K, V, BV, V_FIRST)
+            w = times_states(grad_v_new, in_own * V, valid, h, column, K, V, BV, V_FIRST, PRECISION)
+        # dw, as `v_new = u - w S`
         w = (-w).to(dtype)
-        grown, total = grown_by(first, second, row, GATE)
+        exp_g, exp_g_last = exp_g_of(first, second, row, GATE)
         tile_k = tile_k.to(tl.float32) * norm_k[:, None]
-        written = tile_k * grown
-        grad_M = tl.dot(w, tl.trans(written.to(dtype)), acc=grad_M, input_precision=PRECISION)
-        kG = tl.dot(tl.trans(tile_M), w, input_precision=PRECISION)
-        of_beta += tl.sum(kG * written, axis=1)
-        kG *= grown * strength[:, None]
+        k_exp_g = tile_k * exp_g
+        acc_inv = tl.dot(w, tl.trans(k_exp_g.to(dtype)), acc=acc_inv, input_precision=PRECISION)
+        Z = tl.dot(tl.trans(tile_Akk_inv), w, input_precision=PRECISION)
+        acc_beta += tl.sum(Z * k_exp_g, axis=1)
+        Z *= exp_g * tile_beta[:, None]
         if HELD:
-            qg = tl.dot(held[1], before, input_precision=PRECISION)
+            dq = tl.dot(held[1], before, input_precision=PRECISION)
         else:
-            qg = through_states(grad_o, row[:, None] * o_token, valid, h, column, K, V, BV, V_FIRST, PRECISION)
-        qg *= grown * scale
+            dq = times_states(grad_o, row[:, None] * o_token, valid, h, column, K, V, BV, V_FIRST, PRECISION)
+        dq *= exp_g * scale
         in_keys = in_own * K + column[None, :]
-        tl.store(grad_q + in_keys, qg, mask=valid[:, None])
-        G = tile_q.to(tl.float32) * norm_q[:, None] * qg + tile_k * kG
+        tl.store(grad_q + in_keys, dq, mask=valid[:, None])
+        dG = tile_q.to(tl.float32) * norm_q[:, None] * dq + tile_k * Z
         if HELD:
-            kg = tl.dot(held[2], after, input_precision=PRECISION)
+            dk = tl.dot(held[2], after, input_precision=PRECISION)
         else:
-            kg = through_states(pseudo, in_own * V, valid, grad_h, column, K, V, BV, V_FIRST, PRECISION)
-        kg *= shrunk_by(first, second, row, GATE)
-        tl.store(grad_k + in_keys, kG + kg, mask=valid[:, None])
+            dk = times_states(v_new, in_own * V, valid, grad_h, column, K, V, BV, V_FIRST, PRECISION)
+        dk *= exp_g_last_minus_g_of(first, second, row, GATE)
+        tl.store(grad_k + in_keys, Z + dk, mask=valid[:, None])
         # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
-        left = tl.where(last, 0.0, tile_k * kg)
-        G -= left
-        G += tl.where(last, (tl.sum(left, axis=0) + whole * total)[None, :], 0.0)
-        tl.store(grad_G + in_keys, G, mask=valid[:, None])
+        through_kg = tl.where(last, 0.0, tile_k * dk)
+        dG -= through_kg
+        dG += tl.where(last, (tl.sum(through_kg, axis=0) + overlap * exp_g_last)[None, :], 0.0)
+        tl.store(grad_G + in_keys, dG, mask=valid[:, None])
 
-    tl.store(grad_beta + row * HV, of_beta, mask=valid)
-    # of the matrix of which M = (I + A)^-1 is: -M^T dM M^T
-    X = tl.dot(tl.trans(tile_M), (grad_M * strength[None, :]).to(dtype), input_precision=PRECISION)
-    A = -tl.dot(X.to(dtype), tl.trans(tile_M), input_precision=PRECISION)
+    tl.store(grad_beta + row * HV, acc_beta, mask=valid)
+    X = tl.dot(tl.trans(tile_Akk_inv), (acc_inv * tile_beta[None, :]).to(dtype), input_precision=PRECISION)
+    dAkk = -tl.dot(X.to(dtype), tl.trans(tile_Akk_inv), input_precision=PRECISION)
     below = row[:, None] > row[None, :]
-    tl.store(grad_A + in_matrix, tl.where(below, A, 0.0), mask=valid[:, None] | (not BY_TOKEN))
+    tl.store(grad_Akk + in_matrix, tl.where(below, dAkk, 0.0), mask=valid[:, None] | (not BY_TOKEN))
 
 
 @dataclass(frozen=True)
@@ -346,11 +375,11 @@ class WyOperands:
     g: torch.Tensor
     v: torch.Tensor
     beta: torch.Tensor
-    solved: torch.Tensor
+    Akk_inv: torch.Tensor
     h: torch.Tensor
-    pseudo: torch.Tensor
+    v_new: torch.Tensor
     grad_o: torch.Tensor
-    grad_pseudo: torch.Tensor
+    grad_v_new: torch.Tensor
     grad_h: torch.Tensor
     cu_seqlens: torch.Tensor | None
     A_log: torch.Tensor | None = None
@@ -360,31 +389,31 @@ class WyOperands:
         """As the kernels take them."""
         return (
             *(self.q, self.k, self.g, self.v, self.beta, self.A_log, self.dt_bias, self.cu_seqlens),
-            *(self.solved, self.h, self.pseudo, self.grad_o, self.grad_pseudo, self.grad_h),
+            *(self.Akk_inv, self.h, self.v_new, self.grad_o, self.grad_v_new, self.grad_h),
         )
 
     def kept(self) -> tuple[torch.Tensor, ...]:
         """What stages before it left."""
-        return self.solved, self.h, self.pseudo, self.grad_pseudo, self.grad_h
+        return self.Akk_inv, self.h, self.v_new, self.grad_v_new, self.grad_h
 
 
 def wy_launch(
     problem: Problem | WySpec,
     at: int,
     x: WyOperands,
-    found: tuple[torch.Tensor | None, ...],
+    results: tuple[torch.Tensor | None, ...],
     lower_bound: float,
     rows: int,
     **kinds: object,
 ) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
+    """`results`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_Akk, grad_Aqk`; `rows`: chunks of a batch row in `h`."""
     c = config.wy_config(problem, at)
     return Launch(
         wy_kernel,
         problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
         (
             *x.arguments(),
-            *found,
+            *results,
             *(problem.scale, lower_bound),
             *(problem.T, problem.N, problem.H, problem.HV, problem.slots, rows),
             *strides(x.q, x.k, x.g, x.v, x.grad_o, x.beta),

@@ -11,12 +11,12 @@ from .stream_k import part_count, part_of_share
 C = gl.constexpr(64)
 BV = gl.constexpr(64)
 
-locate_item = gluon.jit(sequences.locate_item.fn)
-chunk_place = gluon.jit(sequences.chunk_place.fn)
-piece_extent = gluon.jit(sequences.piece_extent.fn)
+locate_item = gluon.jit(sequences.locate_work_tile.fn)
+chunk_place = gluon.jit(sequences.sequence_chunk_slots.fn)
+piece_extent = gluon.jit(sequences.span_extent.fn)
 clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
 segment_of = gluon.jit(segments.segment_of.fn)
-part_of_piece = gluon.jit(segments.part_of_piece.fn)
+part_of_piece = gluon.jit(segments.part_of_span.fn)
 place_segment = gluon.jit(segments.place_segment.fn)
 
 

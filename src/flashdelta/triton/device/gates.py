@@ -1,4 +1,4 @@
-"""The gate and beta's sigmoid, and their derivatives (`reference/gate.py` defines both)."""
+"""The gate, beta's sigmoid, and the derivatives of both (`reference/gate.py` is the definition)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decay_rate(A_log, head, volatile: tl.constexpr = False):
 
 @triton.jit
 def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
-    """Log decay in base 2 from `x = g + dt_bias`; `rate = exp(A_log)`."""
+    """Log decay in base 2 from the gate's input `x = g + dt_bias`; `rate = exp(A_log)`."""
     if GATE == "softplus":
         return -softplus_log2(x) * rate
     elif GATE == "lower_bound":
@@ -42,25 +42,26 @@ def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
-    """From the gradient of a log decay to that of the gate's input `x`, and of `A_log`."""
+    """The gradients of the gate's input `x` and of `A_log`, from that of the (natural) log decay."""
     if GATE == "softplus":
-        found = -rate * sigmoid(x) * grad
-        of_A = -rate * (softplus_log2(x) / LOG2E) * grad
+        dx = -rate * sigmoid(x) * grad
+        dA_log = -rate * (softplus_log2(x) / LOG2E) * grad
     elif GATE == "lower_bound":
         s = sigmoid(x * rate)
-        found = lower_bound * s * (1.0 - s) * rate * grad
-        of_A = found * x
+        dx = lower_bound * s * (1.0 - s) * rate * grad
+        dA_log = dx * x
     elif GATE == "logsigmoid":
-        found = sigmoid(-x) * grad
-        of_A = found * 0.0
+        dx = sigmoid(-x) * grad
+        dA_log = dx * 0.0
     else:
-        found = grad
-        of_A = grad * 0.0
-    return found, of_A
+        dx = grad
+        dA_log = grad * 0.0
+    return dx, dA_log
 
 
 @triton.jit
-def write_strength(x, BETA: tl.constexpr):
+def beta_of(x, BETA: tl.constexpr):
+    """Beta from the call's input, which is its value, its logit, or the logit of its half."""
     if BETA == "logit":
         x = sigmoid(x)
     elif BETA == "double_logit":
@@ -69,7 +70,8 @@ def write_strength(x, BETA: tl.constexpr):
 
 
 @triton.jit
-def strength_gradient(x, grad, BETA: tl.constexpr):
+def beta_gradient(x, grad, BETA: tl.constexpr):
+    """The gradient of the input of `beta_of`, from beta's."""
     if BETA == "logit":
         s = sigmoid(x)
         grad *= s * (1.0 - s)

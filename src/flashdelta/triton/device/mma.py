@@ -5,28 +5,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TF32_MASK = tl.constexpr(-(1 << 13))
+"""The bits of a float32 that TF32 has: tensor cores ignore the last 13 of the mantissa."""
+
+TF32_HALF = tl.constexpr(1 << 12)
+"""Half a step of TF32: added before the mask is applied, it rounds."""
+
+LARGEST_TO_ROUND = tl.constexpr(0x7FFFE000)
+"""The largest bits, as an integer, to which half a step may be added. A GPU's NaN is all ones but for the sign: with half a
+step more it would turn negative, a zero once masked."""
+
 
 @triton.jit
 def tf32_parts(x, ROUND: tl.constexpr):
-    """`x` in float32 as a TF32 number and the rest. The products cut off the last 13 bits of their operands. `ROUND` both parts
-    beforehand where errors of one sign would pile up."""
+    """Float32 `x` as `high + low`, two TF32 numbers. MMAs truncate their operands to TF32. `ROUND` rounds both parts
+    instead, for where errors of one sign would add up (docs/numerics.md)."""
     bits = x.to(tl.int32, bitcast=True)
     if ROUND:
-        bits += 4096
-    high = (bits & -8192).to(tl.float32, bitcast=True)
+        bits += TF32_HALF
+    high = (bits & TF32_MASK).to(tl.float32, bitcast=True)
     low = x - high
     if ROUND:
-        # a GPU's NaN is all ones but for the sign: without a limit it would run over and be gone
-        bits = tl.minimum(low.to(tl.int32, bitcast=True), 0x7FFFE000) + 4096
-        low = (bits & -8192).to(tl.float32, bitcast=True)
+        bits = tl.minimum(low.to(tl.int32, bitcast=True), LARGEST_TO_ROUND) + TF32_HALF
+        low = (bits & TF32_MASK).to(tl.float32, bitcast=True)
     return high, low
 
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, IN_CHAIN: tl.constexpr = False):
-    """`acc + a b`. "tf32x3" is three TF32 products of the operands' two parts; `tl.dot` has it too, but looks for NaN between
-    the products, which takes longer than they do. `IN_CHAIN`: the next product waits for this one, so the three do not wait
-    for one another, and the operands are not rounded."""
+    """`acc + a b`. "tf32x3" is three TF32 MMAs of the operands' two parts. `tl.dot` has it too, but looks for NaN between the
+    MMAs, which takes longer than they do.
+
+    `IN_CHAIN`: for a serial chain of MMAs, where latency counts. The three MMAs do not wait for one another, and operands are
+    truncated instead of rounded.
+    """
     if PRECISION == "tf32x3":
         a_high, a_low = tf32_parts(a, not IN_CHAIN)
         b_high, b_low = tf32_parts(b, not IN_CHAIN)
@@ -45,8 +57,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr, IN_CHAIN: tl.constexpr = False):
 
 @triton.jit
 def apply_weights(weights, tile, acc, PRECISION: tl.constexpr):
-    """`acc + weights tile`. With a 16-bit tile, the fp32 weights enter as a high and a low part: rows of weights alternate in
-    sign where keys repeat, and rounding them once would leave more error than result."""
+    """`acc + weights tile`. With a 16-bit tile, the fp32 weights enter as a high and a low part: where keys repeat, a row of
+    weights alternates in sign, and weights rounded once would leave more error than result."""
     high = weights.to(tile.dtype)
     acc = dot(high, tile, acc, PRECISION)
     if tile.dtype != tl.float32:

@@ -1,23 +1,26 @@
-"""Which chunks a segment of a split sequence has (docs/split.md)."""
+"""Which chunks a segment of a split sequence has (docs/split.md).
+
+A sequence is cut into `parts` segments; `part` is the number of one of them.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .sequences import chunk_place, piece_end, place_of
+from .sequences import locate_sequence, sequence_chunk_slots, span_end
 
 
 @triton.jit
-def sequence_chunks(checkpoint_offsets, n, pieces, length, C: tl.constexpr):
-    """How many chunks sequences `n` of these lengths have, over all their pieces."""
+def sequence_chunks(checkpoint_offsets, n, spans, length, C: tl.constexpr):
+    """Chunks of sequences `n` of these lengths, over all their spans."""
     if checkpoint_offsets is None:
         chunks = (length + C - 1) // C
     else:
         chunks = length * 0
         start = length * 0
-        for piece in range(0, pieces):
-            end = piece_end(checkpoint_offsets, n, piece, pieces, start, length)
+        for span in range(0, spans):
+            end = span_end(checkpoint_offsets, n, span, spans, start, length)
             chunks += (end - start + C - 1) // C
             start = end
     return chunks
@@ -25,8 +28,8 @@ def sequence_chunks(checkpoint_offsets, n, pieces, length, C: tl.constexpr):
 
 @triton.jit
 def segment_of(segment, first_segment, N, skipped=0):
-    """Of segment number `segment`: its sequence, its place in it, how many segments the sequence has, and whether there are so
-    many segments at all. The last `skipped` segments of each sequence are not counted."""
+    """Of segment `segment` of all: its sequence, `part`, `parts`, and whether there is such a segment. The last `skipped`
+    segments of each sequence do not count."""
     n = segment * 0
     high = n + N - 1
     while n < high:
@@ -43,23 +46,23 @@ def segment_of(segment, first_segment, N, skipped=0):
 
 @triton.jit
 def segment_chunks(part, parts, chunks):
-    """The chunks of a sequence that a segment has: the first, and past the last one."""
+    """The first and past-the-last of the sequence's chunks that segment `part` has."""
     chunks = chunks.to(tl.int64)
     return (part * chunks // parts).to(tl.int32), ((part + 1) * chunks // parts).to(tl.int32)
 
 
 @triton.jit
-def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C: tl.constexpr):
-    """Of a sequence `place_of` and `chunk_place`, of its segment `segment_chunks`."""
-    batch, begin, end = place_of(n, cu_seqlens, T)
-    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
-    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
-    return batch, begin, end, slot, pieces, first, stop
+def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C: tl.constexpr):
+    """`locate_sequence` and `sequence_chunk_slots` of sequence `n`, and `segment_chunks` of its segment `part`."""
+    batch, begin, end = locate_sequence(n, cu_seqlens, T)
+    chunk_slot, spans = sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C)
+    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, spans, end - begin, C))
+    return batch, begin, end, chunk_slot, spans, first, stop
 
 
 @triton.jit
-def part_of_piece(first, stop, before, chunks):
-    """Which of the chunks of a piece, `before` of whose sequence lie before it, are in `[first, stop)`. `before` comes from
-    what the loop over pieces carries already: a count of its own, from 0, Triton 3.6 takes for the constant 0."""
+def part_of_span(first, stop, before, chunks):
+    """Which chunks of a span are in `[first, stop)`, chunks of its sequence, of which `before` precede the span. `before` must
+    come from what the loop over spans carries anyway: a counter that starts at 0, Triton 3.6 takes for the constant 0."""
     start = tl.minimum(tl.maximum(first - before, 0), chunks)
     return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)

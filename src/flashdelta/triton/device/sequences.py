@@ -1,5 +1,6 @@
-"""Where a sequence and its chunks lie, from `cu_seqlens`, checkpoints and chunk slots (`reference/sequences.py` defines all
-three). Offsets are clamped as they are read, so bad ones never lead outside the tensors.
+"""Where sequences and their chunks lie: `cu_seqlens`, checkpoint spans and chunk slots (`reference/sequences.py` defines them).
+
+Offsets are clamped as they are read, so bad ones never lead outside the tensors.
 """
 
 from __future__ import annotations
@@ -7,23 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+OFFSETS_AT_A_TIME = tl.constexpr(128)
+"""Entries of `cu_seqlens` that a CTA reads at a time where it counts the chunks of all sequences."""
+
 
 @triton.jit
 def clamp_bounds(begin, end, T, integer: tl.constexpr = tl.int64):
-    """Offsets in `[0, T]`, the second not below the first, so that bad ones stay inside the tensors."""
+    """The offsets clamped to `[0, T]`, the second not below the first."""
     begin = tl.minimum(tl.maximum(begin, 0), T).to(integer)
     return begin, tl.minimum(tl.maximum(end, begin), T).to(integer)
 
 
 @triton.jit
 def sequence_bounds(cu_seqlens, n, T, integer: tl.constexpr = tl.int64):
-    """First and past-the-last token of sequence `n`, clamped."""
+    """The first and past-the-last token of packed sequence `n`."""
     return clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T, integer)
 
 
 @triton.jit
-def place_of(n, cu_seqlens, T):
-    """Batch row, first and past-the-last token of sequence `n`."""
+def locate_sequence(n, cu_seqlens, T):
+    """Batch row, first and past-the-last token of sequence `n`, packed or not."""
     if cu_seqlens is None:
         batch = n
         begin = n * 0
@@ -35,80 +39,81 @@ def place_of(n, cu_seqlens, T):
 
 
 @triton.jit
-def locate_item(item, cu_seqlens, T, HV, SLICES: tl.constexpr):
-    """What work item `item` of a kernel over (sequence, value head, slice of value channels) is: slice, value head, sequence,
-    batch row, first and past-the-last token."""
-    slice_ = item % SLICES
-    head = ((item // SLICES) % HV).to(tl.int64)
-    n = (item // SLICES // HV).to(tl.int64)
-    batch, begin, end = place_of(n, cu_seqlens, T)
+def locate_work_tile(work_tile, cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """A work tile of a kernel over (sequence, value head, slice of value channels): its slice, value head and sequence, and the
+    sequence's batch row, first and past-the-last token."""
+    slice_ = work_tile % SLICES
+    head = ((work_tile // SLICES) % HV).to(tl.int64)
+    n = (work_tile // SLICES // HV).to(tl.int64)
+    batch, begin, end = locate_sequence(n, cu_seqlens, T)
     return slice_, head, n, batch, begin, end
 
 
 @triton.jit
-def locate(cu_seqlens, T, HV, SLICES: tl.constexpr):
-    """`locate_item` where each program has one item."""
-    return locate_item(tl.program_id(0), cu_seqlens, T, HV, SLICES)
+def own_work_tile(cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """`locate_work_tile` for a grid of one CTA per work tile."""
+    return locate_work_tile(tl.program_id(0), cu_seqlens, T, HV, SLICES)
 
 
 @triton.jit
-def piece_count(checkpoint_offsets, checkpoints):
-    """Pieces that checkpoints cut a sequence into. Without them one, known when compiling: nothing is left of the search."""
-    pieces = 1
+def span_count(checkpoint_offsets, checkpoints):
+    """Checkpoint spans of a sequence. Without checkpoints a compile-time 1, which leaves nothing of the loops over spans."""
+    spans = 1
     if checkpoint_offsets is not None:
-        pieces = checkpoints + 1
-    return pieces
+        spans = checkpoints + 1
+    return spans
 
 
 @triton.jit
-def first_slot(begin, n, pieces, C: tl.constexpr):
-    """Slots of different sequences never meet: `ceil((b - a) / C) <= b // C - a // C + 1` for each piece of a sequence."""
-    return begin // C + n * pieces
+def first_chunk_slot(begin, n, spans, C: tl.constexpr):
+    """The first chunk slot of packed sequence `n`. Sequences never share a slot, as each span `[a, b)` of one has
+    `ceil((b - a) / C) <= b // C - a // C + 1` chunks."""
+    return begin // C + n * spans
 
 
 @triton.jit
-def piece_end(checkpoint_offsets, n, piece, pieces, start, length):
-    """Where the piece of sequence `n` that begins at its token `start` ends: at a checkpoint, the last piece at the
+def span_end(checkpoint_offsets, n, span, spans, start, length):
+    """Where the checkpoint span that begins at token `start` of sequence `n` ends: at its checkpoint, the last span at the
     sequence's end. Never before `start` or past `length`, whatever the offset is."""
-    offset = tl.load(checkpoint_offsets + n * (pieces - 1) + tl.minimum(piece, pieces - 2)).to(tl.int64)
-    offset = tl.where(piece < pieces - 1, offset, length)
+    offset = tl.load(checkpoint_offsets + n * (spans - 1) + tl.minimum(span, spans - 2)).to(tl.int64)
+    offset = tl.where(span < spans - 1, offset, length)
     return tl.minimum(tl.maximum(offset, start), length)
 
 
 @triton.jit
-def piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C: tl.constexpr):
-    """Where the piece that starts at token `start` of sequence `n`, tokens `[begin, end)`, ends, and how many chunks it has."""
+def span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C: tl.constexpr):
+    """Past-the-last token and number of chunks of the span that begins at `start`; sequence `n` has tokens `[begin, end)`."""
     stop = end
     if checkpoint_offsets is not None:
-        stop = begin + piece_end(checkpoint_offsets, n, piece, pieces, start - begin, end - begin)
+        stop = begin + span_end(checkpoint_offsets, n, span, spans, start - begin, end - begin)
     return stop, ((stop - start + C - 1) // C).to(tl.int32)
 
 
 @triton.jit
-def chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C: tl.constexpr):
-    """The first chunk slot of sequence `n`, and how many pieces checkpoints cut it into."""
-    pieces = piece_count(checkpoint_offsets, checkpoints)
-    slot = n * slots
+def sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C: tl.constexpr):
+    """The first chunk slot and the number of spans of sequence `n`. `chunk_slots`: those of a batch row."""
+    spans = span_count(checkpoint_offsets, checkpoints)
+    chunk_slot = n * chunk_slots
     if cu_seqlens is not None:
-        slot = first_slot(begin, n, pieces, C)
-    return slot, pieces
+        chunk_slot = first_chunk_slot(begin, n, spans, C)
+    return chunk_slot, spans
 
 
 @triton.jit
-def find_in_pieces(checkpoint_offsets, n, chunk, pieces, length, C: tl.constexpr):
-    """First token and token count of a sequence's chunk, whose grid starts anew at every checkpoint; the count is 0 if the
-    sequence has no such chunk. Tokens count from the sequence's start."""
-    piece_start = chunk * 0
-    start = piece_start
-    count = piece_start
-    for piece in range(0, pieces):
-        end = piece_end(checkpoint_offsets, n, piece, pieces, piece_start, length)
-        chunks = (end - piece_start + C - 1) // C
+def find_in_spans(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
+    """First token (from the sequence's start) and token count of a sequence's chunk, where the chunk grid starts anew at every
+    checkpoint. The count is 0 if there is no such chunk."""
+    span_start = chunk * 0
+    start = span_start
+    count = span_start
+    for span in range(0, spans):
+        end = span_end(checkpoint_offsets, n, span, spans, span_start, length)
+        chunks = (end - span_start + C - 1) // C
         here = (chunk >= 0) & (chunk < chunks)
-        start = tl.where(here, piece_start + chunk * C, start)
+        start = tl.where(here, span_start + chunk * C, start)
         count = tl.where(here, end - start, count)
         chunk -= chunks
-        piece_start = end
+        span_start = end
     return start, count
 
 
@@ -118,20 +123,20 @@ def chunk_of_sequence(
     checkpoint_offsets,
     checkpoints,
     n,
-    slot,
-    slots,
+    chunk_slot,
+    chunk_slots,
     T,
     C: tl.constexpr,
     integer: tl.constexpr = tl.int64,
     bounds=None,
 ):
-    """The batch row, first token and token count of a chunk slot that belongs to sequence `n`; the count is 0 or less where
-    the slot is not used. `bounds`: those of a packed sequence, if they are known."""
-    pieces = piece_count(checkpoint_offsets, checkpoints)
+    """Batch row, first token and token count of a chunk slot of sequence `n`; the count is 0 or less if the slot is unused.
+    `bounds`: those of a packed sequence, if they are known."""
+    spans = span_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None:
         batch = n
-        chunk = slot % slots
-        begin = slot * 0
+        chunk = chunk_slot % chunk_slots
+        begin = chunk_slot * 0
         end = begin + T
     else:
         batch = n * 0
@@ -139,49 +144,50 @@ def chunk_of_sequence(
             begin, end = sequence_bounds(cu_seqlens, n, T, integer)
         else:
             begin, end = bounds
-        chunk = slot - first_slot(begin, n, pieces, C)
+        chunk = chunk_slot - first_chunk_slot(begin, n, spans, C)
     if checkpoint_offsets is None:
         start = chunk * C
         count = end - begin - start
         if cu_seqlens is not None:
             count = tl.where(chunk < 0, 0, count)
     else:
-        start, count = find_in_pieces(checkpoint_offsets, n, chunk, pieces, end - begin, C)
+        start, count = find_in_spans(checkpoint_offsets, n, chunk, spans, end - begin, C)
     return batch, begin + start, count
 
 
 @triton.jit
-def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C: tl.constexpr):
-    """`chunk_of_sequence` with the sequence found: packed, by binary search for the last one whose first slot is not past
-    `slot`."""
+def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_slots, N, T, C: tl.constexpr):
+    """`chunk_of_sequence` for a slot whose sequence is not known. Packed: binary search for the last sequence whose first slot
+    is not past `chunk_slot`."""
     if cu_seqlens is None:
-        n = slot // slots
+        n = chunk_slot // chunk_slots
     else:
-        pieces = piece_count(checkpoint_offsets, checkpoints)
-        n = slot * 0
+        spans = span_count(checkpoint_offsets, checkpoints)
+        n = chunk_slot * 0
         high = n + N - 1
         while n < high:
             middle = (n + high + 1) // 2
             begin, _ = sequence_bounds(cu_seqlens, middle, T)
-            if first_slot(begin, middle, pieces, C) <= slot:
+            if first_chunk_slot(begin, middle, spans, C) <= chunk_slot:
                 n = middle
             else:
                 high = middle - 1
-    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C)
+    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, chunk_slot, chunk_slots, T, C)
 
 
 @triton.jit
-def own_chunk(item, cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C: tl.constexpr):
-    """What work item `item` of a kernel over (chunk slot, value head) is: value head, slot, and `find_chunk`."""
-    head = (item % HV).to(tl.int64)
-    slot = (item // HV).to(tl.int64)
-    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, C)
-    return head, slot, batch, start, count
+def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, N, T, HV, C: tl.constexpr):
+    """A work tile of a kernel over (chunk slot, value head): its value head and slot, and `find_chunk`."""
+    head = (work_tile % HV).to(tl.int64)
+    chunk_slot = (work_tile // HV).to(tl.int64)
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_slots, N, T, C)
+    return head, chunk_slot, batch, start, count
 
 
 @triton.jit
 def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
-    """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
+    """Chunks of the packed sequences before `n`: the row of `n`'s first chunk where chunks lie without gaps. Reads `BLOCK`
+    offsets at a time."""
     total = n * 0
     for base in range(0, n, BLOCK):
         m = base + tl.arange(0, BLOCK)

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 SUB = tl.constexpr(16)
-"""Rows of the blocks that forward substitution inverts."""
+"""Rows of a sub-chunk: those of one MMA, and of the diagonal blocks that forward substitution inverts."""
 
 
 @triton.jit
 def boundary_matrix(level, COUNT: tl.constexpr):
-    """Of `COUNT` rows, row i selects the steps between row i and the boundary between the halves of its block of `2 << level`
-    rows: from the boundary up to and with i in the second half, after i up to the boundary in the first."""
+    """`[COUNT, COUNT]`: row i selects the tokens whose decays lie between i and the boundary between the halves of its block of
+    `2 << level` rows. In the second half those from the boundary up to and with i, in the first those after i."""
     i = tl.arange(0, COUNT)[:, None]
     s = tl.arange(0, COUNT)[None, :]
     second = (i >> level) % 2 == 1
@@ -22,7 +22,7 @@ def boundary_matrix(level, COUNT: tl.constexpr):
 
 @triton.jit
 def pair_mask(level, COUNT: tl.constexpr):
-    """Pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
+    """`[COUNT, COUNT]`: pairs (i, j) of one block of `2 << level` rows, i in its second half and j in its first."""
     i = tl.arange(0, COUNT)[:, None] >> level
     j = tl.arange(0, COUNT)[None, :] >> level
     return (i >> 1 == j >> 1) & (i % 2 == 1) & (j % 2 == 0)
@@ -30,7 +30,7 @@ def pair_mask(level, COUNT: tl.constexpr):
 
 @triton.jit
 def forward_substitution(A):
-    """`(I + A)^-1` of every strictly lower block of `A [NB, 16, 16]`.
+    """`(I + A)^-1` of every strictly lower `A [NB, 16, 16]`.
 
     Row i of the inverse is `e_i - sum_{j<i} A_ij X_j`. In fp32, row by row: a Neumann series would explode and cancel on
     repeated keys.
