@@ -26,8 +26,11 @@ from .device.norms import row_norms
 from .device.sequences import own_chunk
 from .device.sub_chunks import SUB, boundary_matrix, pair_mask
 
+SAFE_ROWS = tl.constexpr(32)
+"""With bounded decays, rows whose pairs share one reference: from their middle no decay is less than exp(-80)."""
+
 SAFE_LEVEL = tl.constexpr(5)
-"""With bounded decays pairs of `1 << SAFE_LEVEL` rows share one reference; those of larger blocks are split by level."""
+"""log2(SAFE_ROWS): pairs of larger blocks are split by level."""
 
 
 @triton.jit
@@ -195,10 +198,10 @@ def intra_kernel(
         in_own = own * K + column[None, :]
         dG = tl.load(grad_G + in_own, mask=valid[:, None], other=0.0)
         if SAFE:
-            # the middle of 32 rows as the reference of all their pairs, as in `prepare_bounded.near`
+            # as in `prepare_bounded.near_pairs`
             distance = sums(boundary_matrix(SAFE_LEVEL - 1, C), high, low)
-            signed = tl.where(i % 32 < SUB, -distance, distance)
-            near = (i // 32 == j // 32) & (i > j)
+            signed = tl.where(i % SAFE_ROWS < SUB, -distance, distance)
+            near = (i // SAFE_ROWS == j // SAFE_ROWS) & (i > j)
             left = tl.exp2(signed)
             right = tl.exp2(-signed)
             dq, dk_left, dk_right, dG = add_pairs(

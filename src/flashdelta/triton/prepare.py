@@ -34,7 +34,7 @@ from .device.gates import beta_of, decay_rate
 from .device.mma import apply_weights, dot
 from .device.norms import L2_EPS
 from .device.sequences import own_chunk
-from .device.sub_chunks import SUB, forward_substitution
+from .device.sub_chunks import SUB, SUB_LEVELS, forward_substitution
 
 MAX_WIDTH = tl.constexpr(64)
 """Most channels of `w` and `u` that a CTA forms at a time. With fewer, two warps would do the same MMAs."""
@@ -316,7 +316,7 @@ def prepare_kernel(
         tl.store(kg + here, (tile_k * tl.exp2(sum_after_row + sum_after_block)).to(dtype))
         tl.store(decay + channel, tl.exp2(tl.sum(block_sum, axis=1))[:, None, :])
 
-        for level in tl.static_range(4):
+        for level in tl.static_range(SUB_LEVELS):
             factor = tl.exp2(sums((levels >> level) & 1 == 1, high, low, FINE))
             left = as_operand((tile_k * factor).to(dtype))
             right = transposed(left)

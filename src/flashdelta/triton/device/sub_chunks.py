@@ -8,6 +8,9 @@ import triton.language as tl
 SUB = tl.constexpr(16)
 """Rows of a sub-chunk: those of one MMA, and of the diagonal blocks that forward substitution inverts."""
 
+SUB_LEVELS = tl.constexpr(4)
+"""log2(SUB): halvings of a sub-chunk."""
+
 
 @triton.jit
 def boundary_matrix(level, COUNT: tl.constexpr):
