@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 import flashdelta as fd
 from flashdelta import ops
-from flashdelta.triton.device.common import find_chunk
+from flashdelta.triton.device.sequences import find_chunk
 
 from ..support.cases import BF16, FP32
 from ..support.oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance

@@ -365,7 +365,7 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
     parts |= {"inverse": workspace["Akk_inv"]} if bf16 else {}
     addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
     if not bf16:
-        addresses["pseudo"] = args["o"]
+        addresses["v_new"] = args["o"]
     for record, launch in zip(found.launches, want * 3, strict=True):
         assert record["stream"] == 0x5000
         check_launch(record, launch, addresses)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import flashdelta as fd
 from flashdelta.problem.split import AUTO, gains, known_lengths, most_segments, parts_of_sequences, segments_of_call
 from flashdelta.reference import chunk_kda, split
-from flashdelta.reference.chunk import prepare, segment_map
-from flashdelta.reference.split import AffineMap, cut, identity
+from flashdelta.reference.chunk import prepare, segment_transition
+from flashdelta.reference.split import Transition, cut, identity
 from flashdelta.runtime.call import check
 
 from ..support.split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
@@ -91,8 +91,8 @@ def test_maps_compose_in_any_grouping(seed: int, counts: tuple[int, int, int]):
     v = torch.randn(chunks, 1, HV, 16, V, generator=source, dtype=FP64)
     prepared = [prepare(k[i], k[i], g[i], beta[i]) for i in range(chunks)]
     cuts = [0, counts[0], counts[0] + counts[1], chunks]
-    a, b, c = (segment_map(prepared[i:j], v[i:j]) for i, j in itertools.pairwise(cuts))
-    left, right, whole = c.after(b).after(a), c.after(b.after(a)), segment_map(prepared, v)
+    a, b, c = (segment_transition(prepared[i:j], v[i:j]) for i, j in itertools.pairwise(cuts))
+    left, right, whole = c.after(b).after(a), c.after(b.after(a)), segment_transition(prepared, v)
     S = torch.randn(HV, K, V, generator=source, dtype=FP64)
     for found in (left, right):
         _close(found.M, whole.M)
@@ -106,7 +106,7 @@ def test_maps_only_shrink():
     tensors = split_inputs(64 * 16, H=2, HV=2, K=16, V=16, decay=1e-4, dtype=FP64)
     q, k, g, v = (tensors[name].view(16, 64, 2, -1).permute(0, 2, 1, 3)[:, None] for name in "qkgv")
     beta = tensors["beta"].view(16, 64, 2).permute(0, 2, 1)[:, None]
-    M = segment_map([prepare(q[i], k[i], g[i], beta[i]) for i in range(16)], v).M
+    M = segment_transition([prepare(q[i], k[i], g[i], beta[i]) for i in range(16)], v).M
     assert torch.linalg.matrix_norm(M, 2).max() <= 1 + 1e-12
 
 
@@ -222,7 +222,8 @@ def test_segments_cover_every_chunk_once(sequences: list[tuple[int, int]]):
 
 def test_starts_follow_the_maps():
     maps = [
-        AffineMap(torch.full((1, 1, 1), float(m)), torch.full((1, 1, 1), float(b))) for m, b in ((2, 1), (3, 5), (7, 0))
+        Transition(torch.full((1, 1, 1), float(m)), torch.full((1, 1, 1), float(b)))
+        for m, b in ((2, 1), (3, 5), (7, 0))
     ]
     segments = cut(torch.tensor([0, 2]), torch.tensor([2, 1]), torch.tensor([2, 1]))
     found = split.starts(segments, maps, torch.tensor([10.0, 20.0]).view(2, 1, 1, 1))

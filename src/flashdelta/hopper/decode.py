@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..triton import decode
-from ..triton.device import common, states
-from ..triton.device.common import L2_EPS
+from ..triton.device import gates, sequences, states
+from ..triton.device.norms import L2_EPS
 from .device.compat import copy_async
 from .device.math import split_high_low
 
 decay_rate, locate, log2_decay, write_strength = (
-    gluon.jit(f.fn) for f in (common.decay_rate, common.locate, common.log2_decay, common.write_strength)
+    gluon.jit(f.fn) for f in (gates.decay_rate, sequences.own_work_tile, gates.log2_decay, gates.beta_of)
 )
 start_slot, target_slot = gluon.jit(decode.start_slot.fn), gluon.jit(decode.target_slot.fn)
 everywhere = gluon.jit(states.everywhere.fn)

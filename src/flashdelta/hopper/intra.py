@@ -1,7 +1,7 @@
 """Stage `intra` of the backward pass for Hopper: from the gradients of the matrices `A` and `Aqk` to those of the call's
 inputs. One program per (chunk, value head).
 
-Contract: as `triton/backward.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`.
+Contract: as `triton/intra.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`.
 
 Pairs i > j of tokens are split at a place between them, with `E` the sum of log decays up to there (docs/backward.md):
 
@@ -19,8 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton import backward
-from ..triton.device import common
+from ..triton.device import gates
 from .device.compat import barrier, reinterpret
 from .device.math import exp2, exp2_negative, gate_gradient, token_offset, wide, write_strength
 from .device.rows import (
@@ -37,8 +36,8 @@ from .device.rows import (
     weighted_sums,
 )
 
-decay_rate = gluon.jit(common.decay_rate.fn)
-strength_gradient = gluon.jit(backward.strength_gradient.fn)
+decay_rate = gluon.jit(gates.decay_rate.fn)
+strength_gradient = gluon.jit(gates.beta_gradient.fn)
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)

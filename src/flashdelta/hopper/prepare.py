@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..triton.device import common
-from ..triton.device.common import L2_EPS
+from ..triton.device import gates, sequences
+from ..triton.device.norms import L2_EPS
 from .device.compat import copy_async, reinterpret
 from .device.layouts import position, store_cells, store_tile
 from .device.math import (
@@ -43,11 +43,11 @@ from .device.math import (
 )
 from .segments import plan_segments
 
-chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
-clamp_bounds = gluon.jit(common.clamp_bounds.fn)
-decay_rate = gluon.jit(common.decay_rate.fn)
-first_slot = gluon.jit(common.first_slot.fn)
-piece_count = gluon.jit(common.piece_count.fn)
+chunk_of_sequence = gluon.jit(sequences.chunk_of_sequence.fn)
+clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
+decay_rate = gluon.jit(gates.decay_rate.fn)
+first_slot = gluon.jit(sequences.first_chunk_slot.fn)
+piece_count = gluon.jit(sequences.span_count.fn)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]

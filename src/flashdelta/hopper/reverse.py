@@ -1,7 +1,7 @@
 """Stage `reverse` of the backward pass for Hopper: walks a sequence's chunks from the last to the first and leaves the gradient
 of the state after each. A work item is a (sequence, value head, slice of 64 value channels).
 
-Contract: as `triton/backward.py`, from the tiles that `prepare` leaves; `grad_h [R, HV, V, K]` has the chunks of all sequences
+Contract: as `triton/reverse.py`, from the tiles that `prepare` leaves; `grad_h [R, HV, V, K]` has the chunks of all sequences
 one after the other.
 
 As in `recurrence`, everything is transposed: the gradients of the state `[64, K]` and of the pseudo-values `[64, 64]` are

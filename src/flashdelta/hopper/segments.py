@@ -2,7 +2,7 @@
 
 `maps` finds, for every segment but a sequence's last, the map from the state before it to the state after it. A work item is
 a (segment, value head, slice of 64 of the K + V columns of M and b); there is a program per multiprocessor, which does every
-so many-th. Contract: as `triton/segments.py: maps_kernel`, from the tiles that `prepare` leaves. It is `recurrence` without
+so many-th. Contract: as `triton/segments.py`, from the tiles that `prepare` leaves. It is `recurrence` without
 output. One warp fetches, four compute.
 """
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..triton import segments as portable
-from ..triton.device import common
+from ..triton.device import sequences
 from .device.compat import copy_async, copy_tile
 from .device.layouts import LINES, from_lines, position
 from .device.math import wide
@@ -26,7 +26,7 @@ from .device.tile_scheduler import BV, C, even_parts, item_of, locate_segment, o
 chunks_of = gluon.jit(portable.chunks_of.fn)
 states_fit = gluon.jit(portable.states_fit.fn)
 planned_parts = gluon.jit(portable.planned_parts.fn)
-piece_count = gluon.jit(common.piece_count.fn)
+piece_count = gluon.jit(sequences.span_count.fn)
 
 
 @gluon.jit

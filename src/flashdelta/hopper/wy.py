@@ -1,7 +1,7 @@
 """Stage `wy` of the backward pass for Hopper: from states and their gradients to those of values, of what `prepare` left, and
 of its matrices. One program of 8 warps per (chunk, value head), or one per multiprocessor that takes one after another.
 
-Contract: as `triton/backward.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
+Contract: as `triton/wy.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
 chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`.
 
 All of a chunk's operands are in shared memory at once; they arrive in the order in which they are needed, and results take
@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import condition
 
-from ..triton.device import common
-from ..triton.device.common import LOG2E
+from ..triton.device import gates
+from ..triton.device.gates import LOG2E
 from .device.compat import barrier, reinterpret
 from .device.math import exp2, token_offset, wide, write_strength
 from .device.rows import (
@@ -42,7 +42,7 @@ from .device.rows import (
 from .device.tile_scheduler import chunks_before
 from .device.tma import await_copies, fetch, incoming, send
 
-decay_rate = gluon.jit(common.decay_rate.fn)
+decay_rate = gluon.jit(gates.decay_rate.fn)
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "items", *_STRIDES)

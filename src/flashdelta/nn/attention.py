@@ -1,7 +1,7 @@
 """The Kimi Delta Attention layer and its cache.
 
     q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv))      causal, depthwise, W taps
-    g, beta = x Wf,  x Wb                                                gate input, write logit
+    g, beta = x Wf,  x Wb                                                gate input, beta's logit
     o       = KDA(q, k, v, g, beta)                                      L2 norm, gate and sigmoid in the kernel
     y       = (rmsnorm(o) * sigmoid(x Wg)) Wo
 

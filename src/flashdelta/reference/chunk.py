@@ -1,14 +1,16 @@
 """KDA in chunks, stage by stage, in PyTorch: what each kernel stage must compute.
 
-With `C` tokens a chunk and `G = cumsum(g)` inside it (docs/algorithm.md derives this):
+With `C` tokens a chunk and `G = cumsum(g)` inside it (docs/algorithm.md derives this; the scale is in q):
 
-    A      = strict_lower(beta_i <k_i exp(G_i), k_j exp(-G_j)>)          [C, C]
-    T      = (I + A)^-1 diag(beta)                                        [C, C]
-    Aqk    = lower(<q_i exp(G_i), k_j exp(-G_j)>)                         [C, C]
-    w      = T (k exp(G))                                                 [C, K]
-    v'     = T v - w S                                                    [C, V]
-    o      = (q exp(G)) S + Aqk v'                                        [C, V]
-    S     <- diag(exp(G_C)) S + (k exp(G_C - G))^T v'                     [K, V]
+    prepare     Akk     = strict_lower(beta_i <k_i, k_j exp(G_i - G_j)>)      [C, C]
+                inverse = (I + Akk)^-1 diag(beta)                             [C, C]
+                Aqk     = lower(<q_i, k_j exp(G_i - G_j)>)                    [C, C]
+                w       = inverse (k exp(G))                                  [C, K]
+                qg, kg  = q exp(G), k exp(G_C - G)                            [C, K]
+                decay   = exp(G_C)                                            [K]
+    recurrence  v_new   = inverse v - w S                                     [C, V]
+                S      <- diag(decay) S + kg^T v_new                          [K, V]
+    output      o       = qg S + Aqk v_new, with the S before                 [C, V]
 
 Differentiable, for any device and dtype up to float64.
 """
@@ -24,16 +26,15 @@ from ..problem.problem import Problem, Tensors
 from ..problem.split import NO_COSTS, planned_parts
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots
-from .split import AffineMap, cut, identity, starts
+from .split import Transition, cut, identity, starts
 from .states import states_in, states_out, store_checkpoints, store_final
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` hands to `recurrence`: per slot `s`, batch row `b` and value head `h`.
+    """What `prepare` leaves for `recurrence` and `output`, by chunk slot, batch row and value head.
 
-    `w, qg, kg [S, B, HV, C, K]`: `T (k exp G)`, `scale q exp(G)`, `k exp(G_C - G)`; `inverse, Aqk [S, B, HV, C, C]`: `T` and
-    the intra-chunk attention; `decay [S, B, HV, K]`: `exp(G_C)`.
+    `w, qg, kg [S, B, HV, C, K]`; `inverse, Aqk [S, B, HV, C, C]`; `decay [S, B, HV, K]`.
     """
 
     w: torch.Tensor
@@ -45,8 +46,8 @@ class Prepared:
 
 
 def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor:
-    """`[B, T, HV, ...] -> [S, B, HV, C, ...]`, with zeros where a chunk has no token. With `slots`, the slots of all batch rows
-    lie one after another: `[S, 1, HV, C, ...]`."""
+    """`[B, T, HV, ...] -> [S, B, HV, C, ...]`, with zeros where a chunk has no token. With `slots`, those of all batch rows one
+    after another: `[S, 1, HV, C, ...]`."""
     B, T = x.shape[:2]
     if slots is None:
         S = -(-T // C)
@@ -58,7 +59,7 @@ def to_chunks(x: torch.Tensor, C: int, slots: ChunkSlots | None) -> torch.Tensor
 
 
 def solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`system^-1 right` of a lower triangle with ones on its diagonal."""
+    """`system^-1 right`, for a unit lower triangular system."""
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
@@ -69,18 +70,20 @@ def prepare(
     beta: torch.Tensor,
     solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = solve,
 ) -> Prepared:
-    """The chunk-parallel stage, from chunked inputs `[S, B, HV, C, K]` and `beta [S, B, HV, C]`; `solve(system, right)` forms
-    its inverse."""
+    """`inverse = (I + Akk)^-1 diag(beta)`, `w = inverse (k exp(G))` and so on: stage `prepare`, parallel over chunks.
+
+    Inputs are chunked, `[.., C, K]` and `beta [.., C]`; `solve(system, right)` forms `inverse`.
+    """
     C = q.shape[-2]
     below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(-1)
     # exp(G_i - G_j) for i >= j, the exponent summed for each pair on its own. A difference of two cumulative sums would
     # cancel where a step decays strongly, in value and in gradient, and be NaN for g = -inf (which forgets everything).
     pair = torch.where(below[..., None], g[..., :, None, :], 0.0).cumsum(-3).exp()
     weighted = pair * k[..., None, :, :]
-    A = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
+    Akk = torch.einsum("...ik,...ijk->...ij", k, weighted).tril(-1) * beta[..., None]
     Aqk = torch.einsum("...ik,...ijk->...ij", q, weighted).tril()
     eye = torch.eye(C, dtype=q.dtype, device=q.device)
-    inverse = solve(eye + A, torch.diag_embed(beta))
+    inverse = solve(eye + Akk, torch.diag_embed(beta))
     decayed = g.cumsum(-2).exp()
     return Prepared(
         w=inverse @ (k * decayed),
@@ -93,13 +96,13 @@ def prepare(
 
 
 def recur(p: Prepared, v: torch.Tensor, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pseudo-values of a chunk and the state after it, from the state before it."""
-    pseudo = p.inverse @ v - p.w @ S
-    return pseudo, p.decay[..., None] * S + p.kg.transpose(-1, -2) @ pseudo
+    """Stage `recurrence`: `v_new = inverse v - w S` and `diag(decay) S + kg^T v_new`, from the state `S` before a chunk."""
+    v_new = p.inverse @ v - p.w @ S
+    return v_new, p.decay[..., None] * S + p.kg.transpose(-1, -2) @ v_new
 
 
-def segment_map(prepared: Sequence[Prepared], v: torch.Tensor) -> AffineMap:
-    """The map from the state before some chunks to the state after them; `v [chunks, 1, HV, C, V]`, one chunk or more."""
+def segment_transition(prepared: Sequence[Prepared], v: torch.Tensor) -> Transition:
+    """`S -> M S + b`, from the state before some chunks (one or more) to the state after; `v [chunks, 1, HV, C, V]`."""
     K = prepared[0].w.shape[-1]
     none = identity(v.shape[2], K, v.shape[4], v)
     M, b = none.M[None], none.b[None]
@@ -107,18 +110,18 @@ def segment_map(prepared: Sequence[Prepared], v: torch.Tensor) -> AffineMap:
         # the columns of M are states that no value writes to
         _, M = recur(p, v_chunk.new_zeros(*v_chunk.shape[:-1], K), M)
         _, b = recur(p, v_chunk, b)
-    return AffineMap(M[0], b[0])
+    return Transition(M[0], b[0])
 
 
 def segment_starts(
     slots: ChunkSlots, parts: torch.Tensor, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
 ) -> dict[int, torch.Tensor]:
-    """By slot that opens a segment with chunks: the state before it, `[1, HV, K, V]`."""
+    """The state `[1, HV, K, V]` before each segment that has chunks, by its first chunk slot."""
     segments = cut(slots.opening, slots.chunks, parts)
     runs = [slice(*run) for run in zip(segments.first.tolist(), segments.stop.tolist())]
     none = identity(*initial.shape[1:], v)
-    maps = [segment_map(prepared[run], v[run]) if run.stop > run.start else none for run in runs]
-    states = starts(segments, maps, initial)
+    transitions = [segment_transition(prepared[run], v[run]) if run.stop > run.start else none for run in runs]
+    states = starts(segments, transitions, initial)
     return {run.start: state[None] for run, state in zip(runs, states) if run.stop > run.start}
 
 
@@ -126,7 +129,7 @@ def chunk_kda(
     problem: Problem, t: Tensors, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
-    states and the states at checkpoints go there. With `parts [N]` each sequence is cut into so many segments (`split.py`)."""
+    states and the states at checkpoints go there. `parts [N]`: how many segments each sequence is cut into (`split.py`)."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
     cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
     slots = chunk_slots(problem, t) if cuts and not empty else None
@@ -147,8 +150,8 @@ def chunk_kda(
             S = torch.where(slots.first[i], initial[slots.sequence[i]][None], S)
         S = opened.get(i, S)
         before.append(S)
-        pseudo, new = recur(p, v[i], S)
-        outputs.append(p.qg @ S + p.Aqk @ pseudo)
+        v_new, new = recur(p, v[i], S)
+        outputs.append(p.qg @ S + p.Aqk @ v_new)
         S = new
         after.append(S)
     o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), problem, slots).to(t.v.dtype)

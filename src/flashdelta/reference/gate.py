@@ -1,4 +1,4 @@
-"""The elementwise front of KDA: log decay, write strength and L2 norm, in PyTorch."""
+"""The elementwise front of KDA in PyTorch: the gate, beta's sigmoid and the L2 norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def compute_dtype(problem: Problem) -> torch.dtype:
 
 
 def log_decay(problem: Problem, t: Tensors) -> torch.Tensor:
-    """The natural-log decay per step and key channel, `[B, T, HV, K]`, in the compute dtype.
+    """The gate: the natural-log decay per token and key channel, `[B, T, HV, K]`, in the compute dtype.
 
     none: `g`.  softplus: `-exp(A_log) softplus(g + dt_bias)`.
     lower_bound: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`.  logsigmoid: `log sigmoid(g)`.
@@ -33,15 +33,15 @@ def log_decay(problem: Problem, t: Tensors) -> torch.Tensor:
     return problem.lower_bound * torch.sigmoid(rate * x)
 
 
-def write_strength(problem: Problem, t: Tensors) -> torch.Tensor:
+def beta_of(problem: Problem, t: Tensors) -> torch.Tensor:
     """`beta` in the compute dtype, `[B, T, HV]`."""
     beta = t.beta.to(compute_dtype(problem))
     if problem.beta_kind == "value":
         return beta
     # As rows of 32: for a tensor's last few elements PyTorch's CPU loops use another exp than for the others, so a
     # token's bits would depend on how many there are.
-    strength = torch.sigmoid(beta[..., None].expand(*beta.shape, 32))[..., 0]
-    return strength * (2.0 if problem.beta_kind == "double_logit" else 1.0)
+    value = torch.sigmoid(beta[..., None].expand(*beta.shape, 32))[..., 0]
+    return value * (2.0 if problem.beta_kind == "double_logit" else 1.0)
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:
@@ -57,4 +57,4 @@ def elementwise_inputs(problem: Problem, t: Tensors) -> tuple[torch.Tensor, ...]
         q, k = l2_normalize(q), l2_normalize(k)
     q = q * problem.scale
     q, k = (x.repeat_interleave(problem.group, dim=2) for x in (q, k))
-    return q, k, v, log_decay(problem, t), write_strength(problem, t)
+    return q, k, v, log_decay(problem, t), beta_of(problem, t)

@@ -1,4 +1,4 @@
-"""What rounding alone costs: the floor under the error of any kernel that multiplies in the working dtype."""
+"""What rounding alone costs: the least error of any kernel that multiplies in the working dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .gate import elementwise_inputs
 from .states import states_in, states_out
 
 TF32X3_BITS = 22
-"""Significant bits of a float32 operand that a 3xTF32 product keeps."""
+"""Significant bits of a float32 operand that a 3xTF32 MMA keeps."""
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -26,11 +26,11 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def substitute(system: Tensor, right: Tensor) -> Tensor:
-    """`reference.chunk.solve` in float32, row after row: what a library's solver errs depends on the device, eightfold."""
-    narrow, found = system.float(), right.float()
+    """`reference.chunk.solve` in float32, row by row: the error of a library solver varies eightfold among devices."""
+    narrow, x = system.float(), right.float()
     for i in range(1, system.shape[-1]):
-        found[..., i, :] -= (narrow[..., i, :i, None] * found[..., :i, :]).sum(-2)
-    return found.to(system.dtype)
+        x[..., i, :] -= (narrow[..., i, :i, None] * x[..., :i, :]).sum(-2)
+    return x.to(system.dtype)
 
 
 def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
@@ -60,9 +60,9 @@ def rounding_error(problem: Problem, t: Tensors) -> tuple[float, float]:
     S, outputs = states_in(exact, doubles), []
     for q, k, v, g, beta in zip(*chunks):
         p = prepare(q, k, g, beta, substitute)
-        pseudo = once(once(p.inverse) @ v - once(p.w) @ once(S))
-        outputs.append(once(p.qg) @ once(S) + once(p.Aqk) @ pseudo)
-        S = p.decay[..., None] * S + once(p.kg).transpose(-1, -2) @ pseudo
+        v_new = once(once(p.inverse) @ v - once(p.w) @ once(S))
+        outputs.append(once(p.qg) @ once(S) + once(p.Aqk) @ v_new)
+        S = p.decay[..., None] * S + once(p.kg).transpose(-1, -2) @ v_new
     rounded = from_chunks(torch.stack(outputs), exact, None)
     S = states_out(exact, S, wide)
     return ((rounded - o).norm() / o.norm()).item(), ((S - state).norm() / state.norm()).item()

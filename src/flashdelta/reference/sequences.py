@@ -1,11 +1,11 @@
 """Where sequences and chunks lie, computed on the device: nothing here waits for a GPU.
 
-Pieces: a sequence of `L` tokens is cut at its `M` checkpoints, `cut_m = clamp(offset_m, cut_{m-1}, L)`, and its chunk grid
-starts anew at every cut, so that a checkpoint always is a chunk boundary. Pieces may be empty. The state after `cut_m` tokens
+Checkpoint spans: a sequence of `L` tokens is cut at its `M` checkpoints, `cut_m = clamp(offset_m, cut_{m-1}, L)`, and its chunk
+grid starts anew at every cut, so that every checkpoint is a chunk boundary. Spans may be empty. The state after `cut_m` tokens
 is stored if the caller asked for it there, `0 < offset_m = cut_m`: no offset, good or bad, leads outside the sequence.
 
 Chunk slots: the chunks of packed sequence `n` take the slots from `cu_seqlens[n] // C + n (1 + M)` on. Since
-`ceil((b - a) / C) <= b // C - a // C + 1` for each of its pieces, the slots of two sequences never meet, every sequence (an
+`ceil((b - a) / C) <= b // C - a // C + 1` for each of its spans, the slots of two sequences never meet, every sequence (an
 empty one too) owns at least one, and `T // C + N (1 + M)` slots hold them all, whatever the offsets are. In a batch, each row
 has `ceil(T / C) + M` slots. A slot without tokens changes nothing.
 """
@@ -53,22 +53,22 @@ def lengths_of(problem: Problem, t: Tensors) -> torch.Tensor:
     return offsets_of(problem, t).diff().clamp(min=0)
 
 
-def piece_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
-    """Where the pieces of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
+def span_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
+    """Where the spans of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
     cuts = [torch.zeros_like(length)]
     for offset in () if checkpoint_offsets is None else checkpoint_offsets.long().unbind(1):
         cuts.append(torch.minimum(torch.maximum(offset, cuts[-1]), length))
     return torch.stack([*cuts, length], dim=1)
 
 
-def piece_chunks(problem: Problem, cuts: torch.Tensor) -> torch.Tensor:
-    """Chunks of each piece, from `piece_cuts`."""
+def span_chunks(problem: Problem, cuts: torch.Tensor) -> torch.Tensor:
+    """Chunks of each span, from `span_cuts`."""
     return (cuts.diff(dim=1) + problem.chunk_size - 1) // problem.chunk_size
 
 
 def chunks_of(problem: Problem, t: Tensors) -> torch.Tensor:
-    """Chunks of each sequence, `[N]`, over all its pieces."""
-    return piece_chunks(problem, piece_cuts(t.checkpoint_offsets, lengths_of(problem, t))).sum(1)
+    """Chunks of each sequence, `[N]`, over all its spans."""
+    return span_chunks(problem, span_cuts(t.checkpoint_offsets, lengths_of(problem, t))).sum(1)
 
 
 def chunk_slots(problem: Problem, t: Tensors) -> ChunkSlots:
@@ -76,22 +76,22 @@ def chunk_slots(problem: Problem, t: Tensors) -> ChunkSlots:
     begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t)
     n = torch.arange(N, device=begins.device)
     opening = begins // C + n * (1 + problem.checkpoints) if problem.packed else n * problem.slots
-    cuts = piece_cuts(t.checkpoint_offsets, lengths)
-    chunks = piece_chunks(problem, cuts)
-    through = chunks.cumsum(1)  # chunks of a sequence up to and with each piece
+    cuts = span_cuts(t.checkpoint_offsets, lengths)
+    chunks = span_chunks(problem, cuts)
+    through = chunks.cumsum(1)  # chunks of a sequence up to and with each span
 
     slot = torch.arange(problem.B * problem.slots, device=begins.device)
     sequence = (torch.searchsorted(opening, slot, right=True) - 1).clamp(0, N - 1)
     chunk = slot - opening[sequence]
-    piece = (chunk[:, None] >= through[sequence]).sum(1).clamp(max=problem.checkpoints)
-    start = cuts[sequence, piece] + (chunk - (through - chunks)[sequence, piece]) * C
+    span = (chunk[:, None] >= through[sequence]).sum(1).clamp(max=problem.checkpoints)
+    start = cuts[sequence, span] + (chunk - (through - chunks)[sequence, span]) * C
     inside = start[:, None] + torch.arange(C, device=begins.device)  # token within its sequence
     token = begins[sequence][:, None] + inside
 
     offsets = cuts[:, 1:-1] if t.checkpoint_offsets is None else t.checkpoint_offsets
     return ChunkSlots(
         token=token.clamp(0, max(problem.B * problem.T - 1, 0)),
-        valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, piece + 1][:, None]),
+        valid=(chunk >= 0)[:, None] & (inside < cuts[sequence, span + 1][:, None]),
         sequence=sequence,
         first=slot == opening[sequence],
         opening=opening,

@@ -1,12 +1,13 @@
-"""Long sequences cut into segments that run side by side (docs/split.md).
+"""Long sequences cut into segments that run at the same time (docs/split.md).
 
-Over any run of chunks the state after it is affine in the state `S` before it, with `T, w, kg, G_C` as in `chunk.py`:
+The state after any run of chunks is affine in the state `S` before it, with `inverse, w, kg, decay` as in `chunk.py`:
 
-    one chunk:  S' = M S + b,   M = diag(exp(G_C)) - kg^T w [K, K],   b = kg^T T v [K, V]
-    a run:      (M, b) after (M', b') is (M M', M b' + b)
+    transitions, of a chunk:  S' = M S + b,   M = diag(decay) - kg^T w [K, K],   b = kg^T inverse v [K, V]
+    transitions, of a run:    (M, b) after (M', b') is (M M', M b' + b)
+    compose:                  S_{j+1} = M_j S_j + b_j, segment by segment
 
-So the segments of a sequence can find their `(M, b)` at the same time, a short chain `S_{j+1} = M_j S_j + b_j` gives each
-segment's true initial state, and then all segments run as sequences do. Nothing is approximated.
+So all segments find their `(M, b)` at the same time, the short chain gives each its true initial state, and then all run as
+sequences do. Nothing is approximated.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def cut(opening: torch.Tensor, chunks: torch.Tensor, parts: torch.Tensor) -> Seg
 
 
 @dataclass(frozen=True)
-class AffineMap:
-    """`S -> M S + b` for every head: `M [HV, K, K]`, `b [HV, K, V]`."""
+class Transition:
+    """`S -> M S + b` of a segment, for every head: `M [HV, K, K]`, `b [HV, K, V]`."""
 
     M: torch.Tensor
     b: torch.Tensor
@@ -48,20 +49,20 @@ class AffineMap:
     def __call__(self, S: torch.Tensor) -> torch.Tensor:
         return self.M @ S + self.b
 
-    def after(self, earlier: AffineMap) -> AffineMap:
-        """The map of a run that `earlier` comes before."""
-        return AffineMap(self.M @ earlier.M, self(earlier.b))
+    def after(self, earlier: Transition) -> Transition:
+        """The transition of both, `earlier` first."""
+        return Transition(self.M @ earlier.M, self(earlier.b))
 
 
-def identity(HV: int, K: int, V: int, like: torch.Tensor) -> AffineMap:
-    """The map of no chunks."""
+def identity(HV: int, K: int, V: int, like: torch.Tensor) -> Transition:
+    """The transition of no chunks."""
     eye = torch.eye(K, dtype=like.dtype, device=like.device)
-    return AffineMap(eye.expand(HV, K, K), like.new_zeros(HV, K, V))
+    return Transition(eye.expand(HV, K, K), like.new_zeros(HV, K, V))
 
 
-def starts(segments: Segments, maps: Sequence[AffineMap], initial: torch.Tensor) -> torch.Tensor:
-    """The state before every segment, `[G, HV, K, V]`, from the initial states `[N, HV, K, V]` of the sequences."""
-    found: list[torch.Tensor] = []
+def starts(segments: Segments, transitions: Sequence[Transition], initial: torch.Tensor) -> torch.Tensor:
+    """`compose`: the state before every segment, `[G, HV, K, V]`, from the sequences' initial states `[N, HV, K, V]`."""
+    states: list[torch.Tensor] = []
     for g, opens in enumerate(segments.opens.tolist()):
-        found.append(initial[segments.sequence[g]] if opens else maps[g - 1](found[-1]))
-    return torch.stack(found)
+        states.append(initial[segments.sequence[g]] if opens else transitions[g - 1](states[-1]))
+    return torch.stack(states)

@@ -15,7 +15,7 @@ from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs, Program, new
 from ..program.workspace import Layout, Workspace
-from .backward import finish_kernel
+from .finish import finish_kernel
 from .wy import WyOperands
 
 

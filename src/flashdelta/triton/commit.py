@@ -1,7 +1,7 @@
 """Stage `commit`: of each sequence's intermediate states, the one after its last accepted token goes to its slot of the pool.
 
 Contract (`reference.decode.commit` is the definition): `pool[slot_n] <- intermediate[row_n, accepted_n - 1]`. A count outside
-`[1, tokens]`, or an index that names nothing, copies nothing. One program per (sequence, `BLOCK` elements of a state).
+`[1, tokens]`, or an index that names nothing, copies nothing. One CTA per (sequence, `BLOCK` elements of a state).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def commit_kernel(
     count = tl.load(accepted + n).to(tl.int64)
     slot, named = named_slot(slot_indices, n, lowest, slots)
     row = slot
-    found = slot < rows
+    exists = slot < rows
     if row_indices is not None:
-        row, found = named_slot(row_indices, n, lowest, rows)
-    if named & found & (count >= 1) & (count <= tokens):
+        row, exists = named_slot(row_indices, n, lowest, rows)
+    if named & exists & (count >= 1) & (count <= tokens):
         inside = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         mask = inside < size
         state = tl.load(intermediate_states + row * row_pitch + (count - 1) * row_step + inside, mask=mask)

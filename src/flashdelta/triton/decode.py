@@ -1,5 +1,5 @@
-"""Stage `decode`: KDA token by token, for few tokens a sequence. One program per (sequence, value head, slice of `BV` value
-channels).
+"""Stage `decode` (FLA: `fused_recurrent_kda`): KDA token by token, for few tokens a sequence. One CTA per (sequence, value
+head, slice of `BV` value channels).
 
 Contract (docs/decode.md; `reference.decode` is the definition), in fp32 throughout:
 
@@ -9,12 +9,12 @@ A tile `S^T [BV, K]` of the state is read once and stays in registers. Both sums
 
     D = diag(exp(g_t)) S,   a = k_t^T D,   b = q_t^T D,   d = beta_t (v_t - a),   o_t = scale * (b + (q_t^T k_t) d),
 
-so that they do not wait for each other and one pass over the registers is left: `S <- D + k_t d`. The L2 norms of `q_t` and
-`k_t` multiply the sums and not the rows: four instructions an element are left, which count where states are in bfloat16.
+so that neither sum waits for the other, and one pass over the registers is left: `S <- D + k_t d`. The L2 norms of `q_t` and
+`k_t` multiply the sums instead of the rows. That leaves four instructions an element, which count where states are bfloat16.
 
-Time goes to the memory system, so loads are issued in the order in which others wait for them: the slot's index, the first
-token's rows, the tile; norms and gate are worked out while it is on its way. From sm_90 on a launch may start while the kernel
-before it ends, as far as `gdc_wait`; before that nothing is loaded or stored.
+Memory bounds the kernel, so loads are issued in the order in which others wait for them: the slot's index, the first token's
+rows, the tile. Norms and gate are computed while the tile is in flight. From sm_90 on a launch may overlap the end of the
+kernel before it (programmatic dependent launch), up to `gdc_wait`; nothing is loaded or stored before that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device.common import L2_EPS, decay_rate, locate, log2_decay, write_strength
+from .device.gates import beta_of, decay_rate, log2_decay
+from .device.norms import L2_EPS
+from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 
 SCALARS = (
@@ -31,7 +33,11 @@ SCALARS = (
     *("start_slots", "target_slots", "has_initial", "has_final", "most_tokens"),
     *("start_row", "start_token", "target_row", "target_token"),
 )
-"""Arguments whose values leave the machine code as it is."""
+"""Arguments that the kernel is not specialised for."""
+
+CHANNELS_A_THREAD = tl.constexpr(4)
+"""Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
+over which sums run (docs/tuning.md)."""
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def store_tile(states, at, state, stored, STREAM: tl.constexpr):
 
 @triton.jit
 def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, key):
-    """What token `t` brings along K, as it lies in memory: rows of q, k, g `[K]`, and beta; zeros if it is not `there`."""
+    """Token `t` as it lies in memory: rows of q, k, g `[K]`, and beta. Zeros if it is not `there`."""
     return (
         load_row(q + t * q_token, key, there),
         load_row(k + t * k_token, key, there),
@@ -73,34 +79,34 @@ def inverse_norm(row, L2NORM: tl.constexpr):
 
 @triton.jit
 def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr):
-    """Of one token: `q`, `k`, `exp(g)` `[K]`, `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`; a token that is not `there`
-    changes no state."""
+    """Of one token: `q`, `k` and `exp(g)` `[K]`, then `scale / |q|`, `1 / |k|`, `q^T k / |k|` and `beta`. A token that is not
+    `there` changes no state."""
     row_q, row_k, row_g, beta = rows
     row_q, row_k = row_q.to(tl.float32), row_k.to(tl.float32)
-    decay = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
-    decay = tl.where(there, decay, 1.0)
+    exp_g = tl.exp2(log2_decay(row_g.to(tl.float32) + bias, rate, lower_bound, GATE))
+    exp_g = tl.where(there, exp_g, 1.0)
     norm_q = inverse_norm(row_q, L2NORM) * scale
     norm_k = inverse_norm(row_k, L2NORM)
     overlap = tl.sum(row_q * row_k) * norm_k
-    return row_q, row_k, decay, norm_q, norm_k, overlap, write_strength(beta.to(tl.float32), BETA)
+    return row_q, row_k, exp_g, norm_q, norm_k, overlap, beta_of(beta.to(tl.float32), BETA)
 
 
 @triton.jit
 def step(state, row_v, token):
-    """The state `S^T [BV, K]` after a token with these factors, and its output `[BV]`."""
-    row_q, row_k, decay, norm_q, norm_k, overlap, strength = token
-    state = state * decay[None, :]
+    """The state `S^T [BV, K]` after a token, and the token's output `[BV]`. `token`: from `factors`."""
+    row_q, row_k, exp_g, norm_q, norm_k, overlap, beta = token
+    state = state * exp_g[None, :]
     along_k = tl.sum(state * row_k[None, :], axis=1)
     along_q = tl.sum(state * row_q[None, :], axis=1)
-    correction = strength * (row_v.to(tl.float32) - norm_k * along_k)
+    correction = beta * (row_v.to(tl.float32) - norm_k * along_k)
     state += (norm_k * correction)[:, None] * row_k[None, :]
     return state, norm_q * (along_q + overlap * correction)
 
 
 @triton.jit
 def start_index(accepted, n, start_row, start_token, most_tokens):
-    """Which start index is that of sequence `n`, and whether there is one: with `accepted` counts, that of the last accepted
-    token, and none for a count outside `[1, most_tokens]`."""
+    """Where the start index of sequence `n` lies, and whether there is one. With `accepted` counts it is that of the last
+    accepted token, and a count outside `[1, most_tokens]` gives none."""
     at = n * start_row
     known = at == at
     if accepted is not None:
@@ -128,7 +134,7 @@ def start_slot(
     target_slots,
     TWO_POOLS: tl.constexpr,
 ):
-    """The slot that sequence `n` starts from, whether anything of it is stored, and 1 if the slot is read."""
+    """The slot that sequence `n` starts from, whether the sequence stores anything, and 1 if the slot is read."""
     slot = n
     live = there
     read = has_initial
@@ -147,7 +153,7 @@ def start_slot(
 
 @triton.jit
 def target_slot(targets, i, own, lowest, slots):
-    """The slot that a state goes to, and whether there is one: what index `i` of `targets` names, or without them `own`."""
+    """The slot that a state goes to, and whether there is one: what index `i` of `targets` names; without `targets`, `own`."""
     if targets is None:
         slot = own
         named = own < slots
@@ -224,10 +230,15 @@ def decode_kernel(
     NULL_GIVES_ZERO: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
+
+    `SINGLE`: one token a sequence. `EACH`: the state after every token is stored. `IN_PLACE`: states are slots of a pool;
+    `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in the L2 cache.
+    """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
     qk_head = (head.to(tl.int32) // group).to(tl.int64)
@@ -240,8 +251,7 @@ def decode_kernel(
     key = tl.arange(0, K)
     value = slice_ * BV + tl.arange(0, BV)
     if not V_FIRST:
-        # 4 channels a thread, in bf16 too: with 8, and so fewer threads along V, K is summed by more (docs/tuning.md)
-        value = tl.max_contiguous(value, min(4, BV))
+        value = tl.max_contiguous(value, min(CHANNELS_A_THREAD, BV))
 
     slot, live, read = start_slot(
         *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),

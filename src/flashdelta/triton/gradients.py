@@ -12,9 +12,10 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
 from ..program.program import Program
 from . import backward_pass, config
-from .backward import intra_kernel, reverse_kernel
 from .backward_pass import ByHead, Kept, Parts, Scanned, Stages
+from .intra import intra_kernel
 from .launch import Call, chunks, layout, or_empty, prepare, prepare_inputs, recurrence, scan_constants
+from .reverse import reverse_kernel
 from .wy import WyOperands, wy_launch
 
 

@@ -21,7 +21,7 @@ from .output import output_kernel
 from .prepare import prepare_kernel
 from .prepare_bounded import prepare_bounded_kernel
 from .recurrence import recurrence_kernel
-from .segments import compose_kernel, maps_kernel, plan_kernel
+from .segments import compose_kernel, plan_kernel, transitions_kernel
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def maps(call: Call, segments: int, final_state: Tensor | None) -> Launch:
     c = config.recurrence_config(problem, call.arch)
     BV = config.maps_width(problem, call.arch)
     return Launch(
-        maps_kernel,
+        transitions_kernel,
         segments * problem.HV * ((problem.K + problem.V) // BV),
         (
             *(*workspace.select("w", "kg", "Akk_inv", "decay"), t.v),

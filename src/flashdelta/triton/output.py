@@ -1,12 +1,12 @@
-"""Stage `output`: what a chunk's queries read, once the states before all chunks are known. One program per (chunk, value
-head, slice of value channels).
+"""Stage `output` (FLA: `chunk_gla_fwd_o_gk`): what a chunk's queries read, once the states before all chunks are known. One CTA
+per (chunk, value head, slice of `BV` value channels).
 
-Contract (docs/algorithm.md), from `prepare`'s tiles, the state `S` before the chunk and the pseudo-values `v'`:
+Contract (docs/algorithm.md), from `prepare`'s tiles, the state `S` before the chunk and `v_new`:
 
-    o = qg S + Aqk v'                  [C, V]
+    o = qg S + Aqk v_new                    [C, V]
 
-`recurrence` does this on its way where it is not told to leave it out. In float32 only one chunk's tiles would fit into shared
-memory, and the serial chain waits for them; without this half of the work, two do.
+`recurrence` does this as it scans, unless told to leave it out. In float32 only one chunk's tiles would fit in shared memory,
+and the serial chain waits for them; without this half of the work, two do.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.common import dot, own_chunk
+from .device.mma import dot
+from .device.sequences import own_chunk
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "slots"])
+@triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots"])
 def output_kernel(
     qg,
     Aqk,
@@ -26,7 +27,7 @@ def output_kernel(
     T,
     N,
     HV,
-    slots,
+    chunk_slots,
     o_batch: tl.int64,
     o_token: tl.int64,
     o_head: tl.int64,
@@ -38,21 +39,23 @@ def output_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`h [S, HV, V, K]`; `o` holds the pseudo-values until here."""
+    """`o = qg S + Aqk v_new`, with the states `h [S, HV, V, K]` in fp32. `o` holds `v_new` until it is overwritten."""
     SLICES: tl.constexpr = V // BV
-    head, slot, batch, start, count = own_chunk(tl.program_id(0) // SLICES, None, None, 0, slots, N, T, HV, C)
-    chunk = slot * HV + head
+    head, chunk_slot, batch, start, count = own_chunk(
+        tl.program_id(0) // SLICES, None, None, 0, chunk_slots, N, T, HV, C
+    )
+    chunk = chunk_slot * HV + head
     row = tl.arange(0, C)
     value = tl.program_id(0) % SLICES * BV + tl.arange(0, BV)
     valid = (row < count)[None, :]
-    # transposed, as in `recurrence`: then right operands lie by rows, without which Triton 3.6 gets wgmma wrong in TF32
+    # transposed, as in `recurrence`: then right operands lie by rows. Triton 3.6 gets others wrong in wgmma of TF32.
     o += batch * o_batch + head * o_head + (start + row)[None, :] * o_token + value[:, None]
-    pseudo = tl.load(o, mask=valid, other=0.0)
+    tile_v_new = tl.load(o, mask=valid, other=0.0)
     tile_Aqk = tl.load(Aqk + chunk * C * C + row[:, None] * C + row[None, :])
-    found = dot(pseudo, tl.trans(tile_Aqk), tl.zeros([BV, C], tl.float32), PRECISION)
+    tile_o = dot(tile_v_new, tl.trans(tile_Aqk), tl.zeros([BV, C], tl.float32), PRECISION)
     for s in tl.range(0, K, BK, num_stages=STAGES):
         key = s + tl.arange(0, BK)
         state = tl.load(h + chunk * V * K + value[:, None] * K + key[None, :])
         tile_qg = tl.load(qg + chunk * C * K + row[:, None] * K + key[None, :])
-        found = dot(state, tl.trans(tile_qg), found, PRECISION)
-    tl.store(o, found, mask=valid)
+        tile_o = dot(state, tl.trans(tile_qg), tile_o, PRECISION)
+    tl.store(o, tile_o, mask=valid)

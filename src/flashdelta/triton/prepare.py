@@ -1,25 +1,27 @@
-"""Stage `prepare`: everything about a chunk that does not depend on the state. One program per (chunk, value head), a warp
-for each block of 16 rows.
+"""Stage `prepare`: all of a chunk that does not depend on the state. One CTA per (chunk, value head), one warp per sub-chunk of
+16 rows.
 
 Contract (docs/algorithm.md; `reference.chunk.prepare` is the definition), for `C` tokens with `G = cumsum(g)`:
 
-    A       = strict_lower(beta_i <k_i exp(G_i), k_j exp(-G_j)>)
-    inverse = (I + A)^-1 diag(beta)                                   [C, C]
-    Aqk     = lower(<q_i exp(G_i), k_j exp(-G_j)>) * scale            [C, C]
+    Akk     = strict_lower(beta_i <k_i, k_j exp(G_i - G_j)>)          [C, C]
+    Akk_inv = (I + Akk)^-1                                            [C, C]   for the backward pass
+    inverse = Akk_inv diag(beta)                                      [C, C]
+    Aqk     = lower(scale <q_i, k_j exp(G_i - G_j)>)                  [C, C]
     w       = inverse (k exp(G))                                      [C, K]
+    u       = inverse v                                               [C, V]   if asked for, instead of `inverse`
     qg, kg  = scale q exp(G), k exp(G_C - G)                          [C, K]
     decay   = exp(G_C)                                                [K]
 
-with the gate, the L2 norm of q and k, and beta's sigmoid applied on the way. Tokens past the end of a sequence count as
-q = k = g = beta = 0. For the backward pass also `solved = (I + A)^-1 [C, C]`; if asked for, `u = inverse v [C, V]` instead of
-`inverse`.
+The gate, the L2 norm of q and k, and beta's sigmoid are applied on the way. Tokens past the end of a sequence count as
+q = k = g = beta = 0.
 
-Exact for any decays: every pair of rows i > j lies in the two halves of exactly one of the blocks of 2, 4, 8, 16, 32 or 64
-rows, and there the exponential splits at the boundary between the halves into `exp(G_i - E) exp(E - G_j)`, both factors at
-most 1. A row is in one half only: one tile of factors serves both sides.
+Exact for any decays: every pair of rows i > j lies in the two halves of exactly one aligned block of 2, 4, 8, 16, 32 or 64
+rows. There the exponential splits at the boundary between the halves, `exp(G_i - E) exp(E - G_j)`, both factors at most 1.
+A row is in one half only, so one tile of factors serves both operands.
 
-How: a chunk is `[C / 16, 16, channels]`, blocks of 16 rows in a batch. Pairs in one block (`near`) are products of the batch,
-which a warp does by itself; pairs in blocks of 32 (`middle`) and 64 rows (`far`) are products of one half with the other.
+A chunk is `[NB, 16, channels]`: `NB = C / 16` sub-chunks in a batch. `near` pairs lie in one sub-chunk: batched MMAs, one
+sub-chunk a warp. `middle` pairs lie in the two sub-chunks of 32 rows, `far` pairs in the two halves of 64: MMAs of one half
+with the other.
 """
 
 from __future__ import annotations
@@ -27,17 +29,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device.blocks import SUB, apply_weights, forward_substitution, split_decay, sums
-from .device.common import L2_EPS, decay_rate, dot, own_chunk, write_strength
+from .device.decays import split_decay, sums
+from .device.gates import beta_of, decay_rate
+from .device.mma import apply_weights, dot
+from .device.norms import L2_EPS
+from .device.sequences import own_chunk
+from .device.sub_chunks import SUB, SUB_LEVELS, forward_substitution
 
-WIDE = tl.constexpr(64)
-"""Most channels of `w` and `u` that a program forms at a time: of fewer, two warps would do the same products."""
+MAX_WIDTH = tl.constexpr(64)
+"""Most channels of `w` and `u` that a CTA forms at a time. With fewer, two warps would do the same MMAs."""
 
 
 @triton.jit
 def boundary_levels():
-    """`[1, 16, 16]`: bit `l` says that row i takes step s to or from the boundary between the halves of its block of `2 << l`
-    rows: from the boundary up to and with i in the second half, after i up to the boundary in the first."""
+    """`[1, 16, 16]`: bit `l` is `boundary_matrix(l, 16)`, which says whether token s lies between row i and the middle of its
+    block of `2 << l` rows."""
     i = tl.arange(0, SUB)[None, :, None]
     s = tl.arange(0, SUB)[None, None, :]
     apart = i ^ s
@@ -48,17 +54,16 @@ def boundary_levels():
 
 @triton.jit
 def pair_level():
-    """`[1, 16, 16]`: `1 << l` up to `(2 << l) - 1` for rows i > j in the two halves of a block of `2 << l` rows; 0 for
-    i <= j."""
+    """`[1, 16, 16]`, of which `>> l == 1` is `pair_mask(l, 16)`: pairs i > j in the two halves of a block of `2 << l` rows."""
     i = tl.arange(0, SUB)[None, :, None]
     j = tl.arange(0, SUB)[None, None, :]
     return tl.where(i > j, i ^ j, 0)
 
 
 @triton.jit
-def operand(x):
-    """`x [NB, 16, BK]` as left operand; transposed, as right one. Float32 channels change places, in groups of 8, the same for
-    both: then what a thread has of a product's result is what it needs of an operand, and nothing moves."""
+def as_operand(x):
+    """`x [NB, 16, BK]` as left operand of an MMA; transposed, as right operand. Float32 channels change places, in groups of 8,
+    alike in both: then what a thread has of an MMA's result is what it needs of an operand, and nothing moves."""
     if x.dtype == tl.float32:
         NB: tl.constexpr = x.shape[0]
         BK: tl.constexpr = x.shape[2]
@@ -73,54 +78,54 @@ def transposed(x):
 
 @triton.jit
 def pairs_of_blocks(x):
-    """`[2 P, 16, N]` as the first and the second of each pair, `[P, 16, N]`."""
+    """Sub-chunks `[2 P, 16, N]` as the first and the second of each pair, `[P, 16, N]`."""
     P: tl.constexpr = x.shape[0] // 2
     return tl.split(tl.permute(tl.reshape(x, [P, 2, SUB, x.shape[2]]), (0, 2, 3, 1)))
 
 
 @triton.jit
 def halves(x):
-    """Of all rows of a chunk, `[2 P, R, N]`, those of the first and the second half, `[P R, N]`."""
+    """All rows of a chunk, `[2 P, R, N]`, as those of the first and of the second half, `[P R, N]`."""
     R: tl.constexpr = x.shape[0] * x.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(x, [2, R, x.shape[2]]), (1, 2, 0)))
 
 
 @triton.jit
-def merged(first, second, below):
-    """`[[first, 0], [below, second]]`, of `[P, R, R]` each."""
-    P: tl.constexpr = first.shape[0]
-    R: tl.constexpr = first.shape[1]
-    top = tl.reshape(tl.permute(tl.join(first, tl.zeros_like(first)), (0, 1, 3, 2)), [P, R, 2 * R])
-    bottom = tl.reshape(tl.permute(tl.join(below, second), (0, 1, 3, 2)), [P, R, 2 * R])
+def joined(a_00, a_11, a_10):
+    """`[[a_00, 0], [a_10, a_11]]` `[P, 2 R, 2 R]`, of `[P, R, R]` each."""
+    P: tl.constexpr = a_00.shape[0]
+    R: tl.constexpr = a_00.shape[1]
+    top = tl.reshape(tl.permute(tl.join(a_00, tl.zeros_like(a_00)), (0, 1, 3, 2)), [P, R, 2 * R])
+    bottom = tl.reshape(tl.permute(tl.join(a_10, a_11), (0, 1, 3, 2)), [P, R, 2 * R])
     return tl.reshape(tl.permute(tl.join(top, bottom), (0, 3, 1, 2)), [P, 2 * R, 2 * R])
 
 
 @triton.jit
-def corner_of_inverse(below, first, second, PRECISION: tl.constexpr):
-    """Of `[[a, 0], [below, b]]^-1`, with `first = a^-1` and `second = b^-1`: `-second below first`. In fp32: alternating terms
-    cancel where keys repeat."""
-    zero = tl.zeros_like(below)
-    return -dot(dot(second, below, zero, PRECISION), first, zero, PRECISION)
+def corner_of_inverse(a_10, inv_00, inv_11, PRECISION: tl.constexpr):
+    """Of `[[a_00, 0], [a_10, a_11]]^-1`, with `inv_00 = a_00^-1` and `inv_11 = a_11^-1`: the corner `-inv_11 a_10 inv_00`. In
+    fp32: where keys repeat, terms alternate in sign and cancel."""
+    zero = tl.zeros_like(a_10)
+    return -dot(dot(inv_11, a_10, zero, PRECISION), inv_00, zero, PRECISION)
 
 
 @triton.jit
-def store_square(to, first, second, below, C: tl.constexpr):
-    """`[[first, 0], [below, second]]`; with chunks of 32 rows `first` alone."""
-    R: tl.constexpr = first.shape[0]
+def store_square(out, a_00, a_11, a_10, C: tl.constexpr):
+    """`[[a_00, 0], [a_10, a_11]] [C, C]`, of halves of a chunk; with chunks of 32 rows `a_00` alone."""
+    R: tl.constexpr = a_00.shape[0]
     i = tl.arange(0, R)
-    at = to + i[:, None] * C + i[None, :]
-    dtype: tl.constexpr = to.dtype.element_ty
-    tl.store(at, first.to(dtype))
+    at = out + i[:, None] * C + i[None, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(at, a_00.to(dtype))
     if C > R:
-        tl.store(at + R, tl.zeros_like(first).to(dtype))
-        tl.store(at + R * C, below.to(dtype))
-        tl.store(at + R * C + R, second.to(dtype))
+        tl.store(at + R, tl.zeros_like(a_00).to(dtype))
+        tl.store(at + R * C, a_10.to(dtype))
+        tl.store(at + R * C + R, a_11.to(dtype))
 
 
 @triton.jit
 def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
-    """A tile of `x`, whose tokens are `step` apart, from row `first_row` on; rows past the end are 0 (`IS_WHOLE`: there are
-    none)."""
+    """A tile `[R, WIDTH]` of `x`, whose tokens are `step` apart, from row `first_row` on. Rows past the end are 0 (`IS_WHOLE`:
+    there are none)."""
     at = x + (token + first_row)[:, None] * step + channel[None, :]
     if IS_WHOLE:
         return tl.load(at)
@@ -128,40 +133,56 @@ def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def weighted(
+def store_weighted(
     x,
     x_token,
-    to,
+    out,
     count,
-    first,
-    second,
-    below,
+    inv_00,
+    inv_11,
+    inv_10,
     C: tl.constexpr,
     N: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`[[first, 0], [below, second]] x` for `N` channels, into `to [C, N]`, which may be `x`: what the next slice loads ahead
-    of time are other channels."""
-    R: tl.constexpr = first.shape[0]
+    """`[[inv_00, 0], [inv_10, inv_11]] x` for `N` channels, into `out [C, N]`, which may be `x`: loads of the next slice, in
+    flight by then, are of other channels."""
+    R: tl.constexpr = inv_00.shape[0]
     token = tl.arange(0, R)
-    WIDTH: tl.constexpr = min(N, WIDE)
+    WIDTH: tl.constexpr = min(N, MAX_WIDTH)
     zero = tl.zeros([R, WIDTH], tl.float32)
-    dtype: tl.constexpr = to.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     for s in tl.range(0, N, WIDTH, num_stages=2):
         channel = s + tl.arange(0, WIDTH)
-        at = to + token[:, None] * N + channel[None, :]
+        at = out + token[:, None] * N + channel[None, :]
         upper = rows_of(x, token, x_token, 0, count, channel, IS_WHOLE)
         if C > R:
             lower = rows_of(x, token, x_token, R, count, channel, IS_WHOLE)
-            found = apply_weights(second, lower, apply_weights(below, upper, zero, PRECISION), PRECISION)
-            tl.store(at + R * N, found.to(dtype))
-        tl.store(at, apply_weights(first, upper, zero, PRECISION).to(dtype))
+            result = apply_weights(inv_11, lower, apply_weights(inv_10, upper, zero, PRECISION), PRECISION)
+            tl.store(at + R * N, result.to(dtype))
+        tl.store(at, apply_weights(inv_00, upper, zero, PRECISION).to(dtype))
 
 
+# One CTA, tiles [rows, columns], NB = C / 16 sub-chunks:
+#
+#     for BK key channels:     q, k, g [NB, 16, BK], `STAGES` pipeline stages
+#         gate: g -> log2 decays as high + low -> sums by row, sub-chunk and boundary
+#         qg, kg, k exp(G) -> memory (the last one in the place of w), decay [BK] -> memory
+#         pairs of rows i > j, for Akk (k, k) and for Aqk (q, k):
+#
+#             rows        0-15   16-31   32-47   48-63         (C = 64; with C = 32 the upper left quarter)
+#              0-15     [ near                        ]
+#             16-31     [ middle  near                ]        near    4 MMAs [16, BK] [BK, 16], one a level, masked
+#             32-47     [ far     far     near        ]        middle  1 MMA  [16, BK] [BK, 16]
+#             48-63     [ far     far     middle  near]        far     1 MMA  [32, BK] [BK, 32]
+#
+#     Akk * beta -> forward substitution of the near blocks -> corners from middle, then from far -> Akk_inv [C, C]
+#     Aqk, Akk_inv or inverse = Akk_inv diag(beta) -> memory
+#     u = inverse v, w = inverse (k exp(G)), by MAX_WIDTH channels -> memory
 @triton.jit(
     do_not_specialize=[
-        *("T", "N", "H", "HV", "slots", "checkpoints"),
+        *("T", "N", "H", "HV", "chunk_slots", "checkpoints"),
         *("beta_batch", "beta_token", "beta_head", "scale", "lower_bound"),
     ]
 )
@@ -180,7 +201,7 @@ def prepare_kernel(
     inverse,
     Aqk,
     decay,
-    solved,
+    Akk_inv,
     v,
     u,
     scale,
@@ -189,7 +210,7 @@ def prepare_kernel(
     N,
     H,
     HV,
-    slots,
+    chunk_slots,
     checkpoints,
     q_batch: tl.int64,
     q_token: tl.int64,
@@ -216,11 +237,13 @@ def prepare_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """`w = (I + Akk)^-1 diag(beta) (k exp(G))`, and all else of the stage's contract, by chunk slot: `w, qg, kg [S, HV, C, K]`,
+    `inverse, Aqk, Akk_inv [S, HV, C, C]`, `u [S, HV, C, V]`, `decay [S, HV, K]`."""
     NB: tl.constexpr = C // SUB
-    # whatever the operands of other products are, the inverse is float32
+    # the inverse is float32, whatever the operands of other MMAs are
     SOLVE: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
-    head, slot, batch, start, count = own_chunk(
-        tl.program_id(0), cu_seqlens, checkpoint_offsets, checkpoints, slots, N, T, HV, C
+    head, chunk_slot, batch, start, count = own_chunk(
+        tl.program_id(0), cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, N, T, HV, C
     )
     if count <= 0:
         return
@@ -229,7 +252,7 @@ def prepare_kernel(
     k += batch * k_batch + start * k_token + qk_head * k_head
     g += batch * g_batch + start * g_token + head * g_head
     beta += batch * beta_batch + start * beta_token + head * beta_head
-    chunk = slot * HV + head
+    chunk = chunk_slot * HV + head
     w += chunk * C * K
     qg += chunk * C * K
     kg += chunk * C * K
@@ -264,7 +287,7 @@ def prepare_kernel(
     middle_qk = middle_kk
     far_kk = tl.zeros([2 * SUB, 2 * SUB], tl.float32)
     far_qk = far_kk
-    same = tl.zeros([NB, SUB], tl.float32)
+    qk_diagonal = tl.zeros([NB, SUB], tl.float32)
     all_blocks = block * 0
     levels = boundary_levels() + all_blocks
     level_of_pair = pair_level() + all_blocks
@@ -277,77 +300,80 @@ def prepare_kernel(
         x = tl.load(g + token * g_token + channel, mask=valid, other=0.0).to(tl.float32)
         tile_k = tl.load(k + token * k_token + channel, mask=valid, other=0.0).to(tl.float32) * norm_k
         tile_q = tl.load(q + token * q_token + channel, mask=valid, other=0.0).to(tl.float32) * norm_q
-        same += tl.sum(tile_q * tile_k, axis=2)
+        qk_diagonal += tl.sum(tile_q * tile_k, axis=2)
         high, low = split_decay(x + bias, rate, lower_bound, valid, GATE, FINE)
-        # sums of log decays in a block: up to and with a row, after it, and of all rows; the last is the same in every row
-        up_to = sums(column <= row + all_blocks, high, low, FINE)
-        beyond = sums(column > row + all_blocks, high, low, FINE)
-        whole = tl.max(sums(column >= 0 * row + all_blocks, high, low, FINE), axis=1)[None, :, :]
-        # of the blocks before and after one, and of the other one of 32 rows
-        before = tl.sum(tl.where(other < block, whole, 0.0), axis=1)[:, None, :]
-        after = tl.sum(tl.where(other > block, whole, 0.0), axis=1)[:, None, :]
-        beside = tl.sum(tl.where(other == block ^ 1, whole, 0.0), axis=1)[:, None, :]
-        grown = tl.exp2(up_to + before)
-        tl.store(qg + here, (tile_q * grown).to(dtype))
-        tl.store(w + here, (tile_k * grown).to(dtype))
-        tl.store(kg + here, (tile_k * tl.exp2(beyond + after)).to(dtype))
-        tl.store(decay + channel, tl.exp2(tl.sum(whole, axis=1))[:, None, :])
+        # sums of log decays in a sub-chunk: up to and with a row, after it, and of all rows (alike in every row)
+        sum_to_row = sums(column <= row + all_blocks, high, low, FINE)
+        sum_after_row = sums(column > row + all_blocks, high, low, FINE)
+        block_sum = tl.max(sums(column >= 0 * row + all_blocks, high, low, FINE), axis=1)[None, :, :]
+        # of the sub-chunks before and after this one, and of the other one of its 32 rows
+        sum_before_block = tl.sum(tl.where(other < block, block_sum, 0.0), axis=1)[:, None, :]
+        sum_after_block = tl.sum(tl.where(other > block, block_sum, 0.0), axis=1)[:, None, :]
+        sum_of_neighbour = tl.sum(tl.where(other == block ^ 1, block_sum, 0.0), axis=1)[:, None, :]
+        exp_g = tl.exp2(sum_to_row + sum_before_block)
+        tl.store(qg + here, (tile_q * exp_g).to(dtype))
+        tl.store(w + here, (tile_k * exp_g).to(dtype))
+        tl.store(kg + here, (tile_k * tl.exp2(sum_after_row + sum_after_block)).to(dtype))
+        tl.store(decay + channel, tl.exp2(tl.sum(block_sum, axis=1))[:, None, :])
 
-        for level in tl.static_range(4):
+        for level in tl.static_range(SUB_LEVELS):
             factor = tl.exp2(sums((levels >> level) & 1 == 1, high, low, FINE))
-            left = operand((tile_k * factor).to(dtype))
+            left = as_operand((tile_k * factor).to(dtype))
             right = transposed(left)
             zero = tl.zeros([NB, SUB, SUB], tl.float32)
             at_level = level_of_pair >> level == 1
             near_kk += tl.where(at_level, dot(left, right, zero, PRECISION), 0.0)
-            left = operand((tile_q * factor).to(dtype))
+            left = as_operand((tile_q * factor).to(dtype))
             near_qk += tl.where(at_level, dot(left, right, zero, PRECISION), 0.0)
-        factor = tl.exp2(tl.where(block % 2 == 1, up_to, beyond))
-        first, second = pairs_of_blocks(operand((tile_k * factor).to(dtype)))
+        factor = tl.exp2(tl.where(block % 2 == 1, sum_to_row, sum_after_row))
+        first, second = pairs_of_blocks(as_operand((tile_k * factor).to(dtype)))
         right = transposed(first)
         middle_kk = dot(second, right, middle_kk, PRECISION)
-        _, second = pairs_of_blocks(operand((tile_q * factor).to(dtype)))
+        _, second = pairs_of_blocks(as_operand((tile_q * factor).to(dtype)))
         middle_qk = dot(second, right, middle_qk, PRECISION)
         if NB == 4:
-            factor = tl.exp2(tl.where(block >= 2, up_to, beyond) + tl.where((block == 0) | (block == 3), beside, 0.0))
-            first, second = halves(operand((tile_k * factor).to(dtype)))
+            factor = tl.exp2(
+                tl.where(block >= 2, sum_to_row, sum_after_row)
+                + tl.where((block == 0) | (block == 3), sum_of_neighbour, 0.0)
+            )
+            first, second = halves(as_operand((tile_k * factor).to(dtype)))
             right = tl.trans(first)
             far_kk = dot(second, right, far_kk, PRECISION)
-            _, second = halves(operand((tile_q * factor).to(dtype)))
+            _, second = halves(as_operand((tile_q * factor).to(dtype)))
             far_qk = dot(second, right, far_qk, PRECISION)
 
-    near_qk += tl.where(row == column, same[:, :, None], 0.0)
-    rows = merged(*pairs_of_blocks(near_qk), middle_qk)
-    strength = write_strength(tl.load(beta + token * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
-    strength = tl.where(valid, strength, 0.0)
-    _, strength_second = pairs_of_blocks(strength)
-    first, second = pairs_of_blocks(forward_substitution(near_kk * strength))
-    X = merged(first, second, corner_of_inverse(middle_kk * strength_second, first, second, SOLVE))
+    near_qk += tl.where(row == column, qk_diagonal[:, :, None], 0.0)
+    tile_Aqk = joined(*pairs_of_blocks(near_qk), middle_qk)
+    tile_beta = beta_of(tl.load(beta + token * beta_token, mask=valid, other=0.0).to(tl.float32), BETA)
+    tile_beta = tl.where(valid, tile_beta, 0.0)
+    _, beta_1 = pairs_of_blocks(tile_beta)
+    inv_00, inv_11 = pairs_of_blocks(forward_substitution(near_kk * tile_beta))
+    inverses = joined(inv_00, inv_11, corner_of_inverse(middle_kk * beta_1, inv_00, inv_11, SOLVE))
     if NB == 4:
-        rows, rows_second = halves(rows)
-        first, second = halves(X)
-        strength_first, strength_second = halves(strength)
-        below = corner_of_inverse(far_kk * strength_second, first, second, SOLVE)
+        tile_Aqk, tile_Aqk_1 = halves(tile_Aqk)
+        inv_00, inv_11 = halves(inverses)
+        beta_0, beta_1 = halves(tile_beta)
+        inv_10 = corner_of_inverse(far_kk * beta_1, inv_00, inv_11, SOLVE)
     else:
         R: tl.constexpr = 2 * SUB
-        rows = tl.reshape(rows, [R, R])
-        rows_second = rows
-        first = tl.reshape(X, [R, R])
-        second = first
-        below = first
-        strength_first = tl.reshape(strength, [R, 1])
-        strength_second = strength_first
-    store_square(Aqk + chunk * C * C, rows, rows_second, far_qk, C)
-    if solved is not None:
-        store_square(solved + chunk * C * C, first, second, below, C)
-    first *= tl.trans(strength_first)
-    second *= tl.trans(strength_second)
-    below *= tl.trans(strength_first)
+        tile_Aqk = tl.reshape(tile_Aqk, [R, R])
+        tile_Aqk_1 = tile_Aqk
+        inv_00 = tl.reshape(inverses, [R, R])
+        inv_11 = inv_00
+        inv_10 = inv_00
+        beta_0 = tl.reshape(tile_beta, [R, 1])
+        beta_1 = beta_0
+    store_square(Aqk + chunk * C * C, tile_Aqk, tile_Aqk_1, far_qk, C)
+    if Akk_inv is not None:
+        store_square(Akk_inv + chunk * C * C, inv_00, inv_11, inv_10, C)
+    inv_00 *= tl.trans(beta_0)
+    inv_11 *= tl.trans(beta_1)
+    inv_10 *= tl.trans(beta_0)
     if inverse is not None:
-        store_square(inverse + chunk * C * C, first, second, below, C)
+        store_square(inverse + chunk * C * C, inv_00, inv_11, inv_10, C)
     if u is not None:
         v += batch * v_batch + start * v_token + head * v_head
-        weighted(v, v_token, u + chunk * C * V, count, first, second, below, C, V, False, PRECISION)
-    # w holds k exp(G) until here; other threads of this program wrote part of what a thread now reads
+        store_weighted(v, v_token, u + chunk * C * V, count, inv_00, inv_11, inv_10, C, V, False, PRECISION)
+    # w holds k exp(G) until here; other threads of this CTA wrote part of what a thread now reads
     tl.debug_barrier()
-    weighted(w, K, w, count, first, second, below, C, K, True, PRECISION)
+    store_weighted(w, K, w, count, inv_00, inv_11, inv_10, C, K, True, PRECISION)

@@ -1,8 +1,10 @@
-"""Long sequences cut into segments (docs/split.md; the definition is `reference/split.py`): stages `plan`, `maps`, `compose`.
+"""Long sequences cut into segments (docs/split.md; `reference/split.py` is the definition): stages `plan`, `transitions` and
+`compose`. The state after a segment is affine in the state before it:
 
-`plan` says how many segments each sequence has. `maps` finds, for every segment but a sequence's last, the map from the state
-before it to the state after it, transposed: `S'^T = S^T M^T + b^T`. `compose` walks a sequence's maps and leaves the state
-before each segment, from which `recurrence` runs all segments at once.
+    S' = M S + b                        M [K, K], b [K, V]                    (transposed: S'^T = S^T M^T + b^T)
+
+`plan` says how many segments each sequence has. `transitions` finds `(M, b)` of every segment but a sequence's last. `compose`
+scans a sequence's segments and leaves the state before each, from which `recurrence` runs all segments at once.
 """
 
 from __future__ import annotations
@@ -11,56 +13,49 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .device.common import chunk_place, dot, locate, piece_count, piece_end, piece_extent, place_of
+from .device.mma import dot
+from .device.segments import part_of_span, place_segment, segment_of, sequence_chunks
+from .device.sequences import locate_sequence, own_work_tile, span_count, span_extent
 from .device.states import load_state, sequence_slot, state_offsets
 
+ROOT_BITS = tl.constexpr(7)
+"""Bits of an integer square root, and so of the number of segments that is worth planning: 127 at most."""
 
-@triton.jit
-def sequence_chunks(checkpoint_offsets, n, pieces, length, C: tl.constexpr):
-    """How many chunks sequences `n` of these lengths have, over all their pieces."""
-    if checkpoint_offsets is None:
-        chunks = (length + C - 1) // C
-    else:
-        chunks = length * 0
-        start = length * 0
-        for piece in range(0, pieces):
-            end = piece_end(checkpoint_offsets, n, piece, pieces, start, length)
-            chunks += (end - start + C - 1) // C
-            start = end
-    return chunks
+HIGH_BIT = tl.constexpr(1 << 6)
+"""The highest of them."""
 
 
 @triton.jit
-def chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C: tl.constexpr):
-    """Chunks of the sequences `n`, 0 past the last."""
+def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C: tl.constexpr):
+    """Chunks of sequences `n`, 0 past the last sequence."""
     inside = tl.minimum(n, N - 1)
-    _, begin, end = place_of(inside, cu_seqlens, T)
+    _, begin, end = locate_sequence(inside, cu_seqlens, T)
     length = (end - begin).to(tl.int64)
-    return tl.where(n < N, sequence_chunks(checkpoint_offsets, inside, pieces, length, C), 0)
+    return tl.where(n < N, sequence_chunks(checkpoint_offsets, inside, spans, length, C), 0)
 
 
 @triton.jit
-def states_fit(total, cu_seqlens, pieces, N, T, C: tl.constexpr):
-    """Whether sequences of `total` chunks in all are no more than `T` tokens hold. Offsets that fall give them more; the states
-    between segments have room for `split.py: most_segments` of right ones, so such a batch stays whole."""
+def states_fit(total, cu_seqlens, spans, N, T, C: tl.constexpr):
+    """Whether `T` tokens can hold `total` chunks. Falling offsets claim more of them than that. As the states between segments
+    have room for `split.py: most_segments` alone, a batch with such offsets stays whole."""
     if cu_seqlens is None:
         return True
-    return total <= T // C + N * pieces
+    return total <= T // C + N * spans
 
 
 @triton.jit
-def planned_parts(chunks, total, room, split, batch_invariant, step, map_, compose, fixed, shortest, margin):
+def planned_parts(chunks, total, room, split, batch_invariant, step, transition, compose, fixed, shortest, margin):
     """`split.py: parts_of_sequences` for sequences of `chunks` chunks."""
     total = tl.where(batch_invariant != 0, chunks, total)
     planned = tl.minimum(1 + room * chunks // tl.maximum(total, 1), chunks // shortest)
-    square = chunks * (step + map_)
+    square = chunks * (step + transition)
     root = chunks * 0
-    for i in tl.static_range(7):
-        more = root + (64 >> i)
+    for i in tl.static_range(ROOT_BITS):
+        more = root + (HIGH_BIT >> i)
         root = tl.where(more * more * compose <= square, more, root)
     planned = tl.maximum(tl.minimum(planned, root), 1)
     longest = (chunks + planned - 1) // planned
-    cut = longest * (step + map_) + planned * compose + fixed
+    cut = longest * (step + transition) + planned * compose + fixed
     planned = tl.where(cut * 100 <= chunks * step * (100 - margin), planned, 1)
     forced = tl.minimum(tl.maximum(chunks, 1), split)
     return tl.where(split != 0, forced, planned)
@@ -69,7 +64,7 @@ def planned_parts(chunks, total, room, split, batch_invariant, step, map_, compo
 @triton.jit(
     do_not_specialize=[
         *("T", "N", "checkpoints", "room", "split", "batch_invariant"),
-        *("step", "map_", "compose", "fixed", "shortest", "margin"),
+        *("step", "transition", "compose", "fixed", "shortest", "margin"),
     ]
 )
 def plan_kernel(
@@ -83,7 +78,7 @@ def plan_kernel(
     split,
     batch_invariant,
     step,
-    map_,
+    transition,
     compose,
     fixed,
     shortest,
@@ -91,18 +86,20 @@ def plan_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`first_segment [N + 1]`: where each sequence's segments begin among all. One program."""
-    pieces = piece_count(checkpoint_offsets, checkpoints)
+    """`first_segment [N + 1]`: where each sequence's segments begin among all. One CTA."""
+    spans = span_count(checkpoint_offsets, checkpoints)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     for base in range(0, N, BLOCK):
-        total += tl.sum(chunks_of(base + lane, cu_seqlens, checkpoint_offsets, pieces, N, T, C))
-    fits = states_fit(total, cu_seqlens, pieces, N, T, C)
+        total += tl.sum(chunks_of(base + lane, cu_seqlens, checkpoint_offsets, spans, N, T, C))
+    fits = states_fit(total, cu_seqlens, spans, N, T, C)
     before = tl.zeros([], tl.int64)
     for base in range(0, N, BLOCK):
         n = base + lane
-        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, pieces, N, T, C)
-        parts = planned_parts(chunks, total, room, split, batch_invariant, step, map_, compose, fixed, shortest, margin)
+        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C)
+        parts = planned_parts(
+            chunks, total, room, split, batch_invariant, step, transition, compose, fixed, shortest, margin
+        )
         parts = tl.where(n < N, tl.where(fits, parts, 1), 0)
         ends = before + tl.cumsum(parts, 0)
         tl.store(first_segment + n, (ends - parts).to(tl.int32), mask=n < N)
@@ -110,60 +107,18 @@ def plan_kernel(
     tl.store(first_segment + N, before.to(tl.int32))
 
 
-@triton.jit
-def segment_of(segment, first_segment, N, skipped=0):
-    """Of segment number `segment`: its sequence, its place in it, how many segments the sequence has, and whether there are so
-    many segments at all. The last `skipped` segments of each sequence are not counted."""
-    n = segment * 0
-    high = n + N - 1
-    while n < high:
-        middle = (n + high + 1) // 2
-        if tl.load(first_segment + middle) - middle * skipped <= segment:
-            n = middle
-        else:
-            high = middle - 1
-    first = tl.load(first_segment + n)
-    parts = tl.load(first_segment + n + 1) - first
-    segment += n * skipped
-    return n.to(tl.int64), segment - first, parts, segment - first < parts
-
-
-@triton.jit
-def segment_chunks(part, parts, chunks):
-    """The chunks of a sequence that a segment has: the first, and past the last one."""
-    chunks = chunks.to(tl.int64)
-    return (part * chunks // parts).to(tl.int32), ((part + 1) * chunks // parts).to(tl.int32)
-
-
-@triton.jit
-def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C: tl.constexpr):
-    """Of a sequence `place_of` and `chunk_place`, of its segment `segment_chunks`."""
-    batch, begin, end = place_of(n, cu_seqlens, T)
-    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
-    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, pieces, end - begin, C))
-    return batch, begin, end, slot, pieces, first, stop
-
-
-@triton.jit
-def part_of_piece(first, stop, before, chunks):
-    """Which of the chunks of a piece, `before` of whose sequence lie before it, are in `[first, stop)`. `before` comes from
-    what the loop over pieces carries already: a count of its own, from 0, Triton 3.6 takes for the constant 0."""
-    start = tl.minimum(tl.maximum(first - before, 0), chunks)
-    return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)
-
-
 @triton.jit(
     do_not_specialize=[
-        *("T", "N", "HV", "slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
+        *("T", "N", "HV", "chunk_slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
     ]
 )
-def maps_kernel(
+def transitions_kernel(
     w,
     kg,
     inverse,
     decay,
     v,
-    maps,
+    transitions,
     offsets,
     first_segment,
     cu_seqlens,
@@ -180,7 +135,7 @@ def maps_kernel(
     T,
     N,
     HV,
-    slots,
+    chunk_slots,
     checkpoints,
     v_batch: tl.int64,
     v_token: tl.int64,
@@ -193,28 +148,31 @@ def maps_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`maps [G, HV, K, K]`: row c is column c of M. `offsets [G, HV, V, K]`: b, V first. One program per (segment, value head,
-    `BV` of the K + V columns of M and b), which walks the segment as `recurrence` does: M's columns are states that start as
-    unit vectors and that no value writes to, b's start from zero. Of a sequence's first segment b starts from the initial
-    state, so that it is the state after it, and M is not formed."""
+    """`M` and `b` of `S' = M S + b`: `transitions [G, HV, K, K]`, whose row c is column c of M, and `offsets [G, HV, V, K]`, b
+    with V first.
+
+    One CTA per (segment, value head, `BV` of the K + V columns of M and b), which scans the segment as `recurrence` does. M's
+    columns are states that start as unit vectors and that no value writes to; b's start from zero. Of a sequence's first
+    segment b starts from the initial state, so that it is the state after it, and M is not formed.
+    """
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
-    item = tl.program_id(0) // (COLUMNS // BV)
-    head = (item % HV).to(tl.int64)
-    segment = item // HV
+    work_tile = tl.program_id(0) // (COLUMNS // BV)
+    head = (work_tile % HV).to(tl.int64)
+    segment = work_tile // HV
     n, part, parts, exists = segment_of(segment, first_segment, N)
     in_M = slice_ * BV < K
     if (not exists) | (part + 1 == parts) | (in_M & (part == 0)):
         return
-    batch, begin, end, slot, pieces, first, stop = place_segment(
-        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
+    batch, begin, end, chunk_slot, spans, first, stop = place_segment(
+        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C
     )
 
     dtype = w.dtype.element_ty
     row = tl.arange(0, C)
     key = tl.arange(0, K)
     column = slice_ * BV + tl.arange(0, BV)
-    # values of M's columns are zero; columns past K are value channels
+    # columns past K are b's, which value channels write to
     value = column - K
     own, read, _ = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
@@ -226,35 +184,35 @@ def maps_kernel(
     tile = row[:, None] * K + key[None, :]
     square = row[:, None] * C + row[None, :]
     start = begin
-    opening = slot
-    for piece in range(0, pieces):
-        end_, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-        low, high = part_of_piece(first, stop, slot - opening, chunks)
+    first_slot = chunk_slot
+    for span in range(0, spans):
+        end_, chunks = span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C)
+        low, high = part_of_span(first, stop, chunk_slot - first_slot, chunks)
         for i in tl.range(low, high, num_stages=STAGES):
-            chunk = (slot + i) * HV + head
+            chunk = (chunk_slot + i) * HV + head
             token = start + i * C + row
             valid = (token < end_)[:, None] & (value >= 0)[None, :]
             tile_w = tl.load(w + chunk * C * K + tile)
             tile_kg = tl.load(kg + chunk * C * K + tile)
-            total = tl.load(decay + chunk * K + key)
+            exp_g_last = tl.load(decay + chunk * K + key)
             tile_inverse = tl.load(inverse + chunk * C * C + square)
             tile_v = tl.load(v + token[:, None] * v_token + value[None, :], mask=valid, other=0.0)
             zero = tl.zeros([BV, C], tl.float32)
-            pseudo = dot(tl.trans(tile_v), tl.trans(tile_inverse), zero, PRECISION)
-            pseudo -= dot(state.to(dtype), tl.trans(tile_w), zero, PRECISION)
-            state = dot(pseudo.to(dtype), tile_kg, state * total[None, :], PRECISION)
-        slot += chunks
+            tile_v_new = dot(tl.trans(tile_v), tl.trans(tile_inverse), zero, PRECISION)
+            tile_v_new -= dot(state.to(dtype), tl.trans(tile_w), zero, PRECISION)
+            state = dot(tile_v_new.to(dtype), tile_kg, state * exp_g_last[None, :], PRECISION)
+        chunk_slot += chunks
         start = end_
     at = segment.to(tl.int64) * HV + head
     if in_M:
-        tl.store(maps + at * K * K + column[:, None] * K + key[None, :], state)
+        tl.store(transitions + at * K * K + column[:, None] * K + key[None, :], state)
     else:
         tl.store(offsets + at * V * K + value[:, None] * K + key[None, :], state)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
 def compose_kernel(
-    maps,
+    transitions,
     offsets,
     starts,
     first_segment,
@@ -279,12 +237,15 @@ def compose_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`starts [G, HV, V, K]`: the state before each segment, V first, in float32. One program per (sequence, value head, `BV`
-    value channels). Maps are fetched ahead and the state stays in registers if shared memory holds a map, `BK == K`.
-    Otherwise the state goes from step to step through `starts` itself, `BK` key channels at a time."""
+    """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first.
+
+    One CTA per (sequence, value head, `BV` value channels). If shared memory holds an M, `BK == K`: these are fetched ahead and
+    the state stays in registers. Otherwise the state goes from segment to segment through `starts` itself, `BK` key channels at
+    a time.
+    """
     if OVERLAP:
         gdc_wait()
-    slice_, head, n, _, begin, end = locate(cu_seqlens, T, HV, V // BV)
+    slice_, head, n, _, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
     first = tl.load(first_segment + n)
     last = tl.load(first_segment + n + 1) - 1
     if first >= last:
@@ -301,10 +262,10 @@ def compose_kernel(
         tl.store(starts + here * V + in_state, load_state(initial_state, at, read))
         state = tl.load(offsets + here * V + in_state)
         here += HV * K
-        in_map = head * K * K + key[:, None] * K + key[None, :]
+        in_transition = head * K * K + key[:, None] * K + key[None, :]
         for _ in tl.range(first + 1, last, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)
-            right = tl.load(maps + here * K + in_map)
+            right = tl.load(transitions + here * K + in_transition)
             state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
             here += HV * K
         tl.store(starts + here * V + in_state, state)
@@ -322,7 +283,7 @@ def compose_kernel(
                 state = tl.load(offsets + state_offsets(here * K * V, value, block + key, K, V, True))
                 for along in range(0, K, BK):
                     left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
-                    right = tl.load(maps + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
+                    right = tl.load(transitions + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
                     state = dot(left, right, state, "tf32x3")
                 tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
             here += HV

@@ -7,13 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ...triton.device import common
-from ...triton.device.common import L2_EPS
+from ...triton.device import sequences
+from ...triton.device.norms import L2_EPS
 from ..prepare import find_sequence
 from .compat import copy_async
 from .math import LOWEST, gate, gate_bias, gate_unit
 
-chunk_of_sequence = gluon.jit(common.chunk_of_sequence.fn)
+chunk_of_sequence = gluon.jit(sequences.chunk_of_sequence.fn)
 
 C = gl.constexpr(64)
 

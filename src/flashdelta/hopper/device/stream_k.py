@@ -13,12 +13,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...triton.device import common
+from ...triton.device import sequences
 
 SHORT = gl.constexpr(2)
 """Chunks at an item's start or end that a cut leaves with the rest of it: handing the state over takes as long."""
 
-clamp_bounds = gluon.jit(common.clamp_bounds.fn)
+clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
 
 
 @gluon.jit

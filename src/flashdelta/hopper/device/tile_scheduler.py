@@ -5,19 +5,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...triton import segments
-from ...triton.device import common
+from ...triton.device import segments, sequences
 from .stream_k import part_count, part_of_share
 
 C = gl.constexpr(64)
 BV = gl.constexpr(64)
 
-locate_item = gluon.jit(common.locate_item.fn)
-chunk_place = gluon.jit(common.chunk_place.fn)
-piece_extent = gluon.jit(common.piece_extent.fn)
-clamp_bounds = gluon.jit(common.clamp_bounds.fn)
+locate_item = gluon.jit(sequences.locate_work_tile.fn)
+chunk_place = gluon.jit(sequences.sequence_chunk_slots.fn)
+piece_extent = gluon.jit(sequences.span_extent.fn)
+clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
 segment_of = gluon.jit(segments.segment_of.fn)
-part_of_piece = gluon.jit(segments.part_of_piece.fn)
+part_of_piece = gluon.jit(segments.part_of_span.fn)
 place_segment = gluon.jit(segments.place_segment.fn)
 
 

@@ -56,12 +56,20 @@ def parameter_names() -> list[str]:
     return list(names)
 
 
+C_NAMES = {"chunk_slots": "slots", "v_new": "pseudo"}
+"""Parameters that c/ has under other names than the kernels."""
+
 GENERATED = "/* Written by `flashdelta export`. */\n"
+
+
+def c_name(parameter: str) -> str:
+    """Of a kernel's parameter in c/."""
+    return f"FD_P_{C_NAMES.get(parameter, parameter)}"
 
 
 def parameters_header(names: Sequence[str], kernels: Sequence[Kernel]) -> str:
     arches = sorted({kernel.arch for kernel in kernels})
-    listed = "".join(f"    FD_P_{name},\n" for name in names)
+    listed = "".join(f"    {c_name(name)},\n" for name in names)
     return (
         f"{GENERATED}#ifndef FLASHDELTA_PARAMETERS_H\n#define FLASHDELTA_PARAMETERS_H\n\n"
         f"/* Parameters of kernels, by name. */\nenum fd_parameter {{\n{listed}    FD_PARAMETERS\n}};\n\n"
@@ -78,7 +86,7 @@ def table(kernels: Sequence[Kernel], names: Sequence[str]) -> str:
         order = tuple(name for name, _ in kernel.parameters)
         if order not in orders:
             orders[order] = f"order_{len(orders)}"
-            listed = ", ".join(f"FD_P_{name}" for name in order)
+            listed = ", ".join(map(c_name, order))
             lines.append(f"\nstatic const unsigned char {orders[order]}[] = {{{listed}}};\n")
     lines.append("\nconst fd_kernel fd_kernels[] = {\n")
     for kernel in kernels:

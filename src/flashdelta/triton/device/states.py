@@ -1,9 +1,9 @@
-"""Where states lie: a sequence's initial and final state are row `n` of dense tensors, or a slot of a pool in place.
+"""Where states lie: a sequence's initial and final state are row `n` of dense tensors, or one slot of a pool.
 
 The state of value head `h` in row or slot `s` starts at element `s * pitch + h * K * V`. With a pool both tensors are the
-pool and `state_indices` names the slots; an index below `lowest`, or not below `slots`, names none. Whether a state is there
-is asked at run time: one compiled kernel, so one order of operations, serves calls with and without one, and no state gives
-the bits that zeros give.
+pool and `state_indices` names the slots; an index below `lowest`, or not below `slots`, names none. Whether there is a state
+is a run-time value: one compiled kernel, with one order of operations, serves calls with and without it, so that no state
+gives the bits that zeros give.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def state_offsets(start, value, key, K: tl.constexpr, V: tl.constexpr, V_FIRST: 
 
 @triton.jit
 def everywhere(offsets, flag):
-    """The run-time flag as a mask of all `offsets`."""
+    """A run-time flag as a mask over all `offsets`."""
     return (offsets * 0 + flag) != 0
 
 
 @triton.jit
 def load_state(states, state_at, present):
-    """The state in fp32, or zeros."""
+    """The state in fp32, or zeros if it is not `present`."""
     return tl.load(states + state_at, mask=everywhere(state_at, present), other=0.0).to(tl.float32)
 
 
@@ -45,8 +45,8 @@ def named_slot(indices, i, lowest, slots):
 
 @triton.jit
 def sequence_slot(state_indices, has_initial_state, n, tokens, lowest, slots, has_initial, has_final):
-    """The row or slot of sequence `n`, and whether its initial state is to be read and its final one to be stored. A
-    sequence without tokens leaves its slot of a pool alone."""
+    """The row or pool slot of sequence `n`, whether to read the initial state, and whether to store the final one. A sequence
+    without tokens leaves its slot alone."""
     if state_indices is None:
         slot = n
         read = has_initial

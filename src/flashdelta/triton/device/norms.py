@@ -1,0 +1,27 @@
+"""The L2 norm of rows of q and k."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def inverse_norm(x, rows, valid, K: tl.constexpr, BK: tl.constexpr, COUNT: tl.constexpr):
+    """`1 / sqrt(sum x^2 + eps)` of `COUNT` rows, read `BK` channels at a time."""
+    total = tl.zeros([COUNT], tl.float32)
+    for s in tl.range(0, K, BK):
+        tile = tl.load(x + rows + s + tl.arange(0, BK)[None, :], mask=valid, other=0.0).to(tl.float32)
+        total += tl.sum(tile * tile, axis=1)
+    return 1.0 / tl.sqrt(total + L2_EPS)
+
+
+@triton.jit
+def row_norms(x, tokens, valid, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
+    """What a chunk's rows are multiplied by, `[C]`: `inverse_norm`, or 1 without `L2NORM`."""
+    norm = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        norm = inverse_norm(x, tokens, valid[:, None], K, BK, C)
+    return norm

@@ -1,0 +1,68 @@
+"""Which chunks a segment of a split sequence has (docs/split.md).
+
+A sequence is cut into `parts` segments; `part` is the number of one of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .sequences import locate_sequence, sequence_chunk_slots, span_end
+
+
+@triton.jit
+def sequence_chunks(checkpoint_offsets, n, spans, length, C: tl.constexpr):
+    """Chunks of sequences `n` of these lengths, over all their spans."""
+    if checkpoint_offsets is None:
+        chunks = (length + C - 1) // C
+    else:
+        chunks = length * 0
+        start = length * 0
+        for span in range(0, spans):
+            end = span_end(checkpoint_offsets, n, span, spans, start, length)
+            chunks += (end - start + C - 1) // C
+            start = end
+    return chunks
+
+
+@triton.jit
+def segment_of(segment, first_segment, N, skipped=0):
+    """Of segment `segment` of all: its sequence, `part`, `parts`, and whether there is such a segment. The last `skipped`
+    segments of each sequence do not count."""
+    n = segment * 0
+    high = n + N - 1
+    while n < high:
+        middle = (n + high + 1) // 2
+        if tl.load(first_segment + middle) - middle * skipped <= segment:
+            n = middle
+        else:
+            high = middle - 1
+    first = tl.load(first_segment + n)
+    parts = tl.load(first_segment + n + 1) - first
+    segment += n * skipped
+    return n.to(tl.int64), segment - first, parts, segment - first < parts
+
+
+@triton.jit
+def segment_chunks(part, parts, chunks):
+    """The first and past-the-last of the sequence's chunks that segment `part` has."""
+    chunks = chunks.to(tl.int64)
+    return (part * chunks // parts).to(tl.int32), ((part + 1) * chunks // parts).to(tl.int32)
+
+
+@triton.jit
+def place_segment(n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C: tl.constexpr):
+    """`locate_sequence` and `sequence_chunk_slots` of sequence `n`, and `segment_chunks` of its segment `part`."""
+    batch, begin, end = locate_sequence(n, cu_seqlens, T)
+    chunk_slot, spans = sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C)
+    first, stop = segment_chunks(part, parts, sequence_chunks(checkpoint_offsets, n, spans, end - begin, C))
+    return batch, begin, end, chunk_slot, spans, first, stop
+
+
+@triton.jit
+def part_of_span(first, stop, before, chunks):
+    """Which chunks of a span are in `[first, stop)`, chunks of its sequence, of which `before` precede the span. `before` must
+    come from what the loop over spans carries anyway: a counter that starts at 0, Triton 3.6 takes for the constant 0."""
+    start = tl.minimum(tl.maximum(first - before, 0), chunks)
+    return start.to(tl.int32), tl.minimum(tl.maximum(stop - before, start), chunks).to(tl.int32)

@@ -1,0 +1,198 @@
+"""Where sequences and their chunks lie: `cu_seqlens`, checkpoint spans and chunk slots (`reference/sequences.py` defines them).
+
+Offsets are clamped as they are read, so bad ones never lead outside the tensors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+OFFSETS_AT_A_TIME = tl.constexpr(128)
+"""Entries of `cu_seqlens` that a CTA reads at a time where it counts the chunks of all sequences."""
+
+
+@triton.jit
+def clamp_bounds(begin, end, T, integer: tl.constexpr = tl.int64):
+    """The offsets clamped to `[0, T]`, the second not below the first."""
+    begin = tl.minimum(tl.maximum(begin, 0), T).to(integer)
+    return begin, tl.minimum(tl.maximum(end, begin), T).to(integer)
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, n, T, integer: tl.constexpr = tl.int64):
+    """The first and past-the-last token of packed sequence `n`."""
+    return clamp_bounds(tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1), T, integer)
+
+
+@triton.jit
+def locate_sequence(n, cu_seqlens, T):
+    """Batch row, first and past-the-last token of sequence `n`, packed or not."""
+    if cu_seqlens is None:
+        batch = n
+        begin = n * 0
+        end = begin + T
+    else:
+        batch = n * 0
+        begin, end = sequence_bounds(cu_seqlens, n, T)
+    return batch, begin, end
+
+
+@triton.jit
+def locate_work_tile(work_tile, cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """A work tile of a kernel over (sequence, value head, slice of value channels): its slice, value head and sequence, and the
+    sequence's batch row, first and past-the-last token."""
+    slice_ = work_tile % SLICES
+    head = ((work_tile // SLICES) % HV).to(tl.int64)
+    n = (work_tile // SLICES // HV).to(tl.int64)
+    batch, begin, end = locate_sequence(n, cu_seqlens, T)
+    return slice_, head, n, batch, begin, end
+
+
+@triton.jit
+def own_work_tile(cu_seqlens, T, HV, SLICES: tl.constexpr):
+    """`locate_work_tile` for a grid of one CTA per work tile."""
+    return locate_work_tile(tl.program_id(0), cu_seqlens, T, HV, SLICES)
+
+
+@triton.jit
+def span_count(checkpoint_offsets, checkpoints):
+    """Checkpoint spans of a sequence. Without checkpoints a compile-time 1, which leaves nothing of the loops over spans."""
+    spans = 1
+    if checkpoint_offsets is not None:
+        spans = checkpoints + 1
+    return spans
+
+
+@triton.jit
+def first_chunk_slot(begin, n, spans, C: tl.constexpr):
+    """The first chunk slot of packed sequence `n`. Sequences never share a slot, as each span `[a, b)` of one has
+    `ceil((b - a) / C) <= b // C - a // C + 1` chunks."""
+    return begin // C + n * spans
+
+
+@triton.jit
+def span_end(checkpoint_offsets, n, span, spans, start, length):
+    """Where the checkpoint span that begins at token `start` of sequence `n` ends: at its checkpoint, the last span at the
+    sequence's end. Never before `start` or past `length`, whatever the offset is."""
+    offset = tl.load(checkpoint_offsets + n * (spans - 1) + tl.minimum(span, spans - 2)).to(tl.int64)
+    offset = tl.where(span < spans - 1, offset, length)
+    return tl.minimum(tl.maximum(offset, start), length)
+
+
+@triton.jit
+def span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C: tl.constexpr):
+    """Past-the-last token and number of chunks of the span that begins at `start`; sequence `n` has tokens `[begin, end)`."""
+    stop = end
+    if checkpoint_offsets is not None:
+        stop = begin + span_end(checkpoint_offsets, n, span, spans, start - begin, end - begin)
+    return stop, ((stop - start + C - 1) // C).to(tl.int32)
+
+
+@triton.jit
+def sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, chunk_slots, C: tl.constexpr):
+    """The first chunk slot and the number of spans of sequence `n`. `chunk_slots`: those of a batch row."""
+    spans = span_count(checkpoint_offsets, checkpoints)
+    chunk_slot = n * chunk_slots
+    if cu_seqlens is not None:
+        chunk_slot = first_chunk_slot(begin, n, spans, C)
+    return chunk_slot, spans
+
+
+@triton.jit
+def find_in_spans(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
+    """First token (from the sequence's start) and token count of a sequence's chunk, where the chunk grid starts anew at every
+    checkpoint. The count is 0 if there is no such chunk."""
+    span_start = chunk * 0
+    start = span_start
+    count = span_start
+    for span in range(0, spans):
+        end = span_end(checkpoint_offsets, n, span, spans, span_start, length)
+        chunks = (end - span_start + C - 1) // C
+        here = (chunk >= 0) & (chunk < chunks)
+        start = tl.where(here, span_start + chunk * C, start)
+        count = tl.where(here, end - start, count)
+        chunk -= chunks
+        span_start = end
+    return start, count
+
+
+@triton.jit
+def chunk_of_sequence(
+    cu_seqlens,
+    checkpoint_offsets,
+    checkpoints,
+    n,
+    chunk_slot,
+    chunk_slots,
+    T,
+    C: tl.constexpr,
+    integer: tl.constexpr = tl.int64,
+    bounds=None,
+):
+    """Batch row, first token and token count of a chunk slot of sequence `n`; the count is 0 or less if the slot is unused.
+    `bounds`: those of a packed sequence, if they are known."""
+    spans = span_count(checkpoint_offsets, checkpoints)
+    if cu_seqlens is None:
+        batch = n
+        chunk = chunk_slot % chunk_slots
+        begin = chunk_slot * 0
+        end = begin + T
+    else:
+        batch = n * 0
+        if bounds is None:
+            begin, end = sequence_bounds(cu_seqlens, n, T, integer)
+        else:
+            begin, end = bounds
+        chunk = chunk_slot - first_chunk_slot(begin, n, spans, C)
+    if checkpoint_offsets is None:
+        start = chunk * C
+        count = end - begin - start
+        if cu_seqlens is not None:
+            count = tl.where(chunk < 0, 0, count)
+    else:
+        start, count = find_in_spans(checkpoint_offsets, n, chunk, spans, end - begin, C)
+    return batch, begin + start, count
+
+
+@triton.jit
+def find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_slots, N, T, C: tl.constexpr):
+    """`chunk_of_sequence` for a slot whose sequence is not known. Packed: binary search for the last sequence whose first slot
+    is not past `chunk_slot`."""
+    if cu_seqlens is None:
+        n = chunk_slot // chunk_slots
+    else:
+        spans = span_count(checkpoint_offsets, checkpoints)
+        n = chunk_slot * 0
+        high = n + N - 1
+        while n < high:
+            middle = (n + high + 1) // 2
+            begin, _ = sequence_bounds(cu_seqlens, middle, T)
+            if first_chunk_slot(begin, middle, spans, C) <= chunk_slot:
+                n = middle
+            else:
+                high = middle - 1
+    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, chunk_slot, chunk_slots, T, C)
+
+
+@triton.jit
+def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, N, T, HV, C: tl.constexpr):
+    """A work tile of a kernel over (chunk slot, value head): its value head and slot, and `find_chunk`."""
+    head = (work_tile % HV).to(tl.int64)
+    chunk_slot = (work_tile // HV).to(tl.int64)
+    batch, start, count = find_chunk(cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot, chunk_slots, N, T, C)
+    return head, chunk_slot, batch, start, count
+
+
+@triton.jit
+def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Chunks of the packed sequences before `n`: the row of `n`'s first chunk where chunks lie without gaps. Reads `BLOCK`
+    offsets at a time."""
+    total = n * 0
+    for base in range(0, n, BLOCK):
+        m = base + tl.arange(0, BLOCK)
+        begin = tl.load(cu_seqlens + m, mask=m < n, other=0)
+        end = tl.load(cu_seqlens + m + 1, mask=m < n, other=0)
+        begin, end = clamp_bounds(begin, end, T)
+        total += tl.sum((end - begin + C - 1) // C)
+    return total
