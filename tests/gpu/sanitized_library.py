@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from flashdelta.problem.prefill import INPUTS
+from flashdelta.testing.cases import BF16
+from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.tools.export.bindings import Library
 
-from ..support.cases import BF16
-from ..support.prefills import PLAIN, SIZES, prefill_call, sized
 from .c_library import c_decode, c_prefill, library_for_this_gpu
 from .sanitized import on_device
 

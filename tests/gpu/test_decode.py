@@ -12,11 +12,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
+from flashdelta.testing.oracle import assert_close, one_rounding, relative_error, same_bits
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
 from ..support.decoding_checks import accepted_steps, check_step
-from ..support.oracle import assert_close, one_rounding, relative_error, same_bits
 from .calls import CALLS_TO_A_PLAN
 from .test_execution import compilations
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
+from flashdelta.testing.oracle import chunked_truth, relative_error, rounding_error
 from flashdelta.tools.bench.peers import find_fla
 
-from ..support.cases import BF16, BY_NAME, Case, case_id
-from ..support.oracle import chunked_truth, relative_error, rounding_error
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu

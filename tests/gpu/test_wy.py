@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.oracle import poisoned_memory
+from flashdelta.testing.wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
 from flashdelta.tools.bench.peers import find_fla_wy
 
-from ..support.oracle import poisoned_memory
-from ..support.wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
 from .calls import CALLS_TO_A_PLAN
 
 pytestmark = pytest.mark.gpu

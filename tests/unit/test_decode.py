@@ -11,12 +11,12 @@ import flashdelta as fd
 from flashdelta.problem.decode_spec import GIVEN, check_decode_arguments
 from flashdelta.problem.problem import TENSOR_NAMES
 from flashdelta.runtime import torch_ops as library
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
+from flashdelta.testing.inputs import HARD, Source
+from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
 from ..support.decoding_checks import accepted_steps, check_commit, check_step
-from ..support.inputs import HARD, Source
-from ..support.oracle import assert_close, same_bits
 
 FP64 = torch.float64
 
@@ -176,9 +176,9 @@ def test_opcheck_commit():
 
 def test_explain(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["problem"]))
+    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]))
     verdicts = {v.backend: v for v in explanation.verdicts}
     assert explanation.chosen == "reference"
     assert "CPU" in verdicts["triton"].reason and not verdicts["hopper"].supported
     with pytest.raises(ValueError, match=r"^num_spec_tokens: got 8"):
-        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["problem"]) | {"num_spec_tokens": 8})
+        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]) | {"num_spec_tokens": 8})

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem import device_checks as checked
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, make_step
+from flashdelta.testing.oracle import same_bits
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, make_step
-from ..support.oracle import same_bits
 from .test_bad_input import Bad, offsets, zeros
 from .test_decode import commit_call
 
@@ -23,7 +23,7 @@ KEPT = {
     **{name: replace(BY_NAME[name], form="dense") for name in ("paged", "packed", "no_state", "own_slots", "T8")},
     **{
         name: BY_NAME[name]
-        for name in ("mixed", "mixed_spec", "problem", "source", "verify", "verify_source", "read_only")
+        for name in ("mixed", "mixed_spec", "spec", "source", "verify", "verify_source", "read_only")
     },
 }
 
@@ -36,7 +36,7 @@ def give(**changes):
     return lambda call: changes
 
 
-# "paged": N = 3 of one token, H = 1, HV = 2, K = 32, V = 64, 8 slots; "problem": 3 x 3 tokens; "verify": 3 x 3, 8 rows.
+# "paged": N = 3 of one token, H = 1, HV = 2, K = 32, V = 64, 8 slots; "spec": 3 x 3 tokens; "verify": 3 x 3, 8 rows.
 ROWS = [
     bad("no_q", give(q=None), "q", "NoneType", "torch.Tensor", error=TypeError),
     bad("no_g", give(g=None), "g", "NoneType", "torch.Tensor", error=TypeError),
@@ -120,18 +120,18 @@ INDICES = [
 ]
 
 SPECULATIVE = [
-    *(bad(f"tokens_{n}", give(num_spec_tokens=n), "num_spec_tokens", str(n), "1 to 7", "problem") for n in (0, -1, 8)),
-    bad("tokens_type", give(num_spec_tokens=2.0), "num_spec_tokens", "2.0 (float)", "int", "problem", TypeError),
-    bad("tokens_bool", give(num_spec_tokens=True), "num_spec_tokens", "True (bool)", "int", "problem", TypeError),
-    bad("T", give(num_spec_tokens=1), "q", "3 tokens a sequence", "1 + num_spec_tokens = 2", "problem"),
-    bad("no_tokens", give(num_spec_tokens=None), "ssm_state_indices", "[3, 3]", "[N] = [3]", "problem"),
+    *(bad(f"tokens_{n}", give(num_spec_tokens=n), "num_spec_tokens", str(n), "1 to 7", "spec") for n in (0, -1, 8)),
+    bad("tokens_type", give(num_spec_tokens=2.0), "num_spec_tokens", "2.0 (float)", "int", "spec", TypeError),
+    bad("tokens_bool", give(num_spec_tokens=True), "num_spec_tokens", "True (bool)", "int", "spec", TypeError),
+    bad("T", give(num_spec_tokens=1), "q", "3 tokens a sequence", "1 + num_spec_tokens = 2", "spec"),
+    bad("no_tokens", give(num_spec_tokens=None), "ssm_state_indices", "[3, 3]", "[N] = [3]", "spec"),
     bad(
         "no_indices",
         give(ssm_state_indices=None),
         "ssm_state_indices",
         "None with num_spec_tokens",
         "[3, 3]",
-        "problem",
+        "spec",
     ),
     bad(
         "row",
@@ -139,9 +139,9 @@ SPECULATIVE = [
         "ssm_state_indices",
         "[3, 2]",
         "[3, 3]",
-        "problem",
+        "spec",
     ),
-    bad("flat", give(ssm_state_indices=offsets(1, 2, 3)), "ssm_state_indices", "[3]", "[3, 3]", "problem"),
+    bad("flat", give(ssm_state_indices=offsets(1, 2, 3)), "ssm_state_indices", "[3]", "[3, 3]", "spec"),
     bad("no_pool", give(num_spec_tokens=2), "num_spec_tokens", "2 without initial_state", "too", "no_state"),
     bad(
         "counts_alone",
@@ -150,14 +150,14 @@ SPECULATIVE = [
         "without num_spec_tokens",
         "num_spec_tokens too",
     ),
-    bad("counts_shape", give(num_accepted_tokens=offsets(1, 1)), "num_accepted_tokens", "[2]", "[N] = [3]", "problem"),
+    bad("counts_shape", give(num_accepted_tokens=offsets(1, 1)), "num_accepted_tokens", "[2]", "[N] = [3]", "spec"),
     bad(
         "counts_dtype",
         give(num_accepted_tokens=zeros(3)),
         "num_accepted_tokens",
         "torch.float32",
         "int32 or int64",
-        "problem",
+        "spec",
         TypeError,
     ),
     bad(
@@ -288,7 +288,7 @@ SOURCES = [
         "num_accepted_tokens",
         "with initial_state_source",
         "one of the two",
-        "problem",
+        "spec",
     ),
 ]
 
@@ -345,7 +345,7 @@ GROUPS = {
     "call": ROWS,
     "pool": POOL,
     "index": INDICES,
-    "problem": SPECULATIVE,
+    "spec": SPECULATIVE,
     "source": SOURCES,
     "mixed": MIXED,
     "output": OUTPUT,
@@ -438,7 +438,7 @@ VALUES = {
     "past the pool": ("paged", {"ssm_state_indices": offsets(1, 8, 0)}, "ssm_state_indices", "index 8", "8 slots"),
     "twice": ("paged", {"ssm_state_indices": offsets(1, 2, 1)}, "ssm_state_indices", "slot 1 again", "another slot"),
     "too long": ("packed", {"cu_seqlens": offsets(0, 1, 1, 1, 10)}, "cu_seqlens", "9 tokens", "at most 8"),
-    "count": ("problem", {"num_accepted_tokens": offsets(1, 4, 1)}, "num_accepted_tokens", "4", "1 to 3"),
+    "count": ("spec", {"num_accepted_tokens": offsets(1, 4, 1)}, "num_accepted_tokens", "4", "1 to 3"),
     "source": ("source", {"initial_state_indices": offsets(1, 7, 1)}, "initial_state_indices", "index 7", "7 slots"),
 }
 

@@ -11,8 +11,18 @@ import flashdelta as fd
 from flashdelta import kernels
 from flashdelta.problem import device_checks as checked
 from flashdelta.problem.wy_spec import WySpec, WyTensors, check_wy
-
-from ..support.wy import BY_NAME, BY_TOKEN, CASES, NAMES, TENSORS, WyCase, by_definition, case_id, errors, make_wy
+from flashdelta.testing.wy import (
+    BY_NAME,
+    BY_TOKEN,
+    CASES,
+    NAMES,
+    TENSORS,
+    WyCase,
+    by_definition,
+    case_id,
+    errors,
+    make_wy,
+)
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 PLAIN = BY_NAME["plain"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cases import BF16, FP32
-from .inputs import Source
+from .inputs import MEMORY, Source
 
 INT32, INT64 = torch.int32, torch.int64
 MARGIN = 64
@@ -43,6 +43,7 @@ class Step:
     indices: tuple | None = (5, 2, 0)
     null_index: str = "negative"
     gate: str = "lower_bound"
+    memory: str = "short"
     beta: str = "logit"
     l2norm: bool = True
     scale: float | None = None
@@ -264,7 +265,7 @@ def step_id(step: Step) -> str:
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-def make_step(step: Step, dtype: torch.dtype = FP32, device: str = "cpu", seed: int = 0) -> dict:
+def make_step(step: Step, dtype: torch.dtype = FP32, device: str | torch.device = "cpu", seed: int = 0) -> dict:
     """Arguments of `recurrent_kda`. What is written lies amid other memory, and all of it holds random numbers."""
     source = Source(dtype, device, zlib.crc32(step.name.encode()) + seed)
     B, T = (step.N, step.T) if step.lengths is None else (1, step.tokens)
@@ -281,7 +282,8 @@ def make_step(step: Step, dtype: torch.dtype = FP32, device: str = "cpu", seed: 
     wide = ("g", "beta") if step.wide_gate else ()
     call = FORMS[step.form]({name: x.to(source.wide if name in wide else dtype) for name, x in t.items()})
     if step.gate in ("softplus", "lower_bound"):
-        call["A_log"], call["dt_bias"] = 2.0 * source.uniform(HV) - 1.0, source.normal(HV * K) - 2.0
+        call["A_log"], dt_bias = MEMORY[step.memory](source, HV, K)
+        call["dt_bias"] = dt_bias.flatten()
     if step.lengths is not None:
         offsets = torch.tensor([0, *step.lengths]).cumsum(0)
         call["cu_seqlens"] = offsets.to(step.index_dtype).to(device)
@@ -307,7 +309,7 @@ def _states(step: Step, source: Source) -> dict:
         given["num_accepted_tokens"] = index(step.accepted)
     if step.rows is not None:
         count = step.slots if step.rows == "slots" else 3
-        given["intermediate_states"] = amid(source, step.state, (count, 1 + step.spec, *inner), step.gap)
+        given["intermediate_states"] = amid(source, step.state, (count, 1 + (step.spec or 0), *inner), step.gap)
         if step.rows != "slots":
             given["intermediate_state_indices"] = index(step.rows)
     return given
@@ -457,7 +459,7 @@ def _start(step: Step, n: int, pool: Tensor | None, origin: Tensor | None) -> Te
     index = step.indices[n]
     if isinstance(index, tuple):
         count = 1 if step.accepted is None else step.accepted[n]
-        if not 1 <= count <= 1 + step.spec:
+        if not 1 <= count <= 1 + (step.spec or 0):
             return None
         index = index[count - 1]
     return pool[index] if named(step, index, len(pool)) else None

@@ -1,4 +1,4 @@
-"""What a test compares with, and how: the float64 truth and the measure of error.
+"""What results are held against, and how: the float64 truth and the measures of error.
 
 The truth is the token-by-token recurrence in float64. The error of a tensor is `||x - ref|| / ||ref||`. That alone
 would let one wrong token hide among thousands of right ones, so every row (last dimension) is held to a bound too.
@@ -8,16 +8,17 @@ NaN fails.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta import reference
-from flashdelta.problem.problem import check_arguments
 
+from .. import reference
+from ..problem.problem import check_arguments
 from .cases import Case
+from .inputs import sequence_calls
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative error that a kernel working in this dtype may have."""
@@ -61,6 +62,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if difference == 0.0:
         return 0.0
     return difference / size if size > 0 else difference * float("inf")
+
+
+def absolute_errors(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """Root mean square and maximum of `|got - want|`, in float64; NaN if either holds one."""
+    error = (got.detach().double() - want.detach().double()).abs()
+    return error.square().mean().sqrt().item(), error.max().item()
 
 
 def row_excess(got: Tensor, want: Tensor) -> Tensor:
@@ -117,13 +124,27 @@ def as_recurrent(call: dict) -> dict:
     return {name: x for name, x in call.items() if name not in CHUNK_ONLY}
 
 
-def truth(call: dict) -> tuple[Tensor, Tensor]:
-    """`(o, final_state)` of a `chunk_kda` call by the float64 token recurrence."""
-    exact = as_recurrent(float64(call)) | {"output_final_state": True, "backend": "reference", "out": None}
-    return fd.fused_recurrent_kda(**exact)
+def truth(call: dict, chunked: bool = False) -> tuple[Tensor, Tensor]:
+    """`(o, final_state)` of a `chunk_kda` call by the float64 token recurrence, or `chunked` by the chunked reference, which
+    is faster and agrees to 1e-13.
+
+    Packed sequences are computed one at a time from slices of the inputs, so the truth shares no packing logic with what it
+    judges. Tokens of no sequence are 0.
+    """
+    exact = float64(call) | {"output_final_state": True, "backend": "reference", "out": None}
+    if chunked:
+        exact["return_intermediate_states"] = False
+    op: Callable[..., tuple] = fd.chunk_kda if chunked else fd.fused_recurrent_kda
+    exact = exact if chunked else as_recurrent(exact)
+    if call.get("cu_seqlens") is None or len(call["cu_seqlens"]) < 2 or call.get("state_pool") is not None:
+        return op(**exact)
+    results = [op(**sequence) for sequence in sequence_calls(exact)]
+    o = torch.cat([o for o, _ in results], dim=1)
+    unused = call["v"].shape[1] - o.shape[1]
+    return torch.nn.functional.pad(o, (0, 0, 0, 0, 0, unused)), torch.cat([state for _, state in results])
 
 
-def chunked_truth(call: dict) -> tuple[Tensor, Tensor, Tensor]:
+def chunked_truth(call: dict) -> tuple:
     """`(o, final_state, h)` by the chunked reference in float64: much faster, and equal (`test_reference.py`)."""
     asked = {"output_final_state": True, "return_intermediate_states": True, "backend": "reference", "out": None}
     return fd.chunk_kda(**float64(call) | asked)

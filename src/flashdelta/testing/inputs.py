@@ -12,7 +12,9 @@ from torch import Tensor
 from .cases import Case
 
 
-def make_call(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict:
+def make_call(
+    case: Case, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
+) -> dict:
     """Arguments of `chunk_kda` for `case`, with `dtype` tensors.
 
     Drawn in float32 (float64 for float64) from a generator seeded by the case's name, then rounded: a case holds the
@@ -31,6 +33,10 @@ def make_call(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu
         tensors["q"], tensors["k"] = (torch.nn.functional.normalize(tensors[name], dim=-1) for name in "qk")
     if case.gate == "logsigmoid":
         tensors["g"] = tensors["g"] + 2.0
+    if case.hard == "nan":
+        begin, length = case.lengths[0], case.lengths[1]
+        for x in tensors.values():
+            x[:, begin : begin + length] = torch.nan
     if case.hard in HARD:
         HARD[case.hard](tensors, source)
     wide = ("g", "beta") if case.wide_gate else ()
@@ -68,7 +74,7 @@ def settings(case: Case) -> dict:
 class Source:
     """Seeded random tensors on one device."""
 
-    def __init__(self, dtype: torch.dtype, device: str, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.generator = torch.Generator(device).manual_seed(seed)
         self.device = device
@@ -83,22 +89,43 @@ class Source:
 def log_decays(source: Source, case: Case) -> Tensor:
     """Mostly slow, some at the far end: down to -5 if that is promised, to about -50 otherwise."""
     shape = (case.B, case.tokens, case.HV, case.K)
+    if case.memory == "long":
+        rate = (source.uniform(case.HV, case.K) * 9 - 8).exp()
+        return -(rate * source.uniform(*shape)).clamp(max=5.0 if case.safe else 50.0)
     if case.safe:
         return -5.0 * source.uniform(*shape) ** 6
     return -(1.5 * source.normal(*shape) - 2.0).exp().clamp(max=50.0)
 
 
 def gate_parameters(source: Source, case: Case) -> dict:
+    """`A_log` and `dt_bias` of the gates that have them."""
     if case.gate not in ("softplus", "lower_bound"):
         return {}
-    HV, K = case.HV, case.K
-    A_log, dt_bias = 2.0 * source.uniform(HV) - 1.0, source.normal(HV, K) - 2.0
+    A_log, dt_bias = MEMORY[case.memory](source, case.HV, case.K)
     parameters = {}
     if case.has_A_log:
-        parameters["A_log"] = A_log.view(1, 1, HV, 1) if case.broad_parameters else A_log
+        parameters["A_log"] = A_log.view(1, 1, case.HV, 1) if case.broad_parameters else A_log
     if case.has_dt_bias:
         parameters["dt_bias"] = dt_bias if case.broad_parameters else dt_bias.flatten()
     return parameters
+
+
+def _short(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 2.0 * source.uniform(HV) - 1.0, source.normal(HV, K) - 2.0
+
+
+def _long(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 0.5 * source.normal(HV), source.uniform(HV, K) * 9 - 8
+
+
+def _new(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return (source.uniform(HV) * 15 + 1).log(), 0.5 * source.normal(HV, K)
+
+
+MEMORY = {"short": _short, "long": _long, "new": _new}
+"""`A_log` and `dt_bias` by how long channels remember. "short": tens of tokens. "long": some forget within a token and others
+remember hundreds, so an error in the state that passes between chunks shows in the outputs. "new": as models are initialised,
+all gone after a few tokens."""
 
 
 def initial_state(source: Source, case: Case) -> Tensor:
@@ -281,7 +308,12 @@ def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
     """The call without its numbers: heads and lengths as long as a model's take no time."""
     short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
     call = on_meta(make_call(short, dtype))
-    sizes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.HV, case.V), "g": (case.HV, case.K)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "q": (case.H, case.K),
+        "k": (case.H, case.K),
+        "v": (case.HV, case.V),
+        "g": (case.HV, case.K),
+    }
     sizes["beta"] = (case.HV,)
     for name, size in sizes.items():
         call[name] = call[name].new_empty(case.B, case.tokens, *size)
