@@ -20,7 +20,7 @@ from flashdelta.problem.problem import check_arguments
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import same_bits, truth
-from flashdelta.tools.bench.kernels import profiled
+from flashdelta.tools.bench.profiling import profiled
 
 from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold, on_streams
 

@@ -1,24 +1,29 @@
 """How time is measured, for every benchmark.
 
-Speed is a ratio within one run: all contenders get the same inputs and take turns, round after round, each round
-starting with another one, and the median of each is reported. Every sample starts on an idle device with a cold L2: the
-device is synchronised, a buffer larger than L2 is overwritten, and the call is enclosed by two events. The overwrite
-takes some tens of microseconds, in which the host may run ahead; host time beyond that counts, as it does for the user.
-`capture` shows the same call without host time.
+Speed is a ratio within one run: contenders get the same inputs and take turns, each round starting with another one, and the
+median of each is reported. There are two such times.
+
+Cold: every sample starts on an idle device with a cold L2. The device is synchronised, a buffer larger than L2 is overwritten,
+and the call is enclosed by two events. The overwrite takes some tens of microseconds, in which the host may run ahead; host
+time beyond that counts, as it does for the user. `capture` shows the same call without host time.
+
+Sustained: calls back to back on warm caches, `SUSTAINED_MS` a contender at a time. A GPU under load lowers its clocks, which
+nobody here touches.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Run = Callable[[], object]
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,17 @@ class Timing:
         p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
         return Timing(statistics.median(ordered), ordered[0], p90, len(ordered))
 
+    def over(self, launches: int) -> Timing:
+        """Of one of so many launches in a sample."""
+        return replace(self, median=self.median / launches, min=self.min / launches, p90=self.p90 / launches)
+
 
 class Timer(Protocol):
     def __call__(self, run: Run) -> float:
         """Milliseconds of one call, from an idle device with cold caches."""
+
+    def span(self, run: Run, calls: int) -> float:
+        """Milliseconds of so many calls back to back."""
 
 
 class CudaTimer:
@@ -53,11 +65,15 @@ class CudaTimer:
         self._flush = torch.empty(max(2 * l2, self.MIN_FLUSH_BYTES), dtype=torch.int8, device=device)
 
     def __call__(self, run: Run) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         self._flush.zero_()
+        return self.span(run, 1)
+
+    def span(self, run: Run, calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(calls):
+            run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
@@ -67,8 +83,12 @@ class HostTimer:
     """Times with the host's clock, for devices that compute synchronously."""
 
     def __call__(self, run: Run) -> float:
+        return self.span(run, 1)
+
+    def span(self, run: Run, calls: int) -> float:
         start = time.perf_counter()
-        run()
+        for _ in range(calls):
+            run()
         return (time.perf_counter() - start) * 1e3
 
 
@@ -111,22 +131,40 @@ DEFAULT_EFFORT = Effort()
 CEILING_EFFORT = Effort(rounds=20)
 
 
-def take_turns(contenders: Mapping[str, Run], timer: Timer, effort: Effort = DEFAULT_EFFORT) -> dict[str, Timing]:
-    """Times all contenders in interleaved rounds.
+def take_turns(contenders: Mapping[T, Run], timer: Timer, effort: Effort = DEFAULT_EFFORT) -> dict[T, Timing]:
+    """Times all contenders cold, in interleaved rounds.
 
     Each contender must have been called once already, so that no compilation is timed.
     """
-    names = list(contenders)
-    if not names:
-        return {}
-    estimate = sum(_warm_up(contenders[name], timer, effort.warmup_ms) for name in names)
+    estimate = sum(_warm_up(run, timer, effort.warmup_ms) for run in contenders.values())
     rounds = max(min(effort.rounds, int(effort.budget_ms / max(estimate, 1e-3))), min(effort.min_rounds, effort.rounds))
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
-            samples[name].append(timer(contenders[name]))
+    samples: dict[T, list[float]] = {name: [] for name in contenders}
+    for name in _turns(contenders, rounds):
+        samples[name].append(timer(contenders[name]))
     return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def _turns(names: Iterable[T], rounds: int) -> Iterator[T]:
+    """All names, `rounds` times, each round starting with another one."""
+    order = list(names)
+    for i in range(rounds if order else 0):
+        first = i % len(order)
+        yield from order[first:] + order[:first]
+
+
+SUSTAINED_MS, SUSTAINED_ROUNDS = 60.0, 3
+"""How long a contender runs at a time, and how often it gets its turn."""
+
+
+def sustained(contenders: Mapping[T, Run], timer: Timer) -> dict[T, float]:
+    """Milliseconds of a call amid others like it: the median of the rounds."""
+    counts = {}
+    for name, run in contenders.items():
+        counts[name] = max(round(SUSTAINED_MS / max(timer.span(run, 3) / 3, 1e-3)), 3)
+    found: dict[T, list[float]] = {name: [] for name in contenders}
+    for name in _turns(contenders, SUSTAINED_ROUNDS):
+        found[name].append(timer.span(contenders[name], counts[name]) / counts[name])
+    return {name: statistics.median(taken) for name, taken in found.items()}
 
 
 def _warm_up(run: Run, timer: Timer, duration_ms: float) -> float:
@@ -154,27 +192,49 @@ def capture(run: Callable[[], tuple]) -> tuple[Run, tuple]:
     return graph.replay, results
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device can do: a large copy (bytes read plus written) and a square bf16 matrix product."""
-
-    copy_tb_s: float
-    gemm_tflop_s: float
+GRAPH_MS = 2.0
+"""What a graph of many calls lasts, about: beside it the gap between two graphs hardly counts."""
 
 
-def measure_ceilings(
-    device: torch.device,
-    timer: Timer,
-    *,
-    copy_bytes: int = 2**31,
-    gemm_size: int = 8192,
-    effort: Effort = CEILING_EFFORT,
-) -> Ceilings:
-    """Measures both ceilings: `copy_bytes` copied within the device, and a `gemm_size`-cubed matrix product."""
-    return Ceilings(
-        copy_tb_s=copy_tb_s(device, timer, copy_bytes, effort),
-        gemm_tflop_s=gemm_tflop_s(device, timer, gemm_size, effort),
-    )
+def many_in_a_graph(call: Callable[[], object], ms: float) -> tuple[Run, int]:
+    """The replay of a CUDA graph of many calls of about `ms` each, and how many."""
+    count = min(max(round(GRAPH_MS / max(ms, 1e-4)), 1), 500)
+
+    def calls() -> tuple:
+        for _ in range(count):  # results that nobody keeps share their memory
+            call()
+        return ()
+
+    return capture(calls)[0], count
+
+
+def host_us(call: Run, device: torch.device, calls: int) -> float:
+    """Of an eager call, the least of several means."""
+    found = []
+    for _ in range(6):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - began) / calls * 1e6)
+    synchronize(device)
+    return min(found)
+
+
+def ceilings(device: torch.device, timer: Timer) -> dict[str, float]:
+    """What the device can do: a large copy (bytes read plus written), and a square bf16 product."""
+    return {"copy_tb_s": copy_tb_s(device, timer), "gemm_tflop_s": gemm_tflop_s(device, timer)}
+
+
+def float32_ceilings(device: torch.device, timer: Timer) -> dict[str, float]:
+    """The same with products of float32 matrices, in TF32 and in float32."""
+    found = {"copy_tb_s": copy_tb_s(device, timer)}
+    before = torch.get_float32_matmul_precision()
+    for name, allowed in (("tf32_tflop_s", "high"), ("fp32_tflop_s", "highest")):
+        torch.set_float32_matmul_precision(allowed)
+        found[name] = gemm_tflop_s(device, timer, dtype=torch.float32)
+    torch.set_float32_matmul_precision(before)
+    return found
 
 
 def copy_tb_s(device: torch.device, timer: Timer, size: int = 2**31, effort: Effort = CEILING_EFFORT) -> float:

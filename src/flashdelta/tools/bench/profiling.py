@@ -1,4 +1,4 @@
-"""The kernels of the forward one by one: GPU time, work against the ceilings, and what a program occupies.
+"""The kernels of the forward one by one: GPU time, work against the ceilings, and what a CTA occupies.
 
 Times and launch costs are what the GPU's own profiling interface (CUPTI) records through torch.profiler, so this needs no
 word from a backend: a kernel is assigned to its stage by name, the same in every backend, and what a stage must move and
@@ -13,20 +13,19 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...problem.problem import Options
-from .cases import PrefillCase, Shape
-from .prefill import Setup, case_inputs, measure_row, our_call
-from .protocol import Ceilings, Run
+from ...testing.cases import Case
+from .timing import Run, Timer
 
-CHUNK = Options.chunk_size
-"""Tokens of a chunk in every row: the rows leave it at its default."""
+if TYPE_CHECKING:
+    from .contenders import Setup
 
 
 @dataclass(frozen=True)
@@ -37,34 +36,34 @@ class Work:
     flop: int
 
 
-def chunk_counts(shape: Shape) -> list[int]:
+def chunk_counts(case: Case) -> list[int]:
     """Chunks of every sequence."""
-    return [-(-length // CHUNK) for length in shape.lengths or (shape.T,) * shape.B]
+    return [-(-length // case.chunk_size) for length in case.lengths or (case.T,) * case.B]
 
 
-def prepare_work(shape: Shape) -> Work:
+def prepare_work(case: Case) -> Work:
     """Reads q, k, g and beta in bf16, writes the workspace. A chunk's products: `A` and `Aqk` (`C x C`, over K), `w` (`C x K`,
     over C), and `C^3 / 3` for the inverse of a unit lower triangle."""
-    C, K, HV = CHUNK, shape.K, shape.value_heads
-    read = 2 * shape.B * shape.tokens * (2 * shape.H * K + HV * K + HV)
+    C, K, HV = case.chunk_size, case.K, case.HV
+    read = 2 * case.B * case.tokens * (2 * case.H * K + HV * K + HV)
     flop = 3 * 2 * C * C * K + C**3 // 3
-    return Work(read + _workspace_bytes(shape), sum(chunk_counts(shape)) * HV * flop)
+    return Work(read + _workspace_bytes(case), sum(chunk_counts(case)) * HV * flop)
 
 
-def recurrence_work(shape: Shape) -> Work:
+def recurrence_work(case: Case) -> Work:
     """Reads the workspace and v, writes o, both in bf16, and the final state in fp32. A chunk's products: `inverse v` and
     `Aqk v'` (`C x V`, over C), `w S` and `qg S` (`C x V`, over K), `kg^T v'` (`K x V`, over C)."""
-    C, K, V, HV = CHUNK, shape.K, shape.V, shape.value_heads
-    moved = 2 * 2 * shape.B * shape.tokens * HV * V + 4 * shape.sequences * HV * K * V
+    C, K, V, HV = case.chunk_size, case.K, case.V, case.HV
+    moved = 2 * 2 * case.B * case.tokens * HV * V + 4 * case.sequences * HV * K * V
     flop = 2 * 2 * C * C * V + 3 * 2 * C * K * V
-    return Work(_workspace_bytes(shape) + moved, sum(chunk_counts(shape)) * HV * flop)
+    return Work(_workspace_bytes(case) + moved, sum(chunk_counts(case)) * HV * flop)
 
 
-def _workspace_bytes(shape: Shape) -> int:
+def _workspace_bytes(case: Case) -> int:
     """What `prepare` hands to `recurrence`: `w, qg, kg [C, K]`, `inverse, Aqk [C, C]` in bf16 and `decay [K]` in fp32 for every
     chunk of every value head. Full squares, and full tiles where a sequence ends inside a chunk, as the kernels write them."""
-    C, K = CHUNK, shape.K
-    return sum(chunk_counts(shape)) * shape.value_heads * (2 * (3 * C * K + 2 * C * C) + 4 * K)
+    C, K = case.chunk_size, case.K
+    return sum(chunk_counts(case)) * case.HV * (2 * (3 * C * K + 2 * C * C) + 4 * K)
 
 
 STAGES = {"prepare": prepare_work, "recurrence": recurrence_work}
@@ -74,7 +73,7 @@ timed, and its work unknown."""
 
 @dataclass(frozen=True)
 class KernelRun:
-    """One execution of a kernel as CUPTI recorded it. `programs` are thread blocks, `threads` those of one block."""
+    """One execution of a kernel as CUPTI recorded it. `programs` are CTAs, `threads` those of one."""
 
     name: str
     us: float
@@ -101,7 +100,9 @@ def kernel_runs(trace: dict) -> list[KernelRun]:
 
 
 def profiled(run: Run) -> list[KernelRun]:
-    """The kernels that `run` launches."""
+    """The kernels that `run` launches; none without a GPU."""
+    if not torch.cuda.is_available():
+        return []
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     with tempfile.TemporaryDirectory(prefix="flashdelta-trace-") as folder:
@@ -113,7 +114,7 @@ def profiled(run: Run) -> list[KernelRun]:
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one of a GPU's `count` multiprocessors has for the programs that run on it at a time."""
+    """What one of a GPU's `count` SMs has for the CTAs that run on it at a time."""
 
     count: int
     registers: int
@@ -121,7 +122,7 @@ class Multiprocessor:
     threads: int
 
     RESERVED_SHARED_BYTES = 1024
-    """What the driver takes of every program, sm_80 and newer."""
+    """What the driver takes of every CTA, sm_80 and newer."""
 
     @classmethod
     def of(cls, device: torch.device) -> Multiprocessor:
@@ -134,7 +135,7 @@ class Multiprocessor:
         )
 
     def residents(self, kernel: KernelRun) -> int:
-        """Programs of the kernel that fit at a time, by registers, shared memory and threads (CUDA's occupancy rules)."""
+        """CTAs of the kernel that fit at a time, by registers, shared memory and threads (CUDA's occupancy rules)."""
         warps = -(-kernel.threads // 32)
         # registers come in units of 256 a warp, and an equal share of them belongs to each of the four schedulers
         warp_registers = -(-kernel.registers * 32 // 256) * 256
@@ -160,30 +161,53 @@ def spilled_bytes(kernel: KernelRun) -> int | None:
     return 4 * max(words) if words else None
 
 
-def describe(
-    runs: Sequence[KernelRun], calls: int, shape: Shape, ceilings: Ceilings, multiprocessor: Multiprocessor
-) -> list[dict]:
+def by_name(runs: Sequence[KernelRun]) -> dict[str, list[KernelRun]]:
+    found: dict[str, list[KernelRun]] = {}
+    for run in runs:
+        found.setdefault(run.name, []).append(run)
+    return found
+
+
+def profile_calls(call: Run, timer: Timer, calls: int) -> list[KernelRun]:
+    """What so many calls launch, each on a cold L2."""
+    # without what the timer itself launches, to overwrite the L2
+    foreign = {run.name for run in profiled(lambda: timer(lambda: None))}
+
+    def repeat() -> None:
+        for _ in range(calls):
+            timer(call)
+
+    return [run for run in profiled(repeat) if run.name not in foreign]
+
+
+def times(runs: Sequence[KernelRun], calls: int) -> list[dict]:
+    """Milliseconds and launches a call by kernel, the longest first, from the `runs` of `calls` equal calls."""
+    found = [
+        {"kernel": name, "ms": sum(run.us for run in each) / calls / 1e3, "launches": len(each) / calls}
+        for name, each in by_name(runs).items()
+    ]
+    return sorted(found, key=lambda kernel: -kernel["ms"])
+
+
+def describe(case: Case, setup: Setup, runs: Sequence[KernelRun], calls: int) -> list[dict]:
     """One JSON-ready dict a kernel, in the order of their first runs, from the `runs` of `calls` equal calls.
 
     Raises:
         RuntimeError: a kernel did not run equally often in every call, so the profiler lost some.
     """
-    by_name: dict[str, list[KernelRun]] = {}
-    for run in runs:
-        by_name.setdefault(run.name, []).append(run)
-    for name, found in by_name.items():
-        if len(found) % calls:
-            raise RuntimeError(f"profiler: recorded {len(found)} runs of {name} in {calls} calls")
-    return [_describe(found, calls, shape, ceilings, multiprocessor) for found in by_name.values()]
+    found = by_name(runs)
+    for name, each in found.items():
+        if len(each) % calls:
+            raise RuntimeError(f"profiler: recorded {len(each)} runs of {name} in {calls} calls")
+    sm = Multiprocessor.of(setup.device)
+    return [_describe(each, calls, case, setup.ceilings, sm) for each in found.values()]
 
 
-def _describe(
-    runs: list[KernelRun], calls: int, shape: Shape, ceilings: Ceilings, multiprocessor: Multiprocessor
-) -> dict:
+def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], sm: Multiprocessor) -> dict:
     kernel = runs[0]
     launches = len(runs) // calls
     ms = statistics.median(sum(run.us for run in runs[i : i + launches]) for i in range(0, len(runs), launches)) / 1e3
-    residents = multiprocessor.residents(kernel)
+    residents = sm.residents(kernel)
     stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded)?_kernel", kernel.name)), None)
     described = {
         "kernel": kernel.name,
@@ -196,38 +220,19 @@ def _describe(
         "spill_bytes": spilled_bytes(kernel),
         "shared_bytes": kernel.shared_bytes,
         "ctas_per_sm": residents,
-        "waves": kernel.programs / (residents * multiprocessor.count),
+        "waves": kernel.programs / (residents * sm.count),
     }
     if stage is not None:
-        work = STAGES[stage](shape)
+        work = STAGES[stage](case)
         tb_s, tflop_s = work.bytes / ms / 1e9, work.flop / ms / 1e9
         described |= {
             "bytes": work.bytes,
             "flop": work.flop,
             "tb_s": tb_s,
-            "share_of_copy": tb_s / ceilings.copy_tb_s,
+            "share_of_copy": tb_s / ceilings["copy_tb_s"],
             "tflop_s": tflop_s,
-            "share_of_gemm": tflop_s / ceilings.gemm_tflop_s,
+            "share_of_gemm": tflop_s / ceilings["gemm_tflop_s"],
         }
     if stage == "recurrence":
-        described["us_per_chunk"] = 1e3 * ms / max(chunk_counts(shape))
+        described["us_per_chunk"] = 1e3 * ms / max(chunk_counts(case))
     return described
-
-
-def measure_kernels(case: PrefillCase, setup: Setup) -> dict:
-    """The row of the prefill benchmark, with `kernels`; none where the result was wrong."""
-    row = measure_row(case, setup)
-    row["kernels"] = []
-    if row["ours"]["ms"] is not None:
-        call = our_call(case, case_inputs(case, setup), setup)
-        calls = setup.effort.rounds
-
-        def repeat() -> None:
-            for _ in range(calls):
-                setup.timer(call)
-
-        # what the timer itself launches, to overwrite the L2
-        foreign = {run.name for run in profiled(lambda: setup.timer(lambda: None))}
-        runs = [run for run in profiled(repeat) if run.name not in foreign]
-        row["kernels"] = describe(runs, calls, case.shape, setup.ceilings, Multiprocessor.of(setup.device))
-    return row
