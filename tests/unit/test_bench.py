@@ -17,7 +17,7 @@ import flashdelta
 from flashdelta.testing.cases import FP32
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import absolute_errors, relative_error, truth
-from flashdelta.tools.bench import cases, checks, contenders, pages, profiling, report, timing, training
+from flashdelta.tools.bench import cases, checks, contenders, pages, profiling, report, runner, timing, training
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.cases import UNBOUNDED, Bound, Row, decode_row, fp32_row, model, select
 from flashdelta.tools.bench.contenders import Setup
@@ -371,6 +371,53 @@ def test_dry_run_measures_and_saves_every_row(tmp_path, name):
     assert "copy 4.30 TB/s" in text
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """CUDA graphs that call again, and write what the captured call returned."""
+    captured = []
+
+    def capture(call):
+        results = tuple(call())
+        captured.append(call)
+
+        def replay():
+            for x, again in zip(results, call()):
+                x.copy_(again)
+
+        return replay, results
+
+    monkeypatch.setattr(Setup, "graphs", True)
+    monkeypatch.setattr(runner, "capture", capture)
+    monkeypatch.setattr(timing, "capture", capture)
+    return captured
+
+
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [
+        ("prefill", {"ours": {"ms", "graph_ms"}, "fla": {"ms"}}),
+        ("split", {"ours": {"ms", "graph_ms"}, "whole": {"ms", "graph_ms"}, "told": {"ms", "graph_ms"}}),
+        ("wy", {"ours": {"ms", "graph_ms"}, "fla": {"ms", "graph_ms"}}),
+        ("decode", {"ours": {"ms"}, "fla": {"ms"}}),
+        ("fp32", {"ours": {"ms"}, "ieee": {"ms"}, "fla": {"ms"}}),
+    ],
+)
+def test_contenders_are_timed_as_cuda_graphs_too(tmp_path, graphs, name, times):
+    row = dry_run(tmp_path, name, ROWS[name][:1])["rows"][0]
+    for contender, keys in times.items():
+        assert {key for key in ("ms", "graph_ms") if row[contender].get(key)} == keys, row[contender]
+        assert row[contender]["sustained_ms"] == pytest.approx(3.0 / row.get("launches", 1))
+    assert graphs and row["sustained_speedup"] == pytest.approx(1.0)
+
+
+def test_a_graph_that_writes_something_else_has_no_time(tmp_path, graphs, monkeypatch):
+    monkeypatch.setattr(runner, "capture", lambda call: (lambda: None, tuple(call())))  # NaN stays
+    ours = dry_run(tmp_path)["rows"][0]["ours"]
+    assert ours["ms"] and "graph_ms" not in ours and "nan" in ours["graph_problem"]
+    ours = dry_run(tmp_path, "fp32")["rows"][0]["ours"]
+    assert ours["ms"] is None and "nan" in ours["problem"]
+
+
 def test_prefill_rows_tell_errors_backend_and_bound(tmp_path):
     row = dry_run(tmp_path)["rows"][0]
     assert row["ours"]["error"]["o"] < 6e-3 and row["ours"]["error"]["state"] < 1e-5
@@ -409,7 +456,9 @@ def test_other_libraries_take_part(tmp_path):
     peers = {"fla": stand_in("fla"), "flash_kda": stand_in("flash_kda"), "cula": stand_in("cula")}
     row = Row(replace(SMALL.call, K=128, V=128), "prefill")
     unbounded = Row(replace(SMALL.call, name="softplus", **UNBOUNDED), "prefill")
-    rows = dry_run(tmp_path, rows=[row, unbounded], peers=peers | {"cula": "cuLA can't be imported"})["rows"]
+    document = dry_run(tmp_path, rows=[row, unbounded], peers=peers | {"cula": "cuLA can't be imported"})
+    rows, text = document["rows"], report.show(document, VIEWS["prefill"])
+    assert "FlashKDA/ours: 1.00x" in text and "FlashKDA/ours, sustained: 1.00x" in text
     assert rows[0]["flash_kda"]["ms"]["median"] == 2.0 and rows[0]["flash_kda"]["error"]["state"] < 1e-5
     assert "bounded gates" in rows[1]["flash_kda"]["problem"] and "can't" in rows[0]["cula"]["problem"]
 

@@ -92,6 +92,11 @@ class Setup:
     host_calls: int = 200
     pools: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
+    @property
+    def graphs(self) -> bool:
+        """Whether there are CUDA graphs."""
+        return self.device.type == "cuda"
+
     def peer(self, name: str, row: Row) -> Any:
         """The peer's function, or why there is none in this row."""
         if not row.peers or (self.peer_rows is not None and row.name not in self.peer_rows):

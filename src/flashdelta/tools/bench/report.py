@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cases import value
+from .cases import quotient, value
 
 WIDTH = 80
 """Characters of a line, but for `--wide`."""
@@ -193,6 +193,11 @@ def summary(document: dict, view: View) -> list[str]:
     """What a reader should take away: ratios, bounds, and everything that is missing with its reason."""
     rows = document["rows"]
     lines = [mean(title, [value(row, path) for row in rows]) for title, path in view.ratios]
+    for name, title in view.titles:
+        if name in ("flash_kda", "cula"):
+            for key, how in (("ms.median", ""), ("sustained_ms", ", sustained")):
+                times = [(value(row, f"{name}.{key}"), value(row, f"ours.{key}")) for row in rows]
+                lines.append(mean(f"{title}/ours{how}", [quotient(*pair) for pair in times]))
     lines += [*bounds(rows), *view.summary(document)]
     failed = failures(document)
     lines.append(f"correctness: {len(failed)} of {len(rows)} rows failed" if failed else "correctness: all rows passed")

@@ -188,7 +188,7 @@ def prepare(contender: Contender, outcome: Outcome, work: Work, setup: Setup) ->
     for key, call in contender.host.items():
         setattr(outcome, key, host_us(call, setup.device, setup.host_calls))
     runs = {"ms": contender.call, **contender.more}
-    if contender.graph == "no" or setup.device.type != "cuda":
+    if contender.graph == "no" or not setup.graphs:
         return runs
     try:
         replay, results = capture(lambda: tuple(contender.call()))
@@ -236,7 +236,7 @@ def _sustained(
     for name, contender in timed.items():
         calls[name], counts[name] = runs[name, key], 1
         timing = getattr(outcomes[name], key)
-        in_graph = setup.device.type == "cuda" and (key == "graph_ms" or contender.graph == "only")
+        in_graph = setup.graphs and (key == "graph_ms" or contender.graph == "only")
         if in_graph and launches == 1:
             calls[name], counts[name] = many_in_a_graph(contender.call, timing.median)
     return {name: ms / counts[name] for name, ms in sustained(calls, setup.timer).items()}

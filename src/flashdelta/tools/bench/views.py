@@ -35,20 +35,13 @@ def bounds_of(row: dict) -> list[dict]:
 
 BOUND = Column("bound", "bound", "s", wide=True)
 
-PREFILL = View((*NARROW_TIMES, *RATIOS, *SUSTAINED, *FLOOR, *ERRORS, *PEERS, BOUND, MET), bounds_of, PEER_TITLES)
-
-
-def _absolute(what: str, title: str) -> list[Column]:
-    names = (("ours", "ours"), ("fla", "FLA"))
-    return [
-        Column(f"{title} {label}: RMSE, max", f"{name}.rmse.{what} {name}.max_error.{what}", "e", wide=True)
-        for name, label in names
-    ]
-
-
-CLASSIC = View(
-    (*NARROW_TIMES, *RATIOS, *SUSTAINED, *FLOOR, *_absolute("o", "o"), *_absolute("state", "state")),
-    titles=PEER_TITLES,
+ABSOLUTE = tuple(
+    Column(f"{what} {title}: RMSE, max", f"{name}.rmse.{what} {name}.max_error.{what}", "e", wide=True)
+    for what in ("o", "state")
+    for name, title in (("ours", "ours"), ("fla", "FLA"))
+)
+PREFILL = View(
+    (*NARROW_TIMES, *RATIOS, *SUSTAINED, *FLOOR, *ERRORS, *ABSOLUTE, *PEERS, BOUND, MET), bounds_of, PEER_TITLES
 )
 
 # ---- split -----------------------------------------------------------------------------------------------------------
@@ -100,19 +93,11 @@ def kernels_summary(document: dict) -> list[str]:
     """Each row's whole call beside the sum of its kernels."""
     lines = []
     for row in document["rows"]:
-        kernels = value(row, "ours.kernels")
-        if kernels:
-            times = [
-                f"{title} {short(ms)} ms"
-                for title, ms in (
-                    ("call", value(row, "ours.ms.median")),
-                    ("CUDA graph", value(row, "ours.graph_ms.median")),
-                    ("kernels", sum(kernel["ms"] for kernel in kernels)),
-                    ("floor", row["floor_ms"]),
-                )
-                if ms is not None
-            ]
-            lines.append(f"{row['name']} ({row['backend']}): {', '.join(times)}")
+        total = sum(kernel["ms"] for kernel in value(row, "ours.kernels") or ())
+        times = {"call": value(row, "ours.ms.median"), "CUDA graph": value(row, "ours.graph_ms.median")}
+        times |= {"kernels": total, "floor": row["floor_ms"]}
+        said = ", ".join(f"{title} {short(ms)} ms" for title, ms in times.items() if ms)
+        lines += [f"{row['name']} ({row['backend']}): {said}"] if total else []
     return lines
 
 
@@ -321,7 +306,7 @@ TOOLCHAINS = View(
 
 VIEWS = {
     "prefill": PREFILL,
-    "classic": CLASSIC,
+    "classic": PREFILL,
     "split": SPLIT,
     "kernels": KERNELS,
     "decode": DECODE,
