@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,8 @@ def lengths_named(name: str) -> tuple[int, ...]:
 
 
 RANDOM = random_lengths(20, 8192)
+LONG_AND_SHORT = lengths_named("64K+512+256+128")
+LONGEST_AND_SHORT = lengths_named("128K+5x1K")
 PACKINGS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = {
     "uniform": (uniform_lengths, "sequences of one length"),
     "random": (random_lengths, "many tails"),
@@ -200,24 +203,10 @@ PREFILL = (
     _prefill("few heads", "T8192 H12", "96 heads over 8 cards", 12, 0.20),
     _prefill("few heads", "T32768 H8", "a long prompt", 8, 0.45, T=32768),
     _prefill("few heads", "T131072 H8", "128K: the serial chain rules", 8, 1.50, T=131072),
-    _prefill(
-        "few heads",
-        "64K+512+256+128 H8",
-        "only the long one gains by a split",
-        8,
-        0.85,
-        lengths=lengths_named("64K+512+256+128"),
-    ),
+    _prefill("few heads", "64K+512+256+128 H8", "only the long one gains by a split", 8, 0.85, lengths=LONG_AND_SHORT),
     _prefill("few heads", "T32768 H4", "a long prompt, half the heads", 4, 0.32, T=32768),
     _prefill("few heads", "T131072 H4", "128K with the fewest heads", 4, 0.85, T=131072),
-    _prefill(
-        "few heads",
-        "128K + 5 x 1K H4",
-        "one long prompt among short ones",
-        4,
-        0.90,
-        lengths=lengths_named("128K+5x1K"),
-    ),
+    _prefill("few heads", "128K + 5 x 1K H4", "one long prompt among short ones", 4, 0.90, lengths=LONGEST_AND_SHORT),
 )
 """As many heads as one card sees without, or with little, tensor parallelism; gates without a bound; few heads."""
 
@@ -239,26 +228,14 @@ def _packed(HV: int, kind: str, count: int, total: int, group: int, table: str) 
     return Row(model(name, why, HV // group, HV=HV, lengths=lengths(count, total)), table)
 
 
-CLASSIC = (
-    *(
-        _grid(64, B, T, group, "classic, fixed length")
-        for group in (1, 2, 4, 8)
-        for B in (1, 2)
-        for T in (1024, 4096, 8192, 16384)
-    ),
-    *(
-        _packed(64, kind, count, total, 1, "classic, packed")
-        for kind in PACKINGS
-        for count in (10, 20)
-        for total in (4096, 8192)
-    ),
-    *(
-        _packed(64, kind, count, 8192, group, "classic, packed")
-        for group in (2, 4)
-        for kind in ("random", "skewed")
-        for count in (10, 20)
-    ),
+CLASSIC_PACKED = (
+    *itertools.product(PACKINGS, (10, 20), (4096, 8192), (1,)),
+    *((kind, count, 8192, group) for group in (2, 4) for kind in ("random", "skewed") for count in (10, 20)),
 )
+CLASSIC = tuple(
+    _grid(64, B, T, group, "classic, fixed length")
+    for group, B, T in itertools.product((1, 2, 4, 8), (1, 2), (1024, 4096, 8192, 16384))
+) + tuple(_packed(64, *packed, "classic, packed") for packed in CLASSIC_PACKED)
 """52 rows: 4 groupings x 2 batches x 4 lengths; 3 packings x 2 counts x 2 totals; grouped 2 x 2 packings x 2 counts."""
 
 SPLIT_BATCHES = (
@@ -302,21 +279,13 @@ def _wy(row: Row) -> Row:
     return Row(row.call, row.table, (Bound("FLA", 0.38, "hopper"),))
 
 
-WY = (
-    *(
-        _wy(_grid(32, B, T, group, "fixed length"))
-        for group in (1, 4)
-        for B in (1, 2)
-        for T in (256, 512, 1024, 2048, 4096, 8192)
-        if B == 1 or T > 256
-    ),
-    *(
-        _wy(_packed(32, kind, count, total, group, "packed"))
-        for group in (1, 4)
-        for kind in PACKINGS
-        for count in (10, 20)
-        for total in (4096, 8192, 16384)
-    ),
+WY = tuple(
+    _wy(_grid(32, B, T, group, "fixed length"))
+    for group, B, T in itertools.product((1, 4), (1, 2), (256, 512, 1024, 2048, 4096, 8192))
+    if B == 1 or T > 256
+) + tuple(
+    _wy(_packed(32, kind, count, total, group, "packed"))
+    for group, kind, count, total in itertools.product((1, 4), PACKINGS, (10, 20), (4096, 8192, 16384))
 )
 """58 rows: per grouping 6 and 5 of fixed length, and 3 packings x 2 counts x 3 totals."""
 
@@ -374,30 +343,22 @@ OTHER_HEADS: dict[str, dict[str, int]] = {
     "four times as many value heads": {"H": 32, "HV": 128},
     "heads half as wide": {"K": 64},
 }
+DRAFTS = "speculative tokens, a state stored after each"
 DECODE = (
     *_models(BATCHES),
     *(
-        decode_row(N, state, why=why, peers=N == 128, **sizes)
-        for why, sizes in OTHER_HEADS.items()
-        for state in STATES
-        for N in BATCHES
+        decode_row(N, state, why=why, peers=N == 128, **OTHER_HEADS[why])
+        for why, state, N in itertools.product(OTHER_HEADS, STATES, BATCHES)
     ),
     *(
         decode_row(128, state, why="the other gates", gate=gate, peers=True)
-        for gate in ("softplus", "none")
-        for state in STATES
+        for gate, state in itertools.product(("softplus", "none"), STATES)
     ),
     *(
         decode_row(N, state, why="the layout of Hugging Face", v_first=False, peers=True)
-        for state in STATES
-        for N in (1, 32, 128, 256)
+        for state, N in itertools.product(STATES, (1, 32, 128, 256))
     ),
-    *(
-        decode_row(N, state, why="speculative tokens, a state stored after each", S=S)
-        for state in STATES
-        for N in (32, 128)
-        for S in (1, 3, 7)
-    ),
+    *(decode_row(N, state, why=DRAFTS, S=S) for state, N, S in itertools.product(STATES, (32, 128), (1, 3, 7))),
 )
 """FLA takes part where its compile times stay small: it compiles anew for other heads and kinds of N."""
 
