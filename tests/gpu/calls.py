@@ -10,10 +10,9 @@ from random import Random
 import torch
 
 import flashdelta as fd
-
-from ..support.cases import BF16, BY_NAME, Case
-from ..support.inputs import make_call, sequence_calls
-from ..support.oracle import (
+from flashdelta.testing.cases import BF16, BY_NAME, Case
+from flashdelta.testing.inputs import make_call, sequence_calls
+from flashdelta.testing.oracle import (
     as_recurrent,
     assert_close,
     chunked_truth,

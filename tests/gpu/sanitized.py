@@ -17,15 +17,15 @@ import flashdelta as fd
 from flashdelta.hopper import gradients as hopper_gradients
 from flashdelta.hopper import launch as hopper_launch
 from flashdelta.problem.operations import PRECISIONS
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
+from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
+from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.triton import config
 
-from ..support.cases import BF16, BY_NAME, FP32, named
-from ..support.decoding import SINGLE_BF16, STEPS, make_step
 from ..support.gradients import gradients, incoming
-from ..support.inputs import make_call
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
-from ..support.prefills import PLAIN, SIZES, prefill_call, sized
-from ..support.wy import WyCase, make_wy
 from .calls import KIMI, UNBOUNDED, on_gpu
 
 CASES = [

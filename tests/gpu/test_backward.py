@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.oracle import poisoned_memory
 
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
 from ..support.gradients import INPUTS, gradients, incoming, relative_errors, true_gradients
-from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import poisoned_memory
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu

@@ -12,11 +12,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
+from flashdelta.testing.oracle import assert_close, one_rounding, relative_error, same_bits
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
 from ..support.decoding_checks import accepted_steps, check_step
-from ..support.oracle import assert_close, one_rounding, relative_error, same_bits
 from .calls import CALLS_TO_A_PLAN
 from .test_execution import compilations
 
@@ -321,19 +321,21 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("N", [4, 128])
 def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
-    from flashdelta.tools.bench.decode import DecodeCase, DecodeSetup, Pools, errors, fla_call, make_step, our_call
-    from flashdelta.tools.bench.peers import find_fla_decode
+    from flashdelta.tools.bench import contenders
+    from flashdelta.tools.bench.cases import decode_row
+    from flashdelta.tools.bench.timing import Effort
 
-    fla = find_fla_decode()
-    if fla.step is None:
-        pytest.skip(fla.absence)
-    device = torch.device("cuda")
-    setup = DecodeSetup(device, None, None, "triton", fla, None, Pools(device, 2**29), launches=2)
-    case = DecodeCase(N=N, state="fp32" if state == FP32 else "bf16", v_first=v_first, reason="")
+    fla = contenders.find("fla_decode")
+    if isinstance(fla, str):
+        pytest.skip(fla)
+    settings = {"peers": {"fla_decode": fla}, "pool_bytes": 2**29, "launches": 2}
+    setup = contenders.Setup(torch.device("cuda"), None, Effort(), "triton", **settings)
+    row = decode_row(N, "fp32" if state == FP32 else "bf16", v_first=v_first, peers=True)
     with torch.inference_mode():
-        step = make_step(case, setup)
-        ours, theirs = errors(step, our_call(step, "triton")), errors(step, fla_call(step, fla))
-    print(f"{case.name}: o, state: ours {ours}, FLA {theirs}")
+        work = contenders.decode(row, setup)
+        found = {name: work.errors(work.contenders[name].checked())["error"] for name in ("ours", "fla")}
+    ours, theirs = (found[name].values() for name in ("ours", "fla"))
+    print(f"{row.name}: o, state: ours {ours}, FLA {theirs}")
     assert all(mine <= 1.02 * other for mine, other in zip(ours, theirs))
 
 

@@ -17,11 +17,11 @@ import triton
 
 import flashdelta as fd
 from flashdelta.runtime.call import check
-from flashdelta.tools.bench.kernels import profiled
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.oracle import same_bits, truth
+from flashdelta.tools.bench.profiling import profiled
 
-from ..support.cases import BF16, FP32, Case, case_id
-from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import same_bits, truth
 from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold, on_streams
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.tools.bench.peers import find_fla
+from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
+from flashdelta.testing.oracle import chunked_truth, relative_error, rounding_error
+from flashdelta.tools.bench.contenders import find, shared
 
-from ..support.cases import BF16, BY_NAME, Case, case_id
-from ..support.oracle import chunked_truth, relative_error, rounding_error
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
@@ -27,19 +27,15 @@ CASES = [
 ]
 
 
-OURS_ONLY = ("backend", "chunk_size", "return_intermediate_states")
-
-
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_error_is_not_above_flas(case: Case, backend: str):
-    fla = find_fla()
-    if fla.chunk_kda is None:
-        pytest.skip(fla.absence)
+    fla = find("fla")
+    if isinstance(fla, str):
+        pytest.skip(fla)
     call = gpu_call(fd.chunk_kda, case, BF16, backend)
     results, want = fd.chunk_kda(**call), chunked_truth(call)
-    shared = {name: x for name, x in call.items() if name not in OURS_ONLY}
     with torch.no_grad():
-        fla_results = fla.chunk_kda(**shared)
+        fla_results = fla(**shared(call))
     print(f"{case.name}: rounding alone {rounding_error(call) if case.lengths is None else '-'}")
     for name, ours, theirs, exact in zip(("o", "final_state"), results, fla_results, want):
         error, fla_error = relative_error(ours, exact), relative_error(theirs, exact)

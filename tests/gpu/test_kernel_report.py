@@ -5,31 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashdelta.tools.bench.cases import PrefillCase, Shape
-from flashdelta.tools.bench.kernels import measure_kernels
-from flashdelta.tools.bench.peers import Peer
-from flashdelta.tools.bench.prefill import run_prefill
-from flashdelta.tools.bench.protocol import Ceilings, Effort
+from flashdelta.tools.bench.benchmarks import BENCHMARKS
+from flashdelta.tools.bench.cases import Row, model
+from flashdelta.tools.bench.contenders import Setup
+from flashdelta.tools.bench.runner import run
+from flashdelta.tools.bench.timing import Effort, timer_for
 
 pytestmark = pytest.mark.gpu
 
 
 def test_every_stage_is_found_with_its_costs(backend, tmp_path):
-    document = run_prefill(
-        [PrefillCase("short", Shape(T=640, H=4), "ten chunks")],
-        benchmark="kernels",
-        measure=measure_kernels,
-        device=torch.device("cuda", torch.cuda.current_device()),
-        backend=backend,
-        fla=Peer(None, "not asked for"),
-        fla_rows=frozenset(),
-        effort=Effort(rounds=5),
-        path=tmp_path / "kernels.json",
-        ceilings=Ceilings(copy_tb_s=4.3, gemm_tflop_s=700.0),
-    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    ceilings = {"copy_tb_s": 4.3, "gemm_tflop_s": 700.0}
+    setup = Setup(device, timer_for(device), Effort(rounds=5), backend, ceilings=ceilings)
+    rows = [Row(model("short", "ten chunks", 4, T=640), "prefill")]
+    document = run(BENCHMARKS["kernels"], setup, tmp_path / "kernels.json", rows)
     (row,) = document["rows"]
-    assert row["ours"]["spec"] is None
-    found = {kernel["stage"]: kernel for kernel in row["kernels"]}
+    assert row["ours"]["problem"] is None
+    found = {kernel["stage"]: kernel for kernel in row["ours"]["kernels"]}
     assert {"prepare", "recurrence"} <= found.keys()
     for stage in ("prepare", "recurrence"):
         kernel = found[stage]

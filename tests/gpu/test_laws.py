@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import narrow, sequence_calls
+from flashdelta.testing.oracle import as_recurrent, same_bits
 
-from ..support.cases import BF16, FP32, Case, case_id
-from ..support.inputs import narrow, sequence_calls
-from ..support.oracle import as_recurrent, same_bits
 from .calls import BOTH, KIMI, UNBOUNDED, gpu_call
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.oracle import poisoned_memory, truth
 
-from ..support.cases import BF16, FP32, Case, case_id
-from ..support.oracle import poisoned_memory, truth
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, check, gpu_call, hold
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import sequence_calls
+from flashdelta.testing.oracle import chunked_truth, lengths_of, poisoned_memory, same_bits, tolerance_of
 
-from ..support.cases import BF16, FP32, Case, case_id
-from ..support.inputs import sequence_calls
-from ..support.oracle import chunked_truth, lengths_of, poisoned_memory, same_bits, tolerance_of
 from .calls import KIMI, UNBOUNDED, gpu_call, hold, hold_each, lengths_between
 
 pytestmark = pytest.mark.gpu

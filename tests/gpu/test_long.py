@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS, narrow, sequence_calls
+from flashdelta.testing.oracle import chunked_truth, same_bits
 
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
-from ..support.inputs import TOKEN_TENSORS, narrow, sequence_calls
-from ..support.oracle import chunked_truth, same_bits
 from .calls import BOTH, KIMI, UNBOUNDED, gpu_call, hold
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_memory")]

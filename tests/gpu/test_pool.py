@@ -8,10 +8,17 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.oracle import (
+    assert_close,
+    covered_tokens,
+    one_rounding,
+    poisoned_memory,
+    same_bits,
+    tolerance_of,
+)
 
-from ..support.cases import BF16, FP32, Case, case_id
-from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import assert_close, covered_tokens, one_rounding, poisoned_memory, same_bits, tolerance_of
 from ..support.pools import (
     CHECKPOINT_POOLS,
     PLAIN_POOLS,

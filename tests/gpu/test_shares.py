@@ -9,10 +9,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta.hopper import launch
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
+from flashdelta.testing.oracle import lengths_of, poisoned_memory, same_bits
 
-from ..support.cases import BF16, FP32, Case, case_id
-from ..support.inputs import TOKEN_TENSORS, sequence_calls
-from ..support.oracle import lengths_of, poisoned_memory, same_bits
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
 from ..support.shares import Work
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, lengths_between

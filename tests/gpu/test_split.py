@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id
-from ..support.inputs import TOKEN_TENSORS
-from ..support.oracle import (
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.oracle import (
     assert_close,
     covered_tokens,
     float64,
@@ -20,6 +19,7 @@ from ..support.oracle import (
     same_bits,
     tolerance_of,
 )
+
 from ..support.pools import PoolCase, memory_of, pool_truth
 from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
 from .test_pool import PREFILL, gpu_pool_call

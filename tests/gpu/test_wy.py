@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.tools.bench.peers import find_fla_wy
+from flashdelta.testing.oracle import poisoned_memory
+from flashdelta.testing.wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
+from flashdelta.tools.bench.contenders import bind_fla_wy, find
 
-from ..support.oracle import poisoned_memory
-from ..support.wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
 from .calls import CALLS_TO_A_PLAN
 
 pytestmark = pytest.mark.gpu
@@ -110,11 +110,11 @@ def test_replays_from_a_cuda_graph(backend: str):
 @pytest.mark.parametrize("lengths", [None, (1300, 547, 0, 201)], ids=["fixed", "packed"])
 def test_results_are_flas(lengths: tuple[int, ...] | None, backend: str):
     """The same tensors, the same definitions: what differs is rounding, and our error is not above 1.1 times FLA's."""
-    fla = find_fla_wy()
-    if fla.bind is None:
-        pytest.skip(fla.absence)
+    fla = find("fla_wy")
+    if isinstance(fla, str):
+        pytest.skip(fla)
     call = make_wy(replace(MODEL, T=2048, H=32, HV=32, lengths=lengths), torch.bfloat16, "cuda")
-    theirs = fla.bind(**{name: x for name, x in call.items() if name != "use_exp2"})()
+    theirs = bind_fla_wy(fla, **{name: x for name, x in call.items() if name != "use_exp2"})()
     want, ours = exact(call), wy(**call, backend=backend)
     mine, his = errors(ours, want), errors(theirs, want)
     print(f"ours {mine}, FLA {his}")

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENGTH_CASES, STATE_CASES, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import poisoned_memory
 from flashdelta.triton import config
 from flashdelta.triton import gradients as kernels
 
-from ..support.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENGTH_CASES, STATE_CASES, Case, case_id
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
-from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import poisoned_memory
 
 TOLERANCE = 3e-4
 """Of each gradient's norm, and of the largest gradient's: one that is nearly zero is what is left of larger terms."""

@@ -7,10 +7,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta import ops
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, STEPS, Step, step_id
 from flashdelta.triton import config
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, STEPS, Step, step_id
 from ..support.decoding_checks import check_commit, check_step
 from ..unit.test_decode import commit_call
 

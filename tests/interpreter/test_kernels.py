@@ -12,8 +12,7 @@ import torch
 
 import flashdelta as fd
 from flashdelta import ops
-
-from ..support.cases import (
+from flashdelta.testing.cases import (
     BY_NAME,
     CASES,
     FP32,
@@ -25,8 +24,8 @@ from ..support.cases import (
     case_id,
     named,
 )
-from ..support.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
-from ..support.oracle import (
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, narrow, sequence_calls
+from flashdelta.testing.oracle import (
     TOLERANCE,
     as_recurrent,
     assert_close,

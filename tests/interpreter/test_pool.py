@@ -12,10 +12,17 @@ from hypothesis import given, settings
 
 import flashdelta as fd
 from flashdelta import ops
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.oracle import (
+    TOLERANCE,
+    assert_close,
+    covered_tokens,
+    poisoned_memory,
+    same_bits,
+    state_tolerance,
+)
 from flashdelta.triton.device.sequences import find_chunk
 
-from ..support.cases import BF16, FP32
-from ..support.oracle import TOLERANCE, assert_close, covered_tokens, poisoned_memory, same_bits, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,

@@ -9,11 +9,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
+from flashdelta.testing.cases import Case, case_id
+from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits
+from flashdelta.testing.prefills import HARD, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.triton import config
-
-from ..support.cases import Case, case_id
-from ..support.oracle import poisoned_memory, relative_error, same_bits
-from ..support.prefills import HARD, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 
 ONE = replace(PLAIN, H=1, HV=1, T=17)
 LENGTHS = (0, 1, 16, 17, 33, 64, 65, 131)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.testing import prefills, wy
+from flashdelta.testing.cases import BY_NAME, FP32
+from flashdelta.testing.decoding import BY_NAME as STEPS
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import assert_close, assert_right, poisoned_memory
 from flashdelta.triton import config
 
-from ..support import prefills, wy
-from ..support.cases import BY_NAME, FP32
-from ..support.decoding import BY_NAME as STEPS
 from ..support.decoding_checks import check_commit, check_step
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
-from ..support.inputs import make_call
-from ..support.oracle import assert_close, assert_right, poisoned_memory
 from ..support.split_cases import forced, split_call
 from ..unit.test_decode import commit_call
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-
-from .decoding import WRITTEN, Step, expected, make_step, memory_of, untouched
-from .oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
+from flashdelta.testing.decoding import WRITTEN, Step, expected, make_step, memory_of, untouched
+from flashdelta.testing.oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
 BF16 = torch.bfloat16
 

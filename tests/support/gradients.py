@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-
-from .oracle import covered_tokens, float64
+from flashdelta.testing.oracle import covered_tokens, float64
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 

@@ -53,6 +53,7 @@ class Plan:
         """A validated call of this layout."""
         x, state = torch.zeros(self.B, self.T, 1, 32), torch.zeros(1, 1, 32, 32)
         call = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "chunk_size": self.C, "state_pool": state}
+        call |= {"state_v_first": False, "use_qk_l2norm_in_kernel": False}
         call["state_indices"] = torch.zeros(self.N, dtype=torch.int64)
         if self.offsets is not None:
             call["cu_seqlens"] = torch.tensor(self.offsets)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-
-from .cases import BF16, BOUNDED, FP32, Case
-from .inputs import TOKEN_TENSORS, make_call
-from .oracle import as_recurrent, float64
+from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import as_recurrent, float64
 
 POOL_ARGUMENTS = (
     "state_pool",

@@ -54,13 +54,13 @@ def split_pool_call() -> dict:
     lengths = [150, 64, 0]
     return split_inputs(sum(lengths)) | {
         "cu_seqlens": offsets(lengths),
+        "state_v_first": False,
+        "use_qk_l2norm_in_kernel": False,
         "state_pool": torch.randn(8, 2, 32, 64, generator=torch.Generator().manual_seed(2)),
         "state_indices": torch.tensor([2, -1, 0]),
         "checkpoint_offsets": torch.tensor([[16, 96], [64, 64], [0, 0]]),
         "checkpoint_indices": torch.tensor([[4, 5], [6, -1], [-1, -1]]),
         "chunk_size": CHUNK,
-        "state_v_first": False,
-        "use_qk_l2norm_in_kernel": False,
     }
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem import device_checks as checked
-
-from ..support.cases import BF16, BY_NAME, CASES, FP32, Case, case_id, named
-from ..support.inputs import make_call
-from ..support.oracle import as_recurrent, same_bits
+from flashdelta.testing.cases import BF16, BY_NAME, CASES, FP32, Case, case_id, named
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import as_recurrent, same_bits
 
 BOTH = (fd.chunk_kda, fd.fused_recurrent_kda)
 CHUNK = (fd.chunk_kda,)

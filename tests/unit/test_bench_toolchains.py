@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from types import SimpleNamespace
 
@@ -15,12 +14,15 @@ from triton.runtime.driver import driver
 
 from flashdelta.program.launch import Launch
 from flashdelta.tools.bench import report, toolchains
-from flashdelta.tools.bench.decode import DecodeCase
-from flashdelta.tools.bench.protocol import Effort
-from flashdelta.tools.bench.toolchains import META, ROWS, ToolchainRow, call_of, compile_rows, key_of, run_toolchains
+from flashdelta.tools.bench.cases import decode_row
+from flashdelta.tools.bench.contenders import Setup
+from flashdelta.tools.bench.runner import run
+from flashdelta.tools.bench.timing import Effort
+from flashdelta.tools.bench.toolchains import META, ROWS, ToolchainRow, call_of, compile_rows, key_of
 from flashdelta.tools.bench.toolchains import specialized as source
+from flashdelta.tools.bench.views import VIEWS
 
-SMALL = ToolchainRow(DecodeCase(N=2, H=2, HV=2, reason="fits a CPU"), "triton")
+SMALL = ToolchainRow("decode", decode_row(2, H=2, HV=2), "triton")
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -140,16 +142,11 @@ def pretended(monkeypatch, folder):
     return state
 
 
-def dry_run(folder, tmp_path, begin=lambda name: None):
-    return run_toolchains(
-        [SMALL],
-        folder=folder,
-        device=torch.device("cpu"),
-        effort=Effort(rounds=2, warmup_ms=0.0),
-        path=tmp_path / "results.json",
-        timer=lambda run: run() or 1.0,
-        begin=begin,
-    )
+def dry_run(folder, tmp_path):
+    cpu = torch.device("cpu")
+    loaded, compared = toolchains.prepare(folder, cpu)
+    setup = Setup(cpu, lambda run: run() or 1.0, Effort(rounds=2, warmup_ms=0.0), folder=loaded)
+    return run(toolchains.BENCHMARK, setup, tmp_path / "results.json", [SMALL], toolchains=compared)
 
 
 def altered(folder, tmp_path, change):
@@ -164,9 +161,8 @@ def altered(folder, tmp_path, change):
 
 def test_dry_run(pretended, folder, tmp_path):
     other = altered(folder, tmp_path, lambda found: found.update(entry="renamed", shared_bytes=4096))
-    named = []
-    document = dry_run(other, tmp_path, named.append)
-    assert named == [SMALL.name] == ["triton decode N2 H2 fp32"]
+    document = dry_run(other, tmp_path)
+    assert [row["name"] for row in document["rows"]] == [SMALL.name] == ["triton decode N2 H2 fp32"]
     assert json.loads((tmp_path / "results.json").read_text()) == document
     (row,) = document["rows"]
     assert (row["difference"], row["ours"]["problem"], report.failures(document)) == (0.0, None, [])
@@ -197,7 +193,7 @@ def test_what_can_not_be_swapped_is_said_by_name(pretended, folder, tmp_path):
     (tmp_path / toolchains.MANIFEST).write_text(json.dumps({**manifest, "kernels": {}}))
     document = dry_run(other, tmp_path)
     assert "not in the folder" in document["rows"][0]["kernels"][0]["problem"]
-    assert any("not in the folder" in line for line in report.toolchains_summary(document))
+    assert "not in the folder" in report.show(document, VIEWS["toolchains"])
 
 
 def test_a_row_that_raises_leaves_the_others(pretended, folder, tmp_path, monkeypatch):
@@ -214,9 +210,7 @@ def test_the_table_fits_80_columns(pretended, folder, tmp_path):
     (kernel,) = row["kernels"]
     kernel |= {"kernel": "prepare_bounded_kernel", "ms": row["graph_ms"], "sustained_ms": {"ours": 1.0, "other": 1.1}}
     kernel |= {"registers": {"ours": 255, "other": 255}, "spill_bytes": {"ours": 160, "other": 248}}
-    console = report.wide_console(record=True, file=io.StringIO())
-    console.print(report.toolchains_table(document))
-    shown = console.export_text()
-    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
-    assert " 255 " in shown and "160/248" in shown and "1234.6" in shown and "1.10" in shown
-    assert "ratio, busy: 1.100" in "\n".join(report.toolchains_summary(document))
+    shown = report.show(document, VIEWS["toolchains"])
+    assert max(map(len, shown.splitlines())) <= report.WIDTH
+    assert " 255 " in shown and "160/248" in shown and "1235" in shown and "1.10" in shown
+    assert "other/ours, sustained: 1.10x" in shown

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from flashdelta.backends.reference import ReferenceBackend
 
 import flashdelta
 from flashdelta import backends
-from flashdelta.backends.reference import ReferenceBackend
 from flashdelta.tools import cli
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
+from flashdelta.testing.cases import is_long
+from flashdelta.testing.inputs import make_call
+from flashdelta.tools.bench import pages, report
+from flashdelta.tools.bench.benchmarks import BENCHMARKS
+from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.cli import demo
 from flashdelta.tools.cli.app import app
 from flashdelta.tools.cli.demo import DemoResult
-from flashdelta.tools.cli.verify import run_verify
-from flashdelta.tools.cli.verify_cases import CASES, inputs, options
+from flashdelta.tools.cli.verify import CASES, run_verify
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +92,7 @@ def test_doctor_fails_on_a_wrong_backend(wrong_backend):
 def test_verify_passes_with_the_reference():
     result = run("verify", "--quick", "--device", "cpu", "--backend", "reference")
     assert result.exit_code == 0, result.stdout
-    checks = 2 * sum(not case.long for case in CASES)
+    checks = 2 * sum(not is_long(case) for case, _ in CASES)
     assert f"all {checks} checks passed" in result.stdout
 
 
@@ -122,15 +127,14 @@ def test_verify_of_a_backend_that_cannot_run_here_does_not_pass():
 
 
 def test_verify_cases_are_distinct_and_explained():
-    assert len({case.name for case in CASES}) == len(CASES)
-    assert all(case.reason for case in CASES)
-    assert {case.gate for case in CASES} == {"none", "softplus", "lower_bound", "logsigmoid"}
+    assert len({case.name for case, _ in CASES}) == len(CASES) == 27
+    assert all(case.why for case, _ in CASES)
+    assert {case.gate for case, _ in CASES} == {"none", "softplus", "lower_bound", "logsigmoid"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_verify_case_is_a_valid_call(case):
-    explanation = flashdelta.explain(flashdelta.chunk_kda, **inputs(case, torch.device("cpu")), **options(case))
-    assert explanation.chosen == "reference"
+@pytest.mark.parametrize(("case", "dtype"), CASES, ids=lambda x: getattr(x, "name", ""))
+def test_every_verify_case_is_a_valid_call(case, dtype):
+    assert flashdelta.explain(flashdelta.chunk_kda, **make_call(case, dtype)).chosen == "reference"
 
 
 DEMO = DemoResult(
@@ -170,12 +174,10 @@ def test_demo_refuses_an_empty_prompt():
     assert "prompt: got an empty text" in result.stderr
 
 
-BENCHMARKS = [
-    ("bench", name) for name in ("prefill", "classic", "kernels", "split", "decode", "train", "wy", "startup")
-]
+COMMANDS = [("bench", name) for name, benchmark in BENCHMARKS.items() if "backend" in benchmark.options]
 
 
-@pytest.mark.parametrize("command", [("verify",), ("demo",), *BENCHMARKS])
+@pytest.mark.parametrize("command", [("verify",), ("demo",), *COMMANDS])
 def test_unknown_backend_names_the_known_ones(command):
     result = run(*command, "--backend", "cuda")
     assert result.exit_code == 2
@@ -190,7 +192,7 @@ def test_impossible_device_is_refused(device):
     assert f"got '{device}'" in result.stderr
 
 
-@pytest.mark.parametrize("benchmark", ["prefill", "classic", "kernels", "split", "decode", "train", "wy"])
+@pytest.mark.parametrize("benchmark", [name for name in BENCHMARKS if name != "startup"])
 def test_benchmarks_of_full_size_need_a_gpu(benchmark):
     result = run("bench", benchmark, "--device", "cpu")
     assert result.exit_code == 2
@@ -209,13 +211,56 @@ def test_bench_startup_writes_and_prints(tmp_path):
     assert again.stdout == result.stdout
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_bench_show_prints_a_saved_result(name, tmp_path):
+    path = next(pages.RESULTS.glob(f"{name}-*h200.json"))
+    result = run("bench", "show", str(path), "--wide")
+    assert result.exit_code == 0 and report.load(path)["rows"][0]["name"] in result.stdout
+    assert len(result.stdout) > len(run("bench", "show", str(path)).stdout) or name in ("startup", "toolchains")
+
+
+def test_bench_show_plots_and_says_what_it_can_not(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("wy", "train"):
+        path = pages.RESULTS / f"{name}-hopper-h200.json"
+        assert run("bench", "show", str(path), "--plot", str(tmp_path / f"{name}.png")).exit_code == 0
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    result = run("bench", "show", str(pages.RESULTS / "decode-h200.json"), "--plot", str(tmp_path / "plot.png"))
+    assert result.exit_code == 2 and "got a decode result" in result.stderr
+
+
+def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
+    """Options as typed arrive where they belong."""
+    from flashdelta.tools.cli import bench
+
+    asked = {}
+
+    def measure(benchmark, setup, path, rows, progress, **facts):
+        asked.update(name=benchmark.name, rows=[row.name for row in rows], setup=setup, path=path)
+        return report.load(pages.RESULTS / "prefill-hopper-h200.json")
+
+    monkeypatch.setattr(bench, "run", measure)
+    monkeypatch.setattr(bench, "timer_for", lambda device: lambda run: 1.0)
+    monkeypatch.setitem(BENCHMARKS, "prefill", replace(BENCHMARKS["prefill"], ceilings=None))
+    monkeypatch.setattr(bench.torch, "device", lambda name: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(bench, "gpu", lambda device: {"name": "NVIDIA H200"})
+    chosen = {"rows": ["T8192 H64", "GVA"], "fla": ["GVA"], "repeats": 3, "json": tmp_path / "x.json"}
+    assert bench.run_benchmark("prefill", device="cuda", backend="hopper", **chosen)
+    assert asked["rows"] == ["T8192 H64", "GVA T8192 H16 HV64"] and asked["path"] == tmp_path / "x.json"
+    setup = asked["setup"]
+    assert (setup.backend, setup.effort.rounds, setup.effort.min_rounds) == ("hopper", 3, 3)
+    assert setup.peer_rows == {"GVA T8192 H16 HV64"} and set(setup.peers) == {"fla", "flash_kda", "cula"}
+    assert bench.run_benchmark("prefill", device="cuda", no_fla=True) and asked["setup"].peers == {}
+    assert len(asked["rows"]) == 23 and asked["path"].name.startswith("prefill-nvidia-h200-")
+
+
 def test_bench_show_refuses_other_files(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     result = run("bench", "show", str(tmp_path / "other.json"))
     assert result.exit_code == 2
     # the frame may break the line anywhere
     said = " ".join(result.stderr.replace("│", " ").split())
-    assert "wanted a JSON file of one of: prefill, classic, kernels, split, decode, fp32, startup" in said
+    assert "wanted a JSON file of one of: prefill, classic, split, kernels, decode" in said
 
 
 def test_main_without_typer_says_what_to_install(monkeypatch, capsys):

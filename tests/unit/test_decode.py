@@ -10,12 +10,12 @@ import torch
 import flashdelta as fd
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import COMMIT_STATES, FORWARD_OUT
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
+from flashdelta.testing.inputs import HARD, Source
+from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
 from ..support.decoding_checks import accepted_steps, check_commit, check_step
-from ..support.inputs import HARD, Source
-from ..support.oracle import assert_close, same_bits
 
 FP64 = torch.float64
 

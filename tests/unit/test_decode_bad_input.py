@@ -11,10 +11,10 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.problem import device_checks as checked
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import BY_NAME, make_step
+from flashdelta.testing.oracle import same_bits
 
-from ..support.cases import BF16, FP32
-from ..support.decoding import BY_NAME, make_step
-from ..support.oracle import same_bits
 from .test_bad_input import Bad, offsets, zeros
 from .test_decode import commit_call
 

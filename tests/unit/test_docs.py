@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from flashdelta.tools.bench.report import decode_markdown, prefill_markdown, split_markdown, toolchains_markdown
+from flashdelta.tools.bench import pages
+from flashdelta.tools.bench.benchmarks import BENCHMARKS
+from flashdelta.tools.bench.cases import select
+from flashdelta.tools.bench.report import load
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
@@ -35,38 +37,35 @@ def test_links_lead_somewhere(path: Path):
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
 
 
-def test_the_readmes_table_is_the_recorded_run():
-    assert prefill_markdown(_measured()) in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.parent.name + "-" + path.stem)
+def test_tables_are_the_recorded_runs(path: Path):
+    assert pages.page(path) == path.read_text(), "flashdelta bench pages"
 
 
-def test_the_readmes_decode_table_is_the_recorded_run():
-    document = json.loads((ROOT / "benchmarks/results/decode-h200-2026-11-22.json").read_text())
-    judged = [row["name"] for row in document["rows"] if row["met"] is not None]
-    assert len(judged) == 10
-    assert decode_markdown(document, judged) in (ROOT / "README.md").read_text()
+def test_the_readme_is_short_and_its_figures_are_the_tables():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    table = pages.headlines()
+    assert len(table.splitlines()) == 2 + 6 and table.count("flashdelta bench") == 6
+    outside = text.replace(table, "")
+    assert not re.findall(r"\d[\d.]* ?(?:ms|us|x|TB/s|TFLOP/s)\b", outside), "a figure that no file holds"
 
 
-def test_the_readmes_split_table_is_the_recorded_run():
-    document = json.loads((ROOT / "benchmarks/results/split-hopper-h200-2026-11-21.json").read_text())
-    names = ("8K H4", "32K H4", "128K H4", "2x16K H4", "128K+5x1K H4")
-    assert split_markdown(document, names) in (ROOT / "README.md").read_text()
-    errors = [(row["ours"][x], row["fla"][x]) for row in document["rows"] for x in ("error_o", "error_state")]
-    assert len(document["rows"]) == 26 and all(ours < fla for ours, fla in errors)
+@pytest.mark.parametrize("line", pages.headlines().splitlines()[2:])
+def test_a_headline_names_the_command_that_repeats_it(line: str):
+    name, rows = re.search(r"`flashdelta bench (\w+).* --rows \"(.*)\"`", line).groups()
+    assert len(select(BENCHMARKS[name].rows, [rows])) == 1
 
 
-def test_the_table_of_toolchains_is_the_recorded_run():
-    document = json.loads((ROOT / "benchmarks/results/toolchains-h200-2026-11-23.json").read_text())
-    assert toolchains_markdown(document) in (ROOT / "docs" / "machine-code.md").read_text()
+def test_every_result_is_on_the_page_and_every_missed_bound_is_named():
+    text = " ".join((ROOT / "benchmarks/README.md").read_text().split())
+    for path in pages.RESULTS.glob("*.json"):
+        document = load(path)
+        assert f"results/{path.name}" in text
+        assert all(row["name"] in text for row in document["rows"] if row["met"] is False)
 
 
-def test_the_readme_names_every_missed_bound():
-    missed = [
-        (row["name"], row["ours"]["ms"]["median"], row["must_ms"]) for row in _measured()["rows"] if row["met"] is False
-    ]
-    stated = re.search(r"\| case \| ours ms \| bound ms \|\n.*\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())[1]
-    cells = [[cell.strip().split(" (")[0] for cell in line.split("|")[1:-1]] for line in stated.splitlines()]
-    assert cells == [[name, f"{ours:.3f}", f"{must:.2f}"] for name, ours, must in missed]
-
-
-def _measured() -> dict:
-    return json.loads((ROOT / "benchmarks/results/prefill-hopper-h200-2026-11-21.json").read_text())
+def test_split_errors_are_below_flas():
+    document = load(pages.RESULTS / "split-hopper-h200.json")
+    errors = [(row["ours"]["error"][x], row["fla"]["error"][x]) for row in document["rows"] for x in ("o", "state")]
+    assert len(document["rows"]) == 52 and all(ours < fla for ours, fla in errors)

@@ -14,12 +14,12 @@ from flashdelta import backends
 from flashdelta.hopper.launch import build, layout, sharing_pays
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
+from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
+from flashdelta.testing.inputs import make_call, meta_call, on_meta
+from flashdelta.testing.oracle import as_recurrent
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
-from ..support.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
-from ..support.inputs import make_call, meta_call, on_meta
-from ..support.oracle import as_recurrent
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id
 
 FP16 = torch.float16

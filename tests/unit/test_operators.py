@@ -17,10 +17,9 @@ from flashdelta import backends
 from flashdelta.runtime import call as road
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import FORWARD, FORWARD_OUT, Operator
-
-from ..support.cases import BF16, BY_NAME, FP32, Case, case_id, named
-from ..support.inputs import TOKEN_TENSORS, make_call
-from ..support.oracle import as_recurrent, assert_close, same_bits
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id, named
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import as_recurrent, assert_close, same_bits
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 TRACED = named(

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import flashdelta as fd
-
-from ..support.cases import BY_NAME
-from ..support.inputs import make_call
-from ..support.oracle import (
+from flashdelta.testing.cases import BY_NAME
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import (
     TOLERANCE,
     assert_close,
     assert_right,

@@ -12,9 +12,9 @@ import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import FORWARD_OUT
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
 
-from ..support.cases import BF16, FP32
-from ..support.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
     CHECKPOINT_POOLS,

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-
-from ..support.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, PACKED_CASES, Case, case_id, named
-from ..support.inputs import TOKEN_TENSORS, make_call, sequence_calls
-from ..support.oracle import (
+from flashdelta.testing.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, PACKED_CASES, Case, case_id, named
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, sequence_calls
+from flashdelta.testing.oracle import (
     TOLERANCE,
     as_recurrent,
     assert_close,

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from flashdelta.problem.prefill import INPUTS, RESULTS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
-from flashdelta.problem.prefill import INPUTS, RESULTS
 from flashdelta.program import cache as plans
 from flashdelta.program import program as steps
 from flashdelta.program.launch import Launch
+from flashdelta.testing.cases import Case, case_id
+from flashdelta.testing.prefills import LOGITS, PLAIN, SIZES, prefill_call, sized
 
-from ..support.cases import Case, case_id
-from ..support.prefills import BAD, LOGITS, PLAIN, SIZES, prefill_call, sized
+from ..support.bad_prefills import BAD
 
 CPU = torch.device("cpu")
 

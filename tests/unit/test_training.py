@@ -15,11 +15,11 @@ from rich.console import Console
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
+from flashdelta.testing.cases import BY_NAME, Case, case_id, named
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import float64
 
-from ..support.cases import BY_NAME, Case, case_id, named
 from ..support.gradients import INPUTS, gradients, incoming
-from ..support.inputs import make_call
-from ..support.oracle import float64
 from .test_nn import attention, tiny_model
 
 ROOT = Path(__file__).parents[2]

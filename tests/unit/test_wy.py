@@ -13,8 +13,18 @@ from flashdelta.problem import device_checks as checked
 from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY
-
-from ..support.wy import BY_NAME, BY_TOKEN, CASES, NAMES, TENSORS, WyCase, by_definition, case_id, errors, make_wy
+from flashdelta.testing.wy import (
+    BY_NAME,
+    BY_TOKEN,
+    CASES,
+    NAMES,
+    TENSORS,
+    WyCase,
+    by_definition,
+    case_id,
+    errors,
+    make_wy,
+)
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 PLAIN = BY_NAME["plain"]

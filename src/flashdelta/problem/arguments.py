@@ -255,9 +255,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a public function asks of its arguments. `called`: its names for roles and options, where they differ. `options`:
-    checks of options; the others are flags. `canonical`: brings tensors to canonical shape. `sizes`:
-    checks the sizes known so far, whenever there are new ones. `problem`: makes the record of a call that fits. `no_gradients`: why it takes none, if so."""
+    """What a public function asks of its arguments.
+
+    `called`: its names for roles and options, where they differ. `options`: checks of options; the others are flags.
+    `canonical`: brings tensors to canonical shape before they are checked. `sizes`: checks the sizes known so far, whenever
+    there are new ones. `problem`: makes the record of a call that fits. `no_gradients`: why it takes none, if so.
+    """
 
     name: str
     arguments: tuple[Argument, ...]

@@ -337,6 +337,15 @@ def no_state(c: Any) -> bool:
     return c.state_pool is None and c.source_pool is None
 
 
+def without_state(role: str) -> Rule:
+    return Rule(
+        role,
+        lambda c: getattr(c, role) is not None and no_state(c),
+        "a tensor without {state_pool}",
+        "{state_pool} too",
+    )
+
+
 DECODE_RULES = (
     *(excludes("mixed_qkv", name) for name in ("q", "k", "v")),
     Rule(
@@ -361,15 +370,7 @@ DECODE_RULES = (
     ),
     excludes("num_accepted_tokens", "source_pool"),
     needs("state_indices", "state_pool"),
-    *(
-        Rule(
-            role,
-            lambda c, role=role: getattr(c, role) is not None and no_state(c),
-            "a tensor without {state_pool}",
-            "{state_pool} too",
-        )
-        for role in ("num_accepted_tokens", "intermediate_states")
-    ),
+    *(without_state(role) for role in ("num_accepted_tokens", "intermediate_states")),
     Rule(
         "num_spec_tokens",
         lambda c: c.num_spec_tokens is not None and no_state(c),
@@ -385,15 +386,7 @@ DECODE_RULES = (
         "True with update_state=False",
         "one of the two",
     ),
-    *(
-        Rule(
-            role,
-            lambda c, role=role: getattr(c, role) is not None and c.num_spec_tokens is None,
-            "a tensor without num_spec_tokens",
-            "num_spec_tokens too",
-        )
-        for role in ("num_accepted_tokens", "intermediate_states")
-    ),
+    *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
     Rule(
         "num_accepted_tokens",
         lambda c: c.num_accepted_tokens is not None and not c.update_state,

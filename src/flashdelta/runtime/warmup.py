@@ -102,7 +102,7 @@ def warmup(
     pooled = list(itertools.product(has_initial_state, checkpoints))
     ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
     if kind == "decode":
-        ways = [(True, None)]
+        ways = [(True, (False, False))]
     for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
         for B, T, H, N in _warm_sizes(kind, is_packed, V, torch.device(device)):
             rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough

@@ -1,1 +1,2 @@
-"""Benchmarks: one protocol (`protocol.py`), one oracle (`oracle.py`), one table and JSON writer (`report.py`)."""
+"""Benchmarks: a table of rows (`cases`) and a way to make each row's calls (`contenders`) go through one `runner`, which checks
+results (`checks`), times them (`timing`) and writes one kind of document (`report`, `views`). `benchmarks` lists them."""

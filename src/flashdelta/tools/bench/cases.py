@@ -1,78 +1,128 @@
-"""What is measured: shapes, and the tables of benchmark rows with the reason for each."""
+"""What is measured: the rows of every benchmark, why each is there, and what it must reach."""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ...testing.cases import BF16, BOUNDED, FP32, Case
+from ...testing.decoding import Step
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of one KDA call, in the symbols of docs/algorithm.md.
-
-    `HV` is `H` if not given. `lengths` makes it a packed call: `B` is 1 and `T` the sum of the lengths.
-    """
-
-    H: int
-    T: int = 0
-    B: int = 1
-    HV: int | None = None
-    K: int = 128
-    V: int = 128
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens along T."""
-        return sum(self.lengths) if self.lengths else self.T
-
-    @property
-    def value_heads(self) -> int:
-        return self.H if self.HV is None else self.HV
-
-    @property
-    def sequences(self) -> int:
-        return len(self.lengths) or self.B
-
-    def forward_bytes(self, element_size: int = 2) -> int:
-        """Bytes a forward can't avoid moving: q, k, v, g read once and o written once, all at `element_size` bytes."""
-        elements = self.H * 2 * self.K + self.value_heads * (2 * self.V + self.K)
-        return self.B * self.tokens * elements * element_size
+# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a row must reach on one NVIDIA H200 (132 SMs), by the kind of kernels.
+class Bound:
+    """What a row must reach in `of`, a key of `QUANTITIES`, with kernels of `backend` (None: of any).
 
-    Those made for that GPU (Hopper): at most `must` milliseconds, `aim` being the hope, and at most `share` of the time that
-    FLA takes in the same run (None: no such bound). The portable ones (Triton): `portable` times as fast as FLA in the same
-    run.
+    `row` is the name of another row that a time is a multiple of. Bounds hold on one NVIDIA H200 (132 SMs), those of
+    `any_gpu` everywhere.
     """
 
-    must: float
-    aim: float
-    portable: float = 1.0
-    share: float | None = None
+    of: str
+    limit: float
+    backend: str | None = None
+    row: str | None = None
+    any_gpu: bool = False
+
+    @property
+    def words(self) -> str:
+        return QUANTITIES[self.of][0].format(self.limit, row=self.row)
+
+    def met(self, row: dict, rows: Sequence[dict]) -> bool | None:
+        """Whether the row keeps it; None if that was not measured. `rows` are those before it."""
+        words, find = QUANTITIES[self.of]
+        other = next((other for other in rows if other["name"] == self.row), None) if self.row else None
+        found = find(row, other)
+        if found is None:
+            return None
+        return found >= self.limit if words.startswith(">=") else found <= self.limit
+
+
+def value(row: dict | None, path: str) -> Any:
+    """What a JSON row holds under a dotted path; None if it has no such thing."""
+    found: Any = row
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def quotient(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _per(a: str, b: str) -> Callable[[dict, dict | None], float | None]:
+    return lambda row, other: quotient(value(row, a), value(row, b))
+
+
+QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] = {
+    "ms": ("<= {:g} ms", lambda row, other: value(row, "ours.ms.median")),
+    "us": ("<= {:g} us", lambda row, other: None if not value(row, "ours.ms") else row["ours"]["ms"]["median"] * 1e3),
+    "FLA": ("<= {:g} of FLA's", lambda row, other: quotient(1.0, value(row, "speedup"))),
+    "speedup": (">= {:g}x FLA", lambda row, other: value(row, "speedup")),
+    "copy": (">= {:.0%}", lambda row, other: value(row, "share_of_floor")),
+    "memory": ("<= {:g} of its memory", _per("ours.peak_above_bytes", "fla.peak_above_bytes")),
+    "row": (
+        "<= {:g}x {row}",
+        lambda row, other: quotient(value(row, "ours.ms.median"), value(other, "ours.ms.median")),
+    ),
+    "float32": ("<= {:g} of FLA's on float32", lambda row, other: quotient(1.0, value(row, "speedup"))),
+    "error": ("error <= {:g} of FLA's", _per("ours.error.o", "fla.error.o")),
+    "C": ("C <= {:g} x Python", _per("c.ms.median", "ours.ms.median")),
+    "C host": ("C call <= {:g} us", lambda row, other: value(row, "c.host_us")),
+    "seconds": ("<= {:g} s", lambda row, other: value(row, "seconds")),
+}
+"""How a bound reads, and what it is on: from the row, and from the other one that the bound names."""
 
 
 @dataclass(frozen=True)
-class PrefillCase:
-    """One row. Without a target its time is printed and not judged.
+class Row:
+    """One row. `peers`: the libraries beside us take part; `host`: the host's time of a call is taken too."""
 
-    `bounded` gates are `lower_bound`, others `softplus`. With `forgetful` heads decays are as a new model has them, gone after
-    a few tokens; else channels remember hundreds of tokens, too. `against` is the name of another row and the most times its
-    time that kernels made for the GPU may take in the same run.
+    call: Case | Step
+    table: str
+    bounds: tuple[Bound, ...] = ()
+    peers: bool = True
+    host: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.call.name
+
+    @property
+    def why(self) -> str:
+        return self.call.why
+
+
+def select(rows: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+    """The rows that any of `texts` picks; all of them if there are none. A text that is the name of a row picks that one, any
+    other text the rows whose name contains it.
+
+    Raises:
+        ValueError: a text that picks no row.
     """
+    names = [row.name for row in rows]
+    picked: set[str] = set()
+    for text in texts:
+        found = {text} & set(names) or {name for name in names if text in name}
+        if not found:
+            raise ValueError(f"rows: {text!r} matches none of: " + "; ".join(names))
+        picked |= found
+    return [row for row in rows if not texts or row.name in picked]
 
-    name: str
-    shape: Shape
-    reason: str
-    target: Target | None = None
-    bounded: bool = True
-    forgetful: bool = False
-    against: tuple[str, float] | None = None
 
+def model(name: str, why: str, H: int, **changes: Any) -> Case:
+    """A call as a model makes it: L2 norm, bounded gate and beta's sigmoid in the kernel, the final state returned."""
+    asked = {"T": 8192, "HV": H, "K": 128, "V": 128, "safe": True, "memory": "long", **BOUNDED, **changes}
+    return Case(name=name, why=why, H=H, **asked)
+
+
+UNBOUNDED = {"gate": "softplus", "lower_bound": None, "safe": False}
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
 
 UNEVEN = (1300, 547, 2048, 963, 271, 3063)
 """Six prompts of a serving batch, most no multiple of the chunk; 8192 tokens in all."""
@@ -95,131 +145,6 @@ def skewed_lengths(count: int, total: int) -> tuple[int, ...]:
     return (total // 2, *uniform_lengths(count - 1, total - total // 2))
 
 
-RANDOM = random_lengths(20, 8192)
-LONG_AND_SHORT = (65536, 512, 256, 128)
-LONGEST_AND_SHORT = (131072, 1024, 1024, 1024, 1024, 1024)
-
-PREFILL: tuple[PrefillCase, ...] = (
-    PrefillCase(
-        "T8192 H32", Shape(T=8192, H=32), "a 32-head model on one card: a quarter of the SMs' worth", Target(0.33, 0.25)
-    ),
-    PrefillCase(
-        "T8192 H64",
-        Shape(T=8192, H=64),
-        "the headline: a 64-head model, one prompt",
-        Target(0.55, 0.40, portable=1.5, share=0.31),
-    ),
-    PrefillCase("T8192 H96", Shape(T=8192, H=96), "a 96-head model: heads do not divide the SMs", Target(0.80, 0.60)),
-    PrefillCase("T1024 H64", Shape(T=1024, H=64), "a short prompt: launches dominate", Target(0.12, 0.08)),
-    PrefillCase("T16384 H64", Shape(T=16384, H=64), "time is linear in the length", Target(1.10, 0.80)),
-    PrefillCase("B2 T8192 H64", Shape(B=2, T=8192, H=64), "a batch doubles the parallel chains", Target(1.05, 0.75)),
-    PrefillCase("packed 6 uneven H64", Shape(lengths=UNEVEN, H=64), "a serving batch", Target(0.55, 0.40)),
-    PrefillCase("packed 8 x 1024 H64", Shape(lengths=(1024,) * 8, H=64), "no tails: packing alone", Target(0.52, 0.38)),
-    PrefillCase(
-        "packed 20 random H64", Shape(lengths=RANDOM, H=64), "many tails; 8192 tokens in all", Target(0.55, 0.40)
-    ),
-    PrefillCase(
-        "packed 6 uneven H96", Shape(lengths=UNEVEN, H=96), "a serving batch, 96 heads", Target(0.80, 0.60, share=0.30)
-    ),
-    PrefillCase(
-        "GVA T8192 H16 HV64",
-        Shape(T=8192, H=16, HV=64),
-        "four value heads share a query/key head",
-        Target(0.52, 0.38, share=0.33),
-    ),
-)
-"""Prefill, forward: as many heads as one card sees without, or with little, tensor parallelism."""
-
-UNBOUNDED: tuple[PrefillCase, ...] = (
-    PrefillCase(
-        "T8192 H32 softplus",
-        Shape(T=8192, H=32),
-        "Kimi-Linear-48B's heads and gate",
-        bounded=False,
-        against=("T8192 H32", 1.3),
-    ),
-    PrefillCase(
-        "T8192 H64 softplus",
-        Shape(T=8192, H=64),
-        "the headline without a bound",
-        bounded=False,
-        against=("T8192 H64", 1.3),
-    ),
-    PrefillCase(
-        "T8192 H64 softplus, forgetful",
-        Shape(T=8192, H=64),
-        "decays that float32 holds over few tokens only",
-        bounded=False,
-        forgetful=True,
-        against=("T8192 H64", 1.3),
-    ),
-)
-"""Gates without a bound, each beside the same heads with one."""
-
-FEW_HEADS: tuple[PrefillCase, ...] = (
-    PrefillCase("T8192 H4", Shape(T=8192, H=4), "32 heads over 8 cards: 4 chains for 132 SMs", Target(0.16, 0.10)),
-    PrefillCase("T8192 H8", Shape(T=8192, H=8), "64 heads over 8 cards", Target(0.18, 0.12)),
-    PrefillCase("T8192 H12", Shape(T=8192, H=12), "96 heads over 8 cards", Target(0.20, 0.14)),
-    PrefillCase("T32768 H8", Shape(T=32768, H=8), "a long prompt", Target(0.45, 0.32)),
-    PrefillCase("T131072 H8", Shape(T=131072, H=8), "128K: the serial chain rules", Target(1.50, 1.10)),
-    PrefillCase(
-        "64K+512+256+128 H8",
-        Shape(lengths=LONG_AND_SHORT, H=8),
-        "only the long one gains by a split",
-        Target(0.85, 0.60),
-    ),
-    PrefillCase("T32768 H4", Shape(T=32768, H=4), "a long prompt, half the heads", Target(0.32, 0.22)),
-    PrefillCase("T131072 H4", Shape(T=131072, H=4), "128K with the fewest heads", Target(0.85, 0.60)),
-    PrefillCase(
-        "128K + 5 x 1K H4",
-        Shape(lengths=LONGEST_AND_SHORT, H=4),
-        "one long prompt among short ones",
-        Target(0.90, 0.65),
-    ),
-)
-"""Few heads, long sequences: what tensor parallelism leaves on a card."""
-
-
-def _heads(group: int) -> str:
-    return "H64" if group == 1 else f"H{64 // group} HV64"
-
-
-def _fixed(B: int, T: int, group: int) -> PrefillCase:
-    reason = "one value head a query/key head" if group == 1 else f"{group} value heads share a query/key head"
-    return PrefillCase(f"B{B} T{T} {_heads(group)}", Shape(B=B, T=T, H=64 // group, HV=64), reason)
-
-
-PACKINGS = {
-    "uniform": (uniform_lengths, "sequences of one length"),
-    "random": (random_lengths, "many tails"),
-    "skewed": (skewed_lengths, "one sequence holds half of the tokens"),
-}
-"""By name: how the lengths are drawn, and what that shows."""
-
-
-def _packed(kind: str, count: int, total: int, group: int) -> PrefillCase:
-    lengths, reason = PACKINGS[kind]
-    name = f"packed {kind} {count} of {total} {_heads(group)}"
-    return PrefillCase(name, Shape(lengths=lengths(count, total), H=64 // group, HV=64), reason)
-
-
-CLASSIC_FIXED = tuple(_fixed(B, T, group) for group in (1, 2, 4, 8) for B in (1, 2) for T in (1024, 4096, 8192, 16384))
-"""32 rows: 4 groupings x 2 batches x 4 lengths."""
-
-CLASSIC_PACKED = (
-    *(_packed(kind, count, total, 1) for kind in PACKINGS for count in (10, 20) for total in (4096, 8192)),
-    *(_packed(kind, count, 8192, group) for group in (2, 4) for kind in ("random", "skewed") for count in (10, 20)),
-)
-"""20 rows: 3 packings x 2 counts x 2 totals, and with grouped value heads 2 groupings x 2 packings x 2 counts."""
-
-SPLIT_BATCHES = (
-    *("4x256", "8x256", "16x256", "4x1K", "8x1K", "4x2K", "1K+512+256+128", "2K+1K+512+256", "1K+1+63+65+129"),
-    *("4K", "8K", "32K", "64K", "128K", "8x4K", "4x8K", "2x16K", "24K+8K", "28K+4K", "32K+2x256", "40K+1K+8K"),
-    *("64K+512+256+128", "128K+1K", "128K+2x1K", "128K+5x1K", "128K+10x1K"),
-)
-"""Batches of `bench split`, by the lengths of their sequences."""
-
-
 def lengths_named(name: str) -> tuple[int, ...]:
     """`2x16K+512` is two sequences of 16384 tokens and one of 512."""
     lengths: list[int] = []
@@ -230,46 +155,241 @@ def lengths_named(name: str) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _split_case(name: str, H: int) -> PrefillCase:
+RANDOM = random_lengths(20, 8192)
+LONG_AND_SHORT = lengths_named("64K+512+256+128")
+LONGEST_AND_SHORT = lengths_named("128K+5x1K")
+PACKINGS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = {
+    "uniform": (uniform_lengths, "sequences of one length"),
+    "random": (random_lengths, "many tails"),
+    "skewed": (skewed_lengths, "one sequence holds half of the tokens"),
+}
+
+# ---- prefill, classic, split -----------------------------------------------------------------------------------------
+
+
+def _prefill(
+    table: str, name: str, why: str, H: int, must: float, portable: float = 1.0, share: float | None = None, **call: Any
+) -> Row:
+    """Kernels for Hopper must keep `must` milliseconds and `share` of FLA's time, portable ones be so many times as fast."""
+    bounds = [Bound("ms", must, "hopper"), Bound("speedup", portable, "triton")]
+    bounds += [Bound("FLA", share, "hopper")] if share else []
+    return Row(model(name, why, H, **call), table, tuple(bounds))
+
+
+def _beside(name: str, why: str, like: str, H: int, **call: Any) -> Row:
+    return Row(model(name, why, H, **UNBOUNDED, **call), "unbounded gates", (Bound("row", 1.3, "hopper", row=like),))
+
+
+PREFILL = (
+    _prefill("prefill", "T8192 H32", "a 32-head model on one card: a quarter of the SMs' worth", 32, 0.33),
+    _prefill("prefill", "T8192 H64", "the headline: a 64-head model, one prompt", 64, 0.55, 1.5, 0.31),
+    _prefill("prefill", "T8192 H96", "a 96-head model: heads do not divide the SMs", 96, 0.80),
+    _prefill("prefill", "T1024 H64", "a short prompt: launches dominate", 64, 0.12, T=1024),
+    _prefill("prefill", "T16384 H64", "time is linear in the length", 64, 1.10, T=16384),
+    _prefill("prefill", "B2 T8192 H64", "a batch doubles the parallel chains", 64, 1.05, B=2),
+    _prefill("prefill", "packed 6 uneven H64", "a serving batch", 64, 0.55, lengths=UNEVEN),
+    _prefill("prefill", "packed 8 x 1024 H64", "no tails: packing alone", 64, 0.52, lengths=(1024,) * 8),
+    _prefill("prefill", "packed 20 random H64", "many tails; 8192 tokens in all", 64, 0.55, lengths=RANDOM),
+    _prefill("prefill", "packed 6 uneven H96", "a serving batch, 96 heads", 96, 0.80, 1.0, 0.30, lengths=UNEVEN),
+    _prefill("prefill", "GVA T8192 H16 HV64", "four value heads share a query/key head", 16, 0.52, 1.0, 0.33, HV=64),
+    _beside("T8192 H32 softplus", "Kimi-Linear-48B's heads and gate", "T8192 H32", 32),
+    _beside("T8192 H64 softplus", "the headline without a bound", "T8192 H64", 64),
+    _beside(
+        "T8192 H64 softplus, forgetful", "decays that float32 holds over few tokens", "T8192 H64", 64, memory="new"
+    ),
+    # few heads, long sequences: what tensor parallelism leaves on a card
+    _prefill("few heads", "T8192 H4", "32 heads over 8 cards: 4 chains for 132 SMs", 4, 0.16),
+    _prefill("few heads", "T8192 H8", "64 heads over 8 cards", 8, 0.18),
+    _prefill("few heads", "T8192 H12", "96 heads over 8 cards", 12, 0.20),
+    _prefill("few heads", "T32768 H8", "a long prompt", 8, 0.45, T=32768),
+    _prefill("few heads", "T131072 H8", "128K: the serial chain rules", 8, 1.50, T=131072),
+    _prefill("few heads", "64K+512+256+128 H8", "only the long one gains by a split", 8, 0.85, lengths=LONG_AND_SHORT),
+    _prefill("few heads", "T32768 H4", "a long prompt, half the heads", 4, 0.32, T=32768),
+    _prefill("few heads", "T131072 H4", "128K with the fewest heads", 4, 0.85, T=131072),
+    _prefill("few heads", "128K + 5 x 1K H4", "one long prompt among short ones", 4, 0.90, lengths=LONGEST_AND_SHORT),
+)
+"""As many heads as one card sees without, or with little, tensor parallelism; gates without a bound; few heads."""
+
+
+def _grouped(HV: int, group: int) -> tuple[str, str]:
+    if group == 1:
+        return f"H{HV}", "one value head a query/key head"
+    return f"H{HV // group} HV{HV}", f"{group} value heads share a query/key head"
+
+
+def _grid(HV: int, B: int, T: int, group: int, table: str) -> Row:
+    heads, why = _grouped(HV, group)
+    return Row(model(f"B{B} T{T} {heads}", why, HV // group, HV=HV, B=B, T=T), table)
+
+
+def _packed(HV: int, kind: str, count: int, total: int, group: int, table: str) -> Row:
+    lengths, why = PACKINGS[kind]
+    name = f"packed {kind} {count} of {total} {_grouped(HV, group)[0]}"
+    return Row(model(name, why, HV // group, HV=HV, lengths=lengths(count, total)), table)
+
+
+CLASSIC_PACKED = (
+    *itertools.product(PACKINGS, (10, 20), (4096, 8192), (1,)),
+    *((kind, count, 8192, group) for group in (2, 4) for kind in ("random", "skewed") for count in (10, 20)),
+)
+CLASSIC = tuple(
+    _grid(64, B, T, group, "classic, fixed length")
+    for group, B, T in itertools.product((1, 2, 4, 8), (1, 2), (1024, 4096, 8192, 16384))
+) + tuple(_packed(64, *packed, "classic, packed") for packed in CLASSIC_PACKED)
+"""52 rows: 4 groupings x 2 batches x 4 lengths; 3 packings x 2 counts x 2 totals; grouped 2 x 2 packings x 2 counts."""
+
+SPLIT_BATCHES = (
+    *("4x256", "8x256", "16x256", "4x1K", "8x1K", "4x2K", "1K+512+256+128", "2K+1K+512+256", "1K+1+63+65+129"),
+    *("4K", "8K", "32K", "64K", "128K", "8x4K", "4x8K", "2x16K", "24K+8K", "28K+4K", "32K+2x256", "40K+1K+8K"),
+    *("64K+512+256+128", "128K+1K", "128K+2x1K", "128K+5x1K", "128K+10x1K"),
+)
+"""By the lengths of their sequences."""
+
+
+def _split(name: str, H: int) -> Row:
     lengths = lengths_named(name)
-    shape = Shape(H=H, lengths=lengths) if len(lengths) > 1 else Shape(H=H, T=lengths[0])
-    return PrefillCase(f"{name} H{H}", shape, "long and short sequences over few heads")
+    sizes: dict[str, Any] = {"lengths": lengths} if len(lengths) > 1 else {"T": lengths[0]}
+    return Row(model(f"{name} H{H}", "long and short sequences over few heads", H, **sizes), "split")
 
 
-SPLIT = tuple(_split_case(name, H) for H in (4, 8) for name in SPLIT_BATCHES)
+SPLIT = tuple(_split(name, H) for H in (4, 8) for name in SPLIT_BATCHES)
 """52 rows: 26 batches x 2 numbers of heads."""
 
-TABLES: dict[str, tuple[PrefillCase, ...]] = {
-    "prefill": PREFILL,
-    "unbounded gates": UNBOUNDED,
-    "few heads": FEW_HEADS,
-    "classic, fixed length": CLASSIC_FIXED,
-    "classic, packed": CLASSIC_PACKED,
-    "split": SPLIT,
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def _train(name: str, why: str, H: int, must: float | None = None, **call: Any) -> Row:
+    bounds = [Bound("FLA", 0.5), Bound("memory", 0.7)]
+    bounds = [Bound("ms", must), *bounds] if must else bounds
+    return Row(model(name, why, H, final=False, **call), "train", tuple(bounds))
+
+
+TRAIN = (
+    _train("B1 T8192 H32", "the headline: one long sequence", 32, 2.1),
+    _train("B4 T2048 H32", "as many tokens in shorter chains", 32, 2.1, B=4, T=2048),
+    _train("B1 T8192 H64", "twice the heads", 64, 4.0),
+    _train("packed 6 uneven H32", "documents packed into one row", 32, lengths=UNEVEN),
+    _train("packed 20 random H32", "many tails", 32, lengths=RANDOM),
+    _train("GVA B1 T8192 H8 HV32", "four value heads share a query/key head", 8, HV=32),
+    _train("B1 T8192 H32 softplus", "Kimi-Linear's gate, without a bound", 32, **UNBOUNDED),
+)
+
+
+def _wy(row: Row) -> Row:
+    return Row(row.call, row.table, (Bound("FLA", 0.38, "hopper"),))
+
+
+WY = tuple(
+    _wy(_grid(32, B, T, group, "fixed length"))
+    for group, B, T in itertools.product((1, 4), (1, 2), (256, 512, 1024, 2048, 4096, 8192))
+    if B == 1 or T > 256
+) + tuple(
+    _wy(_packed(32, kind, count, total, group, "packed"))
+    for group, kind, count, total in itertools.product((1, 4), PACKINGS, (10, 20), (4096, 8192, 16384))
+)
+"""58 rows: per grouping 6 and 5 of fixed length, and 3 packings x 2 counts x 3 totals."""
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+STATES = {"fp32": FP32, "bf16": BF16}
+BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
+
+
+def _decode_bounds(N: int, state: str) -> tuple[Bound, ...]:
+    us = {1: 5, 8: 12 if state == "fp32" else 8}
+    copy = {32: 0.85, 128: 0.88, 256: 0.88}
+    return (Bound("us", us[N]),) if N in us else (Bound("copy", copy[N]),) if N in copy else ()
+
+
+def decode_row(
+    N: int,
+    state: str = "fp32",
+    *,
+    why: str = "a 32-head model",
+    H: int = 32,
+    HV: int = 32,
+    K: int = 128,
+    gate: str = "lower_bound",
+    v_first: bool = True,
+    S: int = 0,
+    bounds: tuple[Bound, ...] = (),
+    peers: bool = False,
+    host: bool = False,
+) -> Row:
+    """`N` sequences of one token and `S` speculative ones."""
+    parts = [f"N{N}", f"H{H}" if H == HV else f"H{H} HV{HV}", *([f"K{K}"] if K != 128 else []), state]
+    parts += [*([gate] if gate != "lower_bound" else []), *([] if v_first else ["K first"]), *([f"S{S}"] if S else [])]
+    sizes = {"N": N, "T": 1 + S, "H": H, "HV": HV, "K": K, "V": K, "spec": S or None}
+    step = Step(
+        **{"name": " ".join(parts), "why": why, "state": STATES[state], "gate": gate, "v_first": v_first, **sizes},
+        memory="long",
+        indices=None,
+    )
+    return Row(step, "decode", bounds, peers, host)
+
+
+def _models(batches: Sequence[int]) -> list[Row]:
+    return [
+        decode_row(N, state, bounds=_decode_bounds(N, state), peers=True, host=N in (1, 32))
+        for state in STATES
+        for N in batches
+    ]
+
+
+OTHER_HEADS: dict[str, dict[str, int]] = {
+    "96 heads over 8 cards": {"H": 12, "HV": 12},
+    "four value heads share a key head": {"H": 16, "HV": 64},
+    "many value heads": {"H": 64, "HV": 128},
+    "four times as many value heads": {"H": 32, "HV": 128},
+    "heads half as wide": {"K": 64},
 }
-"""By the name under which a row's table is recorded."""
+DRAFTS = "speculative tokens, a state stored after each"
+DECODE = (
+    *_models(BATCHES),
+    *(
+        decode_row(N, state, why=why, peers=N == 128, **OTHER_HEADS[why])
+        for why, state, N in itertools.product(OTHER_HEADS, STATES, BATCHES)
+    ),
+    *(
+        decode_row(128, state, why="the other gates", gate=gate, peers=True)
+        for gate, state in itertools.product(("softplus", "none"), STATES)
+    ),
+    *(
+        decode_row(N, state, why="the layout of Hugging Face", v_first=False, peers=True)
+        for state, N in itertools.product(STATES, (1, 32, 128, 256))
+    ),
+    *(decode_row(N, state, why=DRAFTS, S=S) for state, N, S in itertools.product(STATES, (32, 128), (1, 3, 7))),
+)
+"""FLA takes part where its compile times stay small: it compiles anew for other heads and kinds of N."""
 
-CASES: dict[str, tuple[PrefillCase, ...]] = {
-    "prefill": (*PREFILL, *UNBOUNDED, *FEW_HEADS),
-    "classic": (*CLASSIC_FIXED, *CLASSIC_PACKED),
-    "kernels": (*PREFILL, *UNBOUNDED, *FEW_HEADS),
-    "split": SPLIT,
+# ---- float32 ---------------------------------------------------------------------------------------------------------
+
+FP32_BOUNDS = (
+    Bound("float32", 1, any_gpu=True),
+    Bound("error", 0.01, any_gpu=True),
+    Bound("C", 1.03, any_gpu=True),
+    Bound("C host", 5, any_gpu=True),
+)
+
+
+def fp32_row(why: str, B: int, H: int, T: int, K: int, C: int) -> Row:
+    sizes = {"B": B, "H": H, "HV": H, "T": T, "K": K, "V": K, "chunk_size": C}
+    case = Case(name=f"B{B} H{H} T{T} K{K} C{C}", why=why, l2norm=False, memory="long", **sizes)
+    return Row(case, "fp32", FP32_BOUNDS, host=True)
+
+
+FP32_SIZES = {
+    (1, 8, 1024): "little to do",
+    (1, 8, 16384): "few heads, a long sequence",
+    (1, 16, 4096): "a small model",
+    (1, 32, 1024): "a short prompt",
+    (1, 32, 4096): "a prompt",
+    (1, 32, 16384): "a long prompt",
+    (2, 16, 8192): "two rows",
+    (4, 8, 4096): "a batch of few heads",
+    (4, 32, 1024): "a batch of short prompts",
+    (4, 32, 16384): "as much as there is",
 }
-"""By benchmark: the rows it can measure."""
+"""`(B, H, T)`."""
 
-
-def select(cases: Sequence[PrefillCase], texts: Sequence[str]) -> list[PrefillCase]:
-    """The cases that any of `texts` picks; all of them if there are none. A text that is the name of a case picks that one,
-    any other text the cases whose name contains it.
-
-    Raises:
-        ValueError: a text that picks no case.
-    """
-    names = [case.name for case in cases]
-    picked: set[str] = set()
-    for text in texts:
-        found = {text} & set(names) or {name for name in names if text in name}
-        if not found:
-            raise ValueError(f"rows: {text!r} matches none of: " + "; ".join(names))
-        picked |= found
-    return [case for case in cases if not texts or case.name in picked]
+PREFILL_FP32 = tuple(fp32_row(why, *size, K, C) for K, C in ((64, 32), (128, 64)) for size, why in FP32_SIZES.items())

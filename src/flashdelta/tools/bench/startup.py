@@ -1,4 +1,4 @@
-"""The start-up benchmark: how long the first calls of a new process take, before and after its kernels are cached.
+"""How long the first calls of a new process take, before and after its kernels are cached.
 
 `python -m flashdelta.tools.bench.startup` is the measured process; it prints one JSON list.
 """
@@ -12,53 +12,59 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 import flashdelta
 
-from .cases import Shape
-from .environment import environment
-from .inputs import MODEL_OPTIONS, random_inputs
-from .protocol import synchronize
-from .report import STARTUP_BUDGET_S, new_document
+from ...testing.cases import BF16, Case
+from ...testing.inputs import make_call
+from .cases import Bound, Row, model
+from .timing import synchronize
+
+if TYPE_CHECKING:
+    from .contenders import Setup
+
+ROWS = (Row(model("first calls", "nothing is compiled yet", 32), "startup"),)
+BUDGETS = {True: Bound("seconds", 8.0), False: Bound("seconds", 0.5)}
+"""For the first call on an empty kernel cache, and for the first call of any other shape after it: by whether it compiles."""
 
 
-def calls(tokens: int) -> tuple[tuple[str, Shape], ...]:
+def calls(tokens: int) -> tuple[Case, ...]:
     """The calls of a measured process in order, each of a shape not seen before. The first fixed and the first packed one
     may compile; another head count or length may not."""
-    third = tokens // 3
+    third, half = tokens // 3, tokens // 2 + 7
+    few = model(f"H=12 T={tokens}", "other heads", 12, T=tokens)
+    packed = (third, tokens - third)
     return (
-        (f"H=32 T={tokens}", Shape(T=tokens, H=32)),
-        (f"H=12 T={tokens}", Shape(T=tokens, H=12)),
-        (f"H=12 T={tokens // 2 + 7}", Shape(T=tokens // 2 + 7, H=12)),
-        (f"H=12 packed {third}+{tokens - third}", Shape(lengths=(third, tokens - third), H=12)),
+        model(f"H=32 T={tokens}", "the first call", 32, T=tokens),
+        few,
+        replace(few, name=f"H=12 T={half}", why="another length", T=half),
+        replace(few, name=f"H=12 packed {third}+{tokens - third}", why="packed sequences", lengths=packed),
     )
 
 
-def run_startup(device: torch.device, backend: str = "auto", tokens: int = 8192) -> dict:
-    """Runs the measured process twice over one kernel cache, first empty, then filled; returns the document.
+def measure(row: Row, setup: Setup) -> Iterator[dict]:
+    """The measured process twice over one kernel cache, first empty, then filled.
 
     Raises:
         RuntimeError: the process failed; the message ends with its error output.
     """
-    document = new_document("startup", environment(device))
-    document["protocol"] = {"backend": backend, "options": MODEL_OPTIONS, "dtype": "bfloat16"}
     with tempfile.TemporaryDirectory(prefix="flashdelta-startup-") as cache:
         for process in ("empty cache", "new process, cache filled"):
-            measured = _measured_process(cache, device, backend, tokens)
-            document["rows"] += [_row(process, i, call, seconds) for i, (call, seconds) in enumerate(measured)]
-    return document
+            for i, (call, seconds) in enumerate(_measured_process(cache, setup)):
+                budget = BUDGETS[i == 0 or "packed" in call]
+                found = {"name": f"{process}: {call}", "table": process, "seconds": seconds, "ours": {"problem": None}}
+                met = bool(budget.met(found, ()))
+                yield found | {"bounds": {budget.words: met}, "met": met}
 
 
-def _row(process: str, i: int, call: str, seconds: float) -> dict:
-    compiles = i == 0 or "packed" in call
-    budget = STARTUP_BUDGET_S["first" if compiles else "later"]
-    return {"process": process, "call": call, "seconds": seconds, "budget_s": budget, "met": seconds <= budget}
-
-
-def _measured_process(cache: str, device: torch.device, backend: str, tokens: int) -> list[tuple[str, float]]:
-    command = [sys.executable, "-m", __name__, "--device", str(device), "--backend", backend, "--tokens", str(tokens)]
+def _measured_process(cache: str, setup: Setup) -> list[tuple[str, float]]:
+    command = [sys.executable, "-m", __name__, "--device", str(setup.device), "--backend", setup.backend]
+    command += ["--tokens", str(setup.tokens)]
     done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"the measured process exited with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -73,15 +79,15 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     # every input first: creating the CUDA context and the random number kernels is not ours to time
-    prepared = [(call, random_inputs(shape, device)) for call, shape in calls(arguments.tokens)]
+    prepared = [(case.name, make_call(case, BF16, device)) for case in calls(arguments.tokens)]
     synchronize(device)
     seconds = []
-    for call, inputs in prepared:
+    for name, call in prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            flashdelta.chunk_kda(**inputs, **MODEL_OPTIONS, backend=arguments.backend)
+            flashdelta.chunk_kda(**call, backend=arguments.backend)
         synchronize(device)
-        seconds.append((call, time.perf_counter() - start))
+        seconds.append((name, time.perf_counter() - start))
     print(json.dumps(seconds))
 
 

@@ -1,6 +1,6 @@
 """Machine code of two Tritons on one GPU: kernels as another Triton compiles them, beside this process's own.
 
-`compile_rows` needs no GPU and leaves a folder: a manifest, and the machine code of every launch of the rows. `run_toolchains`
+`compile_rows` needs no GPU and leaves a folder: a manifest, and the machine code of every launch of the rows. `measure`
 launches the same kernels twice, as compiled here and as in the folder. Both halves build a row's launches by `call_of`, on the
 meta device and on the GPU, and tell kernels apart by `key_of`.
 """
@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import inspect
-import itertools
 import json
 import re
-import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -28,29 +26,24 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 import flashdelta
 
-from ...hopper.gradients import stages_of, wy_dqkg_launch
-from ...hopper.launch import launches as hopper_launches
-from ...problem.decode_spec import check_decode_arguments
-from ...problem.problem import Incoming, check_arguments
-from ...problem.wy_spec import WyGradients, WyTensors, check_wy
-from ...program.launch import Launch, allocate, capability, start
-from ...triton import backward_pass as gradients
-from ...triton.launch import launches as triton_launches
+from ...hopper.launch import build as build_hopper
+from ...problem.problem import BACKWARD
+from ...program.launch import Launch, capability, start
+from ...runtime.call import check
+from ...testing.cases import BF16
+from ...testing.inputs import make_call, meta_call, on_meta
+from ...testing.oracle import TOLERANCE, relative_error
+from ...triton.launch import build as build_triton
 from ..compile import Variant, resource_usage, source
-from .cases import FEW_HEADS, PREFILL, UNBOUNDED, PrefillCase, select
-from .decode import DECODE, DecodeCase, DecodeSetup, Pools, our_arguments
-from .decode import make_step as decode_step
-from .environment import environment, git_commit
-from .inputs import random_inputs
-from .oracle import TOLERANCE, relative_error
-from .peers import DecodePeer
-from .prefill import options_of
-from .protocol import Effort, Run, Timer, capture, summarize, synchronize, take_turns, timer_for
-from .report import add_row, load, new_document, save
-from .train import TOLERANCE as GRADIENT_TOLERANCE
-from .train import TRAIN, TrainCase
-from .train import make_step as train_step
-from .wy import WY, WyCase, wy_inputs
+from . import cases
+from .cases import Bound, Row, select
+from .checks import GRADIENT_TOLERANCE
+from .contenders import Setup, decode_calls, state_bytes
+from .environment import git_commit
+from .report import load, save
+from .runner import Benchmark
+from .timing import Effort, Run, capture, many_in_a_graph, summarize, sustained, synchronize, take_turns
+from .training import random_like, wy_inputs
 
 ARCH = 90
 META = torch.device("meta")
@@ -64,12 +57,14 @@ MANIFEST = "manifest.json"
 class ToolchainRow:
     """A row of another benchmark, by the kernels of one backend."""
 
-    case: PrefillCase | TrainCase | WyCase | DecodeCase
+    kind: str
+    row: Row
     backend: str = "hopper"
+    bounds: tuple[Bound, ...] = ()
 
     @property
     def name(self) -> str:
-        return " ".join([*(["triton"] if self.backend == "triton" else []), KINDS[type(self.case)][0], self.case.name])
+        return " ".join([*(["triton"] if self.backend == "triton" else []), self.kind, self.row.name])
 
 
 @dataclass(frozen=True)
@@ -81,68 +76,73 @@ class Call:
     states: Tensor | None = None
 
 
-LAUNCHES = {"hopper": hopper_launches, "triton": triton_launches}
+BUILD = {"hopper": build_hopper, "triton": build_triton}
 
 
-def _prefill(case: PrefillCase, backend: str, device: torch.device) -> Call:
-    inputs = random_inputs(case.shape, device, forgetful=case.forgetful)
-    problem, t = check_arguments({**inputs, **options_of(case)})
-    results = allocate(problem, t, None)
-    return Call(LAUNCHES[backend](problem, t, ARCH, results), [x for x in results if x is not None])
+def _arguments(row: Row, device: torch.device) -> dict:
+    case: Any = row.call
+    return meta_call(case, BF16) if device.type == "meta" else make_call(case, BF16, device)
 
 
-def _train(case: TrainCase, backend: str, device: torch.device) -> Call:
+def _prefill(row: Row, backend: str, device: torch.device) -> Call:
+    program = BUILD[backend](*check(flashdelta.chunk_kda, **_arguments(row, device)), ARCH)
+    return Call([*program.launches], [*program.outputs.values()])
+
+
+def _train(row: Row, backend: str, device: torch.device) -> Call:
     """The backward pass, the forward's stages among it."""
-    step = train_step(case, device)
-    stages = stages_of(*check_arguments({**step.inputs, **case.options}))
-    found: dict[str, Tensor] = {}
-    launches = list(gradients.launches(stages, Incoming(step.grad_o, step.grad_o.new_zeros(0)), found))
-    return Call(launches, list(found.values()))
+    problem, t = check(flashdelta.chunk_kda, **_arguments(row, device))
+    grad_o = torch.empty_like(t.v) if device.type == "meta" else random_like(t.v)
+    problem = replace(problem, operation=problem.operation + BACKWARD)
+    program = BUILD[backend](problem, replace(t, do=grad_o, dht=grad_o.new_zeros(0)), ARCH)
+    launches = [*program.launches]  # what they find is allocated as they are made
+    return Call(launches, [*program.outputs.values()])
 
 
-def _wy(case: WyCase, backend: str, device: torch.device) -> Call:
+def _wy(row: Row, backend: str, device: torch.device) -> Call:
+    case: Any = row.call
     if device.type == "meta":  # inputs that make sense must be computed; no size of theirs is in the machine code
-        return Call(Variant(case.name, backend, algorithm="wy", packed=False, heads=case.shape.H).launches(ARCH), [])
-    t = WyTensors(**wy_inputs(case.shape, device))
-    problem = check_wy(t, use_exp2=True)
-    found = WyGradients.allocate(problem, t)
-    return Call([wy_dqkg_launch(problem, t, found)], list(found.in_order()))
+        return Call(Variant(case.name, backend, operation="wy", packed=False, heads=case.H).launches(ARCH), [])
+    call = check(flashdelta.kernels.chunk_bwd_wy_dqkg, **wy_inputs(case, device), use_exp2=True)
+    program = BUILD[backend](*call, ARCH)
+    return Call([*program.launches], [*program.outputs.values()])
 
 
-def _decode(case: DecodeCase, backend: str, device: torch.device) -> Call:
-    pools, peer = Pools(device, case.N * case.state_bytes), DecodePeer(None, "not asked for")
-    step = decode_step(case, DecodeSetup(device, None, None, backend, peer, Effort(), pools, launches=1))
-    bound = inspect.signature(flashdelta.recurrent_kda).bind(**our_arguments(step, step.slots[0]))
-    bound.apply_defaults()
-    problem, t = check_decode_arguments(bound.arguments)
-    launches = LAUNCHES[backend](problem, t, ARCH, (step.output, None, None))
-    return Call(launches, [step.output, step.pool], step.pool)
+def _decode(row: Row, backend: str, device: torch.device) -> Call:
+    step: Any = row.call
+    meta, size = device.type == "meta", step.N * state_bytes(step)
+    drawn: Any = torch.device("cpu") if meta else device
+    pools = {step.state: torch.empty(size // step.state.itemsize, dtype=step.state, device=META)} if meta else {}
+    call, slots = decode_calls(step, Setup(drawn, None, Effort(), launches=1, pool_bytes=size, pools=pools))
+    call |= {"ssm_state_indices": slots[0]}
+    problem, t = check(flashdelta.recurrent_kda, **(on_meta(call) if meta else call))
+    program = BUILD[backend](problem, t, ARCH)
+    assert t.state_pool is not None
+    return Call([*program.launches], [program.outputs["o"], t.state_pool], t.state_pool)
 
 
-KINDS = {PrefillCase: ("prefill", _prefill), TrainCase: ("train", _train), WyCase: ("wy", _wy)}
-KINDS[DecodeCase] = ("decode", _decode)
-"""By type of a case: the benchmark that it is of, and what makes its call."""
+KINDS = {"prefill": _prefill, "train": _train, "wy": _wy, "decode": _decode}
+"""By benchmark: what makes a row's call."""
 
 
 def call_of(row: ToolchainRow, device: torch.device) -> Call:
-    return KINDS[type(row.case)][1](row.case, row.backend, device)
+    return KINDS[row.kind](row.row, row.backend, device)
 
 
-def _rows(cases: Sequence, *names: str, backend: str = "hopper") -> list[ToolchainRow]:
-    return [ToolchainRow(case, backend) for name in names for case in select(cases, [name])]
+def _rows(kind: str, rows: Sequence[Row], *names: str, backend: str = "hopper") -> list[ToolchainRow]:
+    return [ToolchainRow(kind, row, backend) for name in names for row in select(rows, [name])]
 
 
+HOT = ("T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96", "T8192 H64 softplus", "T32768 H4")
 ROWS: tuple[ToolchainRow, ...] = (
-    *_rows(PREFILL, "T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96"),
-    *_rows(UNBOUNDED, "T8192 H64 softplus"),
-    *_rows(FEW_HEADS, "T32768 H4"),
-    *_rows(TRAIN, "B1 T8192 H32"),
-    *_rows(WY, "B1 T8192 H32"),
-    *_rows(DECODE, "N128 H32 bf16"),
-    *_rows(PREFILL, "T8192 H64", backend="triton"),
-    *_rows(DECODE, "N128 H32 fp32", backend="triton"),
+    *_rows("prefill", cases.PREFILL, *HOT),
+    *_rows("train", cases.TRAIN, "B1 T8192 H32"),
+    *_rows("wy", cases.WY, "B1 T8192 H32"),
+    *_rows("decode", cases.DECODE, "N128 H32 bf16"),
+    *_rows("prefill", cases.PREFILL, "T8192 H64", backend="triton"),
+    *_rows("decode", cases.DECODE, "N128 H32 fp32", backend="triton"),
 )
-"""`recurrence` at fixed length and packed, whole items a program and shared out; gates without a bound; a split; the backward
+"""`recurrence` at fixed length and packed, whole work tiles a CTA and stream-K; gates without a bound; a split; the backward
 pass; decoding; and the portable kernels."""
 
 
@@ -213,7 +213,7 @@ def compile_rows(
         for launch in launches:
             found = specialized(launch)
             key = key_of(found, launch.options())
-            if launch.programs <= 0 or key in kernels:
+            if launch.ctas <= 0 or key in kernels:
                 continue
             compiled = triton.compile(found, target=GPUTarget("cuda", ARCH, 32), options=launch.options())
             cubin = compiled.asm["cubin"]
@@ -279,10 +279,6 @@ def counterpart(compiled: CompiledKernel, launch: Launch, folder: Path, manifest
 
 # ---- measuring ------------------------------------------------------------------------------------------------------------
 
-SUSTAINED_MS, SUSTAINED_ROUNDS, GRAPH_MS = 60.0, 3, 2.0
-"""Of `sustained`: how long a contender runs at a time, how often it gets its turn, and what a graph lasts."""
-
-
 REPEATS = 50
 """Calls whose results must have the same bits."""
 
@@ -295,38 +291,6 @@ def run_all(runs: Sequence[Run]) -> tuple:
 
 def graph_of(runs: Sequence[Run]) -> Run:
     return capture(functools.partial(run_all, runs))[0]
-
-
-def sustained(runs: Mapping[str, Run], ms: float) -> dict[str, float]:
-    """Milliseconds of a launch amid others like it, by contender: graphs of many launches, replayed back to back, in turns.
-    `ms`: what a launch takes, about. The median of the rounds' medians."""
-    count = min(max(round(GRAPH_MS / ms), 1), 500)
-    replays = max(round(SUSTAINED_MS / (count * ms)), 3)
-    graphs = {name: graph_of([run] * count) for name, run in runs.items()}
-    medians: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for i in range(SUSTAINED_ROUNDS):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-            events[0].record()
-            for event in events[1:]:
-                graphs[name]()
-                event.record()
-            torch.cuda.synchronize()
-            times = [a.elapsed_time(b) / count for a, b in itertools.pairwise(events)]
-            medians[name].append(statistics.median(times))
-    return {name: statistics.median(found) for name, found in medians.items()}
-
-
-@dataclass(frozen=True)
-class ToolchainSetup:
-    """What all rows of a run share."""
-
-    device: torch.device
-    timer: Timer
-    effort: Effort
-    folder: Path
-    manifest: dict
 
 
 def results_of(call: Call, runs: Sequence[Run], before: Tensor | None) -> list[Tensor]:
@@ -359,25 +323,23 @@ class Pair:
         return self.runs.get(toolchain, self.runs["ours"])
 
 
-def pair_of(launch: Launch, setup: ToolchainSetup) -> Pair:
-    launch.run()  # compiles the kernel
-    index = torch.cuda.current_device() if setup.device.type == "cuda" else None
-    kernels, problem = {"ours": launch.compiled(index)}, None
+def pair_of(launch: Launch, setup: Setup) -> Pair:
+    kernels, problem = {"ours": launch.run()}, None
     try:
-        other = counterpart(kernels["ours"], launch, setup.folder, setup.manifest)
+        other = counterpart(kernels["ours"], launch, *setup.folder)
         other._init_handles()  # loads it
         kernels["other"] = other
     except Exception as error:  # the rest of the row is worth having
         problem = summarize(error)
-    grid, arguments = (launch.programs, launch.rows, 1), (*launch.arguments, *launch.constants.values())
+    grid, arguments = (launch.ctas, launch.rows, 1), (*launch.arguments, *launch.constants.values())
     runs = {name: functools.partial(start, kernel, index, grid, arguments) for name, kernel in kernels.items()}
     return Pair(kernels, runs, problem)
 
 
-def measure_kernel(pair: Pair, setup: ToolchainSetup) -> dict:
+def measure_kernel(pair: Pair, setup: Setup) -> dict:
     """One kernel of a row, on the buffers that the call has filled, in graphs: the host takes long to fill many tensor
     descriptors. Without times where there is a problem."""
-    found = {
+    found: dict[str, Any] = {
         "kernel": pair.kernels["ours"].name,
         "registers": {name: getattr(x, "n_regs", None) for name, x in pair.kernels.items()},
         "spill_bytes": {name: 4 * getattr(x, "n_spills", 0) for name, x in pair.kernels.items()},
@@ -393,21 +355,35 @@ def measure_kernel(pair: Pair, setup: ToolchainSetup) -> dict:
             cold = take_turns(runs, setup.timer, setup.effort)
             found["ms"] = {name: asdict(timing) for name, timing in cold.items()}
             if on_gpu:
-                found["sustained_ms"] = sustained(pair.runs, cold["ours"].median)
+                ms = cold["ours"].median
+                many = {name: many_in_a_graph(run, ms) for name, run in pair.runs.items()}
+                spans = sustained({name: run for name, (run, _) in many.items()}, setup.timer)
+                found["sustained_ms"] = {name: span / many[name][1] for name, span in spans.items()}
         except Exception as error:  # as above
             found["problem"] = summarize(error)
     return found
 
 
-def measure_row(row: ToolchainRow, setup: ToolchainSetup) -> dict:
-    """One row of the document: `ours` is this process's Triton, `other` the folder's."""
+def measure(row: ToolchainRow, setup: Setup) -> Iterator[dict]:
+    """One row of the document."""
+    try:
+        found = _measure(row, setup)
+        synchronize(setup.device)
+    except Exception as error:  # whatever a row raises, the others are worth having
+        found = {"name": row.name, "backend": row.backend, "difference": None, "graph_ms": None, "kernels": []}
+        found["ours"] = {"problem": summarize(error)}
+    yield found
+
+
+def _measure(row: ToolchainRow, setup: Setup) -> dict:
+    """`ours` is this process's Triton, `other` the folder's."""
     call = call_of(row, setup.device)
     before = None if call.states is None else call.states.clone()
-    pairs = [pair_of(launch, setup) for launch in call.launches if launch.programs > 0]
+    pairs = [pair_of(launch, setup) for launch in call.launches if launch.ctas > 0]
     runs = {name: [pair.run(name) for pair in pairs] for name in ("ours", "other")}
     ours, other = (results_of(call, each, before) for each in runs.values())
     error = difference(ours, other)
-    tolerance = GRADIENT_TOLERANCE if isinstance(row.case, (TrainCase, WyCase)) else TOLERANCE[torch.bfloat16]
+    tolerance = GRADIENT_TOLERANCE if row.kind in ("train", "wy") else TOLERANCE[BF16]
     wrong = None
     if not error <= tolerance:
         wrong = f"wrong: results differ by {error:.1e}, tolerance {tolerance:.0e}"
@@ -429,19 +405,8 @@ def measure_row(row: ToolchainRow, setup: ToolchainSetup) -> dict:
     }
 
 
-def run_toolchains(
-    rows: Sequence[ToolchainRow],
-    *,
-    folder: Path,
-    device: torch.device,
-    effort: Effort,
-    path: Path,
-    timer: Timer | None = None,
-    progress: Callable[[dict], None] = lambda row: None,
-    begin: Callable[[str], None] = lambda name: None,
-) -> dict:
-    """Measures `rows` one after another and returns the document, which is saved to `path` after every row. `begin` is called
-    with a row's name before, `progress` with the row after.
+def prepare(folder: Path, device: torch.device) -> tuple[tuple[Path, dict], dict]:
+    """The folder with its manifest, and which toolchains are compared.
 
     Raises:
         ValueError: as `load_manifest`, or a GPU of another architecture.
@@ -451,25 +416,17 @@ def run_toolchains(
         if capability(device) != manifest["arch"]:
             raise ValueError(f"device: got sm_{capability(device)}, wanted sm_{manifest['arch']}, as in {folder}")
         torch.cuda.set_device(device.index or 0)
-    setup = ToolchainSetup(device, timer or timer_for(device), effort, folder, manifest)
-    document = new_document("toolchains", environment(device))
-    document["toolchains"] = {
-        "ours": {"triton": triton.__version__, "ptxas": ptxas_version()},
-        "other": {name: manifest[name] for name in ("triton", "ptxas", "commit")},
-    }
-    document["protocol"] = {
-        "clock": type(setup.timer).__name__,
-        "effort": asdict(effort),
-        "sustained": {"ms": SUSTAINED_MS, "rounds": SUSTAINED_ROUNDS},
-    }
-    for row in rows:
-        begin(row.name)
-        try:
-            with torch.no_grad():
-                found = measure_row(row, setup)
-                synchronize(device)
-        except Exception as error:  # whatever a row raises, the others are worth having
-            found = {"name": row.name, "backend": row.backend, "difference": None, "graph_ms": None, "kernels": []}
-            found["ours"] = {"problem": summarize(error)}
-        add_row(document, found, path, progress)
-    return document
+    other = {name: manifest[name] for name in ("triton", "ptxas", "commit")}
+    return (folder, manifest), {"ours": {"triton": triton.__version__, "ptxas": ptxas_version()}, "other": other}
+
+
+BENCHMARK = Benchmark(
+    "toolchains",
+    "Time kernels as another Triton compiles them beside this Triton's",
+    ROWS,
+    measure=measure,
+    effort=Effort(rounds=50, budget_ms=500.0, warmup_ms=10.0),
+    ceilings=None,
+    grad=torch.no_grad,
+    peers=(),
+)

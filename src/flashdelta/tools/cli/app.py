@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import torch
 import typer
 from rich.console import Console
 
 from ... import backends
+from ..bench.benchmarks import BENCHMARKS
 from ..bench.environment import default_device
-from ..bench.report import to_json, wide_console
+from ..bench.report import to_json
+from ..bench.runner import Benchmark
 
 app = typer.Typer(
     name="flashdelta",
@@ -82,7 +85,7 @@ def verify(
     if json:
         print(to_json(report))
     else:
-        show(report, wide_console())
+        show(report, Console())
     raise typer.Exit(0 if report["passed"] else 1)
 
 
@@ -154,205 +157,72 @@ JsonPath = Annotated[
 ]
 
 
-Rows = Annotated[
-    Optional[list[str]],
-    typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
-]
-Fla = Annotated[
-    Optional[list[str]],
-    typer.Option(
-        help="Rows in which FLA is timed: all, none, or as in --rows (repeatable). "
-        "It tunes itself for a minute or two at a head count that its cache does not know.",
-        show_default="all",
+OPTIONS: dict[str, tuple[object, object]] = {
+    "backend": (Backend, "auto"),
+    "json": (JsonPath, None),
+    "rows": (
+        Annotated[
+            Optional[list[str]],
+            typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
+        ],
+        None,
     ),
-]
-NoFla = Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")]
-Plot = Annotated[Optional[Path], typer.Option(help="Also plot time against T of one sequence into this file.")]
+    "fla": (
+        Annotated[
+            Optional[list[str]],
+            typer.Option(
+                help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
+                "FLA tunes itself for a minute or two at a head count that its cache does not know.",
+                show_default="all",
+            ),
+        ],
+        None,
+    ),
+    "no_fla": (Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")], False),
+    "quick": (Annotated[bool, typer.Option("--quick", help="A few rows.")], False),
+    "repeats": (Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")], 20),
+    "plot": (Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")], None),
+    "library": (
+        Annotated[Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")],
+        None,
+    ),
+    "tokens": (Annotated[int, typer.Option(min=64, help="Tokens of the calls.")], 8192),
+    "device": (Device, None),
+    "wide": (Annotated[bool, typer.Option("--wide", help="All columns; else as many as fit 80 characters.")], False),
+}
+"""Of the benchmarks' commands, with their defaults."""
 
 
-def _bench_prompts(
-    benchmark: str,
-    device: str,
-    backend: str,
-    json: Optional[Path],
-    *,
-    rows: Optional[list[str]],
-    fla: Optional[list[str]],
-    repeats: int,
-    plot: Optional[Path] = None,
-) -> None:
-    """Runs one of the benchmarks over whole prompts and exits; with 1 if a row is wrong."""
-    from .bench import bench_prompts
+def _measured(name: str, chosen: dict[str, Any]) -> None:
+    """Runs a benchmark and exits; with 1 if a row is wrong."""
+    from .bench import run_benchmark
 
-    choice = {"rows": rows or [], "fla_rows": fla or ["all"]}
     try:
-        right = bench_prompts(benchmark, torch.device(device), backend, json, **choice, repeats=repeats, plot=plot)
+        right = run_benchmark(name, **chosen)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(0 if right else 1)
 
 
-@bench_app.command()
-def prefill(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Rows = None,
-    fla: Fla = None,
-    no_fla: NoFla = False,
-    repeats: Repeats = 100,
-    plot: Plot = None,
-    device: Device = None,
-) -> None:
-    """Time the forward over whole prompts beside FLA, with errors and floor (exit code 1 if a row is wrong)."""
-    fla = ["none"] if no_fla else fla
-    _bench_prompts("prefill", device, backend, json, rows=rows, fla=fla, repeats=repeats, plot=plot)
+def _command(benchmark: Benchmark) -> None:
+    """The benchmark's command, with the options that it has."""
+
+    def command(**chosen: object) -> None:
+        _measured(benchmark.name, chosen)
+
+    options = {**OPTIONS, "repeats": (OPTIONS["repeats"][0], benchmark.effort.rounds)}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=options[name][1], annotation=options[name][0])
+        for name in benchmark.options
+    ]
+    setattr(command, "__signature__", inspect.Signature(parameters))  # noqa: B010
+    command.__annotations__ = {x.name: x.annotation for x in parameters}
+    command.__doc__ = f"{benchmark.help} (exit code 1 if a row is wrong)."
+    bench_app.command(benchmark.name)(command)
 
 
-@bench_app.command()
-def classic(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Rows = None,
-    fla: Fla = None,
-    no_fla: NoFla = False,
-    repeats: Repeats = 20,
-    plot: Plot = None,
-    device: Device = None,
-) -> None:
-    """Time 52 usual shapes beside FLA, with RMS and maximum errors of both (exit code 1 if a row is wrong)."""
-    fla = ["none"] if no_fla else fla
-    _bench_prompts("classic", device, backend, json, rows=rows, fla=fla, repeats=repeats, plot=plot)
-
-
-@bench_app.command()
-def split(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Rows = None,
-    fla: Fla = None,
-    no_fla: NoFla = False,
-    repeats: Repeats = 20,
-    device: Device = None,
-    plot: Plot = None,
-) -> None:
-    """Time long sequences over few heads, split and whole, beside FLA with its own split (exit code 1 if a row is wrong)."""
-    fla = ["none"] if no_fla else fla
-    _bench_prompts("split", device, backend, json, rows=rows, fla=fla, repeats=repeats, plot=plot)
-
-
-@bench_app.command()
-def kernels(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Annotated[
-        Optional[list[str]], typer.Option(help="Rows of bench prefill, as there.", show_default="T8192 H64")
-    ] = None,
-    repeats: Repeats = 20,
-    device: Device = None,
-) -> None:
-    """Time the forward's kernels one by one, beside the ceilings of memory and arithmetic (exit code 1 if a row is wrong)."""
-    _bench_prompts("kernels", device, backend, json, rows=rows or ["T8192 H64"], fla=["none"], repeats=repeats)
-
-
-@bench_app.command()
-def decode(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Rows = None,
-    quick: Annotated[bool, typer.Option("--quick", help="9 rows of 120.")] = False,
-    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
-    repeats: Repeats = 7,
-    device: Device = None,
-) -> None:
-    """Time steps of decoding over a paged pool beside FLA, with shares of the copy rate (exit code 1 if a row is wrong)."""
-    from .bench import bench_decode
-
-    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla}
-    try:
-        right = bench_decode(torch.device(device), backend, json, **choice, repeats=repeats)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if right else 1)
-
-
-def _bench_gradients(benchmark: str, device: str, backend: str, json: Optional[Path], **choice: object) -> None:
-    """Runs one of the benchmarks of the backward pass and exits; with 1 if a row is wrong."""
-    from .bench import bench_gradients
-
-    try:
-        right = bench_gradients(benchmark, torch.device(device), backend, json, **choice)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if right else 1)
-
-
-@bench_app.command()
-def train(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Rows = None,
-    quick: Annotated[bool, typer.Option("--quick", help="2 rows of 7.")] = False,
-    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
-    repeats: Repeats = 20,
-    plot: Annotated[Optional[Path], typer.Option(help="Also plot time by kernel into this file.")] = None,
-    device: Device = None,
-) -> None:
-    """Time training steps beside FLA, with memory, errors of all gradients, and kernels (exit code 1 if a row is wrong)."""
-    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "repeats": repeats, "plot": plot}
-    _bench_gradients("train", device, backend, json, **choice)
-
-
-@bench_app.command()
-def wy(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    rows: Rows = None,
-    quick: Annotated[bool, typer.Option("--quick", help="4 rows of 58.")] = False,
-    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
-    repeats: Repeats = 20,
-    plot: Plot = None,
-    device: Device = None,
-) -> None:
-    """Time the fused backward of the WY step beside FLA's kernel, with errors by gradient (exit code 1 if a row is wrong)."""
-    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "repeats": repeats, "plot": plot}
-    _bench_gradients("wy", device, backend, json, **choice)
-
-
-@bench_app.command()
-def fp32(
-    json: JsonPath = None,
-    rows: Rows = None,
-    quick: Annotated[bool, typer.Option("--quick", help="4 rows of 20.")] = False,
-    no_fla: Annotated[bool, typer.Option("--no-fla", help="Leave FLA out.")] = False,
-    library: Annotated[
-        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")
-    ] = None,
-    repeats: Repeats = 50,
-    device: Device = None,
-) -> None:
-    """Time the float32 prefill in both precisions, and the C library, beside FLA (exit code 1 if a row is wrong)."""
-    from .bench import bench_fp32
-
-    choice = {"rows": rows or [], "quick": quick, "fla": not no_fla, "library": library}
-    try:
-        right = bench_fp32(torch.device(device), json, **choice, repeats=repeats)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if right else 1)
-
-
-@bench_app.command()
-def startup(
-    backend: Backend = "auto",
-    json: JsonPath = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the calls.")] = 8192,
-    device: Device = None,
-) -> None:
-    """Time the first calls of a fresh process, with the kernel cache empty and then filled."""
-    from .bench import bench_startup
-
-    bench_startup(torch.device(device), backend, json, tokens)
+for _benchmark in BENCHMARKS.values():
+    _command(_benchmark)
 
 
 @bench_app.command()
@@ -362,31 +232,34 @@ def toolchains(
         bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")
     ] = False,
     json: JsonPath = None,
-    rows: Rows = None,
-    repeats: Repeats = 50,
+    rows: Annotated[Optional[list[str]], typer.Option(help="As in the other benchmarks.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")] = 50,
     device: Device = None,
+    wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
 ) -> None:
     """Time kernels as another Triton compiles them beside this Triton's (exit code 1 if a row is wrong)."""
-    from .bench import bench_toolchains
-
-    try:
-        right = bench_toolchains(
-            folder, torch.device(device), json, compiles=compiles, rows=rows or [], repeats=repeats
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if right else 1)
+    chosen = {"json": json, "rows": rows, "repeats": repeats, "device": device, "wide": wide}
+    _measured("toolchains", {**chosen, "folder": folder, "compiles": compiles})
 
 
 @bench_app.command()
 def show(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file that a benchmark wrote.")],
-    plot: Plot = None,
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
 ) -> None:
     """Print a benchmark's table again from its JSON file."""
     from .bench import show_results
 
     try:
-        show_results(results, plot)
+        show_results(results, plot, wide)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@bench_app.command()
+def pages() -> None:
+    """Write the tables in README.md and benchmarks/README.md again from the result files."""
+    from ..bench.pages import write
+
+    write()

@@ -10,19 +10,20 @@ from rich.table import Table
 
 import flashdelta
 
-from ..bench.cases import Shape
+from ...testing.cases import BF16
+from ...testing.inputs import make_call
+from ...testing.oracle import TOLERANCE, relative_error, truth
+from ..bench.cases import model
 from ..bench.environment import environment
-from ..bench.inputs import MODEL_OPTIONS, random_inputs
-from ..bench.oracle import TOLERANCE, relative_error, truth
 
-TYPICAL = Shape(T=130, H=2)
+TYPICAL = model("typical", "what a model calls, and small", 2, T=130)
 """Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""
 
 
 def examine(device: torch.device) -> dict:
     """The environment, every backend's verdict on a typical bf16 call, and a self-check of the `auto` backend."""
-    inputs = random_inputs(TYPICAL, device)
-    explanation = flashdelta.explain(flashdelta.chunk_kda, **inputs, **MODEL_OPTIONS)
+    call = make_call(TYPICAL, BF16, device)
+    explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
     verdicts = [
         {"name": v.backend, "supported": v.supported, "preferred": v.preferred, "reason": v.reason}
         for v in explanation.verdicts
@@ -30,19 +31,18 @@ def examine(device: torch.device) -> dict:
     return {
         "environment": environment(device),
         "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
-        "self_check": self_check(inputs),
+        "self_check": self_check(call),
     }
 
 
 @torch.no_grad()
-def self_check(inputs: dict) -> dict:
+def self_check(call: dict) -> dict:
     """One call of `chunk_kda` against the float64 recurrence on the same inputs."""
-    tolerance = TOLERANCE[inputs["q"].dtype]
+    tolerance = TOLERANCE[call["q"].dtype]
     start = time.perf_counter()
     try:
-        o, state = flashdelta.chunk_kda(**inputs, **MODEL_OPTIONS)
-        expected = truth(inputs, MODEL_OPTIONS)
-        errors = relative_error(o, expected.o), relative_error(state, expected.state)
+        o, state, *_ = flashdelta.chunk_kda(**call)
+        errors = [relative_error(x, want) for x, want in zip((o, state), truth(call))]
     except Exception as error:  # a diagnosis has to name what broke, whatever it is
         return {"passed": False, "problem": f"{type(error).__name__}: {error}", "tolerance": tolerance}
     return {

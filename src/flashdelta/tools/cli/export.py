@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -15,8 +15,6 @@ from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
 from ...problem.problem import DEFAULT_PRECISION
 from ...triton.config import SHARED_MEMORY
 from ..export import OPS, compile_kernels, wanted_kernels, write
-
-T = TypeVar("T")
 
 
 def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[str]], jobs: int | None) -> None:
@@ -44,8 +42,8 @@ def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[s
 
 
 def _chosen(
-    name: str, choice: Mapping[str, Sequence[str]], known: Sequence[str], convert: Callable[[str], T] = lambda x: x
-) -> list[T]:
+    name: str, choice: Mapping[str, Sequence[str]], known: Sequence[str], convert: Callable[[str], Any] = str
+) -> list[Any]:
     """The values of an option, each once; all that are known where none is given."""
     values = choice.get(name) or known
     for value in values:

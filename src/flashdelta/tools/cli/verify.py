@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from torch import Tensor
 
 import flashdelta
 
 from ... import backends
-from ...problem.problem import check_arguments
-from ...reference import rounding_error
+from ...testing.cases import VERIFY, Case, is_long
+from ...testing.inputs import make_call
+from ...testing.oracle import TOLERANCE, as_recurrent, relative_error, rounding_error, truth
 from ..bench.environment import environment
-from ..bench.inputs import Inputs
-from ..bench.oracle import TOLERANCE, Truth, recurrent_options, relative_error, truth
-from .verify_cases import CASES, VerifyCase, inputs, options
-
-EXPLAINED_WIDTH = 120
-"""Characters; on narrower terminals the table leaves out why each case is there."""
+from ..bench.report import FORMS, text_table
 
 OPERATORS = {"chunk": flashdelta.chunk_kda, "recurrent": flashdelta.fused_recurrent_kda}
+
+
+CASES = [(case, dtype) for dtype, cases in VERIFY.items() for case in cases]
 
 
 def run_verify(
@@ -31,7 +30,7 @@ def run_verify(
     *,
     backend: str | None = None,
     quick: bool = False,
-    cases: Sequence[VerifyCase] = CASES,
+    cases: Sequence[tuple[Case, torch.dtype]] = CASES,
     progress: bool = True,
 ) -> dict:
     """Runs the table on `device` and returns the report.
@@ -45,14 +44,14 @@ def run_verify(
         `environment`, `rows` (a row per case, operator and backend) and `passed`. It passes if at least one row ran and
         none is past its tolerance, NaN or an exception.
     """
-    chosen = [case for case in cases if not (quick and case.long)]
+    chosen = [(case, dtype) for case, dtype in cases if not (quick and is_long(case))]
     names = [b.name for b in backends.BACKENDS] if backend is None else [backend]
     rows: list[dict] = []
     with Progress(console=Console(stderr=True), transient=True, disable=not progress) as bar, torch.inference_mode():
         task = bar.add_task("verify", total=len(chosen))
-        for case in chosen:
+        for case, dtype in chosen:
             bar.update(task, description=case.name)
-            rows += _rows(case, device, names)
+            rows += _rows(case, dtype, device, names)
             bar.advance(task)
     ran = [row for row in rows if row["status"] != "not supported"]
     return {
@@ -62,50 +61,31 @@ def run_verify(
     }
 
 
-def _rows(case: VerifyCase, device: torch.device, names: Sequence[str]) -> list[dict]:
-    tensors, settings = inputs(case, device), options(case)
-    expected = truth(tensors, settings)
-    tolerances = {operator: _tolerance(case, operator, tensors, settings) for operator in OPERATORS}
-    return [
-        {
-            "case": case.name,
-            "reason": case.reason,
-            "operator": operator,
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "backend": name,
-            "tolerance": tolerances[operator],
-            **_outcome(case, operator, name, tensors, settings, expected, tolerances[operator]),
-        }
-        for operator in OPERATORS
-        for name in names
-    ]
-
-
-def _tolerance(case: VerifyCase, operator: str, tensors: Inputs, settings: dict[str, object]) -> float:
-    """The dtype's, and for a chunked kernel on ill-conditioned inputs twice what rounding costs besides."""
-    if operator != "chunk" or not case.ill_conditioned:
-        return TOLERANCE[case.dtype]
-    return TOLERANCE[case.dtype] + 2 * max(rounding_error(*check_arguments({**tensors, **settings})))
+def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[str]) -> list[dict]:
+    call = make_call(case, dtype, device)
+    want = truth(call)
+    rows = []
+    for operator, op in OPERATORS.items():
+        tolerance = TOLERANCE[dtype]
+        if operator == "chunk" and case.ill_conditioned:  # a chunked kernel may err twice what rounding costs besides
+            tolerance += 2 * max(rounding_error(call))
+        asked = call if operator == "chunk" else as_recurrent(call)
+        for name in names:
+            row: dict[str, object] = {"case": case.name, "reason": case.why, "operator": operator, "backend": name}
+            row |= {"dtype": str(dtype).removeprefix("torch."), "tolerance": tolerance}
+            rows.append(row | _outcome(case, op, asked, name, want, tolerance))
+    return rows
 
 
 def _outcome(
-    case: VerifyCase,
-    operator: str,
-    backend: str,
-    tensors: Inputs,
-    settings: dict[str, object],
-    expected: Truth,
-    tolerance: float,
+    case: Case, op: Callable[..., tuple], call: dict, backend: str, want: Sequence[Tensor], tolerance: float
 ) -> dict:
-    op = OPERATORS[operator]
-    settings = settings if operator == "chunk" else recurrent_options(settings)
     if backend != "auto":
-        verdict = next(v for v in flashdelta.explain(op, **tensors, **settings).verdicts if v.backend == backend)
+        verdict = next(v for v in flashdelta.explain(op, **call).verdicts if v.backend == backend)
         if not verdict.supported:
             return {"status": "not supported", "problem": verdict.reason, "error_o": None, "error_state": None}
     try:
-        o, state = op(**tensors, **settings, backend=backend)
-        errors = _errors(case, o, state, expected)
+        errors = [_error(case, x, exact) for x, exact in zip(op(**call, backend=backend), want)]
     except Exception as error:  # a kernel that does not compile is one row of the report, not its end
         problem = f"{type(error).__name__}: {error}"
         return {"status": "raised", "problem": problem, "error_o": None, "error_state": None}
@@ -114,43 +94,24 @@ def _outcome(
     return {"status": status, "problem": None, "error_o": errors[0], "error_state": errors[1]}
 
 
-def _errors(case: VerifyCase, o: torch.Tensor, state: torch.Tensor, expected: Truth) -> tuple[float, float]:
-    if case.nan_sequence is None:
-        return relative_error(o, expected.o), relative_error(state, expected.state)
-    n, lengths = case.nan_sequence, case.shape.lengths
-    begin = sum(lengths[:n])
-    tokens = [t for t in range(sum(lengths)) if not begin <= t < begin + lengths[n]]
-    sequences = [i for i in range(len(lengths)) if i != n]
-    return (
-        relative_error(o[:, tokens], expected.o[:, tokens]),
-        relative_error(state[sequences], expected.state[sequences]),
-    )
+def _error(case: Case, x: Tensor, want: Tensor) -> float:
+    """Where a sequence is all NaN, of the others."""
+    others = ~want.isnan() if case.hard == "nan" else slice(None)
+    return relative_error(x[others], want[others])
 
 
 def show(report: dict, console: Console) -> None:
     """Prints the table, what went wrong in full, and a last line that says whether all passed."""
-    explained = console.width >= EXPLAINED_WIDTH
-    table = Table(title="relative error against the float64 token recurrence", title_justify="left")
-    for column in ("case", *(["why"] if explained else []), "operator", "dtype", "backend"):
-        table.add_column(column)
-    for column in ("o", "state", "tolerance"):
-        table.add_column(column, justify="right")
-    table.add_column("")
     rows = report["rows"]
     ran = [row for row in rows if row["status"] != "not supported"]
+    table = [["case", "operator", "dtype", "backend", "o", "state", "limit", ""]]
     for row in ran:
-        color = "green" if row["status"] == "passed" else "red"
-        table.add_row(
-            row["case"],
-            *([row["reason"]] if explained else []),
-            row["operator"],
-            row["dtype"],
-            row["backend"],
-            *("-" if row[name] is None else f"{row[name]:.1e}" for name in ("error_o", "error_state")),
-            f"{row['tolerance']:.0e}",
-            f"[{color}]{row['status']}[/{color}]",
+        errors = (
+            "-" if row[name] is None else FORMS["e"](row[name]) for name in ("error_o", "error_state", "tolerance")
         )
-    console.print(table)
+        table.append([row["case"], row["operator"], row["dtype"], row["backend"], *errors, row["status"]])
+    console.print("relative error against the float64 token recurrence\n", highlight=False)
+    console.print(text_table(table), markup=False, highlight=False, soft_wrap=True)
     for row in ran:
         if row["problem"] is not None:
             console.print(f"{row['case']}, {row['operator']}, {row['backend']}: {row['problem']}", markup=False)

@@ -1,0 +1,496 @@
+"""Calls of `recurrent_kda`, and what they must do: a plain loop over sequences and tokens in float64."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .cases import BF16, FP32
+from .inputs import MEMORY, Source
+
+INT32, INT64 = torch.int32, torch.int64
+MARGIN = 64
+"""Elements before and after everything that is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One call. `lengths`: packed sequences, with `unused` tokens of none behind them; else `N` rows of `T` tokens.
+
+    `indices`: slots, one a sequence, with speculative tokens a row of them (None: slot `n` of `N`). `source`: slots of another
+    pool. `rows`: rows of `intermediate_states` ("slots": as `indices`). Slots lie `gap` elements further apart than
+    they must. `form`: how the inputs lie in memory.
+    """
+
+    name: str
+    why: str
+    N: int = 3
+    T: int = 1
+    lengths: tuple[int, ...] | None = None
+    unused: int = 0
+    H: int = 1
+    HV: int = 2
+    K: int = 32
+    V: int = 64
+    state: torch.dtype | None = FP32
+    v_first: bool = True
+    slots: int = 8
+    gap: int = 0
+    indices: tuple | None = (5, 2, 0)
+    null_index: str = "negative"
+    gate: str = "lower_bound"
+    memory: str = "short"
+    beta: str = "logit"
+    l2norm: bool = True
+    scale: float | None = None
+    spec: int | None = None
+    accepted: tuple[int, ...] | None = None
+    source: tuple[int, ...] | None = None
+    update: bool = True
+    rows: tuple[int, ...] | str | None = None
+    form: str = "dense"
+    wide_gate: bool = False
+    index_dtype: torch.dtype = INT32
+    final: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.N * self.T if self.lengths is None else sum(self.lengths) + self.unused
+
+    @property
+    def sequences(self) -> int:
+        return self.N if self.lengths is None else len(self.lengths)
+
+
+STEPS = [
+    Step(name="paged", why="one token each, slots in any order"),
+    Step(name="k_first", why="the other layout", v_first=False),
+    Step(name="bf16", why="read, updated in fp32, rounded once", state=BF16),
+    Step(name="bf16_k_first", why="the same, keys first", state=BF16, v_first=False, gap=32),
+    Step(name="pitch", why="slots further apart than their content", gap=64),
+    Step(name="odd_pitch", why="slots that no vector load aligns to", gap=9, v_first=False),
+    Step(name="negative", why="SGLang's rule: slot 0 is a slot, -1 padding", indices=(-1, 0, -1)),
+    Step(name="non_positive", why="vLLM's rule: slot 0 is reserved", indices=(0, 3, 0), null_index="non_positive"),
+    Step(name="past_the_end", why="an index of no slot is null", indices=(8, 2**40, 1), index_dtype=INT64),
+    Step(name="all_null", why="a padded batch", indices=(-1, -1, -1)),
+    Step(name="no_slots", why="an empty pool", slots=0, indices=(0, 1, -1)),
+    Step(name="no_sequences", why="N = 0", N=0, indices=()),
+    Step(
+        name="own_slots", why="without indices sequence n has slot n", indices=None, slots=3, null_index="non_positive"
+    ),
+    Step(name="own_final", why="the pool is returned", indices=None, slots=3, final=True, state=BF16),
+    Step(name="no_state", why="states start at zero and are returned", state=None, indices=None, T=3, final=True),
+    Step(name="dropped", why="nothing kept at all", state=None, indices=None),
+    Step(name="T8", why="as many tokens as there may be", N=2, T=8, indices=(1, 0)),
+    Step(name="packed", why="lengths 0 and 1", lengths=(1, 0, 1, 1), indices=(3, 1, 0, 5), index_dtype=INT64),
+    Step(name="packed_8", why="lengths 0 to 8", lengths=(3, 0, 8, 1), indices=(3, 1, 0, 5), v_first=False),
+    Step(
+        name="padded",
+        why="a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
+        lengths=(1, 1, 0, 0),
+        unused=2,
+        indices=(2, 4, 0, 0),
+        null_index="non_positive",
+    ),
+    Step(name="packed_own", why="an empty sequence leaves its row alone", lengths=(2, 0, 1), indices=None, slots=3),
+    Step(name="gva3", why="a ratio that is no power of two", H=2, HV=6),
+    Step(name="gva8", why="eight value heads read one key head", H=1, HV=8, N=2, indices=(1, 0)),
+    Step(name="none", why="g is the log decay, beta a value", gate="none", beta="value"),
+    Step(name="softplus", why="Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit"),
+    Step(name="logsigmoid", why="the gate without parameters", gate="logsigmoid", wide_gate=True),
+    Step(name="no_norm", why="keys the caller normalised", l2norm=False, scale=0.3),
+    Step(name="mixed", why="q, k, v in one row", form="mixed", H=2, HV=4),
+    Step(name="mixed_rows", why="rows of a wider projection", form="mixed_rows", state=BF16),
+    Step(name="mixed_packed", why="the same when packed", form="mixed_rows", lengths=(2, 0, 3), v_first=False),
+    Step(
+        name="mixed_spec",
+        why="1 + S rows a sequence",
+        form="mixed",
+        N=2,
+        T=3,
+        spec=2,
+        indices=((1, 2, 3), (4, 5, 6)),
+    ),
+    Step(name="fused", why="all inputs are slices of one projection", form="fused", N=2, T=2, indices=(1, 0)),
+    Step(name="odd", why="inputs off every boundary", form="odd", N=2, indices=(1, 0)),
+    Step(name="transposed", why="q, k, v, g not dense in their last dimension", form="transposed", H=2),
+    Step(name="K64", why="K < V, 64", K=64, V=128, N=2, indices=(1, 0)),
+    Step(name="V64", why="K > V", K=128, V=64, N=2, indices=(1, 0), state=BF16, v_first=False),
+    Step(name="K256", why="the widest", K=256, V=256, N=1, HV=1, indices=(1,)),
+    Step(name="K1", why="the narrowest", K=1, V=2, HV=3),
+    Step(name="K16", why="narrow", K=16, V=4, v_first=False, state=BF16),
+    Step(
+        name="spec",
+        why="a state for each token; start after 1, 2, 3 accepted",
+        T=3,
+        spec=2,
+        indices=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
+        accepted=(1, 2, 3),
+        slots=9,
+    ),
+    Step(
+        name="spec_bf16",
+        why="rounded on the way out, not from token to token",
+        T=4,
+        spec=3,
+        N=2,
+        indices=((0, 1, 2, 3), (7, 6, 5, 4)),
+        accepted=(4, 1),
+        state=BF16,
+        v_first=False,
+        gap=8,
+    ),
+    Step(
+        name="spec_first",
+        why="without counts the start is the first slot",
+        T=2,
+        spec=1,
+        N=2,
+        indices=((0, 1), (3, 2)),
+    ),
+    Step(
+        name="spec_packed",
+        why="fewer drafts for some, none for one, padding",
+        lengths=(3, 1, 0, 2, 0),
+        spec=2,
+        indices=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (-1, -1, -1)),
+        accepted=(2, 3, 1, 1, 1),
+        slots=12,
+    ),
+    Step(
+        name="spec_bad_counts",
+        why="counts of 0, 1 + S + 1 and wild ones make null sequences",
+        N=6,
+        T=2,
+        spec=1,
+        indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)),
+        accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
+        slots=12,
+    ),
+    Step(
+        name="spec_null",
+        why="null slots inside rows: a start, a target",
+        N=3,
+        T=3,
+        spec=2,
+        indices=((1, 0, 2), (3, 0, 0), (4, 5, -1)),
+        accepted=(2, 1, 2),
+        null_index="non_positive",
+    ),
+    Step(
+        name="source",
+        why="from a committed pool to another",
+        source=(1, 2, 4),
+        indices=(0, 5, 3),
+        slots=6,
+    ),
+    Step(
+        name="source_null",
+        why="null in either pool",
+        N=4,
+        source=(1, -1, 4, 0),
+        indices=(-1, 5, 3, 9),
+        slots=6,
+    ),
+    Step(
+        name="source_own", why="to rows of its own", source=(1, 2, 4), indices=None, slots=3, null_index="non_positive"
+    ),
+    Step(
+        name="source_spec",
+        why="drafts from the committed state",
+        N=2,
+        T=3,
+        spec=2,
+        source=(6, 2),
+        indices=((0, 1, 2), (5, 4, -1)),
+        state=BF16,
+    ),
+    Step(name="read_only", why="outputs and nothing else", N=2, T=2, update=False, indices=(3, 1)),
+    Step(name="read_source", why="the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
+    Step(
+        name="verify",
+        why="intermediate states in the sequence's own row",
+        N=3,
+        T=3,
+        spec=2,
+        update=False,
+        indices=(3, -1, 1),
+        rows="slots",
+        gap=32,
+    ),
+    Step(
+        name="verify_rows",
+        why="in rows of a smaller buffer",
+        lengths=(3, 0, 2),
+        spec=2,
+        update=False,
+        indices=(3, 2, 1),
+        rows=(1, 0, -1),
+        state=BF16,
+        v_first=False,
+    ),
+    Step(
+        name="verify_source",
+        why="from a source",
+        N=2,
+        T=2,
+        spec=1,
+        update=False,
+        source=(3, 1),
+        indices=None,
+        rows=(2, 0),
+    ),
+    Step(name="verify_own", why="row n", N=2, T=2, spec=1, update=False, indices=None, slots=2, rows="slots"),
+]
+SINGLE_BF16 = [
+    replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
+    for step in STEPS
+    if step.T == 1 and step.lengths is None and step.v_first and step.state == FP32 and step.name[0] != "K"
+    for K, V in [(128, 64), (64, 128)]
+]
+"""What Hopper's kernel takes, or has to leave to the portable one because of how it lies in memory."""
+
+BY_NAME = {step.name: step for step in STEPS}
+assert len(BY_NAME) == len(STEPS), "names must differ"
+
+
+def step_id(step: Step) -> str:
+    return step.name
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def make_step(step: Step, dtype: torch.dtype = FP32, device: str | torch.device = "cpu", seed: int = 0) -> dict:
+    """Arguments of `recurrent_kda`. What is written lies amid other memory, and all of it holds random numbers."""
+    source = Source(dtype, device, zlib.crc32(step.name.encode()) + seed)
+    B, T = (step.N, step.T) if step.lengths is None else (1, step.tokens)
+    H, HV, K, V = step.H, step.HV, step.K, step.V
+    t = {
+        "q": source.normal(B, T, H, K),
+        "k": source.normal(B, T, H, K),
+        "v": source.normal(B, T, HV, V),
+        "g": -(source.normal(B, T, HV, K) - 1.0).exp() if step.gate == "none" else source.normal(B, T, HV, K),
+        "beta": source.uniform(B, T, HV) if step.beta == "value" else source.normal(B, T, HV),
+    }
+    if not step.l2norm:
+        t["q"], t["k"] = (torch.nn.functional.normalize(t[name], dim=-1) for name in "qk")
+    wide = ("g", "beta") if step.wide_gate else ()
+    call = FORMS[step.form]({name: x.to(source.wide if name in wide else dtype) for name, x in t.items()})
+    if step.gate in ("softplus", "lower_bound"):
+        call["A_log"], dt_bias = MEMORY[step.memory](source, HV, K)
+        call["dt_bias"] = dt_bias.flatten()
+    if step.lengths is not None:
+        offsets = torch.tensor([0, *step.lengths]).cumsum(0)
+        call["cu_seqlens"] = offsets.to(step.index_dtype).to(device)
+    return call | _states(step, source) | _options(step)
+
+
+def _states(step: Step, source: Source) -> dict:
+    device = source.device
+    inner = (step.HV, step.V, step.K) if step.v_first else (step.HV, step.K, step.V)
+
+    def index(values: tuple) -> Tensor:
+        return torch.tensor(values, dtype=step.index_dtype, device=device)
+
+    given = {}
+    if step.state is not None and (step.source is None or step.update):
+        given["initial_state"] = amid(source, step.state, (step.slots, *inner), step.gap)
+    if step.indices is not None:
+        given["ssm_state_indices"] = index(step.indices)
+    if step.source is not None:
+        given["initial_state_source"] = amid(source, step.state, (7, *inner), step.gap)
+        given["initial_state_indices"] = index(step.source)
+    if step.accepted is not None:
+        given["num_accepted_tokens"] = index(step.accepted)
+    if step.rows is not None:
+        count = step.slots if step.rows == "slots" else 3
+        given["intermediate_states"] = amid(source, step.state, (count, 1 + (step.spec or 0), *inner), step.gap)
+        if step.rows != "slots":
+            given["intermediate_state_indices"] = index(step.rows)
+    return given
+
+
+def _options(step: Step) -> dict:
+    asked = {"use_qk_l2norm_in_kernel": step.l2norm, "gate": step.gate, "scale": step.scale}
+    asked |= {"beta_is_logit": step.beta != "value", "allow_neg_eigval": step.beta == "double_logit"}
+    asked |= {"lower_bound": -5.0 if step.gate == "lower_bound" else None, "state_v_first": step.v_first}
+    asked |= {"null_index": step.null_index, "num_spec_tokens": step.spec, "update_state": step.update}
+    return asked | {"output_final_state": step.final}
+
+
+def amid(source: Source, dtype: torch.dtype, shape: tuple[int, ...], gap: int = 0) -> Tensor:
+    """Random states whose first dimension has a pitch of its content plus `gap`, with a margin before and after."""
+    content = torch.Size(shape[1:]).numel()
+    memory = source.normal(shape[0] * (content + gap) + 2 * MARGIN).to(dtype)
+    inner = torch.empty(shape[1:], device="meta").stride()
+    return memory.as_strided(shape, (content + gap, *inner), MARGIN)
+
+
+def _dense(t: dict) -> dict:
+    return t
+
+
+def _mixed(t: dict, beside: int = 0) -> dict:
+    """One row a token; `beside` more elements between two of them."""
+    rows = torch.cat([t[name].flatten(2).flatten(0, 1) for name in "qkv"], dim=-1)
+    between = rows.new_full((len(rows), beside), torch.nan)
+    mixed = torch.cat([rows, between], dim=-1)[:, : rows.shape[1]]
+    return {"mixed_qkv": mixed, "g": t["g"].flatten(2).flatten(0, 1), "beta": t["beta"].flatten(0, 1)}
+
+
+def _fused(t: dict) -> dict:
+    parts = [x.flatten(2) for x in t.values()]
+    slices = torch.cat(parts, dim=-1).split([part.shape[-1] for part in parts], dim=-1)
+    return {name: part.unflatten(-1, x.shape[2:]) for (name, x), part in zip(t.items(), slices)}
+
+
+def _odd(t: dict) -> dict:
+    return {name: torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape) for name, x in t.items()}
+
+
+def _transposed(t: dict) -> dict:
+    return {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in t.items()}
+
+
+FORMS = {
+    "dense": _dense,
+    "mixed": _mixed,
+    "mixed_rows": lambda t: _mixed(t, beside=24),
+    "fused": _fused,
+    "odd": _odd,
+    "transposed": _transposed,
+}
+
+
+# ---- what it must do ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """In float64. `o` is NaN in the rows that no sequence has. `pool` and `intermediate` are None where the call has none;
+    `stored` and `stored_rows` name what of them is written, the latter as (row, token)."""
+
+    o: Tensor
+    pool: Tensor | None
+    intermediate: Tensor | None
+    stored: set[int]
+    stored_rows: set[tuple[int, int]]
+
+
+WRITTEN = ("initial_state", "intermediate_states")
+
+
+def expected(step: Step, call: dict) -> Expected:
+    """By a loop over sequences and tokens; shares nothing with the library."""
+    t = {name: x.detach().cpu() for name, x in call.items() if isinstance(x, Tensor)}
+    q, k, v, g, beta = (x.double() for x in _token_rows(step, t))
+    pool, states, origin = (
+        t[name].to(torch.float64, copy=True) if name in t else None for name in (*WRITTEN, "initial_state_source")
+    )
+    if step.l2norm:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q = q * (step.K**-0.5 if step.scale is None else step.scale)
+    decay, beta = _log_decay(step, t, g).exp(), _strength(step, beta)
+    lengths = (step.T,) * step.N if step.lengths is None else step.lengths
+    found = Expected(torch.full_like(v, torch.nan), pool, states, set(), set())
+    read_from = pool.clone() if pool is not None else None
+    for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
+        S = _start(step, n, read_from, origin)
+        if length and S is None:
+            found.o[begin : begin + length] = 0.0
+        if S is None:
+            continue
+        S = S.transpose(-1, -2).clone() if step.v_first else S.clone()  # [HV, K, V]
+        for i in range(length):
+            at = begin + i
+            for head in range(step.HV):
+                row_k = k[at, head * step.H // step.HV]
+                S[head] *= decay[at, head][:, None]
+                S[head] += beta[at, head] * torch.outer(row_k, v[at, head] - row_k @ S[head])
+                found.o[at, head] = q[at, head * step.H // step.HV] @ S[head]
+            laid = S.transpose(-1, -2) if step.v_first else S
+            _store(step, n, i, i == length - 1, laid, found)
+    return found
+
+
+def _token_rows(step: Step, t: dict) -> list[Tensor]:
+    H, HV, K, V = step.H, step.HV, step.K, step.V
+    if "mixed_qkv" in t:
+        rows = t["mixed_qkv"].split([H * K, H * K, HV * V], dim=-1)
+        t = t | dict(zip("qkv", rows))
+    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+    return [t[name].reshape(step.tokens, *shape) for name, shape in shapes.items()]
+
+
+def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
+    if step.gate == "none":
+        return g
+    if step.gate == "logsigmoid":
+        return torch.nn.functional.logsigmoid(g)
+    rate = t["A_log"].double().exp()[:, None]
+    x = g + t["dt_bias"].double().view(step.HV, step.K)
+    return -rate * torch.nn.functional.softplus(x) if step.gate == "softplus" else -5.0 * torch.sigmoid(rate * x)
+
+
+def _strength(step: Step, beta: Tensor) -> Tensor:
+    return {"value": beta, "logit": beta.sigmoid(), "double_logit": 2.0 * beta.sigmoid()}[step.beta]
+
+
+def named(step: Step, index: int, slots: int) -> bool:
+    return (1 if step.null_index == "non_positive" else 0) <= index < slots
+
+
+def _start(step: Step, n: int, pool: Tensor | None, origin: Tensor | None) -> Tensor | None:
+    """The state that sequence `n` starts from, as it is laid out; None for a null sequence."""
+    if origin is not None:
+        first = None if step.indices is None or not step.update else step.indices[n]
+        first = first[0] if isinstance(first, tuple) else first
+        live = named(step, step.source[n], len(origin)) and (first is None or named(step, first, len(pool)))
+        return origin[step.source[n]] if live else None
+    if pool is None:
+        return torch.zeros(step.HV, *((step.V, step.K) if step.v_first else (step.K, step.V)), dtype=torch.float64)
+    if step.indices is None:
+        return pool[n]
+    index = step.indices[n]
+    if isinstance(index, tuple):
+        count = 1 if step.accepted is None else step.accepted[n]
+        if not 1 <= count <= 1 + (step.spec or 0):
+            return None
+        index = index[count - 1]
+    return pool[index] if named(step, index, len(pool)) else None
+
+
+def _store(step: Step, n: int, i: int, last: bool, state: Tensor, found: Expected) -> None:
+    if step.rows is not None:
+        own = n if step.indices is None else step.indices[n]
+        row = step.rows[n] if step.rows != "slots" else own
+        null_free = step.rows == "slots" and step.indices is None
+        if null_free or named(step, row, len(found.intermediate)):
+            found.intermediate[row, i] = state
+            found.stored_rows.add((row, i))
+    elif found.pool is not None and step.update:
+        index = n if step.indices is None else step.indices[n]
+        each = isinstance(index, tuple)
+        index = index[i] if each else index
+        if (each or last) and (step.indices is None or named(step, index, len(found.pool))):
+            found.pool[index] = state
+            found.stored.add(index)
+
+
+def untouched(x: Tensor, stored: set) -> Tensor:
+    """Mask over the memory of `x` (see `amid`): all but the parts `x[i]` for `i` in `stored`."""
+    memory = x.new_empty(0).set_(x.untyped_storage())
+    mask = torch.ones_like(memory, dtype=torch.bool)
+    view = mask.as_strided(x.shape, x.stride(), x.storage_offset())
+    for i in stored:
+        view[i] = False
+    return mask
+
+
+def memory_of(x: Tensor) -> Tensor:
+    return x.new_empty(0).set_(x.untyped_storage())

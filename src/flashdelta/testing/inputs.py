@@ -1,0 +1,328 @@
+"""From a `Case` to the arguments of `chunk_kda`: seeded, on any device, the hard inputs included."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .cases import Case
+
+
+def make_call(
+    case: Case, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
+) -> dict:
+    """Arguments of `chunk_kda` for `case`, with `dtype` tensors.
+
+    Drawn in float32 (float64 for float64) from a generator seeded by the case's name, then rounded: a case holds the
+    same numbers in every dtype up to rounding.
+    """
+    source = Source(dtype, device, zlib.crc32(case.name.encode()) + seed)
+    B, T, H, HV, K, V = case.B, case.tokens, case.H, case.HV, case.K, case.V
+    tensors = {
+        "q": source.normal(B, T, H, K),
+        "k": source.normal(B, T, H, K),
+        "v": source.normal(B, T, HV, V),
+        "g": log_decays(source, case) if case.gate == "none" else source.normal(B, T, HV, K),
+        "beta": source.uniform(B, T, HV) if case.beta == "value" else source.normal(B, T, HV),
+    }
+    if not case.l2norm:
+        tensors["q"], tensors["k"] = (torch.nn.functional.normalize(tensors[name], dim=-1) for name in "qk")
+    if case.gate == "logsigmoid":
+        tensors["g"] = tensors["g"] + 2.0
+    if case.hard == "nan":
+        begin, length = case.lengths[0], case.lengths[1]
+        for x in tensors.values():
+            x[:, begin : begin + length] = torch.nan
+    if case.hard in HARD:
+        HARD[case.hard](tensors, source)
+    wide = ("g", "beta") if case.wide_gate else ()
+    tensors = {name: x.to(source.wide if name in wide else dtype) for name, x in tensors.items()}
+    call = LAYOUTS[case.layout](tensors)
+    call |= gate_parameters(source, case)
+    if case.state is not None:
+        call["initial_state"] = initial_state(source, case)
+    if case.lengths is not None:
+        offsets = torch.tensor([0, *case.lengths]).cumsum(0)
+        call["cu_seqlens"] = offsets.to(case.offsets_dtype).to(device)
+    return call | settings(case)
+
+
+def settings(case: Case) -> dict:
+    """The arguments that are no tensors."""
+    asked: dict = {"use_qk_l2norm_in_kernel": case.l2norm}
+    if case.gate in ("softplus", "lower_bound"):
+        asked |= {"use_gate_in_kernel": True, "lower_bound": case.lower_bound}
+    elif case.gate == "logsigmoid":
+        asked["gate"] = "logsigmoid"
+    if case.beta != "value":
+        asked |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.beta == "double_logit"}
+    if case.scale is not None:
+        asked["scale"] = case.scale
+    return asked | {
+        "safe_gate": case.safe,
+        "chunk_size": case.chunk_size,
+        "output_final_state": case.final,
+        "return_intermediate_states": case.h,
+        "state_v_first": case.v_first,
+    }
+
+
+class Source:
+    """Seeded random tensors on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device, dtype=self.wide)
+
+
+def log_decays(source: Source, case: Case) -> Tensor:
+    """Mostly slow, some at the far end: down to -5 if that is promised, to about -50 otherwise."""
+    shape = (case.B, case.tokens, case.HV, case.K)
+    if case.memory == "long":
+        rate = (source.uniform(case.HV, case.K) * 9 - 8).exp()
+        return -(rate * source.uniform(*shape)).clamp(max=5.0 if case.safe else 50.0)
+    if case.safe:
+        return -5.0 * source.uniform(*shape) ** 6
+    return -(1.5 * source.normal(*shape) - 2.0).exp().clamp(max=50.0)
+
+
+def gate_parameters(source: Source, case: Case) -> dict:
+    """`A_log` and `dt_bias` of the gates that have them."""
+    if case.gate not in ("softplus", "lower_bound"):
+        return {}
+    A_log, dt_bias = MEMORY[case.memory](source, case.HV, case.K)
+    parameters = {}
+    if case.has_A_log:
+        parameters["A_log"] = A_log.view(1, 1, case.HV, 1) if case.broad_parameters else A_log
+    if case.has_dt_bias:
+        parameters["dt_bias"] = dt_bias if case.broad_parameters else dt_bias.flatten()
+    return parameters
+
+
+def _short(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 2.0 * source.uniform(HV) - 1.0, source.normal(HV, K) - 2.0
+
+
+def _long(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 0.5 * source.normal(HV), source.uniform(HV, K) * 9 - 8
+
+
+def _new(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return (source.uniform(HV) * 15 + 1).log(), 0.5 * source.normal(HV, K)
+
+
+MEMORY = {"short": _short, "long": _long, "new": _new}
+"""`A_log` and `dt_bias` by how long channels remember. "short": tens of tokens. "long": some forget within a token and others
+remember hundreds, so an error in the state that passes between chunks shows in the outputs. "new": as models are initialised,
+all gone after a few tokens."""
+
+
+def initial_state(source: Source, case: Case) -> Tensor:
+    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
+    state = source.normal(case.sequences, case.HV, *inner).to(case.state)
+    if case.hard != "strided_state":
+        return state
+    padded = state.new_full((*state.shape[:-1], 2 * state.shape[-1]), torch.nan)
+    padded[..., ::2] = state
+    return padded[..., ::2]
+
+
+# ---- hard inputs: each changes the tensors in place ----------------------------------------------------------------
+
+
+def _fill(name: str, value: float):
+    def change(t: dict, source: Source) -> None:
+        t[name].fill_(value)
+
+    return change
+
+
+def _same_keys(beta: float):
+    def change(t: dict, source: Source) -> None:
+        t["k"].copy_(t["k"][:, :1].clone().expand_as(t["k"]))
+        t["g"].zero_()
+        t["beta"].fill_(beta)
+
+    return change
+
+
+def _signs(name: str, size: float):
+    def change(t: dict, source: Source) -> None:
+        t[name].copy_(t[name].sign() * size)
+
+    return change
+
+
+def _mixed_decays(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][..., ::2] = -50.0
+
+
+def _forget(t: dict, source: Source) -> None:
+    t["g"][:, 5::13] = -torch.inf
+
+
+def _alternating_decays(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][:, 1::2] = -30.0
+
+
+def _forget_channels(t: dict, source: Source) -> None:
+    t["g"].zero_()
+    t["g"][:, 5::13, :, ::2] = -torch.inf
+
+
+def _key_norms(t: dict, source: Source) -> None:
+    k = torch.nn.functional.normalize(t["k"], dim=-1)
+    k[:, ::3] *= 1e-4
+    k[:, 1::3] *= 50.0
+    t["k"].copy_(k)
+
+
+def _zero_rows(t: dict, source: Source) -> None:
+    t["q"][:, ::3] = 0.0
+    t["k"][:, ::5] = 0.0
+
+
+def _beta_to_2(t: dict, source: Source) -> None:
+    t["beta"].mul_(1.99)
+
+
+HARD = {
+    "same_keys": _same_keys(1.0),
+    "same_keys_2": _same_keys(1.9375),
+    "pinned": _fill("g", 50.0),
+    "g-5": _fill("g", -5.0),
+    "g0": _fill("g", 0.0),
+    "g-50": _fill("g", -50.0),
+    "g-1e4": _fill("g", -1e4),
+    "g_mixed": _mixed_decays,
+    "g_alternating": _alternating_decays,
+    "forget": _forget,
+    "forget_channels": _forget_channels,
+    "raw_1000": _signs("g", 1000.0),
+    "zero_rows": _zero_rows,
+    "key_norms": _key_norms,
+    "beta_zero": _fill("beta", 0.0),
+    "beta_to_2": _beta_to_2,
+    "beta_saturated": _signs("beta", 100.0),
+}
+
+
+# ---- memory layouts ------------------------------------------------------------------------------------------------
+
+
+def _dense(t: dict) -> dict:
+    return {name: x.contiguous() for name, x in t.items()}
+
+
+def _fused(t: dict) -> dict:
+    """Slices of one `[B, T, sum of widths]` buffer: dense rows, one long token stride. Tensors must share a dtype."""
+    widths = [x[0, 0].numel() if x.shape[0] * x.shape[1] else 0 for x in t.values()]
+    buffer = torch.cat([x.flatten(2) for x in t.values()], dim=-1)
+    slices = buffer.split(widths, dim=-1)
+    return {name: s.unflatten(-1, x.shape[2:]) for (name, x), s in zip(t.items(), slices)}
+
+
+def _head_first(t: dict) -> dict:
+    return {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in t.items()}
+
+
+def _last_dim_strided(t: dict) -> dict:
+    return {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in t.items()}
+
+
+def _expanded(t: dict) -> dict:
+    """Every head reads the first one's memory, and every batch row the first row's."""
+    return {name: x[:1, :, :1].expand_as(x) for name, x in t.items()}
+
+
+def _odd_offset(t: dict) -> dict:
+    def shift(x: Tensor) -> Tensor:
+        return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+
+    return {name: shift(x) for name, x in t.items()}
+
+
+def _padded(t: dict) -> dict:
+    """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
+
+    def pad(x: Tensor) -> Tensor:
+        rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
+        return rows[..., :-4].unflatten(-1, x.shape[2:])
+
+    return {name: pad(x) for name, x in t.items()}
+
+
+LAYOUTS = {
+    "dense": _dense,
+    "fused": _fused,
+    "head_first": _head_first,
+    "last_dim_strided": _last_dim_strided,
+    "expanded": _expanded,
+    "odd_offset": _odd_offset,
+    "padded": _padded,
+}
+
+
+# ---- several calls from one ----------------------------------------------------------------------------------------
+
+TOKEN_TENSORS = ("q", "k", "v", "g", "beta")
+
+
+def narrow(call: dict, start: int, stop: int) -> dict:
+    """The call on tokens `[start, stop)` of every batch row, without a packed layout or a state."""
+    dropped = ("cu_seqlens", "cu_seqlens_cpu", "initial_state", "out")
+    kept = {name: x for name, x in call.items() if name not in dropped}
+    return kept | {name: call[name][:, start:stop] for name in TOKEN_TENSORS}
+
+
+def sequence_calls(call: dict) -> list[dict]:
+    """Every sequence of a packed call as a call of its own, with its initial state."""
+    offsets = call["cu_seqlens"].tolist()
+    calls = []
+    for n, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        alone = narrow(call, start, stop)
+        if call.get("initial_state") is not None:
+            alone["initial_state"] = call["initial_state"][n : n + 1]
+        calls.append(alone)
+    return calls
+
+
+def on_meta(call: dict) -> dict:
+    return {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
+    """The call without its numbers: heads and lengths as long as a model's take no time."""
+    short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
+    call = on_meta(make_call(short, dtype))
+    sizes: dict[str, tuple[int, ...]] = {
+        "q": (case.H, case.K),
+        "k": (case.H, case.K),
+        "v": (case.HV, case.V),
+        "g": (case.HV, case.K),
+    }
+    sizes["beta"] = (case.HV,)
+    for name, size in sizes.items():
+        call[name] = call[name].new_empty(case.B, case.tokens, *size)
+    if "initial_state" in call:
+        call["initial_state"] = call["initial_state"].new_empty(
+            case.sequences, case.HV, *call["initial_state"].shape[2:]
+        )
+    if "cu_seqlens" in call:
+        call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
+    for name in {"A_log", "dt_bias"} & call.keys():
+        call[name] = call[name].new_empty(case.HV * (case.K if name == "dt_bias" else 1))
+    return call

@@ -1,0 +1,158 @@
+"""The benchmarks by name: their rows, what makes a row's calls, and what is said of it."""
+
+from __future__ import annotations
+
+import torch
+
+from . import cases, contenders, startup
+from .cases import quotient, value
+from .runner import Benchmark
+from .timing import Effort, float32_ceilings
+
+PROMPTS = ("fla", "flash_kda", "cula")
+
+
+def decode_extra(row: dict, document: dict) -> dict:
+    """FLA's share of the copy rate; time a token against the row without speculative tokens."""
+    extra: dict[str, object] = {"share_fla": quotient(row["floor_ms"], value(row, "fla.ms.median"))}
+    S = row["shape"]["S"]
+    base = next((x for x in document["rows"] if S and x["name"] == row["name"].removesuffix(f" S{S}")), None)
+    cost = quotient(value(row, "ours.ms.median"), value(base, "ours.ms.median"))
+    return extra | {"token_cost": None if cost is None else cost / (1 + S)}
+
+
+def train_extra(row: dict, document: dict) -> dict:
+    """Peak memory beside FLA's, and the ratio of forwards."""
+    return {
+        "memory_share": quotient(value(row, "ours.peak_above_bytes"), value(row, "fla.peak_above_bytes")),
+        "forward_speedup": quotient(value(row, "fla.forward_ms.median"), value(row, "ours.forward_ms.median")),
+    }
+
+
+def fp32_extra(row: dict, document: dict) -> dict:
+    """Shares of the copy rate, and of the rate of products in TF32 (of which 3xTF32 takes three) or float32."""
+    shares = {}
+    for name, products, ceiling in (("ours", 3, "tf32_tflop_s"), ("ieee", 1, "fp32_tflop_s")):
+        ms = value(row, f"{name}.ms.median")
+        copy = quotient(row["floor_ms"], ms)
+        shares[name] = copy and {
+            "copy": copy,
+            "products": products * row["flop"] / ms / 1e9 / document["ceilings"][ceiling],
+        }
+    return {"shares": shares}
+
+
+COMMON = ("backend", "json", "rows", "fla", "no_fla", "repeats", "device", "wide")
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            "prefill",
+            "Time the forward over whole prompts beside other libraries, with errors and floor",
+            cases.PREFILL,
+            contenders.prefill,
+            peers=PROMPTS,
+            options=(*COMMON, "plot"),
+        ),
+        Benchmark(
+            "classic",
+            "Time 52 usual shapes beside other libraries, with RMS and maximum errors",
+            cases.CLASSIC,
+            contenders.prefill,
+            effort=Effort(rounds=20),
+            peers=PROMPTS,
+            options=(*COMMON, "plot"),
+        ),
+        Benchmark(
+            "split",
+            "Time long sequences over few heads, split and whole, beside FLA with its own split",
+            cases.SPLIT,
+            contenders.split,
+            effort=Effort(rounds=20),
+            # by CUDA graph, as launches take longer than short sequences
+            over={"gain": ("whole", "ours"), "told_gain": ("whole", "told")},
+            peers=PROMPTS,
+            options=(*COMMON, "plot"),
+        ),
+        Benchmark(
+            "kernels",
+            "Time the forward's kernels one by one, beside the ceilings of memory and arithmetic",
+            cases.PREFILL,
+            contenders.kernels,
+            quick=("T8192 H64",),
+            effort=Effort(rounds=20),
+            profiled_calls=None,
+            peers=(),
+            options=("backend", "json", "rows", "repeats", "device", "wide"),
+        ),
+        Benchmark(
+            "decode",
+            "Time steps of decoding over a paged pool beside FLA, with shares of the copy rate",
+            cases.DECODE,
+            contenders.decode,
+            quick=(
+                *(f"N{N} H32 {state}" for state in cases.STATES for N in (1, 32, 128, 256)),
+                "N32 H32 fp32 S3",
+            ),
+            effort=Effort(rounds=7, min_rounds=3, budget_ms=100.0, warmup_ms=2.0),
+            derive=decode_extra,
+            peers=("fla_decode",),
+            options=(*COMMON, "quick"),
+        ),
+        Benchmark(
+            "train",
+            "Time training steps beside FLA, with memory, errors of all gradients, and kernels",
+            cases.TRAIN,
+            contenders.train,
+            quick=("B1 T8192 H32", "packed 20 random H32"),
+            effort=Effort(rounds=20),
+            derive=train_extra,
+            grad=torch.enable_grad,
+            options=(*COMMON, "quick", "plot"),
+        ),
+        Benchmark(
+            "wy",
+            "Time the fused backward of the WY step beside FLA's kernel, with errors by gradient",
+            cases.WY,
+            contenders.wy,
+            quick=("B1 T1024 H32", "B1 T8192 H32", "packed random 10 of 8192 H32", "B1 T8192 H8 HV32"),
+            effort=Effort(rounds=20),
+            prefer="graph_ms",
+            grad=torch.no_grad,
+            peers=("fla_wy",),
+            options=(*COMMON, "quick", "plot"),
+        ),
+        Benchmark(
+            "fp32",
+            "Time the float32 prefill in both precisions, and the C library, beside FLA",
+            cases.PREFILL_FP32,
+            contenders.fp32,
+            quick=tuple(
+                row.name for row in cases.PREFILL_FP32 if row.name.startswith(("B1 H32 T1024", "B1 H32 T4096"))
+            ),
+            effort=Effort(rounds=50, min_rounds=5, budget_ms=1000.0, warmup_ms=10.0),
+            derive=fp32_extra,
+            ceilings=float32_ceilings,
+            options=("json", "rows", "fla", "no_fla", "quick", "library", "repeats", "device", "wide"),
+        ),
+        Benchmark(
+            "startup",
+            "Time the first calls of a fresh process, with the kernel cache empty and then filled",
+            startup.ROWS,
+            measure=startup.measure,
+            ceilings=None,
+            peers=(),
+            options=("backend", "json", "tokens", "device", "wide"),
+        ),
+    )
+}
+"""But for `toolchains`, which imports Triton, and Triton is for Linux only."""
+
+
+def benchmark_of(name: str) -> Benchmark:
+    if name == "toolchains":
+        from .toolchains import BENCHMARK
+
+        return BENCHMARK
+    return BENCHMARKS[name]

@@ -1,0 +1,522 @@
+"""What is timed: flashdelta's calls, and those of the libraries beside it, on the same tensors.
+
+A function a benchmark turns a row into a `Work`: the calls by contender, or why there is none, and how their results are
+checked. `runner.py` does the rest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+
+from ...testing import prefills
+from ...testing.cases import BF16, FP32, Case
+from ...testing.decoding import Step, make_step
+from ...testing.inputs import make_call
+from ...testing.oracle import TOLERANCE, float64, truth
+from ...testing.wy import NAMES as GRADIENTS
+from ..export.bindings import Library, PrefillArgs
+from . import checks, profiling
+from .cases import Row
+from .timing import Effort, Run, Timer
+from .training import LEAVES, input_bytes, training_inputs, true_gradients, wy_bytes, wy_inputs, wy_truth
+
+Results = Sequence[Tensor]
+
+PEER_TOLERANCE = 5e-2
+"""Relative error past which a peer's result is wrong and its time means nothing."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`call` returns its results; `checked`, if given, is called instead where they are checked.
+
+    `graph`: it is timed as a CUDA graph "too", "only", or "no". `more` and `host` are further calls, timed on the GPU and on
+    the host, by their key in the row. `memory`: its peak is taken. `describe` makes the row's `kernels` of a profile.
+    """
+
+    call: Callable[[], Results]
+    tolerance: float = PEER_TOLERANCE
+    checked: Callable[[], Results] | None = None
+    graph: str = "no"
+    more: Mapping[str, Run] = field(default_factory=dict)
+    host: Mapping[str, Run] = field(default_factory=dict)
+    memory: bool = False
+    describe: Callable[[Sequence[profiling.KernelRun], int], list[dict]] | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """`errors` of a contender's results; `bytes` that can't but be moved, in `launches` launches of a timed call; `facts` for
+    the row's JSON."""
+
+    contenders: Mapping[str, Contender | str]
+    errors: Callable[[Results], checks.Errors]
+    shape: dict[str, object]
+    bytes: int
+    launches: int = 1
+    input_bytes: int | None = None
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all rows of a run share. `peers` are entries of `PEERS` by name, or why there is none; they take part in the rows
+    named in `peer_rows` (None: in all). The sizes are of decoding: the pools of a state's dtype, the states that a graph walks
+    through, the most launches in it, and the eager calls whose host time is taken."""
+
+    device: torch.device
+    timer: Timer
+    effort: Effort
+    backend: str = "auto"
+    peers: Mapping[str, Any] = field(default_factory=dict)
+    peer_rows: frozenset[str] | None = None
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    library: Library | None = None
+    folder: Any = None
+    tokens: int = 8192
+    pool_bytes: int = 2**32
+    walk_bytes: int = 2**31
+    launches: int = 512
+    host_calls: int = 200
+    pools: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether there are CUDA graphs."""
+        return self.device.type == "cuda"
+
+    def peer(self, name: str, row: Row) -> Any:
+        """The peer's function, or why there is none in this row."""
+        if not row.peers or (self.peer_rows is not None and row.name not in self.peer_rows):
+            return "not asked for"
+        return self.peers.get(name, "not asked for")
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+PEERS = {
+    "fla": ("fla.ops.kda", "chunk_kda"),
+    "fla_decode": ("fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd"),
+    "fla_wy": ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
+    "flash_kda": ("flash_kda", "fwd"),
+    "cula": ("cula.kda", "kda_prefill_hopper"),
+}
+"""Module and function. FLA's public decode takes no indices of states, so its launcher is called."""
+
+TITLES = {
+    "fla": "FLA",
+    "fla_bf16": "FLA bf16",
+    "flash_kda": "FlashKDA",
+    "cula": "cuLA",
+    "whole": "whole",
+    "c": "C library",
+}
+INSTALL = {"fla": "; pip install 'flashdelta[bench]'"}
+OURS_ONLY = ("backend", "chunk_size", "return_intermediate_states", "split", "cu_seqlens_cpu")
+"""Arguments of `chunk_kda` that FLA's has not."""
+
+
+def find(peer: str) -> Any:
+    """The peer's function, or why there is none."""
+    module, name = PEERS[peer]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # peers probe GPUs and Triton while they are imported, and any of that may fail
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        library = peer if peer in TITLES else peer.partition("_")[0]
+        return f"{TITLES[library]} can't be imported ({reason}){INSTALL.get(library, '')}"
+
+
+def let_fla_split() -> None:
+    """FLA splits sequences on one card where this is set when it is imported."""
+    os.environ.setdefault("FLA_INTRACARD_CP", "1")
+
+
+def contending(found: Any, make: Callable[[Any], Contender | str]) -> Contender | str:
+    """What `make` makes of a peer that was found; else why there is none."""
+    return found if isinstance(found, str) else make(found)
+
+
+def shared(call: dict) -> dict:
+    """The arguments that FLA's `chunk_kda` takes, too, under the same names."""
+    return {name: x for name, x in call.items() if name not in OURS_ONLY}
+
+
+def flash_kda(forward: Callable, call: dict, case: Case) -> Contender | str:
+    """FlashKDA writes into buffers, states `[V, K]`."""
+    if case.gate != "lower_bound" or case.H != case.HV or (case.K, case.V) != (128, 128):
+        return "FlashKDA takes bounded gates, as many value as key heads, K = V = 128"
+
+    def run() -> Results:
+        out = torch.empty_like(call["v"])
+        state = call["v"].new_empty(case.sequences, case.HV, case.V, case.K, dtype=FP32)
+        tensors = [call[name] for name in ("q", "k", "v", "g", "beta")]
+        gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
+        forward(*tensors, case.K**-0.5, out, *gate, final_state=state, cu_seqlens=call.get("cu_seqlens"))
+        return out, state.mT
+
+    return Contender(run)
+
+
+def cula(prefill: Callable, call: dict, case: Case) -> Contender | str:
+    """cuLA takes beta as float32 values, so its sigmoid is part of the call."""
+    if case.gate != "lower_bound" or case.H != case.HV:
+        return "cuLA takes bounded gates, as many value as key heads"
+    options = ("output_final_state", "use_qk_l2norm_in_kernel", "safe_gate", "use_gate_in_kernel", "lower_bound")
+    names = ("q", "k", "v", "g", "A_log", "dt_bias", *options)
+    given = {name: call[name] for name in names}
+    if "cu_seqlens" in call:
+        given["cu_seqlens"] = call["cu_seqlens"].int()
+    return Contender(lambda: prefill(beta=call["beta"].float().sigmoid(), **given))
+
+
+# ---- prefill, classic, split, kernels --------------------------------------------------------------------------------
+
+RECURRENCE_TOKENS = 16384
+"""Most tokens for which the truth is the recurrence, about 0.1 ms a token on a GPU; beyond, the chunked reference."""
+
+
+def sizes(case: Case) -> dict[str, object]:
+    names = ("B", "H", "HV", "K", "V")
+    return {name: getattr(case, name) for name in names} | {"T": case.tokens, "lengths": case.lengths or ()}
+
+
+def forward_bytes(case: Case, element_size: int = 2) -> int:
+    """Bytes a forward can't avoid moving: q, k, v, g read once and o written once, all at `element_size` bytes."""
+    return case.B * case.tokens * (case.H * 2 * case.K + case.HV * (2 * case.V + case.K)) * element_size
+
+
+def explained(call: dict, backend: str) -> dict[str, object]:
+    """The backend that runs the call, by name, and how many segments each sequence has there."""
+    try:
+        found = fd.explain(fd.chunk_kda, **call, backend=backend)
+    except ValueError:
+        return {"backend": None, "segments": None}
+    return {"backend": found.chosen, "segments": found.segments}
+
+
+def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
+    case: Any = row.call
+    call = make_call(case, BF16, setup.device)
+    chunked = case.tokens > RECURRENCE_TOKENS
+    want = truth(call, chunked)
+    ours = functools.partial(fd.chunk_kda, **call, backend=setup.backend)
+    contenders: dict[str, Contender | str] = {
+        "ours": Contender(
+            ours,
+            TOLERANCE[BF16],
+            lambda: ours(out=torch.full_like(call["v"], torch.nan)),
+            graph="too",
+            describe=functools.partial(profiling.describe, case, setup) if describe else None,
+        ),
+        "fla": contending(setup.peer("fla", row), lambda f: Contender(functools.partial(f, **shared(call)))),
+        "flash_kda": contending(setup.peer("flash_kda", row), lambda f: flash_kda(f, call, case)),
+        "cula": contending(setup.peer("cula", row), lambda f: cula(f, call, case)),
+    }
+    facts = {"reference": f"{'chunked' if chunked else 'recurrence'}, float64", **explained(call, setup.backend)}
+    errors = functools.partial(checks.errors, want, ("o", "state"), absolute=True)
+    return Work(contenders, errors, sizes(case), forward_bytes(case), facts=facts)
+
+
+def kernels(row: Row, setup: Setup) -> Work:
+    return prefill(row, setup, describe=True)
+
+
+def split(row: Row, setup: Setup) -> Work:
+    """Also ours whole, and ours that is told the offsets on the host."""
+    work = prefill(row, setup)
+    ours: Any = work.contenders["ours"]
+    offsets = ours.call.keywords.get("cu_seqlens")
+    whole = functools.partial(ours.call, split=False)
+    told = functools.partial(ours.call, cu_seqlens_cpu=None if offsets is None else offsets.cpu())
+    others = {name: Contender(call, ours.tolerance, graph="too") for name, call in (("whole", whole), ("told", told))}
+    return Work(**vars(work) | {"contenders": {**work.contenders, **others}})
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train(row: Row, setup: Setup) -> Work:
+    case: Any = row.call
+    call, grad_o = training_inputs(case, setup.device)
+    want = true_gradients(call, grad_o, case)
+
+    def contender(op: Callable, tolerance: float) -> Contender:
+        leaves = [call[name] for name in LEAVES]
+
+        def both() -> Results:
+            return torch.autograd.grad(op()[0], leaves, grad_o)
+
+        forward = {"forward_ms": lambda: op()[0]}
+        return Contender(both, tolerance, more=forward, memory=True, describe=profiling.times)
+
+    contenders = {
+        "ours": contender(functools.partial(fd.chunk_kda, **call, backend=setup.backend), checks.GRADIENT_TOLERANCE),
+        "fla": contending(
+            setup.peer("fla", row), lambda f: contender(functools.partial(f, **shared(call)), PEER_TOLERANCE)
+        ),
+    }
+    heads = ", ".join(map(str, checks.checked_heads(case)))
+    facts = {"reference": f"float64 autograd, query/key heads {heads}", "backend": setup.backend}
+    given = input_bytes(call, grad_o)
+    errors = functools.partial(checks.gradient_errors, want, case)
+    # inputs and o's gradient are read once, o and the gradients written once
+    return Work(contenders, errors, sizes(case), 2 * given, input_bytes=given, facts=facts)
+
+
+def wy(row: Row, setup: Setup) -> Work:
+    case: Any = row.call
+    call = wy_inputs(case, setup.device)
+    want = wy_truth(call)
+
+    def ours(backend: str) -> Results:
+        return fd.kernels.chunk_bwd_wy_dqkg(**call, use_exp2=True, backend=backend)
+
+    contenders = {
+        "ours": Contender(lambda: ours(setup.backend), checks.WY_TOLERANCE, graph="too", memory=True),
+        "fla": contending(
+            setup.peer("fla_wy", row), lambda f: Contender(bind_fla_wy(f, **call), graph="too", memory=True)
+        ),
+    }
+    facts: dict[str, object] = {"reference": "formulas in float64", "backend": setup.backend}
+    if setup.backend == "auto":
+        facts["backend"] = next((name for name in ("hopper", "triton", "reference") if _runs(ours, name)), None)
+    errors = functools.partial(checks.errors, want, GRADIENTS, largest=True)
+    return Work(contenders, errors, sizes(case), wy_bytes(case), facts=facts)
+
+
+def bind_fla_wy(
+    function: Callable, scale: float | None = None, chunk_size: int = 64, **call: Any
+) -> Callable[[], Results]:
+    """FLA's kernel on the tensors of ours. What it looks chunks up in is made here: a training step makes it once."""
+    indices = None
+    if call.get("cu_seqlens") is not None:
+        indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(call["cu_seqlens"], chunk_size)
+    scale = call["q"].shape[-1] ** -0.5 if scale is None else scale  # its own default is no number
+    return functools.partial(function, **call, scale=scale, chunk_size=chunk_size, chunk_indices=indices)
+
+
+def _runs(call: Callable[[str], object], backend: str) -> bool:
+    try:
+        call(backend)
+    except ValueError:
+        return False
+    return True
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+CHECKED = 2
+"""Sequences of a row that are held against float64."""
+
+DECODE_TOLERANCE = 5e-3
+LEAST_LAUNCHES = 16
+"""In a graph: starting one takes some microseconds, which are not the steps'."""
+
+
+def state_bytes(step: Step) -> int:
+    """Of one sequence."""
+    return step.HV * step.K * step.V * step.state.itemsize if step.state else 0
+
+
+def decode_bytes(step: Step) -> int:
+    """States read and written: one before the tokens, one after each."""
+    return step.N * state_bytes(step) * (1 + step.T)
+
+
+def pool_of(step: Step, setup: Setup, slots: int) -> Tensor:
+    """So many slots of the memory for pools of the state's dtype, which is filled once."""
+    dtype = step.state or FP32
+    if dtype not in setup.pools:
+        empty = torch.empty(setup.pool_bytes // dtype.itemsize, dtype=dtype, device=setup.device)
+        setup.pools[dtype] = empty.normal_()
+    shape = (slots, step.HV, *((step.V, step.K) if step.v_first else (step.K, step.V)))
+    return setup.pools[dtype][: torch.Size(shape).numel()].view(shape)
+
+
+def decode_calls(step: Step, setup: Setup) -> tuple[dict, list[Tensor]]:
+    """Arguments of `recurrent_kda` without slots, and the slots of each launch. A graph holds as many launches as walk through
+    `walk_bytes` of states, at least `LEAST_LAUNCHES` and at most `launches`: about a millisecond or more."""
+    bare = Step(**vars(step) | {"state": None, "indices": None})
+    call = make_step(bare, BF16, setup.device)
+    wanted = max(LEAST_LAUNCHES, -(-setup.walk_bytes // (step.N * state_bytes(step))))
+    launches = min(setup.launches, wanted)
+    rows = max(1, min(launches, setup.pool_bytes // (step.N * step.T * state_bytes(step))))
+    slots = torch.randperm(rows * step.N * step.T, generator=torch.Generator().manual_seed(0)).int().to(setup.device)
+    # every launch's indices in a tensor of their own, aligned as an engine's are
+    each = [x.clone() for x in slots.view(rows, *((step.N, step.T) if step.T > 1 else (step.N,)))]
+    call["initial_state"] = pool_of(step, setup, rows * step.N * step.T)
+    call["output"] = torch.empty_like(call["v"])
+    return call, [each[i % rows] for i in range(launches)]
+
+
+FLA_DECODE = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "state_v_first",
+    "use_qk_l2norm_in_kernel",
+)
+
+
+def fla_step(function: Callable, call: dict, slots: Tensor) -> object:
+    gated = "A_log" in call
+    return function(
+        **{name: call[name] for name in FLA_DECODE if name in call},
+        **({"lower_bound": call["lower_bound"]} if gated else {}),
+        use_gate_in_kernel=gated,
+        use_beta_sigmoid_in_kernel=True,
+        inplace_final_state=True,
+        ssm_state_indices=slots,
+        out=call["output"],
+    )
+
+
+def decode(row: Row, setup: Setup) -> Work:
+    step: Any = row.call
+    call, slots = decode_calls(step, setup)
+    some = slots[0][:CHECKED]
+    flat = some.flatten().long()
+    before = call["initial_state"][flat]
+
+    def checked(run: Callable[[Tensor], object]) -> Results:
+        """The first sequences' outputs and states; the pool is put back as it was."""
+        call["output"].fill_(torch.nan)
+        run(slots[0])
+        after = call["initial_state"][flat]
+        call["initial_state"][flat] = before
+        return call["output"][:CHECKED], after
+
+    def contender(run: Callable[[Tensor], object], tolerance: float) -> Contender:
+        def launch_all() -> Results:
+            for each in slots:
+                run(each)
+            return ()
+
+        host = {"host_us": lambda: run(slots[0])} if row.host else {}
+        return Contender(launch_all, tolerance, lambda: checked(run), graph="only", host=host)
+
+    def ours(slots: Tensor) -> object:
+        return fd.recurrent_kda(**call, ssm_state_indices=slots, backend=setup.backend)
+
+    contenders = {
+        "ours": contender(ours, DECODE_TOLERANCE),
+        "fla": contending(
+            setup.peer("fla_decode", row),
+            lambda f: contender(lambda slots: fla_step(f, call, slots), PEER_TOLERANCE),
+        ),
+    }
+    exact = float64({**call, "initial_state": before})
+    exact |= {name: exact[name][:CHECKED] for name in ("q", "k", "v", "g", "beta")} | {"output": None}
+    own = torch.arange(len(flat), device=flat.device).view(some.shape)
+    o, _ = fd.recurrent_kda(**exact, ssm_state_indices=own, backend="reference")
+    names = {"N": step.N, "H": step.H, "HV": step.HV, "K": step.K, "gate": step.gate, "v_first": step.v_first}
+    shape = names | {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec or 0}
+    errors = functools.partial(checks.errors, (o, exact["initial_state"]), ("o", "state"))
+    return Work(contenders, errors, shape, decode_bytes(step), len(slots))
+
+
+# ---- float32 ---------------------------------------------------------------------------------------------------------
+
+CHECKED_HEADS = 4
+"""Heads of a row of `fp32` that are held against float64."""
+
+WORKSPACES, ALIGNMENT = 32, 16
+"""Of the C library's calls with changing memory: more than it keeps graphs, and bytes between two."""
+
+
+def fp32_flop(case: Case) -> int:
+    """Of the matrix products. A chunk's: `A`, `Aqk`, `w`, `u`, `Aqk v'` (`C x C x K`), `w S`, `qg S` and `kg^T v'`
+    (`C x K x K`), and `C^3 / 3` for the inverse of a unit lower triangle."""
+    C, K = case.chunk_size, case.K
+    return case.B * case.H * -(-case.T // C) * (5 * 2 * C**2 * K + 3 * 2 * C * K**2 + C**3 // 3)
+
+
+def fp32_bytes(case: Case) -> int:
+    """Those that can't be avoided: q, k, v, g and beta read, o, w and u written, in float32."""
+    heads, C = case.B * case.H, case.chunk_size
+    return 4 * heads * (case.T * (5 * case.K + 1) + -(-case.T // C) * C * 2 * case.K)
+
+
+def some_heads(case: Case) -> list[int]:
+    """Of the `B * H` heads, the first, the last and some between."""
+    return sorted({i * (case.B * case.H - 1) // (CHECKED_HEADS - 1) for i in range(CHECKED_HEADS)})
+
+
+def fp32(row: Row, setup: Setup) -> Work:
+    case: Any = row.call
+    call = prefills.prefill_call(case, setup.device)
+    heads = some_heads(case)
+    picked = {name: call[name].flatten(0, 1)[heads][None] for name in prefills.INPUTS}
+    want = [x[0] for x in prefills.truth(call | picked)]
+
+    def ours(precision: str) -> Contender:
+        run = functools.partial(fd.kda_prefill, **call, precision=precision)
+        return Contender(run, TOLERANCE[FP32], graph="only", host={"host_us": run} if precision == "tf32x3" else {})
+
+    def fla(dtype: torch.dtype) -> Contender | str:
+        """Tokens lie before heads, and inputs are brought there once; g and beta stay float32, as they are for us."""
+        function = setup.peer("fla", row)
+        if isinstance(function, str):
+            return function
+        given = {name: call[name].transpose(1, 2).contiguous() for name in prefills.INPUTS}
+        given |= {name: given[name].to(dtype) for name in ("q", "k", "v")}
+        return Contender(lambda: (function(**given)[0].transpose(1, 2),))
+
+    contenders = {
+        "ours": ours("tf32x3"),
+        "ieee": ours("ieee"),
+        "c": c_library(setup.library, call, case) if setup.library else "not asked for (--library)",
+        "fla": fla(FP32),
+        "fla_bf16": fla(BF16),
+    }
+
+    def errors(results: Results) -> checks.Errors:
+        return checks.errors(want, ("o", "w", "u"), [x.flatten(0, 1)[heads] for x in results])
+
+    shape = {"B": case.B, "H": case.H, "T": case.T, "K": case.K, "C": case.chunk_size}
+    return Work(contenders, errors, shape, fp32_bytes(case), facts={"flop": fp32_flop(case)})
+
+
+def c_library(library: Library, call: dict, case: Case) -> Contender:
+    """On the current stream, its tensors allocated once. The host's time is that of calls that leave out all a C caller has
+    not: with the same memory, and with another workspace than any of the last calls."""
+    tensors = [call[name] for name in prefills.INPUTS]
+    args = PrefillArgs(B=case.B, H=case.H, T=case.T, K=case.K, V=case.K, C=case.chunk_size)
+    chunked = (case.B, case.H, -(-case.T // case.chunk_size), case.chunk_size, case.K)
+    results = [tensors[0].new_empty(shape) for shape in (tensors[0].shape, chunked, chunked)]
+    args.workspace_bytes = library.workspace_bytes(args)
+    size = args.workspace_bytes + ALIGNMENT * WORKSPACES
+    workspace = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    for name, x in zip((*prefills.INPUTS, "o", "w", "u", "workspace"), (*tensors, *results, workspace)):
+        setattr(args, name, x.data_ptr())
+    function, given = library.functions.fd_prefill_f32, ctypes.byref(args)
+    others = [PrefillArgs.from_buffer_copy(args) for _ in range(WORKSPACES)]
+    for i, other in enumerate(others):
+        other.workspace += i * ALIGNMENT
+    turns = itertools.cycle([ctypes.byref(other) for other in others])
+
+    def run() -> Results:
+        library.prefill(args, torch.cuda.current_stream().cuda_stream if workspace.is_cuda else 0)
+        return results
+
+    # both calls keep `others` and `run` the results and the workspace alive
+    host = {"host_us": lambda: function(given, None), "host_changed_us": lambda: function(next(turns), None)}
+    return Contender(run, TOLERANCE[FP32], graph="only", host=host)

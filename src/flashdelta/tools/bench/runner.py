@@ -1,0 +1,265 @@
+"""Runs a benchmark: for every row admits contenders that pass their check, times them, judges the row, saves the document."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import profiling
+from .cases import Bound, Row, quotient, value
+from .checks import fault
+from .contenders import Contender, Results, Setup, Work
+from .environment import environment
+from .report import new_document, save
+from .timing import (
+    DEFAULT_EFFORT,
+    Effort,
+    Run,
+    Timer,
+    Timing,
+    capture,
+    ceilings,
+    host_us,
+    many_in_a_graph,
+    peak_above,
+    second_result,
+    summarize,
+    sustained,
+    synchronize,
+    take_turns,
+)
+
+GATED_GPU = "H200"
+"""The GPU that the bounds of cases.py are for."""
+
+
+@dataclass
+class Outcome:
+    """One contender in one row; `problem` says why it has no time.
+
+    `ms` is cold (a CUDA graph where the contender is timed so only), `graph_ms` and `forward_ms` likewise; `sustained_ms` is a
+    call amid others. Errors are by result. `first_call_s` includes compiling and any tuning. Peaks are above the inputs, and
+    with them.
+    """
+
+    ms: Timing | None = None
+    graph_ms: Timing | None = None
+    forward_ms: Timing | None = None
+    sustained_ms: float | None = None
+    host_us: float | None = None
+    host_changed_us: float | None = None
+    error: dict[str, float] | None = None
+    max_error: dict[str, float] | None = None
+    rmse: dict[str, float] | None = None
+    first_call_s: float | None = None
+    peak_above_bytes: int | None = None
+    peak_bytes: int | None = None
+    kernels: list[dict] | None = None
+    problem: str | None = None
+    graph_problem: str | None = None
+
+    def json(self) -> dict:
+        """Without what was not measured, but for `ms` and `problem`."""
+        return {name: x for name, x in asdict(self).items() if x is not None or name in ("ms", "problem")}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A table of rows and what makes the calls of one: `make`; or `measure`, which yields rows of the document.
+
+    `quick`: names of rows; taken by themselves where there is no option of that name. `prefer`: the time whose ratio is the
+    row's where both libraries have it. `over`: further ratios by name. `derive`: what else a finished row tells, given the
+    document. `profiled_calls`: how many the profile of a contender is of (None: as many as samples). `options`: those of its
+    command.
+    """
+
+    name: str
+    help: str
+    rows: Sequence[Any]
+    make: Callable[[Any, Setup], Work] | None = None
+    measure: Callable[[Any, Setup], Iterable[dict]] | None = None
+    quick: tuple[str, ...] = ()
+    effort: Effort = DEFAULT_EFFORT
+    prefer: str = "ms"
+    over: Mapping[str, tuple[str, str]] | None = None
+    derive: Callable[[dict, dict], dict] = lambda row, document: {}
+    ceilings: Callable[[torch.device, Timer], dict[str, float]] | None = ceilings
+    grad: Callable[[], contextlib.AbstractContextManager] = torch.inference_mode
+    profiled_calls: int | None = 5
+    peers: tuple[str, ...] = ("fla",)
+    options: tuple[str, ...] = ()
+
+
+def run(
+    benchmark: Benchmark,
+    setup: Setup,
+    path: Path,
+    rows: Sequence[Any] | None = None,
+    progress: Callable[[dict], None] = lambda row: None,
+    **facts: object,
+) -> dict:
+    """Measures rows one after another and returns the document, which is saved to `path` after every one. `progress` is called
+    with each finished row; `facts` are of the whole document."""
+    document = new_document(benchmark.name, environment(setup.device))
+    gpu = document["environment"]["gpu"]
+    document["protocol"] = {
+        "clock": type(setup.timer).__name__,
+        "effort": asdict(setup.effort),
+        "backend": setup.backend,
+    }
+    document |= {"ceilings": dict(setup.ceilings), **facts} if setup.ceilings else facts
+    for row in benchmark.rows if rows is None else rows:
+        with benchmark.grad():
+            found = benchmark.measure(row, setup) if benchmark.measure else [measure(row, setup, benchmark)]
+            for each in found:
+                each |= benchmark.derive(each, document)
+                judge(each, row.bounds, document["rows"], gpu is not None and GATED_GPU in gpu["name"])
+                document["rows"].append(each)
+                save(document, path)
+                progress(each)
+        torch.cuda.empty_cache()  # the next row has the GPU's memory to itself; does nothing without a GPU
+    return document
+
+
+def judge(row: dict, bounds: Sequence[Bound], rows: Sequence[dict], gated: bool) -> None:
+    """Adds `bounds`, by their words whether each was met (None: not measured, or not on this GPU), and `met`: whether all
+    were. One that is missed decides, but to meet them all, all must have been measured. Rows may come judged."""
+    if "bounds" in row:
+        return
+    own = [bound for bound in bounds if bound.backend in (None, row.get("backend"))]
+    found = {bound.words: bound.met(row, rows) if gated or bound.any_gpu else None for bound in own}
+    met = list(found.values())
+    row["bounds"] = found
+    row["met"] = False if False in met else None if None in met or not met else True
+
+
+def measure(row: Row, setup: Setup, benchmark: Benchmark) -> dict:
+    """One row of the document. Contenders that raise or err are recorded, not timed."""
+    assert benchmark.make is not None
+    work = benchmark.make(row, setup)
+    outcomes: dict[str, Outcome] = {}
+    for name, contender in work.contenders.items():  # all are checked before any is timed
+        admitted = isinstance(contender, Contender)
+        outcomes[name] = check(contender, work, setup) if admitted else Outcome(problem=contender)
+    timed = {name: x for name, x in work.contenders.items() if outcomes[name].problem is None}
+    runs: dict[tuple[str, str], Run] = {}
+    for name, contender in timed.items():
+        try:
+            runs |= {(name, key): call for key, call in prepare(contender, outcomes[name], work, setup).items()}
+        except Exception as error:  # as in `check`
+            outcomes[name].problem = summarize(error)
+    runs = {key: call for key, call in runs.items() if outcomes[key[0]].problem is None}
+    for (name, key), timing in take_turns(runs, setup.timer, setup.effort).items():
+        setattr(outcomes[name], key, timing.over(work.launches))
+    timed = {name: x for name, x in timed.items() if outcomes[name].problem is None}
+    for name, ms in _sustained(timed, runs, outcomes, setup, benchmark.prefer, work.launches).items():
+        outcomes[name].sustained_ms = ms / work.launches
+    for name, contender in timed.items():
+        if contender.describe is not None:
+            calls = benchmark.profiled_calls or setup.effort.rounds
+            found = profiling.profile_calls(contender.call, setup.timer, calls)
+            outcomes[name].kernels = contender.describe(found, calls) if found else []
+    return describe(row, work, outcomes, setup, benchmark)
+
+
+def check(contender: Contender, work: Work, setup: Setup) -> Outcome:
+    """Errors of the contender's second result, and the seconds of its first call."""
+    try:
+        results, seconds = second_result(contender.checked or contender.call, setup.device)
+        measured = work.errors(results)
+        del results
+        outcome = Outcome(**measured, first_call_s=seconds, problem=fault(measured["error"], contender.tolerance))
+        if contender.memory and outcome.problem is None:
+            outcome.peak_above_bytes = peak_above(contender.call, setup.device)
+            if outcome.peak_above_bytes is not None and work.input_bytes is not None:
+                outcome.peak_bytes = outcome.peak_above_bytes + work.input_bytes
+    except Exception as error:  # whatever a contender raises, the other rows are worth having
+        return Outcome(problem=summarize(error))
+    return outcome
+
+
+def prepare(contender: Contender, outcome: Outcome, work: Work, setup: Setup) -> dict[str, Run]:
+    """What is timed of a contender, by its key in the row; its host times are taken at once."""
+    for key, call in contender.host.items():
+        setattr(outcome, key, host_us(call, setup.device, setup.host_calls))
+    runs = {"ms": contender.call, **contender.more}
+    if contender.graph == "no" or not setup.graphs:
+        return runs
+    try:
+        replay, results = capture(lambda: tuple(contender.call()))
+        if results:  # a graph must write what the call writes
+            outcome.graph_problem = _check_replay(replay, results, contender, work, setup)
+        key = "ms" if contender.graph == "only" else "graph_ms"
+        runs |= {} if outcome.graph_problem else {key: _holding(replay, results)}
+    except Exception as error:  # as in `check`
+        outcome.graph_problem = summarize(error)
+    if contender.graph == "only":
+        outcome.problem = outcome.graph_problem
+    return runs
+
+
+def _holding(replay: Run, results: Results) -> Run:
+    """`replay`, with its results kept alive."""
+
+    def run() -> Results:
+        replay()
+        return results
+
+    return run
+
+
+def _check_replay(replay: Run, results: Results, contender: Contender, work: Work, setup: Setup) -> str | None:
+    for x in results:
+        x.fill_(torch.nan)
+    replay()
+    synchronize(setup.device)
+    return fault(work.errors(results)["error"], contender.tolerance)
+
+
+def _sustained(
+    timed: Mapping[str, Contender],
+    runs: Mapping[tuple[str, str], Run],
+    outcomes: Mapping[str, Outcome],
+    setup: Setup,
+    prefer: str,
+    launches: int,
+) -> dict[str, float]:
+    """Milliseconds of a call amid others, of all contenders in the same way: the preferred one if all have it. Calls shorter
+    than a graph's start are put into a graph by many."""
+    key = prefer if all((name, prefer) in runs for name in timed) else "ms"
+    calls, counts = {}, {}
+    for name, contender in timed.items():
+        calls[name], counts[name] = runs[name, key], 1
+        timing = getattr(outcomes[name], key)
+        in_graph = setup.graphs and (key == "graph_ms" or contender.graph == "only")
+        if in_graph and launches == 1:
+            calls[name], counts[name] = many_in_a_graph(contender.call, timing.median)
+    return {name: ms / counts[name] for name, ms in sustained(calls, setup.timer).items()}
+
+
+def ratio(row: dict, over: str, under: str, prefer: str = "ms") -> float | None:
+    """How often as long the one takes as the other, cold: by the preferred times if both have such."""
+    for key in (prefer, "ms"):
+        found = quotient(value(row, f"{over}.{key}.median"), value(row, f"{under}.{key}.median"))
+        if found is not None:
+            return found
+    return None
+
+
+def describe(row: Row, work: Work, outcomes: Mapping[str, Outcome], setup: Setup, benchmark: Benchmark) -> dict:
+    found = {"name": row.name, "table": row.table, "reason": row.why, "shape": work.shape, **work.facts}
+    found |= {"launches": work.launches} if work.launches > 1 else {}
+    found |= {"bytes": work.bytes, "floor_ms": work.bytes / setup.ceilings["copy_tb_s"] / 1e9}
+    found |= {name: outcome.json() for name, outcome in outcomes.items()}
+    best = value(found, f"ours.{benchmark.prefer}.median") or value(found, "ours.ms.median")
+    found["share_of_floor"] = quotient(found["floor_ms"], best)
+    found["speedup"] = ratio(found, "fla", "ours", benchmark.prefer)
+    found["sustained_speedup"] = quotient(value(found, "fla.sustained_ms"), value(found, "ours.sustained_ms"))
+    for name, (over, under) in (benchmark.over or {}).items():
+        found[name] = ratio(found, over, under, "graph_ms")
+    return found

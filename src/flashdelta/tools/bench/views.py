@@ -1,0 +1,335 @@
+"""How each benchmark's document is shown; benchmarks/README.md says what the columns mean."""
+
+from __future__ import annotations
+
+from .cases import quotient, value
+from .contenders import TITLES
+from .report import Column, Plot, View, kernel_name, mean, short
+
+MET = Column("met", "met", "met")
+NARROW_TIMES = (
+    Column("ours ms", "ours.ms.median"),
+    Column("graph", "ours.graph_ms.median"),
+    Column("FLA ms", "fla.ms.median"),
+)
+RATIOS = (Column("ratio", "speedup", "x"), Column("sustained", "sustained_speedup", "x"))
+SUSTAINED = (
+    Column("ours sustained ms", "ours.sustained_ms", wide=True),
+    Column("FLA sustained ms", "fla.sustained_ms", wide=True),
+)
+FLOOR = (Column("floor ms", "floor_ms", wide=True), Column("of copy", "share_of_floor", "%", wide=True))
+ERRORS = (
+    Column("error ours: o, state", "ours.error.o ours.error.state", "e", wide=True),
+    Column("error FLA: o, state", "fla.error.o fla.error.state", "e", wide=True),
+)
+PEERS = (
+    *(Column(f"{TITLES[name]} ms", f"{name}.ms.median", wide=True) for name in ("flash_kda", "cula")),
+    *(Column(f"{TITLES[name]} sustained ms", f"{name}.sustained_ms", wide=True) for name in ("flash_kda", "cula")),
+)
+PEER_TITLES = tuple((name, TITLES[name]) for name in ("fla", "flash_kda", "cula"))
+
+
+def bounds_of(row: dict) -> list[dict]:
+    return [{**row, "bound": ", ".join(row.get("bounds") or ()) or None}]
+
+
+BOUND = Column("bound", "bound", "s", wide=True)
+
+ABSOLUTE = tuple(
+    Column(f"{what} {title}: RMSE, max", f"{name}.rmse.{what} {name}.max_error.{what}", "e", wide=True)
+    for what in ("o", "state")
+    for name, title in (("ours", "ours"), ("fla", "FLA"))
+)
+PREFILL = View(
+    (*NARROW_TIMES, *RATIOS, *SUSTAINED, *FLOOR, *ERRORS, *ABSOLUTE, *PEERS, BOUND, MET), bounds_of, PEER_TITLES
+)
+
+# ---- split -----------------------------------------------------------------------------------------------------------
+
+
+def is_split(row: dict) -> bool:
+    return max(row["segments"] or (), default=1) > 1
+
+
+def split_summary(document: dict) -> list[str]:
+    """What splitting gains where it is done, and costs where it is not, as a share of the whole call's time."""
+    rows = [row for row in document["rows"] if row["gain"] is not None]
+    lines = [mean("split rows, whole/ours", [row["gain"] for row in rows if is_split(row)])]
+    costs = []
+    for key, where in (("gain", "at most"), ("told_gain", "where the host has the lengths")):
+        gains = [row[key] for row in rows if not is_split(row) and row.get(key)]
+        costs += [f"{max(1 / gain - 1 for gain in gains):.1%} {where}"] if gains else []
+    return [*lines, f"whole rows: planning costs {', '.join(costs)}" if costs else ""]
+
+
+SPLIT = View(
+    (
+        Column("ours ms", "ours.ms.median"),
+        Column("whole ms", "whole.ms.median"),
+        Column("FLA ms", "fla.ms.median"),
+        Column("gain", "gain", "x"),
+        *RATIOS,
+        *SUSTAINED,
+        Column("segments", "segments", "list", wide=True),
+        Column("floor ms", "floor_ms", wide=True),
+        *ERRORS,
+        Column("error whole: o, state", "whole.error.o whole.error.state", "e", wide=True),
+    ),
+    titles=(*PEER_TITLES, ("whole", "whole")),
+    summary=split_summary,
+)
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def kernel_lines(row: dict) -> list[dict]:
+    return [
+        {**row, "name": f"{row['name']} {kernel['kernel'].removesuffix('_kernel')}", "kernel": kernel}
+        for kernel in value(row, "ours.kernels") or ()
+    ]
+
+
+def kernels_summary(document: dict) -> list[str]:
+    """Each row's whole call beside the sum of its kernels."""
+    lines = []
+    for row in document["rows"]:
+        total = sum(kernel["ms"] for kernel in value(row, "ours.kernels") or ())
+        times = {"call": value(row, "ours.ms.median"), "CUDA graph": value(row, "ours.graph_ms.median")}
+        times |= {"kernels": total, "floor": row["floor_ms"]}
+        said = ", ".join(f"{title} {short(ms)} ms" for title, ms in times.items() if ms)
+        lines += [f"{row['name']} ({row['backend']}): {said}"] if total else []
+    return lines
+
+
+KERNELS = View(
+    (
+        Column("ms", "kernel.ms"),
+        Column("launches", "kernel.launches", "i", wide=True),
+        Column("GB", "kernel.bytes", scale=1e-9, wide=True),
+        Column("TB/s", "kernel.tb_s", wide=True),
+        Column("of copy", "kernel.share_of_copy", "%"),
+        Column("GFLOP", "kernel.flop", scale=1e-9, wide=True),
+        Column("TFLOP/s", "kernel.tflop_s", wide=True),
+        Column("of GEMM", "kernel.share_of_gemm", "%"),
+        Column("us/chunk", "kernel.us_per_chunk", wide=True),
+        Column("CTAs", "kernel.programs", "i", wide=True),
+        Column("threads", "kernel.threads", "i", wide=True),
+        Column("regs", "kernel.registers", "i"),
+        Column("spill B", "kernel.spill_bytes", "i"),
+        Column("shared KiB", "kernel.shared_bytes", scale=1 / 1024, wide=True),
+        Column("CTAs/SM", "kernel.ctas_per_sm", "i"),
+        Column("waves", "kernel.waves", wide=True),
+    ),
+    kernel_lines,
+    titles=(),
+    summary=kernels_summary,
+)
+
+# ---- decode ----------------------------------------------------------------------------------------------------------
+
+US = 1e3
+DECODE = View(
+    (
+        Column("ours us", "ours.ms.median", scale=US),
+        Column("FLA us", "fla.ms.median", scale=US),
+        *RATIOS,
+        Column("ours sustained us", "ours.sustained_ms", scale=US, wide=True),
+        Column("FLA sustained us", "fla.sustained_ms", scale=US, wide=True),
+        Column("floor us", "floor_ms", scale=US, wide=True),
+        Column("of copy", "share_of_floor", "%"),
+        Column("FLA of copy", "share_fla", "%", wide=True),
+        Column("a token", "token_cost", wide=True),
+        Column("host us", "ours.host_us", wide=True),
+        Column("FLA host us", "fla.host_us", wide=True),
+        *ERRORS,
+        BOUND,
+        MET,
+    ),
+    bounds_of,
+)
+
+# ---- train, wy -------------------------------------------------------------------------------------------------------
+
+GIB = 2.0**-30
+
+
+def _by_name(title: str, key: str, names: tuple[str, ...]) -> list[Column]:
+    return [
+        Column(f"{title} {label}: {' '.join(names)}", " ".join(f"{x}.{key}.{name}" for name in names), "e", wide=True)
+        for x, label in (("ours", "ours"), ("fla", "FLA"))
+    ]
+
+
+def train_summary(document: dict) -> list[str]:
+    """The longest kernels of each row."""
+    lines = []
+    for row in document["rows"]:
+        for name, title in (("ours", "ours"), ("fla", "FLA")):
+            kernels = value(row, f"{name}.kernels")
+            if kernels:
+                total = sum(kernel["ms"] for kernel in kernels)
+                longest = ", ".join(f"{kernel_name(kernel['kernel'])} {kernel['ms']:.3f}" for kernel in kernels[:8])
+                lines.append(f"{row['name']}, {title}: kernels {total:.3f} ms: {longest}")
+    return lines
+
+
+TRAIN = View(
+    (
+        Column("fwd ms", "ours.forward_ms.median", wide=True),
+        Column("ours ms", "ours.ms.median"),
+        Column("FLA ms", "fla.ms.median"),
+        Column("fwd ratio", "forward_speedup", "x", wide=True),
+        *RATIOS,
+        *SUSTAINED,
+        *FLOOR,
+        Column("GiB ours", "ours.peak_bytes", scale=GIB, wide=True),
+        Column("GiB FLA", "fla.peak_bytes", scale=GIB, wide=True),
+        Column("memory", "memory_share"),
+        *_by_name("error", "error", ("q", "k", "v", "g", "beta", "A_log", "dt_bias")),
+        BOUND,
+        MET,
+    ),
+    bounds_of,
+    summary=train_summary,
+)
+WY_GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dA")
+WY = View(
+    (
+        Column("ms", "ours.ms.median", wide=True),
+        Column("ours ms", "ours.graph_ms.median"),
+        Column("FLA ms", "fla.graph_ms.median"),
+        *RATIOS,
+        *SUSTAINED,
+        *FLOOR,
+        Column("GiB ours", "ours.peak_above_bytes", scale=GIB, wide=True),
+        Column("GiB FLA", "fla.peak_above_bytes", scale=GIB, wide=True),
+        *_by_name("error", "error", WY_GRADIENTS),
+        *_by_name("largest", "max_error", WY_GRADIENTS),
+        MET,
+    ),
+)
+
+# ---- fp32 ------------------------------------------------------------------------------------------------------------
+
+
+def fp32_summary(document: dict) -> list[str]:
+    """How many rows meet each bound."""
+    lines = []
+    for words in document["rows"][0]["bounds"] if document["rows"] else ():
+        judged = [row for row in document["rows"] if row["bounds"].get(words) is not None]
+        met = sum(row["bounds"][words] for row in judged)
+        lines.append(f"{words}: {f'{met} of {len(judged)} rows' if judged else 'not measured'}")
+    us = document["protocol"].get("ctypes us") or document.get("ctypes us")
+    return [*lines, f"of the C host us, ctypes takes {us:.1f}" if us is not None else ""]
+
+
+FP32 = View(
+    (
+        Column("ours ms", "ours.ms.median"),
+        Column("ieee", "ieee.ms.median"),
+        Column("C ms", "c.ms.median"),
+        Column("FLA ms", "fla.ms.median"),
+        Column("FLA bf16 ms", "fla_bf16.ms.median", wide=True),
+        *RATIOS,
+        *SUSTAINED,
+        *FLOOR,
+        Column("ours: of TF32", "shares.ours.products", "%", wide=True),
+        Column("ieee: of copy, fp32", "shares.ieee.copy shares.ieee.products", "%", wide=True),
+        Column("error o, w, u", "ours.error.o ours.error.w ours.error.u", "e", wide=True),
+        Column("ieee: error o", "ieee.error.o", "e", wide=True),
+        Column("FLA: error o, bf16", "fla.error.o fla_bf16.error.o", "e", wide=True),
+        Column("host us", "ours.host_us", wide=True),
+        Column("C host us: same, other", "c.host_us c.host_changed_us", wide=True),
+        MET,
+    ),
+    titles=(("ieee", "ieee"), ("c", "C library"), ("fla", "FLA float32"), ("fla_bf16", "FLA bf16")),
+    summary=fp32_summary,
+)
+
+# ---- startup, toolchains ---------------------------------------------------------------------------------------------
+
+STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
+
+
+def toolchain_lines(row: dict) -> list[dict]:
+    """The whole call, then its kernels."""
+    whole = {"name": row["name"], "ours": row["ours"], "times": row["graph_ms"]}
+    lines = [whole]
+    for kernel in row["kernels"]:
+        costs = {key: _both(kernel[key]) for key in ("registers", "spill_bytes")}
+        line = {"name": "  " + kernel["kernel"].removesuffix("_kernel"), "times": kernel["ms"], **costs}
+        lines.append({**line, "busy": busy_ratio(kernel)})
+    for line in lines:
+        line["ratio"] = quotient(value(line, "times.other.median"), value(line, "times.ours.median"))
+    return lines
+
+
+def _both(found: dict) -> str:
+    ours, other = (str(found.get(key, "-")) for key in ("ours", "other"))
+    return ours if ours == other else f"{ours}/{other}"
+
+
+def busy_ratio(kernel: dict) -> float | None:
+    return quotient(value(kernel, "sustained_ms.other"), value(kernel, "sustained_ms.ours"))
+
+
+def toolchains_summary(document: dict) -> list[str]:
+    """How the results differ, the ratio over all kernels, and everything that is missing with its reason."""
+    rows = document["rows"]
+    judged = [float(row["difference"]) for row in rows if row["difference"] is not None]
+    same = sum(difference == 0 for difference in judged)
+    names = [f"{key} Triton {found['triton']}" for key, found in document["toolchains"].items()]
+    lines = [", ".join(names)]
+    lines.append(
+        f"results: the same bits in {same} of {len(judged)} rows, largest difference {max(judged, default=0):.1e}"
+    )
+    kernels = [kernel for row in rows for kernel in row["kernels"]]
+    cold = [quotient(value(x, "ms.other.median"), value(x, "ms.ours.median")) for x in kernels]
+    lines += [mean("other/ours, cold", cold), mean("other/ours, sustained", [busy_ratio(x) for x in kernels])]
+    return [*lines, *dict.fromkeys(f"{x['kernel']}: {x['problem']}" for x in kernels if x["problem"])]
+
+
+TOOLCHAINS = View(
+    (
+        Column("regs", "registers", "s"),
+        Column("spill B", "spill_bytes", "s"),
+        Column("ours us", "times.ours.median", scale=US),
+        Column("other us", "times.other.median", scale=US),
+        Column("ratio", "ratio"),
+        Column("busy", "busy"),
+    ),
+    toolchain_lines,
+    titles=(),
+    ratios=(),
+    summary=toolchains_summary,
+)
+
+VIEWS = {
+    "prefill": PREFILL,
+    "classic": PREFILL,
+    "split": SPLIT,
+    "kernels": KERNELS,
+    "decode": DECODE,
+    "train": TRAIN,
+    "wy": WY,
+    "fp32": FP32,
+    "startup": STARTUP,
+    "toolchains": TOOLCHAINS,
+}
+_PREFILL_LINES = (
+    ("FLA", "fla.ms.median"),
+    ("{ours}", "ours.ms.median"),
+    ("{ours}, CUDA graph", "ours.graph_ms.median"),
+)
+PLOTS = {
+    "prefill": Plot(64, "KDA prefill", _PREFILL_LINES),
+    "classic": Plot(64, "KDA prefill", _PREFILL_LINES),
+    "split": Plot(4, "KDA prefill, few heads", (*_PREFILL_LINES, ("{ours}, not split", "whole.ms.median"))),
+    "wy": Plot(
+        32,
+        "Backward of the WY step",
+        (("FLA", "fla.graph_ms.median"), ("{ours}", "ours.graph_ms.median")),
+        floor="all tensors",
+    ),
+}
+"""Of time against T; `train` plots its kernels."""
