@@ -2,13 +2,14 @@
 
     git archive REV src/flashdelta | tar -x -C build/base && python benchmarks/compare_revisions.py build/base --out FILE
 
-Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of a
-shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.
+Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of
+a shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -91,6 +92,7 @@ def verify(N: int = 4, H: int = 4) -> dict:
 def float32(T: int = 512, H: int = 8) -> dict:
     call = tokens(1, T, 1, dtype=torch.float32) | {"beta": torch.rand(1, T, 1, device="cuda")}
     call["g"] = -call["g"].abs()
+    call |= {name: torch.nn.functional.normalize(call[name], dim=-1) for name in "qk"}
     return {name: x.expand(-1, -1, H, *x.shape[3:]).transpose(1, 2).contiguous() for name, x in call.items()}
 
 
@@ -112,7 +114,7 @@ def train(T: int = 1024, H: int = 4, **others: object) -> dict:
 def step(op: Op) -> Op:
     def forward_and_backward(**call: torch.Tensor) -> tuple:
         o, _ = op(**call)
-        return torch.autograd.grad(o.sum(), [call[name] for name in ("q", "k", "v", "g", "beta")])
+        return torch.autograd.grad(o, [call[name] for name in ("q", "k", "v", "g", "beta")], call["v"].detach())
 
     return forward_and_backward
 
@@ -179,7 +181,7 @@ def host_rows(packages: dict) -> list[dict]:
     rows = []
     for name, (op_of, make) in CALLS.items():
         call = make()
-        runs = {which: lambda op=op_of(fd), call=call: op(**call) for which, fd in packages.items()}
+        runs = {which: functools.partial(op_of(fd), **call) for which, fd in packages.items()}
         for run in runs.values():
             for _ in range(5):
                 run()
@@ -229,7 +231,7 @@ def gpu_rows(packages: dict) -> list[dict]:
     rows = []
     for name, (kind, make) in GPU.items():
         call = make()
-        runs = {which: lambda op=CALLS[kind][0](fd), call=call: op(**call) for which, fd in packages.items()}
+        runs = {which: functools.partial(CALLS[kind][0](fd), **call) for which, fd in packages.items()}
         written = {key: x.clone() for key, x in call.items() if key in ("state_pool", "initial_state")}
         results = {}
         for which, run in runs.items():

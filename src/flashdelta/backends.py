@@ -265,10 +265,10 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
     """
-    if name not in NAMES:
-        raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
     if name != "auto":
-        backend = next(b for b in BACKENDS if b.name == name)
+        backend = next((b for b in BACKENDS if b.name == name), None)
+        if backend is None:
+            raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
         obstacle = backend.obstacle(problem, device)
         if obstacle:
             raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")

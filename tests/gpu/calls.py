@@ -34,8 +34,8 @@ UNBOUNDED = replace(BY_NAME["softplus"], name="unbounded", K=128, V=128, H=4, HV
 """As Kimi-Linear calls it."""
 
 
-CALLS_TO_A_PLAN = 2
-"""The second call of a kind keeps a plan (`flashdelta.program.cache`), by which the third runs."""
+CALLS_TO_A_REPLAY = 2
+"""The second call of a kind replays what the first recorded (`flashdelta.program.cache`)."""
 
 
 def on_gpu(case: Case) -> Case:
@@ -52,7 +52,7 @@ def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") ->
     """Holds `o`, the final state and `h` against the truth. `out` and every allocation start as NaN."""
     call = gpu_call(op, case, dtype, backend)
     out = torch.empty_like(call["v"], memory_format=torch.contiguous_format)
-    for _ in range(CALLS_TO_A_PLAN):
+    for _ in range(CALLS_TO_A_REPLAY):
         out.fill_(torch.nan)
         with poisoned_memory():
             results = op(**call | {"out": out})

@@ -16,7 +16,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import poisoned_memory
 
 from ..support.gradients import INPUTS, gradients, incoming, relative_errors, true_gradients
-from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, on_gpu
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +96,7 @@ REPEATED = [
 def test_a_repeated_step_has_its_own_tensors(case: Case, keep: bool, backend: str):
     """What is kept of a step must not be an address, or anything that the tensors hold."""
     kept = []
-    for seed in range(CALLS_TO_A_PLAN + 3):
+    for seed in range(CALLS_TO_A_REPLAY + 3):
         call = gpu_call(fd.chunk_kda, case, backend=backend, seed=seed) | {"disable_recompute": keep}
         grads = incoming(call)
         with poisoned_memory():
@@ -119,7 +119,7 @@ def test_a_repeated_step_takes_any_gradient(keep: bool, backend: str):
     weight = torch.randn_like(call["v"]).transpose(1, 2).contiguous().transpose(1, 2)
     reductions = [lambda o: o.square().sum(), torch.sum, lambda o: (o * weight).sum()]
     want = [step(call, reduce) for reduce in reductions]
-    for _ in range(CALLS_TO_A_PLAN + 1):
+    for _ in range(CALLS_TO_A_REPLAY + 1):
         for reduce, expected in zip(reductions, want):
             assert all(torch.equal(x, y) for x, y in zip(step(call, reduce), expected))
 
@@ -133,7 +133,7 @@ def test_a_repeated_step_reads_what_hooks_give_back(backend: str):
         return x if x.dim() != 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
 
     want = step(call, torch.sum)
-    for hooked in (False, True) * (CALLS_TO_A_PLAN + 1):
+    for hooked in (False, True) * (CALLS_TO_A_REPLAY + 1):
         hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.cpu, unpack)
         with hooks if hooked else contextlib.nullcontext():
             assert all(torch.equal(x, y) for x, y in zip(step(call, torch.sum), want))
@@ -143,7 +143,7 @@ def test_a_repeated_step_takes_no_more_memory(backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, T=2048, H=8, HV=8), backend=backend) | {"output_final_state": False}
     peaks, held = [], []
     gc.collect()  # what earlier tests left in cycles must not go meanwhile
-    for _ in range(CALLS_TO_A_PLAN + 3):
+    for _ in range(CALLS_TO_A_REPLAY + 3):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step(call, lambda o: o.square().sum())

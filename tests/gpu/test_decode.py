@@ -17,7 +17,7 @@ from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_
 from flashdelta.testing.oracle import assert_close, one_rounding, relative_error, same_bits
 
 from ..support.decoding_checks import accepted_steps, check_step
-from .calls import CALLS_TO_A_PLAN
+from .calls import CALLS_TO_A_REPLAY
 from .test_execution import compilations
 
 pytestmark = pytest.mark.gpu
@@ -71,14 +71,14 @@ def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monk
 @pytest.mark.parametrize("step", MODELS, ids=step_id)
 def test_a_repeated_step_has_its_own_tensors(step: Step, backend: str):
     """Later calls of a kind run by a plan that an earlier one left."""
-    for seed in range(CALLS_TO_A_PLAN + 2):
+    for seed in range(CALLS_TO_A_REPLAY + 2):
         check_step(fd.recurrent_kda, step, BF16, backend, "cuda", seed)
 
 
 def test_a_repeated_step_is_checked_as_the_first(backend: str):
     call = make_step(KIMI, BF16, "cuda") | {"backend": backend}
     output = torch.empty_like(call["v"])
-    for _ in range(CALLS_TO_A_PLAN):
+    for _ in range(CALLS_TO_A_REPLAY):
         fd.recurrent_kda(**call, output=output)
     for wrong in ({"beta": call["beta"][:, :, :-1]}, {"k": call["k"].float()}, {"v": call["v"].cpu()}):
         with pytest.raises((ValueError, TypeError)):
@@ -86,7 +86,7 @@ def test_a_repeated_step_is_checked_as_the_first(backend: str):
     pool = call["initial_state"]
     inside = pool[0].view(-1).view(BF16)[: output.numel()].view(output.shape)
     for name, shared in (("v", call["v"]), ("initial_state", inside)):
-        for _ in range(CALLS_TO_A_PLAN):
+        for _ in range(CALLS_TO_A_REPLAY):
             with pytest.raises(ValueError, match=f"^output: got memory shared with {name}"):
                 fd.recurrent_kda(**call, output=shared)
 
@@ -96,7 +96,7 @@ def test_no_allocation_with_output(backend: str):
     output = torch.empty_like(call["v"])
     fd.recurrent_kda(**call, output=output)
     torch.cuda.synchronize()
-    for _ in range(CALLS_TO_A_PLAN + 1):
+    for _ in range(CALLS_TO_A_REPLAY + 1):
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         fd.recurrent_kda(**call, output=output)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -138,7 +138,7 @@ def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend
     want, _ = fd.recurrent_kda(**call | {"initial_state": want_pool, "ssm_state_indices": wanted})
     indices = torch.empty_like(wanted)
     given = call | {"ssm_state_indices": indices}
-    for _ in range(CALLS_TO_A_PLAN):
+    for _ in range(CALLS_TO_A_REPLAY):
         indices.copy_(wanted)
         fd.recurrent_kda(**given | {"initial_state": pool.clone()})
     for _ in range(20):
@@ -256,7 +256,7 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backend: str):
     """Read-only verification of 4 tokens, then commit of 1 to 4 of them, against single steps."""
-    step = replace(KIMI, T=4, N=4, problem=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
+    step = replace(KIMI, T=4, N=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
     accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
     outputs, pool = accepted_steps(call, accepted)
@@ -296,7 +296,7 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
     fd.warmup(fd.recurrent_kda, [(128, 128)], backend=backend, **options)
     base = replace(KIMI, v_first=v_first, state=state)
     slots = ((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8))
-    problem = replace(base, T=4, N=3, problem=3, indices=slots, accepted=(4, 2, 1))
+    problem = replace(base, T=4, N=3, spec=3, indices=slots, accepted=(4, 2, 1))
     steps = [
         base,
         replace(base, N=1, indices=(3,)),

@@ -12,7 +12,7 @@ import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.oracle import poisoned_memory, truth
 
-from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, check, gpu_call, hold
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, check, gpu_call, hold
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +78,7 @@ def test_out(layout: str, lengths: tuple[int, ...] | None, backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, B=batch, T=130, lengths=lengths, state=FP32), BF16, backend)
     memory, out = OUTS[layout](call["v"])
     want = truth(call)
-    for _ in range(CALLS_TO_A_PLAN):
+    for _ in range(CALLS_TO_A_REPLAY):
         with poisoned_memory():
             results = fd.chunk_kda(**call, out=out)
         assert results[0] is out

@@ -32,7 +32,7 @@ from ..support.pools import (
     pool_id,
     pool_truth,
 )
-from .calls import BOTH, CALLS_TO_A_PLAN, KIMI, UNBOUNDED, on_gpu
+from .calls import BOTH, CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, on_gpu
 from .test_execution import compilations
 
 pytestmark = pytest.mark.gpu
@@ -117,7 +117,7 @@ def test_pool_call_has_the_bits_of_gather_call_scatter(pool_case: PoolCase, op, 
 @pytest.mark.parametrize("pool_case", MODELS, ids=pool_id)
 def test_a_repeated_call_has_its_own_pool(pool_case: PoolCase, op, backend: str):
     """Later calls of a kind run by a plan that an earlier one left."""
-    calls = [gpu_pool_call(op, pool_case, BF16, backend, seed) for seed in range(CALLS_TO_A_PLAN + 2)]
+    calls = [gpu_pool_call(op, pool_case, BF16, backend, seed) for seed in range(CALLS_TO_A_REPLAY + 2)]
     for call in calls:
         want_o, want_pool = pool_truth(call)
         o, _ = op(**call)

@@ -15,7 +15,7 @@ from flashdelta.testing.oracle import lengths_of, poisoned_memory, same_bits
 
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
 from ..support.shares import Work
-from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, lengths_between
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, lengths_between
 from .test_pool import gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_shared_items_change_no_bit(case: Case, other_backend: str):
         want = head_by_head(call)
     else:
         alone = [head_by_head(one) if one["q"].shape[1] > 0 else None for one in sequence_calls(call)]
-    for _ in range(CALLS_TO_A_PLAN + 1):
+    for _ in range(CALLS_TO_A_REPLAY + 1):
         results = run(call)
         if case.lengths is None:
             assert all(same_bits(got, x) for got, x in zip(results, want))
@@ -142,7 +142,7 @@ POOL = PoolCase(
 @pytest.mark.parametrize("v_first", [False, True])
 def test_shared_items_of_a_pool(v_first: bool, dtype: torch.dtype, other_backend: str):
     pool_case = replace(POOL, case=replace(POOL.case, v_first=v_first, state=dtype))
-    for seed in range(CALLS_TO_A_PLAN + 2):
+    for seed in range(CALLS_TO_A_REPLAY + 2):
         call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, other_backend, seed)
         assert shared_items(work_of(call)) > 0
         want_o, want_pool = gathered_and_scattered(fd.chunk_kda, call)

@@ -21,7 +21,7 @@ from flashdelta.testing.oracle import (
 )
 
 from ..support.pools import PoolCase, memory_of, pool_truth
-from .calls import CALLS_TO_A_PLAN, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ CASES = [
 def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
     call = gpu_call(fd.chunk_kda, case, backend=backend)
     whole = fd.chunk_kda(**call | {"split": False})
-    for _ in range(CALLS_TO_A_PLAN):
+    for _ in range(CALLS_TO_A_REPLAY):
         with poisoned_memory():
             found = fd.chunk_kda(**call | {"split": parts})
     truth = fd.chunk_kda(**float64(call) | {"backend": "reference"})

@@ -13,7 +13,7 @@ from flashdelta.testing.oracle import poisoned_memory
 from flashdelta.testing.wy import BY_NAME, NAMES, WyCase, case_id, errors, exact, make_wy
 from flashdelta.tools.bench.contenders import bind_fla_wy, find
 
-from .calls import CALLS_TO_A_PLAN
+from .calls import CALLS_TO_A_REPLAY
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_results_repeat_to_the_bit(case: WyCase, backend: str):
 def test_a_repeated_call_has_its_own_tensors(case: WyCase, backend: str):
     call = make_wy(case, torch.bfloat16, "cuda")
     kept = []
-    for _ in range(CALLS_TO_A_PLAN + 1):
+    for _ in range(CALLS_TO_A_REPLAY + 1):
         again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
         with poisoned_memory():
             kept.append((again, wy(**again, backend=backend)))  # so that the next tensors lie elsewhere

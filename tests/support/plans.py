@@ -60,7 +60,7 @@ class Plan:
         if self.marks and self.marks[0]:
             call["checkpoint_offsets"] = torch.tensor(self.marks)
             call["checkpoint_indices"] = torch.zeros_like(call["checkpoint_offsets"])
-        return check(fd.chunk_kda, **call, state_v_first=False, use_qk_l2norm_in_kernel=False)
+        return check(fd.chunk_kda, **call)
 
 
 def planned_chunks(plan: Plan) -> list[Chunk]:

@@ -137,8 +137,7 @@ def pretended(monkeypatch, folder):
     monkeypatch.setattr(driver, "_active", fake)
     monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 232_448)
     monkeypatch.setattr(toolchains, "start", start)
-    monkeypatch.setattr(Launch, "run", lambda self: None)
-    monkeypatch.setattr(Launch, "compiled", lambda self, device: compiled)
+    monkeypatch.setattr(Launch, "run", lambda self: compiled)
     return state
 
 

@@ -179,9 +179,14 @@ class Sizes(dict[str, int]):
         return f"[{symbols}] = {[n if size is None else size for n, size in zip(shape, known)]}"
 
 
-@functools.cache
+_dimensions: dict[tuple[str, bool], tuple[str, ...]] = {}
+
+
 def dimensions(shape: str, v_first: bool) -> tuple[str, ...]:
-    return tuple(shape.replace("STATE", "V K" if v_first else "K V").split())
+    known = _dimensions.get((shape, v_first))
+    if known is None:
+        known = _dimensions[shape, v_first] = tuple(shape.replace("STATE", "V K" if v_first else "K V").split())
+    return known
 
 
 def shape_of(x: Tensor) -> str:

@@ -122,25 +122,35 @@ class Recorder:
                 make = torch.zeros if name in outputs.zeroed else torch.empty
                 self.outputs[name] = x.data_ptr(), x.nbytes, (step, make, x.shape, x.dtype)
                 self.given += [(name, i) for i, known in enumerate(self.known) if known is x]
-        for x in launch.scratch:
-            buffer = next((buffer for buffer in self.buffers if buffer.tensor() is x), None)
-            if buffer is None:
-                self.buffers.append(_Buffer(weakref.ref(x), x.data_ptr(), x.nbytes, step, step))
-            else:
-                buffer.last = step
         arguments: list[Any] = []
         pointers: list[tuple[int, int, bool]] = []
+        scratch = [(begin := x.data_ptr(), begin + x.nbytes, x) for x in launch.scratch if not self._is_output(x)]
         for position, x in enumerate(launch.arguments):
             tensor = getattr(x, "base", x)
             if isinstance(tensor, Tensor):
                 described = tensor is not x
                 if tensor.numel() > 0:
-                    pointers.append((position, tensor.data_ptr(), described))
+                    address = tensor.data_ptr()
+                    pointers.append((position, address, described))
+                    self._use(next((x for begin, end, x in scratch if begin <= address < end), None), step)
                 x = _with_base(x, None) if described else 0
             arguments.append(x)
         alive = [i for i, buffer in enumerate(self.buffers) if buffer.last == step]
         arguments += launch.constants.values()
         self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, alive))
+
+    def _is_output(self, x: Tensor) -> bool:
+        return any(begin == x.data_ptr() for begin, _, _ in self.outputs.values())
+
+    def _use(self, x: Tensor | None, step: int) -> None:
+        """Of scratch memory, at this step."""
+        if x is None:
+            return
+        buffer = next((buffer for buffer in self.buffers if buffer.tensor() is x), None)
+        if buffer is not None:
+            buffer.last = step
+        else:
+            self.buffers.append(_Buffer(weakref.ref(x), x.data_ptr(), x.nbytes, step, step))
 
     def recorded(self) -> Recorded | None:
         self.known = ()

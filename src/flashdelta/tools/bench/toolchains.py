@@ -332,6 +332,7 @@ def pair_of(launch: Launch, setup: Setup) -> Pair:
     except Exception as error:  # the rest of the row is worth having
         problem = summarize(error)
     grid, arguments = (launch.ctas, launch.rows, 1), (*launch.arguments, *launch.constants.values())
+    index = torch.cuda.current_device() if setup.device.type == "cuda" else None
     runs = {name: functools.partial(start, kernel, index, grid, arguments) for name, kernel in kernels.items()}
     return Pair(kernels, runs, problem)
 

@@ -1,0 +1,485 @@
+"""Recorded programs: where arguments lie, when buffers come and go, and calls that replay them. Nothing is compiled or
+launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashdelta as fd
+from flashdelta.problem.problem import Result
+from flashdelta.program import program as programs
+from flashdelta.program.cache import LaunchCache
+from flashdelta.program.launch import Launch
+from flashdelta.program.program import Outputs, Program
+from flashdelta.runtime import call as road
+from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
+from flashdelta.testing.decoding import BY_NAME as STEPS
+from flashdelta.testing.decoding import make_step
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import as_recurrent
+from flashdelta.testing.prefills import INPUTS, LOGITS, PLAIN, SIZES, prefill_call, sized
+from flashdelta.testing.wy import CASES as WY_CASES
+from flashdelta.testing.wy import make_wy
+
+from ..support.bad_prefills import BAD
+from ..support.pools import PLAIN_POOLS, pool_call
+from .test_decode import commit_call
+
+RESULTS = ("o", "w", "u")
+CPU = torch.device("cpu")
+
+
+class Started(list):
+    """What every start was given."""
+
+    def __call__(self, compiled: object, index: object, grid: tuple, arguments: list) -> None:
+        self.append((compiled, grid, arguments))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    found = Started()
+    monkeypatch.setattr(programs, "start", found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(Launch, "run", lambda self: self.kernel)
+    return found
+
+
+def launch(
+    name: str | None, *arguments: object, scratch: tuple[Tensor, ...] = (), ctas: int = 3, **constants
+) -> Launch:
+    return Launch(name, ctas, arguments, constants, num_warps=4, scratch=scratch)
+
+
+def record(known: list[Tensor | None], launches: list[Launch], **outputs: Tensor) -> programs.Recorded | None:
+    made = Outputs(CPU)
+    made.update(outputs)
+    program = Program(made, launches)
+    program.run(known)
+    return program.recorded if program.recorded is not None and program.recorded.usable() else None
+
+
+def test_arguments_are_found_again(started: Started):
+    """In a known tensor, inside one, in an output, in scratch; numbers, constants and absent tensors as they were."""
+    x, y, out, scratch = torch.zeros(10), torch.zeros(10), torch.zeros(2, 3), torch.zeros(8)
+    empty = torch.zeros(0)
+    first = launch("a", x, y[4:], 7, None, empty, scratch[2:], scratch=(scratch,), SIZE=64)
+    found = record([x, None, y], [first, launch("b", scratch, out[1:], scratch=(scratch,))], out=out)
+    results = found.run((), [1000, 0, 2000])
+    assert list(results) == ["out"] and results["out"].shape == (2, 3) and results["out"].dtype == out.dtype
+    (name, grid, (at_x, in_y, seven, none, absent, in_scratch, size)), (_, _, (at_scratch, in_out)) = started
+    assert (name, grid) == ("a", (3, 1, 1))
+    assert (at_x, in_y, seven, none, absent, size) == (1000, 2000 + 16, 7, None, 0, 64)
+    assert in_scratch == at_scratch + 8
+    assert in_out == results["out"].data_ptr() + 12
+
+
+def test_every_run_has_its_own_results(started: Started):
+    x, out = torch.zeros(4), torch.zeros(4)
+    found = record([x], [launch("a", x, out)], out=out)
+    first, second = found.run((), [16]), found.run((), [32])
+    assert first["out"].data_ptr() != second["out"].data_ptr()
+    assert [arguments[0] for _, _, arguments in started] == [16, 32]
+
+
+def test_an_output_of_the_callers_own_is_returned(started: Started):
+    x, out, other = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    found = record([x, out], [launch("a", x, out)], o=out)
+    assert found.run((x, other), [16, 48])["o"] is other
+    assert started[0][2] == [16, 48]
+
+
+def test_zeroed_outputs_are_zeroed_again(started: Started):
+    x, outputs = torch.zeros(4), Outputs(CPU)
+    program = Program(outputs, [launch("a", x, outputs.allocate("h", Result((1000,), torch.float32, zeroed=True)))])
+    program.run([x])
+    assert program.recorded.usable()
+    for _ in range(3):
+        h = program.recorded.run((x,), [16])["h"]
+        assert h.eq(0).all()
+        h.fill_(torch.nan)
+
+
+def test_buffers_live_from_first_to_last_use(started: Started):
+    """Those with the same first and last use are one allocation."""
+    a, b, c, x = (torch.zeros(n) for n in (100, 30, 50, 5))
+    launches = [
+        launch("0", x, a, b, scratch=(a, b)),
+        launch("1", a, b, c, scratch=(a, b, c)),
+        launch("2", c, scratch=(a, b, c)),
+    ]
+    found = record([x], launches)
+    assert [(len(needed), done) for *_, needed, done in found.steps] == [(1, []), (1, [1]), (0, [2])]
+    ((slot, size),) = found.steps[0][-2]
+    assert size == 512 + 512 and slot == 1
+    found.run((), [16])
+    (_, _, (_, first_a, first_b)), (_, _, (second_a, second_b, _)), _ = started
+    assert (first_a, first_b) == (second_a, second_b) and first_b == first_a + 512
+
+
+def test_a_buffer_is_not_the_one_that_had_its_address(started: Started):
+    memory = torch.zeros(100)
+
+    def launches():
+        for name in ("0", "1"):
+            again = memory[:]  # another tensor at the address; the first is gone by then
+            yield launch(name, again, scratch=(again,))
+            del again
+
+    found = record([torch.zeros(1)], launches())
+    assert [(len(needed), len(done)) for *_, needed, done in found.steps] == [(1, 1), (1, 1)]
+
+
+def test_an_output_may_lie_where_a_buffer_lay(started: Started):
+    """It is no place of what was launched before it was allocated."""
+    x, memory, outputs = torch.zeros(4), torch.zeros(100), Outputs(CPU)
+
+    def launches():
+        buffer = memory[:]
+        yield launch("0", x, buffer, scratch=(buffer,))
+        del buffer
+        outputs["late"] = memory
+        yield launch("1", x, memory)
+
+    program = Program(outputs, launches())
+    program.run([x])
+    assert program.recorded.usable()
+    late = program.recorded.run((x,), [16])["late"]
+    (_, _, (_, in_buffer)), (_, _, (_, in_late)) = started
+    assert in_late == late.data_ptr() != in_buffer
+
+
+def test_descriptors_get_new_addresses(started: Started):
+    """Their tensor is not kept."""
+    x = torch.zeros(8)
+    found = record([x], [launch("a", SimpleNamespace(base=x, shape=(8,)))])
+    assert found.steps[0][2][0].base is None
+    found.run((), [640])
+    (_, _, (descriptor,)) = started[0]
+    assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)
+
+
+@pytest.mark.parametrize("why", ["a copy", "two of one address", "no CTA", "not compiled", "another device", "none"])
+def test_some_programs_do_not_replay(why: str, started: Started, monkeypatch: pytest.MonkeyPatch):
+    x = torch.zeros(4)
+    launches = [launch("a", x)]
+    if why == "a copy":
+        launches.append(launch("b", x.clone()))
+    elif why == "no CTA":
+        launches.append(launch("b", x, ctas=0))
+    elif why == "not compiled":
+        launches.append(launch(None, x))
+    elif why == "another device":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    elif why == "none":
+        launches = []
+    assert record([x, x] if why == "two of one address" else [x], launches) is None
+
+
+# ---- the cache ----------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    used = 0
+
+    def __init__(self, usable: bool = True):
+        self.usable = lambda: usable
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU passes for a GPU."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1)
+
+
+def test_the_least_recently_used_are_forgotten(on_gpu: None):
+    cache, x = LaunchCache(most=8), torch.zeros(1)
+    entries = [Kept() for _ in range(9)]
+    for i, entry in enumerate(entries[:8]):
+        cache.keep(cache.find("call", (x,), (i,))[1], entry)
+    assert [cache.find("call", (x,), (i,))[0] for i in (0, 2)] == [entries[0], entries[2]]  # used again
+    cache.keep(cache.find("call", (x,), (8,))[1], entries[8])
+    kept = [i for i in range(9) if cache.find("call", (x,), (i,))[0] is not None]
+    assert kept == [0, 2, 4, 5, 6, 7, 8] and len(cache) == 7
+
+
+def test_keys_tell_values_and_types_apart(on_gpu: None):
+    cache, x, entry = LaunchCache(), torch.zeros(4, 4), Kept()
+    key = cache.find("call", (x, None), (1, "a"))[1]
+    cache.keep(key, entry)
+    assert cache.find("call", (torch.ones(4, 4), None), (1, "a"))[0] is entry
+    others = [
+        ("call", (x, None), (True, "a")),
+        ("call", (x, None), (1.0, "a")),
+        ("call", (x, x), (1, "a")),
+        ("call", (x.T, None), (1, "a")),
+        ("call", (x[1:].flatten()[1:], None), (1, "a")),
+        ("call", (x.half(), None), (1, "a")),
+        ("other", (x, None), (1, "a")),
+    ]
+    assert all(cache.find(*other)[0] is None for other in others)
+    with torch.no_grad():
+        assert cache.find("call", (x, None), (1, "a"))[0] is None
+
+
+def test_what_may_not_be_kept_has_no_key(on_gpu: None):
+    cache, x = LaunchCache(), torch.zeros(1)
+    assert cache.find("call", (x,), ([],))[1] is None
+    assert cache.find("call", (x.to_sparse(),))[1] is None
+    assert cache.find("call", (x.to("meta"),))[1] is None
+    cache.keep(cache.find("call", (x,))[1], Kept(usable=False))
+    assert cache.find("call", (x,)) == (None, None, [])
+
+
+# ---- kda_prefill ------------------------------------------------------------------------------------------------------
+
+CALLS = ("recorded", "replayed", "again")
+
+
+@pytest.fixture
+def pretended(started: Started, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """The CPU passes for a GPU. Starts that are worked out anew are noted, too: with tensors, where recorded ones have
+    addresses."""
+
+    def run(launch: Launch) -> object:
+        arguments = [*launch.arguments, *launch.constants.values()]
+        started(launch.kernel, None, (launch.ctas, launch.rows, 1), arguments)
+        return launch.kernel
+
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(road, "CACHE", LaunchCache())
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1)
+    monkeypatch.setattr("flashdelta.backends.interpreting", lambda: True)
+    return started
+
+
+def prefill_on(case: Case, seed: int = 0) -> dict:
+    return prefill_call(case, seed=seed) | {"backend": "triton"}
+
+
+def anew(launches: Started) -> list[bool]:
+    return [any(isinstance(x, Tensor) for x in arguments) for _, _, arguments in launches]
+
+
+def located(launches: Started, tensors: dict[str, Tensor], pointers: list[tuple[int, ...]]) -> list[tuple]:
+    """The launches with, in place of an address (`pointers`: where they have one), whose it is and how far from the start. What
+    is no tensor's is scratch."""
+
+    def address(x: Tensor | int) -> int:
+        return x.data_ptr() if isinstance(x, Tensor) else x
+
+    def owner(place: int) -> str:
+        if place == 0:
+            return "absent"
+        return next((name for name, x in tensors.items() if 0 <= place - x.data_ptr() < x.nbytes), "scratch")
+
+    given = [address(arguments[i]) for (*_, arguments), positions in zip(launches, pointers) for i in positions]
+    starts = {name: x.data_ptr() for name, x in tensors.items()} | {"absent": 0}
+    starts["scratch"] = min(place for place in given if owner(place) == "scratch")
+    found = []
+    for (kernel, grid, arguments), positions in zip(launches, pointers):
+        named = [*arguments]
+        for i in positions:
+            place = address(named[i])
+            named[i] = owner(place), place - starts[owner(place)]
+        found.append((kernel, grid, named))
+    return found
+
+
+def by_function(call: dict) -> tuple[Tensor, ...]:
+    return fd.kda_prefill(**call)
+
+
+def by_operator(call: dict) -> tuple[Tensor, ...]:
+    return torch.ops.kda_prefill.forward(**call)
+
+
+@pytest.mark.parametrize("way", [by_function, by_operator])
+@pytest.mark.parametrize(
+    "case", [PLAIN, LOGITS, replace(sized(PLAIN, SIZES[-1]), name="batch", B=2, H=3, HV=3, scale=0.5)], ids=case_id
+)
+def test_a_repeated_prefill_starts_what_the_first_did(case: Case, way: Callable, pretended: Started):
+    kept, found, pointers = [], [], []
+    for seed, name in enumerate(CALLS):
+        pretended.clear()
+        call = prefill_on(case, seed)
+        results = way(call)
+        kept.append((call, results))  # so that the next tensors lie elsewhere
+        assert anew(pretended) == [name == CALLS[0]] * 3
+        pointers = pointers or [
+            tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor)) for _, _, arguments in pretended
+        ]
+        tensors = {name: call[name] for name in INPUTS} | dict(zip(RESULTS, results))
+        found.append(located(pretended, tensors, pointers))
+    places = {name for _, _, arguments in found[0] for name, _ in (x for x in arguments if isinstance(x, tuple))}
+    assert places == {*INPUTS, *RESULTS, "scratch", "absent"}
+    assert all(launches == found[0] for launches in found)
+    for _, results in kept:
+        assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in kept[0][1]]
+    assert len({x.data_ptr() for _, results in kept for x in results}) == len(CALLS) * len(RESULTS)
+
+
+def test_function_and_operator_repeat_each_other(pretended: Started):
+    for way in (by_function, by_operator, by_function):
+        way(prefill_on(PLAIN))
+    assert anew(pretended) == [True] * 3 + [False] * 6
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_repeated_prefill_is_checked_as_the_first(name: str, pretended: Started):
+    call = prefill_on(replace(PLAIN, T=70))
+    changes, error, _ = BAD[name]
+    with pytest.raises(error) as first:
+        fd.kda_prefill(**call | changes)
+    for _ in CALLS:
+        fd.kda_prefill(**call)
+    pretended.clear()
+    with pytest.raises(error) as later:
+        fd.kda_prefill(**call | changes)
+    assert str(later.value) == str(first.value) and not pretended
+
+
+def test_an_option_equal_to_a_good_one_may_be_wrong(pretended: Started):
+    call = prefill_on(PLAIN) | {"scale": 1}
+    for _ in CALLS:
+        fd.kda_prefill(**call)
+    with pytest.raises(TypeError, match=r"^scale: got True"):
+        fd.kda_prefill(**call | {"scale": True})
+
+
+def test_gradients_are_refused_of_repeated_prefills(pretended: Started):
+    call = prefill_on(PLAIN)
+    for _ in CALLS:
+        fd.kda_prefill(**call)
+    call["v"].requires_grad_()
+    with pytest.raises(ValueError, match=r"^v: got a tensor that requires grad"):
+        fd.kda_prefill(**call)
+    with torch.no_grad():
+        fd.kda_prefill(**call)
+
+
+@pytest.mark.parametrize("other", ["alignment", "tokens", "gate", "precision", "scale", "chunk_size"])
+def test_another_prefill_is_worked_out_anew(other: str, pretended: Started):
+    call = prefill_on(PLAIN)
+    for _ in CALLS:
+        fd.kda_prefill(**call)
+    pretended.clear()
+    options = {"gate": "logsigmoid", "precision": "ieee", "scale": 0.5, "chunk_size": 32}
+    if other == "alignment":
+        change = {"v": torch.zeros(call["v"].numel() + 1)[1:].view(call["v"].shape)}
+        assert (change["v"].data_ptr() - call["v"].data_ptr()) % 16 != 0
+    elif other == "tokens":
+        change = {name: call[name][:, :, 1:].contiguous() for name in INPUTS}
+    else:
+        change = {other: options[other]}
+    fd.kda_prefill(**call | change)
+    assert anew(pretended) == [True] * 3
+
+
+def test_one_tensor_for_two_inputs_has_no_plan(pretended: Started):
+    """Which of the two an address would stand for can't be told."""
+    call = prefill_on(PLAIN)
+    for _ in CALLS:
+        fd.kda_prefill(**call | {"k": call["q"]})
+    assert anew(pretended) == [True] * 3 * len(CALLS)
+
+
+def test_fake_tensors_start_nothing(pretended: Started):
+    call = prefill_on(PLAIN)
+    for _ in CALLS:
+        results = fd.kda_prefill(**call)
+    pretended.clear()
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
+        found = fd.kda_prefill(**fake)
+    assert [x.shape for x in found] == [x.shape for x in results] and not pretended
+
+
+# ---- all operations -----------------------------------------------------------------------------------------------------
+
+
+OPERATIONS = {
+    "chunk": (fd.chunk_kda, lambda seed: make_call(replace(BY_NAME["state"], h=False), BF16, seed=seed)),
+    "chunk, h": (fd.chunk_kda, lambda seed: make_call(BY_NAME["h"], BF16, seed=seed)),
+    "chunk, packed h": (fd.chunk_kda, lambda seed: make_call(replace(BY_NAME["packed"], h=True), BF16, seed=seed)),
+    "chunk, pool": (fd.chunk_kda, lambda seed: pool_call(PLAIN_POOLS[0], BF16, seed=seed)),
+    "recurrent": (fd.fused_recurrent_kda, lambda seed: as_recurrent(make_call(BY_NAME["state"], BF16, seed=seed))),
+    "decode": (fd.recurrent_kda, lambda seed: make_step(STEPS["paged"], BF16, seed=seed)),
+    "verify": (fd.recurrent_kda, lambda seed: make_step(STEPS["verify_rows"], BF16, seed=seed)),
+    "commit": (fd.commit, lambda seed: commit_call(BF16)),
+    "wy": (fd.kernels.chunk_bwd_wy_dqkg, lambda seed: make_wy(WY_CASES[0], BF16)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_second_call_replays_the_first(name: str, pretended: Started):
+    op, make = OPERATIONS[name]
+    kept, launched = [], []
+    for seed in (0, 1, 0):
+        pretended.clear()
+        call = make(seed) | {"backend": "triton"}
+        kept.append((call, op(**call)))
+        launched.append([(kernel, grid, len(arguments)) for kernel, grid, arguments in pretended])
+        assert anew(pretended) == [len(kept) == 1] * len(pretended) and pretended
+    assert launched[0] == launched[1] == launched[2]
+    shapes = [[(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in results or ()] for _, results in kept]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_both_directions_replay(pretended: Started):
+    leaves = ("q", "k", "v", "g", "beta")
+    for i in range(3):
+        call = make_call(replace(BY_NAME["state"], h=False, final=False), BF16) | {"backend": "triton"}
+        call |= {name: call[name].contiguous().requires_grad_() for name in leaves}
+        pretended.clear()
+        o, _ = fd.chunk_kda(**call)
+        grads = torch.autograd.grad(o, [call[name] for name in leaves], torch.ones_like(o))
+        assert set(anew(pretended)) == {i == 0} and len(pretended) > 4
+        assert [x.shape for x in grads] == [call[name].shape for name in leaves]
+
+
+WRONG = {
+    "chunk_size": (64.0, TypeError, r"^chunk_size: got 64\.0 \(float\)"),
+    "output_final_state": (1, TypeError, r"^output_final_state: got 1 \(int\)"),
+    "scale": (True, TypeError, r"^scale: got True"),
+    "split": (True, TypeError, r"^split: got True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_replay_refuses_what_the_first_call_does(name: str, pretended: Started):
+    call = make_call(replace(BY_NAME["state"], h=False), BF16) | {"backend": "triton", "scale": 1, "split": 1}
+    value, error, said = WRONG[name]
+    for _ in range(3):
+        fd.chunk_kda(**call)
+        with pytest.raises(error, match=said):
+            fd.chunk_kda(**call | {name: value})
+
+
+def test_a_replay_refuses_shared_memory(pretended: Started):
+    call = make_step(STEPS["verify_rows"], BF16) | {"backend": "triton"}
+    pool, states = call["initial_state"], call["intermediate_states"]
+    memory = torch.zeros(pool.numel() + states.numel(), dtype=pool.dtype)
+    apart = {"intermediate_states": memory[: states.numel()].view(states.shape)}
+    meeting = memory[states.numel() - pool.numel() :][: pool.numel()].view(pool.shape)
+    good = call | apart | {"initial_state": memory[states.numel() :].view(pool.shape)}
+    for _ in range(3):
+        fd.recurrent_kda(**good)
+        with pytest.raises(ValueError, match=r"^intermediate_states: got memory shared with initial_state"):
+            fd.recurrent_kda(**good | {"initial_state": meeting})
+
+
+def test_host_offsets_are_checked_on_every_call(pretended: Started):
+    call = make_call(replace(BY_NAME["packed"], h=False), BF16) | {"backend": "triton"}
+    offsets = call["cu_seqlens"].cpu().clone()
+    for _ in range(3):
+        fd.chunk_kda(**call, cu_seqlens_cpu=offsets)
+        with pytest.raises(ValueError, match=r"^cu_seqlens_cpu: got \["):
+            fd.chunk_kda(**call, cu_seqlens_cpu=offsets.flip(0))
