@@ -124,7 +124,7 @@ class Recorder:
                 self.given += [(name, i) for i, known in enumerate(self.known) if known is x]
         arguments: list[Any] = []
         pointers: list[tuple[int, int, bool]] = []
-        scratch = [(begin := x.data_ptr(), begin + x.nbytes, x) for x in launch.scratch if not self._is_output(x)]
+        scratch = [(begin := x.data_ptr(), begin + x.nbytes, x) for x in launch.scratch if not self._is_own(x)]
         for position, x in enumerate(launch.arguments):
             tensor = getattr(x, "base", x)
             if isinstance(tensor, Tensor):
@@ -139,8 +139,10 @@ class Recorder:
         arguments += launch.constants.values()
         self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, alive))
 
-    def _is_output(self, x: Tensor) -> bool:
-        return any(begin == x.data_ptr() for begin, _, _ in self.outputs.values())
+    def _is_own(self, x: Tensor) -> bool:
+        """Whether it is a tensor of the call, or an output: a forward leaves its scratch to the backward pass."""
+        begin = x.data_ptr()
+        return any(begin == output for output, _, _ in self.outputs.values()) or any(begin == r[0] for r in self.ranges)
 
     def _use(self, x: Tensor | None, step: int) -> None:
         """Of scratch memory, at this step."""
