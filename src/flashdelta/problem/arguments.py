@@ -241,7 +241,8 @@ class Given:
     """A call's tensors by role and options by name, as attributes. (`torch.compile` traces no `SimpleNamespace`.)"""
 
     def __init__(self, values: dict[str, Any]):
-        self.__dict__ = values
+        for name, value in values.items():
+            setattr(self, name, value)
 
 
 # ---- calls --------------------------------------------------------------------------------------------------------------

@@ -45,21 +45,20 @@ class LaunchCache(Generic[E]):
             return None, None, []
         grad = torch.is_grad_enabled()
         found: list[object] = [kind, options, grad, *map(type, options)]
-        addresses, device = [], -1
-        for x in tensors:
+        addresses, device = [0] * len(tensors), -1
+        for i, x in enumerate(tensors):
             if x is None:
-                found.append(None)
-                addresses.append(0)
-            elif type(x) in PLAIN:
+                continue
+            if type(x) in PLAIN:
                 # flat, and the device as a number: all this is most of the host time of a repeated call
                 try:
                     index, address = x.get_device(), x.data_ptr()
-                    found += (x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
+                    found += (i, x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
                 except RuntimeError:
                     return None, None, []
                 if index > device:
                     device = index
-                addresses.append(address)
+                addresses[i] = address
             else:
                 return None, None, []
         if device < 0:

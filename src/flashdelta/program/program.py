@@ -106,6 +106,7 @@ class Recorder:
         present = [(i, x) for i, x in enumerate(known) if x is not None and x.numel() > 0]
         self.device, self.known, self.count = device, known, len(known)
         self.ranges = [(begin := x.data_ptr(), begin + extent(x), i) for i, x in present]
+        self.starts = {begin: i for begin, _, i in self.ranges}
         self.outputs: dict[str, tuple[int, int, tuple]] = {}
         self.given: list[tuple[str, int]] = []
         self.buffers: list[_Buffer] = []
@@ -122,27 +123,26 @@ class Recorder:
                 make = torch.zeros if name in outputs.zeroed else torch.empty
                 self.outputs[name] = x.data_ptr(), x.nbytes, (step, make, x.shape, x.dtype)
                 self.given += [(name, i) for i, known in enumerate(self.known) if known is x]
-        arguments: list[Any] = []
-        pointers: list[tuple[int, int, bool]] = []
         scratch = [(begin := x.data_ptr(), begin + x.nbytes, x) for x in launch.scratch if not self._is_own(x)]
+        arguments, pointers = [*launch.arguments, *launch.constants.values()], []
         for position, x in enumerate(launch.arguments):
-            tensor = getattr(x, "base", x)
-            if isinstance(tensor, Tensor):
-                described = tensor is not x
-                if tensor.numel() > 0:
-                    address = tensor.data_ptr()
-                    pointers.append((position, address, described))
+            if x is None or isinstance(x, (int, float)):
+                continue
+            described = not isinstance(x, Tensor)
+            tensor = x.base if described else x
+            arguments[position] = _with_base(x, None) if described else 0
+            if tensor.numel() > 0:
+                address = tensor.data_ptr()
+                pointers.append((position, address, described))
+                if address not in self.starts:
                     self._use(next((x for begin, end, x in scratch if begin <= address < end), None), step)
-                x = _with_base(x, None) if described else 0
-            arguments.append(x)
         alive = [i for i, buffer in enumerate(self.buffers) if buffer.last == step]
-        arguments += launch.constants.values()
         self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, alive))
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether it is a tensor of the call, or an output: a forward leaves its scratch to the backward pass."""
         begin = x.data_ptr()
-        return any(begin == output for output, _, _ in self.outputs.values()) or any(begin == r[0] for r in self.ranges)
+        return any(begin == output for output, _, _ in self.outputs.values()) or begin in self.starts
 
     def _use(self, x: Tensor | None, step: int) -> None:
         """Of scratch memory, at this step."""
@@ -230,7 +230,7 @@ class Recorded:
     def _resolved(self, r: Recorder) -> list[tuple] | None:
         """The steps of a repetition; None if there is none."""
         sizes = {i: end - begin for begin, end, i in r.ranges}
-        if len({begin for begin, _, _ in r.ranges}) < len(r.ranges):
+        if len(r.starts) < len(r.ranges):
             return None
         written = (
             (i, sizes[i], [(j, sizes[j]) for j in others if j in sizes]) for i, others in self.pairs if i in sizes
@@ -248,7 +248,6 @@ class Recorded:
             within.append((r.count + len(own) + n, totals[n]))
             totals[n] += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
         self.blank = [0] * (len(own) + len(spans))
-        starts = {begin: i for begin, _, i in r.ranges}
         steps = []
         for step, (compiled, grid, arguments, pointers, alive) in enumerate(r.launches):
             # what has been allocated by then: later outputs may lie where an earlier buffer lay
@@ -257,7 +256,7 @@ class Recorded:
             scratch = [(r.buffers[n].begin, r.buffers[n].begin + r.buffers[n].nbytes, *within[n]) for n in alive]
             places: tuple[list[tuple], list[tuple]] = ([], [])
             for position, address, described in pointers:
-                place = _place(address, starts, ranges, scratch)
+                place = _place(address, r.starts, ranges, scratch)
                 if place is None:
                     return None
                 places[described].append((position, *place))
