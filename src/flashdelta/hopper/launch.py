@@ -20,7 +20,7 @@ from ..triton.launch import SegmentStates, compose
 from .decode import decode_kernel
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
-from .segments import maps_kernel
+from .segments import transitions_kernel
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -234,7 +234,7 @@ def stages(problem: Problem, fetched: int, beside: int) -> int:
 def maps(problem: Problem, t: Tensors, workspace: Workspace, results: Results) -> Launch:
     found = workspace.segments
     return Launch(
-        maps_kernel,
+        transitions_kernel,
         min(multiprocessors(t.v.device), MOST_PROGRAMS),
         (
             tiles(workspace.tiles),
@@ -293,7 +293,7 @@ def recurrence(
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or pseudo is not None,
             STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
-            SHARED=sharing_pays(problem, most),
+            STREAM_K=sharing_pays(problem, most),
         ),
         num_warps=4,
         scratch=(workspace.buffer,),
