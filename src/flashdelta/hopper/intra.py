@@ -84,7 +84,7 @@ def decay_gradient(operand, grad):
 
 @gluon.jit
 def replace_decays(last_rows):
-    """Starts the copy of the rows (`fetch_rows`) that take the decays' place."""
+    """Starts the copy of the rows (`copy_rows`) that take the decays' place."""
     barrier()  # the MMAs of both warpgroups have read the decays
     copy_rows(*last_rows)
     async_copy.commit_group()

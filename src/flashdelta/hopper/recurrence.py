@@ -53,7 +53,7 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
         in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
         start = tile.begin
         slot = tile.slot
-        for span in range(0, tile.spans):
+        for span in range(0, tile.num_spans):
             stop, chunks, low, high = scheduler.span(tile, span, start, slot)
             for i in range(low, high):
                 stage, full = ring.acquire(iteration)
@@ -165,7 +165,7 @@ def compute(
             ahead = ring.wait(iteration)
             v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
             v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
-            for span in range(0, tile.spans):
+            for span in range(0, tile.num_spans):
                 stop, chunks, low, high = scheduler.span(tile, span, start, slot)
                 for i in range(low, high):
                     s = iteration % ring.STAGES
@@ -220,7 +220,7 @@ def compute(
                     done_count = (stop - done_token).to(gl.int32)
                 if scheduler.checkpoint_offsets is not None:
                     there, reached = checkpoint_slot(
-                        *(scheduler.checkpoint_offsets, checkpoint_indices, tile.n, span, tile.spans),
+                        *(scheduler.checkpoint_offsets, checkpoint_indices, tile.n, span, tile.num_spans),
                         *(stop - tile.begin, lowest, pool_slots),
                     )
                     slot += chunks

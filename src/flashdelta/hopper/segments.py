@@ -90,7 +90,7 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
         in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
         start = tile.begin
         slot = tile.slot
-        for span in range(0, gl.where(wanted > 0, tile.spans, 0)):
+        for span in range(0, gl.where(wanted > 0, tile.num_spans, 0)):
             stop, chunks, low, high = scheduler.span(tile, span, start, slot)
             for i in range(low, high):
                 stage, full = ring.acquire(iteration)

@@ -35,9 +35,10 @@ from .stream_k import range_tile, range_tiles
 @aggregate
 class WorkTile:
     """Chunks `[first, stop)` of a sequence and value head; `stop` is 0 at the sequence's end. `begin`, `end`: tokens, of the
-    work tile, but with split checkpoints of the whole sequence; `slot`: the chunk slot at `begin`; `spans`: checkpoint spans of
-    the sequence. `is_segment`: it is a part of a split sequence; `segment`: the segment's number times value heads plus the
-    head. `carry_in`: by stream-K the state before it comes from the CTA before; `carry_out`: that after it goes to the next."""
+    work tile, but with split checkpoints of the whole sequence; `slot`: the chunk slot at `begin`; `num_spans`: checkpoint
+    spans of the sequence. `is_segment`: it is a segment of a split sequence; `segment`: the segment's number times value heads
+    plus the head. `carry_in`: by stream-K the state before it comes from the CTA before; `carry_out`: that after it goes to the
+    next."""
 
     head: base_value
     n: base_value
@@ -45,7 +46,7 @@ class WorkTile:
     begin: base_value
     end: base_value
     slot: base_value
-    spans: base_value
+    num_spans: base_value
     first: base_value
     stop: base_value
     is_segment: base_value
@@ -56,8 +57,14 @@ class WorkTile:
 
 @aggregate
 class TileScheduler:
-    """Work tiles of a scan. `tile_range`: of `stream_k_range`, or None; `first_segment [N + 1]`: see `plan_segments`, None if
-    no sequence may be split."""
+    """Work tiles of a scan, the same for the loader and the warps that compute:
+
+        tiles, segments = scheduler.count()
+        for k in range(tiles):
+            tile = scheduler.tile(k, segments)
+
+    `tile_range`: of `stream_k_range`, or None; `first_segment [N + 1]`: of `plan_segments`, None if no sequence may be split.
+    """
 
     tile_range: base_value
     first_segment: base_value
@@ -95,15 +102,15 @@ class TileScheduler:
     def tile(self, k, segments):
         """The CTA's work tile number `k`."""
         if self.first_segment is None:
-            head, n, batch, begin, end, slot, spans, first, stop = self._of_sequence(k)
+            head, n, batch, begin, end, slot, num_spans, first, stop = self._of_sequence(k)
             segment: gl.constexpr = 0
         else:
             if segments > self.N:
-                head, n, batch, begin, end, slot, spans, first, stop, segment, _ = self._of_segment(k, 0)
+                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _ = self._of_segment(k, 0)
             else:
-                head, n, batch, begin, end, slot, spans, first, stop = self._of_sequence(k)
+                head, n, batch, begin, end, slot, num_spans, first, stop = self._of_sequence(k)
                 segment = n * 0
-                # constants may be no constants here: both branches must have the same types
+                # tensors, if they are constants: both branches must have the same types
                 first += k * 0
                 stop += k * 0
         if self.first_segment is None:
@@ -123,7 +130,7 @@ class TileScheduler:
         integer: gl.constexpr = gl.int32 if self.checkpoint_offsets is None else gl.int64
         begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
         return WorkTile(
-            *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, spans, first, stop),
+            *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
             *(is_segment, segment, carry_in, carry_out),
         )
 
@@ -131,7 +138,7 @@ class TileScheduler:
     def span(self, tile, i, start, slot):
         """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
         which of these `[low, high)` belong to the work tile."""
-        end, chunks = span_extent(self.checkpoint_offsets, tile.n, i, tile.spans, start, tile.begin, tile.end, C)
+        end, chunks = span_extent(self.checkpoint_offsets, tile.n, i, tile.num_spans, start, tile.begin, tile.end, C)
         if self.first_segment is None or self.checkpoint_offsets is None:
             low: gl.constexpr = 0
             high = chunks
@@ -147,7 +154,7 @@ class TileScheduler:
         slot = tile.slot
         total = 0
         start = tile.begin
-        for i in range(0, tile.spans):
+        for i in range(0, tile.num_spans):
             start, chunks, low, high = self.span(tile, i, start, slot)
             total += high - low
             slot += chunks
@@ -165,11 +172,11 @@ class TileScheduler:
     def transition(self, k, K: gl.constexpr):
         """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
         sequence's first segment is not needed, as the state before it is known."""
-        head, n, batch, begin, end, slot, spans, first, stop, segment, place = self._of_segment(k, 1)
+        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place = self._of_segment(k, 1)
         in_M = gl.program_id(0) % self.SLICES * BV < K
         chunks = gl.where((place == 0) & in_M, 0, stop - first)
         tile = WorkTile(
-            *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, spans, first, stop),
+            *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
             *(True, segment, False, False),
         )
         return tile, place, chunks
@@ -184,13 +191,15 @@ class TileScheduler:
             tile0, chunk0, tile1, chunk1 = self.tile_range
             tile, first, stop = range_tile(k, tile0, chunk0, tile1, chunk1)
         _, head, n, batch, begin, end = locate_tile(tile, self.cu_seqlens, self.T, self.HV, 1)
-        slot, spans = chunk_slots(self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C)
+        slot, num_spans = chunk_slots(
+            self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
+        )
         if self.tile_range is not None:
             if stop > 0:
                 end = begin + stop * C
             begin += first * C
             slot += first
-        return head, n, batch, begin, end, slot, spans, first, stop
+        return head, n, batch, begin, end, slot, num_spans, first, stop
 
     @gluon.jit
     def _of_segment(self, k, skipped):
@@ -198,7 +207,7 @@ class TileScheduler:
         chunks of their own, tokens and chunk slot are those of the whole sequence."""
         tile = persistent_tile(k, self.SLICES)
         n, place, places, _ = segment_of(tile // self.HV, self.first_segment, self.N, skipped)
-        batch, begin, end, slot, spans, first, stop = locate_segment(
+        batch, begin, end, slot, num_spans, first, stop = locate_segment(
             n, place, places, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
         )
         last = place + 1 == places
@@ -208,7 +217,7 @@ class TileScheduler:
             slot += first
         stop = gl.where(last, 0, stop)
         head = (tile % self.HV).to(gl.int64)
-        return head, n, batch, begin, end, slot, spans, first, stop, tile + n * (skipped * self.HV), place
+        return head, n, batch, begin, end, slot, num_spans, first, stop, tile + n * (skipped * self.HV), place
 
 
 @gluon.jit
