@@ -88,40 +88,35 @@ class Buffers:
     KH: gl.constexpr
 
     @gluon.jit
-    def pair(self, block: gl.constexpr, h):
-        """`[64, 64]`, left operands: keys and queries of a block. Block 0 is stacked as k, q and block 1 as q, k, so that rows
-        0..31 of the one product and rows 32..63 of the other are the rows of A where they belong."""
-        memory = self.pair0 if block == 0 else self.pair1
-        return reinterpret(memory, gl.bfloat16, [self.KH, 64, 64], TILE).index(h)
+    def pairs(self, block: gl.constexpr):
+        """`[KH, 64, 64]`, left operands: keys and queries of a block. Block 0 is stacked as k, q and block 1 as q, k, so that
+        rows 0..31 of the one product and rows 32..63 of the other are the rows of A where they belong."""
+        return reinterpret(self.pair0 if block == 0 else self.pair1, gl.bfloat16, [self.KH, 64, 64], TILE)
 
     @gluon.jit
-    def keys(self, block: gl.constexpr, h):
-        """`[32, 64]`: the keys among them."""
-        memory = self.pair0 if block == 0 else self.pair1
-        return reinterpret(memory, gl.bfloat16, [2 * self.KH, 32, 64], TILE).index(2 * h + block)
+    def keys(self, block: gl.constexpr):
+        """`[2 KH, 32, 64]`: the same, of which number `2 h + block` are keys."""
+        return reinterpret(self.pair0 if block == 0 else self.pair1, gl.bfloat16, [2 * self.KH, 32, 64], TILE)
 
     @gluon.jit
-    def right(self, block: gl.constexpr, i):
-        """`[64, 64]`, right operands of the pairs, then of the inverse."""
-        memory = self.right0 if block == 0 else self.right1
-        return reinterpret(memory, gl.bfloat16, [2, 64, 64], TILE).index(i)
+    def rights(self, block: gl.constexpr):
+        """`[2, 64, 64]`, right operands of the pairs, then of the inverse."""
+        return reinterpret(self.right0 if block == 0 else self.right1, gl.bfloat16, [2, 64, 64], TILE)
 
     @gluon.jit
-    def right_half(self, block: gl.constexpr, i):
-        """The same in tiles `[32, 64]`."""
-        memory = self.right0 if block == 0 else self.right1
-        return reinterpret(memory, gl.bfloat16, [4, 32, 64], TILE).index(i)
+    def right_halves(self, block: gl.constexpr):
+        """`[4, 32, 64]`: the same."""
+        return reinterpret(self.right0 if block == 0 else self.right1, gl.bfloat16, [4, 32, 64], TILE)
 
     @gluon.jit
-    def sums(self, block: gl.constexpr, h):
-        """`[4, 8, 64]`: sums of log decays, where the right operands will be."""
-        memory = self.right0 if block == 0 else self.right1
-        return reinterpret(memory, gl.float32, [2, 32, 64], PLAIN).index(h).reshape([4, 8, 64])
+    def sums(self, block: gl.constexpr):
+        """`[2, 32, 64]`: sums of log decays, where the right operands will be."""
+        return reinterpret(self.right0 if block == 0 else self.right1, gl.float32, [2, 32, 64], PLAIN)
 
     @gluon.jit
-    def totals(self, block: gl.constexpr, h):
-        """`[256]`: of the block's sub-chunks."""
-        return reinterpret(self.small, gl.float32, [8, 256], FLAT).index(2 * h + block)
+    def totals(self):
+        """`[8, 256]`: of the sub-chunks, number `2 h + block`."""
+        return reinterpret(self.small, gl.float32, [8, 256], FLAT)
 
     @gluon.jit
     def both_totals(self, h):
@@ -218,10 +213,8 @@ def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
 
 @gluon.jit
 def store_norms(buffers, scale, L2NORM: gl.constexpr):
-    pair0 = reinterpret(buffers.pair0, gl.bfloat16, [buffers.KH, 64, 64], TILE)
-    buffers.norm0.reshape([4, 16]).store(row_factors(pair0, scale, True, L2NORM))
-    pair1 = reinterpret(buffers.pair1, gl.bfloat16, [buffers.KH, 64, 64], TILE)
-    buffers.norm1.reshape([4, 16]).store(row_factors(pair1, scale, False, L2NORM))
+    buffers.norm0.reshape([4, 16]).store(row_factors(buffers.pairs(0), scale, True, L2NORM))
+    buffers.norm1.reshape([4, 16]).store(row_factors(buffers.pairs(1), scale, False, L2NORM))
 
 
 @gluon.jit
@@ -403,10 +396,10 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE: gl.constexpr):
         c0, c1, totals = half_sums(buffers, h, rate, dtype, GATE, False)
         buffers.both_totals(h).store(totals)
         for block in gl.static_range(2):
-            _, middle, whole = block_sums(buffers.totals(block, h))
+            _, middle, whole = block_sums(buffers.totals().index(2 * h + block))
             lowest = gl.minimum(lowest, gl.minimum(middle, whole - middle))
-        buffers.sums(0, h).store(c0)
-        buffers.sums(1, h).store(c1)
+        buffers.sums(0).index(h).reshape([4, 8, 64]).store(c0)
+        buffers.sums(1).index(h).reshape([4, 8, 64]).store(c1)
     return lowest
 
 
@@ -430,6 +423,11 @@ def bounded_pairs(
     those of both blocks.
     """
     KH: gl.constexpr = buffers.KH
+    pairs0 = buffers.pairs(0)
+    pairs1 = buffers.pairs(1)
+    right0 = buffers.right_halves(0)
+    right1 = buffers.rights(1)
+    total_s = buffers.totals()
     for h in range(KH):
         if SAFE:
             c0, c1, totals = half_sums(buffers, h, rate, dtype, GATE, SAFE)
@@ -438,13 +436,13 @@ def bounded_pairs(
                 store_norms(buffers, scale, L2NORM)
             buffers.both_totals(h).store(totals)
         else:
-            c0 = buffers.sums(0, h).load(BLOCK)
-            c1 = buffers.sums(1, h).load(BLOCK)
+            c0 = buffers.sums(0).index(h).reshape([4, 8, 64]).load(BLOCK)
+            c1 = buffers.sums(1).index(h).reshape([4, 8, 64]).load(BLOCK)
         # before the barrier that the totals need, as the operands will take their place
-        k0, q0 = load_pair(buffers.pair(0, h))
-        q1, k1 = load_pair(buffers.pair(1, h))
-        before0, middle0, whole0 = block_sums(buffers.totals(0, h))
-        before1, middle1, whole1 = block_sums(buffers.totals(1, h))
+        k0, q0 = load_pair(pairs0.index(h))
+        q1, k1 = load_pair(pairs1.index(h))
+        before0, middle0, whole0 = block_sums(total_s.index(2 * h))
+        before1, middle1, whole1 = block_sums(total_s.index(2 * h + 1))
         gl.store(decay + h * 64 + position(column), exp2(whole0 + whole1))
         qg = tiles + (KH + h) * 4096
         kg = tiles + (2 * KH + h) * 4096
@@ -456,8 +454,8 @@ def bounded_pairs(
         kn = k0.to(gl.float32) * norm_k0
         qa = q0.to(gl.float32) * norm_q0 * a
         kb = kn * exp2_negative(d)
-        store_pair(buffers.pair(0, h), kn * a, qa)
-        buffers.right_half(0, 2 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
+        store_pair(pairs0.index(h), kn * a, qa)
+        right0.index(2 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
         from_start = exp2(middle0)
         buffers.from_start.index(h).store(-from_start)
         store_block(qg, qa * from_start[None, None, :])
@@ -471,8 +469,8 @@ def bounded_pairs(
         kn = k1.to(gl.float32) * norm_k1
         qa = q1.to(gl.float32) * norm_q1 * a
         kb = kn * exp2_negative(d)
-        store_pair(buffers.pair(1, h), qa, kn * a)
-        store_pair(buffers.right(1, h), moved, kb)
+        store_pair(pairs1.index(h), qa, kn * a)
+        store_pair(right1.index(h), moved, kb)
         from_start = exp2(whole0 + middle1)
         buffers.between.index(h).store(exp2(whole0 - middle0 + middle1))
         store_block(qg + 2048, qa * from_start[None, None, :])
@@ -482,12 +480,8 @@ def bounded_pairs(
     upper = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
     lower = gl.zeros((64, 64), gl.float32, layout=ACC)
     for h in gl.static_range(KH):
-        upper = warpgroup_mma(
-            buffers.pair(0, h), buffers.right_half(0, 2 * h).permute((1, 0)), upper, use_acc=h > 0, is_async=True
-        )
-        lower = warpgroup_mma(
-            buffers.pair(1, h), buffers.right(1, h).permute((1, 0)), lower, use_acc=h > 0, is_async=True
-        )
+        upper = warpgroup_mma(pairs0.index(h), right0.index(2 * h).permute((1, 0)), upper, use_acc=h > 0, is_async=True)
+        lower = warpgroup_mma(pairs1.index(h), right1.index(h).permute((1, 0)), lower, use_acc=h > 0, is_async=True)
     upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
     lower, right = column_halves(lower, ACC_HALF)
     return upper, lower, right
@@ -501,6 +495,12 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
     waits for each of them, in `bounded_pairs`, too (C7511).
     """
     KH: gl.constexpr = buffers.KH
+    # of each block, formed once: ptxas waits for each MMA where they are formed in the loop
+    pair_s = (buffers.pairs(0), buffers.pairs(1))
+    key_s = (buffers.keys(0), buffers.keys(1))
+    right_s = (buffers.right_halves(0), buffers.right_halves(1))
+    sum_s = (buffers.sums(0), buffers.sums(1))
+    total_s = buffers.totals()
     warp_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, BLOCK))
     half_zero = gl.zeros((64, 32), gl.float32, layout=ACC_HALF)
     in_block = half_row % 32
@@ -510,16 +510,16 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
     for block in gl.static_range(2):
         within = half_zero
         for h in range(KH):
-            c = buffers.sums(block, h).load(BLOCK)
+            c = sum_s[block].index(h).reshape([4, 8, 64]).load(BLOCK)
             if block == 0:
-                kn, qn = load_pair(buffers.pair(0, h))
+                kn, qn = load_pair(pair_s[0].index(h))
                 norm_k, norm_q = pair_factors(buffers.norm0)
             else:
-                qn, kn = load_pair(buffers.pair(1, h))
+                qn, kn = load_pair(pair_s[1].index(h))
                 norm_q, norm_k = pair_factors(buffers.norm1)
             total = gl.reduce(c, 1, _second)
-            before, middle, whole = block_sums(buffers.totals(block, h))
-            _, _, other = block_sums(buffers.totals(1 - block, h))
+            before, middle, whole = block_sums(total_s.index(2 * h + block))
+            _, _, other = block_sums(total_s.index(2 * h + 1 - block))
             kn = kn.to(gl.float32) * norm_k
             qn = qn.to(gl.float32) * norm_q
             # a sub-chunk decays by at most exp(-80) to either side of its middle
@@ -534,23 +534,23 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             q_up = qn * up
             k_down = kn * down
             if block == 0:
-                store_pair(buffers.pair(0, h), kn * a, qn * a)
-                store_pair(buffers.right(0, h), kn * b, k_down)
+                store_pair(pair_s[0].index(h), kn * a, qn * a)
+                store_pair(buffers.rights(0).index(h), kn * b, k_down)
                 store_block(qg, q_up)
                 store_block(kg, k_down * exp2(other)[None, None, :])
                 gl.store(decay + h * 64 + position(column), exp2(whole + other))
                 buffers.from_start.index(h).store(whole * 0.0 - 1.0)
                 buffers.between.index(h).store(exp2(whole))
             else:
-                store_pair(buffers.pair(1, h), qn * a, kn * a)
-                buffers.right_half(1, 2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
+                store_pair(pair_s[1].index(h), qn * a, kn * a)
+                right_s[1].index(2 * h).reshape([4, 8, 64]).store((kn * b).to(gl.bfloat16))
                 store_block(qg, q_up * exp2(other)[None, None, :])
                 store_block(kg, k_down)
             fence_async_shared()
-            pair = buffers.pair(block, h)
-            pair_k = buffers.keys(block, h).permute((1, 0))
+            pair = pair_s[block].index(h)
+            pair_k = key_s[block].index(2 * h + block).permute((1, 0))
             near = warpgroup_mma(
-                pair, buffers.right_half(block, 2 * h).permute((1, 0)), half_zero, use_acc=False, is_async=True
+                pair, right_s[block].index(2 * h).permute((1, 0)), half_zero, use_acc=False, is_async=True
             )
             # pairs of the two halves of 16 and of 32 rows meet at the boundary between the halves: one factor a row
             second = sub_chunk % 2 == 1
@@ -591,9 +591,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             right = within
     fence_async_shared()
     for h in gl.static_range(KH):
-        lower = warpgroup_mma(
-            buffers.pair(1, h), buffers.right_half(0, 2 * h + 1).permute((1, 0)), lower, is_async=True
-        )
+        lower = warpgroup_mma(pair_s[1].index(h), right_s[0].index(2 * h + 1).permute((1, 0)), lower, is_async=True)
     lower = warpgroup_mma_wait(0, deps=[lower])
     return upper, lower, right
 
@@ -622,10 +620,10 @@ def inverse(minus_A, buffers):
     diagonal_s = reinterpret(buffers.small, gl.float32, [1024], FLAT)
     X = block_inverses(minus_A, rhs_s, diagonal_s)
     store_inverse_parts(X, buffers.right1, buffers.right0, buffers.small)
-    D_high = buffers.right(1, 0)
-    D_low = buffers.right(1, 1)
-    n_high = buffers.right(0, 0)
-    n_low = buffers.right(0, 1)
+    D_high = buffers.rights(1).index(0)
+    D_low = buffers.rights(1).index(1)
+    n_high = buffers.rights(0).index(0)
+    n_low = buffers.rights(0).index(1)
     fence_async_shared()
     Y = mma3(buffers.small, n_low, D_high, D_low, zero, False)
     # n^2 has nothing right of column 32
@@ -649,17 +647,17 @@ def store_w(tiles, high, low, buffers):
     zero = gl.zeros((64, 64), gl.float32, layout=ACC)
     high0, high1 = column_halves(high, LEFT)
     low0, low1 = column_halves(low, LEFT)
-    w = weighted(high1, low1, buffers.keys(1, 0), zero, False)
+    w = weighted(high1, low1, buffers.keys(1).index(1), zero, False)
     if KH == 2:
-        w_right = weighted(high1, low1, buffers.keys(1, 1), zero, False)
+        w_right = weighted(high1, low1, buffers.keys(1).index(3), zero, False)
         w, w_right, high1, low1 = warpgroup_mma_wait(0, deps=[w, w_right, high1, low1])
         w_right *= buffers.between.index(1).load(gl.SliceLayout(0, ACC))[None, :]
     else:
         w, high1, low1 = warpgroup_mma_wait(0, deps=[w, high1, low1])
     w *= buffers.between.index(0).load(gl.SliceLayout(0, ACC))[None, :]
-    w = weighted(high0, low0, buffers.keys(0, 0), w, True)
+    w = weighted(high0, low0, buffers.keys(0).index(0), w, True)
     if KH == 2:
-        w_right = weighted(high0, low0, buffers.keys(0, 1), w_right, True)
+        w_right = weighted(high0, low0, buffers.keys(0).index(2), w_right, True)
         w, w_right, high0, low0 = warpgroup_mma_wait(0, deps=[w, w_right, high0, low0])
         store_tile(tiles + 4096, w_right * buffers.from_start.index(1).load(gl.SliceLayout(0, ACC))[None, :], 0)
     else:
