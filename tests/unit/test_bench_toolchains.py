@@ -61,11 +61,11 @@ def test_rows_cover_the_hot_kernels(launches):
         row.name: [launch.kernel.__name__.removesuffix("_kernel") for launch in launches[row.name]] for row in ROWS
     }
     assert names["prefill T8192 H64"] == names["prefill T8192 H64 softplus"] == ["prepare", "recurrence"]
-    assert names["prefill T32768 H4"] == ["prepare", "maps", "compose", "recurrence"]
+    assert names["prefill T32768 H4"] == ["prepare", "transitions", "compose", "recurrence"]
     assert names["train B1 T8192 H32"] == ["prepare", "recurrence", "reverse", "wy", "intra", "finish"]
     assert names["triton prefill T8192 H64"] == ["prepare_bounded", "recurrence"]
-    shared = {name: x[-1].constants["SHARED"] for name, x in launches.items() if name.startswith("prefill")}
-    assert [name for name, x in shared.items() if x] == ["prefill T8192 H96", "prefill packed 6 uneven H96"]
+    stream_k = {name: x[-1].constants["STREAM_K"] for name, x in launches.items() if name.startswith("prefill")}
+    assert [name for name, x in stream_k.items() if x] == ["prefill T8192 H96", "prefill packed 6 uneven H96"]
 
 
 def test_a_key_is_that_of_the_launch(launches):

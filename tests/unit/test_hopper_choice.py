@@ -266,12 +266,12 @@ def test_every_program_has_a_place_to_leave_a_state(dims: tuple[int, int], heads
     (prepare, recurrence), _ = launched(
         {name: x.new_empty(x.shape, device="cpu") if isinstance(x, Tensor) else x for name, x in call.items()}
     )
-    handed, arrived = read(recurrence, "handed", "arrived")
+    carry, semaphores = read(recurrence, "carry", "semaphores")
     assert recurrence.ctas % (dims[1] // 64) == 0
     assert recurrence.ctas == min(heads * dims[1] // 64, 132)
-    assert handed.numel() >= recurrence.ctas * 64 * dims[0]
-    assert arrived.numel() == prepare.constants["FLAGS"] >= recurrence.ctas
-    assert read(prepare, "arrived")[0].data_ptr() == arrived.data_ptr()
+    assert carry.numel() >= recurrence.ctas * 64 * dims[0]
+    assert semaphores.numel() == prepare.constants["FLAGS"] >= recurrence.ctas
+    assert read(prepare, "semaphores")[0].data_ptr() == semaphores.data_ptr()
 
 
 def test_bounded_and_exact_paths_are_told_apart():
@@ -293,6 +293,6 @@ def test_bounded_and_exact_paths_are_told_apart():
         (96, (410,) * 20, False),  # 29: the last ones hardly matter
     ],
 )
-def test_shares_chunks_out_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
+def test_stream_k_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
     problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
     assert sharing_pays(problem, 132) == wanted

@@ -1,16 +1,16 @@
-"""Stage `decode` for Hopper: one token a sequence, states in bfloat16 as `[V, K]`. One program of one warp per (sequence, value
+"""Stage `decode` for Hopper: one token a sequence, states in bfloat16 as `[V, K]`. One CTA of one warp per (sequence, value
 head, slice of `BV` value channels).
 
 Contract and order of operations: as `triton/decode.py`. What differs is how a warp is kept from waiting:
 
-* States and rows come through shared memory, by asynchronous copies: loads to registers ptxas puts off until the rows have been
-  worked out, to save registers, and a warp then waits for memory three times.
-* A thread works out `K / 32` channels of the rows, not those of all the elements it updates.
-* Both sums over K are products on tensor cores, for which a bfloat16 state is exact and rows of float32 come in two parts.
+* States and rows come through shared memory, by asynchronous copies. ptxas would move loads to registers behind the work on
+  the rows, to save registers, and a warp would wait for memory three times.
+* A thread works out `K / 32` channels of the rows, not those of all the elements that it updates.
+* Both sums over K are MMAs, for which a bfloat16 state is exact and rows of float32 come in two parts.
 * Addresses are worked out before the wait for the kernel before this one, from an index that it may yet overwrite; if it did,
   the state is copied again.
-* Memory has nothing to do from the last load of one launch to the first of the next. So some programs ask for their state to be
-  brought to the L2 cache before they wait (`at_once`).
+* Memory is idle from the last load of one launch to the first of the next. So some CTAs prefetch their state to the L2 cache
+  before they wait (`at_once`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..triton import decode
-from ..triton.device import gates, sequences, states
-from ..triton.device.norms import L2_EPS
 from .device.compat import copy_async
 from .device.math import split_high_low
-
-decay_rate, locate, log2_decay, write_strength = (
-    gluon.jit(f.fn) for f in (gates.decay_rate, sequences.own_work_tile, gates.log2_decay, gates.beta_of)
+from .device.portable import (
+    DECODE_SCALARS,
+    L2_EPS,
+    decay_rate,
+    everywhere,
+    exact_beta,
+    exact_log2_decay,
+    locate,
+    source_slot,
+    target_slot,
 )
-start_slot, target_slot = gluon.jit(decode.start_slot.fn), gluon.jit(decode.target_slot.fn)
-everywhere = gluon.jit(states.everywhere.fn)
 
 
 @gluon.jit
@@ -40,7 +42,7 @@ def add_three(a, b, c, other_a, other_b, other_c):
 
 @gluon.jit
 def fetch_to_cache(at, SIZE: gl.constexpr):
-    """Asks for `SIZE` bytes from the address `at`, a line of 128 each time, to be brought to the L2 cache."""
+    """Prefetches `SIZE` bytes from the address `at` on to the L2 cache, by lines of 128."""
     line_l: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     at = at.to(gl.int64, bitcast=True) + gl.arange(0, SIZE // 128, layout=line_l) * 128
     asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
@@ -49,13 +51,13 @@ def fetch_to_cache(at, SIZE: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(state_s, start, in_slot, read, TILES: gl.constexpr, SIZE: gl.constexpr):
-    """Begins to copy tiles of `SIZE` elements from `start` on, zeros if nothing is `read`, each a group of copies."""
+    """Starts the copies of tiles of `SIZE` elements from `start` on, zeros if nothing is `read`, each a group of copies."""
     for i in gl.static_range(TILES):
         copy_async(state_s.index(i), start + (i * SIZE + in_slot), mask=everywhere(in_slot, read))
         async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=(*decode.SCALARS, "at_once"))
+@gluon.jit(do_not_specialize=(*DECODE_SCALARS, "at_once"))
 def decode_kernel(
     q,
     k,
@@ -124,11 +126,21 @@ def decode_kernel(
     NULL_GIVES_ZERO: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """`q`, `k`, `g` and the states that are read lie on multiples of 16 bytes; their strides are multiples of 16 elements.
-    `at_once`: the first so many programs run at the same time. Of those the last quarter starts when the launch before this one
-    has hardly any state left to load, and asks for its own; if all did, memory would be idle later on instead, while all work
-    out their first update."""
-    TILE: gl.constexpr = 16  # value channels of a product
+    """One warp, 16 value channels of the state (a tile) at a time:
+
+        q, k, g  --cp.async-->  q_s, k_s, g_s [K]        state tiles --cp.async--> state_s [BV / 16, 16, K]
+                                    |                                                  |
+                                    v  32 lanes, K / 32 channels each                  v
+              decay, norms, <q, k>;  right_s [8, K] = decay k, decay q in two parts;  mma_v2: tile right^T = [16, S k and S q]
+                                                                                       |
+              o = norm_q (S q + <q, k> correction)   <--   correction = beta (v - norm_k S k)
+              state = decay S + correction k         -->   to memory, from the tile's layout
+
+    `q`, `k`, `g` and the states that are read lie on multiples of 16 bytes; their strides are multiples of 16 elements.
+    `at_once`: how many CTAs, the first ones, run at the same time. The last quarter of those starts when the launch before this
+    one has hardly any state left to load, and prefetches; if all did, memory would be idle later, during their first updates.
+    """
+    TILE: gl.constexpr = 16  # value channels of an MMA
     TILES: gl.constexpr = BV // TILE
     # states as they lie in memory: a thread has 16 bytes of a row
     tile_l: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [1, 1], [1, 0])
@@ -156,10 +168,10 @@ def decode_kernel(
     tile_value = slice_ * BV + gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_l))
     in_slot = tile_value[:, None] * K + gl.arange(0, K, layout=gl.SliceLayout(0, tile_l))[None, :]
     named = (starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row)
-    slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
+    slot, live, read = source_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     if OVERLAP:
-        program = gl.program_id(0)
-        if (program >= at_once - at_once // 4) & (program < at_once) & (read != 0):
+        cta = gl.program_id(0)
+        if (cta >= at_once - at_once // 4) & (cta < at_once) & (read != 0):
             fetch_to_cache(initial_state + slot * start_pitch + slice_ * (BV * K), 2 * BV * K)
         # always true, as addresses have fewer than 62 bits; ptxas would work them out after the wait
         if q.to(gl.int64) + k.to(gl.int64) + initial_state.to(gl.int64) + g.to(gl.int64) != 0:
@@ -178,10 +190,10 @@ def decode_kernel(
     copied_slot = slot
     copied = read
     if OVERLAP:
-        slot, live, read = start_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
-    # volatile: else ptxas asks for it when the sums are there
+        slot, live, read = source_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
+    # volatile: else ptxas moves the load behind the sums
     next_v = gl.load(v + value, volatile=True)
-    strength = gl.load(beta)
+    write_beta = gl.load(beta)
     rate = decay_rate(A_log, head)
     bias = gl.zeros([K], gl.float32, layout=key_l)
     if dt_bias is not None:
@@ -189,8 +201,8 @@ def decode_kernel(
 
     async_copy.wait_group(TILES)
     row_q, row_k, row_g = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32), g_s.load(key_l).to(gl.float32)
-    strength = write_strength(strength.to(gl.float32), BETA)
-    decay = gl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
+    write_beta = exact_beta(write_beta.to(gl.float32), BETA)
+    decay = gl.exp2(exact_log2_decay(row_g + bias, rate, lower_bound, GATE))
     norm_q = scale
     norm_k = 1.0
     square_q, square_k, overlap = gl.reduce((row_q * row_q, row_k * row_k, row_q * row_k), 0, add_three)
@@ -201,7 +213,7 @@ def decode_kernel(
     decay_s.store(decay)
     key_s = gl.allocate_shared_memory(gl.float32, [K], line_s)
     key_s.store(row_k)
-    # `[K, 2 of k and q, 2 parts, 2]`; of 8 columns, which a product has at least, half are empty
+    # `[K, 2 of k and q, 2 parts, 2]`; of 8 columns, the least an MMA has, half are empty
     both = gl.join(decay * row_k, decay * row_q)
     high, low = split_high_low(both)
     parts = gl.join(high, low)
@@ -227,11 +239,11 @@ def decode_kernel(
         tile_s = state_s.index(i)
         # for each tile, as before the branch above it would take registers through it, 72 instead of 66
         right = right_s.permute((1, 0)).load(right_l)
-        found = mma_v2(tile_s.load(left_l), right, gl.zeros([TILE, 8], gl.float32, layout=sums_l))
-        along_k, along_q = gl.split(gl.sum(found.reshape([TILE, 4, 2]), axis=1))
+        sums = mma_v2(tile_s.load(left_l), right, gl.zeros([TILE, 8], gl.float32, layout=sums_l))
+        along_k, along_q = gl.split(gl.sum(sums.reshape([TILE, 4, 2]), axis=1))
         along_k = gl.convert_layout(along_k, value_l)
         along_q = gl.convert_layout(along_q, value_l)
-        correction = strength * (row_v - norm_k * along_k)
+        correction = write_beta * (row_v - norm_k * along_k)
         out = norm_q * (along_q + overlap * norm_k * correction)
         if NULL_GIVES_ZERO:
             out = gl.where(live, out, 0.0)

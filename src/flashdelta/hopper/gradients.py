@@ -116,7 +116,7 @@ def _wy(
             *of_rows,
             *strides(x.beta),
         ),
-        dict(K=problem.K, V=problem.V, **kinds, WALK=walk),
+        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=walk),
         num_warps=8,
     )
 

@@ -1,7 +1,7 @@
 """Stage `intra` of the backward pass for Hopper: from the gradients of the matrices `A` and `Aqk` to those of the call's
-inputs. One program per (chunk, value head).
+inputs. One CTA per (chunk, value head).
 
-Contract: as `triton/intra.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`.
+Contract: as `triton/backward.py`; `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`.
 
 Pairs i > j of tokens are split at a place between them, with `E` the sum of log decays up to there (docs/backward.md):
 
@@ -19,25 +19,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton.device import gates
 from .device.compat import barrier, reinterpret
-from .device.math import exp2, exp2_negative, gate_gradient, token_offset, wide, write_strength
-from .device.rows import (
-    C,
+from .device.layouts import C, copy_rows, load_rows, row_column, store_rows
+from .device.math import (
+    beta_value,
     decay_bias,
-    fetch_rows,
+    exp2,
+    exp2_negative,
+    gate_gradient,
     inverse_norms,
-    load_rows,
-    own_chunk,
-    places,
+    opaque_indices,
     store_decays,
-    store_rows,
-    weight_places,
+    token_offset,
     weighted_sums,
+    wide,
 )
-
-decay_rate = gluon.jit(gates.decay_rate.fn)
-strength_gradient = gluon.jit(gates.beta_gradient.fn)
+from .device.portable import beta_gradient, decay_rate
+from .device.tile_scheduler import chunk_tile, first_tile
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
@@ -45,22 +43,22 @@ SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
 
 
 @gluon.jit
-def no_parts(part_A_log, part_dt_bias, chunk, K: gl.constexpr):
-    """Of a slot without a chunk."""
+def store_no_partials(partial_A_log, partial_dt_bias, chunk, K: gl.constexpr):
+    """Zeros for a slot without a chunk."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     column = gl.arange(0, K, layout=layout)
     zeros = gl.zeros([K], gl.float32, layout=layout)
-    if part_A_log is not None:
-        gl.store(part_A_log + chunk * K + column, zeros)
-    if part_dt_bias is not None:
-        gl.store(part_dt_bias + chunk * K + column, zeros)
+    if partial_A_log is not None:
+        gl.store(partial_A_log + chunk * K + column, zeros)
+    if partial_dt_bias is not None:
+        gl.store(partial_dt_bias + chunk * K + column, zeros)
 
 
 @gluon.jit
-def part_pairs(near_s, far_s):
+def store_pairs_by_distance(near_s, far_s):
     """From a matrix in `near_s` two left operands: pairs i > j of one block of 32 rows, and of the two blocks."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    i, j = places(C, C, copy_l)
+    i, j = row_column(C, C, copy_l)
     x = near_s.load(copy_l)
     near_s.store(gl.where((i // 32 == j // 32) & (i > j), x, 0.0).to(gl.bfloat16))
     far_s.store(gl.where((i >= 32) & (j < 32), x, 0.0).to(gl.bfloat16))
@@ -70,7 +68,7 @@ def part_pairs(near_s, far_s):
 def level_pairs(level_s, matrix_s, level):
     """Of a matrix the pairs (i, j) of one block of `2 << level` rows with i in its second half and j in its first."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    row, column = places(C, C, copy_l)
+    row, column = row_column(C, C, copy_l)
     i = row >> level
     j = column >> level
     pairs = (i >> 1 == j >> 1) & (i % 2 == 1) & (j % 2 == 0)
@@ -78,18 +76,17 @@ def level_pairs(level_s, matrix_s, level):
 
 
 @gluon.jit
-def of_decays(operand, found):
-    """What reaches `G` through an operand, `found` being the gradient of its rows as they were multiplied. With operands as
-    they were rounded a pair takes from `G_j` what it adds to `G_i`, and the sum of `G` over later rows is exact where it
-    cancels."""
-    return operand.load(found.type.layout).to(gl.float32) * found
+def decay_gradient(operand, grad):
+    """The part of dG that comes from an MMA's operand, `grad` being the operand's gradient. It takes the operand as rounded: a
+    pair then takes from `dG_j` what it adds to `dG_i`, and the sum of dG over later rows is exact where it cancels."""
+    return operand.load(grad.type.layout).to(gl.float32) * grad
 
 
 @gluon.jit
 def replace_decays(last_rows):
-    """Starts the copy of the rows (`fetch_rows`) that take the decays' place."""
-    barrier()  # both warpgroups have multiplied the decays
-    fetch_rows(*last_rows)
+    """Starts the copy of the rows (`copy_rows`) that take the decays' place."""
+    barrier()  # the MMAs of both warpgroups have read the decays
+    copy_rows(*last_rows)
     async_copy.commit_group()
 
 
@@ -97,13 +94,13 @@ def replace_decays(last_rows):
 def bounded_pairs(
     k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
 ):
-    """From log decays in `high_s + low_s`: what reaches `q_i` and `k_i` (for beta 1) on the left, `k_j` on the right, and `G`.
-    `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows`: see
+    """From log decays in `high_s + low_s`: the gradients of `q_i` and `k_i` (for beta 1) as left operands, of `k_j` as a right
+    one, and of G. `rows`: factors of a key's row on the right, of a query's and of a key's on the left. `last_rows`: see
     `replace_decays`."""
     of_right, of_q, of_w = rows
     near_A, far_A, near_Aqk, far_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
-    i, s = weight_places(T, N, dot_l)
+    i, s = opaque_indices(T, N, dot_l)
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     after = (s % 32 >= 16) & (s <= i) & (i % 32 >= 16)
     before = (s % 32 < 16) & (s > i) & (i % 32 < 16)
@@ -131,7 +128,7 @@ def bounded_pairs(
     sum_right = warpgroup_mma(near_Aqk.permute((1, 0)), left_q, sum_right * between * between, is_async=True)
     sum_right = warpgroup_mma(near_A.permute((1, 0)), left_w, sum_right, is_async=True)
     sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
-    G = of_decays(left_q, sum_q) + of_decays(left_w, sum_left) - of_decays(right_k, sum_right)
+    G = decay_gradient(left_q, sum_q) + decay_gradient(left_w, sum_left) - decay_gradient(right_k, sum_right)
     left = exp2(distance)
     return sum_q * left, sum_left * left, sum_right * exp2_negative(distance), G
 
@@ -144,7 +141,7 @@ def all_pairs(
     of_right, of_q, of_w = rows
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
-    i, s = weight_places(T, N, dot_l)
+    i, s = opaque_indices(T, N, dot_l)
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     sum_q = zero
     sum_left = zero
@@ -165,16 +162,16 @@ def all_pairs(
         left_q.store((q_s.load(acc_l).to(gl.float32) * (factor * of_q)).to(gl.bfloat16))
         left_w.store((k_s.load(acc_l).to(gl.float32) * (factor * of_w)).to(gl.bfloat16))
         fence_async_shared()
-        found = warpgroup_mma(level_Aqk, right_k, zero, use_acc=False, is_async=True)
+        left = warpgroup_mma(level_Aqk, right_k, zero, use_acc=False, is_async=True)
         right = warpgroup_mma(level_Aqk.permute((1, 0)), left_q, zero, use_acc=False, is_async=True)
         right = warpgroup_mma(level_A.permute((1, 0)), left_w, right, is_async=True)
-        found, right = warpgroup_mma_wait(0, deps=[found, right])
-        G += of_decays(left_q, found) - of_decays(right_k, right)
-        sum_q += found * factor
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
+        G += decay_gradient(left_q, left) - decay_gradient(right_k, right)
+        sum_q += left * factor
         sum_right += right * factor
-        found = warpgroup_mma(level_A, right_k, zero, use_acc=False)
-        G += of_decays(left_w, found)
-        sum_left += found * factor
+        left = warpgroup_mma(level_A, right_k, zero, use_acc=False)
+        G += decay_gradient(left_w, left)
+        sum_left += left * factor
     replace_decays(last_rows)
     return sum_q, sum_left, sum_right, G
 
@@ -198,8 +195,8 @@ def intra_kernel(
     out_k,
     out_g,
     out_beta,
-    part_A_log,
-    part_dt_bias,
+    partial_A_log,
+    partial_dt_bias,
     scale: gl.float32,
     lower_bound: gl.float32,
     T: gl.int32,
@@ -226,7 +223,17 @@ def intra_kernel(
     L2NORM: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """`PREFETCH`: what `wy` left of queries and keys fits in shared memory, too."""
+    """One chunk, operands in shared memory, accumulators `[64, K]` with a warpgroup for 64 channels:
+
+        arrive   g                     log decays as float16 high + low;  MMAs with matrices of 0, 1, -1: distances to the
+                                       references, left = exp(distance), right = exp(-distance)
+                 q, k, dA, dAqk        right_k = k right, left_q = q left, left_w = beta k left       3 x [64, K]
+                                       dq = dAqk right_k                  L = dA right_k
+                                       dk_right = dAqk^T left_q + dA^T left_w
+                 dG of `wy`            dG += left_q dq + left_w L - right_k dk_right;  sums over later rows by an MMA: dg
+                 dq, dk of `wy`        + diagonal pairs, norms: dq, dk;  beta, gate: dbeta, dg, partial sums for A_log, dt_bias
+
+    `PREFETCH`: dq and dk of `wy` fit in shared memory, too."""
     # a warpgroup for 64 channels
     acc_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, K // 64], instr_shape=[16, 64, 16]
@@ -237,11 +244,10 @@ def intra_kernel(
     wide_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     g_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], g.dtype.element_ty)
-    head = gl.program_id(0) % HV
-    slot = gl.program_id(0) // HV
-    _n, _begin, batch, start, count = own_chunk(cu_seqlens, slot, slots, N, T)
+    tile, _n, _begin = chunk_tile(first_tile(), cu_seqlens, slots, N, T, HV)
+    head, batch, start, count = tile.head, tile.batch, tile.start, tile.count
     if count <= 0:
-        no_parts(part_A_log, part_dt_bias, wide(slot, HV) + head, K)
+        store_no_partials(partial_A_log, partial_dt_bias, wide(tile.chunk, HV) + head, K)
         return
     qk_head = head // group
     # in units of 8 elements
@@ -249,10 +255,10 @@ def intra_kernel(
     k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
     g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
     beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
-    own = wide(batch, T) * HV + wide(start, HV) + head
-    chunk = wide(slot, HV) + head
-    of_key = HV * K
-    of_square = HV * C
+    first_row = wide(batch, T) * HV + wide(start, HV) + head
+    chunk = wide(tile.chunk, HV) + head
+    key_stride = HV * K
+    square_stride = HV * C
 
     g_s = gl.allocate_shared_memory(g.dtype.element_ty, [C, K], g_l)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], rows_s)
@@ -275,27 +281,27 @@ def intra_kernel(
     column = gl.arange(0, K, layout=gl.SliceLayout(0, acc_l))
     here = row < count
     valid = here[:, None]
-    fetch_rows(g_s, g, g_token * 8, count)
+    copy_rows(g_s, g, g_token * 8, count)
     async_copy.commit_group()
-    # volatile, and a barrier: else the compiler asks for these after all copies, and they queue
+    # volatile, and a barrier: else the compiler moves these loads behind all copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
     raw = gl.load(beta + row * beta_token, mask=here, other=0.0, volatile=True).to(gl.float32)
-    same = gl.load(grad_Aqk + own * C + row * (of_square + 1), mask=here, other=0.0, volatile=True)
-    from_w = gl.load(grad_beta + own + row * HV, mask=here, other=0.0, volatile=True)
+    same = gl.load(grad_Aqk + first_row * C + row * (square_stride + 1), mask=here, other=0.0, volatile=True)
+    from_w = gl.load(grad_beta + first_row + row * HV, mask=here, other=0.0, volatile=True)
     barrier()
-    fetch_rows(q_s, q, q_token * 8, count)
-    fetch_rows(k_s, k, k_token * 8, count)
-    fetch_rows(near_A, grad_A + own * C, of_square, count)
-    fetch_rows(near_Aqk, grad_Aqk + own * C, of_square, count)
+    copy_rows(q_s, q, q_token * 8, count)
+    copy_rows(k_s, k, k_token * 8, count)
+    copy_rows(near_A, grad_A + first_row * C, square_stride, count)
+    copy_rows(near_Aqk, grad_Aqk + first_row * C, square_stride, count)
     async_copy.commit_group()
     if PREFETCH:
         grad_q_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
         grad_k_s = gl.allocate_shared_memory(gl.float32, [C, K], wide_s)
-        fetch_rows(grad_q_s, grad_q + own * K, of_key, count)
-        fetch_rows(grad_k_s, grad_k + own * K, of_key, count)
+        copy_rows(grad_q_s, grad_q + first_row * K, key_stride, count)
+        copy_rows(grad_k_s, grad_k + first_row * K, key_stride, count)
     async_copy.commit_group()
-    strength = gl.where(here, write_strength(raw, BETA), 0.0)[:, None]
+    betas = gl.where(here, beta_value(raw, BETA), 0.0)[:, None]
     same = same.to(gl.float32)[:, None] * scale
 
     async_copy.wait_group(2)
@@ -304,11 +310,11 @@ def intra_kernel(
     norm_k = inverse_norms(k_s.load(acc_l).to(gl.float32), L2NORM)
     norm_q = inverse_norms(q_s.load(acc_l).to(gl.float32), L2NORM)
     # `scale` on the right side, and on the left below
-    rows = (norm_k, norm_q * scale, norm_k * strength)
-    last_rows = (G_s, grad_G + own * K, of_key, count)
+    rows = (norm_k, norm_q * scale, norm_k * betas)
+    last_rows = (G_s, grad_G + first_row * K, key_stride, count)
     if SAFE:
-        part_pairs(near_A, far_A)
-        part_pairs(near_Aqk, far_Aqk)
+        store_pairs_by_distance(near_A, far_A)
+        store_pairs_by_distance(near_Aqk, far_Aqk)
         sum_q, sum_left, sum_right, G = bounded_pairs(
             k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K
         )
@@ -317,11 +323,11 @@ def intra_kernel(
     kn = k_s.load(acc_l).to(gl.float32) * norm_k
     qn = q_s.load(acc_l).to(gl.float32) * norm_q
     sum_q *= scale
-    of_beta = gl.sum(kn * sum_left, axis=1)
-    sum_left *= strength
+    dbeta = gl.sum(kn * sum_left, axis=1)
+    sum_left *= betas
     async_copy.wait_group(0)
     G += G_s.load(acc_l)
-    # in high and low parts, as the log decays were
+    # in two parts, as the log decays were
     high_G = reinterpret(high_s, gl.bfloat16, [C, K], rows_s)
     low_G = reinterpret(low_s, gl.bfloat16, [C, K], rows_s)
     high = G.to(gl.bfloat16)
@@ -333,33 +339,33 @@ def intra_kernel(
     if PREFETCH:
         sum_q += grad_q_s.load(acc_l)
     else:
-        sum_q += load_rows(grad_q + own * K, of_key, count, acc_l, K)
+        sum_q += load_rows(grad_q + first_row * K, key_stride, count, acc_l, K)
     if L2NORM:
         sum_q = (sum_q - qn * gl.sum(sum_q * qn, axis=1)[:, None]) * norm_q
-    store_rows(out_q + own * K, of_key, sum_q, count, right_k)
+    store_rows(out_q + first_row * K, key_stride, sum_q, count, right_k)
     sum_k = sum_left + sum_right + same * qn
     if PREFETCH:
         sum_k += grad_k_s.load(acc_l)
     else:
-        sum_k += load_rows(grad_k + own * K, of_key, count, acc_l, K)
+        sum_k += load_rows(grad_k + first_row * K, key_stride, count, acc_l, K)
     if L2NORM:
         sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
-    store_rows(out_k + own * K, of_key, sum_k, count, left_q)
-    of_beta = strength_gradient(raw, of_beta + from_w, BETA)
-    gl.store(out_beta + own + row * HV, of_beta.to(out_beta.dtype.element_ty), mask=here)
+    store_rows(out_k + first_row * K, key_stride, sum_k, count, left_q)
+    dbeta = beta_gradient(raw, dbeta + from_w, BETA)
+    gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
 
-    # of a log decay: all sums that it is a term of
-    i, s = weight_places(T, N, dot_l)
+    # of a log decay: dG of all later rows, as their sums have it as a term
+    i, s = opaque_indices(T, N, dot_l)
     later = gl.where(s >= i, 1.0, 0.0).to(gl.bfloat16)
     decay = weighted_sums(later, high_G, low_G, gl.zeros((C, K), gl.float32, layout=acc_l))
     decay, later = warpgroup_mma_wait(0, deps=[decay, later])
     x = g_s.load(acc_l).to(gl.float32)
     if dt_bias is not None:
         x += gl.load(dt_bias + head * K + column).to(gl.float32)[None, :]
-    found, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
-    found = gl.where(valid, found, 0.0)
-    store_rows(out_g + own * K, of_key, found, count, left_w)
-    if part_A_log is not None:
-        gl.store(part_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
-    if part_dt_bias is not None:
-        gl.store(part_dt_bias + chunk * K + column, gl.sum(found, axis=0))
+    dg, of_A = gate_gradient(x, decay, rate, lower_bound, GATE)
+    dg = gl.where(valid, dg, 0.0)
+    store_rows(out_g + first_row * K, key_stride, dg, count, left_w)
+    if partial_A_log is not None:
+        gl.store(partial_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
+    if partial_dt_bias is not None:
+        gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))

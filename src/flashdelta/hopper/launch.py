@@ -23,7 +23,7 @@ from ..triton.launch import Call, compose, densed, segment_layout, state_argumen
 from .decode import decode_kernel
 from .prepare import prepare_kernel
 from .recurrence import recurrence_kernel
-from .segments import maps_kernel
+from .segments import transitions_kernel
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -202,7 +202,7 @@ def stages(problem: Problem, fetched: int, beside: int) -> int:
 def maps(call: Call, final_state: Tensor | None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     return Launch(
-        maps_kernel,
+        transitions_kernel,
         min(sm_count(t.v.device), MOST_PROGRAMS),
         (
             tiles(workspace["tiles"]),
@@ -260,7 +260,7 @@ def recurrence(
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
             STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
-            SHARED=sharing_pays(problem, most),
+            STREAM_K=sharing_pays(problem, most),
         ),
         num_warps=4,
         scratch=call.buffers,

@@ -1,304 +1,248 @@
-"""Stages `recurrence` and `output` for Hopper: walks a sequence's chunks in order. A work item is a (sequence, value head,
-slice of 64 value channels); there is a program per multiprocessor, which does an equal share of all chunks (`shares.py`), so
-that the chunks of the next item are on their way while it finishes one. With checkpoints it does every so many-th item.
-Programs of one head's slices do the same at the same time: what they read alike comes from memory once.
+"""Stages `recurrence` and `output` for Hopper: the scan over a sequence's chunks. A tile is a (sequence, value head, slice of
+64 value channels). There is a persistent CTA per SM, which does every n-th tile or, by stream-K, an equal range of all chunks:
+the chunks of its next tile are on their way while it finishes one. CTAs of one head's slices do the same at the same time: what
+they both read comes from memory once.
 
-Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves. For the backward pass without `o`, with the
-pseudo-values `pseudo_out [B, T, HV, V]` and all `h`, V first.
+Contract: as `triton/recurrence.py`, from the tiles that `prepare` leaves. For the backward pass without `o`, with
+`v_new [B, T, HV, V]` and all `h`, V first.
 
-Everything is transposed: the state `S^T [64, K]` and the pseudo-values `v'^T [64, 64]` are accumulators of one product and,
-rounded to bf16, register operands of the next. One warp fetches: the chunks' tiles by TMA, v (zeros past the end) and decays
-by asynchronous copies, as many chunks ahead as there are stages; four warps compute.
+Everything is transposed: the state `S^T [64, K]` and `v_new^T [64, 64]` are accumulators of one MMA and, rounded to bf16,
+register operands of the next.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ..triton import recurrence as portable
 from .device.compat import copy_async, copy_tile
-from .device.layouts import LINES, position, to_lines
-from .device.math import wide
-from .device.pipeline import (
-    announce_state,
-    await_state,
+from .device.layouts import (
+    ACC,
+    BV,
+    LEFT,
+    LINES,
+    ROWS,
+    C,
+    as_left,
     load_halves,
-    sequence_slot,
-    stage_barriers,
-    state_offsets,
+    loader_offsets,
+    position,
     store_halves,
+    store_transposed,
+    to_lines,
 )
-from .device.stream_k import own_share
-from .device.tile_scheduler import BV, C, chunks_before, locate_part, own_chunks, piece_extent, program_parts
-
-checkpoint_slot = gluon.jit(portable.checkpoint_slot.fn)
+from .device.math import mma, mma_first, wide
+from .device.pipeline import make_ring, signal, wait
+from .device.portable import checkpoint_slot, sequence_slot, state_offsets
+from .device.stream_k import stream_k_range
+from .device.tile_scheduler import TileScheduler, chunks_before
 
 
 @gluon.jit
-def load(
-    tiles_d,
-    decay,
-    v,
-    stages,
-    share,
-    first_segment,
-    cu_seqlens,
-    checkpoint_offsets,
-    sizes,
-    strides,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The loader: one warp that keeps the stages full."""
-    tiles_s, decay_s, v_s, ready, free = stages
-    _, _, HV, _, _ = sizes
-    SLICES: gl.constexpr = V // BV
-    slice_ = gl.program_id(0) % SLICES
+def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
+    """The loader: one warp that keeps the ring full."""
+    slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
     TILES: gl.constexpr = 3 * (K // 64) + 2
-    copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, copy_l)))
-    column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
-    key = gl.arange(0, K, layout=line_l)
-    in_v = row[:, None] * (v_token * 8) + column[None, :]
-    turn = 0
-    parts, segments = program_parts(share, first_segment, sizes, SLICES)
-    for k in range(parts):
-        head, n, batch, begin, end, slot, pieces, before, until, _run = locate_part(
-            k, segments, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
-        )
-        in_head = (wide(batch, v_batch) + wide(head, v_head)) * 8 + slice_ * BV
-        start = begin
-        opening = slot
-        for piece in range(0, pieces):
-            stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
+    row, in_v, key = loader_offsets(v_token, K)
+    iteration = 0
+    tiles, segments = scheduler.count()
+    for k in range(tiles):
+        tile = scheduler.tile(k, segments)
+        in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
+        start = tile.begin
+        slot = tile.slot
+        for span in range(0, tile.num_spans):
+            stop, chunks, low, high = scheduler.span(tile, span, start, slot)
             for i in range(low, high):
-                s = turn % STAGES
-                mbarrier.wait(free.index(s), (turn // STAGES) & 1 ^ 1)
-                bar = ready.index(s)
-                chunk = (slot + i) * HV + head
+                stage, full = ring.acquire(iteration)
+                chunk = (slot + i) * scheduler.HV + tile.head
                 at = (chunk * (TILES * 64)).to(gl.int32)
-                mbarrier.expect(bar, TILES * 8192)
+                ring.expect(full)
                 for t in gl.static_range(TILES):
-                    copy_tile(tiles_d, [at + t * 64, 0], bar, tiles_s.index(s * TILES + t))
+                    copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
                 token = start + i * C
-                here = v + (in_head + wide(token, v_token) * 8)
+                rows = v + (in_head + wide(token, v_token) * 8)
                 # zeros past the end: a NaN of the next sequence would spread through the products
                 inside = (row < (stop - token).to(gl.int32))[:, None]
-                copy_async(v_s.index(s), here + in_v, mask=inside)
-                copy_async(decay_s.index(s), decay + chunk * K + key)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-                turn += 1
+                copy_async(ring.rows.index(stage), rows + in_v, mask=inside)
+                copy_async(ring.decay.index(stage), decay + chunk * K + key)
+                ring.commit(full)
+                iteration += 1
             slot += chunks
             start = stop
 
 
 @gluon.jit
-def store_output(o, o_s, out, token, count, row, in_o, o_token, out_l: gl.constexpr):
-    """`out [BV, 64]`, bf16, as `count` rows of o from `token` on."""
-    o_s.permute((1, 0)).store(out)
-    gl.store(o + wide(token, o_token) * 8 + in_o, o_s.load(out_l), mask=(row < count)[:, None])
-
-
-@gluon.jit
 def compute(
-    stages,
+    ring,
     o_s,
-    o,
-    h,
-    pseudo_out,
+    outputs,
     states,
-    state_indices,
-    has_initial_state,
-    cu_seqlens,
-    checkpoint_offsets,
-    checkpoint_indices,
-    handed,
-    arrived,
-    starts,
-    share,
-    first_segment,
-    sizes,
+    pool,
+    starting,
+    scheduler,
     strides,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     H_V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """The consumer: four warps that carry an item's state from chunk to chunk.
+    """The consumer: four warps that carry a tile's state from chunk to chunk.
 
-    The tensor cores work off the products in order. While they do the last of a chunk, and `inverse v` of the next, the
-    state is rounded for the next chunk; the output leaves during the next chunk's first products.
+    A stage holds the chunk's tiles `-w, qg, kg` (K / 64 each), `inverse = (I + A)^-1 diag(beta)` and `Aqk`, its decays and v:
+
+         loader warp            Ring of STAGES chunks                four warps, S^T [64, K] in registers
+        +-----------+  full   +------------------------+
+        | TMA       | ------> | -w qg kg inverse Aqk   |  v_new^T [64, 64] = v^T inverse^T + S^T (-w)^T      o_s
+        | cp.async  | <------ | decay [K]   v [64, 64] |  o^T     [64, 64] = S^T qg^T + v_new^T Aqk^T  --> [64, 64] --> o
+        +-----------+  empty  +------------------------+  S^T     [64, K]  = S^T decay + v_new^T kg
+
+    MMAs run in the order in which they are issued, and the warps work beside them. One chunk:
+
+        MMAs     S^T (-w)^T    S^T qg^T      v_new^T Aqk^T, v_new^T kg    v^T inverse^T of the next chunk
+        warps    store the     round v_new                                release the stage,
+                 last o, decay S                                          round S and o
     """
-    tiles_s, decay_s, v_s, ready, free = stages
-    initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final = states
-    T, N, HV, _, _ = sizes
+    o, h, v_new = outputs
+    initial_state, final_state, state_pitch, has_initial, has_final = states
+    state_indices, has_initial_state, checkpoint_indices, lowest, pool_slots = pool
+    carry, semaphore, starts = starting
+    HV = scheduler.HV
     SLICES: gl.constexpr = V // BV
-    slice_ = gl.program_id(0) % SLICES
+    slice_ = scheduler.slice()
     o_batch, o_token, o_head = strides
     KH: gl.constexpr = K // 64
-    TILES: gl.constexpr = 3 * KH + 2
-    acc_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_l, k_width=2)
-    out_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # the tiles of a stage
+    W: gl.constexpr = 0
+    QG: gl.constexpr = KH
+    KG: gl.constexpr = 2 * KH
+    INVERSE: gl.constexpr = 3 * KH
+    AQK: gl.constexpr = 3 * KH + 1
     key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     H_NEXT: gl.constexpr = 64 if H_V_FIRST else 64 * V
-    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, out_l)))
-    column = gl.arange(0, BV, layout=gl.SliceLayout(0, out_l))
+    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)))
+    column = gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
-    zero = gl.zeros((BV, C), gl.float32, layout=acc_l)
-    turn = 0
-    parts, segments = program_parts(share, first_segment, sizes, SLICES)
-    for k in range(parts):
-        head, n, batch, begin, end, slot, pieces, before, until, run = locate_part(
-            k, segments, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES
-        )
-        if first_segment is None:
-            is_segment: gl.constexpr = False
-        else:
-            is_segment = (segments > N) & ((before > 0) | (until > 0))
-        if share is None:
-            taken_over: gl.constexpr = False
-            handed_on: gl.constexpr = False
-        else:
-            taken_over = before > 0
-            handed_on = until > 0
-            if first_segment is not None:
-                taken_over &= segments == N
-                handed_on &= segments == N
+    zero = gl.zeros((BV, C), gl.float32, layout=ACC)
+    iteration = 0
+    tiles, segments = scheduler.count()
+    for k in range(tiles):
+        tile = scheduler.tile(k, segments)
+        head, start, slot = tile.head, tile.begin, tile.slot
         h_row = slot
-        if h is not None and cu_seqlens is not None:
-            h_row = chunks_before(cu_seqlens, n, T) + before
+        if h is not None and scheduler.cu_seqlens is not None:
+            h_row = chunks_before(scheduler.cu_seqlens, tile.n, scheduler.T) + tile.first
         own, read, stored = sequence_slot(
-            state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
+            *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
+            *(lowest, pool_slots, has_initial, has_final),
         )
         if o is not None:
-            o_item = o + (wide(batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
-        if pseudo_out is not None:
-            pseudo_item = pseudo_out + (wide(batch, T) * HV + head) * V + slice_ * BV
-        total = 0
-        start = begin
-        opening = slot
-        for piece in range(0, pieces):
-            start, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-            low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
-            total += high - low
-            slot += chunks
+            o_tile = o + (wide(tile.batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
+        if v_new is not None:
+            v_new_tile = v_new + (wide(tile.batch, scheduler.T) * HV + head) * V + slice_ * BV
+        total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
         value = slice_ * BV + in_slice
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-        if is_segment:
+        if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
-            left = state_offsets(run.to(gl.int64) * (K * V), value, key, K, V, True)
-            state0, state1 = load_halves(starts, left, 64, 1, K, acc_l)
-        elif taken_over:
-            await_state(arrived - SLICES)
-            left = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
-            state0, state1 = load_halves(handed, left, 64, 1, K, acc_l)
+            at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
+            state0, state1 = load_halves(starts, at_start, 64, 1, K)
+        elif tile.carry_in:
+            wait(semaphore - SLICES)
+            at_start = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
+            state0, state1 = load_halves(carry, at_start, 64, 1, K)
         else:
-            state0, state1 = load_halves(initial_state, at, NEXT, read, K, acc_l)
-        first = turn
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K)
+        first = iteration
         if total > 0:
             done = zero.to(gl.bfloat16)
-            done_token = begin
+            done_token = tile.begin
             done_count = 0
-            ahead = turn % STAGES
-            mbarrier.wait(ready.index(ahead), (turn // STAGES) & 1)
-            v_t = v_s.index(ahead).permute((1, 0)).load(dot_l)
-            inverse = tiles_s.index(ahead * TILES + 3 * KH).permute((1, 0))
-            pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
-            start = begin
-            slot = opening
-            for piece in range(0, pieces):
-                stop, chunks = piece_extent(checkpoint_offsets, n, piece, pieces, start, begin, end, C)
-                low, high = own_chunks(first_segment, checkpoint_offsets, before, until, slot - opening, chunks)
+            ahead = ring.wait(iteration)
+            v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+            v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
+            for span in range(0, tile.num_spans):
+                stop, chunks, low, high = scheduler.span(tile, span, start, slot)
                 for i in range(low, high):
-                    s = turn % STAGES
-                    base = s * TILES
+                    s = iteration % ring.STAGES
                     if h is not None:
                         h_at = state_offsets(
-                            wide(h_row + turn - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
+                            wide(h_row + iteration - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
                         )
                         gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                         if KH == 2:
                             gl.store(h + h_at + H_NEXT, to_lines(state1.to(h.dtype.element_ty)))
-                    left0 = gl.convert_layout(state0.to(gl.bfloat16), dot_l, assert_trivial=True)
+                    left0 = as_left(state0)
                     if KH == 2:
-                        left1 = gl.convert_layout(state1.to(gl.bfloat16), dot_l, assert_trivial=True)
-                    # w is stored negated: v' comes out of one accumulator, which holds inverse v
-                    pseudo = warpgroup_mma(left0, tiles_s.index(base).permute((1, 0)), pseudo, is_async=True)
+                        left1 = as_left(state1)
+                    # w is stored negated: v_new comes out of one accumulator, which holds inverse v
+                    v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
                     if KH == 2:
-                        pseudo = warpgroup_mma(left1, tiles_s.index(base + 1).permute((1, 0)), pseudo, is_async=True)
-                    out = warpgroup_mma(
-                        left0, tiles_s.index(base + KH).permute((1, 0)), zero, use_acc=False, is_async=True
-                    )
+                        v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+                    out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
                     if KH == 2:
-                        out = warpgroup_mma(left1, tiles_s.index(base + KH + 1).permute((1, 0)), out, is_async=True)
+                        out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
                     if o is not None:
-                        store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
-                    state0 = state0 * decay_s.index(s).slice(0, 64).load(gl.SliceLayout(0, acc_l))[None, :]
+                        store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+                    state0 = state0 * ring.decays(s, 0, ACC)
                     if KH == 2:
-                        state1 = state1 * decay_s.index(s).slice(64, 64).load(gl.SliceLayout(0, acc_l))[None, :]
-                    pseudo, v_t = warpgroup_mma_wait(KH, deps=[pseudo, v_t])
-                    p = gl.convert_layout(pseudo.to(gl.bfloat16), dot_l, assert_trivial=True)
-                    out = warpgroup_mma(p, tiles_s.index(base + 3 * KH + 1).permute((1, 0)), out, is_async=True)
-                    state0 = warpgroup_mma(p, tiles_s.index(base + 2 * KH), state0, is_async=True)
+                        state1 = state1 * ring.decays(s, 1, ACC)
+                    v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
+                    v_new_left = as_left(v_new_t)
+                    out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
+                    state0 = mma(v_new_left, ring.tile(s, KG), state0)
                     if KH == 2:
-                        state1 = warpgroup_mma(p, tiles_s.index(base + 2 * KH + 1), state1, is_async=True)
-                    if pseudo_out is not None:
+                        state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+                    if v_new is not None:
                         token = start + i * C
-                        store_output(
-                            *(pseudo_item, o_s, pseudo.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
-                            *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8), out_l),
+                        store_transposed(
+                            *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
+                            *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
                         )
                     # the last chunk does its own `inverse v` again, which nobody uses
-                    turn += 1
-                    after = gl.minimum(turn, first + total - 1)
-                    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
-                    v_t = v_s.index(after % STAGES).permute((1, 0)).load(dot_l)
-                    inverse = tiles_s.index((after % STAGES) * TILES + 3 * KH).permute((1, 0))
-                    pseudo = warpgroup_mma(v_t, inverse, zero, use_acc=False, is_async=True)
+                    iteration += 1
+                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+                    v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
                     if KH == 2:
-                        state0, state1, out, p, left0, left1 = warpgroup_mma_wait(
-                            1, deps=[state0, state1, out, p, left0, left1]
+                        state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
+                            1, deps=[state0, state1, out, v_new_left, left0, left1]
                         )
                     else:
-                        state0, out, p, left0 = warpgroup_mma_wait(1, deps=[state0, out, p, left0])
-                    mbarrier.arrive(free.index(s), count=1)
+                        state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
+                    ring.release(s)
                     done = out.to(gl.bfloat16)
                     done_token = start + i * C
                     done_count = (stop - done_token).to(gl.int32)
-                if checkpoint_offsets is not None:
+                if scheduler.checkpoint_offsets is not None:
                     there, reached = checkpoint_slot(
-                        checkpoint_offsets, checkpoint_indices, n, piece, pieces, stop - begin, lowest, pool_slots
+                        *(scheduler.checkpoint_offsets, checkpoint_indices, tile.n, span, tile.num_spans),
+                        *(stop - tile.begin, lowest, pool_slots),
                     )
                     slot += chunks
-                    if first_segment is not None:
+                    if scheduler.first_segment is not None:
                         # by the segment that the last chunk before the checkpoint is in
-                        passed = slot - opening
-                        reached *= ((before < passed) & ((until == 0) | (passed <= until))).to(gl.int32)
+                        passed = slot - tile.slot
+                        reached *= ((tile.first < passed) & ((tile.stop == 0) | (passed <= tile.stop))).to(gl.int32)
                     at = there * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
                     store_halves(final_state, at, NEXT, state0, state1, reached, K)
                     start = stop
-            pseudo, v_t = warpgroup_mma_wait(0, deps=[pseudo, v_t])
+            v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
             if o is not None:
-                store_output(o_item, o_s, done, done_token, done_count, row, in_o, o_token, out_l)
-        # turn is first + total now; offsets that the compiler can't see to be those of above need no registers in the loop
-        nothing = turn - first - total
+                store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+        # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
+        # the loop
+        nothing = iteration - first - total
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
-        if first_segment is not None:
-            stored = gl.where(is_segment & (until > 0), 0, stored)
-        if handed_on:
-            store_halves(handed, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
-            announce_state(arrived)
+        if scheduler.first_segment is not None:
+            stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
+        if tile.carry_out:
+            store_halves(carry, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
+            signal(semaphore)
         else:
             store_halves(final_state, at, NEXT, state0, state1, stored, K)
 
@@ -327,12 +271,12 @@ def recurrence_kernel(
     v,
     o,
     h,
-    pseudo_out,
+    v_new,
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
-    handed,
-    arrived,
+    carry,
+    semaphores,
     first_segment,
     starts,
     initial_state,
@@ -360,75 +304,30 @@ def recurrence_kernel(
     V_FIRST: gl.constexpr,
     H_V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
-    SHARED: gl.constexpr,
+    STREAM_K: gl.constexpr,
 ):
-    TILES: gl.constexpr = 3 * (K // 64) + 2
-    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, 64, 64], tiles_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], tiles_d.layout)
-    decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 2)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    ready, free = stage_barriers(STAGES)
-    stages = (tiles_s, decay_s, v_s, ready, free)
-    sizes = (T, N, HV, slots, checkpoints)
+    SLICES: gl.constexpr = V // BV
+    if not STREAM_K:
+        tile_range: gl.constexpr = None
+    else:
+        tile_range = stream_k_range(cu_seqlens, N, T, HV, SLICES)
+        carry += gl.program_id(0) * (BV * K)
+        semaphores += gl.program_id(0)
+    scheduler = TileScheduler(
+        tile_range, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, SLICES
+    )
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
-    states = (initial_state, final_state, lowest, pool_slots, state_pitch, has_initial, has_final)
-    if not SHARED:
-        share: gl.constexpr = None
-    else:
-        pid = gl.program_id(0)
-        SLICES: gl.constexpr = V // BV
-        share = own_share(pid // SLICES, gl.num_programs(0) // SLICES, cu_seqlens, N, T, HV, C)
-        handed += pid * (BV * K)
-        arrived += pid
+    outputs = (o, h, v_new)
+    states = (initial_state, final_state, state_pitch, has_initial, has_final)
+    pool = (state_indices, has_initial_state, checkpoint_indices, lowest, pool_slots)
+    starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
-            (
-                compute,
-                (
-                    stages,
-                    o_s,
-                    o,
-                    h,
-                    pseudo_out,
-                    states,
-                    state_indices,
-                    has_initial_state,
-                    cu_seqlens,
-                    checkpoint_offsets,
-                    checkpoint_indices,
-                    handed,
-                    arrived,
-                    starts,
-                    share,
-                    first_segment,
-                    sizes,
-                    in_o,
-                    K,
-                    V,
-                    V_FIRST,
-                    H_V_FIRST,
-                    STAGES,
-                ),
-            ),
-            (
-                load,
-                (
-                    tiles_d,
-                    decay,
-                    v,
-                    stages,
-                    share,
-                    first_segment,
-                    cu_seqlens,
-                    checkpoint_offsets,
-                    sizes,
-                    in_v,
-                    K,
-                    V,
-                    STAGES,
-                ),
-            ),
+            (compute, (ring, o_s, outputs, states, pool, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST)),
+            (load, (tiles_d, decay, v, ring, scheduler, in_v, K)),
         ],
         [1],
         [96],

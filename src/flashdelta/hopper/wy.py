@@ -1,12 +1,12 @@
 """Stage `wy` of the backward pass for Hopper: from states and their gradients to those of values, of what `prepare` left, and
-of its matrices. One program of 8 warps per (chunk, value head), or one per multiprocessor that takes one after another.
+of its matrices. One CTA of 8 warps per (chunk, value head), or a persistent one per SM.
 
-Contract: as `triton/wy.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
+Contract: as `triton/backward.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
 chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`.
 
-All of a chunk's operands are in shared memory at once; they arrive in the order in which they are needed, and results take
-their places. A program that takes one item after another fetches each operand of the next as soon as its place is free, and
-sends large results to memory by way of the places that are needed last: else all programs wait for memory at the same time.
+All operands of a chunk are in shared memory at once; they arrive in the order in which they are needed, and results take
+their places. A persistent CTA loads each operand of its next tile as soon as the place is no longer needed, and stores large
+results through the places that are needed last: otherwise all CTAs would wait for memory at the same time.
 """
 
 from __future__ import annotations
@@ -22,30 +22,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import condition
 
-from ..triton.device import gates
-from ..triton.device.gates import LOG2E
 from .device.compat import barrier, reinterpret
-from .device.math import exp2, token_offset, wide, write_strength
-from .device.rows import (
-    C,
+from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
+from .device.math import (
+    beta_value,
     decay_bias,
-    fetch_rows,
+    exp2,
     inverse_norms,
-    own_chunk,
-    places,
-    row_parts,
+    opaque_indices,
     store_decays,
-    store_rows,
-    weight_places,
+    token_offset,
     weighted_sums,
+    wide,
 )
-from .device.tile_scheduler import chunks_before
-from .device.tma import await_copies, fetch, incoming, send
-
-decay_rate = gluon.jit(gates.decay_rate.fn)
+from .device.pipeline import make_channel, next_phase
+from .device.portable import LOG2E, decay_rate
+from .device.tile_scheduler import ChunkTile, chunk_tile, chunks_before, dense_chunk_tile, first_tile, next_tile
+from .device.tma import load_tiles, tma_store, wait_tiles
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "items", *_STRIDES)
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "tile_count", *_STRIDES)
 """Arguments whose values leave the machine code as it is."""
 
 
@@ -72,14 +68,6 @@ def operand(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [rows, columns], layout)
 
 
-@gluon.jit
-def item_place(item, slots, T, HV):
-    """Of an item of fixed-length sequences: value head, chunk among all, batch row, first token, token count."""
-    slot = item // HV
-    start = slot % slots * C
-    return item % HV, slot, slot // slots, start, gl.minimum(T - start, C)
-
-
 @gluon.jit(do_not_specialize=SCALARS)
 def wy_kernel(
     q,
@@ -90,11 +78,11 @@ def wy_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
-    solved,
+    Akk_inv,
     h,
-    pseudo,
+    v_new,
     grad_o,
-    grad_pseudo,
+    grad_v_new,
     grad_h,
     g_d,
     grad_q,
@@ -112,7 +100,7 @@ def wy_kernel(
     group: gl.int32,
     slots: gl.int32,
     rows: gl.int32,
-    items: gl.int32,
+    tile_count: gl.int32,
     q_batch: gl.int32,
     q_token: gl.int32,
     q_head: gl.int32,
@@ -138,14 +126,28 @@ def wy_kernel(
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
     V_FIRST: gl.constexpr,
-    WALK: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):
-    """`GATE` may be "cumulative" or "cumulative_log2": `g` holds the sums of log decays. `rows`: chunks that `h` and `grad_h`
-    have; a packed sequence's chunk past them is left out.
+    """One chunk; operands of the MMAs in shared memory, accumulators `[64, ..]` over two warpgroups, each with half of the
+    channels. dx is the gradient of x (docs/backward.md); * goes to memory:
 
-    `WALK`: a program takes every so many-th of the `items`. For sums of log decays and fixed lengths; tensor descriptors stand
-    for q, k, v, `solved`, `h`, `pseudo`, `grad_o`, `grad_pseudo`, `grad_h`, `grad_q`, `grad_k` and `grad_G`, and `g_d` is that
-    of g."""
+        arrive   M, v, dv'     dv = M^T dv'   [64, V]        dM = dv' v^T              [64, 64]
+                 g             exp G, from sums of log decays or from G itself
+                                                             * dv = beta dv, dbeta = <dv, v>
+                 k, q, S       dw = -dv' S^T  [64, K]
+                               dkG = M^T dw   [64, K]        dM += dw (k exp G)^T
+                               dA = -M^T (dM diag(beta)) M^T                           * dA, dbeta
+                 do, v', dS'   dqg = do S^T,  dkg = v' dS'^T [64, K]                   * dAqk = do v'^T
+                                                             * dq, dk, dG
+
+    A persistent CTA loads the next tile's M, v, dv' when dA is done, S after the last MMA, g, k, q when dG is known, and do,
+    v', dS' during the next tile's first MMAs, as dq, dk and dG leave through their places.
+
+    `GATE` may be "cumulative" or "cumulative_log2": `g` holds the sums of log decays. `rows`: chunks that `h` and `grad_h`
+    have; a packed sequence's chunk past them is left out. `PERSISTENT`: for sums of log decays and fixed lengths; tensor
+    descriptors stand for q, k, v, `Akk_inv`, `h`, `v_new`, `grad_o`, `grad_v_new`, `grad_h`, `grad_q`, `grad_k` and
+    `grad_G`, and `g_d` is that of g.
+    """
     SUMMED: gl.constexpr = GATE == "cumulative" or GATE == "cumulative_log2"
     key_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
     value_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -153,8 +155,8 @@ def wy_kernel(
     )
     square_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     dot_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=key_l, k_width=2)
-    # of what a row's columns are summed to inside each thread
-    parts_l: gl.constexpr = gl.DistributedLinearLayout(
+    # sums over the columns that a thread has
+    partials_l: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [8, 0, 0]],
         lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=[[16, 0, 0], [32, 0, 0], [0, 1, 0]],
@@ -165,20 +167,19 @@ def wy_kernel(
     value_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     half_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float16)
     tile_s: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    gl.static_assert(not WALK or (SUMMED and cu_seqlens is None and K == V))
-    item = gl.program_id(0)
-    if WALK:
-        head, chunk, batch, start, count = item_place(item, slots, T, HV)
+    gl.static_assert(not PERSISTENT or (SUMMED and cu_seqlens is None and K == V))
+    index = first_tile()
+    if PERSISTENT:
+        tile = dense_chunk_tile(index, slots, T, HV)
     else:
-        head = item % HV
-        chunk = item // HV
-        n, begin, batch, start, count = own_chunk(cu_seqlens, chunk, slots, N, T)
-        if count <= 0:
+        tile, n, begin = chunk_tile(index, cu_seqlens, slots, N, T, HV)
+        if tile.count <= 0:
             return
         if cu_seqlens is not None:
-            chunk = chunks_before(cu_seqlens, n, T) + (start - begin) // C
+            chunk = chunks_before(cu_seqlens, n, T) + (tile.start - begin) // C
             if chunk >= rows:
                 return
+            tile = ChunkTile(tile.head, chunk, tile.batch, tile.start, tile.count)
 
     h_rows: gl.constexpr = V if V_FIRST else K
     h_columns: gl.constexpr = K if V_FIRST else V
@@ -188,107 +189,107 @@ def wy_kernel(
     v_s = operand(gl.bfloat16, C, V)
     late_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], value_s)
     grad_o_s = late_s.index(0)
-    pseudo_s = late_s.index(1)
-    grad_pseudo_s = operand(gl.bfloat16, C, V)
+    v_new_s = late_s.index(1)
+    grad_v_new_s = operand(gl.bfloat16, C, V)
     M_s = operand(gl.bfloat16, C, C)
     h_s = operand(gl.bfloat16, h_rows, h_columns)
     grad_h_s = operand(gl.bfloat16, h_rows, h_columns)
     grad_w_s = operand(gl.bfloat16, C, K)
-    grown_s = operand(gl.bfloat16, C, K) if V < K else reinterpret(v_s, gl.bfloat16, [C, K], key_s)
+    k_exp_g_s = operand(gl.bfloat16, C, K) if V < K else reinterpret(v_s, gl.bfloat16, [C, K], key_s)
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
     key_zero = gl.zeros((C, K), gl.float32, layout=key_l)
     value_zero = gl.zeros((C, V), gl.float32, layout=value_l)
     square_zero = gl.zeros((C, C), gl.float32, layout=square_l)
-    of_key = HV * K
-    of_value = HV * V
-    of_square = HV * C
-    qk_head = head // group
-    own = wide(batch, T) * HV + wide(start, HV) + head
+    key_stride = HV * K
+    value_stride = HV * V
+    square_stride = HV * C
+    qk_head = tile.head // group
+    first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
     # in units of 8 elements
-    own_g = g + token_offset(batch, start, head, g_batch, g_token, g_head) * 8
-    own_beta = beta + token_offset(batch, start, head, beta_batch, beta_token, beta_head)
-    if WALK:
-        # volatile: else the compiler asks for it where it is needed
-        raw = gl.load(own_beta + row * beta_token, mask=row < count, other=0.0, volatile=True)
-        matrix = (incoming(solved, M_s),)
-        values = (incoming(v, v_s), incoming(grad_pseudo, grad_pseudo_s))
-        sums = (incoming(g_d, g_s),)
-        keys = (incoming(k, k_s), incoming(q, q_s))
-        states = (incoming(h, h_s),)
-        outputs = (incoming(grad_o, grad_o_s), incoming(pseudo, pseudo_s))
-        next_states = (incoming(grad_h, grad_h_s),)
+    g_row = g + token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
+    beta_row0 = beta + token_offset(tile.batch, tile.start, tile.head, beta_batch, beta_token, beta_head)
+    if PERSISTENT:
+        # volatile: else the compiler moves the load to where it is needed
+        raw = gl.load(beta_row0 + row * beta_token, mask=row < tile.count, other=0.0, volatile=True)
+        matrix = (make_channel(Akk_inv, M_s),)
+        values = (make_channel(v, v_s), make_channel(grad_v_new, grad_v_new_s))
+        sums = (make_channel(g_d, g_s),)
+        keys = (make_channel(k, k_s), make_channel(q, q_s))
+        states = (make_channel(h, h_s),)
+        outputs = (make_channel(grad_o, grad_o_s), make_channel(v_new, v_new_s))
+        later_states = (make_channel(grad_h, grad_h_s),)
         fence_async_shared()
-        fetch(matrix, batch, start, head, True)
-        fetch(values, batch, start, head, True)
-        fetch(sums, batch, start, head, True)
-        fetch(keys, batch, start, qk_head, True)
-        fetch(states, chunk, head, 0, True)
+        load_tiles(matrix, tile.batch, tile.start, tile.head, True)
+        load_tiles(values, tile.batch, tile.start, tile.head, True)
+        load_tiles(sums, tile.batch, tile.start, tile.head, True)
+        load_tiles(keys, tile.batch, tile.start, qk_head, True)
+        load_tiles(states, tile.chunk, tile.head, 0, True)
     else:
-        q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
-        k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
-        v += token_offset(batch, start, head, v_batch, v_token, v_head) * 8
-        grad_o += token_offset(batch, start, head, o_batch, o_token, o_head) * 8
-        state = (wide(chunk, HV) + head) * (K * V)
-        fetch_rows(M_s, solved + own * C, of_square, count)
+        q += token_offset(tile.batch, tile.start, qk_head, q_batch, q_token, q_head) * 8
+        k += token_offset(tile.batch, tile.start, qk_head, k_batch, k_token, k_head) * 8
+        v += token_offset(tile.batch, tile.start, tile.head, v_batch, v_token, v_head) * 8
+        grad_o += token_offset(tile.batch, tile.start, tile.head, o_batch, o_token, o_head) * 8
+        state = (wide(tile.chunk, HV) + tile.head) * (K * V)
+        copy_rows(M_s, Akk_inv + first_row * C, square_stride, tile.count)
         async_copy.commit_group()
-        fetch_rows(v_s, v, v_token * 8, count)
-        fetch_rows(grad_pseudo_s, grad_pseudo + own * V, of_value, count)
+        copy_rows(v_s, v, v_token * 8, tile.count)
+        copy_rows(grad_v_new_s, grad_v_new + first_row * V, value_stride, tile.count)
         async_copy.commit_group()
-        # volatile, and a barrier: else the compiler asks for these after all copies, and they queue
-        raw = gl.load(own_beta + row * beta_token, mask=row < count, other=0.0, volatile=True)
+        # volatile, and a barrier: else the compiler moves these loads behind all copies, where they queue
+        raw = gl.load(beta_row0 + row * beta_token, mask=row < tile.count, other=0.0, volatile=True)
         if not SUMMED:
-            rate = decay_rate(A_log, head, volatile=True)
-            bias = decay_bias(dt_bias, head, rate, column, K, GATE, volatile=True)
+            rate = decay_rate(A_log, tile.head, volatile=True)
+            bias = decay_bias(dt_bias, tile.head, rate, column, K, GATE, volatile=True)
         barrier()
-        fetch_rows(g_s, own_g, g_token * 8, count)
+        copy_rows(g_s, g_row, g_token * 8, tile.count)
         async_copy.commit_group()
-        fetch_rows(k_s, k, k_token * 8, count)
-        fetch_rows(h_s, h + state, h_columns, h_rows)
+        copy_rows(k_s, k, k_token * 8, tile.count)
+        copy_rows(h_s, h + state, h_columns, h_rows)
         async_copy.commit_group()
-        fetch_rows(grad_o_s, grad_o, o_token * 8, count)
-        fetch_rows(pseudo_s, pseudo + own * V, of_value, count)
-        fetch_rows(grad_h_s, grad_h + state, h_columns, h_rows)
-        fetch_rows(q_s, q, q_token * 8, count)
+        copy_rows(grad_o_s, grad_o, o_token * 8, tile.count)
+        copy_rows(v_new_s, v_new + first_row * V, value_stride, tile.count)
+        copy_rows(grad_h_s, grad_h + state, h_columns, h_rows)
+        copy_rows(q_s, q, q_token * 8, tile.count)
         async_copy.commit_group()
 
     phase = 0
-    # what is the same for all items is worked out anew each time: kept, it would spill, and of the L1 cache little is left
-    while condition(item < items, disable_licm=True):
-        valid = (row < count)[:, None]
+    # loop-invariant values are not hoisted: they would spill, and with all shared memory in use the L1 cache is small
+    while condition(index < tile_count, disable_licm=True):
+        valid = (row < tile.count)[:, None]
         if SUMMED:
             # the operator promises nothing of what is right of the diagonal
-            if WALK:
-                await_copies(matrix, phase)
+            if PERSISTENT:
+                wait_tiles(matrix, phase)
             else:
                 async_copy.wait_group(4)
             copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-            M_row, M_column = places(C, C, copy_l)
+            M_row, M_column = row_column(C, C, copy_l)
             M_s.store(gl.where(M_row >= M_column, M_s.load(copy_l), 0.0).to(gl.bfloat16))
-        if WALK:
-            await_copies(values, phase)
+        if PERSISTENT:
+            wait_tiles(values, phase)
         else:
             async_copy.wait_group(3)
         fence_async_shared()
-        from_M = M_s.permute((1, 0))
-        of_v = warpgroup_mma(from_M, grad_pseudo_s, value_zero, use_acc=False, is_async=True)
-        grad_T = warpgroup_mma(grad_pseudo_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+        M_T = M_s.permute((1, 0))
+        dv = warpgroup_mma(M_T, grad_v_new_s, value_zero, use_acc=False, is_async=True)
+        dM = warpgroup_mma(grad_v_new_s, v_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
 
-        if WALK:
-            # needed last, as the results of the item before have to leave their places
+        if PERSISTENT:
+            # last, as results of the tile before must have left these places
             tma.store_wait(0)
             barrier()
-            fetch(outputs, batch, start, head, True)
-            fetch(next_states, chunk, head, 0, True)
-            await_copies(sums, phase)
+            load_tiles(outputs, tile.batch, tile.start, tile.head, True)
+            load_tiles(later_states, tile.chunk, tile.head, 0, True)
+            wait_tiles(sums, phase)
         else:
             async_copy.wait_group(2)
         if SUMMED:
             unit: gl.constexpr = 1.0 if GATE == "cumulative_log2" else LOG2E
-            grown = exp2(g_s.load(key_l) * unit)
+            exp_g = exp2(g_s.load(key_l) * unit)
         else:
-            # in the place of what they come from
+            # in place of what they are worked out from
             if g.dtype.element_ty == gl.bfloat16:
                 high_s = reinterpret(g_s, gl.float16, [C, K], half_s)
                 low_s = reinterpret(grad_w_s, gl.float16, [C, K], half_s)
@@ -297,125 +298,127 @@ def wy_kernel(
                 high_s = both_s.index(0)
                 low_s = both_s.index(1)
             store_decays(high_s, low_s, g_s.load(key_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
-            i, s = weight_places(T, N, dot_l)
+            i, s = opaque_indices(T, N, dot_l)
             up_to = gl.where(s <= i, 1.0, 0.0).to(gl.float16)
             beyond = gl.where(s > i, 1.0, 0.0).to(gl.float16)
             before = weighted_sums(up_to, high_s, low_s, key_zero)
             after = weighted_sums(beyond, high_s, low_s, key_zero)
             before, after, _, _ = warpgroup_mma_wait(0, deps=[before, after, up_to, beyond])
-            grown = exp2(before)
+            exp_g = exp2(before)
 
-        square_row, square_column = places(C, C, square_l)
-        grad_T, of_v = warpgroup_mma_wait(0, deps=[grad_T, of_v])
-        of_beta = row_parts(of_v * v_s.load(value_l).to(gl.float32), parts_l)
-        strength = gl.where(row < count, write_strength(raw.to(gl.float32), BETA), 0.0)
-        of_v *= gl.convert_layout(strength, gl.SliceLayout(1, value_l))[:, None]
-        store_rows(grad_v + own * V, of_value, of_v, count, v_s)
+        square_row, square_column = row_column(C, C, square_l)
+        dM, dv = warpgroup_mma_wait(0, deps=[dM, dv])
+        dbeta = row_partials(dv * v_s.load(value_l).to(gl.float32), partials_l)
+        betas = gl.where(row < tile.count, beta_value(raw.to(gl.float32), BETA), 0.0)
+        dv *= gl.convert_layout(betas, gl.SliceLayout(1, value_l))[:, None]
+        store_rows(grad_v + first_row * V, value_stride, dv, tile.count, v_s)
 
-        if WALK:
-            await_copies(keys, phase)
-            await_copies(states, phase)
+        if PERSISTENT:
+            wait_tiles(keys, phase)
+            wait_tiles(states, phase)
         else:
             async_copy.wait_group(1)
         fence_async_shared()
-        by_h = by_rows(h_s, V_FIRST)
-        of_w = warpgroup_mma(grad_pseudo_s, by_h, key_zero, use_acc=False, is_async=True)
+        S = by_rows(h_s, V_FIRST)
+        dw = warpgroup_mma(grad_v_new_s, S, key_zero, use_acc=False, is_async=True)
         kn = k_s.load(key_l).to(gl.float32)
         norm_k = inverse_norms(kn, L2NORM)
-        grown_s.store((kn * norm_k * grown).to(gl.bfloat16))
-        of_w, _ = warpgroup_mma_wait(0, deps=[of_w, grad_pseudo_s])
+        k_exp_g_s.store((kn * norm_k * exp_g).to(gl.bfloat16))
+        dw, _ = warpgroup_mma_wait(0, deps=[dw, grad_v_new_s])
         # w came from `v' = u - w S`
-        grad_w_s.store((-of_w).to(gl.bfloat16))
+        grad_w_s.store((-dw).to(gl.bfloat16))
         fence_async_shared()
-        of_kG = warpgroup_mma(from_M, grad_w_s, key_zero, use_acc=False, is_async=True)
-        grad_T = warpgroup_mma(grad_w_s, grown_s.permute((1, 0)), grad_T, is_async=True)
-        # with their operands: nothing else may take their place before
-        of_kG, grad_T, _, _ = warpgroup_mma_wait(0, deps=[of_kG, grad_T, grad_w_s, grown_s])
-        square_s = reinterpret(grad_pseudo_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
-        square_s.store(grad_T.to(gl.bfloat16))
+        dkG = warpgroup_mma(M_T, grad_w_s, key_zero, use_acc=False, is_async=True)
+        dM = warpgroup_mma(grad_w_s, k_exp_g_s.permute((1, 0)), dM, is_async=True)
+        # with their operands: else scratch memory might take their place while they are read
+        dkG, dM, _, _ = warpgroup_mma_wait(0, deps=[dkG, dM, grad_w_s, k_exp_g_s])
+        square_s = reinterpret(grad_v_new_s, gl.bfloat16, [V // 64, C, C], tile_s).index(0)
+        square_s.store(dM.to(gl.bfloat16))
         fence_async_shared()
-        X = warpgroup_mma(from_M, square_s, square_zero, use_acc=False, is_async=True)
+        X = warpgroup_mma(M_T, square_s, square_zero, use_acc=False, is_async=True)
         if SUMMED:
-            # volatile: else ptxas asks for it where it is needed
-            end = gl.load(own_g + (count - 1) * (g_token * 8) + column, volatile=True)[None, :]
-        of_kG *= grown
+            # volatile: else ptxas moves the load to where it is needed
+            end = gl.load(g_row + (tile.count - 1) * (g_token * 8) + column, volatile=True)[None, :]
+        dkG *= exp_g
         kn = k_s.load(key_l).to(gl.float32) * norm_k
-        of_beta += row_parts(of_kG * kn, parts_l)
-        of_kG *= strength[:, None]
-        beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts_l)))
-        gl.store(grad_beta + own + beta_row * HV, gl.sum(gl.sum(of_beta, axis=2), axis=1), mask=beta_row < count)
+        dbeta += row_partials(dkG * kn, partials_l)
+        dkG *= betas[:, None]
+        beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, partials_l)))
+        gl.store(
+            grad_beta + first_row + beta_row * HV, gl.sum(gl.sum(dbeta, axis=2), axis=1), mask=beta_row < tile.count
+        )
         X, _ = warpgroup_mma_wait(0, deps=[X, square_s])
-        square_s.store((X * gl.convert_layout(strength, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
+        square_s.store((X * gl.convert_layout(betas, gl.SliceLayout(0, square_l))[None, :]).to(gl.bfloat16))
         fence_async_shared()
-        A = warpgroup_mma(square_s, from_M, square_zero, use_acc=False)
+        A = warpgroup_mma(square_s, M_T, square_zero, use_acc=False)
         A = gl.where(square_row > square_column, -A, 0.0)
-        store_rows(grad_A + own * C, of_square, A, count, None)
+        store_rows(grad_A + first_row * C, square_stride, A, tile.count, None)
 
-        if WALK:
-            item += gl.num_programs(0)
-            more = item < items
-            next_head, next_chunk, next_batch, next_start, next_count = item_place(item, slots, T, HV)
+        if PERSISTENT:
+            index = next_tile(index)
+            more = index < tile_count
+            following = dense_chunk_tile(index, slots, T, HV)
             fence_async_shared()
             barrier()
-            fetch(matrix, next_batch, next_start, next_head, more)
-            fetch(values, next_batch, next_start, next_head, more)
-            await_copies(outputs, phase)
-            await_copies(next_states, phase)
+            load_tiles(matrix, following.batch, following.start, following.head, more)
+            load_tiles(values, following.batch, following.start, following.head, more)
+            wait_tiles(outputs, phase)
+            wait_tiles(later_states, phase)
         else:
             async_copy.wait_group(0)
-            item = items
+            index = tile_count
         fence_async_shared()
-        of_qg = warpgroup_mma(grad_o_s, by_h, key_zero, use_acc=False, is_async=True)
-        of_kg = warpgroup_mma(pseudo_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
+        dqg = warpgroup_mma(grad_o_s, S, key_zero, use_acc=False, is_async=True)
+        dkg = warpgroup_mma(v_new_s, by_rows(grad_h_s, V_FIRST), key_zero, use_acc=False, is_async=True)
         if grad_Aqk is not None:
-            Aqk = warpgroup_mma(grad_o_s, pseudo_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
+            Aqk = warpgroup_mma(grad_o_s, v_new_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
         whole = gl.convert_layout(inner_product(h_s, grad_h_s, V_FIRST), gl.SliceLayout(0, key_l))
         if grad_Aqk is not None:
-            of_qg, of_kg, Aqk, _, _, _, _ = warpgroup_mma_wait(
-                0, deps=[of_qg, of_kg, Aqk, grad_o_s, pseudo_s, h_s, grad_h_s]
-            )
+            dqg, dkg, Aqk, _, _, _, _ = warpgroup_mma_wait(0, deps=[dqg, dkg, Aqk, grad_o_s, v_new_s, h_s, grad_h_s])
             Aqk = gl.where(square_row >= square_column, Aqk, 0.0)
-            store_rows(grad_Aqk + own * C, of_square, Aqk, count, None)
+            store_rows(grad_Aqk + first_row * C, square_stride, Aqk, tile.count, None)
         else:
-            of_qg, of_kg, _, _, _, _ = warpgroup_mma_wait(0, deps=[of_qg, of_kg, grad_o_s, pseudo_s, h_s, grad_h_s])
-        if WALK:
+            dqg, dkg, _, _, _, _ = warpgroup_mma_wait(0, deps=[dqg, dkg, grad_o_s, v_new_s, h_s, grad_h_s])
+        if PERSISTENT:
             fence_async_shared()
             barrier()
-            fetch(states, next_chunk, next_head, 0, more)
-            own_beta = beta + token_offset(next_batch, next_start, next_head, beta_batch, beta_token, beta_head)
-            raw = gl.load(own_beta + row * beta_token, mask=more & (row < next_count), other=0.0, volatile=True)
+            load_tiles(states, following.chunk, following.head, 0, more)
+            beta_row0 = beta + token_offset(
+                following.batch, following.start, following.head, beta_batch, beta_token, beta_head
+            )
+            raw = gl.load(beta_row0 + row * beta_token, mask=more & (row < following.count), other=0.0, volatile=True)
         norm_q = inverse_norms(q_s.load(key_l).to(gl.float32), L2NORM)
-        of_qg *= grown * scale
-        if WALK:
-            send(grad_q, batch, start, head, of_qg, grad_h_s)
+        dqg *= exp_g * scale
+        if PERSISTENT:
+            tma_store(grad_q, tile.batch, tile.start, tile.head, dqg, grad_h_s)
         else:
-            store_rows(grad_q + own * K, of_key, of_qg, count, None)
-        G = q_s.load(key_l).to(gl.float32) * norm_q * of_qg
+            store_rows(grad_q + first_row * K, key_stride, dqg, tile.count, None)
+        G = q_s.load(key_l).to(gl.float32) * norm_q * dqg
         kn = k_s.load(key_l).to(gl.float32) * norm_k
-        G += kn * of_kG
+        G += kn * dkG
         if SUMMED:
             # from memory once more: registers are scarce in between
             after = gl.where(valid, end - g_s.load(key_l), 0.0) * unit
-        of_kg *= exp2(after)
+        dkg *= exp2(after)
         # `G_C` is the last row's own G: there what goes through kg = k exp(G_C - G) cancels, exactly only if left out
-        last = (row == count - 1)[:, None]
-        left = gl.where(last, 0.0, kn * of_kg)
+        last = (row == tile.count - 1)[:, None]
+        left = gl.where(last, 0.0, kn * dkg)
         G -= left
-        G += gl.where(last, gl.sum(left, axis=0)[None, :] + whole[None, :] * grown, 0.0)
-        if WALK:
+        G += gl.where(last, gl.sum(left, axis=0)[None, :] + whole[None, :] * exp_g, 0.0)
+        if PERSISTENT:
             tma.store_wait(0)
             fence_async_shared()
             barrier()
-            fetch(sums, next_batch, next_start, next_head, more)
-            fetch(keys, next_batch, next_start, next_head // group, more)
-            send(grad_k, batch, start, head, of_kG + of_kg, late_s)
-            send(grad_G, batch, start, head, G, grad_h_s)
-            head, chunk, batch, start, count = next_head, next_chunk, next_batch, next_start, next_count
-            own = wide(batch, T) * HV + wide(start, HV) + head
-            own_g = g + token_offset(batch, start, head, g_batch, g_token, g_head) * 8
-            phase ^= 1
+            load_tiles(sums, following.batch, following.start, following.head, more)
+            load_tiles(keys, following.batch, following.start, following.head // group, more)
+            tma_store(grad_k, tile.batch, tile.start, tile.head, dkG + dkg, late_s)
+            tma_store(grad_G, tile.batch, tile.start, tile.head, G, grad_h_s)
+            tile = following
+            first_row = wide(tile.batch, T) * HV + wide(tile.start, HV) + tile.head
+            g_row = g + token_offset(tile.batch, tile.start, tile.head, g_batch, g_token, g_head) * 8
+            phase = next_phase(phase)
         else:
-            store_rows(grad_k + own * K, of_key, of_kG + of_kg, count, None)
-            store_rows(grad_G + own * K, of_key, G, count, None)
-    if WALK:
+            store_rows(grad_k + first_row * K, key_stride, dkG + dkg, tile.count, None)
+            store_rows(grad_G + first_row * K, key_stride, G, tile.count, None)
+    if PERSISTENT:
         tma.store_wait(0)

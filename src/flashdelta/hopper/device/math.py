@@ -1,12 +1,13 @@
-"""Arithmetic that both stages need: fast exponentials, gates, products more exact than their bf16 operands, 64-bit ones."""
+"""Arithmetic: fast exponentials, gates, norms, sums of log decays, MMAs of operands in two parts, 64-bit products."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ...triton.device.gates import LOG2E
+from .layouts import C, row_column
+from .portable import L2_EPS, LOG2E
 
 LOWEST = gl.constexpr(-20.0 * 1.4426950408889634)
 """Least log2 decay of one step where decays have no bound: exp(-20) is 2e-9, less than float32 resolves beside 1."""
@@ -98,23 +99,23 @@ def sigmoid(x):
 def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
     """From the gradient of a log decay to that of the gate's input `x = g + dt_bias`, and of `A_log`."""
     if GATE == "softplus":
-        found = sigmoid(x) * grad * -rate
+        of_x = sigmoid(x) * grad * -rate
         of_A = softplus_log2(x) * grad * (rate * (-1.0 / LOG2E))
     elif GATE == "lower_bound":
         s = sigmoid(x * rate)
-        found = (s - s * s) * grad * (lower_bound * rate)
-        of_A = found * x
+        of_x = (s - s * s) * grad * (lower_bound * rate)
+        of_A = of_x * x
     elif GATE == "logsigmoid":
-        found = sigmoid(-x) * grad
-        of_A = found * 0.0
+        of_x = sigmoid(-x) * grad
+        of_A = of_x * 0.0
     else:
-        found = grad
+        of_x = grad
         of_A = grad * 0.0
-    return found, of_A
+    return of_x, of_A
 
 
 @gluon.jit
-def write_strength(x, BETA: gl.constexpr):
+def beta_value(x, BETA: gl.constexpr):
     if BETA == "logit":
         x = sigmoid(x)
     elif BETA == "double_logit":
@@ -160,8 +161,20 @@ def round_pairs(x):
 
 
 @gluon.jit
-def product3(a_high, a_low, b_high, b_low, acc, use_acc: gl.constexpr):
-    """`acc + (a_high + a_low) (b_high + b_low)` without the product of the two low parts."""
+def mma(a, b, acc):
+    """Starts `acc + a b`; not waited for."""
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def mma_first(a, b, zero):
+    """Starts `a b`, of the type of `zero`; not waited for."""
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def mma3(a_high, a_low, b_high, b_low, acc, use_acc: gl.constexpr):
+    """Starts `acc + (a_high + a_low) (b_high + b_low)` without low times low: 16 bits of each operand count."""
     acc = warpgroup_mma(a_high, b_high, acc, use_acc=use_acc, is_async=True)
     acc = warpgroup_mma(a_high, b_low, acc, is_async=True)
     return warpgroup_mma(a_low, b_high, acc, is_async=True)
@@ -172,3 +185,51 @@ def column_halves(x, layout: gl.constexpr):
     """Columns [0, 32) and [32, 64) of `x [64, 64]`, in `layout`; no data moves between threads."""
     left, right = gl.split(x.reshape([64, 2, 32]).permute((0, 2, 1)))
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def inverse_norms(x, L2NORM: gl.constexpr):
+    """`[64, 1]`: `1 / sqrt(sum x^2 + eps)` of the rows, or 1."""
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    factor = gl.full((C,), 1.0, gl.float32, layout=layout)
+    if L2NORM:
+        factor = gl.rsqrt(gl.sum(x * x, axis=1) + L2_EPS)
+    return factor[:, None]
+
+
+@gluon.jit
+def decay_bias(dt_bias, head, rate, column, K: gl.constexpr, GATE: gl.constexpr, volatile: gl.constexpr = False):
+    """Of the value head's key channels `column`, as `gate` takes it, in one row."""
+    layout: gl.constexpr = column.type.layout
+    bias = gl.zeros(column.shape, gl.float32, layout=layout)
+    if dt_bias is not None:
+        bias += gate_bias(gl.load(dt_bias + head * K + column, volatile=volatile).to(gl.float32), rate, GATE)
+    return bias[None, :]
+
+
+@gluon.jit
+def store_decays(high_s, low_s, x, bias, rate, lower_bound, valid, GATE: gl.constexpr, SAFE: gl.constexpr):
+    """Log2 decays of rows with the gate's input `x`, as float16 `high_s + low_s`: exact to 22 bits. None past the end."""
+    step = gate(x, bias, rate, GATE) * gl.where(valid, gate_unit(rate, lower_bound, GATE), 0.0)
+    if not SAFE:
+        step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
+    high = step.to(gl.float16)
+    high_s.store(high)
+    low_s.store((step - high.to(gl.float32)).to(gl.float16))
+    fence_async_shared()
+
+
+@gluon.jit
+def opaque_indices(T, N, layout: gl.constexpr):
+    """Rows `[64, 1]` and columns `[1, 64]` of weights that are a left operand in registers. The compiler must not know them:
+    ptxas writes the registers of constants when the MMA is already under way (`compile.late_operands`). T and N are not
+    negative, but the compiler does not know that."""
+    i, s = row_column(C, C, layout)
+    return i + (gl.minimum(T, 0) - gl.minimum(N, 0)), s
+
+
+@gluon.jit
+def weighted_sums(weights, high_s, low_s, zero):
+    """`weights [64, 64]`, small integers as a left operand, times `high_s + low_s [64, K]`; not waited for."""
+    acc = warpgroup_mma(weights, high_s, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(weights, low_s, acc, is_async=True)

@@ -1,11 +1,10 @@
-"""How `recurrence` shares out its chunks evenly: the wrap-around rule (McNaughton 1959).
+"""Stream-K: equal ranges of the chunks of all tiles, by the wrap-around rule (McNaughton 1959).
 
-All chunks of all items lie in a row, item by item, an item with one step more than it has chunks, for what a change of item
-takes. The row is cut into equal shares. An item that a cut goes through is done in two parts. Its first part lies at the end
-of a share but is done at the start, and its second lies at the start of the next share but is done at the end: the state that
-the second part needs is there long before. Waits go to the share before only, so everything ends whatever runs beside what.
-
-No share is shorter than the longest item, lest an item have three parts.
+The chunks of all tiles lie in a row, tile by tile; each tile has one step more than chunks, the cost of a change of tile. The
+row is cut into equal ranges, one for each group of CTAs that do a tile's slices. A cut may leave a tile in two parts. The first
+part lies at the end of its range but is done first; the second lies at the start of the next range but is done last: the state
+that it starts from is there long before. A CTA only waits for one before it, so the kernel ends whatever runs at the same
+time. No range is shorter than the longest tile, so no tile has three parts.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...triton.device import sequences
+from .layouts import C
+from .portable import clamp_bounds
 
 SHORT = gl.constexpr(2)
-"""Chunks at an item's start or end that a cut leaves with the rest of it: handing the state over takes as long."""
-
-clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
+"""Chunks at a tile's start or end that are not cut off: passing the state on takes as long."""
 
 
 @gluon.jit
@@ -27,43 +25,42 @@ def add(a, b):
 
 
 @gluon.jit
-def cut_step(share, shares, steps, longest):
-    """The step that share `share` starts with."""
-    even = share * (steps // shares) + share * (steps % shares) // shares
-    return min(max(even, share * longest), steps)
+def range_start(i, ranges, steps, longest):
+    """The step that range `i` starts with."""
+    even = i * (steps // ranges) + i * (steps % ranges) // ranges
+    return min(max(even, i * longest), steps)
 
 
 @gluon.jit
-def cut_place(step, weight):
-    """Among items of `weight` steps each: the item that the cut before step `step` goes through and how many of its chunks lie
-    before it; if that is 0, the cut is at the item's start."""
-    item = step // weight
-    chunk = step % weight
-    rest = weight - 1 - chunk
-    return item + ((chunk > SHORT) & (rest <= SHORT)), chunk * ((chunk > SHORT) & (rest > SHORT))
+def cut_at(step, tile_steps):
+    """Among tiles of `tile_steps` steps each: the tile that the cut before `step` goes through and how many of its chunks lie
+    before the cut; if that is 0, the cut is at the tile's start."""
+    tile = step // tile_steps
+    chunk = step % tile_steps
+    rest = tile_steps - 1 - chunk
+    return tile + ((chunk > SHORT) & (rest <= SHORT)), chunk * ((chunk > SHORT) & (rest > SHORT))
 
 
 @gluon.jit
-def part_count(item0, chunk0, item1, chunk1):
-    """Parts of items, whole ones among them, in the share from chunk `chunk0` of item `item0` to before chunk `chunk1` of
-    `item1`."""
-    return item1 - item0 + (chunk1 > 0)
+def range_tiles(tile0, chunk0, tile1, chunk1):
+    """Work tiles of the range from chunk `chunk0` of `tile0` to before chunk `chunk1` of `tile1`."""
+    return tile1 - tile0 + (chunk1 > 0)
 
 
 @gluon.jit
-def part_of_share(k, item0, chunk0, item1, chunk1):
-    """The share's part that is done as number `k`: item, first chunk, past-the-last chunk, 0 if that is the item's end."""
-    item = item0 + k + (chunk0 > 0) - (chunk1 > 0)
-    first = chunk0 * (k + 1 == part_count(item0, chunk0, item1, chunk1))
+def range_tile(k, tile0, chunk0, tile1, chunk1):
+    """The work tile that is done as number `k` of the range: tile, first chunk, past-the-last chunk, 0 at the tile's end."""
+    tile = tile0 + k + (chunk0 > 0) - (chunk1 > 0)
+    first = chunk0 * (k + 1 == range_tiles(tile0, chunk0, tile1, chunk1))
     stop = chunk1 * (k == 0)
-    item = item0 if first > 0 else item
-    item = item1 if stop > 0 else item
-    return item, first, stop
+    tile = tile0 if first > 0 else tile
+    tile = tile1 if stop > 0 else tile
+    return tile, first, stop
 
 
 @gluon.jit
-def weights(cu_seqlens, base, N, T, C: gl.constexpr):
-    """Steps of an item of each of the 128 sequences from `base` on, 0 past the last. Each warp has them all."""
+def sequence_steps(cu_seqlens, base, N, T, C: gl.constexpr):
+    """Steps of a tile of each of the 128 sequences from `base` on, 0 past the last. Each warp has them all."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     n = base + lane
     begin, end = clamp_bounds(
@@ -73,52 +70,58 @@ def weights(cu_seqlens, base, N, T, C: gl.constexpr):
 
 
 @gluon.jit
-def items_before(step, stop, weight, HV):
-    """How many of a sequence's items lie before the cut before `step`, and chunks of the next one. The sequence's items have
-    `weight` steps each, the last of which is before step `stop * HV`."""
-    start = (stop - weight) * HV
-    item, chunk = cut_place((step - start).to(gl.int32), gl.maximum(weight, 1).to(gl.int32))
+def tiles_before(step, stop, tile_steps, HV):
+    """How many of a sequence's tiles lie before the cut before `step`, and chunks of the next one. The sequence's tiles have
+    `tile_steps` steps each, the last of which is before step `stop * HV`."""
+    start = (stop - tile_steps) * HV
+    tile, chunk = cut_at((step - start).to(gl.int32), gl.maximum(tile_steps, 1).to(gl.int32))
     inside = (start <= step) & (step < stop * HV)
-    return gl.where(inside, item, gl.where((weight > 0) & (step >= start), HV, 0)), gl.where(inside, chunk, 0)
+    return gl.where(inside, tile, gl.where((tile_steps > 0) & (step >= start), HV, 0)), gl.where(inside, chunk, 0)
 
 
 @gluon.jit
-def own_share(share, shares, cu_seqlens, N, T, HV, C: gl.constexpr):
-    """The share's first item, the number of its chunks that belong to the share before, and the same of the next share."""
+def tile_range(i, ranges, cu_seqlens, N, T, HV, C: gl.constexpr):
+    """Range `i`: its first tile, the number of its chunks that belong to the range before, and the same of the next range."""
     if cu_seqlens is None:
-        weight = (T + C - 1) // C + 1
-        steps = (N * HV).to(gl.int64) * weight
-        item0, chunk0 = cut_place(cut_step(share, shares, steps, weight).to(gl.int32), weight)
-        item1, chunk1 = cut_place(cut_step(share + 1, shares, steps, weight).to(gl.int32), weight)
+        tile_steps = (T + C - 1) // C + 1
+        steps = (N * HV).to(gl.int64) * tile_steps
+        tile0, chunk0 = cut_at(range_start(i, ranges, steps, tile_steps).to(gl.int32), tile_steps)
+        tile1, chunk1 = cut_at(range_start(i + 1, ranges, steps, tile_steps).to(gl.int32), tile_steps)
     else:
-        total = weights(cu_seqlens, 0, N, T, C)
+        total = sequence_steps(cu_seqlens, 0, N, T, C)
         most = total
         for base in range(128, N, 128):
-            weight = weights(cu_seqlens, base, N, T, C)
-            total += weight
-            most = gl.maximum(most, weight)
+            tile_steps = sequence_steps(cu_seqlens, base, N, T, C)
+            total += tile_steps
+            most = gl.maximum(most, tile_steps)
         steps = gl.sum(total) * HV
         longest = gl.max(most, axis=0)
-        step0 = cut_step(share, shares, steps, longest)
-        step1 = cut_step(share + 1, shares, steps, longest)
-        item0 = (total * 0).to(gl.int32)
-        item1 = item0
-        chunk0 = item0
-        chunk1 = item0
+        step0 = range_start(i, ranges, steps, longest)
+        step1 = range_start(i + 1, ranges, steps, longest)
+        tile0 = (total * 0).to(gl.int32)
+        tile1 = tile0
+        chunk0 = tile0
+        chunk1 = tile0
         before = steps * 0
         for base in range(0, N, 128):
-            weight = weights(cu_seqlens, base, N, T, C)
-            stop = before + gl.associative_scan(weight, 0, add)
-            before += gl.sum(weight)
-            item, chunk = items_before(step0, stop, weight, HV)
-            item0 += item
+            tile_steps = sequence_steps(cu_seqlens, base, N, T, C)
+            stop = before + gl.associative_scan(tile_steps, 0, add)
+            before += gl.sum(tile_steps)
+            tile, chunk = tiles_before(step0, stop, tile_steps, HV)
+            tile0 += tile
             chunk0 += chunk
-            item, chunk = items_before(step1, stop, weight, HV)
-            item1 += item
+            tile, chunk = tiles_before(step1, stop, tile_steps, HV)
+            tile1 += tile
             chunk1 += chunk
         # of 32 bits: the machine's sum over a warp, whose result the compiler knows to be the same for all of it
-        item0 = gl.sum(item0)
+        tile0 = gl.sum(tile0)
         chunk0 = gl.sum(chunk0)
-        item1 = gl.sum(item1)
+        tile1 = gl.sum(tile1)
         chunk1 = gl.sum(chunk1)
-    return item0, chunk0, item1, chunk1
+    return tile0, chunk0, tile1, chunk1
+
+
+@gluon.jit
+def stream_k_range(cu_seqlens, N, T, HV, SLICES: gl.constexpr):
+    """The CTA's `tile_range`: equal ranges for the groups of CTAs that do a tile's slices."""
+    return tile_range(gl.program_id(0) // SLICES, gl.num_programs(0) // SLICES, cu_seqlens, N, T, HV, C)

@@ -1,23 +1,236 @@
-"""Which work a program of `recurrence` has: whole items, equal shares of all chunks, or segments of sequences."""
+"""Which work tile a CTA does next. No other file turns the CTA's number into work.
+
+Scans (`recurrence`, segment transitions, `reverse`): a tile is all chunks of a (sequence, value head). Its `SLICES` slices of
+64 channels belong to neighbouring CTAs, which do the same tiles. A persistent CTA does every n-th tile; or, with stream-K, a
+range of chunks; or, if sequences are split, every n-th segment. A work tile is what a CTA has of one tile.
+
+Kernels over chunks (`prepare`, `wy`, `intra`): a tile is a (chunk slot, value head).
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import base_value
 
-from ...triton.device import segments, sequences
-from .stream_k import part_count, part_of_share
+from .compat import aggregate
+from .layouts import BV, C
+from .portable import (
+    chunk_of_sequence,
+    chunk_slots,
+    clamp_bounds,
+    first_slot,
+    locate_segment,
+    locate_tile,
+    segment_of,
+    segment_part_of_span,
+    span_count,
+    span_extent,
+)
+from .stream_k import range_tile, range_tiles
 
-C = gl.constexpr(64)
-BV = gl.constexpr(64)
+# ---- scans ---------------------------------------------------------------------------------------------------------------
 
-locate_item = gluon.jit(sequences.locate_work_tile.fn)
-chunk_place = gluon.jit(sequences.sequence_chunk_slots.fn)
-piece_extent = gluon.jit(sequences.span_extent.fn)
-clamp_bounds = gluon.jit(sequences.clamp_bounds.fn)
-segment_of = gluon.jit(segments.segment_of.fn)
-part_of_piece = gluon.jit(segments.part_of_span.fn)
-place_segment = gluon.jit(segments.place_segment.fn)
+
+@aggregate
+class WorkTile:
+    """Chunks `[first, stop)` of a sequence and value head; `stop` is 0 at the sequence's end. `begin`, `end`: tokens, of the
+    work tile, but with split checkpoints of the whole sequence; `slot`: the chunk slot at `begin`; `num_spans`: checkpoint
+    spans of the sequence. `is_segment`: it is a segment of a split sequence; `segment`: the segment's number times value heads
+    plus the head. `carry_in`: by stream-K the state before it comes from the CTA before; `carry_out`: that after it goes to the
+    next."""
+
+    head: base_value
+    n: base_value
+    batch: base_value
+    begin: base_value
+    end: base_value
+    slot: base_value
+    num_spans: base_value
+    first: base_value
+    stop: base_value
+    is_segment: base_value
+    segment: base_value
+    carry_in: base_value
+    carry_out: base_value
+
+
+@aggregate
+class TileScheduler:
+    """Work tiles of a scan, the same for the loader and the warps that compute:
+
+        tiles, segments = scheduler.count()
+        for k in range(tiles):
+            tile = scheduler.tile(k, segments)
+
+    `tile_range`: of `stream_k_range`, or None; `first_segment [N + 1]`: of `plan_segments`, None if no sequence may be split.
+    """
+
+    tile_range: base_value
+    first_segment: base_value
+    cu_seqlens: base_value
+    checkpoint_offsets: base_value
+    T: base_value
+    N: base_value
+    HV: base_value
+    slots: base_value
+    checkpoints: base_value
+    SLICES: gl.constexpr
+
+    @gluon.jit
+    def slice(self):
+        """The CTA's slice of channels, of all its work tiles."""
+        return gl.program_id(0) % self.SLICES
+
+    @gluon.jit
+    def count(self):
+        """How many work tiles the CTA has, and how many segments the sequences have: more than sequences if any is split."""
+        if self.tile_range is None:
+            tiles = persistent_count(self.N * self.HV, self.SLICES)
+        else:
+            tile0, chunk0, tile1, chunk1 = self.tile_range
+            tiles = range_tiles(tile0, chunk0, tile1, chunk1)
+        if self.first_segment is None:
+            segments: gl.constexpr = 0
+        else:
+            segments = gl.load(self.first_segment + self.N)
+            if segments > self.N:
+                tiles = persistent_count(segments * self.HV, self.SLICES)
+        return tiles, segments
+
+    @gluon.jit
+    def tile(self, k, segments):
+        """The CTA's work tile number `k`."""
+        if self.first_segment is None:
+            head, n, batch, begin, end, slot, num_spans, first, stop = self._of_sequence(k)
+            segment: gl.constexpr = 0
+        else:
+            if segments > self.N:
+                head, n, batch, begin, end, slot, num_spans, first, stop, segment, _ = self._of_segment(k, 0)
+            else:
+                head, n, batch, begin, end, slot, num_spans, first, stop = self._of_sequence(k)
+                segment = n * 0
+                # tensors, if they are constants: both branches must have the same types
+                first += k * 0
+                stop += k * 0
+        if self.first_segment is None:
+            is_segment: gl.constexpr = False
+        else:
+            is_segment = (segments > self.N) & ((first > 0) | (stop > 0))
+        if self.tile_range is None:
+            carry_in: gl.constexpr = False
+            carry_out: gl.constexpr = False
+        else:
+            carry_in = first > 0
+            carry_out = stop > 0
+            if self.first_segment is not None:
+                carry_in &= segments == self.N
+                carry_out &= segments == self.N
+        # 32 bits do, and take half the registers; offsets of checkpoints have 64
+        integer: gl.constexpr = gl.int32 if self.checkpoint_offsets is None else gl.int64
+        begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
+        return WorkTile(
+            *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
+            *(is_segment, segment, carry_in, carry_out),
+        )
+
+    @gluon.jit
+    def span(self, tile, i, start, slot):
+        """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
+        which of these `[low, high)` belong to the work tile."""
+        end, chunks = span_extent(self.checkpoint_offsets, tile.n, i, tile.num_spans, start, tile.begin, tile.end, C)
+        if self.first_segment is None or self.checkpoint_offsets is None:
+            low: gl.constexpr = 0
+            high = chunks
+        else:
+            passed = slot - tile.slot
+            stop = gl.where(tile.stop > 0, tile.stop, passed + chunks)
+            low, high = segment_part_of_span(tile.first, stop, passed, chunks)
+        return end, chunks, low, high
+
+    @gluon.jit
+    def chunks(self, tile):
+        """How many chunks the work tile has."""
+        slot = tile.slot
+        total = 0
+        start = tile.begin
+        for i in range(0, tile.num_spans):
+            start, chunks, low, high = self.span(tile, i, start, slot)
+            total += high - low
+            slot += chunks
+        return total
+
+    @gluon.jit
+    def transition_count(self):
+        """How many segment transitions the CTA does. CTAs past the last group of slices have none."""
+        inside = gl.program_id(0) < gl.num_programs(0) // self.SLICES * self.SLICES
+        return gl.where(
+            inside, persistent_count((gl.load(self.first_segment + self.N) - self.N) * self.HV, self.SLICES), 0
+        )
+
+    @gluon.jit
+    def transition(self, k, K: gl.constexpr):
+        """The segment of the CTA's transition number `k`, its place in the sequence, and how many of its chunks count: M of a
+        sequence's first segment is not needed, as the state before it is known."""
+        head, n, batch, begin, end, slot, num_spans, first, stop, segment, place = self._of_segment(k, 1)
+        in_M = gl.program_id(0) % self.SLICES * BV < K
+        chunks = gl.where((place == 0) & in_M, 0, stop - first)
+        tile = WorkTile(
+            *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
+            *(True, segment, False, False),
+        )
+        return tile, place, chunks
+
+    @gluon.jit
+    def _of_sequence(self, k):
+        if self.tile_range is None:
+            tile = persistent_tile(k, self.SLICES)
+            first: gl.constexpr = 0
+            stop: gl.constexpr = 0
+        else:
+            tile0, chunk0, tile1, chunk1 = self.tile_range
+            tile, first, stop = range_tile(k, tile0, chunk0, tile1, chunk1)
+        _, head, n, batch, begin, end = locate_tile(tile, self.cu_seqlens, self.T, self.HV, 1)
+        slot, num_spans = chunk_slots(
+            self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
+        )
+        if self.tile_range is not None:
+            if stop > 0:
+                end = begin + stop * C
+            begin += first * C
+            slot += first
+        return head, n, batch, begin, end, slot, num_spans, first, stop
+
+    @gluon.jit
+    def _of_segment(self, k, skipped):
+        """The last `skipped` segments of each sequence are not among the tiles. With checkpoints, whose spans have grids of
+        chunks of their own, tokens and chunk slot are those of the whole sequence."""
+        tile = persistent_tile(k, self.SLICES)
+        n, place, places, _ = segment_of(tile // self.HV, self.first_segment, self.N, skipped)
+        batch, begin, end, slot, num_spans, first, stop = locate_segment(
+            n, place, places, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
+        )
+        last = place + 1 == places
+        if self.checkpoint_offsets is None:
+            end = gl.where(last, end, begin + stop * C)
+            begin += first * C
+            slot += first
+        stop = gl.where(last, 0, stop)
+        head = (tile % self.HV).to(gl.int64)
+        return head, n, batch, begin, end, slot, num_spans, first, stop, tile + n * (skipped * self.HV), place
+
+
+@gluon.jit
+def persistent_count(tiles, SLICES: gl.constexpr):
+    """How many tiles the CTA does, where it does every n-th."""
+    group = gl.program_id(0) // SLICES
+    groups = gl.num_programs(0) // SLICES
+    return (tiles - group + groups - 1) // groups
+
+
+@gluon.jit
+def persistent_tile(k, SLICES: gl.constexpr):
+    return gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
 
 
 @gluon.jit
@@ -34,115 +247,113 @@ def chunks_before(cu_seqlens, n, T):
     return total
 
 
-@gluon.jit
-def even_parts(items, SLICES: gl.constexpr):
-    """How many of the items, each of so many slices, the program does, where it does every so many-th."""
-    group = gl.program_id(0) // SLICES
-    groups = gl.num_programs(0) // SLICES
-    return (items - group + groups - 1) // groups
+# ---- kernels over chunks -------------------------------------------------------------------------------------------------
+
+
+@aggregate
+class ChunkTile:
+    """A chunk of a value head: its place among all chunks, batch row, first token, token count (0 or less: no chunk)."""
+
+    head: base_value
+    chunk: base_value
+    batch: base_value
+    start: base_value
+    count: base_value
 
 
 @gluon.jit
-def program_parts(share, first_segment, sizes, SLICES: gl.constexpr):
-    """How many items or parts of items the program does, and the segments of all sequences if any may be split."""
-    _, N, HV, _, _ = sizes
-    if share is None:
-        parts = even_parts(N * HV, SLICES)
-    else:
-        item0, chunk0, item1, chunk1 = share
-        parts = part_count(item0, chunk0, item1, chunk1)
-    if first_segment is None:
-        segments: gl.constexpr = 0
-    else:
-        segments = gl.load(first_segment + N)
-        if segments > N:
-            parts = even_parts(segments * HV, SLICES)
-    return parts, segments
-
-
-@gluon.jit
-def item_of(k, SLICES: gl.constexpr):
-    """The program's item number `k`, where it does every so many-th."""
-    return gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
-
-
-@gluon.jit
-def locate_segment(item, skipped, first_segment, cu_seqlens, checkpoint_offsets, sizes):
-    """As `locate_share`, where an item is a value head of a segment, and the item that it is a part of the sequence; then the
-    number of the segment times value heads plus its head, and how many segments of the sequence lie before it. With
-    checkpoints, whose pieces have grids of their own, tokens and chunk slot are those of the whole sequence. The last `skipped`
-    segments of each sequence are not among the items."""
-    T, N, HV, slots, checkpoints = sizes
-    n, part, parts, _ = segment_of(item // HV, first_segment, N, skipped)
-    batch, begin, end, slot, pieces, first, stop = place_segment(
-        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, slots, T, C
-    )
-    last = part + 1 == parts
-    if checkpoint_offsets is None:
-        end = gl.where(last, end, begin + stop * C)
-        begin += first * C
-        slot += first
-    stop = gl.where(last, 0, stop)
-    return (item % HV).to(gl.int64), n, batch, begin, end, slot, pieces, first, stop, item + n * (skipped * HV), part
-
-
-@gluon.jit
-def own_chunks(first_segment, checkpoint_offsets, before, until, passed, chunks):
-    """Which of the chunks of a piece the part has, as `locate_part` gives it; `passed` chunks of the item lie before them.
-    Without checkpoints a part's tokens are its own."""
-    if first_segment is None or checkpoint_offsets is None:
-        low: gl.constexpr = 0
-        high = chunks
-    else:
-        low, high = part_of_piece(before, gl.where(until > 0, until, passed + chunks), passed, chunks)
-    return low, high
-
-
-@gluon.jit
-def locate_part(k, segments, share, first_segment, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
-    """The program's part number `k`: value head, sequence, batch row, first and past-the-last token, first chunk slot, number
-    of pieces; the item's chunks before it, and the number of those up to its end if it ends before the item, else 0; if any
-    sequence is split, the number of its segment times value heads plus its head."""
-    if first_segment is None:
-        head, n, batch, begin, end, slot, pieces, first, stop = locate_share(
-            k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
+def find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T):
+    """The last sequence whose first chunk slot is not past `slot`, and its bounds. Every warp asks for 128 at once: two
+    dependent loads for any N that occurs, one up to 128, where a binary search has one for each bit of N."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    spans = span_count(checkpoint_offsets, checkpoints)
+    low = 0
+    high = N - 1
+    begin = 0
+    end = 0
+    step = 2
+    while step > 1:
+        step = (high - low) // 128 + 1
+        n = low + lane * step
+        inside = n <= high
+        begins, ends = clamp_bounds(
+            gl.load(cu_seqlens + n, mask=inside, other=0),
+            gl.load(cu_seqlens + n + 1, mask=inside, other=0),
+            T,
+            gl.int32,
         )
-        run: gl.constexpr = 0
-    else:
-        _, N, _, _, _ = sizes
-        if segments > N:
-            head, n, batch, begin, end, slot, pieces, first, stop, run, _ = locate_segment(
-                item_of(k, SLICES), 0, first_segment, cu_seqlens, checkpoint_offsets, sizes
-            )
-        else:
-            head, n, batch, begin, end, slot, pieces, first, stop = locate_share(
-                k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES
-            )
-            run = n * 0
-            first += k * 0
-            stop += k * 0
-    # 32 bits do, and take half the registers; offsets of checkpoints have 64
-    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
-    begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
-    return head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, pieces, first, stop, run
+        passed = inside & (first_slot(begins, n, spans, C) <= slot)
+        last = gl.maximum(gl.sum(passed.to(gl.int32)) - 1, 0)
+        begin = gl.sum(gl.where(lane == last, begins, 0))
+        end = gl.sum(gl.where(lane == last, ends, 0))
+        low += last * step
+        high = gl.minimum(high, low + step - 1)
+    return low, begin, end
 
 
 @gluon.jit
-def locate_share(k, share, cu_seqlens, checkpoint_offsets, sizes, SLICES: gl.constexpr):
-    """`locate_part` without segments: an item is a value head of a sequence."""
-    T, _, HV, slots, checkpoints = sizes
-    if share is None:
-        item = item_of(k, SLICES)
-        first: gl.constexpr = 0
-        stop: gl.constexpr = 0
+def last_chunks_first(HV, BY_HEAD: gl.constexpr):
+    """Value head and chunk slot of the CTA, and the tile's place among all. `recurrence` starts with the first chunks, which
+    are then still in the L2 cache. `BY_HEAD`: the grid has heads as its second dimension."""
+    if BY_HEAD:
+        slot = gl.num_programs(0) - 1 - gl.program_id(0)
+        head = gl.program_id(1)
+        tile = slot * HV + head
     else:
-        item0, chunk0, item1, chunk1 = share
-        item, first, stop = part_of_share(k, item0, chunk0, item1, chunk1)
-    _, head, n, batch, begin, end = locate_item(item, cu_seqlens, T, HV, 1)
-    slot, pieces = chunk_place(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, slots, C)
-    if share is not None:
-        if stop > 0:
-            end = begin + stop * C
-        begin += first * C
-        slot += first
-    return head, n, batch, begin, end, slot, pieces, first, stop
+        tile = gl.num_programs(0) - 1 - gl.program_id(0)
+        head = tile % HV
+        slot = tile // HV
+    return head, slot, tile
+
+
+@gluon.jit
+def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T):
+    """Batch row, first token and token count of a chunk slot; a count of 0 or less if it has no chunk."""
+    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
+    if cu_seqlens is None:
+        bounds: gl.constexpr = None
+        n = 0
+        if slot >= slots:  # a division takes as long as dozens of other instructions
+            n = slot // slots
+    else:
+        n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
+        bounds = (begin.to(integer), end.to(integer))
+    return chunk_of_sequence(
+        cu_seqlens, checkpoint_offsets, checkpoints, n, slot.to(integer), slots, T, C, integer, bounds
+    )
+
+
+@gluon.jit
+def chunk_tile(tile, cu_seqlens, slots, N, T, HV):
+    """The tile's chunk, by chunk slot, its sequence and the sequence's first token."""
+    head = tile % HV
+    slot = tile // HV
+    if cu_seqlens is None:
+        n = slot // slots
+        begin = n * 0
+        bounds: gl.constexpr = None
+    else:
+        n, begin, end = find_sequence(cu_seqlens, None, 0, slot, N, T)
+        bounds = (begin, end)
+    batch, start, count = chunk_of_sequence(cu_seqlens, None, 0, n, slot, slots, T, C, gl.int32, bounds)
+    found = ChunkTile(head, slot, batch.to(gl.int32), start.to(gl.int32), gl.minimum(count, C).to(gl.int32))
+    return found, n, begin
+
+
+@gluon.jit
+def first_tile():
+    """Of a CTA that has one tile, or every n-th."""
+    return gl.program_id(0)
+
+
+@gluon.jit
+def next_tile(tile):
+    return tile + gl.num_programs(0)
+
+
+@gluon.jit
+def dense_chunk_tile(tile, slots, T, HV):
+    """As `chunk_tile`, of sequences of one length: no slot is without a chunk."""
+    slot = tile // HV
+    start = slot % slots * C
+    return ChunkTile(tile % HV, slot, slot // slots, start, gl.minimum(T - start, C))

@@ -1,4 +1,4 @@
-"""How `recurrence` shares out its chunks, by the kernel's own functions (`hopper/device/stream_k.py`) run as plain Python."""
+"""How `recurrence` splits its chunks by stream-K: the functions of `hopper/device/stream_k.py`, run as plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FunctionType, SimpleNamespace
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from flashdelta.hopper.device import stream_k as shares
+from flashdelta.hopper.device import stream_k
 
 C = 64
 
@@ -58,8 +58,15 @@ LANGUAGE = SimpleNamespace(
 
 
 def _as_python() -> SimpleNamespace:
-    functions = {name: x.fn for name, x in vars(shares).items() if isinstance(x, GluonJITFunction)}
-    scope = {"gl": LANGUAGE, "tl": LANGUAGE, "min": min, "max": max, "range": range, "SHORT": shares.SHORT.value}
+    functions = {name: x.fn for name, x in vars(stream_k).items() if isinstance(x, GluonJITFunction)}
+    scope = {
+        "gl": LANGUAGE,
+        "tl": LANGUAGE,
+        "min": min,
+        "max": max,
+        "range": range,
+        "SHORT": stream_k.SHORT.value,
+    }
     for name, function in functions.items():
         scope[name] = FunctionType(function.__code__, scope, name)
     return SimpleNamespace(**scope)
@@ -69,49 +76,54 @@ PYTHON = _as_python()
 
 
 @dataclass(frozen=True)
-class Part:
-    """Chunks `[first, stop)` of an item. `waits`: its state comes from the share before; `hands_over`: to the share after."""
+class WorkTile:
+    """Chunks `[first, stop)` of a tile. `carry_in`: its state comes from the CTA before; `carry_out`: goes to the next."""
 
-    item: int
+    tile: int
     first: int
     stop: int
-    waits: bool
-    hands_over: bool
+    carry_in: bool
+    carry_out: bool
 
 
 @dataclass(frozen=True)
 class Work:
-    """Items of `lengths`, `heads` each, for `programs` programs. `offsets`: cu_seqlens of `T` tokens, or None for sequences of
-    T tokens each."""
+    """Tiles of `lengths`, `heads` each, for `ctas` CTAs. `offsets`: cu_seqlens of `T` tokens, or None for sequences of T tokens
+    each."""
 
     heads: int
-    programs: int
+    ctas: int
     T: int
     sequences: int
     offsets: tuple[int, ...] | None = None
 
     @cached_property
     def chunks(self) -> list[int]:
-        """Of each item."""
+        """Of each tile."""
         if self.offsets is None:
             return [-(-self.T // C)] * (self.sequences * self.heads)
         inside = [min(max(offset, 0), self.T) for offset in self.offsets]
         lengths = [max(b - a, 0) for a, b in itertools.pairwise(inside)]
         return [-(-length // C) for length in lengths for _ in range(self.heads)]
 
-    def share(self, program: int) -> tuple[int, int, int, int]:
+    def tile_range(self, cta: int) -> tuple[int, int, int, int]:
         scalars = (torch.tensor(x, dtype=torch.int32).as_subclass(Value) for x in (self.sequences, self.T, self.heads))
         offsets = None if self.offsets is None else Pointer(torch.tensor(self.offsets))
-        found = PYTHON.own_share(
-            torch.tensor(program, dtype=torch.int32).as_subclass(Value), self.programs, offsets, *scalars, C
+        found = PYTHON.tile_range(
+            torch.tensor(cta, dtype=torch.int32).as_subclass(Value), self.ctas, offsets, *scalars, C
         )
         return tuple(int(x) for x in found)
 
-    def parts(self, program: int) -> list[Part]:
-        """What a program does, in order, as `locate_part` in `hopper/recurrence.py` takes it."""
-        share = self.share(program)
-        parts = []
-        for k in range(PYTHON.part_count(*share)):
-            item, first, stop = PYTHON.part_of_share(k, *share)
-            parts.append(Part(item, first, stop if stop > 0 else self.chunks[item], first > 0, stop > 0))
-        return parts
+    def work_tiles(self, cta: int) -> list[WorkTile]:
+        """What a CTA does, in order, as `TileScheduler.tile` says."""
+        tile_range = self.tile_range(cta)
+        tiles = []
+        for k in range(PYTHON.range_tiles(*tile_range)):
+            tile, first, stop = PYTHON.range_tile(k, *tile_range)
+            tiles.append(WorkTile(tile, first, stop if stop > 0 else self.chunks[tile], first > 0, stop > 0))
+        return tiles
+
+    @property
+    def carries(self) -> int:
+        """How many states go from one CTA to the next."""
+        return sum(tile.carry_in for cta in range(self.ctas) for tile in self.work_tiles(cta))

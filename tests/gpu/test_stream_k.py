@@ -1,4 +1,4 @@
-"""Items of `recurrence` that two programs share: the same bits as a call of few heads, in which every program has one item."""
+"""Tiles of `recurrence` that stream-K splits: the same bits as a call of few heads, in which every CTA has a whole tile."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 from flashdelta.testing.oracle import lengths_of, poisoned_memory, same_bits
 
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
-from ..support.shares import Work
+from ..support.stream_k import Work
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, lengths_between
 from .test_pool import gpu_pool_call
 
 pytestmark = pytest.mark.gpu
 
 FEW = 16
-"""Heads at a time that no program shares, even if the batch has four rows."""
+"""Heads at a time whose tiles are not split, even if the batch has four rows."""
 
 UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 
 
 @pytest.fixture(autouse=True)
-def sharing(monkeypatch: pytest.MonkeyPatch):
+def stream_k(monkeypatch: pytest.MonkeyPatch):
     """Where it would not pay, too."""
     monkeypatch.setattr(launch, "sharing_pays", lambda problem, programs: problem.checkpoints == 0)
 
 
 CASES = [
-    replace(KIMI, name="one", why="192 items of one length on 132 multiprocessors", H=96, HV=96, T=2085),
+    replace(KIMI, name="one", why="192 tiles of one length on 132 SMs", H=96, HV=96, T=2085),
     replace(KIMI, name="rows", why="rows of a batch", H=24, HV=24, B=4, T=1000, state=FP32, v_first=True),
     replace(KIMI, name="grouped", why="value heads that share a key head", H=20, HV=80, T=1500, state=BF16),
     replace(KIMI, name="uneven", why="packed, each length half of the last", H=96, HV=96, lengths=UNEVEN, state=FP32),
     replace(UNBOUNDED, name="unbounded", why="the other gate", H=40, HV=40, lengths=(*UNEVEN, 0, 1), unused=7),
     replace(
-        KIMI, name="one_long", why="longer than an even share", H=8, HV=8, lengths=(8000, *(530,) * 40), state=FP32
+        KIMI, name="one_long", why="longer than an equal range", H=8, HV=8, lengths=(8000, *(530,) * 40), state=FP32
     ),
-    replace(KIMI, name="few", why="fewer items than multiprocessors", H=4, HV=4, lengths=(3000, 200, 2000), state=FP32),
+    replace(KIMI, name="few", why="fewer tiles than SMs", H=4, HV=4, lengths=(3000, 200, 2000), state=FP32),
     replace(KIMI, name="empty", why="empty ones everywhere", H=64, HV=64, lengths=(0, 700, 0, 0, 1900, 0), state=FP32),
     replace(KIMI, name="many", why="400 sequences", H=6, HV=6, lengths=lengths_between(3, 400, 900), state=FP32),
     replace(KIMI, name="h", why="states before each chunk", H=80, HV=80, lengths=(1500, 0, 700), h=True, state=FP32),
@@ -56,10 +56,6 @@ def work_of(call: dict) -> Work:
     lengths, offsets = lengths_of(call), call.get("cu_seqlens")
     offsets = None if offsets is None else tuple(offsets.tolist())
     return Work(heads, min(len(lengths) * heads, most), call["v"].shape[1], len(lengths), offsets)
-
-
-def shared_items(work: Work) -> int:
-    return sum(part.waits for program in range(work.programs) for part in work.parts(program))
 
 
 def heads_of(call: dict, heads: range) -> dict:
@@ -81,21 +77,21 @@ def run(call: dict) -> tuple[torch.Tensor, ...]:
 
 
 def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
-    """The results of calls of a few heads each, in which no item is shared."""
+    """The results of calls of a few heads each, in which no tile is split."""
     heads = call["v"].shape[2]
     found = []
     for first in range(0, heads, FEW):
         one = heads_of(call, range(first, min(first + FEW, heads)))
-        assert shared_items(work_of(one)) == 0
+        assert work_of(one).carries == 0
         found.append(run(one))
     return tuple(torch.cat(x, dim=axis) for x, axis in zip(zip(*found), (2, 1, 2)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_shared_items_change_no_bit(case: Case, other_backend: str):
+def test_split_tiles_change_no_bit(case: Case, other_backend: str):
     # the plan of a split depends on the batch
     call = gpu_call(fd.chunk_kda, case, BF16, other_backend) | {"split": False}
-    assert shared_items(work_of(call)) > 0
+    assert work_of(call).carries > 0
     if case.lengths is None:
         want = head_by_head(call)
     else:
@@ -127,8 +123,8 @@ def initial_state_of(call: dict, n: int) -> torch.Tensor:
 
 
 POOL = PoolCase(
-    name="shared",
-    why="slots that two programs share, among null rows and an empty sequence",
+    name="stream-K",
+    why="slots of tiles that are split, among null rows and an empty sequence",
     case=replace(KIMI, H=64, HV=64, lengths=(900, 0, 1700, 64, 333, 1200), state=FP32, v_first=True),
     indices=(4, 7, -1, 0, 9, 5),
     flags=(True, True, True, True, False, True),
@@ -140,18 +136,18 @@ POOL = PoolCase(
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("v_first", [False, True])
-def test_shared_items_of_a_pool(v_first: bool, dtype: torch.dtype, other_backend: str):
+def test_split_tiles_of_a_pool(v_first: bool, dtype: torch.dtype, other_backend: str):
     pool_case = replace(POOL, case=replace(POOL.case, v_first=v_first, state=dtype))
     for seed in range(CALLS_TO_A_REPLAY + 2):
         call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, other_backend, seed)
-        assert shared_items(work_of(call)) > 0
+        assert work_of(call).carries > 0
         want_o, want_pool = gathered_and_scattered(fd.chunk_kda, call)
         o, _ = fd.chunk_kda(**call)
         assert same_bits(o, want_o)
         assert same_bits(memory_of(call["state_pool"]), memory_of(want_pool))
 
 
-def test_a_graph_shares_anew_at_every_replay(other_backend: str):
+def test_a_graph_splits_anew_at_every_replay(other_backend: str):
     """One graph, lengths that change in place, each several times over, as the flags of the last replay lie about."""
     layouts = [(1000, 1000, 1000, 1072), (4072, 0, 0, 0), (0, 3000, 1, 1071), (64, 64, 3944, 0), (1, 2, 3, 4)]
     case = replace(KIMI, H=48, HV=48, lengths=layouts[0], state=FP32, v_first=True)
@@ -174,10 +170,10 @@ def test_a_graph_shares_anew_at_every_replay(other_backend: str):
         assert same_bits(state, want[1])
 
 
-def test_shared_items_a_hundred_times(other_backend: str):
+def test_split_tiles_a_hundred_times(other_backend: str):
     """A state that is read too early shows in some of them."""
     call = gpu_call(fd.chunk_kda, replace(CASES[0], T=700, state=FP32), BF16, other_backend)
-    assert shared_items(work_of(call)) > 0
+    assert work_of(call).carries > 0
     want = head_by_head(call)
     for _ in range(100):
         results = fd.chunk_kda(**call)

@@ -1,0 +1,55 @@
+"""Device functions of the portable kernels, as Gluon kernels call them. Their contracts are where they are defined."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.runtime.jit import JITFunction
+
+from ...triton import decode as _decode
+from ...triton import recurrence as _recurrence
+from ...triton import segments as _split
+from ...triton.device import gates as _gates
+from ...triton.device import norms as _norms
+from ...triton.device import segments as _segments
+from ...triton.device import sequences as _sequences
+from ...triton.device import states as _states
+
+
+def _gluon(function: JITFunction) -> JITFunction:
+    return gluon.jit(function.fn)
+
+
+L2_EPS, LOG2E = _norms.L2_EPS, _gates.LOG2E
+
+chunk_of_sequence = _gluon(_sequences.chunk_of_sequence)
+chunk_slots = _gluon(_sequences.sequence_chunk_slots)
+clamp_bounds = _gluon(_sequences.clamp_bounds)
+decay_rate = _gluon(_gates.decay_rate)
+exact_beta = _gluon(_gates.beta_of)
+exact_log2_decay = _gluon(_gates.log2_decay)
+first_slot = _gluon(_sequences.first_chunk_slot)
+locate = _gluon(_sequences.own_work_tile)
+locate_tile = _gluon(_sequences.locate_work_tile)
+span_count = _gluon(_sequences.span_count)
+span_extent = _gluon(_sequences.span_extent)
+
+everywhere = _gluon(_states.everywhere)
+load_state = _gluon(_states.load_state)
+sequence_slot = _gluon(_states.sequence_slot)
+state_offsets = _gluon(_states.state_offsets)
+store_state = _gluon(_states.store_state)
+
+checkpoint_slot = _gluon(_recurrence.checkpoint_slot)
+
+chunks_of = _gluon(_split.chunks_of)
+locate_segment = _gluon(_segments.place_segment)
+planned_segments = _gluon(_split.planned_parts)
+segment_of = _gluon(_segments.segment_of)
+segment_part_of_span = _gluon(_segments.part_of_span)
+states_fit = _gluon(_split.states_fit)
+
+beta_gradient = _gluon(_gates.beta_gradient)
+
+DECODE_SCALARS = _decode.SCALARS
+source_slot = _gluon(_decode.start_slot)
+target_slot = _gluon(_decode.target_slot)
