@@ -36,6 +36,8 @@ def test_step_of_a_large_batch(name: str, monkeypatch):
 @pytest.mark.parametrize("rows", [None, (1, 0, 5, 2), (-1, 0, 6, 2)], ids=str)
 def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
     check_commit(commit_call(state, rows), "triton")
+    if rows is not None:
+        check_commit(commit_call(state, rows) | {"null_index": "non_positive"}, "triton")
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):

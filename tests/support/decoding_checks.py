@@ -68,8 +68,9 @@ def check_commit(call: dict, backend: str) -> None:
     slots = want.as_strided(pool.shape, pool.stride(), pool.storage_offset())
     indices = call["ssm_state_indices"].tolist()
     rows = call["intermediate_state_indices"].tolist() if "intermediate_state_indices" in call else indices
+    lowest = 1 if call.get("null_index") == "non_positive" else 0
     for slot, row, count in zip(indices, rows, call["num_accepted_tokens"].tolist()):
-        if 0 <= slot < len(pool) and 0 <= row < len(states) and 1 <= count <= states.shape[1]:
+        if lowest <= slot < len(pool) and 0 <= row < len(states) and 1 <= count <= states.shape[1]:
             slots[slot] = states[row, count - 1]
     fd.commit(**call, backend=backend)
     assert same_bits(memory_of(pool), want)

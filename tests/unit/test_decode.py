@@ -47,6 +47,10 @@ def test_commit_copies_the_accepted_states(rows: tuple[int, ...] | None, state: 
     check_commit(commit_call(state, rows), "reference")
 
 
+def test_commit_of_row_0_where_slot_0_is_reserved():
+    check_commit(commit_call(rows=(0, 1, 2, 3)) | {"null_index": "non_positive"}, "reference")
+
+
 def test_commit_of_nothing():
     call = commit_call()
     fd.commit(**call | {name: call[name][:0] for name in ("ssm_state_indices", "num_accepted_tokens")})

@@ -234,6 +234,16 @@ STEPS = [
         v_first=False,
     ),
     Step(
+        name="verify_row_0",
+        why="a scratch buffer has no reserved row, even where slot 0 is",
+        lengths=(3, 0, 2),
+        spec=2,
+        update=False,
+        indices=(3, 2, 1),
+        rows=(0, 1, -1),
+        null_index="non_positive",
+    ),
+    Step(
         name="verify_source",
         why="from a source",
         N=2,
@@ -469,8 +479,9 @@ def _store(step: Step, n: int, i: int, last: bool, state: Tensor, found: Expecte
     if step.rows is not None:
         own = n if step.indices is None else step.indices[n]
         row = step.rows[n] if step.rows != "slots" else own
-        null_free = step.rows == "slots" and step.indices is None
-        if null_free or named(step, row, len(found.intermediate)):
+        # rows of a scratch buffer are null only below 0; those that slots name are null where the slots are
+        given = step.rows != "slots" or step.indices is None
+        if 0 <= row < len(found.intermediate) if given else named(step, row, len(found.intermediate)):
             found.intermediate[row, i] = state
             found.stored_rows.add((row, i))
     elif found.pool is not None and step.update:

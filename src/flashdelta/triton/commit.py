@@ -36,7 +36,7 @@ def commit_kernel(
     row = slot
     exists = slot < rows
     if row_indices is not None:
-        row, exists = named_slot(row_indices, n, lowest, rows)
+        row, exists = named_slot(row_indices, n, 0, rows)  # a scratch buffer has no reserved row
     if named & exists & (count >= 1) & (count <= tokens):
         inside = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         mask = inside < size

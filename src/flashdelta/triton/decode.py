@@ -232,7 +232,8 @@ def decode_kernel(
 ):
     """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
 
-    `SINGLE`: one token a sequence. `EACH`: the state after every token is stored. `IN_PLACE`: states are slots of a pool;
+    `SINGLE`: one token a sequence. `EACH`: the state after every token is stored, in slots of the pool or (2) in rows of a
+    scratch buffer. `IN_PLACE`: states are slots of a pool;
     `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in the L2 cache.
     """
     if OVERLAP:
@@ -289,7 +290,8 @@ def decode_kernel(
             if EACH:
                 nth = t - begin
                 index = n * target_row + nth * target_token
-                target, named = target_slot(targets, index, slot, lowest, target_slots)
+                # a scratch buffer has no reserved row
+                target, named = target_slot(targets, index, slot, 0 if EACH == 2 else lowest, target_slots)
                 state_at = target * target_pitch + nth * target_step + in_slot
                 store_tile(final_state, state_at, state, (live & named).to(tl.int32), STREAM)
             more = t + 1 < end

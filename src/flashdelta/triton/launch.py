@@ -359,7 +359,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Launch:
             BETA=problem.beta_kind,
             L2NORM=problem.l2norm,
             V_FIRST=problem.state_v_first,
-            EACH=problem.stores_each_state,
+            EACH=2 if problem.has_intermediate else problem.stores_each_state,
             IN_PLACE=problem.has_pool,
             TWO_POOLS=states.two_pools,
             NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
