@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta import ops
+from flashdelta.runtime.warmup import WARM_MANY
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.decoding import BY_NAME, STEPS, Step, step_id
 from flashdelta.triton import config
@@ -41,8 +41,8 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
-    assert 2 * ops.WARM_MANY > config.DECODE_FEW
-    monkeypatch.setattr(ops, "WARM_MANY", 2)
+    assert 2 * WARM_MANY > config.DECODE_FEW
+    monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
     monkeypatch.setattr(config, "DECODE_FEW", 3)
     options = {"dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
     assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (4 + 4)

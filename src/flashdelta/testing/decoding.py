@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -478,7 +479,7 @@ def _start(step: Step, n: int, pool: Tensor | None, origin: Tensor | None) -> Te
 def _store(step: Step, n: int, i: int, last: bool, state: Tensor, found: Expected) -> None:
     if step.rows is not None:
         own = n if step.indices is None else step.indices[n]
-        row = step.rows[n] if step.rows != "slots" else own
+        row: Any = step.rows[n] if step.rows != "slots" else own
         # rows of a scratch buffer are null only below 0; those that slots name are null where the slots are
         given = step.rows != "slots" or step.indices is None
         if 0 <= row < len(found.intermediate) if given else named(step, row, len(found.intermediate)):
