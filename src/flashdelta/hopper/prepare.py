@@ -495,7 +495,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
     waits for each of them, in `bounded_pairs`, too (C7511).
     """
     KH: gl.constexpr = buffers.KH
-    # of each block, formed once: ptxas waits for each MMA where they are formed in the loop
+    # of each block; formed in the loop, they make ptxas wait for each MMA in some variants
     pair_s = (buffers.pairs(0), buffers.pairs(1))
     key_s = (buffers.keys(0), buffers.keys(1))
     right_s = (buffers.right_halves(0), buffers.right_halves(1))
