@@ -106,15 +106,22 @@ def wy(T: int = 2048, H: int = 8) -> dict:
 
 def train(T: int = 1024, H: int = 4, **others: object) -> dict:
     call = prefill(T, H, **others)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in LEAVES:
         call[name].requires_grad_()
     return call
 
 
+LEAVES = ("q", "k", "v", "g", "beta")
+
+
 def step(op: Op) -> Op:
+    grads: list[torch.Tensor] = []
+
     def forward_and_backward(**call: torch.Tensor) -> tuple:
         o, _ = op(**call)
-        return torch.autograd.grad(o, [call[name] for name in ("q", "k", "v", "g", "beta")], call["v"].detach())
+        if not grads:
+            grads.append(torch.ones_like(o).detach())
+        return torch.autograd.grad(o, [call[name] for name in LEAVES], grads[0])
 
     return forward_and_backward
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta import ops
 from flashdelta.testing.cases import (
     BY_NAME,
     CASES,
@@ -245,6 +244,8 @@ def test_operator_runs_the_kernels_it_is_asked_for():
 
 @pytest.mark.parametrize("op", BOTH)
 def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ops, "WARM_MANY", 2)  # sequences, of which the interpreter runs one after the other
+    monkeypatch.setattr(
+        "flashdelta.runtime.warmup.WARM_MANY", 2
+    )  # sequences, of which the interpreter runs one after the other
     calls = fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", initial_state=(True,))
     assert calls == (2 if op is fd.chunk_kda else 1 + 3)

@@ -11,7 +11,6 @@ import triton.language as tl
 from hypothesis import given, settings
 
 import flashdelta as fd
-from flashdelta import ops
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.oracle import (
     TOLERANCE,
@@ -175,7 +174,9 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
 
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ops, "WARM_MANY", 2)  # sequences, of which the interpreter runs one after the other
+    monkeypatch.setattr(
+        "flashdelta.runtime.warmup.WARM_MANY", 2
+    )  # sequences, of which the interpreter runs one after the other
     checkpoints = {"checkpoints": (True,)} if op is fd.chunk_kda else {}
     pools = {"state_pool": (True,), "has_initial_state": (True,)} | checkpoints
     assert fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", packed=(True,), **pools) == 1

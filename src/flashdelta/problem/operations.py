@@ -14,7 +14,6 @@ from .arguments import (
     INDEX,
     INPUT,
     Argument,
-    Given,
     Operation,
     Rule,
     Sizes,
@@ -435,7 +434,9 @@ def unmixed(c: Any, sizes: Sizes) -> Any:
             views[role] = x.view(*leading, HV, *((K,) if role == "g" else ()))
     heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
     views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
-    return Given(vars(c) | views)
+    for role, x in views.items():
+        setattr(c, role, x)
+    return c
 
 
 def check_decode(c: Any, sizes: Sizes) -> None:
