@@ -15,7 +15,7 @@ from ..problem.arguments import PLAIN
 
 class Entry(Protocol):
     used: int
-    """When it was last found."""
+    """How many entries had been kept when it was last found."""
 
     def usable(self) -> bool:
         """Whether it may run now; else the call runs as one that may not be kept."""
@@ -72,7 +72,6 @@ class LaunchCache(Generic[E]):
             return None, key, addresses
         if not entry.usable():
             return None, None, []
-        self._clock += 1
         entry.used = self._clock
         return entry, key, addresses
 

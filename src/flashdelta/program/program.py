@@ -174,6 +174,7 @@ class Recorded:
         self.device, self.index = recorder.device, recorder.device.index
         self.recorder: Recorder | None = recorder
         self.steps: list[tuple] | None = None
+        """Of a repetition; none before it is worked out, or where there can be none."""
         self.pairs: Sequence[tuple[int, Sequence[int]]] = ()
         """Of tensors, by place, that are written, and those which must not share their memory."""
         self.refuse: Callable[[Sequence[Tensor | None]], None] | None = None
@@ -185,17 +186,21 @@ class Recorded:
         if self.recorder is not None:
             self.steps = self._resolved(self.recorder)
             self.recorder = None
-        return self.steps is not None and torch.cuda.current_device() == self.index and not hooked()
+            if self.steps is not None:
+                self.usable = self._usable  # type: ignore[method-assign]
+        return self.steps is not None and self._usable()
+
+    def _usable(self) -> bool:
+        return torch.cuda.current_device() == self.index and not hooked()
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]:
         """The outputs by name. `addresses` are those of `tensors`, in a list that may be changed."""
-        assert self.steps is not None
-        if self.disjoint and self.apart.get(addresses[self.disjoint[0][0]]) != addresses:
+        if self.written >= 0 and self.apart.get(addresses[self.written]) != addresses:
             self._check_disjoint(tensors, addresses)
         device, index = self.device, self.index
         addresses += self.blank
         held, results = {}, {}
-        for compiled, grid, template, places, described, outputs, buffers, done in self.steps:
+        for compiled, grid, template, places, described, outputs, buffers, done in self.steps or ():
             for name, slot, make, shape, dtype in outputs:
                 x = results[name] = make(shape, dtype=dtype, device=device)
                 addresses[slot] = x.data_ptr()
@@ -225,7 +230,7 @@ class Recorded:
                     self.refuse(tensors)
         if len(self.apart) >= MOST_APART:
             self.apart.clear()
-        self.apart[addresses[self.disjoint[0][0]]] = addresses.copy()
+        self.apart[addresses[self.written]] = addresses.copy()
 
     def _resolved(self, r: Recorder) -> list[tuple] | None:
         """The steps of a repetition; None if there is none."""
@@ -236,6 +241,7 @@ class Recorded:
             (i, sizes[i], [(j, sizes[j]) for j in others if j in sizes]) for i, others in self.pairs if i in sizes
         )
         self.disjoint = [(i, size, others) for i, size, others in written if others]
+        self.written = self.disjoint[0][0] if self.disjoint else -1
         self.given = r.given
         given = {name for name, _ in r.given}
         own = {name: r.count + n for n, name in enumerate(name for name in r.outputs if name not in given)}
