@@ -162,7 +162,7 @@ class HopperBackend(Backend):
         return None
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:
-        from .hopper.launch import build
+        from .hopper.build import build
 
         return build(problem, t)
 
@@ -199,7 +199,7 @@ class TritonBackend(Backend):
         return "the Triton interpreter is for testing" if device.type == "cpu" else None
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:
-        from .triton.launch import build  # decorated kernels read TRITON_INTERPRET when first imported
+        from .triton.build import build  # decorated kernels read TRITON_INTERPRET when first imported
 
         return build(problem, t)
 

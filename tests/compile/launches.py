@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
-from flashdelta.hopper.launch import build as build_hopper
+from flashdelta.hopper.build import build as build_hopper
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.problem.problem import BACKWARD
 from flashdelta.program.launch import Launch
@@ -30,7 +30,7 @@ from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import CASES as WY_CASES
 from flashdelta.testing.wy import make_wy
 from flashdelta.tools.compile import ARCHITECTURES
-from flashdelta.triton.launch import build as build_triton
+from flashdelta.triton.build import build as build_triton
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call

@@ -17,7 +17,7 @@ from flashdelta.runtime import call as road
 from flashdelta.testing.cases import FP32, Case, case_id
 from flashdelta.testing.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
-from flashdelta.triton.launch import build
+from flashdelta.triton.build import build
 
 from .calls import CALLS_TO_A_REPLAY, on_streams
 

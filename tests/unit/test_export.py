@@ -27,7 +27,7 @@ from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.tools.export import bindings, compile_kernels, kernels, wanted_kernels, write
 from flashdelta.tools.export.kernels import Wanted, compile_kernel, parameters_of, sample_decode, sample_prefill
-from flashdelta.triton import launch as portable
+from flashdelta.triton.build import build as build_triton
 from flashdelta.triton.launch import layout, prefill, prefill_layout
 
 from ..compile.toolchains import toolchains
@@ -396,7 +396,7 @@ def decode_launch(N: int, H: int, slots: int, pitch: int) -> Launch:
     given["beta"] = torch.empty(N, 1, H, device="meta")
     given["initial_state"] = torch.empty_strided((slots, H, V, K), (pitch, K * V, K, 1), device="meta")
     given["ssm_state_indices"] = torch.empty(N, dtype=torch.int32, device="meta")
-    (launch,) = portable.build(*check(fd.recurrent_kda, **given, use_qk_l2norm_in_kernel=False), 90).launches
+    (launch,) = build_triton(*check(fd.recurrent_kda, **given, use_qk_l2norm_in_kernel=False), 90).launches
     return launch
 
 

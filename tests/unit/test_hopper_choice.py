@@ -11,7 +11,8 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.launch import build, layout, sharing_pays
+from flashdelta.hopper.build import build
+from flashdelta.hopper.launch import layout, sharing_pays
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id

@@ -11,11 +11,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import Problem, Tensors
 from ..problem.split import SplitCosts, segments_of_call
 from ..program.launch import Launch, sm_count, strides
-from ..program.launch import capability as capability_of
-from ..program.program import Outputs, Program
+from ..program.program import Outputs
 from ..program.workspace import Layout, Workspace
 from ..triton import launch as portable
 from ..triton.config import DECODE_FEW
@@ -51,16 +50,16 @@ DECODE_AT_ONCE = 28
 
 def layout(problem: Problem, segments: int = 0) -> Layout:
     """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
-    `decay`. What CTAs of `recurrence` leave for each other: `handed`, a state, and `arrived`, how many threads have stored
-    theirs. What a split keeps, if there is one."""
+    `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
+    stored theirs. What a split keeps, if there is one."""
     chunks = problem.B * problem.slots * problem.HV
     # a tensor descriptor must have a row, even if there is no chunk to fetch
     rows = max(chunks * (3 * (problem.K // TILE) + 2), 1) * TILE
     return {
         "tiles": ((rows, TILE), torch.bfloat16),
         "decay": ((chunks * problem.K,), torch.float32),
-        "handed": ((min(items(problem), MOST_PROGRAMS) * TILE * problem.K,), torch.float32),
-        "arrived": ((FLAGS,), torch.int32),
+        "carry": ((min(items(problem), MOST_PROGRAMS) * TILE * problem.K,), torch.float32),
+        "semaphores": ((FLAGS,), torch.int32),
         **segment_layout(problem, segments),
     }
 
@@ -68,26 +67,6 @@ def layout(problem: Problem, segments: int = 0) -> Layout:
 def items(problem: Problem) -> int:
     """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
     return problem.N * problem.HV * (problem.V // TILE)
-
-
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
-    """The program of a validated call."""
-    from . import gradients
-
-    arch = capability_of(t.device) if arch is None else arch
-    if problem.operation == "chunk" + BACKWARD:
-        return gradients.backward(problem, t)
-    if problem.keeps:
-        return gradients.forward(problem, t)
-    copy_out = None
-    if problem.operation == "chunk" and t.out is not None and not aligned(t.out):
-        t, copy_out = replace(t, out=None), t.out
-    outputs = Outputs.of(problem, t)
-    if problem.operation == "wy":
-        return Program(outputs, [gradients.wy_dqkg(problem, t, outputs)])
-    if problem.operation != "chunk":
-        return Program(outputs, [step(problem, portable.prepare_inputs(problem, t), arch, outputs)])
-    return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
@@ -157,7 +136,7 @@ def prepare(call: Call, Akk_inv: Tensor | None = None) -> Launch:
         chunks + (workspace.get("first_segment") is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(*workspace.select("tiles", "decay", "arrived", "first_segment"), Akk_inv),
+            *(*workspace.select("tiles", "decay", "semaphores", "first_segment"), Akk_inv),
             *(problem.scale, problem.lower_bound or 0.0),
             *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
             *eighths(t.q, t.k, t.g),
@@ -249,7 +228,7 @@ def recurrence(
             workspace["decay"],
             *(t.v, o, h, v_new),
             *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
-            *workspace.select("handed", "arrived", "first_segment", "starts"),
+            *workspace.select("carry", "semaphores", "first_segment", "starts"),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *eighths(t.v, t.v if o is None else o),

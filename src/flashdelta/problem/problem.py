@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .split import AUTO
-
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
 NullIndex = Literal["negative", "non_positive"]
 Precision = Literal["ieee", "tf32x3"]
 PrefillGate = Literal["none", "logsigmoid"]
+
+AUTO = 0
+"""Instead of a number of segments: as many as pay."""
 
 BACKWARD = "_backward"
 """Ends the name of an operation whose program is the backward pass of one."""

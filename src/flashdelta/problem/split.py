@@ -9,15 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from .problem import Problem
-
-AUTO = 0
-"""Instead of a number of segments: as many as pay."""
+from .problem import AUTO, Problem
 
 MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
 """Bits of the most segments of a sequence, 127."""

@@ -31,7 +31,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..hopper.launch import build as build_hopper
+from ..hopper.build import build as build_hopper
 from ..kernels import chunk_bwd_wy_dqkg
 from ..ops.chunk import chunk_kda
 from ..ops.decode import commit, recurrent_kda
@@ -42,7 +42,7 @@ from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Program
 from ..runtime.call import check
-from ..triton.launch import build as build_triton
+from ..triton.build import build as build_triton
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 TYPES = {

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, dense, sm_count, strides
-from ..program.launch import capability as capability_of
-from ..program.program import Outputs, Program
+from ..program.program import Outputs
 from ..program.workspace import Layout, Workspace
 from . import config
 from .commit import commit_kernel
@@ -36,19 +34,6 @@ class Call:
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         return (self.workspace.buffer,)
-
-
-def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
-    """The program of a validated call, for GPUs of compute capability `arch` (the tensors' own by default)."""
-    arch = capability_of(t.device) if arch is None else arch
-    if problem.operation == "chunk" + BACKWARD or problem.keeps:
-        from . import gradients
-
-        return (gradients.forward if problem.keeps and problem.operation == "chunk" else gradients.backward)(
-            problem, t, arch
-        )
-    outputs = Outputs.of(problem, t)
-    return Program(outputs, STAGES[problem.operation](problem, prepare_inputs(problem, t), arch, outputs))
 
 
 DENSE = (
@@ -439,21 +424,3 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             num_warps=4,
         )
     ]
-
-
-def wy(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    """See `ops/wy.py`."""
-    from .wy import wy_dqkg
-
-    return [wy_dqkg(problem, t, arch, outputs)]
-
-
-STAGES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = {
-    "chunk": chunk,
-    "recurrent": step,
-    "decode": step,
-    "commit": commit,
-    "prefill": prefill,
-    "wy": wy,
-}
-"""The launches of each operation, in order."""

@@ -425,8 +425,9 @@ def wy_launch(
     )
 
 
-def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Launch:
+def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """`chunk_bwd_wy_dqkg`."""
     x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
     kinds = dict(GATE=problem.gate, BETA="value", L2NORM=False, BY_TOKEN=True, V_FIRST=problem.state_v_first)
-    return wy_launch(problem, arch, x, results, problem.rows, **kinds)
+    return [wy_launch(problem, arch, x, results, problem.rows, **kinds)]

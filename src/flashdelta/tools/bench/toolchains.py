@@ -26,14 +26,14 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 import flashdelta
 
-from ...hopper.launch import build as build_hopper
+from ...hopper.build import build as build_hopper
 from ...problem.problem import BACKWARD
 from ...program.launch import Launch, capability, start
 from ...runtime.call import check
 from ...testing.cases import BF16
 from ...testing.inputs import make_call, meta_call, on_meta
 from ...testing.oracle import TOLERANCE, relative_error
-from ...triton.launch import build as build_triton
+from ...triton.build import build as build_triton
 from ..compile import Variant, resource_usage, source
 from . import cases
 from .cases import Bound, Row, select

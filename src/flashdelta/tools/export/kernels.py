@@ -25,7 +25,8 @@ from ...program.launch import Launch
 from ...program.program import Outputs
 from ...runtime.call import check
 from ...triton import config
-from ...triton.launch import build, prefill
+from ...triton.build import build
+from ...triton.launch import prefill
 from ..compile import source
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
