@@ -292,7 +292,7 @@ def _place(
 
 def _with_base(descriptor: Any, base: object) -> Any:
     """The tensor descriptor of another tensor that lies alike: `copy.copy` takes two or three times as long."""
-    kind = type(descriptor)
+    kind: Any = type(descriptor)
     other = kind.__new__(kind)
     other.__dict__.update(descriptor.__dict__)
     other.base = base
