@@ -197,8 +197,8 @@ def check_tensor(name: str, x: object) -> None:
     """Refuses what is no tensor that has elements at strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, wanted a torch.Tensor")
-    kind = "nested" if x.is_nested else "mkldnn" if x.is_mkldnn else str(x.layout).removeprefix("torch.")
-    if kind != "strided":
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").lstrip("_")
         raise TypeError(f"{name}: got a {kind} tensor, wanted a dense (strided) one")
 
 
@@ -278,8 +278,12 @@ class Operation:
     called: Mapping[str, str] | None = None
     no_gradients: str | None = None
 
+    @functools.cached_property
+    def roles(self) -> frozenset[str]:
+        return frozenset(argument.role for argument in self.arguments)
+
     def name_of(self, role: str) -> str:
-        return (self.called or {}).get(role, role)
+        return role if self.called is None else self.called.get(role, role)
 
     def role_of(self, name: str) -> str:
         return next(iter(self.by_role({name: None})))
@@ -297,15 +301,16 @@ class Operation:
             TypeError: an argument of the wrong type or dtype.
             ValueError: anything else; the message names the argument, what came and what was wanted.
         """
-        values = self.by_role(given)
-        roles = {argument.role for argument in self.arguments}
+        values, sizes = self.by_role(given), Sizes()
         for name, value in values.items():
-            if name not in roles and name != "backend":
-                self.options.get(name, flag)(self.name_of(name), value)
-        call, sizes = Given(NO_TENSORS | values), Sizes()
-        for role in roles:
-            if values[role] is not None:
-                check_tensor(self.name_of(role), values[role])
+            if name in self.roles:
+                if value is not None:
+                    check_tensor(self.name_of(name), value)
+            elif name in self.options:
+                self.options[name](self.name_of(name), value)
+            elif not isinstance(value, bool) and name != "backend":
+                flag(self.name_of(name), value)
+        call = Given(NO_TENSORS | values)
         for rule in self.rules:
             if rule.broken(call):
                 names = _Names(self)

@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .problem import AUTO, Problem
+
+Whole = Any
+"""An int, or a tensor of them."""
 
 MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
 """Bits of the most segments of a sequence, 127."""
@@ -53,19 +57,35 @@ def parts_of_sequences(
     if split != AUTO:
         return chunks.clamp(1, split)
     total = chunks if batch_invariant else chunks.sum() if together is None else torch.tensor(together)
+    return torch.as_tensor(parts_that_pay(chunks, total, room, costs))
+
+
+def parts_that_pay(chunks: Whole, total: Whole, room: int, costs: SplitCosts) -> Whole:
+    """Into how many segments it pays to cut sequences of so many chunks, in a batch of `total`: of one on the host, or of many
+    on their device."""
     # the last segment of a sequence needs no map
-    parts = 1 + room * chunks // total.clamp(min=1)
-    parts = torch.minimum(parts, chunks // costs.shortest)
+    parts = least(1 + room * chunks // most(total, 1), chunks // costs.shortest)
     # longest * (step + map) + parts * compose is least at the root of this
     square = chunks * (costs.step + costs.map)
-    root = torch.zeros_like(chunks)
+    root = 0 * chunks
     for bit in MOST_PARTS:
-        root = torch.where((root + bit) * (root + bit) * costs.compose <= square, root + bit, root)
-    parts = torch.minimum(parts, root).clamp(min=1)
+        root = where((root + bit) * (root + bit) * costs.compose <= square, root + bit, root)
+    parts = most(least(parts, root), 1)
     longest = (chunks + parts - 1) // parts
-    whole = chunks * costs.step
     cut = longest * (costs.step + costs.map) + parts * costs.compose + costs.fixed
-    return torch.where(cut * 100 <= whole * (100 - costs.margin), parts, 1)
+    return where(cut * 100 <= chunks * costs.step * (100 - costs.margin), parts, 1)
+
+
+def least(a: Whole, b: Whole) -> Whole:
+    return torch.minimum(a, b) if isinstance(a, torch.Tensor) else min(a, b)
+
+
+def most(a: Whole, bound: int) -> Whole:
+    return a.clamp(min=bound) if isinstance(a, torch.Tensor) else max(a, bound)
+
+
+def where(condition: Any, a: Whole, b: Whole) -> Whole:
+    return torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
 
 
 def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invariant: bool = False) -> int:
@@ -95,7 +115,7 @@ def planned_parts(problem: Problem, chunks: torch.Tensor, room: int, costs: Spli
 def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
     """Whether a sequence of so many chunks, in a batch of so many, would be split. A shorter sequence gains less, as does
     one in a larger batch."""
-    return bool((parts_of_sequences(torch.tensor([longest]), room, costs, together=together) > 1).any())
+    return parts_that_pay(longest, together, room, costs) > 1
 
 
 def known_lengths(offsets: object, chunk_size: object, q: object) -> tuple[int, int] | None:
