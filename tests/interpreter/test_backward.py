@@ -113,11 +113,11 @@ def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkey
     call = make_call(replace(case, T=66 if name == "bounded" else 17)) | {"backend": "triton"}
     grads = incoming(call)
     want = gradients(call, *grads)
-    walks, walk = [], kernels.walk
-    monkeypatch.setattr(kernels, "walk", lambda *arguments: walks.append(arguments) or walk(*arguments))
+    scans, scan = [], kernels.scan
+    monkeypatch.setattr(kernels, "scan", lambda *arguments: scans.append(arguments) or scan(*arguments))
     with poisoned_memory():
         found = gradients(call | {"disable_recompute": True}, *grads)
-    assert len(walks) == 1
+    assert len(scans) == 1
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
 

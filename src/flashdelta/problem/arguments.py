@@ -6,9 +6,8 @@ An `Operation` is a table: a row for each tensor (`Argument`), a check for each 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ class Sizes(dict[str, int]):
             return None if a is None or b is None else a * b
         return known
 
-    def fit(self, dims: tuple[str, ...], shape: torch.Size) -> bool:
+    def fit(self, dims: list[str], shape: torch.Size) -> bool:
         """Whether a tensor of this shape has these dimensions; if so, binds the symbols that are new."""
         if len(dims) != len(shape):
             return False
@@ -170,7 +169,7 @@ class Sizes(dict[str, int]):
         self.update(new)
         return True
 
-    def described(self, dims: tuple[str, ...], shape: torch.Size) -> str:
+    def described(self, dims: list[str], shape: torch.Size) -> str:
         """`[B, T, HV, K] = [1, 70, 2, 32]`, as far as sizes are known."""
         symbols = ", ".join(WORDS.get(dim, dim.replace("*", " * ")) for dim in dims)
         known = [self.expected(dim) for dim in dims]
@@ -179,14 +178,8 @@ class Sizes(dict[str, int]):
         return f"[{symbols}] = {[n if size is None else size for n, size in zip(shape, known)]}"
 
 
-_dimensions: dict[tuple[str, bool], tuple[str, ...]] = {}
-
-
-def dimensions(shape: str, v_first: bool) -> tuple[str, ...]:
-    known = _dimensions.get((shape, v_first))
-    if known is None:
-        known = _dimensions[shape, v_first] = tuple(shape.replace("STATE", "V K" if v_first else "K V").split())
-    return known
+def dimensions(shape: str, v_first: bool) -> list[str]:
+    return shape.replace("STATE", "V K" if v_first else "K V").split() if "STATE" in shape else shape.split()
 
 
 def shape_of(x: Tensor) -> str:
@@ -277,10 +270,18 @@ class Operation:
     canonical: Callable[[Any, Sizes], Any] | None = None
     called: Mapping[str, str] | None = None
     no_gradients: str | None = None
+    roles: frozenset[str] = field(init=False)
+    overlaps: dict[str, list[str]] = field(init=False)
+    """Of roles that are written: those that must not share their memory. Each pair is there once."""
 
-    @functools.cached_property
-    def roles(self) -> frozenset[str]:
-        return frozenset(argument.role for argument in self.arguments)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", frozenset(argument.role for argument in self.arguments))
+        found: dict[str, list[str]] = {}
+        for argument in reversed(self.arguments):
+            if argument.written:
+                others = [x.role for x in self.arguments if x.role not in (argument.role, *argument.shares)]
+                found[argument.role] = [other for other in others if argument.role not in found.get(other, ())]
+        object.__setattr__(self, "overlaps", found)
 
     def name_of(self, role: str) -> str:
         return role if self.called is None else self.called.get(role, role)
@@ -377,16 +378,6 @@ class Operation:
             if x.device != device:
                 of = "" if argument.on_host else f"{self.name_of(present[0][0].role)}'s "
                 raise wrong(self.name_of(argument.role), f"device {x.device}", f"{of}device {device}")
-
-    @functools.cached_property
-    def overlaps(self) -> dict[str, list[str]]:
-        """Of roles that are written: those that must not share their memory. Each pair is there once."""
-        found: dict[str, list[str]] = {}
-        for argument in reversed(self.arguments):
-            if argument.written:
-                others = [x.role for x in self.arguments if x.role not in (argument.role, *argument.shares)]
-                found[argument.role] = [other for other in others if argument.role not in found.get(other, ())]
-        return found
 
     def check_overlaps(self, by_role: Mapping[str, Any]) -> None:
         """Refuses a tensor to be written that shares memory with another argument."""
