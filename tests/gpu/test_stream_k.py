@@ -29,7 +29,7 @@ UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 @pytest.fixture(autouse=True)
 def stream_k(monkeypatch: pytest.MonkeyPatch):
     """Where it would not pay, too."""
-    monkeypatch.setattr(launch, "sharing_pays", lambda problem, programs: problem.checkpoints == 0)
+    monkeypatch.setattr(launch, "stream_k_pays", lambda problem, ctas: problem.checkpoints == 0)
 
 
 CASES = [

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.hopper.build import build
-from flashdelta.hopper.launch import layout, sharing_pays
+from flashdelta.hopper.launch import layout, stream_k_pays
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
@@ -296,4 +296,4 @@ def test_bounded_and_exact_paths_are_told_apart():
 )
 def test_stream_k_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
     problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
-    assert sharing_pays(problem, 132) == wanted
+    assert stream_k_pays(problem, 132) == wanted

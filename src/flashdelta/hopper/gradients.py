@@ -19,17 +19,17 @@ from ..triton.wy import WyOperands
 from .intra import intra_kernel
 from .launch import (
     TILE,
+    copyable,
+    ctas,
     describe,
-    eighths,
-    in_eighths,
-    items,
     layout,
     prepare,
     prepare_inputs,
-    programs,
     recurrence,
     stages,
+    stride_div8,
     tiles,
+    work_tiles,
 )
 from .reverse import reverse_kernel
 from .wy import wy_kernel
@@ -40,7 +40,7 @@ def forward(problem: Problem, t: Tensors) -> Program:
 
 
 def backward(problem: Problem, t: Tensors) -> Program:
-    return backward_pass.backward(stages_of(problem, replace(t, do=in_eighths(t.do))))
+    return backward_pass.backward(stages_of(problem, replace(t, do=copyable(t.do))))
 
 
 def stages_of(problem: Problem, t: Tensors) -> Stages:
@@ -70,13 +70,13 @@ def reverse(
     final, initial = or_empty(problem, t, dht, dh0)
     return Launch(
         reverse_kernel,
-        min(items(problem), programs(problem, t.q.device)),
+        min(work_tiles(problem), ctas(problem, t.q.device)),
         (
             *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
             *(final, scanned.dv, scanned.dh, initial),
             *(t.cu_seqlens, int(problem.has_initial_state), int(problem.output_final_state)),
             *(problem.T, problem.N, problem.HV, problem.slots),
-            *eighths(t.do),
+            *stride_div8(t.do),
         ),
         dict(
             K=problem.K,
@@ -94,19 +94,19 @@ def _wy(
     x: WyOperands,
     found: tuple[torch.Tensor | None, ...],
     rows: int,
-    walk: bool = False,
+    persistent: bool = False,
     **kinds,
 ) -> Launch:
-    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `walk`: as the kernel's."""
+    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `persistent`: as the kernel's."""
     items = problem.B * problem.slots * problem.HV if problem.N > 0 else 0
-    of_rows = eighths(x.q, x.k, x.g, x.v, x.do)
+    of_rows = stride_div8(x.q, x.k, x.g, x.v, x.do)
     g_d = None
-    if walk:
+    if persistent:
         g_d = by_token(x.g)
         x, found = described(x), (*map(by_token, found[:3]), *found[3:])
     return Launch(
         wy_kernel,
-        min(items, sm_count(x.beta.device)) if walk else items,
+        min(items, sm_count(x.beta.device)) if persistent else items,
         (
             *x.arguments(),
             g_d,
@@ -116,7 +116,7 @@ def _wy(
             *of_rows,
             *strides(x.beta),
         ),
-        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=walk),
+        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=persistent),
         num_warps=8,
     )
 
@@ -147,16 +147,16 @@ def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
 
 def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
-    A, h, v_new, dv, dh = (in_eighths(x) for x in dense(t.A, t.h, t.v_new, t.dv, t.dh) if x is not None)
+    A, h, v_new, dv, dh = (copyable(x) for x in dense(t.A, t.h, t.v_new, t.dv, t.dh) if x is not None)
     (cu_seqlens,) = dense(t.cu_seqlens)
-    q, k, g, v, do = map(in_eighths, (t.q, t.k, t.g, t.v, t.do))
+    q, k, g, v, do = map(copyable, (t.q, t.k, t.g, t.v, t.do))
     x = WyOperands(q, k, g, v, t.beta, A, h, v_new, do, dv, dh, cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
     kinds = dict(GATE=problem.gate, SAFE=False, BETA="value", L2NORM=False, V_FIRST=problem.state_v_first)
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
     # (no tensor descriptor has an empty tensor)
-    walk = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
-    return _wy(problem, x, results, problem.rows, walk, **kinds)
+    persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
+    return _wy(problem, x, results, problem.rows, persistent, **kinds)
 
 
 def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
@@ -169,7 +169,7 @@ def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
             *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
             *(problem.scale, problem.lower_bound or 0.0),
             *(problem.T, problem.N, problem.HV, problem.group, problem.slots),
-            *eighths(t.q, t.k, t.g),
+            *stride_div8(t.q, t.k, t.g),
             *strides(t.beta),
         ),
         dict(

@@ -30,18 +30,20 @@ TILE = 64
 SHARED_MEMORY = 232_448
 """Bytes a program may use."""
 
-MOST_PROGRAMS = 144
-"""Of `recurrence`: no Hopper GPU has more multiprocessors."""
+MOST_CTAS = 144
+"""Of `recurrence`: no Hopper GPU has more SMs."""
 
 SPLIT_COSTS = SplitCosts(step=98, map=57, compose=230, fixed=850)
 """Measured on an H200 at K = V = 128 (docs/split.md)."""
 
-EVEN = 0.9
-"""Share of the multiprocessors' time that is in use, from which on whole items do."""
-MOST_ROUNDS = 10
-"""Items a program from which on the last ones matter little."""
+FULL_WAVE = 0.9
+"""Share of the SMs that a last wave must fill for whole work tiles to do."""
+
+MOST_WAVES = 10
+"""From so many on the last wave matters little."""
+
 FLAGS = 256
-"""Words of the workspace that `prepare` clears: a power of 2, `MOST_PROGRAMS` or more."""
+"""Words of the workspace that `prepare` clears: a power of 2, `MOST_CTAS` or more."""
 
 
 DECODE_AT_ONCE = 28
@@ -58,13 +60,13 @@ def layout(problem: Problem, segments: int = 0) -> Layout:
     return {
         "tiles": ((rows, TILE), torch.bfloat16),
         "decay": ((chunks * problem.K,), torch.float32),
-        "carry": ((min(items(problem), MOST_PROGRAMS) * TILE * problem.K,), torch.float32),
+        "carry": ((min(work_tiles(problem), MOST_CTAS) * TILE * problem.K,), torch.float32),
         "semaphores": ((FLAGS,), torch.int32),
         **segment_layout(problem, segments),
     }
 
 
-def items(problem: Problem) -> int:
+def work_tiles(problem: Problem) -> int:
     """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
     return problem.N * problem.HV * (problem.V // TILE)
 
@@ -75,14 +77,14 @@ def aligned(x: torch.Tensor, unit: int = 8) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1])
 
 
-def in_eighths(x: torch.Tensor) -> torch.Tensor:
+def copyable(x: torch.Tensor) -> torch.Tensor:
     """The tensor if `aligned`, as those of a model are, else a copy."""
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def prepare_inputs(t: Tensors) -> Tensors:
     """As the kernels can read them."""
-    rows = {role: in_eighths(getattr(t, role)) for role in ("q", "k", "v", "g")}
+    rows = {role: copyable(getattr(t, role)) for role in ("q", "k", "v", "g")}
     return replace(t, **rows, **densed(t, (*portable.DENSE, "state_indices")))
 
 
@@ -122,7 +124,7 @@ def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
 
 
-def eighths(*tensors: torch.Tensor) -> list[int]:
+def stride_div8(*tensors: torch.Tensor) -> list[int]:
     """Strides in units of 8 elements."""
     return [s // 8 for s in strides(*tensors)]
 
@@ -139,7 +141,7 @@ def prepare(call: Call, Akk_inv: Tensor | None = None) -> Launch:
             *(*workspace.select("tiles", "decay", "semaphores", "first_segment"), Akk_inv),
             *(problem.scale, problem.lower_bound or 0.0),
             *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
-            *eighths(t.q, t.k, t.g),
+            *stride_div8(t.q, t.k, t.g),
             *strides(t.beta),
             *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
         ),
@@ -162,13 +164,13 @@ def prepare(call: Call, Akk_inv: Tensor | None = None) -> Launch:
 
 def room(problem: Problem, device: torch.device) -> int:
     """Maps that `maps` forms at the same time."""
-    return min(sm_count(device), MOST_PROGRAMS) // (problem.HV * ((problem.K + problem.V) // TILE))
+    return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
 
 
-def programs(problem: Problem, device: torch.device) -> int:
-    """Programs that run at the same time, the slices of a head side by side."""
+def ctas(problem: Problem, device: torch.device) -> int:
+    """Resident CTAs, the slices of a head side by side."""
     slices = problem.V // TILE
-    return min(sm_count(device), MOST_PROGRAMS) // slices * slices
+    return min(sm_count(device), MOST_CTAS) // slices * slices
 
 
 def stages(problem: Problem, fetched: int, beside: int) -> int:
@@ -182,14 +184,14 @@ def maps(call: Call, final_state: Tensor | None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     return Launch(
         transitions_kernel,
-        min(sm_count(t.v.device), MOST_PROGRAMS),
+        min(sm_count(t.v.device), MOST_CTAS),
         (
             tiles(workspace["tiles"]),
             *(workspace["decay"], t.v, *workspace.select("maps", "offsets", "first_segment")),
             *(t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *eighths(t.v),
+            *stride_div8(t.v),
         ),
         dict(
             K=problem.K,
@@ -203,14 +205,14 @@ def maps(call: Call, final_state: Tensor | None) -> Launch:
     )
 
 
-def sharing_pays(problem: Problem, programs: int) -> bool:
-    """Whether `recurrence` shares chunks out evenly: where whole items would leave many multiprocessors idle in the last
-    round, of all items or of the last sequence's. Otherwise programs go through the items side by side, which is kinder to
-    memory and has less to work out at each change of item."""
+def stream_k_pays(problem: Problem, ctas: int) -> bool:
+    """Whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the last
+    wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and has less to work
+    out at each change of tile."""
     if problem.checkpoints > 0:
         return False
-    rounds, last = items(problem) / programs, problem.HV * (problem.V // TILE) / programs
-    return 1 < rounds < MOST_ROUNDS and any(r > 1 and r < EVEN * math.ceil(r) for r in (rounds, last))
+    waves, last = work_tiles(problem) / ctas, problem.HV * (problem.V // TILE) / ctas
+    return 1 < waves < MOST_WAVES and any(n > 1 and n < FULL_WAVE * math.ceil(n) for n in (waves, last))
 
 
 def recurrence(
@@ -218,11 +220,11 @@ def recurrence(
 ) -> Launch:
     """With `v_new`, for the backward pass, `h` is V first and `o` may be None."""
     problem, t, workspace = call.problem, call.t, call.workspace
-    most = programs(problem, t.v.device)
+    most = ctas(problem, t.v.device)
     split = workspace.get("starts") is not None
     return Launch(
         recurrence_kernel,
-        most if split and problem.N > 0 else min(items(problem), most),
+        most if split and problem.N > 0 else min(work_tiles(problem), most),
         (
             tiles(workspace["tiles"]),
             workspace["decay"],
@@ -231,7 +233,7 @@ def recurrence(
             *workspace.select("carry", "semaphores", "first_segment", "starts"),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *eighths(t.v, t.v if o is None else o),
+            *stride_div8(t.v, t.v if o is None else o),
         ),
         dict(
             K=problem.K,
@@ -239,7 +241,7 @@ def recurrence(
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
             STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
-            STREAM_K=sharing_pays(problem, most),
+            STREAM_K=stream_k_pays(problem, most),
         ),
         num_warps=4,
         scratch=call.buffers,
