@@ -207,8 +207,8 @@ def maps(call: Call, final_state: Tensor | None) -> Launch:
 
 def stream_k_pays(problem: Problem, ctas: int) -> bool:
     """Whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the last
-    wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and has less to work
-    out at each change of tile."""
+    wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves less
+    to work out at each change of tile."""
     if problem.checkpoints > 0:
         return False
     waves, last = work_tiles(problem) / ctas, problem.HV * (problem.V // TILE) / ctas
