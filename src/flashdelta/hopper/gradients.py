@@ -147,7 +147,7 @@ def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
 
 def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
-    A, h, v_new, dv, dh = (copyable(x) for x in dense(t.A, t.h, t.v_new, t.dv, t.dh) if x is not None)
+    A, h, v_new, dv, dh = (copyable(x.contiguous()) for x in (t.A, t.h, t.v_new, t.dv, t.dh))
     (cu_seqlens,) = dense(t.cu_seqlens)
     q, k, g, v, do = map(copyable, (t.q, t.k, t.g, t.v, t.do))
     x = WyOperands(q, k, g, v, t.beta, A, h, v_new, do, dv, dh, cu_seqlens)

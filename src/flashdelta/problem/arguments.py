@@ -271,11 +271,14 @@ class Operation:
     called: Mapping[str, str] | None = None
     no_gradients: str | None = None
     roles: frozenset[str] = field(init=False)
+    role_of_name: dict[str, str] = field(init=False)
+    """Of the names that are not the role's own."""
     overlaps: dict[str, list[str]] = field(init=False)
     """Of roles that are written: those that must not share their memory. Each pair is there once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", frozenset(argument.role for argument in self.arguments))
+        object.__setattr__(self, "role_of_name", {name: role for role, name in (self.called or {}).items()})
         found: dict[str, list[str]] = {}
         for argument in reversed(self.arguments):
             if argument.written:
@@ -286,14 +289,8 @@ class Operation:
     def name_of(self, role: str) -> str:
         return role if self.called is None else self.called.get(role, role)
 
-    def role_of(self, name: str) -> str:
-        return next(iter(self.by_role({name: None})))
-
     def by_role(self, given: Mapping[str, object]) -> dict[str, Any]:
-        if self.called is None:
-            return dict(given)
-        roles = {name: role for role, name in self.called.items()}
-        return {roles.get(name, name): x for name, x in given.items()}
+        return {self.role_of_name.get(name, name): x for name, x in given.items()}
 
     def check(self, given: Mapping[str, object]) -> tuple[Problem, Tensors]:
         """Validates a call, whose arguments are `given` by the caller's names.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, get_args
 
@@ -214,17 +215,15 @@ def needs_A_log(c: Any) -> str | None:
     return "the softplus gate needs it" if gate_of(c) == "softplus" else None
 
 
-def inputs() -> tuple[Argument, ...]:
-    """What all but `kda_prefill` and `commit` read."""
-    return (
-        Argument("q", "B T H K", INPUT, required=""),
-        Argument("k", "B T H K", like_first, required=""),
-        Argument("v", "B T HV V", like_first, required=""),
-        Argument("g", "B T HV K", float32_or_first, required=""),
-        Argument("beta", "B T HV", float32_or_first, required=""),
-        Argument("cu_seqlens", "N1", INDEX),
-    )
-
+TOKENS = (
+    Argument("q", "B T H K", INPUT, required=""),
+    Argument("k", "B T H K", like_first, required=""),
+    Argument("v", "B T HV V", like_first, required=""),
+    Argument("g", "B T HV K", float32_or_first, required=""),
+    Argument("beta", "B T HV", float32_or_first, required=""),
+    Argument("cu_seqlens", "N1", INDEX),
+)
+"""Of the forward operations."""
 
 PARAMETERS = (
     Argument("A_log", ("HV", "1 1 HV 1"), float32_or_first, required=needs_A_log),
@@ -237,7 +236,7 @@ def needs_indices(c: Any) -> str | None:
 
 
 SEQUENCES = (
-    *inputs(),
+    *TOKENS,
     *PARAMETERS,
     Argument("initial_state", "N HV STATE", state),
     Argument("state_pool", "slots HV STATE", state, dense=3, written=True),
@@ -268,23 +267,16 @@ def check_chunks(c: Any, sizes: Sizes) -> None:
     check_heads(c, sizes)
     if not 1 <= sizes.get("M", 1) <= MAX_CHECKPOINTS:
         raise wrong("checkpoint_offsets", f"{sizes['M']} checkpoints", f"1 to {MAX_CHECKPOINTS} a sequence")
-    if c.cu_seqlens_cpu is not None and known_lengths(c.cu_seqlens_cpu, c.chunk_size, c.q) is None:
-        wanted = f"offsets from 0 that never fall, at most T = {sizes['T']}"
-        raise wrong("cu_seqlens_cpu", f"{c.cu_seqlens_cpu.tolist()[:8]}", wanted)
-
-
-def of_sequences(name: str) -> Any:
-    def problem(c: Any, t: Tensors) -> Made:
-        return kda_problem(c, t, operation=name)
-
-    return problem
 
 
 def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     """Options that have the name of a setting are that setting; the others are worked out here."""
     options = vars(c)
     gate = gate_of(c)
-    bounds = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), t.q) or (0, 0)
+    bounds = known_lengths(options.get("cu_seqlens_cpu"), options.get("chunk_size", 64), t.q)
+    if bounds is None:
+        wanted = f"offsets from 0 that never fall, at most T = {t.q.shape[1]}"
+        raise wrong("cu_seqlens_cpu", f"{c.cu_seqlens_cpu.tolist()[:8]}", wanted)
     split = options.get("split", "auto")
     logits = "double_logit" if c.allow_neg_eigval else "logit"
     worked_out = dict(
@@ -311,7 +303,7 @@ CHUNK = Operation(
     (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), OUT),
     OPTIONS | UNNAMED,
     (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES),
-    of_sequences("chunk"),
+    functools.partial(kda_problem, operation="chunk"),
     check_chunks,
 )
 RECURRENT = Operation(
@@ -319,7 +311,7 @@ RECURRENT = Operation(
     (*SEQUENCES, OUT),
     OPTIONS | UNNAMED,
     (*GATE_RULES, *POOL_RULES),
-    of_sequences("recurrent"),
+    functools.partial(kda_problem, operation="recurrent"),
     check_heads,
 )
 
@@ -475,7 +467,7 @@ def needs_targets(c: Any) -> str | None:
 DECODE = Operation(
     "decode",
     (
-        *inputs(),
+        *TOKENS,
         *PARAMETERS,
         Argument(
             "state_pool",

@@ -18,6 +18,7 @@ from ..problem.problem import Problem, Result, Tensors
 from .launch import Launch, hooked, start
 
 MOST_APART = 256
+"""Written tensors, such as the pools of a model's layers, of which a recorded program knows that they are disjoint."""
 
 ALIGNMENT = 512
 """Bytes: of buffers that share an allocation."""
@@ -186,12 +187,7 @@ class Recorded:
         if self.recorder is not None:
             self.steps = self._resolved(self.recorder)
             self.recorder = None
-            if self.steps is not None:
-                self.usable = self._usable  # type: ignore[method-assign]
-        return self.steps is not None and self._usable()
-
-    def _usable(self) -> bool:
-        return torch.cuda.current_device() == self.index and not hooked()
+        return self.steps is not None and torch.cuda.current_device() == self.index and not hooked()
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]:
         """The outputs by name. `addresses` are those of `tensors`, in a list that may be changed."""

@@ -29,7 +29,7 @@ class Call:
         self.operation, self.function, self.kind = operation, function, operation.name
         self.tensors = tuple(p.name for p in parameters if "Tensor" in str(p.annotation))
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
-        place = {operation.role_of(name): i for i, name in enumerate(self.tensors)}
+        place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
         self.pairs = [(place[role], [place[other] for other in others]) for role, others in operation.overlaps.items()]
         CALLS[function] = self
 
