@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
 from flashdelta.problem.problem import Result
-from flashdelta.program import program as programs
+from flashdelta.program import record as record_module
 from flashdelta.program.cache import LaunchCache
-from flashdelta.program.launch import Launch
+from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Outputs, Program
+from flashdelta.program.record import Recorded
 from flashdelta.runtime import call as road
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.decoding import BY_NAME as STEPS
@@ -42,11 +43,15 @@ class Started(list):
     def __call__(self, compiled: object, index: object, grid: tuple, arguments: list) -> None:
         self.append((compiled, grid, arguments))
 
+    def kernel_call(self, compiled: object, grid: tuple, arguments: list) -> tuple[Callable, list]:
+        return lambda *call: self(compiled, None, grid, [*call[ARGUMENTS:]]), [None] * ARGUMENTS + [*arguments]
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     found = Started()
-    monkeypatch.setattr(programs, "start", found)
+    monkeypatch.setattr(record_module, "kernel_call", found.kernel_call)
+    monkeypatch.setattr(record_module, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(Launch, "run", lambda self: self.kernel)
     return found
@@ -58,7 +63,7 @@ def launch(
     return Launch(name, ctas, arguments, constants, num_warps=4, scratch=scratch)
 
 
-def record(known: list[Tensor | None], launches: list[Launch], **outputs: Tensor) -> programs.Recorded | None:
+def record(known: list[Tensor | None], launches: list[Launch], **outputs: Tensor) -> Recorded | None:
     made = Outputs(CPU)
     made.update(outputs)
     program = Program(made, launches)
@@ -116,8 +121,8 @@ def test_buffers_live_from_first_to_last_use(started: Started):
         launch("2", c, scratch=(a, b, c)),
     ]
     found = record([x], launches)
-    assert [(len(needed), done) for *_, needed, done in found.steps] == [(1, []), (1, [1]), (0, [2])]
-    ((slot, size),) = found.steps[0][-2]
+    assert [(len(needed), done) for *_, needed, done in found.replay.steps] == [(1, []), (1, [1]), (0, [2])]
+    ((slot, size),) = found.replay.steps[0].scratch
     assert size == 512 + 512 and slot == 1
     found.run((), [16])
     (_, _, (_, first_a, first_b)), (_, _, (second_a, second_b, _)), _ = started
@@ -134,7 +139,7 @@ def test_a_buffer_is_not_the_one_that_had_its_address(started: Started):
             del again
 
     found = record([torch.zeros(1)], launches())
-    assert [(len(needed), len(done)) for *_, needed, done in found.steps] == [(1, 1), (1, 1)]
+    assert [(len(needed), len(done)) for *_, needed, done in found.replay.steps] == [(1, 1), (1, 1)]
 
 
 def test_an_output_may_lie_where_a_buffer_lay(started: Started):
@@ -151,15 +156,16 @@ def test_an_output_may_lie_where_a_buffer_lay(started: Started):
     program = Program(outputs, launches())
     program.run([x])
     assert program.recorded.usable()
-    (_, buffer), (_, late) = (step[3] for step in program.recorded.steps)
-    assert buffer[1] != late[1] and late[1] in [slot for _, slot, *_ in program.recorded.steps[1][5]]
+    first, second = program.recorded.replay.steps
+    (_, buffer), (_, late) = first.places, second.places
+    assert buffer[1] != late[1] and late[1] in [slot for _, slot, *_ in second.outputs]
 
 
 def test_descriptors_get_new_addresses(started: Started):
     """Their tensor is not kept."""
     x = torch.zeros(8)
     found = record([x], [launch("a", SimpleNamespace(base=x, shape=(8,)))])
-    assert found.steps[0][2][0].base is None
+    assert found.replay.steps[0].call[ARGUMENTS].base is None
     found.run((), [640])
     (_, _, (descriptor,)) = started[0]
     assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)

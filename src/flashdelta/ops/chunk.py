@@ -123,15 +123,16 @@ def chunk_kda(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (
-        *(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, state_pool, state_indices),
-        *(has_initial_state, checkpoint_offsets, checkpoint_indices),
-    )
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, state_pool,
+        state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices,
+    )  # fmt: skip
     options = (
-        *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel),
-        *(allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first),
-        *(chunk_size, gate, backend, null_index, split, batch_invariant),
-    )
-    found = _call.run(tensors, options, known_lengths(cu_seqlens_cpu, chunk_size, q))
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
+        chunk_size, gate, backend, null_index, split, batch_invariant,
+    )  # fmt: skip
+    known = None if cu_seqlens_cpu is None else known_lengths(cu_seqlens_cpu, chunk_size, q)
+    found = _call.run(tensors, options, known)
     if not return_intermediate_states:
         return found["o"], found.get("final_state")
     h = found["h"]

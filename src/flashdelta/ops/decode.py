@@ -101,14 +101,14 @@ def recurrent_kda(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (
-        *(q, k, v, g, beta, mixed_qkv, A_log, dt_bias, initial_state, cu_seqlens, ssm_state_indices),
-        *(num_accepted_tokens, output, initial_state_source, initial_state_indices),
-        *(intermediate_states, intermediate_state_indices),
-    )
+        q, k, v, g, beta, mixed_qkv, A_log, dt_bias, initial_state, cu_seqlens, ssm_state_indices,
+        num_accepted_tokens, output, initial_state_source, initial_state_indices, intermediate_states,
+        intermediate_state_indices,
+    )  # fmt: skip
     options = (
-        *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, num_spec_tokens),
-        *(beta_is_logit, allow_neg_eigval, gate, state_v_first, null_index, update_state, backend),
-    )
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, num_spec_tokens,
+        beta_is_logit, allow_neg_eigval, gate, state_v_first, null_index, update_state, backend,
+    )  # fmt: skip
     found = _call.run(tensors, options)
     return found["o"], initial_state if output_final_state and initial_state is not None else found.get("final_state")
 

@@ -44,13 +44,13 @@ def fused_recurrent_kda(
         `(o [B, T, HV, V], final_state or None)`.
     """
     tensors = (
-        *(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, state_pool, state_indices),
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, state_pool, state_indices,
         has_initial_state,
-    )
+    )  # fmt: skip
     options = (
-        *(scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel),
-        *(allow_neg_eigval, lower_bound, state_v_first, gate, backend, null_index),
-    )
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound, state_v_first, gate, backend, null_index,
+    )  # fmt: skip
     found = _call.run(tensors, options)
     return found["o"], found.get("final_state")
 

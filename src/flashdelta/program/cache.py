@@ -17,6 +17,9 @@ class Entry(Protocol):
     used: int
     """How many entries had been kept when it was last found."""
 
+    types: Sequence[type]
+    """Of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""
+
     def usable(self) -> bool:
         """Whether it may run now; else the call runs as one that may not be kept."""
 
@@ -37,39 +40,37 @@ class LaunchCache(Generic[E]):
         self, kind: object, tensors: Sequence[Tensor | None], options: tuple = ()
     ) -> tuple[E | None, Key, list[int]]:
         """The entry of a call of this kind, if there is one that may run now; its key; and the addresses of its `tensors` (0
-        where there is none). Of options the types count, too: 64.0 equals 64, and True equals 1.
+        where there is none).
 
         A call may not be kept that is traced, checked on the host, or not on a GPU, nor one with arguments that are no plain
         tensors, or have no memory of their own (sparse ones, those inside `torch.vmap`)."""
         if device_checks.ENABLED or torch.compiler.is_compiling():
             return None, None, []
         grad = torch.is_grad_enabled()
-        found: list[object] = [kind, options, grad, *map(type, options)]
-        addresses, device = [0] * len(tensors), -1
-        for i, x in enumerate(tensors):
-            if x is None:
-                continue
-            if type(x) in PLAIN:
-                # flat, and the device as a number: all this is most of the host time of a repeated call
-                try:
-                    index, address = x.get_device(), x.data_ptr()
-                    found += (i, x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15)
-                except RuntimeError:
-                    return None, None, []
-                if index > device:
-                    device = index
-                addresses[i] = address
-            else:
-                return None, None, []
-        if device < 0:
-            return None, None, []
-        key = tuple(found)
+        found: list[object] = [kind, options, grad]
+        addresses: list[int] = []
         try:
+            for x in tensors:
+                if x is None:
+                    found.append(None)
+                    addresses.append(0)
+                elif type(x) in PLAIN:
+                    # flat, and the device as a number: all this is most of the host time of a repeated call
+                    index, address = x.get_device(), x.data_ptr()
+                    found += x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15
+                    addresses.append(address)
+                else:
+                    return None, None, []
+            key: tuple = tuple(found)
             entry = self._entries.get(key)
-        except TypeError:  # an option that can't be hashed, which the validation will refuse
+        except (RuntimeError, TypeError):  # no memory; an option that can't be hashed, which the validation will refuse
             return None, None, []
+        if entry is not None and entry.types != [*map(type, options)]:
+            key += tuple(map(type, options))
+            entry = self._entries.get(key)
         if entry is None:
-            return None, key, addresses
+            on_gpu = any(x is not None and x.get_device() >= 0 for x in tensors)
+            return None, key if on_gpu else None, addresses
         if not entry.usable():
             return None, None, []
         entry.used = self._clock
@@ -83,7 +84,7 @@ class LaunchCache(Generic[E]):
             for old, _ in by_use[: max(1, self.most // 4)]:
                 self._entries.pop(old, None)
         self._clock += 1
-        entry.used = self._clock
+        entry.used, entry.types = self._clock, [*map(type, key[1])]
         self._entries[key] = entry
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +95,27 @@ class Launch:
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
-def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], arguments: tuple | list) -> None:
-    """Starts a compiled kernel on the current stream. Addresses may stand for tensors."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+STREAM, ARGUMENTS = 3, 9
+"""Places in the call of a compiled kernel: of the stream, and of the first argument."""
+
+
+def kernel_call(
+    compiled: CompiledKernel, grid: tuple[int, int, int], arguments: Iterable[Any]
+) -> tuple[Callable[..., object], list]:
+    """A compiled kernel's launcher and what it takes, the stream left out. Addresses may stand for tensors."""
+    run = compiled.run  # loads the machine code, so that there is a function
+    return run, [*grid, None, compiled.function, compiled.packed_metadata, None, None, None, *arguments]
+
+
+def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], arguments: Iterable[Any]) -> None:
+    """Starts a compiled kernel on the current stream."""
+    run, call = kernel_call(compiled, grid, arguments)
+    call[STREAM] = current_stream(device)
+    run(*call)
+
+
+def current_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def hooked() -> bool:

@@ -30,6 +30,7 @@ class Differentiable:
     `records`; the backward pass is an entry of its own, since it depends on the gradients that come in."""
 
     used = 0
+    types: Sequence[type] = ()
 
     def __init__(
         self, problem: Problem, backend: Backend, cache: LaunchCache[Any], names: Sequence[str], records: bool
