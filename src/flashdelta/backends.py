@@ -167,9 +167,9 @@ class HopperBackend(Backend):
         return build(problem, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
-        from .hopper import launch
+        from .hopper.segments import SPLIT_COSTS, room
 
-        return planned_parts(problem, chunks, launch.room(problem, device), launch.SPLIT_COSTS)
+        return planned_parts(problem, chunks, room(problem, device), SPLIT_COSTS)
 
 
 class TritonBackend(Backend):
@@ -205,10 +205,10 @@ class TritonBackend(Backend):
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
         from .program.launch import capability, sm_count
-        from .triton import config
+        from .triton.segments import SPLIT_COSTS, room
 
-        room = config.room(problem, capability(device), sm_count(device))
-        return planned_parts(problem, chunks, room, config.SPLIT_COSTS)
+        most = room(problem, capability(device), sm_count(device))
+        return planned_parts(problem, chunks, most, SPLIT_COSTS)
 
 
 def interpreting() -> bool:

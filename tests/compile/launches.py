@@ -92,7 +92,7 @@ def decode(step: Step, dtype: torch.dtype, backend: str, arch: int) -> Iterable[
 
 def many_decode(step: Step, arch: int) -> Iterable[Launch]:
     """As with many sequences and heads, which alone have a kernel of Hopper's own."""
-    with patch("flashdelta.hopper.launch.DECODE_FEW", 0):
+    with patch("flashdelta.hopper.decode.DECODE_FEW", 0):
         return decode(step, BF16, "hopper", arch)
 
 

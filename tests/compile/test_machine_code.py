@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashdelta.hopper.launch import DECODE_AT_ONCE
+from flashdelta.hopper.decode import DECODE_AT_ONCE
 from flashdelta.program.launch import Launch
 from flashdelta.tools import compile as compiling
 from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of

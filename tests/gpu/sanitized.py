@@ -14,15 +14,15 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import gradients as hopper_gradients
-from flashdelta.hopper import launch as hopper_launch
+from flashdelta.hopper import decode as hopper_decode
+from flashdelta.hopper import wy as hopper_wy
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
 from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import WyCase, make_wy
-from flashdelta.triton import config
+from flashdelta.triton import decode as triton_decode
 
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
@@ -92,7 +92,7 @@ def run_backward(backend: str, races: bool) -> int:
     if not races:
         steps += [steps[1] | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
     calls += [functools.partial(fd.kernels.chunk_bwd_wy_dqkg, **on_device(call), backend=backend) for call in steps]
-    hopper_gradients.sm_count = lambda device: 1  # so that a program of `wy` takes several items
+    hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
     ran = 0
     for call in calls:
         try:
@@ -134,8 +134,8 @@ def main() -> None:
             fd.kda_prefill(**on_device(call))
             ran += 1
     # with the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone
-    for few in () if backward else (0,) if backend == "hopper" else (config.DECODE_FEW, 0):
-        config.DECODE_FEW = hopper_launch.DECODE_FEW = few
+    for few in () if backward else (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
+        triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few
         for call in decode_calls(backend, races):
             ran += run(fd.recurrent_kda, on_device(call), backend)
     if backward:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import launch
+from flashdelta.hopper import recurrence
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 from flashdelta.testing.oracle import lengths_of, poisoned_memory, same_bits
@@ -29,7 +29,7 @@ UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 @pytest.fixture(autouse=True)
 def stream_k(monkeypatch: pytest.MonkeyPatch):
     """Where it would not pay, too."""
-    monkeypatch.setattr(launch, "stream_k_pays", lambda problem, ctas: problem.checkpoints == 0)
+    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: problem.checkpoints == 0)
 
 
 CASES = [

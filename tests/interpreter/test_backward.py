@@ -11,8 +11,8 @@ import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENGTH_CASES, STATE_CASES, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import poisoned_memory
-from flashdelta.triton import config
 from flashdelta.triton import gradients as kernels
+from flashdelta.triton import wy
 
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
 
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_reference(case: Case):
 @pytest.mark.parametrize("name", ["bounded", "softplus", "gva2", "packed", "chunk32"])
 def test_gradients_with_held_value_channels(name: str, monkeypatch: pytest.MonkeyPatch):
     """As `wy` is launched on Hopper."""
-    monkeypatch.setattr(config, "wy_config", lambda problem, capability: config.WyConfig(16, problem.V, 4, 3))
+    monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
     call = make_call(replace(next(case for case in KINDS if case.name == name), T=20))
     grads = incoming(call)
     with poisoned_memory():

@@ -9,7 +9,7 @@ import flashdelta as fd
 from flashdelta.runtime.warmup import WARM_MANY
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.decoding import BY_NAME, STEPS, Step, step_id
-from flashdelta.triton import config
+from flashdelta.triton import decode
 
 from ..support.decoding_checks import check_commit, check_step
 from ..unit.test_decode import commit_call
@@ -28,7 +28,7 @@ def test_step_fp16(name: str):
 @pytest.mark.parametrize("name", ["k_first", "bf16", "bf16_k_first", "V64", "K16"])
 def test_step_of_a_large_batch(name: str, monkeypatch):
     """The launch parameters for many sequences and heads, on a small step. (fp32 states with V first have no others.)"""
-    monkeypatch.setattr(config, "DECODE_FEW", 0)
+    monkeypatch.setattr(decode, "DECODE_FEW", 0)
     check_step(fd.recurrent_kda, BY_NAME[name], FP32, "triton")
 
 
@@ -41,8 +41,8 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
-    assert 2 * WARM_MANY > config.DECODE_FEW
+    assert 2 * WARM_MANY > decode.DECODE_FEW
     monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
-    monkeypatch.setattr(config, "DECODE_FEW", 3)
+    monkeypatch.setattr(decode, "DECODE_FEW", 3)
     options = {"dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
     assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (4 + 4)

@@ -12,7 +12,7 @@ from flashdelta.problem.operations import PRECISIONS
 from flashdelta.testing.cases import Case, case_id
 from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits
 from flashdelta.testing.prefills import HARD, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
-from flashdelta.triton import config
+from flashdelta.triton import recurrence
 
 ONE = replace(PLAIN, H=1, HV=1, T=17)
 LENGTHS = (0, 1, 16, 17, 33, 64, 65, 131)
@@ -53,7 +53,7 @@ def test_sizes_with_logits(size: tuple[int, int, int], precision: str):
 
 def test_wide_slices_of_the_states(monkeypatch: pytest.MonkeyPatch):
     """As for many heads, on one."""
-    monkeypatch.setattr(config, "STATES_FEW", 0)
+    monkeypatch.setattr(recurrence, "STATES_FEW", 0)
     check(sized(replace(ONE, T=33), (128, 128, 32)), precision="tf32x3")
 
 

@@ -13,7 +13,7 @@ from flashdelta.testing.cases import BY_NAME, FP32
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import assert_close, assert_right, poisoned_memory
-from flashdelta.triton import config
+from flashdelta.triton import prepare
 
 from ..support.decoding_checks import check_commit, check_step
 from ..support.gradients import gradients, incoming, relative_errors, true_gradients
@@ -24,7 +24,7 @@ from ..unit.test_decode import commit_call
 @pytest.mark.parametrize("bounded", [False, True], ids=["prepare", "prepare_bounded"])
 def test_chunks_and_their_gradients(bounded: bool, monkeypatch: pytest.MonkeyPatch):
     if bounded:  # which is else for bfloat16 alone, and the interpreter gets that wrong
-        monkeypatch.setattr(config, "bounded", config.safe_blocks)
+        monkeypatch.setattr(prepare, "bounded", prepare.safe_blocks)
     case = replace(BY_NAME["packed_unused"], lengths=(0, 17), unused=2, H=1, HV=2)
     call = make_call(case) | {"backend": "triton"}
     with poisoned_memory():

@@ -60,7 +60,7 @@ def _plan(cu_seqlens: torch.Tensor, T: int, room: int, split: int, invariant: bo
     first_segment = torch.full((N + 1,), -1, dtype=torch.int32)
     plan_kernel[(1,)](
         *(cu_seqlens, None, first_segment, T, N, 0, room, split, int(invariant)),
-        *(costs.step, costs.map, costs.compose, costs.fixed, costs.shortest, costs.margin),
+        *(costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin),
         C=64,
         BLOCK=128,
     )

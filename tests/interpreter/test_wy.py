@@ -10,7 +10,7 @@ import torch
 import flashdelta as fd
 from flashdelta.testing.oracle import poisoned_memory
 from flashdelta.testing.wy import BY_NAME, CASES, WyCase, errors, exact, make_wy
-from flashdelta.triton import config
+from flashdelta.triton import wy
 
 SMALL = [
     replace(case, HV=case.HV if case.H != case.HV else 1, H=1 if case.H == case.HV else case.H, T=min(case.T, 66))
@@ -29,7 +29,7 @@ HELD = [case for case in SMALL if case.name not in ("rows", "strong", "strided",
 )
 def test_results_are_the_reference(case: WyCase, held: bool, monkeypatch: pytest.MonkeyPatch):
     if held:  # as on Hopper
-        monkeypatch.setattr(config, "wy_config", lambda problem, capability: config.WyConfig(16, problem.V, 4, 3))
+        monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
     call = make_wy(case)
     with poisoned_memory():
         found = fd.kernels.chunk_bwd_wy_dqkg(**call, backend="triton")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashdelta.problem.split import SplitCosts
 
-COSTS = SplitCosts(step=97, map=60, compose=150, fixed=800)
+COSTS = SplitCosts(step=97, transition=60, compose=150, fixed=800)
 CHUNK = 32
 LENGTHS = ([1, 31, 32, 33], [0, 200, 0, 65], [331], [7, 640, 1, 0])
 """Empty sequences among long ones, tails, sequences of one chunk."""

@@ -28,7 +28,8 @@ from flashdelta.runtime.call import check
 from flashdelta.tools.export import bindings, compile_kernels, kernels, wanted_kernels, write
 from flashdelta.tools.export.kernels import Wanted, compile_kernel, parameters_of, sample_decode, sample_prefill
 from flashdelta.triton.build import build as build_triton
-from flashdelta.triton.launch import layout, prefill, prefill_layout
+from flashdelta.triton.build import prefill, prefill_layout
+from flashdelta.triton.launch import layout
 
 from ..compile.toolchains import toolchains
 from ..support.exports import (
@@ -578,7 +579,7 @@ def test_unknown_parameters_are_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_too_much_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(kernels.config.SHARED_MEMORY, 90, 8)
+    monkeypatch.setitem(kernels.SHARED_MEMORY, 90, 8)
     with pytest.raises(RuntimeError, match=r"bytes of shared memory, sm_90 has 8$"):
         compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
 

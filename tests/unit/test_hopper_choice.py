@@ -12,7 +12,8 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.hopper.build import build
-from flashdelta.hopper.launch import layout, stream_k_pays
+from flashdelta.hopper.launch import layout
+from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id

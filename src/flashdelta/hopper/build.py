@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problem.problem import BACKWARD, Problem, Tensors
-from ..program.launch import capability
+from ..problem.split import segments_of_call
+from ..program.launch import Launch, capability
 from ..program.program import Outputs, Program
+from ..program.workspace import Workspace
 from ..triton import launch as portable
+from ..triton.launch import StageCall
+from ..triton.segments import compose
 from . import gradients
-from .launch import aligned, chunk, prepare_inputs, step
+from .decode import decode
+from .launch import aligned, layout, prepare_inputs
+from .prepare import prepare
+from .recurrence import recurrence
+from .segments import SPLIT_COSTS, room, transitions
+from .wy import wy_dqkg
 
 
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
@@ -24,7 +33,16 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
         t, copy_out = replace(t, out=None), t.out
     outputs = Outputs.of(problem, t)
     if problem.operation == "wy":
-        return Program(outputs, [gradients.wy_dqkg(problem, t, outputs)])
+        return Program(outputs, [wy_dqkg(problem, t, outputs)])
     if problem.operation != "chunk":
-        return Program(outputs, [step(problem, portable.prepare_inputs(problem, t), arch, outputs)])
+        return Program(outputs, decode(problem, portable.prepare_inputs(problem, t), arch, outputs))
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
+
+
+def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """The launches that run a call of whole sequences, in order."""
+    segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
+    call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
+    final_state = outputs.get("final_state")
+    split = [transitions(call, final_state), compose(call, final_state)] if segments else []
+    return [prepare(call), *split, recurrence(call, outputs["o"], final_state, outputs.get("h"))]

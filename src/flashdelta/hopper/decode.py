@@ -15,11 +15,18 @@ Contract and order of operations: as `triton/decode.py`. What differs is how a w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, sm_count
+from ..program.program import Outputs
+from ..triton import decode as portable
+from ..triton.decode import DECODE_FEW
 from .device.compat import copy_async
 from .device.math import split_high_low
 from .device.portable import (
@@ -33,6 +40,7 @@ from .device.portable import (
     source_slot,
     target_slot,
 )
+from .launch import aligned
 
 
 @gluon.jit
@@ -252,3 +260,19 @@ def decode_kernel(
         state = tile_s.load(tile_l).to(gl.float32) * decay + correction * row_k
         at = final_state + (i * TILE * K + in_slot)
         gl.store(at, state.to(gl.bfloat16), mask=everywhere(in_slot, stored))
+
+
+DECODE_AT_ONCE = 28
+"""CTAs of `decode` that registers and shared memory let an SM run at once (K = 128; at 64 a few more)."""
+
+
+def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """One token a sequence. For few pairs of sequence and head, and where copies can't be asynchronous, the portable kernel."""
+    (launch,) = portable.decode(problem, t, arch, outputs)
+    given = dict(zip(decode_kernel.arg_names, launch.arguments))
+    many = problem.N * problem.HV > DECODE_FEW
+    if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
+        # it takes the portable kernel's arguments and one more, and as much of a state
+        at_once = min(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
+        launch = replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, at_once))
+    return [launch]

@@ -14,11 +14,16 @@ the blocks of 2, 4, .. 64 rows, where no factor is more than 1.
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from ..triton.finish import ByHead
+from ..triton.wy import Parts
 from .device.compat import barrier, reinterpret
 from .device.layouts import C, copy_rows, load_rows, row_column, store_rows
 from .device.math import (
@@ -36,6 +41,7 @@ from .device.math import (
 )
 from .device.portable import beta_gradient, decay_rate
 from .device.tile_scheduler import chunk_tile, first_tile
+from .launch import stride_div8
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)
@@ -369,3 +375,29 @@ def intra_kernel(
         gl.store(partial_A_log + chunk * K + column, gl.sum(gl.where(valid, of_A, 0.0), axis=0))
     if partial_dt_bias is not None:
         gl.store(partial_dt_bias + chunk * K + column, gl.sum(dg, axis=0))
+
+
+def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
+    return Launch(
+        intra_kernel,
+        problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
+            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
+            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
+            *(problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.N, problem.HV, problem.group, problem.slots),
+            *stride_div8(t.q, t.k, t.g),
+            *strides(t.beta),
+        ),
+        dict(
+            K=problem.K,
+            GATE=problem.gate,
+            SAFE=problem.safe_gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            PREFETCH=problem.K == 128 and problem.g_dtype == torch.bfloat16,
+        ),
+        num_warps=4 * (problem.K // 64),
+        scratch=(*parts.buffers, *heads.buffers(problem)),
+    )

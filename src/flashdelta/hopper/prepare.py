@@ -12,6 +12,9 @@ reference row)`, which is `a` or `b = 1 / a` of the thread's own sub-chunk times
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -19,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from ..program.launch import Launch, strides
+from ..triton.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
 from .device.layouts import ACC, LEFT, ROWS, position, store_block, store_tile
 from .device.math import (
@@ -41,7 +46,8 @@ from .device.math import (
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .segments import plan_segments
+from .launch import FLAGS, stride_div8
+from .segments import SPLIT_COSTS, plan_segments, room
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 PLANNED = ("room", "split", "batch_invariant")
@@ -848,3 +854,36 @@ def prepare_kernel(
     low = (weights - high.to(gl.float32)).to(gl.bfloat16)
     store_tile(tiles + 3 * KH * 4096, high, 0)
     store_w(tiles, high, low, buffers)
+
+
+def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
+    slots = problem.B * problem.slots if problem.N > 0 else 0
+    chunks = slots * problem.HV if problem.safe_gate else slots
+    return Launch(
+        prepare_kernel,
+        chunks + (workspace.get("first_segment") is not None),
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
+            *(*workspace.select("tiles", "decay", "semaphores", "first_segment"), Akk_inv),
+            *(problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
+            *stride_div8(t.q, t.k, t.g),
+            *strides(t.beta),
+            *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
+        ),
+        dict(
+            K=problem.K,
+            GATE=problem.gate,
+            SAFE=problem.safe_gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            FLAGS=FLAGS,
+            COSTS=astuple(SPLIT_COSTS),
+        ),
+        num_warps=4,
+        scratch=call.buffers,
+        # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
+        max_registers=168 if problem.safe_gate or problem.K == 128 else None,
+        rows=1 if problem.safe_gate else problem.HV,
+    )

@@ -12,10 +12,16 @@ register operands of the next.
 
 from __future__ import annotations
 
+import math
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from ..problem.problem import Problem
+from ..program.launch import Launch
+from ..triton.launch import StageCall, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -37,6 +43,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, chunks_before
+from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
@@ -331,4 +338,55 @@ def recurrence_kernel(
         ],
         [1],
         [96],
+    )
+
+
+FULL_WAVE = 0.9
+"""Share of the SMs that a last wave must fill for whole work tiles to do."""
+
+
+MOST_WAVES = 10
+"""From so many on the last wave matters little."""
+
+
+def stream_k_pays(problem: Problem, ctas: int) -> bool:
+    """Whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the last
+    wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves less
+    to work out at each change of tile."""
+    if problem.checkpoints > 0:
+        return False
+    waves, last = work_tiles(problem) / ctas, problem.HV * (problem.V // TILE) / ctas
+    return 1 < waves < MOST_WAVES and any(n > 1 and n < FULL_WAVE * math.ceil(n) for n in (waves, last))
+
+
+def recurrence(
+    call: StageCall, o: Tensor | None, final_state: Tensor | None, h: Tensor | None, v_new: Tensor | None = None
+) -> Launch:
+    """With `v_new`, for the backward pass, `h` is V first and `o` may be None."""
+    problem, t, workspace = call.problem, call.t, call.workspace
+    most = ctas(problem, t.v.device)
+    split = workspace.get("starts") is not None
+    return Launch(
+        recurrence_kernel,
+        most if split and problem.N > 0 else min(work_tiles(problem), most),
+        (
+            tiles(workspace["tiles"]),
+            workspace["decay"],
+            *(t.v, o, h, v_new),
+            *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *workspace.select("carry", "semaphores", "first_segment", "starts"),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
+            *stride_div8(t.v, t.v if o is None else o),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            V_FIRST=problem.state_v_first,
+            H_V_FIRST=problem.state_v_first or v_new is not None,
+            STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
+            STREAM_K=stream_k_pays(problem, most),
+        ),
+        num_warps=4,
+        scratch=call.buffers,
     )

@@ -10,10 +10,15 @@ one MMA and, rounded to bf16, register operands of the next.
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch
+from ..triton.backward_pass import Kept, Scanned
+from ..triton.launch import or_empty
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -34,6 +39,7 @@ from .device.math import mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.portable import state_offsets
 from .device.tile_scheduler import TileScheduler, chunks_before
+from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
@@ -208,4 +214,29 @@ def reverse_kernel(
         ],
         [1],
         [96],
+    )
+
+
+def reverse(
+    problem: Problem, t: Tensors, kept: Kept, scanned: Scanned, dht: Tensor | None, dh0: Tensor | None
+) -> Launch:
+    final, initial = or_empty(problem, t, dht, dh0)
+    return Launch(
+        reverse_kernel,
+        min(work_tiles(problem), ctas(problem, t.q.device)),
+        (
+            *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
+            *(final, scanned.dv, scanned.dh, initial),
+            *(t.cu_seqlens, int(problem.has_initial_state), int(problem.output_final_state)),
+            *(problem.T, problem.N, problem.HV, problem.slots),
+            *stride_div8(t.do),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            V_FIRST=problem.state_v_first,
+            STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
+        ),
+        num_warps=4,
+        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh),
     )

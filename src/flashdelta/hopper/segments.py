@@ -7,11 +7,17 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..problem.problem import Problem
+from ..problem.split import SplitCosts
+from ..program.launch import Launch, sm_count
+from ..triton.launch import StageCall, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -30,6 +36,7 @@ from .device.pipeline import make_ring
 from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
+from .launch import MOST_CTAS, TILE, stages, stride_div8, tiles
 
 
 @gluon.jit
@@ -242,4 +249,38 @@ def transitions_kernel(
         ],
         [1],
         [96],
+    )
+
+
+SPLIT_COSTS = SplitCosts(step=98, transition=57, compose=230, fixed=850)
+"""Measured on an H200 at K = V = 128 (docs/split.md)."""
+
+
+def room(problem: Problem, device: torch.device) -> int:
+    """Segment transitions that are formed at the same time."""
+    return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
+
+
+def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
+    return Launch(
+        transitions_kernel,
+        min(sm_count(t.v.device), MOST_CTAS),
+        (
+            tiles(workspace["tiles"]),
+            *(workspace["decay"], t.v, *workspace.select("transitions", "offsets", "first_segment")),
+            *(t.cu_seqlens, t.checkpoint_offsets),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
+            *stride_div8(t.v),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            V_FIRST=problem.state_v_first,
+            STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0),
+        ),
+        num_warps=4,
+        overlaps=True,
+        scratch=call.buffers,
     )

@@ -11,6 +11,10 @@ results through the places that are needed last: otherwise all CTAs would wait f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,8 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, dense, sm_count, strides
+from ..program.program import Outputs
+from ..triton.wy import Parts, WyOperands
 from .device.compat import barrier, reinterpret
 from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
 from .device.math import (
@@ -39,6 +48,7 @@ from .device.pipeline import make_channel, next_phase
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import ChunkTile, chunk_tile, chunks_before, dense_chunk_tile, first_tile, next_tile
 from .device.tma import load_tiles, tma_store, wait_tiles
+from .launch import TILE, copyable, describe, stride_div8
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "tile_count", *_STRIDES)
@@ -422,3 +432,73 @@ def wy_kernel(
             store_rows(grad_G + first_row * K, key_stride, G, tile.count, None)
     if PERSISTENT:
         tma.store_wait(0)
+
+
+def _wy(
+    problem: Problem,
+    x: WyOperands,
+    found: tuple[torch.Tensor | None, ...],
+    rows: int,
+    persistent: bool = False,
+    **kinds,
+) -> Launch:
+    """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `persistent`: as the kernel's."""
+    items = problem.B * problem.slots * problem.HV if problem.N > 0 else 0
+    of_rows = stride_div8(x.q, x.k, x.g, x.v, x.do)
+    g_d = None
+    if persistent:
+        g_d = by_token(x.g)
+        x, found = described(x), (*map(by_token, found[:3]), *found[3:])
+    return Launch(
+        wy_kernel,
+        min(items, sm_count(x.beta.device)) if persistent else items,
+        (
+            *x.arguments(),
+            g_d,
+            *found,
+            *(problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.N, problem.HV, problem.group, problem.slots, rows, items),
+            *of_rows,
+            *strides(x.beta),
+        ),
+        dict(K=problem.K, V=problem.V, **kinds, PERSISTENT=persistent),
+        num_warps=8,
+    )
+
+
+def described(x: WyOperands) -> WyOperands:
+    """With tensor descriptors for what `wy` copies whole tiles of; of `g` it also reads single rows."""
+    rows = {name: by_token(getattr(x, name)) for name in ("q", "k", "v", "Akk_inv", "v_new", "do", "dv")}
+    return replace(x, **rows, h=by_state(x.h), dh=by_state(x.dh))
+
+
+def by_token(x: torch.Tensor) -> TensorDescriptor:
+    """Of `[B, T, heads, channels]`, in tiles of a chunk's rows of one head."""
+    return describe(x, (1, TILE, 1, x.shape[-1]))
+
+
+def by_state(x: torch.Tensor) -> TensorDescriptor:
+    """Of `[B, chunks, heads, rows, columns]`, in states; `[B * chunks, heads, ..]` to the kernel."""
+    return describe(x.flatten(0, 1), (1, 1, *x.shape[-2:]))
+
+
+def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
+    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
+    gate = dict(GATE=problem.gate, SAFE=problem.safe_gate)
+    rest = dict(BETA=problem.beta_kind, L2NORM=problem.l2norm, V_FIRST=True)
+    launch = _wy(problem, x, found, problem.slots, **gate, **rest)
+    return replace(launch, scratch=(*x.kept(), *parts.buffers))
+
+
+def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
+    """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
+    A, h, v_new, dv, dh = (copyable(x.contiguous()) for x in (t.A, t.h, t.v_new, t.dv, t.dh))
+    (cu_seqlens,) = dense(t.cu_seqlens)
+    q, k, g, v, do = map(copyable, (t.q, t.k, t.g, t.v, t.do))
+    x = WyOperands(q, k, g, v, t.beta, A, h, v_new, do, dv, dh, cu_seqlens)
+    results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
+    kinds = dict(GATE=problem.gate, SAFE=False, BETA="value", L2NORM=False, V_FIRST=problem.state_v_first)
+    # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice
+    # (no tensor descriptor has an empty tensor)
+    persistent = not problem.packed and problem.K == problem.V == 128 and problem.B * problem.T > 0
+    return _wy(problem, x, results, problem.rows, persistent, **kinds)

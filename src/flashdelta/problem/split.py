@@ -1,7 +1,7 @@
 """How many segments long sequences are cut into, so that few heads fill a GPU (docs/split.md): the planner.
 
-It takes the chunks of each sequence and how many maps are formed at the same time, and knows nothing of where: one GPU, or
-several. The kernels of a backend form the same whole numbers from device data.
+It takes the chunks of each sequence and how many segment transitions are formed at the same time, and knows nothing of where:
+one GPU, or several. The kernels of a backend form the same whole numbers from device data.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_PARTS = (64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """What the planner weighs, in units of 10 ns: a chunk of the recurrence, a chunk of a segment's map, one step of the chain
-    that composes maps, and what a split costs at all. `shortest`: chunks a segment has at least. `margin`: percent that a
-    sequence's time must fall by."""
+    """What the planner weighs, in units of 10 ns: a chunk of the recurrence, a chunk of a segment's transition, one step of the
+    chain that composes transitions, and what a split costs at all. `shortest`: chunks a segment has at least. `margin`: percent
+    that a sequence's time must fall by."""
 
     step: int
-    map: int
+    transition: int
     compose: int
     fixed: int
     shortest: int = 8
@@ -48,7 +48,7 @@ def parts_of_sequences(
 
     Args:
         chunks: `[N]` integers, the chunks of each sequence. Only whole numbers are formed from them, on their device.
-        room: maps of segments that can be formed at the same time.
+        room: segment transitions that can be formed at the same time.
         costs: of the kernels that will run.
         split: `AUTO`, or the number of segments of every sequence that has as many chunks.
         batch_invariant: a sequence's parts depend on its own chunks alone. Otherwise sequences share the room by their chunks.
@@ -63,16 +63,16 @@ def parts_of_sequences(
 def parts_that_pay(chunks: Whole, total: Whole, room: int, costs: SplitCosts) -> Whole:
     """Into how many segments it pays to cut sequences of so many chunks, in a batch of `total`: of one on the host, or of many
     on their device."""
-    # the last segment of a sequence needs no map
+    # the last segment of a sequence needs no transition
     parts = least(1 + room * chunks // most(total, 1), chunks // costs.shortest)
-    # longest * (step + map) + parts * compose is least at the root of this
-    square = chunks * (costs.step + costs.map)
+    # longest * (step + transition) + parts * compose is least at the root of this
+    square = chunks * (costs.step + costs.transition)
     root = 0 * chunks
     for bit in MOST_PARTS:
         root = where((root + bit) * (root + bit) * costs.compose <= square, root + bit, root)
     parts = most(least(parts, root), 1)
     longest = (chunks + parts - 1) // parts
-    cut = longest * (costs.step + costs.map) + parts * costs.compose + costs.fixed
+    cut = longest * (costs.step + costs.transition) + parts * costs.compose + costs.fixed
     return where(cut * 100 <= chunks * costs.step * (100 - costs.margin), parts, 1)
 
 
@@ -95,7 +95,7 @@ def most_segments(N: int, chunks: int, room: int, split: int = AUTO, batch_invar
     return min(bound, max(chunks, N) + N)
 
 
-NO_COSTS = SplitCosts(step=1, map=1, compose=1, fixed=1)
+NO_COSTS = SplitCosts(step=1, transition=1, compose=1, fixed=1)
 """Where splits were not measured. Only a forced one is done there, which weighs nothing."""
 
 

@@ -47,7 +47,7 @@ def warmup(
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
     many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper so many
-    heads that they would leave many multiprocessors idle.
+    heads that they would leave many SMs idle.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`. The last is called over a pool, with slots by index: options
@@ -130,14 +130,14 @@ def warmup(
 
 WARM_MANY = 160
 """Sequences, of two heads each, that are many for every backend's launch parameters; also slices of 64 value channels that no
-Hopper GPU can deal out to its multiprocessors without leaving many idle, for which `hopper` has a kernel of its own."""
+Hopper GPU can deal out to its SMs without leaving many idle, for which `hopper` has a kernel of its own."""
 
 
 WARM_LONG = (1, 8192, 2, 1)
 """Sizes as of `_warm_sizes`: a sequence that is split."""
 
 WARM_LONG_BATCH = (1, 7168, 12, 14)
-"""A batch with sequences that may be split, or else leave multiprocessors idle."""
+"""A batch with sequences that may be split, or else leave SMs idle."""
 
 
 def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int, int]]:

@@ -15,8 +15,8 @@ from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs, Program, new
 from ..program.workspace import Layout, Workspace
-from .finish import finish_kernel
-from .wy import WyOperands
+from .finish import ByHead, finish
+from .wy import Parts, WyOperands
 
 
 @dataclass(frozen=True)
@@ -41,67 +41,6 @@ class Scanned:
 
     dh: Tensor
     dv: Tensor
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `wy` leaves for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
-    `grad_Aqk`, as `Akk_inv`."""
-
-    grad_q: Tensor
-    grad_k: Tensor
-    grad_G: Tensor
-    grad_beta: Tensor
-    grad_A: Tensor
-    grad_Aqk: Tensor
-
-    @classmethod
-    def allocate(cls, stages: Stages) -> Parts:
-        problem, device = stages.problem, stages.t.device
-        tokens = (problem.B, problem.T, problem.HV)
-        wide = [*[(*tokens, problem.K)] * 3, tokens]
-        return cls(
-            *(new(shape, torch.float32, device) for shape in wide),
-            *(new(stages.squares, stages.squares_dtype, device) for _ in range(2)),
-        )
-
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        return self.grad_q, self.grad_k, self.grad_G, self.grad_beta, self.grad_A, self.grad_Aqk
-
-
-@dataclass(frozen=True)
-class ByHead:
-    """What `intra` leaves: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
-    parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
-
-    q: Tensor
-    k: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-
-    @classmethod
-    def allocate(cls, problem: Problem, device: torch.device) -> ByHead:
-        tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
-        grouped = problem.dtype if problem.group == 1 else torch.float32
-        return cls(
-            *(new((*tokens, problem.K), dtype, device) for dtype in (grouped, grouped, problem.g_dtype)),
-            new(tokens, problem.beta_dtype, device),
-            new(parts, torch.float32, device) if problem.has_A_log else None,
-            new(parts, torch.float32, device) if problem.has_dt_bias else None,
-        )
-
-    def outputs(self, problem: Problem) -> dict[str, Tensor]:
-        """Those that are the call's gradients already."""
-        shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
-        return {**shared, "g": self.g, "beta": self.beta}
-
-    def buffers(self, problem: Problem) -> tuple[Tensor, ...]:
-        """The others."""
-        shared = () if problem.group == 1 else (self.q, self.k)
-        return *shared, *(x for x in (self.A_log, self.dt_bias) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -167,7 +106,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Launch]:
     given = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
     x = WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias)
     del kept, scanned, given
-    parts = Parts.allocate(stages)
+    parts = Parts.allocate(problem, t.device, stages.squares, stages.squares_dtype)
     grad_v = outputs.allocate("v", Result((problem.B, problem.T, problem.HV, problem.V), problem.dtype))
     yield stages.wy(x, parts, grad_v)
     del x
@@ -176,36 +115,3 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Launch]:
     yield stages.intra(parts, heads)
     del parts
     yield from finish(problem, t, heads, outputs)
-
-
-def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
-    """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
-    for name, parts in (("A_log", heads.A_log), ("dt_bias", heads.dt_bias)):
-        if parts is not None:
-            given = getattr(t, name)
-            outputs.allocate(name, Result(given.shape, given.dtype))
-    if problem.group > 1:
-        for name in ("q", "k"):
-            outputs.allocate(name, Result((problem.B, problem.T, problem.H, problem.K), problem.dtype))
-    has_parameters = heads.A_log is not None or heads.dt_bias is not None
-    rows = 16 if problem.group > 1 else 64
-    blocks = -(-problem.B * problem.T // rows) * problem.H if problem.group > 1 or problem.packed else 0
-    ctas = problem.HV * has_parameters + blocks
-    if ctas == 0:
-        return []
-    return [
-        Launch(
-            finish_kernel,
-            ctas,
-            (
-                *(heads.q, heads.k, heads.A_log, heads.dt_bias, t.cu_seqlens),
-                *(outputs[name] for name in ("q", "k", "g", "v", "beta")),
-                *(outputs.get("A_log"), outputs.get("dt_bias")),
-                *(problem.B * problem.T, problem.N, problem.HV),
-                problem.B * problem.slots if problem.N > 0 else 0,
-            ),
-            dict(K=problem.K, V=problem.V, GROUP=problem.group, ROWS=rows),
-            num_warps=4,
-            scratch=heads.buffers(problem),
-        )
-    ]

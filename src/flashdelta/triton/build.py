@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..problem.problem import BACKWARD, Problem, Tensors
-from ..program.launch import Launch, capability
+from ..problem.split import segments_of_call
+from ..program.launch import Launch, capability, sm_count
 from ..program.program import Outputs, Program
+from ..program.workspace import Layout, Workspace
 from . import gradients
-from .launch import chunk, commit, prefill, prepare_inputs, step
+from .commit import commit
+from .decode import decode
+from .launch import StageCall, layout, prepare_inputs
+from .output import output
+from .prepare import prepare
+from .recurrence import recurrence
+from .segments import SPLIT_COSTS, compose, plan, room, transitions
 from .wy import wy_dqkg
 
 
@@ -23,10 +33,40 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     return Program(outputs, LAUNCHES[problem.operation](problem, prepare_inputs(problem, t), arch, outputs))
 
 
+def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    most = room(problem, arch, sm_count(t.device))
+    segments = segments_of_call(problem, most, SPLIT_COSTS)
+    call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
+    o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
+    split = [plan(call, most), transitions(call, segments, final_state), compose(call, final_state)] if segments else []
+    return [prepare(call), *split, recurrence(call, o, final_state, h, segments=segments)]
+
+
+def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Without `u` among the outputs those of `chunk_kda`, but that `w` lies in one; with it `output` is a stage of its own."""
+    o, w, u, final_state = outputs["o"].view(t.v.shape), outputs["w"], outputs.get("u"), outputs.get("final_state")
+    call = StageCall(problem, t, arch, Workspace.allocate(prefill_layout(problem, u is not None), t.device, {"w": w}))
+    if u is None:
+        return [prepare(call), recurrence(call, o, final_state, None)]
+    states = recurrence(call, None, final_state, call.workspace["h"], v_new=o, u=u)
+    return [prepare(call, u=u), states, output(call, o)]
+
+
+def prefill_layout(problem: Problem, values: bool) -> Layout:
+    """That of `chunk_kda` without `w`, which is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
+    `output` reads the state before each chunk."""
+    tiles = layout(problem)
+    del tiles["w"]
+    if values:
+        del tiles["Akk_inv"]
+        tiles["h"] = (problem.B * problem.slots, problem.HV, problem.V, problem.K), torch.float32
+    return tiles
+
+
 LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = {
     "chunk": chunk,
-    "recurrent": step,
-    "decode": step,
+    "recurrent": decode,
+    "decode": decode,
     "commit": commit,
     "prefill": prefill,
     "wy": wy_dqkg,

@@ -9,6 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch
+from ..program.program import Outputs
 from .device.states import named_slot
 
 
@@ -42,3 +45,26 @@ def commit_kernel(
         mask = inside < size
         state = tl.load(intermediate_states + row * row_pitch + (count - 1) * row_step + inside, mask=mask)
         tl.store(initial_state + slot * slot_pitch + inside, state, mask=mask)
+
+
+COMMIT_BLOCK = 4096
+"""Elements a CTA of `commit` copies."""
+
+
+def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    block, size = COMMIT_BLOCK, problem.HV * problem.V * problem.K
+    assert t.state_pool is not None and t.intermediate_states is not None
+    return [
+        Launch(
+            commit_kernel,
+            problem.N * -(-size // block),
+            (
+                *(t.state_pool, t.intermediate_states),
+                *(t.state_indices, t.intermediate_indices, t.num_accepted_tokens),
+                *(problem.lowest_index, problem.pool_slots, problem.rows, problem.most_tokens, size),
+                *(t.state_pool.stride(0), *t.intermediate_states.stride()[:2]),
+            ),
+            dict(BLOCK=block),
+            num_warps=4,
+        )
+    ]

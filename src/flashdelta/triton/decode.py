@@ -19,14 +19,22 @@ kernel before it (programmatic dependent launch), up to `gdc_wait`; nothing is l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.norms import L2_EPS
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
+from .launch import or_empty
 
 SCALARS = (
     *("T", "group", "HV", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "lowest"),
@@ -302,3 +310,127 @@ def decode_kernel(
                 state, out = step(state, row_v, token)
     if not EACH:
         store_tile(final_state, in_slot, state, stored, STREAM)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """`BV`: value channels a CTA; `stream`: states need not stay in the L2 cache."""
+
+    BV: int
+    num_warps: int = 1
+    stream: bool = False
+
+
+DECODE_FEW = 256
+"""Pairs of sequence and value head up to which `decode` of one token a sequence counts as few."""
+
+
+def decode_config(problem: Problem, capability: int) -> DecodeConfig:
+    """By kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of the copy
+    rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
+    whole sectors: 64 channels where there are many CTAs. docs/tuning.md has all that was tried.
+    """
+    wide = problem.state_dtype == torch.float32
+    if problem.T > 1 or problem.packed:
+        return DecodeConfig(BV=_channels(problem, 2048), stream=True)
+    few = problem.N * problem.HV <= DECODE_FEW
+    if problem.state_v_first and wide:
+        return DecodeConfig(BV=_channels(problem, 1024))
+    if problem.state_v_first or few:
+        return DecodeConfig(BV=_channels(problem, 2048), stream=not few)
+    return DecodeConfig(BV=min(64, _channels(problem, 8192)), num_warps=4, stream=not wide)
+
+
+def _channels(problem: Problem, elements: int) -> int:
+    """Value channels of a tile of so many elements."""
+    return min(problem.V, max(1, elements // problem.K))
+
+
+def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Token by token: `fused_recurrent_kda` and `recurrent_kda`."""
+    o = outputs["o"]
+    c = decode_config(problem, arch)
+    states = decode_states(problem, t, outputs.get("final_state"))
+    overlaps = arch >= 90
+    launch = Launch(
+        decode_kernel,
+        problem.N * problem.HV * (problem.V // c.BV),
+        (
+            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
+            *states.arguments(problem, t),
+            *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.HV // problem.H, problem.HV),
+            *strides(t.q, t.k, t.v, t.g, t.beta, o),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            BV=c.BV,
+            SINGLE=problem.T == 1 and not problem.packed,
+            STREAM=c.stream,
+            GATE=problem.gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            V_FIRST=problem.state_v_first,
+            EACH=2 if problem.has_intermediate else problem.stores_each_state,
+            IN_PLACE=problem.has_pool,
+            TWO_POOLS=states.two_pools,
+            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
+            OVERLAP=overlaps,
+        ),
+        c.num_warps,
+        overlaps=overlaps,
+    )
+    return [launch]
+
+
+@dataclass(frozen=True)
+class DecodeStates:
+    """Where a call of `decode` reads states (slot `starts[n]` of `initial`) and stores them (slot `targets[n]` of `final`, or
+    `targets[n, i]` after the `i`-th token). Without `starts` that is row `n`; without `targets` the slot that was read.
+    `two_pools`: one is read and the other is written."""
+
+    initial: Tensor
+    final: Tensor
+    starts: Tensor | None
+    targets: Tensor | None
+    has_initial: bool
+    has_final: bool
+    two_pools: bool
+
+    def arguments(self, problem: Problem, t: Tensors) -> tuple:
+        """As the kernel takes them."""
+        content = problem.HV * problem.K * problem.V
+        pitches = [x.stride(0) if x.dim() > 3 else content for x in (self.initial, self.final)]
+        step = self.final.stride(1) if problem.has_intermediate else 0
+        return (
+            *(self.initial, self.final, self.starts, self.targets, t.num_accepted_tokens, t.has_initial_state),
+            *(problem.lowest_index, *(x.shape[0] for x in (self.initial, self.final))),
+            *(int(self.has_initial), int(self.has_final), *pitches, step),
+            *_index_strides(self.starts),
+            *_index_strides(self.targets),
+        )
+
+
+def decode_states(problem: Problem, t: Tensors, final_state: Tensor | None) -> DecodeStates:
+    two_pools = t.source_pool is not None and problem.update_state
+    initial, starts = t.state_pool, t.state_indices
+    if t.source_pool is not None:
+        initial, starts = t.source_pool, t.source_indices
+    elif t.state_pool is None:
+        initial = t.initial_state
+    final, targets = final_state, None
+    if problem.has_intermediate:
+        final, targets = t.intermediate_states, t.intermediate_indices
+    elif t.state_pool is not None and problem.update_state:
+        final = t.state_pool
+        targets = t.state_indices if two_pools or problem.spec_tokens else None
+    states = or_empty(problem, t, initial, final)
+    return DecodeStates(states[0], states[1], starts, targets, initial is not None, final is not None, two_pools)
+
+
+def _index_strides(indices: Tensor | None) -> tuple[int, int]:
+    """Of `[N]` or `[N, 1 + S]`."""
+    if indices is None:
+        return 0, 0
+    return indices.stride(0), indices.stride(1) if indices.dim() == 2 else 0

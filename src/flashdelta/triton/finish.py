@@ -11,8 +11,16 @@ and zeros in all gradients for tokens of no sequence.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ..problem.problem import Problem, Result, Tensors
+from ..program.launch import Launch
+from ..program.program import Outputs, new
 
 SUM_ELEMENTS = tl.constexpr(4096)
 """Elements of the partial sums that a CTA loads at a time."""
@@ -99,3 +107,70 @@ def finish_kernel(
                 tl.store(grad_g + own * K + key, tl.zeros([ROWS, K], grad_g.dtype.element_ty), mask=outside)
                 tl.store(grad_v + own * V + value, tl.zeros([ROWS, V], grad_v.dtype.element_ty), mask=outside)
                 tl.store(grad_beta + own, tl.zeros([ROWS, 1], grad_beta.dtype.element_ty), mask=outside)
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """What `intra` leaves: gradients of the call's inputs by value head, dense, those of shared heads in float32; of the gate's
+    parameters the parts of all chunk slots, `[S, HV, K]`, if the call has them."""
+
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+    @classmethod
+    def allocate(cls, problem: Problem, device: torch.device) -> ByHead:
+        tokens, parts = (problem.B, problem.T, problem.HV), (problem.B * problem.slots, problem.HV, problem.K)
+        grouped = problem.dtype if problem.group == 1 else torch.float32
+        return cls(
+            *(new((*tokens, problem.K), dtype, device) for dtype in (grouped, grouped, problem.g_dtype)),
+            new(tokens, problem.beta_dtype, device),
+            new(parts, torch.float32, device) if problem.has_A_log else None,
+            new(parts, torch.float32, device) if problem.has_dt_bias else None,
+        )
+
+    def outputs(self, problem: Problem) -> dict[str, Tensor]:
+        """Those that are the call's gradients already."""
+        shared = {"q": self.q, "k": self.k} if problem.group == 1 else {}
+        return {**shared, "g": self.g, "beta": self.beta}
+
+    def buffers(self, problem: Problem) -> tuple[Tensor, ...]:
+        """The others."""
+        shared = () if problem.group == 1 else (self.q, self.k)
+        return *shared, *(x for x in (self.A_log, self.dt_bias) if x is not None)
+
+
+def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
+    """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
+    for name, parts in (("A_log", heads.A_log), ("dt_bias", heads.dt_bias)):
+        if parts is not None:
+            given = getattr(t, name)
+            outputs.allocate(name, Result(given.shape, given.dtype))
+    if problem.group > 1:
+        for name in ("q", "k"):
+            outputs.allocate(name, Result((problem.B, problem.T, problem.H, problem.K), problem.dtype))
+    has_parameters = heads.A_log is not None or heads.dt_bias is not None
+    rows = 16 if problem.group > 1 else 64
+    blocks = -(-problem.B * problem.T // rows) * problem.H if problem.group > 1 or problem.packed else 0
+    ctas = problem.HV * has_parameters + blocks
+    if ctas == 0:
+        return []
+    return [
+        Launch(
+            finish_kernel,
+            ctas,
+            (
+                *(heads.q, heads.k, heads.A_log, heads.dt_bias, t.cu_seqlens),
+                *(outputs[name] for name in ("q", "k", "g", "v", "beta")),
+                *(outputs.get("A_log"), outputs.get("dt_bias")),
+                *(problem.B * problem.T, problem.N, problem.HV),
+                problem.B * problem.slots if problem.N > 0 else 0,
+            ),
+            dict(K=problem.K, V=problem.V, GROUP=problem.group, ROWS=rows),
+            num_warps=4,
+            scratch=heads.buffers(problem),
+        )
+    ]

@@ -17,14 +17,22 @@ Pairs are split as in `prepare`, at a boundary between i and j, so that `E_ij = 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
 from .device.decays import chunk_decays, sums
 from .device.gates import beta_gradient, beta_of, decay_rate, gate_gradient
 from .device.norms import row_norms
 from .device.sequences import own_chunk
 from .device.sub_chunks import SUB, boundary_matrix, pair_mask
+from .finish import ByHead
+from .launch import backward_precision, chunks, safe_blocks
+from .wy import Parts
 
 SAFE_ROWS = tl.constexpr(32)
 """With bounded decays, rows whose pairs share one reference: from their middle no decay is less than exp(-80)."""
@@ -252,3 +260,44 @@ def intra_kernel(
             dk = (dk - tile_k * (norm_k * dots_k)[:, None]) * norm_k[:, None]
             tl.store(out_q + in_own, dq.to(out_q.dtype.element_ty), mask=valid[:, None])
             tl.store(out_k + in_own, dk.to(out_k.dtype.element_ty), mask=valid[:, None])
+
+
+@dataclass(frozen=True)
+class IntraConfig:
+    """`BK`: key channels that a CTA holds at a time."""
+
+    BK: int
+    num_warps: int
+
+
+def intra_config(problem: Problem, capability: int) -> IntraConfig:
+    """As `wy_config`."""
+    return IntraConfig(BK=16, num_warps=8 if problem.dtype == torch.float32 else 4)
+
+
+def intra(problem: Problem, t: Tensors, arch: int, parts: Parts, heads: ByHead) -> Launch:
+    c = intra_config(problem, arch)
+    return Launch(
+        intra_kernel,
+        chunks(problem),
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
+            *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),
+            *(heads.q, heads.k, heads.g, heads.beta, heads.A_log, heads.dt_bias),
+            *(problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.N, problem.H, problem.HV, problem.slots),
+            *strides(t.q, t.k, t.g, t.beta),
+        ),
+        dict(
+            C=problem.chunk_size,
+            K=problem.K,
+            BK=c.BK,
+            GATE=problem.gate,
+            SAFE=safe_blocks(problem),
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            PRECISION=backward_precision(problem, arch),
+        ),
+        c.num_warps,
+        scratch=(*parts.buffers, *heads.buffers(problem)),
+    )

@@ -11,11 +11,17 @@ and the serial chain waits for them; without this half of the work, two do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..problem.problem import Problem
+from ..program.launch import Launch, strides
 from .device.mma import dot
 from .device.sequences import own_chunk
+from .launch import StageCall, precision
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots"])
@@ -59,3 +65,46 @@ def output_kernel(
         tile_qg = tl.load(qg + chunk * C * K + row[:, None] * K + key[None, :])
         tile_o = dot(state, tl.trans(tile_qg), tile_o, PRECISION)
     tl.store(o, tile_o, mask=valid)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """`BK`: key channels a CTA holds at a time; `BV`: its value channels; `stages`: how many slices of keys are in
+    flight."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    stages: int
+
+
+def output_config(problem: Problem, capability: int) -> OutputConfig:
+    """As above 131 us; 157 with 32 value channels, whose products are not wgmma's."""
+    if capability == 90:
+        return OutputConfig(BK=32, BV=min(64, problem.V), num_warps=4, stages=2)
+    return OutputConfig(BK=32, BV=32, num_warps=2, stages=2)
+
+
+def output(call: StageCall, o: Tensor) -> Launch:
+    """`o` holds the pseudo-values."""
+    problem, workspace = call.problem, call.workspace
+    c = output_config(problem, call.arch)
+    return Launch(
+        output_kernel,
+        problem.B * problem.slots * problem.HV * (problem.V // c.BV),
+        (
+            *(*workspace.select("qg", "Aqk", "h"), o),
+            *(problem.T, problem.N, problem.HV, problem.slots, *strides(o)),
+        ),
+        dict(
+            C=problem.chunk_size,
+            K=problem.K,
+            V=problem.V,
+            BK=c.BK,
+            BV=c.BV,
+            PRECISION=precision(problem),
+            STAGES=c.stages,
+        ),
+        c.num_warps,
+        scratch=call.buffers,
+    )

@@ -16,13 +16,20 @@ operand, and the serial chain never goes through shared memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..problem.problem import Problem
+from ..program.launch import Launch, strides
 from .device.mma import dot
 from .device.segments import part_of_span, place_segment, segment_of
 from .device.sequences import OFFSETS_AT_A_TIME, chunks_before, own_work_tile, sequence_chunk_slots, span_extent
 from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
+from .launch import SHARED_MEMORY, StageCall, precision, state_arguments
 
 
 @triton.jit
@@ -209,3 +216,102 @@ def recurrence_kernel(
             store_state(final_state, there * state_pitch + in_slot, state, reached)
             start = stop
     store_state(final_state, own * state_pitch + in_slot, state, stored)
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """`BV`: value channels a CTA carries; `stages`: how many chunks of operands are in flight."""
+
+    BV: int
+    num_warps: int
+    stages: int
+
+
+def recurrence_config(problem: Problem, capability: int) -> RecurrenceConfig:
+    """As many stages as shared memory holds: at T8192 H64 on an H200, 513, 348 and 218 us with one, two and three.
+
+    Wider slices and fewer warps than these spill: 16-bit slices of 64 channels need the register operands of wgmma. In float32
+    at T4096 H32, K = 128, chunks of 64: 570 us, 688 with slices of 16, 706 with one stage.
+    """
+    C, K = problem.chunk_size, problem.K
+    warpgroup_mma = capability in (90, 100)
+    if problem.dtype == torch.float32:
+        BV, num_warps = 16, 8 if K <= 128 else 16
+        if capability == 90 and C * K == 8192:
+            return RecurrenceConfig(BV=32, num_warps=8, stages=2)
+    elif K == 256:
+        BV, num_warps = 32, 8
+    else:
+        BV, num_warps = min(problem.V, 64 if warpgroup_mma else 32), 4
+    # asynchronous mma reads a stage while the next ones load; synchronous mma has read it into registers before
+    stage = (3 * C * K + 2 * C * C + C * BV) * problem.dtype.itemsize
+    buffers = min(3, SHARED_MEMORY[capability] // stage)
+    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=max(1, buffers if warpgroup_mma else buffers + 1))
+
+
+STATES_FEW = 16
+"""Sequences times value heads up to which slices of the states' value channels are narrow: 128 CTAs, about as many as an
+H200 has SMs. (`FEW` in export/c/prefill.c.)"""
+
+
+BV32_BYTES = 181_248
+"""Bytes of shared memory that slices of 32 value channels need, at the most."""
+
+
+def states_config(problem: Problem, capability: int, precision: str) -> RecurrenceConfig:
+    """Of `recurrence` without the output, in float32. With K = 128 and chunks of 64 on an H200, slices of 32 value channels
+    take 314 us at T4096 H32, where slices of 16 take 364, but 1239 at T16384 H8, where those take 721: half as many CTAs.
+    With K = 64 and chunks of 32, T4096 H32, 137 us (slices of 32: 213; 8 warps: 182). In true float32 wide ones spill."""
+    BV, num_warps, buffers = 16, 4, 3
+    if problem.K > 64:
+        num_warps, buffers = 8, 2
+        if problem.N * problem.HV > STATES_FEW and precision == "tf32x3" and SHARED_MEMORY[capability] >= BV32_BYTES:
+            BV = 32
+    stage = (2 * problem.chunk_size * problem.K + problem.chunk_size * BV) * problem.dtype.itemsize
+    return RecurrenceConfig(BV=BV, num_warps=num_warps, stages=1 + min(buffers, SHARED_MEMORY[capability] // stage))
+
+
+def scan_constants(problem: Problem, c: RecurrenceConfig, BV: int) -> dict[str, object]:
+    """Of the kernels that scan a sequence's chunks, with slices of `BV` columns."""
+    return dict(
+        C=problem.chunk_size,
+        K=problem.K,
+        V=problem.V,
+        BV=BV,
+        V_FIRST=problem.state_v_first,
+        PRECISION=precision(problem),
+        STAGES=c.stages,
+    )
+
+
+def recurrence(
+    call: StageCall,
+    o: Tensor | None,
+    final_state: Tensor | None,
+    h: Tensor | None,
+    *,
+    segments: int = 0,
+    v_new: Tensor | None = None,
+    u: Tensor | None = None,
+) -> Launch:
+    """Without `o`, that is left to `output`. With `u`, neither `Akk_inv` nor v is read."""
+    problem, t, workspace = call.problem, call.t, call.workspace
+    c = recurrence_config(problem, call.arch)
+    if u is not None:
+        c = states_config(problem, call.arch, problem.precision)
+    inverse, v = (workspace["Akk_inv"], t.v) if u is None else (None, None)
+    return Launch(
+        recurrence_kernel,
+        (segments or problem.N) * problem.HV * (problem.V // c.BV),
+        (
+            *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
+            *(v, o, h, v_new, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *workspace.select("first_segment", "starts"),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
+            *strides(t.v, t.v if o is None else o),
+        ),
+        scan_constants(problem, c, c.BV),
+        c.num_warps,
+        scratch=call.buffers,
+    )

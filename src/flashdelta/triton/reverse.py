@@ -13,9 +13,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from .backward_pass import Kept, Scanned
 from .device.sequences import own_work_tile
 from .device.states import load_state, state_offsets, store_state
+from .launch import or_empty
+from .recurrence import recurrence_config, scan_constants
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots", "has_initial", "has_final"])
@@ -87,3 +93,24 @@ def reverse_kernel(
         grad = tl.dot(left, tile_qg, acc=grad * exp_g_last[None, :], input_precision=PRECISION)
         grad -= tl.dot(dv_new.to(dtype), tile_w, input_precision=PRECISION)
     store_state(grad_initial, n * HV * K * V + in_slot, grad, has_initial)
+
+
+def reverse(
+    problem: Problem, t: Tensors, arch: int, kept: Kept, scanned: Scanned, dht: Tensor | None, dh0: Tensor | None
+) -> Launch:
+    c = recurrence_config(problem, arch)
+    final, initial = or_empty(problem, t, dht, dh0)
+    return Launch(
+        reverse_kernel,
+        problem.N * problem.HV * (problem.V // c.BV),
+        (
+            *(*kept.workspace.select("w", "qg", "kg", "Aqk", "decay"), t.do),
+            *(final, scanned.dv, scanned.dh, initial),
+            *(t.cu_seqlens, int(problem.has_initial_state), int(problem.output_final_state)),
+            *(problem.T, problem.N, problem.HV, problem.slots),
+            *strides(t.do),
+        ),
+        scan_constants(problem, c, c.BV),
+        c.num_warps,
+        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh),
+    )

@@ -9,14 +9,22 @@ scans a sequence's segments and leaves the state before each, from which `recurr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from ..problem.problem import Problem
+from ..problem.split import SplitCosts
+from ..program.launch import Launch, strides
 from .device.mma import dot
 from .device.segments import part_of_span, place_segment, segment_of, sequence_chunks
 from .device.sequences import locate_sequence, own_work_tile, span_count, span_extent
 from .device.states import load_state, sequence_slot, state_offsets
+from .launch import SHARED_MEMORY, StageCall, state_arguments
+from .recurrence import recurrence_config, scan_constants
 
 ROOT_BITS = tl.constexpr(7)
 """Bits of an integer square root, and so of the number of segments that is worth planning: 127 at most."""
@@ -287,3 +295,92 @@ def compose_kernel(
                     state = dot(left, right, state, "tf32x3")
                 tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
             here += HV
+
+
+SPLIT_COSTS = SplitCosts(step=165, transition=100, compose=230, fixed=1500)
+"""Measured on an H200 at K = V = 128; other GPUs differ in all of them alike."""
+
+
+@dataclass(frozen=True)
+class ComposeConfig:
+    """`BV`: value channels a CTA; `BK`: key channels of the state that it holds at a time; `stages`: transitions in flight."""
+
+    BV: int
+    BK: int
+    num_warps: int
+    stages: int
+
+
+def compose_config(problem: Problem, capability: int) -> ComposeConfig:
+    """At K = V = 128 a step takes 2.3 us on an H200; 2.6 with 2 stages, 4.0 with slices of 32 channels, 5.8 by `BK` = 64."""
+    if problem.K > 128:
+        return ComposeConfig(BV=min(32, problem.V), BK=64, num_warps=4, stages=1)
+    stages = 3 if SHARED_MEMORY[capability] > 170_000 else 2
+    return ComposeConfig(BV=min(16, problem.V), BK=problem.K, num_warps=8, stages=stages)
+
+
+def room(problem: Problem, capability: int, sms: int) -> int:
+    """Segment transitions that are formed at the same time, one CTA an SM."""
+    return sms // (problem.HV * ((problem.K + problem.V) // transitions_width(problem, capability)))
+
+
+def transitions_width(problem: Problem, capability: int) -> int:
+    """Columns of a transition that a CTA forms."""
+    return min(recurrence_config(problem, capability).BV, problem.K)
+
+
+def plan(call: StageCall, room: int) -> Launch:
+    problem, costs = call.problem, SPLIT_COSTS
+    return Launch(
+        plan_kernel,
+        1,
+        (
+            *(call.t.cu_seqlens, call.t.checkpoint_offsets, call.workspace["first_segment"]),
+            *(problem.T, problem.N, problem.checkpoints, room, problem.split, int(problem.batch_invariant)),
+            *(costs.step, costs.transition, costs.compose, costs.fixed, costs.shortest, costs.margin),
+        ),
+        dict(C=problem.chunk_size, BLOCK=128),
+        num_warps=4,
+        scratch=call.buffers,
+    )
+
+
+def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
+    c = recurrence_config(problem, call.arch)
+    BV = transitions_width(problem, call.arch)
+    return Launch(
+        transitions_kernel,
+        segments * problem.HV * ((problem.K + problem.V) // BV),
+        (
+            *(*workspace.select("w", "kg", "Akk_inv", "decay"), t.v),
+            *(*workspace.select("transitions", "offsets", "first_segment"), t.cu_seqlens, t.checkpoint_offsets),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
+            *strides(t.v),
+        ),
+        scan_constants(problem, c, BV),
+        c.num_warps,
+        scratch=call.buffers,
+    )
+
+
+def compose(call: StageCall, final_state: Tensor | None) -> Launch:
+    problem, t = call.problem, call.t
+    c = compose_config(problem, call.arch)
+    overlaps = call.arch >= 90
+    return Launch(
+        compose_kernel,
+        problem.N * problem.HV * (problem.V // c.BV),
+        (
+            *(*call.workspace.select("transitions", "offsets", "starts", "first_segment"), t.cu_seqlens),
+            *state_arguments(problem, t, final_state),
+            *(problem.T, problem.N, problem.HV),
+        ),
+        dict(
+            K=problem.K, V=problem.V, BV=c.BV, BK=c.BK, V_FIRST=problem.state_v_first, STAGES=c.stages, OVERLAP=overlaps
+        ),
+        c.num_warps,
+        overlaps=overlaps,
+        scratch=call.buffers,
+    )

@@ -18,7 +18,7 @@ and the gradient `dS'` of the state after it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -26,13 +26,13 @@ import triton.language as tl
 
 from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
-from ..program.program import Outputs
-from . import config
+from ..program.program import Outputs, new
 from .device.decays import chunk_decays, sums
 from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms
 from .device.sequences import OFFSETS_AT_A_TIME, chunks_before, own_chunk
 from .device.states import state_offsets
+from .launch import backward_precision
 
 NORM_BK = tl.constexpr(32)
 """Key channels that an L2 norm adds at a time."""
@@ -366,6 +366,34 @@ def wy_kernel(
 
 
 @dataclass(frozen=True)
+class WyConfig:
+    """`BK`, `BV`: key and value channels that a CTA holds at a time; with all value channels, their gradients stay while
+    `stages` slices of the state are in flight."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    stages: int
+
+
+def wy_config(problem: Problem, capability: int) -> WyConfig:
+    """Products have 64 rows, which are four warps' of wgmma: eight would have it work on rows that are not there.
+
+    On Hopper, with value channels held, 16 key channels and two buffers of them leave room for two CTAs an SM
+    (94 KB); 32 do not, and spill. `stages=3` is two buffers: with 2 the compiler copies a slice only once the one before it is
+    used up. Elsewhere held operands would fill the registers.
+    """
+    if problem.dtype == torch.float32:
+        return WyConfig(BK=16, BV=16, num_warps=8, stages=1)
+    if capability == 90 and problem.V <= 128:
+        return WyConfig(BK=16, BV=problem.V, num_warps=4, stages=3)
+    if capability == 90:
+        # slices of 16 key and 64 value channels come out wrong with Triton 3.6 (dk by 0.8; tests/gpu/test_wy.py), these right
+        return WyConfig(BK=32, BV=32, num_warps=4, stages=1)
+    return WyConfig(BK=16, BV=min(problem.V, 64) if capability in (90, 100) else 32, num_warps=4, stages=1)
+
+
+@dataclass(frozen=True)
 class WyOperands:
     """What `wy` reads, under the kernels' names."""
 
@@ -396,11 +424,39 @@ class WyOperands:
         return self.Akk_inv, self.h, self.v_new, self.dv, self.dh
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What `wy` leaves for `intra`: in float32 `grad_q, grad_k, grad_G [B, T, HV, K]` and `grad_beta [B, T, HV]`; `grad_A` and
+    `grad_Aqk`, as `Akk_inv`."""
+
+    grad_q: torch.Tensor
+    grad_k: torch.Tensor
+    grad_G: torch.Tensor
+    grad_beta: torch.Tensor
+    grad_A: torch.Tensor
+    grad_Aqk: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, problem: Problem, device: torch.device, squares: tuple[int, ...], squares_dtype: torch.dtype
+    ) -> Parts:
+        tokens = (problem.B, problem.T, problem.HV)
+        wide = [*[(*tokens, problem.K)] * 3, tokens]
+        return cls(
+            *(new(shape, torch.float32, device) for shape in wide),
+            *(new(squares, squares_dtype, device) for _ in range(2)),
+        )
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return self.grad_q, self.grad_k, self.grad_G, self.grad_beta, self.grad_A, self.grad_Aqk
+
+
 def wy_launch(
     problem: Problem, arch: int, x: WyOperands, found: tuple[torch.Tensor | None, ...], rows: int, **kinds: object
 ) -> Launch:
     """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`; `rows`: chunks that `h` has of a batch row."""
-    c = config.wy_config(problem, arch)
+    c = wy_config(problem, arch)
     return Launch(
         wy_kernel,
         problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
@@ -418,11 +474,18 @@ def wy_launch(
             BK=c.BK,
             BV=c.BV,
             **kinds,
-            PRECISION=config.backward_precision(problem, arch),
+            PRECISION=backward_precision(problem, arch),
             STAGES=c.stages,
         ),
         c.num_warps,
     )
+
+
+def wy(problem: Problem, arch: int, x: WyOperands, parts: Parts, grad_v: torch.Tensor) -> Launch:
+    found = (parts.grad_q, parts.grad_k, parts.grad_G, grad_v, parts.grad_beta, parts.grad_A, parts.grad_Aqk)
+    kinds = dict(GATE=problem.gate, BETA=problem.beta_kind, L2NORM=problem.l2norm, BY_TOKEN=False, V_FIRST=True)
+    launch = wy_launch(problem, arch, x, found, problem.slots, **kinds)
+    return replace(launch, scratch=(*x.kept(), *parts.buffers))
 
 
 def wy_dqkg(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

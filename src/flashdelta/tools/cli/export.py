@@ -13,7 +13,7 @@ import flashdelta
 from ...problem.errors import wrong
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
 from ...problem.problem import DEFAULT_PRECISION
-from ...triton.config import SHARED_MEMORY
+from ...triton.launch import SHARED_MEMORY
 from ..export import OPS, compile_kernels, wanted_kernels, write
 
 

@@ -24,9 +24,9 @@ from ...problem.problem import Tensors
 from ...program.launch import Launch
 from ...program.program import Outputs
 from ...runtime.call import check
-from ...triton import config
-from ...triton.build import build
-from ...triton.launch import prefill
+from ...triton.build import build, prefill
+from ...triton.launch import SHARED_MEMORY, dot_precision
+from ...triton.recurrence import BV32_BYTES, STATES_FEW
 from ..compile import source
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
@@ -93,7 +93,7 @@ class Wanted:
 
     def exists(self, arch: int) -> bool:
         """Whether GPUs of this architecture have room for it."""
-        return self.stage != "recurrence_wide" or config.SHARED_MEMORY[arch] >= config.WIDE_STATES
+        return self.stage != "recurrence_wide" or SHARED_MEMORY[arch] >= BV32_BYTES
 
     def launch(self, arch: int) -> Launch:
         """As the Python functions would launch it, for a call of any size."""
@@ -101,7 +101,7 @@ class Wanted:
         if self.op == "decode_bf16":
             return sample_decode(self.K, self.V, gate, arch)
         dtype = torch.float32 if self.op == "prefill_f32" else torch.bfloat16
-        heads = 2 * config.STATES_FEW if self.stage == "recurrence_wide" else SAMPLE_HEADS
+        heads = 2 * STATES_FEW if self.stage == "recurrence_wide" else SAMPLE_HEADS
         launches = sample_prefill(dtype, (self.K, self.V, self.C), gate, self.precision, arch, heads)
         return launches[1 if self.stage == "recurrence_wide" else STAGES.index(self.stage)]
 
@@ -114,7 +114,7 @@ def sample_prefill(
     q, k, v = (torch.empty(1, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
     g, beta = (torch.empty(*shape, device="meta") for shape in ((1, H, T, K), (1, H, T)))
     tensors = Tensors(q, k, v, g, beta)
-    options = SimpleNamespace(scale=None, gate=gate, chunk_size=C, precision=precision or config.dot_precision(dtype))
+    options = SimpleNamespace(scale=None, gate=gate, chunk_size=C, precision=precision or dot_precision(dtype))
     problem, t = operations.prefill_problem(options, tensors)
     outputs = Outputs(q.device)
     for name, result in problem.results().items():
@@ -222,10 +222,8 @@ def _check(
     extra = {name: getattr(metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "tmem_size")}
     if any(extra.values()) or metadata.num_ctas != 1:
         raise RuntimeError(f"{label}: got {extra} and {metadata.num_ctas} blocks a cluster, wanted no scratch and 1")
-    if metadata.shared > config.SHARED_MEMORY[arch]:
-        raise RuntimeError(
-            f"{label}: {metadata.shared} bytes of shared memory, sm_{arch} has {config.SHARED_MEMORY[arch]}"
-        )
+    if metadata.shared > SHARED_MEMORY[arch]:
+        raise RuntimeError(f"{label}: {metadata.shared} bytes of shared memory, sm_{arch} has {SHARED_MEMORY[arch]}")
     for param, x in zip(launch.kernel.params, launch.arguments):
         if isinstance(x, int) and not param.do_not_specialize and not param.name.endswith(SPECIALISED):
             raise RuntimeError(f"{label}: {param.name} is specialised, but is no stride")
