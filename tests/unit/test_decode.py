@@ -11,11 +11,11 @@ import flashdelta as fd
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import COMMIT_STATES, FORWARD_OUT
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
+from flashdelta.testing.decoding import BY_NAME, STEPS, WRITTEN, Step, expected, make_step, memory_of, step_id
 from flashdelta.testing.inputs import HARD, Source
 from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.decoding_checks import accepted_steps, check_commit, check_step
+from ..support.decoding_checks import accepted_steps, check_commit, check_step, commit_call
 
 FP64 = torch.float64
 
@@ -27,18 +27,6 @@ def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
 
 
 # ---- commit ---------------------------------------------------------------------------------------------------------
-
-
-def commit_call(state: torch.dtype = FP32, rows: tuple[int, ...] | None = None, gap: int = 16) -> dict:
-    """Four sequences: accepted 2, none, all 3, and one whose slot is null."""
-    source = Source(FP32, "cpu", 0)
-    call = {
-        "initial_state": amid(source, state, (6, 2, 8, 4), gap),
-        "intermediate_states": amid(source, state, (6, 3, 2, 8, 4), gap),
-        "ssm_state_indices": torch.tensor([4, 1, 0, -1], dtype=torch.int32),
-        "num_accepted_tokens": torch.tensor([2, 0, 3, 1], dtype=torch.int32),
-    }
-    return call if rows is None else call | {"intermediate_state_indices": torch.tensor(rows)}
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
@@ -183,5 +171,3 @@ def test_explain(monkeypatch: pytest.MonkeyPatch):
     verdicts = {v.backend: v for v in explanation.verdicts}
     assert explanation.chosen == "reference"
     assert "CPU" in verdicts["triton"].reason and not verdicts["hopper"].supported
-    with pytest.raises(ValueError, match=r"^num_spec_tokens: got 8"):
-        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]) | {"num_spec_tokens": 8})
