@@ -11,7 +11,6 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import BACKWARD_WY
 from flashdelta.testing.wy import (
     BY_NAME,
     BY_TOKEN,
@@ -68,25 +67,6 @@ def test_what_the_docstring_says_is_not_looked_at():
     for name in ("h", "dh"):
         call[name] = torch.cat([call[name], call[name].new_full((1, 2, *call[name].shape[2:]), torch.nan)], dim=1)
     assert all(torch.equal(x, y) for x, y in zip(wy(**call), want))
-
-
-# ---- the operator -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [PLAIN, BY_NAME["packed"], BY_NAME["none"]], ids=case_id)
-def test_opcheck(case: WyCase):
-    call = make_wy(case)
-    arguments = BACKWARD_WY.arguments(*check(wy, **call), "reference")
-    # aot_dispatch asks for gradients, which a backward pass has none of
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flashdelta.chunk_bwd_wy_dqkg.default, arguments, test_utils=tests)
-
-
-def test_compiles_in_one_graph():
-    call = make_wy(PLAIN)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: wy(**arguments), fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(x, y) for x, y in zip(compiled(**call), wy(**call)))
 
 
 # ---- the choice of a backend ----------------------------------------------------------------------------------------------
