@@ -27,6 +27,7 @@ from .decoding_checks import commit_call
 wy = fd.kernels.chunk_bwd_wy_dqkg
 CHUNK = (fd.chunk_kda,)
 FORWARD = (fd.chunk_kda, fd.fused_recurrent_kda)
+SEQUENCES = (*FORWARD, fd.recurrent_kda)
 DECODE, COMMIT, PREFILL, WY = (fd.recurrent_kda,), (fd.commit,), (fd.kda_prefill,), (wy,)
 
 
@@ -56,9 +57,9 @@ class Refusal:
         assert re.match(pattern, str(caught.value)), str(caught.value)
 
 
-def bad(got: str, wanted: str = "", *, argument: str | None = None, **changes: object) -> tuple[str, str, str, dict]:
-    """A row of the table. `argument`: where it is not the first that changes."""
-    return argument or next(iter(changes)), got, wanted, changes
+def bad(got: str, wanted: str = "", *, of: str | None = None, **changes: object) -> tuple[str, str, str, dict]:
+    """A row of the table. `of`: the argument, where it is not the first that changes."""
+    return of or next(iter(changes)), got, wanted, changes
 
 
 def refusals(table: dict[tuple, list]) -> list:
@@ -87,6 +88,7 @@ POOL_OF_THREE = POOL | {"state_indices": offsets(1, 1, 2), "cu_seqlens": offsets
 """Sequences of 20, 0 and 40 tokens. The second stores nothing."""
 
 MORE = {
+    "plain": ("bounded", {}),
     "pool": ("bounded", POOL_OF_ONE),
     "checkpoint": ("bounded", POOL_OF_ONE | {"checkpoint_offsets": offsets(16), "checkpoint_indices": offsets(2)}),
     "three": ("bounded", POOL_OF_THREE),
@@ -100,13 +102,13 @@ MORE = {
 }
 """A case, and what is added. Those without have B = 1, T = 70, H = HV = 2, K = 32, V = 64; "packed" 5 sequences, T = 147.
 
-Steps of `recurrent_kda`: "paged" has N = 3 of one token, H = 1, HV = 2, K = 32, V = 64, 8 slots; "spec" 3 x 3 tokens; "verify"
+Steps of `recurrent_kda`: "plain" has N = 3 of one token, H = 1, HV = 2, K = 32, V = 64, 8 slots; "spec" 3 x 3 tokens; "verify"
 3 x 3, 8 rows."""
 
 
 def good_call(op: Callable, start: str) -> dict:
     if op is fd.recurrent_kda:
-        return make_step(STEPS[start])
+        return make_step(STEPS["paged" if start == "plain" else start])
     if op is fd.commit:
         return commit_call()
     if op is fd.kda_prefill:
@@ -128,8 +130,16 @@ def first_elements(x: Tensor, *shape: int) -> Tensor:
     return x.flatten()[: torch.Size(shape).numel()].view(shape)
 
 
+def heads(H: int) -> Callable[[dict], Tensor]:
+    return lambda call: call["q"][:, :, :1].expand(-1, -1, H, -1)
+
+
 def nested(call: dict) -> Tensor:
     return torch.nested.nested_tensor([call["q"], call["q"]])
+
+
+def shared(other: str, **changes: object) -> tuple:
+    return bad(f"memory shared with {other}", "memory of its own", **changes)
 
 
 def no_tensors(*names: str) -> list[tuple]:
@@ -145,13 +155,53 @@ def marks(offset: object, index: object) -> dict:
 
 
 REFUSED = {
-    # ---- whole sequences
-    (FORWARD, "bounded", ValueError): [
+    # ---- whatever the length of sequences
+    (SEQUENCES, "plain", ValueError): [
         bad("shape [70, 2, 32]", "... rank 4", q=zeros(70, 2, 32)),
         bad("shape [1, 1, 70, 2, 32]", "... (rank 4)", k=zeros(1, 1, 70, 2, 32)),
         bad("shape [1, 70, 2]", "... rank 4", v=zeros(1, 70, 2)),
         bad("shape [1, 70, 2]", "... (rank 4)", g=zeros(1, 70, 2)),
         bad("shape [1, 70, 2, 32]", "... (rank 3)", beta=zeros(1, 70, 2, 32)),
+        bad("shape [3]", "[HV] = [2]", A_log=zeros(3)),
+        bad("shape [1, 2]", "... [1, 1, HV, 1] = [1, 1, 2, 1]", A_log=zeros(1, 2)),
+        bad("shape [63]", "[HV * K] = [64]", dt_bias=zeros(63)),
+        bad("shape [2]", "... [HV, K] = [2, 32]", dt_bias=zeros(2)),
+        bad("shape [32, 2]", "... [HV, K] = [2, 32]", dt_bias=zeros(32, 2)),
+        bad("-5.5", "a float in [-5, 0)", lower_bound=-5.5),
+        bad("0.0", "a float in [-5, 0)", lower_bound=0.0),
+        bad("1", "a float in [-5, 0)", lower_bound=1),
+        bad("nan", "a float in [-5, 0)", lower_bound=float("nan")),
+        bad("'gelu'", "...'lower_bound'", gate="gelu"),
+        bad("'cuda'", "...'reference'", backend="cuda"),
+        bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
+        *(
+            bad("device meta", "q's device cpu", **{name: lambda c, name=name: c[name].to("meta")})
+            for name in ("k", "v", "g", "beta", "A_log", "dt_bias")
+        ),
+        *(bad("2 value heads", f"a positive multiple of the {H}", of="v", q=heads(H), k=heads(H)) for H in (3, 4)),
+    ],
+    (SEQUENCES, "plain", TypeError): [
+        bad("dtype torch.int32", "bfloat16, float16, float32", q=lambda c: c["q"].int()),
+        bad("dtype torch.float16", "q's dtype torch.float32", k=lambda c: c["k"].half()),
+        bad("dtype torch.bfloat16", "q's dtype torch.float32", v=lambda c: c["v"].bfloat16()),
+        bad("dtype torch.float16", "float32", g=lambda c: c["g"].half()),
+        bad("dtype torch.float64", "float32", beta=lambda c: c["beta"].double()),
+        bad("dtype torch.float16", "float32", A_log=lambda c: c["A_log"].half()),
+        bad("dtype torch.int32", "float32", dt_bias=lambda c: c["dt_bias"].int()),
+        bad("'-5' (str)", "a float or None", lower_bound="-5"),
+        bad("True (bool)", "a float or None", lower_bound=True),
+        bad("tensor([0.]) (Tensor)", "a float or None", scale=zeros(1)),
+        *no_flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+        *no_flags("allow_neg_eigval", "state_v_first"),
+        *no_tensors("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
+        *(
+            bad(f"a {kind} tensor", "a dense (strided) one", **{name: make})
+            for name in ("q", "v", "A_log", "initial_state")
+            for kind, make in (("sparse_coo", lambda c: c["q"].to_sparse()), ("nested", nested))
+        ),
+    ],
+    # ---- whole sequences
+    (FORWARD, "plain", ValueError): [
         bad("shape [1, 2]", "... rank 1", cu_seqlens=offsets(0, 70)[None]),
         bad("shape [70, 2, 64]", "... (rank 4)", out=zeros(70, 2, 64)),
         bad("shape [1, 69, 2, 32]", "[B, T, H, K] = [1, 70, 2, 32]", k=zeros(1, 69, 2, 32)),
@@ -160,38 +210,21 @@ REFUSED = {
         bad("shape [1, 70, 1, 32]", "[B, T, HV, K] = [1, 70, 2, 32]", g=zeros(1, 70, 1, 32)),
         bad("shape [1, 70, 2, 1]", "[B, T, HV, K] = [1, 70, 2, 32]", g=zeros(1, 70, 2, 1)),
         bad("shape [1, 70, 1]", "[B, T, HV] = [1, 70, 2]", beta=zeros(1, 70, 1)),
-        bad("K = 31", "K in (32, 64, 128, 256)", argument="q", **dict.fromkeys("qkg", zeros(1, 70, 2, 31))),
+        bad("K = 31", "K in (32, 64, 128, 256)", of="q", **dict.fromkeys("qkg", zeros(1, 70, 2, 31))),
         bad("V = 48", "V in (32, 64, 128, 256)", v=zeros(1, 70, 2, 48)),
-        bad("shape [3]", "[HV] = [2]", A_log=zeros(3)),
-        bad("shape [1, 2]", "... [1, 1, HV, 1] = [1, 1, 2, 1]", A_log=zeros(1, 2)),
-        bad("shape [63]", "[HV * K] = [64]", dt_bias=zeros(63)),
-        bad("shape [2]", "... [HV, K] = [2, 32]", dt_bias=zeros(2)),
-        bad("shape [32, 2]", "... [HV, K] = [2, 32]", dt_bias=zeros(32, 2)),
         bad("shape [1, 70, 2, 32]", "[B, T, HV, V] = [1, 70, 2, 64]", out=zeros(1, 70, 2, 32)),
-        bad("2 value heads", "a positive multiple of the 3", argument="v", **dict.fromkeys("qk", zeros(1, 70, 3, 32))),
-        bad("2 value heads", "a positive multiple of the 4", argument="v", **dict.fromkeys("qk", zeros(1, 70, 4, 32))),
-        bad("shape [1, 70, 0, 32]", "at least one head", argument="q", **dict.fromkeys("qk", zeros(1, 70, 0, 32))),
+        bad("shape [1, 70, 0, 32]", "at least one head", of="q", **dict.fromkeys("qk", zeros(1, 70, 0, 32))),
         bad("0 value heads", "a positive multiple", v=zeros(1, 70, 0, 64)),
-        *(
-            bad("device meta", "q's device cpu", **{name: lambda c, name=name: c[name].to("meta")})
-            for name in ("k", "v", "g", "beta", "A_log", "dt_bias")
-        ),
         bad("device meta", "q's device cpu", out=zeros(1, 70, 2, 64, device="meta")),
         bad("an empty tensor", "N + 1 offsets", cu_seqlens=offsets()),
         bad("shape [2, 2, 32, 64]", "... [1, 2, 32, 64]", initial_state=zeros(2, 2, 32, 64)),
         bad("shape [1, 2, 64, 32]", "[N, HV, K, V]", initial_state=zeros(1, 2, 64, 32)),
         bad("shape [2, 32, 64]", "... [1, 2, 32, 64]", initial_state=zeros(2, 32, 64)),
-        bad("-5.5", "a float in [-5, 0)", lower_bound=-5.5),
-        bad("0.0", "a float in [-5, 0)", lower_bound=0.0),
-        bad("1", "a float in [-5, 0)", lower_bound=1),
-        bad("nan", "a float in [-5, 0)", lower_bound=float("nan")),
-        bad("'gelu'", "...'lower_bound'", gate="gelu"),
         bad("'none' with use_gate_in_kernel=True", "one of the two", gate="none"),
-        bad("a tensor with a gate that does not read it", "None", argument="A_log", use_gate_in_kernel=False),
-        bad("'cuda'", "...'reference'", backend="cuda"),
-        bad("memory shared with v", "memory of its own", out=lambda c: c["v"]),
-        bad("memory shared with v", "memory of its own", out=lambda c: c["v"].view(1, 70, 2, 64)[:, :]),
-        bad("memory shared with q", "memory of its own", out=lambda c: c["q"], v=zeros(1, 70, 2, 32)),
+        bad("a tensor with a gate that does not read it", "None", of="A_log", use_gate_in_kernel=False),
+        shared("v", out=lambda c: c["v"]),
+        shared("v", out=lambda c: c["v"].view(1, 70, 2, 64)[:, :]),
+        shared("q", out=lambda c: c["q"], v=zeros(1, 70, 2, 32)),
         bad(
             "strides (8960, 64, 64, 1)",
             "memory of its own",
@@ -209,55 +242,37 @@ REFUSED = {
         bad("a tensor without state_pool", "state_pool too", state_indices=offsets(1)),
         bad("a tensor without state_pool", "state_pool too", has_initial_state=torch.tensor([True])),
     ],
-    (FORWARD, "bounded", TypeError): [
-        bad("dtype torch.int32", "bfloat16, float16, float32", q=lambda c: c["q"].int()),
-        bad("dtype torch.float16", "q's dtype torch.float32", k=lambda c: c["k"].half()),
-        bad("dtype torch.bfloat16", "q's dtype torch.float32", v=lambda c: c["v"].bfloat16()),
-        bad("dtype torch.float16", "float32", g=lambda c: c["g"].half()),
-        bad("dtype torch.float64", "float32", beta=lambda c: c["beta"].double()),
-        bad("dtype torch.float16", "float32", A_log=lambda c: c["A_log"].half()),
-        bad("dtype torch.int32", "float32", dt_bias=lambda c: c["dt_bias"].int()),
+    (FORWARD, "plain", TypeError): [
         bad("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(1, 2, 32, 64, dtype=FP16)),
         bad("dtype torch.float32", "int32 or int64", cu_seqlens=zeros(2)),
         bad("dtype torch.int16", "int32 or int64", cu_seqlens=offsets(0, 70).short()),
         bad("dtype torch.bfloat16", "q's dtype torch.float32", out=zeros(1, 70, 2, 64, dtype=BF16)),
-        bad("'-5' (str)", "a float or None", lower_bound="-5"),
-        bad("True (bool)", "a float or None", lower_bound=True),
-        bad("tensor([0.]) (Tensor)", "a float or None", scale=zeros(1)),
-        *no_flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
-        *no_flags("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"),
+        *no_flags("use_beta_sigmoid_in_kernel"),
+        *no_tensors("out"),
     ],
     (FORWARD, "state", ValueError): [
         bad("device meta", "q's device cpu", initial_state=lambda c: c["initial_state"].to("meta")),
-        bad("shape [1, 2, 32, 64]", "[N, HV, V, K]", argument="initial_state", state_v_first=True),
-    ],
-    (FORWARD, "state", TypeError): [
-        *no_tensors("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "out"),
-        *(
-            bad(f"a {kind} tensor", "a dense (strided) one", **{name: make})
-            for name in ("q", "v", "A_log", "initial_state")
-            for kind, make in (("sparse_coo", lambda c: c["q"].to_sparse()), ("nested", nested))
-        ),
+        bad("shape [1, 2, 32, 64]", "[N, HV, V, K]", of="initial_state", state_v_first=True),
     ],
     (FORWARD, "packed", ValueError): [
         bad("device meta", "q's device cpu", cu_seqlens=lambda c: c["cu_seqlens"].to("meta")),
         bad("shape [1, 2, 32, 64]", "... [5, 2, 32, 64]", initial_state=zeros(1, 2, 32, 64)),
     ],
     (FORWARD, "B3", ValueError): [
-        bad("batch size 3", "batch size 1", argument="q", cu_seqlens=offsets(0, 70)),
+        bad("batch size 3", "batch size 1", of="q", cu_seqlens=offsets(0, 70)),
     ],
     (FORWARD, "softplus", ValueError): [
         bad("None", "... [HV] = [2]", A_log=None),
     ],
     (FORWARD, "decay", ValueError): [
-        bad("None", "a float in [-5, 0)", argument="lower_bound", gate="lower_bound"),
+        bad("None", "a float in [-5, 0)", of="lower_bound", gate="lower_bound"),
         bad("a tensor with a gate that does not read it", "None", dt_bias=zeros(2, 32), gate="logsigmoid"),
     ],
     (FORWARD, "decay_promised", ValueError): [
         bad("True with use_beta_sigmoid_in_kernel=False", "beta logits", allow_neg_eigval=True),
     ],
     # ---- what only chunk_kda has
-    (CHUNK, "bounded", ValueError): [
+    (CHUNK, "plain", ValueError): [
         bad("a tensor without cu_seqlens", "cu_seqlens too", cu_seqlens_cpu=offsets(0, 70)),
         *(
             bad(str(list(x)), "... never fall", cu_seqlens_cpu=offsets(*x), cu_seqlens=offsets(*x))
@@ -277,7 +292,7 @@ REFUSED = {
         bad("a tensor without state_pool", "state_pool too", checkpoint_offsets=offsets(16)),
         bad("a tensor without state_pool", "state_pool too", checkpoint_indices=offsets(1)),
     ],
-    (CHUNK, "bounded", TypeError): [
+    (CHUNK, "plain", TypeError): [
         bad("dtype torch.float32", "int32 or int64", cu_seqlens_cpu=zeros(2), cu_seqlens=offsets(0, 70)),
         bad("2.0 (float)", "'auto'", split=2.0),
         bad("64.0 (float)", "an int", chunk_size=64.0),
@@ -303,35 +318,32 @@ REFUSED = {
             bad("nothing with state_pool", f"{name}=True or", **{name: None})
             for name in ("state_v_first", "use_qk_l2norm_in_kernel")
         ),
-        bad(
-            "memory shared with q",
-            "memory of its own",
-            argument="state_pool",
+        shared(
+            "q",
+            of="state_pool",
             q=lambda c: first_elements(c["state_pool"], 1, 70, 2, 32),
         ),
-        bad("a tensor with initial_state", "one of the two", argument="state_pool", initial_state=zeros(1, 2, 32, 64)),
+        bad("a tensor with initial_state", "one of the two", of="state_pool", initial_state=zeros(1, 2, 32, 64)),
         bad("True with state_pool", "False", output_final_state=True),
         bad("None", "... [N] = [1]", state_indices=None),
         bad("shape [2, 32, 64]", "... rank 4", state_pool=zeros(2, 32, 64)),
         bad("shape [4, 2, 64, 32]", "[slots, HV, K, V] = [4, 2, 32, 64]", state_pool=zeros(4, 2, 64, 32)),
-        bad("shape [4, 2, 32, 64]", "[slots, HV, V, K] = [4, 2, 64, 32]", argument="state_pool", state_v_first=True),
+        bad("shape [4, 2, 32, 64]", "[slots, HV, V, K] = [4, 2, 64, 32]", of="state_pool", state_v_first=True),
         bad("strides (8192, 4096, 128, 2)", "... dense", state_pool=zeros(4, 2, 32, 128)[..., ::2]),
         bad("strides (8192, 4096, 64, 1)", "... dense", state_pool=zeros(4, 4, 32, 64)[:, ::2]),
         bad("strides (0, 2048, 64, 1)", "... must not overlap", state_pool=zeros(1, 2, 32, 64).expand(4, 2, 32, 64)),
         bad("device meta", "q's device cpu", state_pool=zeros(4, 2, 32, 64, device="meta")),
         bad("shape [2]", "[N] = [1]", state_indices=offsets(1, 2)),
         bad("shape [1, 1]", "[N] = [1]", has_initial_state=torch.tensor([[True]])),
-        bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
         bad(
             "a tensor with inputs that require grad",
             "torch.no_grad",
-            argument="state_pool",
+            of="state_pool",
             q=zeros(1, 70, 2, 32).requires_grad_(),
         ),
         bad("a tensor with inputs that require grad", "torch.no_grad", state_pool=zeros(4, 2, 32, 64).requires_grad_()),
-        bad(
-            "memory shared with state_pool",
-            "memory of its own",
+        shared(
+            "state_pool",
             out=lambda c: first_elements(c["state_pool"], 1, 70, 2, 64),
         ),
     ],
@@ -345,12 +357,12 @@ REFUSED = {
         bad("None with checkpoint_offsets", "both", checkpoint_indices=None),
         bad("None with checkpoint_indices", "both", checkpoint_offsets=None),
         bad("shape [2]", "[N] = [1] or [N, M]", checkpoint_offsets=offsets(16, 32)),
-        bad("shape [1]", "... [1, 1]", argument="checkpoint_indices", checkpoint_offsets=offsets(16)[None]),
+        bad("shape [1]", "... [1, 1]", of="checkpoint_indices", checkpoint_offsets=offsets(16)[None]),
         *(
             bad(
                 f"{M} checkpoints",
                 "1 to 8",
-                argument="checkpoint_offsets",
+                of="checkpoint_offsets",
                 **dict.fromkeys(("checkpoint_offsets", "checkpoint_indices"), offsets(*[0] * M)[None]),
             )
             for M in (0, 9)
@@ -361,39 +373,26 @@ REFUSED = {
         bad("dtype torch.float32", "int32 or int64", checkpoint_offsets=zeros(1)),
     ],
     # ---- recurrent_kda
-    (DECODE, "paged", ValueError): [
-        bad("shape [1, 1, 32]", "... rank 4", q=zeros(1, 1, 32)),
+    (DECODE, "plain", ValueError): [
         bad("shape [2, 1, 1, 32]", "[B, T, H, K] = [3, 1, 1, 32]", k=zeros(2, 1, 1, 32)),
-        bad(
-            "K = 24", "K in ...64, 128, 256", argument="q", **{name: lambda c, n=name: c[n][..., :24] for name in "qkg"}
-        ),
-        bad("2 value heads", "a positive multiple of the 3", argument="v", **dict.fromkeys("qk", zeros(3, 1, 3, 32))),
-        bad("2 value heads", "a positive multiple of the 4", argument="v", **dict.fromkeys("qk", zeros(3, 1, 4, 32))),
+        bad("K = 24", "K in ...64, 128, 256", of="q", **{name: lambda c, n=name: c[n][..., :24] for name in "qkg"}),
         bad("shape [3, 1, 1]", "[B, T, HV] = [3, 1, 2]", beta=zeros(3, 1, 1)),
-        bad("shape [3]", "[HV] = [2]", A_log=zeros(3)),
-        bad("shape [63]", "[HV * K] = [64]", dt_bias=zeros(63)),
-        bad("-9.0", "a float in [-5, 0)", lower_bound=-9.0),
-        bad("'relu'", "...'softplus'", gate="relu"),
-        bad("'zero'", "...'non_positive'", null_index="zero"),
-        bad("'cuda'", "...'triton'", backend="cuda"),
         bad("'hopper'", "one that can run this call", backend="hopper"),
         bad("True with beta_is_logit=False", "...beta_is_logit=True", allow_neg_eigval=True, beta_is_logit=False),
         bad("shape [8, 1, 64, 32]", "... [8, 2, 64, 32]", initial_state=zeros(8, 1, 64, 32)),
-        bad(
-            "shape [8, 2, 64, 32]", "[slots, HV, K, V] = [8, 2, 32, 64]", argument="initial_state", state_v_first=False
-        ),
+        bad("shape [8, 2, 64, 32]", "[slots, HV, K, V] = [8, 2, 32, 64]", of="initial_state", state_v_first=False),
         bad("shape [2, 64, 32]", "... rank 4", initial_state=zeros(2, 64, 32)),
         bad("device meta", "q's device cpu", initial_state=zeros(8, 2, 64, 32, device="meta")),
         bad("strides (8192, 4096, 64, 2)", "... dense", initial_state=zeros(8, 2, 64, 64)[..., ::2]),
         bad("strides (8192, 4096, 32, 1)", "... dense", initial_state=zeros(8, 4, 64, 32)[:, ::2]),
         bad("strides (0, 2048, 32, 1)", "... overlap", initial_state=zeros(1, 2, 64, 32).expand(8, 2, 64, 32)),
-        bad("shape [8, 2, 64, 32]", "[N, HV, V, K] = [3, 2, 64, 32]", argument="initial_state", ssm_state_indices=None),
+        bad("shape [8, 2, 64, 32]", "[N, HV, V, K] = [3, 2, 64, 32]", of="initial_state", ssm_state_indices=None),
         bad("a tensor that requires grad", "torch.no_grad", q=zeros(3, 1, 1, 32).requires_grad_()),
         bad("a tensor that requires grad", "torch.no_grad", A_log=zeros(2).requires_grad_()),
         bad("shape [2]", "[N] = [3]", ssm_state_indices=offsets(1, 2)),
         bad("shape [3, 1]", "[N] = [3]", ssm_state_indices=offsets(1, 2, 3)[:, None]),
         bad("device meta", "q's device cpu", ssm_state_indices=offsets(1, 2, 3).to("meta")),
-        bad("batch size 3", "batch size 1", argument="q", cu_seqlens=offsets(0, 1, 2, 3)),
+        bad("batch size 3", "batch size 1", of="q", cu_seqlens=offsets(0, 1, 2, 3)),
         bad("a tensor without num_spec_tokens", "num_spec_tokens too", num_accepted_tokens=offsets(1, 1, 1)),
         bad("a tensor without num_spec_tokens", "num_spec_tokens too", intermediate_states=zeros(8, 3, 2, 64, 32)),
         bad(
@@ -405,15 +404,13 @@ REFUSED = {
         bad("shape [3, 2, 64]", "... (rank 4)", output=zeros(3, 2, 64)),
         bad("device meta", "q's device cpu", output=zeros(3, 1, 2, 64, device="meta")),
         bad("strides (256, 256, 128, 2)", "a dense last", output=zeros(3, 1, 2, 128)[..., ::2]),
-        bad("memory shared with v", "memory of its own", output=lambda c: c["v"]),
+        shared("v", output=lambda c: c["v"]),
     ],
-    (DECODE, "paged", TypeError): [
+    (DECODE, "plain", TypeError): [
+        *no_flags("beta_is_logit"),
         bad("NoneType", "a torch.Tensor", q=None),
         bad("NoneType", "a torch.Tensor", g=None),
-        bad("dtype torch.float16", "q's dtype torch.float32", k=lambda c: c["k"].half()),
-        *no_flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "beta_is_logit"),
         *no_flags("allow_neg_eigval", "state_v_first", "update_state", value=None),
-        *no_tensors("initial_state"),
         bad("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(8, 2, 64, 32, dtype=FP16)),
         bad("dtype torch.int16", "int32 or int64", ssm_state_indices=offsets(1, 2, 3).short()),
         bad("dtype torch.float32", "int32 or int64", ssm_state_indices=zeros(3)),
@@ -423,7 +420,7 @@ REFUSED = {
         bad(
             "9 tokens a sequence",
             "at most 8",
-            argument="q",
+            of="q",
             **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in ("q", "k", "v", "g", "beta")},
         ),
     ],
@@ -437,17 +434,16 @@ REFUSED = {
         bad("False without initial_state", "initial_state too", update_state=False),
     ],
     (DECODE, "own_slots", ValueError): [
-        bad(
-            "memory shared with initial_state",
-            "memory of its own",
+        shared(
+            "initial_state",
             output=lambda c: c["initial_state"].flatten()[-384:].view(3, 1, 2, 64),
         ),
     ],
     # ---- speculative tokens
     (DECODE, "spec", ValueError): [
         *(bad(str(n), "1 to 7", num_spec_tokens=n) for n in (0, -1, 8)),
-        bad("3 tokens a sequence", "1 + num_spec_tokens = 2", argument="q", num_spec_tokens=1),
-        bad("shape [3, 3]", "[N] = [3]", argument="ssm_state_indices", num_spec_tokens=None, num_accepted_tokens=None),
+        bad("3 tokens a sequence", "1 + num_spec_tokens = 2", of="q", num_spec_tokens=1),
+        bad("shape [3, 3]", "[N] = [3]", of="ssm_state_indices", num_spec_tokens=None, num_accepted_tokens=None),
         bad("None", "... [3, 3] (num_spec_tokens needs it)", ssm_state_indices=None),
         bad("shape [3, 2]", "... [3, 3]", ssm_state_indices=lambda c: c["ssm_state_indices"][:, :2]),
         bad("shape [3]", "... [3, 3]", ssm_state_indices=offsets(1, 2, 3)),
@@ -455,7 +451,7 @@ REFUSED = {
         bad(
             "a tensor with initial_state_source",
             "one of the two",
-            argument="num_accepted_tokens",
+            of="num_accepted_tokens",
             initial_state_source=lambda c: c["initial_state"],
             initial_state_indices=offsets(0, 1, 2),
         ),
@@ -470,16 +466,15 @@ REFUSED = {
         bad(
             "a tensor with update_state=True",
             "update_state=False",
-            argument="intermediate_states",
+            of="intermediate_states",
             update_state=True,
             ssm_state_indices=offsets(*range(9)).view(3, 3),
         ),
         bad("shape [8, 2, 2, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 2, 2, 64, 32)),
         bad("shape [8, 3, 1, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 3, 1, 64, 32)),
         bad("shape [8, 2, 64, 32]", "... rank 5", intermediate_states=zeros(8, 2, 64, 32)),
-        bad(
-            "memory shared with initial_state",
-            "memory of its own",
+        shared(
+            "initial_state",
             intermediate_states=ROWS.view(8, 3, 2, 64, 32),
             initial_state=ROWS,
         ),
@@ -498,9 +493,8 @@ REFUSED = {
         bad("shape [7, 1, 64, 32]", "... [7, 2, 64, 32]", initial_state_source=zeros(7, 1, 64, 32)),
         bad("shape [1]", "[N] = [3]", initial_state_indices=offsets(1)),
         bad("None with initial_state_source", "the pool", initial_state=None),
-        bad(
-            "memory shared with initial_state_source",
-            "memory of its own",
+        shared(
+            "initial_state_source",
             output=lambda c: first_elements(c["initial_state_source"], 3, 1, 2, 64),
         ),
     ],
@@ -509,7 +503,7 @@ REFUSED = {
     ],
     # ---- q, k and v in one row
     (DECODE, "mixed", ValueError): [
-        bad("a tensor with q", "one of the two", argument="mixed_qkv", q=zeros(3, 1, 2, 32)),
+        bad("a tensor with q", "one of the two", of="mixed_qkv", q=zeros(3, 1, 2, 32)),
         bad("None with mixed_qkv", "... tells the heads", initial_state=None),
         bad("shape [1, 3, 384]", "... rank 2", mixed_qkv=zeros(1, 3, 384)),
         bad("shape [3, 383]", "... K = 32 and HV * V = 256", mixed_qkv=zeros(3, 383)),
@@ -521,7 +515,7 @@ REFUSED = {
         bad("5 rows", "a multiple of", mixed_qkv=lambda c: c["mixed_qkv"][:5]),
     ],
     # ---- commit
-    (COMMIT, "", ValueError): [
+    (COMMIT, "plain", ValueError): [
         bad("shape [2, 8, 4]", "... rank 4", initial_state=zeros(2, 8, 4)),
         bad("shape [6, 2, 8, 4]", "... rank 5", intermediate_states=zeros(6, 2, 8, 4)),
         bad("shape [6, 3, 2, 4, 8]", "... HV, V, K] = [6, 3, 2, 8, 4]", intermediate_states=zeros(6, 3, 2, 4, 8)),
@@ -530,14 +524,13 @@ REFUSED = {
         bad("'none'", "...'negative'", null_index="none"),
         bad("device meta", "initial_state's device cpu", num_accepted_tokens=offsets(1, 1, 1, 1).to("meta")),
         bad("strides (0, 32, 4, 1)", "... overlap", initial_state=zeros(1, 2, 8, 4).expand(6, 2, 8, 4)),
-        bad(
-            "memory shared with intermediate_states",
-            "memory of its own",
+        shared(
+            "intermediate_states",
             initial_state=lambda c: c["intermediate_states"][:, 0],
         ),
         bad("'hopper'", "one that can run this call", backend="hopper"),
     ],
-    (COMMIT, "", TypeError): [
+    (COMMIT, "plain", TypeError): [
         *no_tensors("initial_state"),
         bad("NoneType", "a torch.Tensor", num_accepted_tokens=None),
         bad(
@@ -548,7 +541,7 @@ REFUSED = {
         bad("dtype torch.float32", "int32", num_accepted_tokens=zeros(4)),
     ],
     # ---- kda_prefill
-    (PREFILL, "", ValueError): [
+    (PREFILL, "plain", ValueError): [
         bad("shape [2, 70, 64]", "[B, H, T, K], of rank 4", q=zeros(2, 70, 64)),
         bad("shape [1, 2, 71, 64]", "[B, H, T, K]", k=zeros(1, 2, 71, 64)),
         bad("shape [1, 2, 71, 64]", "[B, H, T, V]", v=zeros(1, 2, 71, 64)),
@@ -563,7 +556,7 @@ REFUSED = {
         bad("'hopper'", "one that can run this call", backend="hopper"),
         bad("a tensor that requires grad", "torch.no_grad", v=zeros(1, 2, 70, 64).requires_grad_()),
     ],
-    (PREFILL, "", TypeError): [
+    (PREFILL, "plain", TypeError): [
         bad("float", "a torch.Tensor", beta=1.0),
         bad("dtype torch.bfloat16", "float32", g=zeros(1, 2, 70, 64, dtype=BF16)),
         bad("dtype torch.float64", "float32", q=zeros(1, 2, 70, 64, dtype=torch.float64)),
@@ -616,20 +609,20 @@ REFUSED_ON_REQUEST = {
         bad("slot 0 again", "another slot", state_indices=offsets(0, 2, 0)),
     ],
     (CHUNK, "three checkpoints", ValueError): [
-        bad("index 9", "... 4 slots", argument="checkpoint_indices", **marks((16, 0, 0), (9, 0, 0))),
-        bad("slot 1 again", "another slot", argument="checkpoint_indices", **marks((0, 0, 16), (0, 0, 1))),
-        bad("slot 3 again", "another slot", argument="checkpoint_indices", **marks((16, 0, 16), (3, 0, 3))),
-        bad("offset 24", "a multiple of 16", argument="checkpoint_offsets", **marks((24, 0, 0), (3, 0, 0))),
-        bad("-16 after 0", "... rise", argument="checkpoint_offsets", **marks((-16, 0, 0), (3, 0, 0))),
-        bad("offset 32", "... 20 tokens", argument="checkpoint_offsets", **marks((32, 0, 0), (3, 0, 0))),
+        bad("index 9", "... 4 slots", of="checkpoint_indices", **marks((16, 0, 0), (9, 0, 0))),
+        bad("slot 1 again", "another slot", of="checkpoint_indices", **marks((0, 0, 16), (0, 0, 1))),
+        bad("slot 3 again", "another slot", of="checkpoint_indices", **marks((16, 0, 16), (3, 0, 3))),
+        bad("offset 24", "a multiple of 16", of="checkpoint_offsets", **marks((24, 0, 0), (3, 0, 0))),
+        bad("-16 after 0", "... rise", of="checkpoint_offsets", **marks((-16, 0, 0), (3, 0, 0))),
+        bad("offset 32", "... 20 tokens", of="checkpoint_offsets", **marks((32, 0, 0), (3, 0, 0))),
         bad(
             "16 after 32",
             "... rise",
-            argument="checkpoint_offsets",
+            of="checkpoint_offsets",
             **marks(((0, 0), (0, 0), (32, 16)), ((0, 0), (0, 0), (3, -1))),
         ),
     ],
-    (DECODE, "paged", ValueError): [
+    (DECODE, "plain", ValueError): [
         bad("index 8", "... 8 slots", ssm_state_indices=offsets(1, 8, 0)),
         bad("slot 1 again", "another slot", ssm_state_indices=offsets(1, 2, 1)),
     ],
@@ -652,7 +645,7 @@ REFUSED_ON_REQUEST = {
         bad(
             "4 rows",
             "one for each of the 5 chunks",
-            argument="h",
+            of="h",
             **{name: lambda c, n=name: c[n][:, :-1] for name in ("h", "dh")},
         ),
     ],
