@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -57,16 +58,17 @@ class Refusal:
         assert re.match(pattern, str(caught.value)), str(caught.value)
 
 
-def bad(got: str, wanted: str = "", *, of: str | None = None, **changes: object) -> tuple[str, str, str, dict]:
+def bad(got: str, wanted: str = "", *, of: str | None = None, error: type = ValueError, **changes: object) -> tuple:
     """A row of the table. `of`: the argument, where it is not the first that changes."""
-    return of or next(iter(changes)), got, wanted, changes
+    return error, of or next(iter(changes)), got, wanted, changes
+
+
+mistyped = partial(bad, error=TypeError)
 
 
 def refusals(table: dict[tuple, list]) -> list:
     """As parameters of a test."""
-    found = [
-        Refusal(op, start, error, *row) for (ops, start, error), rows in table.items() for row in rows for op in ops
-    ]
+    found = [Refusal(op, start, *row) for (ops, start), rows in table.items() for row in rows for op in ops]
     return [pytest.param(x, id=f"{x.op.__name__}-{x.start}-{x.argument}: {x.got}") for x in found]
 
 
@@ -143,11 +145,11 @@ def shared(other: str, **changes: object) -> tuple:
 
 
 def no_tensors(*names: str) -> list[tuple]:
-    return [bad("list", "a torch.Tensor", **{name: [1.0]}) for name in names]
+    return [mistyped("list", "a torch.Tensor", **{name: [1.0]}) for name in names]
 
 
 def no_flags(*names: str, value: object = 1) -> list[tuple]:
-    return [bad(f"{value} ({type(value).__name__})", "a bool", **{name: value}) for name in names]
+    return [mistyped(f"{value} ({type(value).__name__})", "a bool", **{name: value}) for name in names]
 
 
 def marks(offset: object, index: object) -> dict:
@@ -156,7 +158,7 @@ def marks(offset: object, index: object) -> dict:
 
 REFUSED = {
     # ---- whatever the length of sequences
-    (SEQUENCES, "plain", ValueError): [
+    (SEQUENCES, "plain"): [
         bad("shape [70, 2, 32]", "... rank 4", q=zeros(70, 2, 32)),
         bad("shape [1, 1, 70, 2, 32]", "... (rank 4)", k=zeros(1, 1, 70, 2, 32)),
         bad("shape [1, 70, 2]", "... rank 4", v=zeros(1, 70, 2)),
@@ -179,29 +181,27 @@ REFUSED = {
             for name in ("k", "v", "g", "beta", "A_log", "dt_bias")
         ),
         *(bad("2 value heads", f"a positive multiple of the {H}", of="v", q=heads(H), k=heads(H)) for H in (3, 4)),
-    ],
-    (SEQUENCES, "plain", TypeError): [
-        bad("dtype torch.int32", "bfloat16, float16, float32", q=lambda c: c["q"].int()),
-        bad("dtype torch.float16", "q's dtype torch.float32", k=lambda c: c["k"].half()),
-        bad("dtype torch.bfloat16", "q's dtype torch.float32", v=lambda c: c["v"].bfloat16()),
-        bad("dtype torch.float16", "float32", g=lambda c: c["g"].half()),
-        bad("dtype torch.float64", "float32", beta=lambda c: c["beta"].double()),
-        bad("dtype torch.float16", "float32", A_log=lambda c: c["A_log"].half()),
-        bad("dtype torch.int32", "float32", dt_bias=lambda c: c["dt_bias"].int()),
-        bad("'-5' (str)", "a float or None", lower_bound="-5"),
-        bad("True (bool)", "a float or None", lower_bound=True),
-        bad("tensor([0.]) (Tensor)", "a float or None", scale=zeros(1)),
+        mistyped("dtype torch.int32", "bfloat16, float16, float32", q=lambda c: c["q"].int()),
+        mistyped("dtype torch.float16", "q's dtype torch.float32", k=lambda c: c["k"].half()),
+        mistyped("dtype torch.bfloat16", "q's dtype torch.float32", v=lambda c: c["v"].bfloat16()),
+        mistyped("dtype torch.float16", "float32", g=lambda c: c["g"].half()),
+        mistyped("dtype torch.float64", "float32", beta=lambda c: c["beta"].double()),
+        mistyped("dtype torch.float16", "float32", A_log=lambda c: c["A_log"].half()),
+        mistyped("dtype torch.int32", "float32", dt_bias=lambda c: c["dt_bias"].int()),
+        mistyped("'-5' (str)", "a float or None", lower_bound="-5"),
+        mistyped("True (bool)", "a float or None", lower_bound=True),
+        mistyped("tensor([0.]) (Tensor)", "a float or None", scale=zeros(1)),
         *no_flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
         *no_flags("allow_neg_eigval", "state_v_first"),
         *no_tensors("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
         *(
-            bad(f"a {kind} tensor", "a dense (strided) one", **{name: make})
+            mistyped(f"a {kind} tensor", "a dense (strided) one", **{name: make})
             for name in ("q", "v", "A_log", "initial_state")
             for kind, make in (("sparse_coo", lambda c: c["q"].to_sparse()), ("nested", nested))
         ),
     ],
     # ---- whole sequences
-    (FORWARD, "plain", ValueError): [
+    (FORWARD, "plain"): [
         bad("shape [1, 2]", "... rank 1", cu_seqlens=offsets(0, 70)[None]),
         bad("shape [70, 2, 64]", "... (rank 4)", out=zeros(70, 2, 64)),
         bad("shape [1, 69, 2, 32]", "[B, T, H, K] = [1, 70, 2, 32]", k=zeros(1, 69, 2, 32)),
@@ -241,38 +241,36 @@ REFUSED = {
         ),
         bad("a tensor without state_pool", "state_pool too", state_indices=offsets(1)),
         bad("a tensor without state_pool", "state_pool too", has_initial_state=torch.tensor([True])),
-    ],
-    (FORWARD, "plain", TypeError): [
-        bad("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(1, 2, 32, 64, dtype=FP16)),
-        bad("dtype torch.float32", "int32 or int64", cu_seqlens=zeros(2)),
-        bad("dtype torch.int16", "int32 or int64", cu_seqlens=offsets(0, 70).short()),
-        bad("dtype torch.bfloat16", "q's dtype torch.float32", out=zeros(1, 70, 2, 64, dtype=BF16)),
+        mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(1, 2, 32, 64, dtype=FP16)),
+        mistyped("dtype torch.float32", "int32 or int64", cu_seqlens=zeros(2)),
+        mistyped("dtype torch.int16", "int32 or int64", cu_seqlens=offsets(0, 70).short()),
+        mistyped("dtype torch.bfloat16", "q's dtype torch.float32", out=zeros(1, 70, 2, 64, dtype=BF16)),
         *no_flags("use_beta_sigmoid_in_kernel"),
         *no_tensors("out"),
     ],
-    (FORWARD, "state", ValueError): [
+    (FORWARD, "state"): [
         bad("device meta", "q's device cpu", initial_state=lambda c: c["initial_state"].to("meta")),
         bad("shape [1, 2, 32, 64]", "[N, HV, V, K]", of="initial_state", state_v_first=True),
     ],
-    (FORWARD, "packed", ValueError): [
+    (FORWARD, "packed"): [
         bad("device meta", "q's device cpu", cu_seqlens=lambda c: c["cu_seqlens"].to("meta")),
         bad("shape [1, 2, 32, 64]", "... [5, 2, 32, 64]", initial_state=zeros(1, 2, 32, 64)),
     ],
-    (FORWARD, "B3", ValueError): [
+    (FORWARD, "B3"): [
         bad("batch size 3", "batch size 1", of="q", cu_seqlens=offsets(0, 70)),
     ],
-    (FORWARD, "softplus", ValueError): [
+    (FORWARD, "softplus"): [
         bad("None", "... [HV] = [2]", A_log=None),
     ],
-    (FORWARD, "decay", ValueError): [
+    (FORWARD, "decay"): [
         bad("None", "a float in [-5, 0)", of="lower_bound", gate="lower_bound"),
         bad("a tensor with a gate that does not read it", "None", dt_bias=zeros(2, 32), gate="logsigmoid"),
     ],
-    (FORWARD, "decay_promised", ValueError): [
+    (FORWARD, "decay_promised"): [
         bad("True with use_beta_sigmoid_in_kernel=False", "beta logits", allow_neg_eigval=True),
     ],
     # ---- what only chunk_kda has
-    (CHUNK, "plain", ValueError): [
+    (CHUNK, "plain"): [
         bad("a tensor without cu_seqlens", "cu_seqlens too", cu_seqlens_cpu=offsets(0, 70)),
         *(
             bad(str(list(x)), "... never fall", cu_seqlens_cpu=offsets(*x), cu_seqlens=offsets(*x))
@@ -291,38 +289,30 @@ REFUSED = {
         ),
         bad("a tensor without state_pool", "state_pool too", checkpoint_offsets=offsets(16)),
         bad("a tensor without state_pool", "state_pool too", checkpoint_indices=offsets(1)),
-    ],
-    (CHUNK, "plain", TypeError): [
-        bad("dtype torch.float32", "int32 or int64", cu_seqlens_cpu=zeros(2), cu_seqlens=offsets(0, 70)),
-        bad("2.0 (float)", "'auto'", split=2.0),
-        bad("64.0 (float)", "an int", chunk_size=64.0),
+        mistyped("dtype torch.float32", "int32 or int64", cu_seqlens_cpu=zeros(2), cu_seqlens=offsets(0, 70)),
+        mistyped("2.0 (float)", "'auto'", split=2.0),
+        mistyped("64.0 (float)", "an int", chunk_size=64.0),
         *no_flags("batch_invariant"),
         *no_flags("safe_gate", "disable_recompute", "return_intermediate_states", value=None),
     ],
-    (CHUNK, "ones", TypeError): [
-        bad("True (bool)", "a float or None", scale=True),
-        bad("True (bool)", "'auto'", split=True),
+    (CHUNK, "ones"): [
+        mistyped("True (bool)", "a float or None", scale=True),
+        mistyped("True (bool)", "'auto'", split=True),
         *no_flags("output_final_state"),
     ],
-    (CHUNK, "host offsets", ValueError): [
+    (CHUNK, "host offsets"): [
         bad("device meta", "device cpu", cu_seqlens_cpu=offsets(*range(6)).to("meta")),
         bad("shape [2]", "[N + 1] = [6]", cu_seqlens_cpu=offsets(0, 70)),
         bad("[147, 82, 81,", cu_seqlens_cpu=offsets(147, 82, 81, 17, 17, 0)),
-    ],
-    (CHUNK, "host offsets", TypeError): [
         *no_tensors("cu_seqlens_cpu"),
     ],
     # ---- state pools
-    (FORWARD, "pool", ValueError): [
+    (FORWARD, "pool"): [
         *(
             bad("nothing with state_pool", f"{name}=True or", **{name: None})
             for name in ("state_v_first", "use_qk_l2norm_in_kernel")
         ),
-        shared(
-            "q",
-            of="state_pool",
-            q=lambda c: first_elements(c["state_pool"], 1, 70, 2, 32),
-        ),
+        shared("q", of="state_pool", q=lambda c: first_elements(c["state_pool"], 1, 70, 2, 32)),
         bad("a tensor with initial_state", "one of the two", of="state_pool", initial_state=zeros(1, 2, 32, 64)),
         bad("True with state_pool", "False", output_final_state=True),
         bad("None", "... [N] = [1]", state_indices=None),
@@ -342,18 +332,13 @@ REFUSED = {
             q=zeros(1, 70, 2, 32).requires_grad_(),
         ),
         bad("a tensor with inputs that require grad", "torch.no_grad", state_pool=zeros(4, 2, 32, 64).requires_grad_()),
-        shared(
-            "state_pool",
-            out=lambda c: first_elements(c["state_pool"], 1, 70, 2, 64),
-        ),
+        shared("state_pool", out=lambda c: first_elements(c["state_pool"], 1, 70, 2, 64)),
+        mistyped("dtype torch.float16", "float32 or bfloat16", state_pool=zeros(4, 2, 32, 64, dtype=FP16)),
+        mistyped("dtype torch.int16", "int32 or int64", state_indices=offsets(1).short()),
+        mistyped("dtype torch.int64", "bool", has_initial_state=offsets(1)),
+        mistyped("bool", "a torch.Tensor", has_initial_state=True),
     ],
-    (FORWARD, "pool", TypeError): [
-        bad("dtype torch.float16", "float32 or bfloat16", state_pool=zeros(4, 2, 32, 64, dtype=FP16)),
-        bad("dtype torch.int16", "int32 or int64", state_indices=offsets(1).short()),
-        bad("dtype torch.int64", "bool", has_initial_state=offsets(1)),
-        bad("bool", "a torch.Tensor", has_initial_state=True),
-    ],
-    (CHUNK, "checkpoint", ValueError): [
+    (CHUNK, "checkpoint"): [
         bad("None with checkpoint_offsets", "both", checkpoint_indices=None),
         bad("None with checkpoint_indices", "both", checkpoint_offsets=None),
         bad("shape [2]", "[N] = [1] or [N, M]", checkpoint_offsets=offsets(16, 32)),
@@ -368,12 +353,10 @@ REFUSED = {
             for M in (0, 9)
         ),
         bad("True with checkpoint_offsets", "one of the two", return_intermediate_states=True),
-    ],
-    (CHUNK, "checkpoint", TypeError): [
-        bad("dtype torch.float32", "int32 or int64", checkpoint_offsets=zeros(1)),
+        mistyped("dtype torch.float32", "int32 or int64", checkpoint_offsets=zeros(1)),
     ],
     # ---- recurrent_kda
-    (DECODE, "plain", ValueError): [
+    (DECODE, "plain"): [
         bad("shape [2, 1, 1, 32]", "[B, T, H, K] = [3, 1, 1, 32]", k=zeros(2, 1, 1, 32)),
         bad("K = 24", "K in ...64, 128, 256", of="q", **{name: lambda c, n=name: c[n][..., :24] for name in "qkg"}),
         bad("shape [3, 1, 1]", "[B, T, HV] = [3, 1, 2]", beta=zeros(3, 1, 1)),
@@ -405,18 +388,16 @@ REFUSED = {
         bad("device meta", "q's device cpu", output=zeros(3, 1, 2, 64, device="meta")),
         bad("strides (256, 256, 128, 2)", "a dense last", output=zeros(3, 1, 2, 128)[..., ::2]),
         shared("v", output=lambda c: c["v"]),
-    ],
-    (DECODE, "plain", TypeError): [
         *no_flags("beta_is_logit"),
-        bad("NoneType", "a torch.Tensor", q=None),
-        bad("NoneType", "a torch.Tensor", g=None),
+        mistyped("NoneType", "a torch.Tensor", q=None),
+        mistyped("NoneType", "a torch.Tensor", g=None),
         *no_flags("allow_neg_eigval", "state_v_first", "update_state", value=None),
-        bad("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(8, 2, 64, 32, dtype=FP16)),
-        bad("dtype torch.int16", "int32 or int64", ssm_state_indices=offsets(1, 2, 3).short()),
-        bad("dtype torch.float32", "int32 or int64", ssm_state_indices=zeros(3)),
-        bad("dtype torch.bfloat16", "q's dtype torch.float32", output=zeros(3, 1, 2, 64, dtype=BF16)),
+        mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(8, 2, 64, 32, dtype=FP16)),
+        mistyped("dtype torch.int16", "int32 or int64", ssm_state_indices=offsets(1, 2, 3).short()),
+        mistyped("dtype torch.float32", "int32 or int64", ssm_state_indices=zeros(3)),
+        mistyped("dtype torch.bfloat16", "q's dtype torch.float32", output=zeros(3, 1, 2, 64, dtype=BF16)),
     ],
-    (DECODE, "T8", ValueError): [
+    (DECODE, "T8"): [
         bad(
             "9 tokens a sequence",
             "at most 8",
@@ -424,23 +405,20 @@ REFUSED = {
             **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in ("q", "k", "v", "g", "beta")},
         ),
     ],
-    (DECODE, "packed", ValueError): [
+    (DECODE, "packed"): [
         bad("shape [1, 2]", "... rank 1", cu_seqlens=offsets(0, 3)[None]),
         bad("shape [3, 1, 2, 64]", "... [1, 3, 2, 64]", output=zeros(3, 1, 2, 64)),
     ],
-    (DECODE, "no_state", ValueError): [
+    (DECODE, "no_state"): [
         bad("a tensor without initial_state", "initial_state too", ssm_state_indices=offsets(1)),
         bad("a number without initial_state", "initial_state too", num_spec_tokens=2),
         bad("False without initial_state", "initial_state too", update_state=False),
     ],
-    (DECODE, "own_slots", ValueError): [
-        shared(
-            "initial_state",
-            output=lambda c: c["initial_state"].flatten()[-384:].view(3, 1, 2, 64),
-        ),
+    (DECODE, "own_slots"): [
+        shared("initial_state", output=lambda c: c["initial_state"].flatten()[-384:].view(3, 1, 2, 64)),
     ],
     # ---- speculative tokens
-    (DECODE, "spec", ValueError): [
+    (DECODE, "spec"): [
         *(bad(str(n), "1 to 7", num_spec_tokens=n) for n in (0, -1, 8)),
         bad("3 tokens a sequence", "1 + num_spec_tokens = 2", of="q", num_spec_tokens=1),
         bad("shape [3, 3]", "[N] = [3]", of="ssm_state_indices", num_spec_tokens=None, num_accepted_tokens=None),
@@ -455,13 +433,11 @@ REFUSED = {
             initial_state_source=lambda c: c["initial_state"],
             initial_state_indices=offsets(0, 1, 2),
         ),
+        mistyped("2.0 (float)", "an int", num_spec_tokens=2.0),
+        mistyped("True (bool)", "an int", num_spec_tokens=True),
+        mistyped("dtype torch.float32", "int32 or int64", num_accepted_tokens=zeros(3)),
     ],
-    (DECODE, "spec", TypeError): [
-        bad("2.0 (float)", "an int", num_spec_tokens=2.0),
-        bad("True (bool)", "an int", num_spec_tokens=True),
-        bad("dtype torch.float32", "int32 or int64", num_accepted_tokens=zeros(3)),
-    ],
-    (DECODE, "verify", ValueError): [
+    (DECODE, "verify"): [
         bad("a tensor with update_state=False", "None (commit takes", num_accepted_tokens=offsets(1, 1, 1)),
         bad(
             "a tensor with update_state=True",
@@ -473,36 +449,29 @@ REFUSED = {
         bad("shape [8, 2, 2, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 2, 2, 64, 32)),
         bad("shape [8, 3, 1, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 3, 1, 64, 32)),
         bad("shape [8, 2, 64, 32]", "... rank 5", intermediate_states=zeros(8, 2, 64, 32)),
-        shared(
-            "initial_state",
-            intermediate_states=ROWS.view(8, 3, 2, 64, 32),
-            initial_state=ROWS,
-        ),
+        shared("initial_state", intermediate_states=ROWS.view(8, 3, 2, 64, 32), initial_state=ROWS),
         bad("shape [2]", "[N] = [3]", intermediate_state_indices=offsets(0, 1)),
+        mistyped(
+            "dtype torch.bfloat16", "initial_state's dtype", intermediate_states=zeros(8, 3, 2, 64, 32, dtype=BF16)
+        ),
     ],
-    (DECODE, "verify", TypeError): [
-        bad("dtype torch.bfloat16", "initial_state's dtype", intermediate_states=zeros(8, 3, 2, 64, 32, dtype=BF16)),
-    ],
-    (DECODE, "read_only", ValueError): [
+    (DECODE, "read_only"): [
         bad("True with update_state=False", "one of the two", output_final_state=True),
     ],
     # ---- a source pool
-    (DECODE, "source", ValueError): [
+    (DECODE, "source"): [
         bad("None with initial_state_source", "both", initial_state_indices=None),
         bad("None with initial_state_indices", "both", initial_state_source=None),
         bad("shape [7, 1, 64, 32]", "... [7, 2, 64, 32]", initial_state_source=zeros(7, 1, 64, 32)),
         bad("shape [1]", "[N] = [3]", initial_state_indices=offsets(1)),
         bad("None with initial_state_source", "the pool", initial_state=None),
-        shared(
-            "initial_state_source",
-            output=lambda c: first_elements(c["initial_state_source"], 3, 1, 2, 64),
-        ),
+        shared("initial_state_source", output=lambda c: first_elements(c["initial_state_source"], 3, 1, 2, 64)),
     ],
-    (DECODE, "verify_source", ValueError): [
+    (DECODE, "verify_source"): [
         bad("a tensor with initial_state_source and update_state=False", "None", initial_state=zeros(8, 2, 64, 32)),
     ],
     # ---- q, k and v in one row
-    (DECODE, "mixed", ValueError): [
+    (DECODE, "mixed"): [
         bad("a tensor with q", "one of the two", of="mixed_qkv", q=zeros(3, 1, 2, 32)),
         bad("None with mixed_qkv", "... tells the heads", initial_state=None),
         bad("shape [1, 3, 384]", "... rank 2", mixed_qkv=zeros(1, 3, 384)),
@@ -511,11 +480,11 @@ REFUSED = {
         bad("shape [3, 127]", "[N, HV * K] = [3, 128]", g=zeros(3, 127)),
         bad("shape [2, 4]", "[N, HV] = [3, 4]", beta=zeros(2, 4)),
     ],
-    (DECODE, "mixed_spec", ValueError): [
+    (DECODE, "mixed_spec"): [
         bad("5 rows", "a multiple of", mixed_qkv=lambda c: c["mixed_qkv"][:5]),
     ],
     # ---- commit
-    (COMMIT, "plain", ValueError): [
+    (COMMIT, "plain"): [
         bad("shape [2, 8, 4]", "... rank 4", initial_state=zeros(2, 8, 4)),
         bad("shape [6, 2, 8, 4]", "... rank 5", intermediate_states=zeros(6, 2, 8, 4)),
         bad("shape [6, 3, 2, 4, 8]", "... HV, V, K] = [6, 3, 2, 8, 4]", intermediate_states=zeros(6, 3, 2, 4, 8)),
@@ -524,24 +493,19 @@ REFUSED = {
         bad("'none'", "...'negative'", null_index="none"),
         bad("device meta", "initial_state's device cpu", num_accepted_tokens=offsets(1, 1, 1, 1).to("meta")),
         bad("strides (0, 32, 4, 1)", "... overlap", initial_state=zeros(1, 2, 8, 4).expand(6, 2, 8, 4)),
-        shared(
-            "intermediate_states",
-            initial_state=lambda c: c["intermediate_states"][:, 0],
-        ),
+        shared("intermediate_states", initial_state=lambda c: c["intermediate_states"][:, 0]),
         bad("'hopper'", "one that can run this call", backend="hopper"),
-    ],
-    (COMMIT, "plain", TypeError): [
         *no_tensors("initial_state"),
-        bad("NoneType", "a torch.Tensor", num_accepted_tokens=None),
-        bad(
+        mistyped("NoneType", "a torch.Tensor", num_accepted_tokens=None),
+        mistyped(
             "dtype torch.bfloat16",
             "initial_state's dtype torch.float32",
             intermediate_states=zeros(6, 3, 2, 8, 4, dtype=BF16),
         ),
-        bad("dtype torch.float32", "int32", num_accepted_tokens=zeros(4)),
+        mistyped("dtype torch.float32", "int32", num_accepted_tokens=zeros(4)),
     ],
     # ---- kda_prefill
-    (PREFILL, "plain", ValueError): [
+    (PREFILL, "plain"): [
         bad("shape [2, 70, 64]", "[B, H, T, K], of rank 4", q=zeros(2, 70, 64)),
         bad("shape [1, 2, 71, 64]", "[B, H, T, K]", k=zeros(1, 2, 71, 64)),
         bad("shape [1, 2, 71, 64]", "[B, H, T, V]", v=zeros(1, 2, 71, 64)),
@@ -555,17 +519,15 @@ REFUSED = {
         bad("'cuda'", "one of", backend="cuda"),
         bad("'hopper'", "one that can run this call", backend="hopper"),
         bad("a tensor that requires grad", "torch.no_grad", v=zeros(1, 2, 70, 64).requires_grad_()),
-    ],
-    (PREFILL, "plain", TypeError): [
-        bad("float", "a torch.Tensor", beta=1.0),
-        bad("dtype torch.bfloat16", "float32", g=zeros(1, 2, 70, 64, dtype=BF16)),
-        bad("dtype torch.float64", "float32", q=zeros(1, 2, 70, 64, dtype=torch.float64)),
-        bad("64.0 (float)", "an int", chunk_size=64.0),
-        bad("'1' (str)", "a float or None", scale="1"),
-        bad("True (bool)", "a float or None", scale=True),
+        mistyped("float", "a torch.Tensor", beta=1.0),
+        mistyped("dtype torch.bfloat16", "float32", g=zeros(1, 2, 70, 64, dtype=BF16)),
+        mistyped("dtype torch.float64", "float32", q=zeros(1, 2, 70, 64, dtype=torch.float64)),
+        mistyped("64.0 (float)", "an int", chunk_size=64.0),
+        mistyped("'1' (str)", "a float or None", scale="1"),
+        mistyped("True (bool)", "a float or None", scale=True),
     ],
     # ---- kernels.chunk_bwd_wy_dqkg
-    (WY, "plain", ValueError): [
+    (WY, "plain"): [
         bad("shape [1, 70, 32]", "[B, T, H, K], of rank 4", q=zeros(1, 70, 32)),
         bad("shape [1, 70, 1, 32]", "[B, T, H, K] = [1, 70, 2, 32]", k=zeros(1, 70, 1, 32)),
         bad("3 value heads", "a positive multiple of the 2", v=zeros(1, 70, 3, 64)),
@@ -582,33 +544,31 @@ REFUSED = {
         bad("'hopper'", "one that can run this call (hopper: device", backend="hopper"),
         bad("a tensor that requires grad", v=zeros(1, 70, 2, 64).requires_grad_()),
         bad("device meta", "q's device cpu", dv=zeros(1, 70, 2, 64, device="meta")),
-    ],
-    (WY, "plain", TypeError): [
-        bad("int", "a torch.Tensor", q=3),
-        bad("dtype torch.float16", "q's", do=zeros(1, 70, 2, 64, dtype=FP16)),
-        bad("dtype torch.bfloat16", "torch.float32", g=zeros(1, 70, 2, 32, dtype=BF16)),
-        bad("dtype torch.float16", "torch.float32", h=zeros(1, 2, 2, 32, 64, dtype=FP16)),
-        bad("dtype torch.float32", "int32", cu_seqlens=zeros(2)),
-        bad("64.0 (float)", "an int", chunk_size=64.0),
-        bad("True (bool)", "a float or None", scale=True),
+        mistyped("int", "a torch.Tensor", q=3),
+        mistyped("dtype torch.float16", "q's", do=zeros(1, 70, 2, 64, dtype=FP16)),
+        mistyped("dtype torch.bfloat16", "torch.float32", g=zeros(1, 70, 2, 32, dtype=BF16)),
+        mistyped("dtype torch.float16", "torch.float32", h=zeros(1, 2, 2, 32, 64, dtype=FP16)),
+        mistyped("dtype torch.float32", "int32", cu_seqlens=zeros(2)),
+        mistyped("64.0 (float)", "an int", chunk_size=64.0),
+        mistyped("True (bool)", "a float or None", scale=True),
         *no_flags("use_exp2"),
     ],
 }
 
 REFUSED_ON_REQUEST = {
-    (FORWARD, "offsets", ValueError): [
+    (FORWARD, "offsets"): [
         bad("first offset 3", "0", cu_seqlens=offsets(3, 40, 70)),
         bad("first offset -4", "0", cu_seqlens=offsets(-4, 40, 70)),
         bad("offsets that fall from 50 to 20", "... never fall", cu_seqlens=offsets(0, 50, 20, 70)),
         bad("last offset 71", "at most T = 70", cu_seqlens=offsets(0, 20, 71)),
         bad("offsets that fall from", "... never fall", cu_seqlens=offsets(0, 2**40, -(2**40), 2**62)),
     ],
-    (FORWARD, "three", ValueError): [
+    (FORWARD, "three"): [
         bad("index 4", "... 4 slots", state_indices=offsets(1, 4, 0)),
         bad("slot 1 again", "another slot", state_indices=offsets(1, 2, 1)),
         bad("slot 0 again", "another slot", state_indices=offsets(0, 2, 0)),
     ],
-    (CHUNK, "three checkpoints", ValueError): [
+    (CHUNK, "three checkpoints"): [
         bad("index 9", "... 4 slots", of="checkpoint_indices", **marks((16, 0, 0), (9, 0, 0))),
         bad("slot 1 again", "another slot", of="checkpoint_indices", **marks((0, 0, 16), (0, 0, 1))),
         bad("slot 3 again", "another slot", of="checkpoint_indices", **marks((16, 0, 16), (3, 0, 3))),
@@ -622,11 +582,11 @@ REFUSED_ON_REQUEST = {
             **marks(((0, 0), (0, 0), (32, 16)), ((0, 0), (0, 0), (3, -1))),
         ),
     ],
-    (DECODE, "plain", ValueError): [
+    (DECODE, "plain"): [
         bad("index 8", "... 8 slots", ssm_state_indices=offsets(1, 8, 0)),
         bad("slot 1 again", "another slot", ssm_state_indices=offsets(1, 2, 1)),
     ],
-    (DECODE, "packed", ValueError): [
+    (DECODE, "packed"): [
         bad(
             "a sequence of 9 tokens",
             "at most 8",
@@ -634,13 +594,13 @@ REFUSED_ON_REQUEST = {
             **{name: lambda c, n=name: c[n].repeat_interleave(4, dim=1) for name in ("q", "k", "v", "g", "beta")},
         ),
     ],
-    (DECODE, "spec", ValueError): [
+    (DECODE, "spec"): [
         bad("4", "1 to 3", num_accepted_tokens=offsets(1, 4, 1)),
     ],
-    (DECODE, "source", ValueError): [
+    (DECODE, "source"): [
         bad("index 7", "... 7 slots", initial_state_indices=offsets(1, 7, 1)),
     ],
-    (WY, "packed", ValueError): [
+    (WY, "packed"): [
         bad("offsets that fall", cu_seqlens=offsets(0, 20, 10, 148)),
         bad(
             "4 rows",
