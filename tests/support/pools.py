@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.runtime.torch_ops import POOL
 from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case
 from flashdelta.testing.decoding import amid, memory_of, untouched
 from flashdelta.testing.inputs import TOKEN_TENSORS, Source, make_call
 from flashdelta.testing.oracle import as_recurrent, float64
-
-POOL_ARGUMENTS = (
-    "state_pool",
-    "state_indices",
-    "null_index",
-    "has_initial_state",
-    "checkpoint_offsets",
-    "checkpoint_indices",
-)
 
 
 @dataclass(frozen=True)
@@ -214,7 +207,7 @@ def call_for(op, pool_case: PoolCase, dtype: torch.dtype = FP32) -> dict:
 
 
 def without_pool(call: dict) -> dict:
-    return {name: x for name, x in call.items() if name not in POOL_ARGUMENTS}
+    return {name: x for name, x in call.items() if name not in POOL}
 
 
 def slot_named(call: dict, index: int) -> int | None:
@@ -253,6 +246,15 @@ def gathered_and_scattered(op, call: dict) -> tuple[Tensor, Tensor]:
     return o, pool
 
 
+def cuts(offsets: Iterable[int], length: int) -> list[tuple[int, bool]]:
+    """Where a sequence is cut at its checkpoints, in order, and whether the state there is asked for."""
+    found, cut = [], 0
+    for offset in offsets:
+        cut = min(max(cut, offset), length)
+        found.append((cut, 0 < offset == cut))
+    return found
+
+
 def marks_of(call: dict, n: int, length: int) -> list[tuple[int, int | None]]:
     """Where sequence `n` is cut, in order, and the slot that gets the state there (None: no slot)."""
     if "checkpoint_offsets" not in call:
@@ -261,11 +263,8 @@ def marks_of(call: dict, n: int, length: int) -> list[tuple[int, int | None]]:
         call[name].reshape(call["state_indices"].shape[0], -1)[n].tolist()
         for name in ("checkpoint_offsets", "checkpoint_indices")
     )
-    marks, cut = [], 0
-    for offset, index in zip(offsets, indices):
-        cut = min(max(cut, offset), length)
-        marks.append((cut, slot_named(call, index) if 0 < offset == cut else None))
-    return marks
+    marks = zip(cuts(offsets, length), indices)
+    return [(cut, slot_named(call, index) if asked else None) for (cut, asked), index in marks]
 
 
 def piece_by_piece(op, call: dict) -> tuple[Tensor, Tensor]:
