@@ -104,7 +104,7 @@ def test_hard_inputs_are_finite_and_right(hard: str):
     assert_close("o", o.flatten(0, 1), want.o, 1e-11)
 
 
-# ---- reached by other names, explained ------------------------------------------------------------------------------
+# ---- reached by another name ----------------------------------------------------------------------------------------
 
 
 def test_flas_name_gives_the_same():
@@ -121,11 +121,3 @@ def test_flas_name_gives_the_same():
     want, _ = fd.fused_recurrent_kda(**other)
     assert_close("o", o, want, 1e-6)
     assert_close("pool", call["initial_state"], other["state_pool"], 1e-6)
-
-
-def test_explain(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]))
-    verdicts = {v.backend: v for v in explanation.verdicts}
-    assert explanation.chosen == "reference"
-    assert "CPU" in verdicts["triton"].reason and not verdicts["hopper"].supported

@@ -179,8 +179,6 @@ WITHOUT_TOKENS = [
 ]
 """An operator must not return its input, which is the final state here."""
 
-CHECKED_WITH_OUT = [*whole_sequences("bounded", "state", "packed_int32"), *POOL_CALLS]
-
 
 @pytest.mark.parametrize(
     ("op", "make"),
@@ -198,7 +196,7 @@ def test_opcheck(op: Callable, make: Callable[[], dict]):
 @pytest.mark.parametrize(
     ("op", "make"),
     [
-        *calls(*CHECKED_WITH_OUT),
+        *calls(*whole_sequences("bounded", "state", "packed_int32"), *POOL_CALLS),
         *calls(*steps("paged", "spec_packed", "verify_rows", "source"), marks=(pytest.mark.slow,)),
     ],
 )
@@ -285,16 +283,16 @@ def verdict(explanation: fd.Explanation, backend: str) -> backends.Verdict:
     return next(v for v in explanation.verdicts if v.backend == backend)
 
 
-@pytest.mark.parametrize("op", BOTH)
-def test_explain_covers_every_backend_and_says_why_not(op, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("op", "make"), calls(*whole_sequences("bounded"), *steps("spec")))
+def test_explain_covers_every_backend_and_says_why_not(op, make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    explanation = fd.explain(op, **short_call(BY_NAME["bounded"], op))
+    explanation = fd.explain(op, **make())
     assert [v.backend for v in explanation.verdicts] == [b.name for b in backends.BACKENDS]
     assert explanation.chosen == "reference"
     assert verdict(explanation, "reference").preferred
     triton = verdict(explanation, "triton")
     assert not triton.supported and not triton.preferred
-    assert "CPU" in triton.reason
+    assert "CPU" in triton.reason and not verdict(explanation, "hopper").supported
     assert "runs on: reference" in str(explanation)
     assert "not supported: tensors are on the CPU" in str(explanation)
 
