@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("op", FORWARD)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @every_refusal
 def test_refused_with_a_message_that_says_all(refusal: Refusal):
-    """By the operator and by `explain`; nothing is written then."""
+    """By the operator and by `explain`; nothing is written then. What is wanted without gradients runs without them."""
     good, call = refusal.calls()
     refusal.op(**good)
     plain = [x for x in call.values() if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested]
@@ -33,6 +33,9 @@ def test_refused_with_a_message_that_says_all(refusal: Refusal):
     refusal.expect(refusal.op, call)
     refusal.expect(lambda **arguments: fd.explain(refusal.op, **arguments), call)
     assert all(same_bits(x, y) for x, y in zip(written, before))
+    if refusal.wanted == "torch.no_grad()":
+        with torch.no_grad():
+            refusal.op(**call)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
