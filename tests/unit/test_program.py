@@ -248,15 +248,10 @@ def located(launches: Started, tensors: dict[str, Tensor], pointers: list[tuple[
     return found
 
 
-def by_function(call: dict) -> tuple[Tensor, ...]:
-    return fd.kda_prefill(**call)
+FUNCTION, OPERATOR = fd.kda_prefill, torch.ops.kda_prefill.forward
 
 
-def by_operator(call: dict) -> tuple[Tensor, ...]:
-    return torch.ops.kda_prefill.forward(**call)
-
-
-@pytest.mark.parametrize("way", [by_function, by_operator])
+@pytest.mark.parametrize("way", [FUNCTION, OPERATOR], ids=["function", "operator"])
 @pytest.mark.parametrize(
     "case", [PLAIN, LOGITS, replace(sized(PLAIN, SIZES[-1]), name="batch", B=2, H=3, HV=3, scale=0.5)], ids=case_id
 )
@@ -265,7 +260,7 @@ def test_a_repeated_prefill_starts_what_the_first_did(case: Case, way: Callable,
     for seed, name in enumerate(CALLS):
         pretended.clear()
         call = prefill_on(case, seed)
-        results = way(call)
+        results = way(**call)
         kept.append((call, results))  # so that the next tensors lie elsewhere
         assert pretended.anew() == [name == CALLS[0]] * 3
         pointers = pointers or [
@@ -282,8 +277,8 @@ def test_a_repeated_prefill_starts_what_the_first_did(case: Case, way: Callable,
 
 
 def test_function_and_operator_repeat_each_other(pretended: Started):
-    for way in (by_function, by_operator, by_function):
-        way(prefill_on(PLAIN))
+    for way in (FUNCTION, OPERATOR, FUNCTION):
+        way(**prefill_on(PLAIN))
     assert pretended.anew() == [True] * 3 + [False] * 6
 
 
