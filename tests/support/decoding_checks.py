@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.decoding import WRITTEN, Step, expected, make_step, memory_of, untouched
+from flashdelta.testing.decoding import WRITTEN, Step, amid, expected, make_step, memory_of, untouched
+from flashdelta.testing.inputs import Source
 from flashdelta.testing.oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
 BF16 = torch.bfloat16
@@ -59,6 +60,18 @@ def hold_states(name: str, got: torch.Tensor, want: torch.Tensor, before: torch.
     for i in sorted(stored):
         tolerance = 1e-5 if got.dtype != torch.float64 else 1e-11
         assert_close(f"{name}[{i}]", got[i].cpu(), want[i], tolerance + one_rounding(got.dtype))
+
+
+def commit_call(state: torch.dtype = torch.float32, rows: tuple[int, ...] | None = None, gap: int = 16) -> dict:
+    """Four sequences: accepted 2, none, all 3, and one whose slot is null."""
+    source = Source(torch.float32, "cpu", 0)
+    call = {
+        "initial_state": amid(source, state, (6, 2, 8, 4), gap),
+        "intermediate_states": amid(source, state, (6, 3, 2, 8, 4), gap),
+        "ssm_state_indices": torch.tensor([4, 1, 0, -1], dtype=torch.int32),
+        "num_accepted_tokens": torch.tensor([2, 0, 3, 1], dtype=torch.int32),
+    }
+    return call if rows is None else call | {"intermediate_state_indices": torch.tensor(rows)}
 
 
 def check_commit(call: dict, backend: str) -> None:

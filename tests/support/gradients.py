@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,11 +24,11 @@ def incoming(call: dict) -> tuple[Tensor, Tensor]:
     return grad_o.to(q.device), grad_final.to(q.device)
 
 
-def gradients(call: dict, grad_o: Tensor, grad_final: Tensor) -> dict[str, Tensor]:
+def gradients(call: dict, grad_o: Tensor, grad_final: Tensor, op: Callable = fd.chunk_kda) -> dict[str, Tensor]:
     """By the inputs' names."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in INPUTS if call.get(name) is not None}
-    asked = {"output_final_state": True, "return_intermediate_states": False}
-    o, final_state = fd.chunk_kda(**call | leaves | asked)
+    asked = {"output_final_state": True} | ({"return_intermediate_states": False} if op is fd.chunk_kda else {})
+    o, final_state = op(**call | leaves | asked)
     covered = covered_tokens(call)
     # rows of no sequence are undefined
     found = [o[:, covered], final_state]

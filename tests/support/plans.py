@@ -12,6 +12,8 @@ import flashdelta as fd
 from flashdelta.problem.problem import Problem, Tensors
 from flashdelta.runtime.call import check
 
+from .pools import cuts
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -43,11 +45,7 @@ class Plan:
 
     def cuts(self, n: int) -> list[tuple[int, bool]]:
         """Where sequence `n` is cut at its checkpoints, and whether the state there is asked for."""
-        cuts, cut = [], 0
-        for offset in self.marks[n]:
-            cut = min(max(cut, offset), self.length(n))
-            cuts.append((cut, 0 < offset == cut))
-        return cuts
+        return cuts(self.marks[n], self.length(n))
 
     def call(self) -> tuple[Problem, Tensors]:
         """A validated call of this layout."""

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.runtime.torch_ops import POOL
 from flashdelta.testing.cases import BF16, BOUNDED, FP32, Case
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.decoding import amid, memory_of, untouched
+from flashdelta.testing.inputs import TOKEN_TENSORS, Source, make_call
 from flashdelta.testing.oracle import as_recurrent, float64
 
-POOL_ARGUMENTS = (
-    "state_pool",
-    "state_indices",
-    "null_index",
-    "has_initial_state",
-    "checkpoint_offsets",
-    "checkpoint_indices",
-)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PoolCase:
     """A call over a pool of `slots` states that lie `gap` elements apart. `marks`: checkpoint offsets, a number or a row for
     each sequence; `mark_slots`: their slots. The pool has the dtype `case.state`."""
@@ -52,75 +46,48 @@ LONG = _case(lengths=(130, 16, 100), HV=1)
 INT32 = torch.int32
 
 PLAIN_POOLS = [
-    PoolCase(name="one", why="one sequence of fixed length", case=_case(T=70), indices=(4,)),
-    PoolCase(name="batch", why="rows of a batch, slots in any order", case=_case(B=3, T=35), indices=(5, 0, 2)),
-    PoolCase(name="packed", why="packed; the empty sequence's slot stays", case=PACKED, indices=(3, 1, 0, 5)),
+    PoolCase("one", "one sequence of fixed length", _case(T=70), (4,)),
+    PoolCase("batch", "rows of a batch, slots in any order", _case(B=3, T=35), (5, 0, 2)),
+    PoolCase("packed", "packed; the empty sequence's slot stays", PACKED, (3, 1, 0, 5)),
+    PoolCase("v_first_int32", "as engines keep it", V_FIRST, (3, 1, 0, 5), gap=64, index_dtype=INT32),
+    PoolCase("odd_gap", "slots that no vector load aligns to", PACKED, (3, 1, 0, 5), gap=9),
+    PoolCase("bf16", "read, updated in fp32, rounded once", _case(lengths=(17, 0, 70), state=BF16), (3, 1, 0), gap=32),
+    PoolCase("bf16_v_first", "the same, values first", _case(lengths=(17, 40), state=BF16, v_first=True), (1, 4)),
+    PoolCase("negative", "SGLang's rule: slot 0 is a slot", PACKED, (-1, 2, 0, -7)),
+    PoolCase("non_positive", "vLLM's rule: slot 0 is reserved", PACKED, (0, 2, 1, -1), null_index="non_positive"),
+    PoolCase("past_the_end", "an index of no slot is null", PACKED, (6, 2, 2**40, 3), flags=(True,) * 4),
+    PoolCase("all_null", "graph capture", PACKED, (-1,) * 4, index_dtype=INT32),
     PoolCase(
-        name="v_first_int32", why="as engines keep it", case=V_FIRST, indices=(3, 1, 0, 5), gap=64, index_dtype=INT32
-    ),
-    PoolCase(name="odd_gap", why="slots that no vector load aligns to", case=PACKED, indices=(3, 1, 0, 5), gap=9),
-    PoolCase(
-        name="bf16",
-        why="read, updated in fp32, rounded once",
-        case=_case(lengths=(17, 0, 70), state=BF16),
-        indices=(3, 1, 0),
-        gap=32,
-    ),
-    PoolCase(
-        name="bf16_v_first",
-        why="the same, values first",
-        case=_case(lengths=(17, 40), state=BF16, v_first=True),
-        indices=(1, 4),
-    ),
-    PoolCase(name="negative", why="SGLang's rule: slot 0 is a slot", case=PACKED, indices=(-1, 2, 0, -7)),
-    PoolCase(
-        name="non_positive",
-        why="vLLM's rule: slot 0 is reserved",
-        case=PACKED,
-        indices=(0, 2, 1, -1),
-        null_index="non_positive",
-    ),
-    PoolCase(
-        name="past_the_end", why="an index of no slot is null", case=PACKED, indices=(6, 2, 2**40, 3), flags=(True,) * 4
-    ),
-    PoolCase(name="all_null", why="graph capture", case=PACKED, indices=(-1,) * 4, index_dtype=INT32),
-    PoolCase(
-        name="flags",
-        why="fresh sequences in slots that hold an old state; one without tokens, whose slot must stay",
-        case=PACKED,
-        indices=(3, 1, 0, 5),
+        "flags",
+        "fresh sequences in slots that hold an old state; one without tokens, whose slot must stay",
+        PACKED,
+        (3, 1, 0, 5),
         flags=(False, False, True, True),
     ),
     PoolCase(
-        name="flags_batch",
-        why="the same in a batch, with a null row",
-        case=_case(B=3, T=20),
-        indices=(3, 2, -1),
-        flags=(True, False, True),
+        "flags_batch", "the same in a batch, with a null row", _case(B=3, T=20), (3, 2, -1), flags=(True, False, True)
     ),
-    PoolCase(name="gva", why="grouped heads", case=_case(lengths=(20, 45), H=2, HV=4), indices=(4, 1), gap=16),
-    PoolCase(name="no_slots", why="an empty pool: every index is null", case=PACKED, indices=(0, 1, 2, 3), slots=0),
-    PoolCase(name="one_slot", why="slots never touch", case=_case(T=5), indices=(0,), slots=1),
-    PoolCase(name="no_tokens", why="T = 0", case=_case(B=2, T=0), indices=(0, 1)),
-    PoolCase(name="no_sequences", why="N = 0", case=_case(lengths=(), unused=5), indices=()),
-    PoolCase(
-        name="unbounded", why="the other gate", case=_case(lengths=(66,), gate="none", lower_bound=None), indices=(2,)
-    ),
+    PoolCase("gva", "grouped heads", _case(lengths=(20, 45), H=2, HV=4), (4, 1), gap=16),
+    PoolCase("no_slots", "an empty pool: every index is null", PACKED, (0, 1, 2, 3), slots=0),
+    PoolCase("one_slot", "slots never touch", _case(T=5), (0,), slots=1),
+    PoolCase("no_tokens", "T = 0", _case(B=2, T=0), (0, 1)),
+    PoolCase("no_sequences", "N = 0", _case(lengths=(), unused=5), ()),
+    PoolCase("unbounded", "the other gate", _case(lengths=(66,), gate="none", lower_bound=None), (2,)),
 ]
 CHECKPOINT_POOLS = [
     PoolCase(
-        name="one_each",
-        why="[N]: none, inside a chunk, at a chunk's end",
-        case=LONG,
-        indices=(0, 1, 2),
+        "one_each",
+        "[N]: none, inside a chunk, at a chunk's end",
+        LONG,
+        (0, 1, 2),
         marks=(16, 0, 64),
         mark_slots=(3, 4, 5),
     ),
     PoolCase(
-        name="several",
-        why="[N, M], with zeros anywhere, and all tokens",
-        case=_case(lengths=(130, 0, 48), HV=1, v_first=True),
-        indices=(0, 1, 2),
+        "several",
+        "[N, M], with zeros anywhere, and all tokens",
+        _case(lengths=(130, 0, 48), HV=1, v_first=True),
+        (0, 1, 2),
         marks=((16, 0, 32, 80), (0, 0, 0, 0), (0, 32, 48, 0)),
         mark_slots=((3, 8, 4, 5), (9, 9, 9, 9), (9, 6, 7, 9)),
         slots=10,
@@ -128,74 +95,77 @@ CHECKPOINT_POOLS = [
         index_dtype=INT32,
     ),
     PoolCase(
-        name="every_16",
-        why="as many as there may be",
-        case=_case(T=130, HV=1),
-        indices=(0,),
+        "every_16",
+        "as many as there may be",
+        _case(T=130, HV=1),
+        (0,),
         marks=((16, 32, 48, 64, 80, 96, 112, 128),),
         mark_slots=(tuple(range(1, 9)),),
         slots=9,
     ),
     PoolCase(
-        name="chunk_ends",
-        why="multiples of the chunk size change nothing",
-        case=LONG,
-        indices=(0, -1, 2),
+        "chunk_ends",
+        "multiples of the chunk size change nothing",
+        LONG,
+        (0, -1, 2),
         marks=((64, 128), (0, 0), (64, 0)),
         mark_slots=((3, 4), (0, 0), (5, 0)),
     ),
     PoolCase(
-        name="at_the_end",
-        why="the final state goes to both slots",
-        case=_case(lengths=(64, 80, 96), HV=1),
-        indices=(0, -1, 2),
+        "at_the_end",
+        "the final state goes to both slots",
+        _case(lengths=(64, 80, 96), HV=1),
+        (0, -1, 2),
         marks=(64, 80, 96),
         mark_slots=(3, 4, 5),
         flags=(False, True, True),
     ),
     PoolCase(
-        name="cut_batch",
-        why="rows of a batch with cuts of their own",
-        case=_case(B=3, T=70, HV=1),
-        indices=(0, -1, 2),
+        "cut_batch",
+        "rows of a batch with cuts of their own",
+        _case(B=3, T=70, HV=1),
+        (0, -1, 2),
         marks=((48, 64), (0, 0), (16, 0)),
         mark_slots=((3, 4), (0, 0), (5, 0)),
     ),
     PoolCase(
-        name="chunk32",
-        why="the other chunk size",
-        case=_case(lengths=(70, 50), HV=1, chunk_size=32),
-        indices=(0, 1),
+        "chunk32",
+        "the other chunk size",
+        _case(lengths=(70, 50), HV=1, chunk_size=32),
+        (0, 1),
         marks=(48, 32),
         mark_slots=(2, 3),
     ),
     PoolCase(
-        name="cut_bf16",
-        why="checkpoints are rounded, what goes on is not",
-        case=_case(T=70, HV=1, state=BF16),
-        indices=(0,),
+        "cut_bf16",
+        "checkpoints are rounded, what goes on is not",
+        _case(T=70, HV=1, state=BF16),
+        (0,),
         marks=(48,),
         mark_slots=(1,),
     ),
     PoolCase(
-        name="null_slots",
-        why="checkpoints of no slot are not stored, but cut",
-        case=LONG,
-        indices=(1, 2, 3),
+        "null_slots",
+        "checkpoints of no slot are not stored, but cut",
+        LONG,
+        (1, 2, 3),
         null_index="non_positive",
         marks=(16, 16, 48),
         mark_slots=(0, -3, 6),
     ),
     PoolCase(
-        name="bad_offsets",
-        why="past the end, falling, negative, wild, odd: nothing outside is touched",
-        case=_case(lengths=(130, 0, 100, 40), HV=1),
-        indices=(0, 1, 2, 3),
+        "bad_offsets",
+        "past the end, falling, negative, wild, odd: nothing outside is touched",
+        _case(lengths=(130, 0, 100, 40), HV=1),
+        (0, 1, 2, 3),
         marks=((48, 32, 1000), (16, 0, -16), (2**40, 64, -(2**62)), (7, 7, 41)),
         mark_slots=((4, 5, 6), (6, 6, 6), (6, 6, 6), (7, 8, 6)),
         slots=9,
     ),
 ]
+
+
+BY_NAME = {pool_case.name: pool_case for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS}
 
 
 def pool_id(pool_case: PoolCase) -> str:
@@ -208,12 +178,7 @@ def pool_call(pool_case: PoolCase, dtype: torch.dtype = FP32, device: str = "cpu
     call = make_call(case, dtype, device, seed)
     del call["initial_state"], call["output_final_state"]
     inner = (case.HV, case.V, case.K) if case.v_first else (case.HV, case.K, case.V)
-    content = torch.Size(inner).numel()
-    pitch, margin = content + pool_case.gap, 64
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    memory = torch.randn(pool_case.slots * pitch + 2 * margin, generator=generator, device=device).to(case.state)
-    strides = (pitch, inner[1] * inner[2], inner[2], 1)
-    call["state_pool"] = memory.as_strided((pool_case.slots, *inner), strides, margin)
+    call["state_pool"] = amid(Source(FP32, device, seed + 1), case.state, (pool_case.slots, *inner), pool_case.gap)
     call["null_index"] = pool_case.null_index
 
     def index(values: tuple) -> Tensor:
@@ -231,18 +196,18 @@ def as_recurrent_pool(call: dict) -> dict:
     return as_recurrent({name: x for name, x in call.items() if not name.startswith("checkpoint")})
 
 
-def memory_of(x: Tensor) -> Tensor:
-    """All of the memory that `x` is a view of."""
-    return x.new_empty(0).set_(x.untyped_storage())
-
-
 def copied(pool: Tensor) -> Tensor:
     """A copy of the pool with its surroundings."""
     return memory_of(pool).clone().as_strided(pool.shape, pool.stride(), pool.storage_offset())
 
 
+def call_for(op, pool_case: PoolCase, dtype: torch.dtype = FP32) -> dict:
+    call = pool_call(pool_case, dtype)
+    return call if op is fd.chunk_kda else as_recurrent_pool(call)
+
+
 def without_pool(call: dict) -> dict:
-    return {name: x for name, x in call.items() if name not in POOL_ARGUMENTS}
+    return {name: x for name, x in call.items() if name not in POOL}
 
 
 def slot_named(call: dict, index: int) -> int | None:
@@ -281,6 +246,15 @@ def gathered_and_scattered(op, call: dict) -> tuple[Tensor, Tensor]:
     return o, pool
 
 
+def cuts(offsets: Iterable[int], length: int) -> list[tuple[int, bool]]:
+    """Where a sequence is cut at its checkpoints, in order, and whether the state there is asked for."""
+    found, cut = [], 0
+    for offset in offsets:
+        cut = min(max(cut, offset), length)
+        found.append((cut, 0 < offset == cut))
+    return found
+
+
 def marks_of(call: dict, n: int, length: int) -> list[tuple[int, int | None]]:
     """Where sequence `n` is cut, in order, and the slot that gets the state there (None: no slot)."""
     if "checkpoint_offsets" not in call:
@@ -289,11 +263,8 @@ def marks_of(call: dict, n: int, length: int) -> list[tuple[int, int | None]]:
         call[name].reshape(call["state_indices"].shape[0], -1)[n].tolist()
         for name in ("checkpoint_offsets", "checkpoint_indices")
     )
-    marks, cut = [], 0
-    for offset, index in zip(offsets, indices):
-        cut = min(max(cut, offset), length)
-        marks.append((cut, slot_named(call, index) if 0 < offset == cut else None))
-    return marks
+    marks = zip(cuts(offsets, length), indices)
+    return [(cut, slot_named(call, index) if asked else None) for (cut, asked), index in marks]
 
 
 def piece_by_piece(op, call: dict) -> tuple[Tensor, Tensor]:
@@ -325,11 +296,7 @@ def untouched_memory(call: dict) -> Tensor:
         if stop > start:
             stored.add(slot_named(call, int(call["state_indices"][n])))
             stored |= {slot for _, slot in marks_of(call, n, stop - start)}
-    mask = copied(call["state_pool"])
-    memory_of(mask).fill_(1)
-    for slot in stored - {None}:
-        mask[slot] = 0
-    return memory_of(mask) == 1
+    return untouched(call["state_pool"], stored - {None})
 
 
 def pool_truth(call: dict) -> tuple[Tensor, Tensor]:

@@ -59,14 +59,7 @@ LANGUAGE = SimpleNamespace(
 
 def _as_python() -> SimpleNamespace:
     functions = {name: x.fn for name, x in vars(stream_k).items() if isinstance(x, GluonJITFunction)}
-    scope = {
-        "gl": LANGUAGE,
-        "tl": LANGUAGE,
-        "min": min,
-        "max": max,
-        "range": range,
-        "SHORT": stream_k.SHORT.value,
-    }
+    scope = {"gl": LANGUAGE, "tl": LANGUAGE, "SHORT": stream_k.SHORT.value}
     for name, function in functions.items():
         scope[name] = FunctionType(function.__code__, scope, name)
     return SimpleNamespace(**scope)

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import COMMIT_STATES, FORWARD_OUT
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, step_id
+from flashdelta.testing.decoding import BY_NAME, STEPS, Step, expected, make_step, memory_of, step_id
 from flashdelta.testing.inputs import HARD, Source
 from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.decoding_checks import accepted_steps, check_commit, check_step
+from ..support.decoding_checks import accepted_steps, check_commit, check_step, commit_call
 
 FP64 = torch.float64
 
@@ -27,18 +25,6 @@ def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
 
 
 # ---- commit ---------------------------------------------------------------------------------------------------------
-
-
-def commit_call(state: torch.dtype = FP32, rows: tuple[int, ...] | None = None, gap: int = 16) -> dict:
-    """Four sequences: accepted 2, none, all 3, and one whose slot is null."""
-    source = Source(FP32, "cpu", 0)
-    call = {
-        "initial_state": amid(source, state, (6, 2, 8, 4), gap),
-        "intermediate_states": amid(source, state, (6, 3, 2, 8, 4), gap),
-        "ssm_state_indices": torch.tensor([4, 1, 0, -1], dtype=torch.int32),
-        "num_accepted_tokens": torch.tensor([2, 0, 3, 1], dtype=torch.int32),
-    }
-    return call if rows is None else call | {"intermediate_state_indices": torch.tensor(rows)}
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
@@ -118,7 +104,7 @@ def test_hard_inputs_are_finite_and_right(hard: str):
     assert_close("o", o.flatten(0, 1), want.o, 1e-11)
 
 
-# ---- reached by other names, traced, explained ----------------------------------------------------------------------
+# ---- reached by another name ----------------------------------------------------------------------------------------
 
 
 def test_flas_name_gives_the_same():
@@ -135,53 +121,3 @@ def test_flas_name_gives_the_same():
     want, _ = fd.fused_recurrent_kda(**other)
     assert_close("o", o, want, 1e-6)
     assert_close("pool", call["initial_state"], other["state_pool"], 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_output", [False, True])
-@pytest.mark.parametrize(
-    "name", ["paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows"]
-)
-def test_compiles_in_one_graph(name: str, with_output: bool):
-    call, other = make_step(BY_NAME[name]), make_step(BY_NAME[name])
-    want, want_states = fd.recurrent_kda(**other)
-    if with_output:
-        call["output"] = torch.full_like(want, torch.nan)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda arguments: fd.recurrent_kda(**arguments), fullgraph=True, backend="aot_eager")
-    o, states = compiled(call)
-    assert same_bits(o, want) and same_bits(states, want_states)
-    for written in WRITTEN:
-        assert written not in call or same_bits(call[written], other[written])
-
-
-def test_commit_compiles_in_one_graph():
-    call, other = commit_call(), commit_call()
-    fd.commit(**other)
-    torch._dynamo.reset()
-    torch.compile(lambda arguments: fd.commit(**arguments), fullgraph=True, backend="aot_eager")(call)
-    assert same_bits(call["initial_state"], other["initial_state"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows", "source"])
-def test_opcheck(name: str):
-    call = make_step(BY_NAME[name])
-    problem, t = check(fd.recurrent_kda, **call)
-    arguments = FORWARD_OUT.arguments(problem, replace(t, out=torch.empty_like(t.v)), "reference")
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, arguments)
-
-
-def test_opcheck_commit():
-    arguments = COMMIT_STATES.arguments(*check(fd.commit, **commit_call()), "reference")
-    torch.library.opcheck(torch.ops.flashdelta.kda_commit, arguments)
-
-
-def test_explain(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    explanation = fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]))
-    verdicts = {v.backend: v for v in explanation.verdicts}
-    assert explanation.chosen == "reference"
-    assert "CPU" in verdicts["triton"].reason and not verdicts["hopper"].supported
-    with pytest.raises(ValueError, match=r"^num_spec_tokens: got 8"):
-        fd.explain(fd.recurrent_kda, **make_step(BY_NAME["spec"]) | {"num_spec_tokens": 8})

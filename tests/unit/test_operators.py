@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +18,22 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.runtime import call as road
 from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import FORWARD, FORWARD_OUT, Operator
+from flashdelta.runtime.torch_ops import BACKWARD_WY, FORWARD, operator_of
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id, named
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.decoding import BY_NAME as STEPS
+from flashdelta.testing.decoding import make_step, memory_of
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call, on_meta
 from flashdelta.testing.oracle import as_recurrent, assert_close, same_bits
+from flashdelta.testing.prefills import LOGITS, PLAIN, prefill_call
+from flashdelta.testing.wy import BY_NAME as WY_CASES
+from flashdelta.testing.wy import WyCase, make_wy
+
+from ..support.decoding_checks import commit_call
+from ..support.pools import BY_NAME as POOLS
+from ..support.pools import call_for
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
-TRACED = named(
-    "bounded", "softplus", "state_v_first", "packed_int32", "packed_bf16_state", "gva2", "no_final_state", "fused"
-)
+wy = fd.kernels.chunk_bwd_wy_dqkg
 
 
 def short_call(case: Case, op, dtype: torch.dtype = FP32, **changes) -> dict:
@@ -37,29 +46,75 @@ def short_call(case: Case, op, dtype: torch.dtype = FP32, **changes) -> dict:
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("case", TRACED, ids=case_id)
-def test_compiles_in_one_graph(case: Case, op):
-    call = short_call(case, op)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: op(**arguments), fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(**call), op(**call)):
-        assert same_bits(got, want)
+def calls(*rows: tuple[str, Callable, Callable[[], dict]], marks: tuple = ()) -> list:
+    return [pytest.param(op, make, id=f"{op.__name__}-{name}", marks=marks) for name, op, make in rows]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("case", named("bounded", "packed_int32"), ids=case_id)
-def test_compiles_with_out(case: Case, op):
-    call = short_call(case, op)
-    want, want_state = op(**call)
+def whole_sequences(*names: str) -> list[tuple]:
+    return [(case.name, op, partial(short_call, case, op)) for case in named(*names) for op in BOTH]
+
+
+def steps(*names: str) -> list[tuple]:
+    return [(name, fd.recurrent_kda, partial(make_step, STEPS[name])) for name in names]
+
+
+FLAGS = POOLS["flags"]
+POOL_CALLS = [
+    (f"pool {pool_case.name}", op, partial(call_for, op, pool_case))
+    for op, pool_case in (
+        (fd.chunk_kda, FLAGS),
+        (fd.chunk_kda, POOLS["one_each"]),
+        (fd.chunk_kda, POOLS["one"]),
+        (fd.fused_recurrent_kda, replace(FLAGS, case=replace(FLAGS.case, lengths=(3, 0, 2, 1)))),
+    )
+]
+TRACED = (
+    "bounded",
+    "softplus",
+    "state_v_first",
+    "packed_int32",
+    "packed_bf16_state",
+    "gva2",
+    "no_final_state",
+    "fused",
+)
+TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
+COMPILED = [
+    *calls(*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS), marks=(pytest.mark.slow,)),
+    *calls(("", fd.commit, commit_call), ("", wy, partial(make_wy, WY_CASES["plain"]))),
+    *calls(("", fd.kda_prefill, partial(prefill_call, LOGITS))),
+]
+COMPILED_WITH_OUT = calls(
+    *whole_sequences("bounded", "packed_int32"), *POOL_CALLS, *steps(*TRACED_STEPS), marks=(pytest.mark.slow,)
+)
+
+
+def compiled(function: Callable, **options) -> Callable:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda out, arguments: op(**arguments, out=out), fullgraph=True, backend="aot_eager")
-    out = torch.full_like(call["v"], torch.nan)
-    _, state = compiled(out, call)
-    assert same_bits(out, want)
-    assert same_bits(state, want_state)
+    return torch.compile(function, **{"fullgraph": True, "backend": "aot_eager"} | options)
+
+
+def assert_compiles(op: Callable, call: dict, make: Callable[[], dict]) -> tuple | None:
+    """In one graph, with the bits of the eager call in its results and in all that it writes. Returns what that found."""
+    eager = make()
+    want = op(**eager)
+    for got, x in zip(compiled(lambda arguments: op(**arguments))(call) or (), want or (), strict=True):
+        assert same_bits(got, x)
+    for name, x in eager.items():
+        assert not isinstance(x, Tensor) or same_bits(memory_of(call[name]), memory_of(x)), name
+    return want
+
+
+@pytest.mark.parametrize(("op", "make"), COMPILED)
+def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
+    assert_compiles(op, make(), make)
+
+
+@pytest.mark.parametrize(("op", "make"), COMPILED_WITH_OUT)
+def test_compiles_with_out(op: Callable, make: Callable[[], dict]):
+    out = torch.full_like(op(**make())[0], torch.nan)
+    want = assert_compiles(op, make() | {"output" if op is fd.recurrent_kda else "out": out}, make)
+    assert same_bits(out, want[0])
 
 
 @pytest.mark.slow
@@ -77,9 +132,7 @@ def test_compiles_with_gradients(case: Case, op):
         leaves = {name: call[name].detach().clone().requires_grad_() for name in names}
         return torch.autograd.grad(function(call | leaves), list(leaves.values()))
 
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for name, got, want in zip(names, gradients(compiled), gradients(loss)):
+    for name, got, want in zip(names, gradients(compiled(loss)), gradients(loss)):
         assert_close(f"grad of {name}", got, want, 1e-6)
 
 
@@ -90,17 +143,14 @@ def test_compiled_graph_holds_one_operator():
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
-    call = short_call(BY_NAME["bounded"], fd.chunk_kda)
-    torch.compile(lambda **arguments: fd.chunk_kda(**arguments), fullgraph=True, backend=keep)(**call)
+    compiled(lambda arguments: fd.chunk_kda(**arguments), backend=keep)(short_call(BY_NAME["bounded"], fd.chunk_kda))
     called = [node.target for node in graphs[0].graph.nodes if "flashdelta" in str(node.target)]
     assert called == [torch.ops.flashdelta.kda_forward]
 
 
 def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "_cached_capability", lambda index: (9, 0))
-    torch._dynamo.reset()
-    function = torch.compile(lambda x: x + backends.nvidia_capability(0)[0], fullgraph=True, backend="aot_eager")
+    function = compiled(lambda x: x + backends.nvidia_capability(0)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch.compile warns of caches it looks through
         assert function(torch.zeros(1)).item() == 9
@@ -108,54 +158,82 @@ def test_device_capability_is_no_node_of_the_graph(monkeypatch: pytest.MonkeyPat
 
 def test_compiled_call_refuses_bad_input():
     call = short_call(BY_NAME["bounded"], fd.chunk_kda) | {"lower_bound": -9.0}
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: fd.chunk_kda(**arguments), backend="aot_eager")
     with pytest.raises(ValueError, match=r"lower_bound: got -9\.0"):
-        compiled(**call)
+        compiled(lambda arguments: fd.chunk_kda(**arguments), fullgraph=False)(call)
 
 
 # ---- the operators themselves -------------------------------------------------------------------------------------
 
 
-def operator_arguments(case: Case, op, operator: Operator = FORWARD, *, grad: bool = False, **others: Tensor) -> tuple:
-    """What a traced call passes to the operator."""
-    call = short_call(case, op) | others
-    if grad:
-        for x in call.values():
-            if isinstance(x, Tensor) and x.is_floating_point():
-                x.requires_grad_()
-    return operator.arguments(*check(op, **call), "reference")
+def assert_passes_opcheck(op: Callable, call: dict, with_out: bool = False) -> None:
+    """Of the operator that a traced call goes through."""
+    problem, t = check(op, **call)
+    if with_out:
+        t = replace(t, out=torch.empty_like(t.v))
+    operator = operator_of(problem, t)
+    torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["forward", "autograd"])
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("case", named("bounded", "state", "packed_int32", "no_final_state"), ids=case_id)
-def test_opcheck_forward(case: Case, op, grad: bool):
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward, operator_arguments(case, op, grad=grad))
+WITHOUT_TOKENS = [
+    (case.name, fd.chunk_kda, partial(make_call, replace(case, h=False))) for case in named("T0", "packed_all_empty")
+]
+"""An operator must not return its input, which is the final state here."""
 
 
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("case", named("bounded", "state", "packed_int32"), ids=case_id)
-def test_opcheck_forward_out(case: Case, op):
-    out = torch.empty_like(short_call(case, op)["v"])
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, operator_arguments(case, op, FORWARD_OUT, out=out))
+@pytest.mark.parametrize(
+    ("op", "make"),
+    calls(
+        *whole_sequences("bounded", "state", "packed_int32", "no_final_state"),
+        *POOL_CALLS,
+        *WITHOUT_TOKENS,
+        ("", fd.commit, commit_call),
+    ),
+)
+def test_opcheck(op: Callable, make: Callable[[], dict]):
+    assert_passes_opcheck(op, make())
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        *calls(*whole_sequences("bounded", "state", "packed_int32"), *POOL_CALLS),
+        *calls(*steps("paged", "spec_packed", "verify_rows", "source"), marks=(pytest.mark.slow,)),
+    ],
+)
+def test_opcheck_with_out(op: Callable, make: Callable[[], dict]):
+    assert_passes_opcheck(op, make(), with_out=True)
+
+
+@pytest.mark.parametrize(("op", "make"), calls(*whole_sequences("bounded", "state", "packed_int32", "no_final_state")))
+def test_opcheck_with_gradients(op: Callable, make: Callable[[], dict]):
+    call = make()
+    for x in call.values():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    assert_passes_opcheck(op, call)
+
+
+@pytest.mark.parametrize("case", [WY_CASES[name] for name in ("plain", "packed", "none")], ids=lambda case: case.name)
+def test_opcheck_wy(case: WyCase):
+    arguments = BACKWARD_WY.arguments(*check(wy, **make_wy(case)), "reference")
+    # aot_dispatch asks for gradients, which a backward pass has none of
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.flashdelta.chunk_bwd_wy_dqkg.default, arguments, test_utils=tests)
+
+
+def test_opcheck_prefill():
+    tensors = [prefill_call(PLAIN)[name] for name in TOKEN_TENSORS]
+    assert set(torch.library.opcheck(torch.ops.kda_prefill.forward, (*tensors, 32)).values()) == {"SUCCESS"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("case", named("bounded", "state", "packed_int32", "no_final_state"), ids=case_id)
 def test_opcheck_backward(case: Case, op):
-    arguments = operator_arguments(case, op)
+    arguments = FORWARD.arguments(*check(op, **short_call(case, op)), "reference")
     o, final_state, _ = torch.ops.flashdelta.kda_forward(*arguments)
     grads = torch.randn_like(o), torch.randn_like(final_state)
     torch.library.opcheck(torch.ops.flashdelta.kda_backward, (*grads, *arguments))
-
-
-@pytest.mark.parametrize("case", named("T0", "packed_all_empty"), ids=case_id)
-def test_opcheck_without_tokens(case: Case):
-    """An operator must not return its input, which is the final state here."""
-    call = check(fd.chunk_kda, **make_call(replace(case, h=False)))
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward, FORWARD.arguments(*call, "reference"))
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -205,16 +283,16 @@ def verdict(explanation: fd.Explanation, backend: str) -> backends.Verdict:
     return next(v for v in explanation.verdicts if v.backend == backend)
 
 
-@pytest.mark.parametrize("op", BOTH)
-def test_explain_covers_every_backend_and_says_why_not(op, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("op", "make"), calls(*whole_sequences("bounded"), *steps("spec")))
+def test_explain_covers_every_backend_and_says_why_not(op, make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    explanation = fd.explain(op, **short_call(BY_NAME["bounded"], op))
+    explanation = fd.explain(op, **make())
     assert [v.backend for v in explanation.verdicts] == [b.name for b in backends.BACKENDS]
     assert explanation.chosen == "reference"
     assert verdict(explanation, "reference").preferred
     triton = verdict(explanation, "triton")
     assert not triton.supported and not triton.preferred
-    assert "CPU" in triton.reason
+    assert "CPU" in triton.reason and not verdict(explanation, "hopper").supported
     assert "runs on: reference" in str(explanation)
     assert "not supported: tensors are on the CPU" in str(explanation)
 
@@ -233,27 +311,15 @@ def test_explain_tells_supported_from_preferred(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("op", BOTH)
 def test_explain_runs_nothing_and_takes_meta_tensors(op):
     call = short_call(BY_NAME["packed_int32"], op, dtype=BF16)
-    meta = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
+    meta = on_meta(call)
     explanation = fd.explain(op, **meta, out=torch.empty_like(meta["v"]))
     assert explanation.chosen == "reference"
     assert "meta" in verdict(explanation, "triton").reason
 
 
-def test_explain_says_that_gradients_are_the_obstacle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    call = short_call(BY_NAME["bounded"], fd.fused_recurrent_kda)
-    call["q"].requires_grad_()
-    assert "in chunks only" in verdict(fd.explain(fd.fused_recurrent_kda, **call), "triton").reason
-
-
 def test_explain_refuses_what_it_does_not_know():
-    call = short_call(BY_NAME["bounded"], fd.chunk_kda)
-    with pytest.raises(TypeError, match="'chunk'"):
-        fd.explain(fd.chunk_kda, **call, chunk=64)
     with pytest.raises(ValueError, match=r"^op: got .*, wanted one of flashdelta\."):
-        fd.explain(torch.matmul, **call)
-    with pytest.raises(ValueError, match=r"^backend: got 'fast', wanted"):
-        fd.explain(fd.chunk_kda, **call, backend="fast")
+        fd.explain(torch.matmul, **short_call(BY_NAME["bounded"], fd.chunk_kda))
 
 
 # ---- warmup -------------------------------------------------------------------------------------------------------
@@ -301,9 +367,7 @@ def test_warmup_refuses_what_the_operator_refuses():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is what this asks about")
 def test_explain_judges_another_device_than_the_tensors():
-    call = {
-        name: x.to("meta") for name, x in make_call(BY_NAME["one_head"]).items() if name in ("q", "k", "v", "g", "beta")
-    }
+    call = {name: x for name, x in on_meta(make_call(BY_NAME["one_head"])).items() if name in TOKEN_TENSORS}
     verdicts = {v.backend: v for v in fd.explain(fd.chunk_kda, **call, device="cuda").verdicts}
     assert verdicts["triton"].reason == "no NVIDIA GPU on this machine"
     assert fd.explain(fd.chunk_kda, **call, device="cpu").chosen == "reference"

@@ -103,16 +103,8 @@ def _last_token_lost(**call):
 
 
 def _decay_forgotten(**call):
-    return fd.chunk_kda(
-        **call
-        | {
-            "g": torch.zeros_like(call["g"]),
-            "gate": "none",
-            "use_gate_in_kernel": False,
-            "A_log": None,
-            "dt_bias": None,
-        }
-    )
+    without = {"g": torch.zeros_like(call["g"]), "A_log": None, "dt_bias": None}
+    return fd.chunk_kda(**call | without | {"gate": "none", "use_gate_in_kernel": False})
 
 
 def _head_order_wrong(**call):

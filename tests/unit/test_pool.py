@@ -11,18 +11,17 @@ from hypothesis import given
 import flashdelta as fd
 from flashdelta.reference.sequences import chunk_slots
 from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import FORWARD_OUT
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits, state_tolerance
 
 from ..support.plans import Plan, planned_chunks, plans
 from ..support.pools import (
+    BY_NAME,
     CHECKPOINT_POOLS,
     LONG,
-    PACKED,
     PLAIN_POOLS,
     PoolCase,
-    as_recurrent_pool,
+    call_for,
     copied,
     gathered_and_scattered,
     initial_states,
@@ -37,13 +36,6 @@ from ..support.pools import (
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 ALL = [(fd.chunk_kda, pool_case) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
 ALL += [(fd.fused_recurrent_kda, pool_case) for pool_case in PLAIN_POOLS]
-BY_NAME = {pool_case.name: pool_case for pool_case in PLAIN_POOLS}
-CHECKPOINTS = {pool_case.name: pool_case for pool_case in CHECKPOINT_POOLS}
-
-
-def call_for(op, pool_case: PoolCase, dtype: torch.dtype = FP32) -> dict:
-    call = pool_call(pool_case, dtype)
-    return call if op is fd.chunk_kda else as_recurrent_pool(call)
 
 
 def op_and_case(value: object) -> str | None:
@@ -79,8 +71,8 @@ def test_pool_call_has_the_bits_of_gather_call_scatter(pool_case: PoolCase, op):
 
 
 def test_checkpoints_at_chunk_ends_change_no_bit():
-    call = pool_call(CHECKPOINTS["chunk_ends"])
-    plain = pool_call(replace(CHECKPOINTS["chunk_ends"], marks=None))
+    call = pool_call(BY_NAME["chunk_ends"])
+    plain = pool_call(replace(BY_NAME["chunk_ends"], marks=None))
     o, _ = fd.chunk_kda(**call)
     want, _ = fd.chunk_kda(**plain)
     assert same_bits(o, want)
@@ -147,41 +139,7 @@ def test_no_plan_leads_outside(plan: Plan):
     assert slots.token.numel() == 0 or (slots.token.min() >= 0 and slots.token.max() < max(problem.B * problem.T, 1))
 
 
-# ---- the operators --------------------------------------------------------------------------------------------------
-
-OPERATOR_CASES = [
-    (fd.chunk_kda, BY_NAME["flags"]),
-    (fd.chunk_kda, CHECKPOINTS["one_each"]),
-    (fd.chunk_kda, BY_NAME["one"]),
-    (fd.fused_recurrent_kda, replace(BY_NAME["flags"], case=replace(PACKED, lengths=(3, 0, 2, 1)))),
-]
-
-
-@pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize(("op", "pool_case"), OPERATOR_CASES, ids=op_and_case)
-def test_opcheck(op, pool_case: PoolCase, with_out: bool):
-    call = call_for(op, pool_case)
-    call |= {"out": torch.empty_like(call["v"])} if with_out else {}
-    arguments = FORWARD_OUT.arguments(*check(op, **call), "reference")
-    torch.library.opcheck(torch.ops.flashdelta.kda_forward_out, arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize(("op", "pool_case"), OPERATOR_CASES, ids=op_and_case)
-def test_compiles_in_one_graph(op, pool_case: PoolCase, with_out: bool):
-    call, other = call_for(op, pool_case), call_for(op, pool_case)
-    if with_out:
-        call["out"] = torch.full_like(call["v"], torch.nan)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda arguments: op(**arguments), fullgraph=True, backend="aot_eager")
-    o, none = compiled(call)
-    want, _ = op(**other)
-    assert none is None
-    assert same_bits(o, want)
-    assert same_bits(memory_of(call["state_pool"]), memory_of(other["state_pool"]))
-    if with_out:
-        assert same_bits(call["out"], want)
+# ---- explained, warmed up -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", BOTH)
@@ -199,7 +157,7 @@ def test_warmup_makes_pool_calls():
 
 
 def test_problem_of_a_pool_call():
-    problem, t = check(fd.chunk_kda, **pool_call(CHECKPOINTS["one_each"]))
+    problem, t = check(fd.chunk_kda, **pool_call(BY_NAME["one_each"]))
     assert (problem.has_pool, problem.pool_slots, problem.checkpoints, problem.lowest_index) == (True, 6, 1, 0)
     assert not problem.has_initial_state and not problem.output_final_state and problem.stores_final_state
     assert problem.slots == sum(LONG.lengths) // 64 + 3 * 2

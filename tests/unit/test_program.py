@@ -14,12 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
 from flashdelta.problem.problem import Result
-from flashdelta.program import record as record_module
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
-from flashdelta.runtime import call as road
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
@@ -29,32 +27,12 @@ from flashdelta.testing.prefills import INPUTS, LOGITS, PLAIN, SIZES, prefill_ca
 from flashdelta.testing.wy import CASES as WY_CASES
 from flashdelta.testing.wy import make_wy
 
-from ..support.bad_prefills import BAD
+from ..support.decoding_checks import commit_call
 from ..support.pools import PLAIN_POOLS, pool_call
-from .test_decode import commit_call
+from .conftest import Started
 
 RESULTS = ("o", "w", "u")
 CPU = torch.device("cpu")
-
-
-class Started(list):
-    """What every start was given."""
-
-    def __call__(self, compiled: object, index: object, grid: tuple, arguments: list) -> None:
-        self.append((compiled, grid, arguments))
-
-    def kernel_call(self, compiled: object, grid: tuple, arguments: list) -> tuple[Callable, list]:
-        return lambda *call: self(compiled, None, grid, [*call[ARGUMENTS:]]), [None] * ARGUMENTS + [*arguments]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    found = Started()
-    monkeypatch.setattr(record_module, "kernel_call", found.kernel_call)
-    monkeypatch.setattr(record_module, "current_stream", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(Launch, "run", lambda self: self.kernel)
-    return found
 
 
 def launch(
@@ -198,12 +176,6 @@ class Kept:
         self.usable = lambda: usable
 
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU passes for a GPU."""
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1)
-
-
 def test_the_least_recently_used_are_forgotten(on_gpu: None):
     cache, x = LaunchCache(most=8), torch.zeros(1)
     entries = [Kept() for _ in range(9)]
@@ -248,29 +220,8 @@ def test_what_may_not_be_kept_has_no_key(on_gpu: None):
 CALLS = ("recorded", "replayed", "again")
 
 
-@pytest.fixture
-def pretended(started: Started, monkeypatch: pytest.MonkeyPatch) -> Started:
-    """The CPU passes for a GPU. Starts that are worked out anew are noted, too: with tensors, where recorded ones have
-    addresses."""
-
-    def run(launch: Launch) -> object:
-        arguments = [*launch.arguments, *launch.constants.values()]
-        started(launch.kernel, None, (launch.ctas, launch.rows, 1), arguments)
-        return launch.kernel
-
-    monkeypatch.setattr(Launch, "run", run)
-    monkeypatch.setattr(road, "CACHE", LaunchCache())
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1)
-    monkeypatch.setattr("flashdelta.backends.interpreting", lambda: True)
-    return started
-
-
 def prefill_on(case: Case, seed: int = 0) -> dict:
     return prefill_call(case, seed=seed) | {"backend": "triton"}
-
-
-def anew(launches: Started) -> list[bool]:
-    return [any(isinstance(x, Tensor) for x in arguments) for _, _, arguments in launches]
 
 
 def located(launches: Started, tensors: dict[str, Tensor], pointers: list[tuple[int, ...]]) -> list[tuple]:
@@ -298,15 +249,10 @@ def located(launches: Started, tensors: dict[str, Tensor], pointers: list[tuple[
     return found
 
 
-def by_function(call: dict) -> tuple[Tensor, ...]:
-    return fd.kda_prefill(**call)
+FUNCTION, OPERATOR = fd.kda_prefill, torch.ops.kda_prefill.forward
 
 
-def by_operator(call: dict) -> tuple[Tensor, ...]:
-    return torch.ops.kda_prefill.forward(**call)
-
-
-@pytest.mark.parametrize("way", [by_function, by_operator])
+@pytest.mark.parametrize("way", [FUNCTION, OPERATOR], ids=["function", "operator"])
 @pytest.mark.parametrize(
     "case", [PLAIN, LOGITS, replace(sized(PLAIN, SIZES[-1]), name="batch", B=2, H=3, HV=3, scale=0.5)], ids=case_id
 )
@@ -315,9 +261,9 @@ def test_a_repeated_prefill_starts_what_the_first_did(case: Case, way: Callable,
     for seed, name in enumerate(CALLS):
         pretended.clear()
         call = prefill_on(case, seed)
-        results = way(call)
+        results = way(**call)
         kept.append((call, results))  # so that the next tensors lie elsewhere
-        assert anew(pretended) == [name == CALLS[0]] * 3
+        assert pretended.anew() == [name == CALLS[0]] * 3
         pointers = pointers or [
             tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor)) for _, _, arguments in pretended
         ]
@@ -332,42 +278,9 @@ def test_a_repeated_prefill_starts_what_the_first_did(case: Case, way: Callable,
 
 
 def test_function_and_operator_repeat_each_other(pretended: Started):
-    for way in (by_function, by_operator, by_function):
-        way(prefill_on(PLAIN))
-    assert anew(pretended) == [True] * 3 + [False] * 6
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_repeated_prefill_is_checked_as_the_first(name: str, pretended: Started):
-    call = prefill_on(replace(PLAIN, T=70))
-    changes, error, _ = BAD[name]
-    with pytest.raises(error) as first:
-        fd.kda_prefill(**call | changes)
-    for _ in CALLS:
-        fd.kda_prefill(**call)
-    pretended.clear()
-    with pytest.raises(error) as later:
-        fd.kda_prefill(**call | changes)
-    assert str(later.value) == str(first.value) and not pretended
-
-
-def test_an_option_equal_to_a_good_one_may_be_wrong(pretended: Started):
-    call = prefill_on(PLAIN) | {"scale": 1}
-    for _ in CALLS:
-        fd.kda_prefill(**call)
-    with pytest.raises(TypeError, match=r"^scale: got True"):
-        fd.kda_prefill(**call | {"scale": True})
-
-
-def test_gradients_are_refused_of_repeated_prefills(pretended: Started):
-    call = prefill_on(PLAIN)
-    for _ in CALLS:
-        fd.kda_prefill(**call)
-    call["v"].requires_grad_()
-    with pytest.raises(ValueError, match=r"^v: got a tensor that requires grad"):
-        fd.kda_prefill(**call)
-    with torch.no_grad():
-        fd.kda_prefill(**call)
+    for way in (FUNCTION, OPERATOR, FUNCTION):
+        way(**prefill_on(PLAIN))
+    assert pretended.anew() == [True] * 3 + [False] * 6
 
 
 @pytest.mark.parametrize("other", ["alignment", "tokens", "gate", "precision", "scale", "chunk_size"])
@@ -385,7 +298,7 @@ def test_another_prefill_is_worked_out_anew(other: str, pretended: Started):
     else:
         change = {other: options[other]}
     fd.kda_prefill(**call | change)
-    assert anew(pretended) == [True] * 3
+    assert pretended.anew() == [True] * 3
 
 
 def test_one_tensor_for_two_inputs_has_no_plan(pretended: Started):
@@ -393,7 +306,7 @@ def test_one_tensor_for_two_inputs_has_no_plan(pretended: Started):
     call = prefill_on(PLAIN)
     for _ in CALLS:
         fd.kda_prefill(**call | {"k": call["q"]})
-    assert anew(pretended) == [True] * 3 * len(CALLS)
+    assert pretended.anew() == [True] * 3 * len(CALLS)
 
 
 def test_fake_tensors_start_nothing(pretended: Started):
@@ -432,7 +345,7 @@ def test_the_second_call_replays_the_first(name: str, pretended: Started):
         call = make(seed) | {"backend": "triton"}
         kept.append((call, op(**call)))
         launched.append([(kernel, grid, len(arguments)) for kernel, grid, arguments in pretended])
-        assert anew(pretended) == [len(kept) == 1] * len(pretended) and pretended
+        assert pretended.anew() == [len(kept) == 1] * len(pretended) and pretended
     assert launched[0] == launched[1] == launched[2]
     shapes = [[(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in results or ()] for _, results in kept]
     assert shapes[0] == shapes[1] == shapes[2]
@@ -446,26 +359,8 @@ def test_both_directions_replay(pretended: Started):
         pretended.clear()
         o, _ = fd.chunk_kda(**call)
         grads = torch.autograd.grad(o, [call[name] for name in leaves], torch.ones_like(o))
-        assert set(anew(pretended)) == {i == 0} and len(pretended) > 4
+        assert set(pretended.anew()) == {i == 0} and len(pretended) > 4
         assert [x.shape for x in grads] == [call[name].shape for name in leaves]
-
-
-WRONG = {
-    "chunk_size": (64.0, TypeError, r"^chunk_size: got 64\.0 \(float\)"),
-    "output_final_state": (1, TypeError, r"^output_final_state: got 1 \(int\)"),
-    "scale": (True, TypeError, r"^scale: got True"),
-    "split": (True, TypeError, r"^split: got True"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_replay_refuses_what_the_first_call_does(name: str, pretended: Started):
-    call = make_call(replace(BY_NAME["state"], h=False), BF16) | {"backend": "triton", "scale": 1, "split": 1}
-    value, error, said = WRONG[name]
-    for _ in range(3):
-        fd.chunk_kda(**call)
-        with pytest.raises(error, match=said):
-            fd.chunk_kda(**call | {name: value})
 
 
 def test_a_replay_refuses_shared_memory(pretended: Started):
@@ -479,12 +374,3 @@ def test_a_replay_refuses_shared_memory(pretended: Started):
         fd.recurrent_kda(**good)
         with pytest.raises(ValueError, match=r"^intermediate_states: got memory shared with initial_state"):
             fd.recurrent_kda(**good | {"initial_state": meeting})
-
-
-def test_host_offsets_are_checked_on_every_call(pretended: Started):
-    call = make_call(replace(BY_NAME["packed"], h=False), BF16) | {"backend": "triton"}
-    offsets = call["cu_seqlens"].cpu().clone()
-    for _ in range(3):
-        fd.chunk_kda(**call, cu_seqlens_cpu=offsets)
-        with pytest.raises(ValueError, match=r"^cu_seqlens_cpu: got \["):
-            fd.chunk_kda(**call, cu_seqlens_cpu=offsets.flip(0))

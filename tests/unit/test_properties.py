@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -82,19 +83,24 @@ def test_packed_is_a_loop_over_sequences(drawn: tuple[Case, dict]):
     assert_same((o, state), (want_o, want_state))
 
 
+def in_pieces(call: dict, cuts: list[int], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`o` and the final state of a call cut at these tokens, which carries the state from piece to piece."""
+    outputs = []
+    for start, stop in itertools.pairwise([0, *cuts, call["q"].shape[1]]):
+        o, state = fd.chunk_kda(**narrow(call, start, stop), initial_state=state)
+        outputs.append(o)
+    return torch.cat(outputs, dim=1), state
+
+
 @given(calls(packed=False), st.data())
 def test_split_anywhere_with_carried_state_is_the_whole(drawn: tuple[Case, dict], data: st.DataObject):
     """Chunked prefill: any number of pieces, cut at chunk boundaries or not."""
     case, call = drawn
     cuts = sorted(data.draw(st.lists(st.integers(0, case.T), min_size=1, max_size=3)))
     whole = fd.chunk_kda(**call)
-    state, outputs = call.get("initial_state"), []
-    if state is not None:
-        state = state.double()
-    for start, stop in zip([0, *cuts], [*cuts, case.T]):
-        o, state = fd.chunk_kda(**narrow(call, start, stop), initial_state=state)
-        outputs.append(o)
-    assert_same((torch.cat(outputs, dim=1), state.to(whole[1].dtype)), whole)
+    state = call.get("initial_state")
+    o, state = in_pieces(call, cuts, state if state is None else state.double())
+    assert_same((o, state.to(whole[1].dtype)), whole)
 
 
 @given(calls(dtype=FP32, packed=False), st.integers(1, 3))
@@ -102,10 +108,8 @@ def test_split_at_a_chunk_boundary_gives_the_same_bits(drawn: tuple[Case, dict],
     case, call = drawn
     cut = min(chunks * case.chunk_size, case.T)
     whole = fd.chunk_kda(**call)
-    first = narrow(call, 0, cut) | {"initial_state": call.get("initial_state")}
-    o_first, state = fd.chunk_kda(**first)
-    o_second, state = fd.chunk_kda(**narrow(call, cut, case.T), initial_state=state)
-    assert same_bits(torch.cat([o_first, o_second], dim=1), whole[0])
+    o, state = in_pieces(call, [cut], call.get("initial_state"))
+    assert same_bits(o, whole[0])
     assert same_bits(state, whole[1])
 
 

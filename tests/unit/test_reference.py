@@ -24,7 +24,10 @@ from flashdelta.testing.oracle import (
     truth,
 )
 
+from ..support.gradients import gradients, incoming
+
 FP64 = torch.float64
+both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 NO_CASES = [case for case in CASES if case.tokens == 0 or case.sequences == 0]
 
 
@@ -118,7 +121,7 @@ def test_recurrent_in_float32(case: Case):
     assert_right(fd.fused_recurrent_kda, as_recurrent(make_call(case, FP32)))
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+@both
 @pytest.mark.parametrize("case", NO_CASES, ids=case_id)
 def test_no_tokens(case: Case, op):
     """`o` is empty or covers no sequence; the final state is the initial one, but not the same memory."""
@@ -135,7 +138,7 @@ def test_no_tokens(case: Case, op):
 # ---- states --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+@both
 @pytest.mark.parametrize("state", [None, FP32, BF16])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32, FP64], ids=str)
 def test_final_state_has_the_initial_states_dtype(op, dtype: torch.dtype, state: torch.dtype | None):
@@ -189,15 +192,6 @@ def test_h_has_the_inputs_dtype():
         assert fd.chunk_kda(**call)[2].dtype == dtype
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
-@pytest.mark.parametrize("case", named("bounded", "packed_int32", "gva2"), ids=case_id)
-def test_no_state_and_a_zero_state_give_the_same_bits(case: Case, op):
-    call = as_recurrent(make_call(case, FP32))
-    zeros = torch.zeros(case.sequences, case.HV, case.K, case.V)
-    for a, b in zip(op(**call), op(**call, initial_state=zeros)):
-        assert same_bits(a, b)
-
-
 def test_tokens_of_no_sequence_change_nothing():
     call = make_call(BY_NAME["packed_unused"], FP32)
     end = int(call["cu_seqlens"][-1])
@@ -223,7 +217,7 @@ def _of_sequence(call: dict, name: str, x: Tensor, n: int) -> Tensor:
     return x[0, start:stop]
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+@both
 @pytest.mark.parametrize("name", [*TOKEN_TENSORS, "initial_state"])
 @pytest.mark.parametrize("layout", ISOLATED)
 def test_nan_stays_in_its_sequence(layout: str, name: str, op):
@@ -239,28 +233,14 @@ def test_nan_stays_in_its_sequence(layout: str, name: str, op):
             assert same_bits(state[n], clean_state[n])
 
 
-def _gradients(op, call: dict, seed: int = 1) -> dict[str, Tensor]:
-    """Of a random linear function of `o` and the final state, by input name."""
-    leaves = {
-        name: x.detach().clone().requires_grad_()
-        for name, x in call.items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
-    outputs = [x for x in op(**call | leaves)[:2] if x is not None]
-    generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
-    torch.autograd.backward(outputs, grads)
-    return {name: x.grad for name, x in leaves.items()}
-
-
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+@both
 @pytest.mark.parametrize("layout", ISOLATED)
 def test_nan_gradients_stay_in_their_sequence(layout: str, op):
     call = as_recurrent(make_call(ISOLATED[layout], FP64))
-    clean = _gradients(op, call)
+    clean = gradients(call, *incoming(call), op)
     poisoned = call | {"v": call["v"].clone()}
     _of_sequence(call, "v", poisoned["v"], 1).fill_(torch.nan)
-    grads = _gradients(op, poisoned)
+    grads = gradients(poisoned, *incoming(call), op)
     assert _of_sequence(call, "k", grads["k"], 1).isnan().any()
     for name in (*TOKEN_TENSORS, "initial_state"):
         for n in range(call["initial_state"].shape[0]):
@@ -280,8 +260,8 @@ GRADIENT_CASES = [
 def test_gradients_of_chunked_and_recurrent_agree(case: Case):
     """Finite too, also where gates saturate and rows are zero."""
     call = make_call(case, FP64)
-    chunked = _gradients(fd.chunk_kda, call)
-    recurrent = _gradients(fd.fused_recurrent_kda, as_recurrent(call))
+    chunked = gradients(call, *incoming(call))
+    recurrent = gradients(as_recurrent(call), *incoming(call), fd.fused_recurrent_kda)
     for name, want in recurrent.items():
         assert_close(f"grad of {name}", chunked[name], want, 1e-9)
 
@@ -290,22 +270,12 @@ GRADCHECK_CASES = [
     *named(
         "decay", "decay_promised", "softplus", "bounded", "logsigmoid", "beta_double", "no_l2norm", "no_final_state"
     ),
-    *named(
-        "gva2",
-        "gva4",
-        "state",
-        "state_v_first",
-        "packed",
-        "packed_gva",
-        "packed_unused",
-        "fused",
-        "same_keys",
-        "g_mixed",
-    ),
+    *named("gva2", "gva4", "state", "state_v_first", "packed", "packed_gva", "packed_unused", "fused"),
+    *named("same_keys", "g_mixed"),
 ]
 
 
-@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+@both
 @pytest.mark.parametrize("case", GRADCHECK_CASES, ids=case_id)
 def test_gradcheck(case: Case, op):
     """Against finite differences of the forward, in a random direction (`fast_mode`), across a chunk boundary."""
@@ -325,7 +295,7 @@ def test_gradcheck(case: Case, op):
 def test_gradients_have_their_inputs_dtypes():
     case = replace(BY_NAME["softplus"], state=BF16, wide_gate=True, T=5)
     call = make_call(case, BF16)
-    for name, grad in _gradients(fd.chunk_kda, call).items():
+    for name, grad in gradients(call, *incoming(call)).items():
         assert grad.dtype == call[name].dtype, name
         assert grad.shape == call[name].shape, name
         assert grad.isfinite().all(), name

@@ -29,6 +29,12 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
 
 
+def assert_plan_is_the_whole(tensors: dict, parts: torch.Tensor) -> None:
+    whole, found = (_forward(tensors, x, output_final_state=True) for x in (None, parts))
+    for i in range(2):
+        _close(found[i], whole[i])
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("parts", [2, 3, 64])
 @pytest.mark.parametrize("v_first", [False, True])
@@ -41,10 +47,7 @@ def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
 
 @pytest.mark.parametrize("decay", [0.0, 8.0])
 def test_split_without_decay_and_with_strong_decay(decay: float):
-    tensors = split_inputs(331, decay=decay, dtype=FP64)
-    whole = _forward(tensors, None, output_final_state=True)
-    for found, wanted in zip(_forward(tensors, torch.tensor([6]), output_final_state=True)[:2], whole):
-        _close(found, wanted)
+    assert_plan_is_the_whole(split_inputs(331, decay=decay, dtype=FP64), torch.tensor([6]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -52,22 +55,15 @@ def test_split_without_decay_and_with_strong_decay(decay: float):
 def test_any_plan_is_the_whole(data: st.DataObject):
     lengths = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
     parts = torch.tensor([data.draw(st.integers(1, 8)) for _ in lengths])
-    tensors = split_inputs(sum(lengths), seed=data.draw(st.integers(0, 99)), dtype=FP64) | {
-        "cu_seqlens": offsets(lengths)
-    }
-    whole = _forward(tensors, None, output_final_state=True)
-    found = _forward(tensors, parts, output_final_state=True)
-    _close(found[0], whole[0])
-    _close(found[1], whole[1])
+    tensors = split_inputs(sum(lengths), seed=data.draw(st.integers(0, 99)), dtype=FP64)
+    assert_plan_is_the_whole(tensors | {"cu_seqlens": offsets(lengths)}, parts)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_batch_rows_are_sequences(parts: int):
     rows = [split_inputs(100, seed, dtype=FP64) for seed in range(3)]
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    whole = _forward(tensors, None, output_final_state=True)
-    for found, wanted in zip(_forward(tensors, torch.full((3,), parts), output_final_state=True)[:2], whole):
-        _close(found, wanted)
+    assert_plan_is_the_whole(tensors, torch.full((3,), parts))
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -9,10 +9,8 @@ import torch
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.problem import device_checks as checked
 from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import BACKWARD_WY
 from flashdelta.testing.wy import (
     BY_NAME,
     BY_TOKEN,
@@ -69,82 +67,6 @@ def test_what_the_docstring_says_is_not_looked_at():
     for name in ("h", "dh"):
         call[name] = torch.cat([call[name], call[name].new_full((1, 2, *call[name].shape[2:]), torch.nan)], dim=1)
     assert all(torch.equal(x, y) for x, y in zip(wy(**call), want))
-
-
-# ---- the operator -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [PLAIN, BY_NAME["packed"], BY_NAME["none"]], ids=case_id)
-def test_opcheck(case: WyCase):
-    call = make_wy(case)
-    arguments = BACKWARD_WY.arguments(*check(wy, **call), "reference")
-    # aot_dispatch asks for gradients, which a backward pass has none of
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flashdelta.chunk_bwd_wy_dqkg.default, arguments, test_utils=tests)
-
-
-def test_compiles_in_one_graph():
-    call = make_wy(PLAIN)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: wy(**arguments), fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(x, y) for x, y in zip(compiled(**call), wy(**call)))
-
-
-# ---- refusals -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"q": 3}, TypeError, "q: got int, wanted a torch.Tensor"),
-        ({"q": torch.zeros(1, 70, 32)}, ValueError, "q: got shape [1, 70, 32], wanted [B, T, H, K], of rank 4"),
-        (
-            {"k": torch.zeros(1, 70, 1, 32)},
-            ValueError,
-            "k: got shape [1, 70, 1, 32], wanted [B, T, H, K] = [1, 70, 2, 32]",
-        ),
-        ({"v": torch.zeros(1, 70, 3, 64)}, ValueError, "v: got 3 value heads, wanted a positive multiple of the 2"),
-        ({"v": torch.zeros(1, 70, 2, 48)}, ValueError, "v: got V = 48, wanted V in"),
-        ({"v_new": torch.zeros(1, 71, 2, 64)}, ValueError, "v_new: got shape [1, 71, 2, 64], wanted [B, T, HV, V]"),
-        ({"g": torch.zeros(1, 70, 2, 64)}, ValueError, "g: got shape [1, 70, 2, 64], wanted [B, T, HV, K]"),
-        ({"beta": torch.zeros(1, 70, 1)}, ValueError, "beta: got shape [1, 70, 1], wanted [B, T, HV] = [1, 70, 2]"),
-        ({"A": torch.zeros(1, 70, 2, 32)}, ValueError, "A: got shape [1, 70, 2, 32], wanted [B, T, HV, chunk_size]"),
-        ({"h": torch.zeros(1, 2, 2, 64, 32)}, ValueError, "h: got shape [1, 2, 2, 64, 32], wanted [B, NT, HV, K, V]"),
-        ({"dh": torch.zeros(1, 1, 2, 32, 64)}, ValueError, "dh: got shape [1, 1, 2, 32, 64], wanted [B, NT, HV, K, V]"),
-        ({"do": torch.zeros(1, 70, 2, 64, dtype=torch.float16)}, TypeError, "do: got dtype torch.float16, wanted q's"),
-        ({"g": torch.zeros(1, 70, 2, 32).bfloat16()}, TypeError, "g: got dtype torch.bfloat16, wanted torch.float32"),
-        ({"h": torch.zeros(1, 2, 2, 32, 64).half()}, TypeError, "h: got dtype torch.float16, wanted torch.float32"),
-        ({"cu_seqlens": torch.tensor([0.0, 70.0])}, TypeError, "cu_seqlens: got dtype torch.float32, wanted int32"),
-        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, ValueError, "cu_seqlens: got an empty tensor"),
-        ({"chunk_size": 16}, ValueError, "chunk_size: got 16, wanted one of (32, 64)"),
-        ({"chunk_size": 64.0}, TypeError, "chunk_size: got 64.0 (float), wanted an int"),
-        ({"scale": True}, TypeError, "scale: got True (bool), wanted a float or None"),
-        ({"use_exp2": 1}, TypeError, "use_exp2: got 1 (int), wanted a bool"),
-        (
-            {"backend": "fast"},
-            ValueError,
-            "backend: got 'fast', wanted one of ('auto', 'hopper', 'triton', 'reference')",
-        ),
-        ({"backend": "hopper"}, ValueError, "backend: got 'hopper', wanted one that can run this call (hopper: device"),
-        ({"v": torch.zeros(1, 70, 2, 64).requires_grad_()}, ValueError, "v: got a tensor that requires grad, wanted"),
-        ({"dv": torch.zeros(1, 70, 2, 64, device="meta")}, ValueError, "dv: got device meta, wanted q's device cpu"),
-    ],
-)
-def test_bad_arguments_are_named(changes: dict, error: type[Exception], said: str):
-    with pytest.raises(error) as raised:
-        wy(**make_wy(PLAIN) | changes)
-    assert str(raised.value).startswith(said)
-
-
-def test_offsets_are_verified_on_request(monkeypatch: pytest.MonkeyPatch):
-    call = make_wy(BY_NAME["packed"])
-    monkeypatch.setattr(checked, "ENABLED", True)
-    wy(**call)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: got offsets that fall"):
-        wy(**call | {"cu_seqlens": torch.tensor([0, 20, 10, 148])})
-    short = {name: call[name][:, :-1] for name in ("h", "dh")}
-    with pytest.raises(ValueError, match=r"^h: got 4 rows, wanted one for each of the 5 chunks"):
-        wy(**call | short)
 
 
 # ---- the choice of a backend ----------------------------------------------------------------------------------------------
