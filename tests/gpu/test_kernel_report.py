@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
-from flashdelta.tools.bench.cases import Row, model
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
 from flashdelta.tools.bench.timing import Effort, timer_for
+from flashdelta.tools.bench.workloads import Row, model
 
 pytestmark = pytest.mark.gpu
 

@@ -17,13 +17,23 @@ import flashdelta
 from flashdelta.testing.cases import FP32
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import absolute_errors, relative_error, truth
-from flashdelta.tools.bench import cases, checks, contenders, pages, profiling, report, runner, timing, training
+from flashdelta.tools.bench import (
+    checks,
+    contenders,
+    pages,
+    profiling,
+    report,
+    runner,
+    timing,
+    training,
+    workloads,
+)
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
-from flashdelta.tools.bench.cases import UNBOUNDED, Bound, Row, decode_row, fp32_row, model, select
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import judge, run
 from flashdelta.tools.bench.timing import Effort, HostTimer, Timing, sustained, take_turns
 from flashdelta.tools.bench.views import PLOTS, VIEWS
+from flashdelta.tools.bench.workloads import UNBOUNDED, Bound, Row, decode_row, fp32_row, model, select
 from flashdelta.tools.export.bindings import FlashdeltaError, PrefillArgs
 
 CPU = torch.device("cpu")
@@ -49,14 +59,14 @@ class FakeTimer:
 SMALL = Row(model("small", "fits a CPU", 2, T=70, K=32, V=32), "prefill", (Bound("ms", 1.0, "reference"),))
 PACKED = Row(model("packed", "packed", 2, lengths=(33, 0, 20), K=32, V=32), "prefill")
 GROUPED = model("small", "fits a CPU", 1, T=70, HV=2, K=32, V=64, final=False)
-TRAIN_BOUNDS = cases.TRAIN[0].bounds
+TRAIN_BOUNDS = workloads.TRAIN[0].bounds
 ROWS = {
     "prefill": [SMALL, PACKED],
     "classic": [SMALL, PACKED],
     "split": [SMALL, PACKED],
     "kernels": [SMALL],
     "decode": [
-        *(decode_row(3, state, H=1, HV=2, K=32, peers=True, host=True) for state in cases.STATES),
+        *(decode_row(3, state, H=1, HV=2, K=32, peers=True, host=True) for state in workloads.STATES),
         decode_row(3, H=1, HV=2, K=32, gate="softplus", peers=True, bounds=(Bound("copy", 0.88),)),
         decode_row(3, H=1, HV=2, K=32, gate="none", v_first=False, peers=True),
         decode_row(3, H=1, HV=2, K=32, S=3),
@@ -67,7 +77,7 @@ ROWS = {
         Row(model("packed", "fits a CPU", 2, lengths=(65, 0, 3), K=32, V=32, final=False), "train"),
         Row(replace(GROUPED, name="softplus", **UNBOUNDED), "train"),
     ],
-    "wy": [Row(GROUPED, "wy", cases.WY[0].bounds), Row(PACKED.call, "wy")],
+    "wy": [Row(GROUPED, "wy", workloads.WY[0].bounds), Row(PACKED.call, "wy")],
     "fp32": [fp32_row("fits a CPU", 1, 2, 40, 64, 32)],
 }
 
@@ -135,24 +145,24 @@ def test_quick_rows():
 
 
 def test_prefill_rows_have_their_anchors():
-    must = {row.name: bound.limit for row in cases.PREFILL for bound in row.bounds if bound.of == "ms"}
+    must = {row.name: bound.limit for row in workloads.PREFILL for bound in row.bounds if bound.of == "ms"}
     assert list(must.values())[:11] == [0.33, 0.55, 0.80, 0.12, 1.10, 1.05, 0.55, 0.52, 0.55, 0.80, 0.52]
     assert list(must.values())[11:] == [0.16, 0.18, 0.20, 0.45, 1.50, 0.85, 0.32, 0.85, 0.90]
-    share = {row.name: bound.limit for row in cases.PREFILL for bound in row.bounds if bound.of == "FLA"}
+    share = {row.name: bound.limit for row in workloads.PREFILL for bound in row.bounds if bound.of == "FLA"}
     assert share == {"T8192 H64": 0.31, "packed 6 uneven H96": 0.30, "GVA T8192 H16 HV64": 0.33}
-    beside = {row.name: bound.row for row in cases.PREFILL for bound in row.bounds if bound.of == "row"}
+    beside = {row.name: bound.row for row in workloads.PREFILL for bound in row.bounds if bound.of == "row"}
     assert set(beside.values()) == {"T8192 H32", "T8192 H64"} and len(beside) == 3
 
 
 def test_classic_rows():
-    names = [row.name for row in cases.CLASSIC]
+    names = [row.name for row in workloads.CLASSIC]
     assert names[0] == "B1 T1024 H64" and "B2 T16384 H8 HV64" in names and "packed skewed 10 of 8192 H16 HV64" in names
-    for row in cases.CLASSIC:
+    for row in workloads.CLASSIC:
         assert row.call.HV == 64 and not row.bounds and row.call.tokens in (1024, 4096, 8192, 16384)
 
 
 def test_wy_rows():
-    names = [row.name for row in cases.WY]
+    names = [row.name for row in workloads.WY]
     for heads in ("H32", "H8 HV32"):
         fixed = [name for name in names if name.endswith(f" {heads}")]
         assert [name for name in fixed if name.startswith("B1")] == [
@@ -160,19 +170,19 @@ def test_wy_rows():
         ]
         assert sum(name.startswith("B2") for name in fixed) == 5
         assert sum(name.startswith("packed") for name in fixed) == 18
-    assert all(row.call.HV == 32 for row in cases.WY)
+    assert all(row.call.HV == 32 for row in workloads.WY)
 
 
 def test_decode_rows_and_bounds():
-    steps = [row.call for row in cases.DECODE]
+    steps = [row.call for row in workloads.DECODE]
     heads = [(32, 32), (12, 12), (16, 64), (64, 128), (32, 128)]
-    for N, (H, HV), state in itertools.product(cases.BATCHES, heads, cases.STATES.values()):
+    for N, (H, HV), state in itertools.product(workloads.BATCHES, heads, workloads.STATES.values()):
         wanted = (N, H, HV, state, 128, "lower_bound", None, True)
         assert sum((s.N, s.H, s.HV, s.state, s.K, s.gate, s.spec, s.v_first) == wanted for s in steps) == 1
-    names = {row.name for row in cases.DECODE}
+    names = {row.name for row in workloads.DECODE}
     assert {"N128 H32 bf16 softplus", "N1 H32 bf16 K first", "N32 H32 fp32 S7", "N4 H32 K64 bf16"} <= names
     assert all(step.N * step.T * contenders.state_bytes(step) <= 2**32 for step in steps)
-    assert {row.name: [bound.words for bound in row.bounds] for row in cases.DECODE if row.bounds} == {
+    assert {row.name: [bound.words for bound in row.bounds] for row in workloads.DECODE if row.bounds} == {
         **{f"N1 H32 {state}": ["<= 5 us"] for state in ("fp32", "bf16")},
         **{f"N{N} H32 {state}": [">= 88%"] for N in (128, 256) for state in ("fp32", "bf16")},
         **{f"N32 H32 {state}": [">= 85%"] for state in ("fp32", "bf16")},
@@ -182,30 +192,30 @@ def test_decode_rows_and_bounds():
 
 
 def test_train_and_fp32_rows():
-    must = {row.name: row.bounds[0].limit for row in cases.TRAIN if row.bounds[0].of == "ms"}
+    must = {row.name: row.bounds[0].limit for row in workloads.TRAIN if row.bounds[0].of == "ms"}
     assert must == {"B1 T8192 H32": 2.1, "B4 T2048 H32": 2.1, "B1 T8192 H64": 4.0}
-    assert all(row.call.B * row.call.tokens == 8192 for row in cases.TRAIN)
-    calls = [row.call for row in cases.PREFILL_FP32]
+    assert all(row.call.B * row.call.tokens == 8192 for row in workloads.TRAIN)
+    calls = [row.call for row in workloads.PREFILL_FP32]
     assert {(case.K, case.chunk_size) for case in calls} == {(64, 32), (128, 64)}
     assert {case.B for case in calls} == {1, 2, 4} and {case.H for case in calls} == {8, 16, 32}
     assert {case.T for case in calls} == {1024, 4096, 8192, 16384}
 
 
 def test_lengths():
-    lengths = cases.random_lengths(20, 8192)
+    lengths = workloads.random_lengths(20, 8192)
     assert len(lengths) == 20 and sum(lengths) == 8192 and min(lengths) >= 1
-    assert lengths == cases.random_lengths(20, 8192)
-    assert cases.uniform_lengths(4, 10) == (3, 3, 2, 2)
-    assert cases.skewed_lengths(3, 11) == (5, 3, 3)
-    assert cases.lengths_named("2x16K+3x256+1+63") == (16384, 16384, 256, 256, 256, 1, 63)
+    assert lengths == workloads.random_lengths(20, 8192)
+    assert workloads.uniform_lengths(4, 10) == (3, 3, 2, 2)
+    assert workloads.skewed_lengths(3, 11) == (5, 3, 3)
+    assert workloads.lengths_named("2x16K+3x256+1+63") == (16384, 16384, 256, 256, 256, 1, 63)
 
 
 def test_select_by_name_or_part_of_it():
-    assert [row.name for row in select(cases.PREFILL, ["T8192 H64", "GVA"])] == ["T8192 H64", "GVA T8192 H16 HV64"]
-    assert [row.name for row in select(cases.PREFILL, ["H12"])] == ["T8192 H12"]
-    assert select(cases.PREFILL, []) == list(cases.PREFILL)
+    assert [row.name for row in select(workloads.PREFILL, ["T8192 H64", "GVA"])] == ["T8192 H64", "GVA T8192 H16 HV64"]
+    assert [row.name for row in select(workloads.PREFILL, ["H12"])] == ["T8192 H12"]
+    assert select(workloads.PREFILL, []) == list(workloads.PREFILL)
     with pytest.raises(ValueError, match=r"'H13'.*T8192 H12"):
-        select(cases.PREFILL, ["H13"])
+        select(workloads.PREFILL, ["H13"])
 
 
 # ---- bytes and FLOP ----------------------------------------------------------------------------------------------------
@@ -225,7 +235,7 @@ def test_select_by_name_or_part_of_it():
     ],
 )
 def test_floor_at_the_copy_rate_of_an_h200(name, floor):
-    (row,) = select(cases.PREFILL, [name])
+    (row,) = select(workloads.PREFILL, [name])
     assert contenders.forward_bytes(row.call) / 4.30e12 * 1e3 == pytest.approx(floor, abs=6e-4)
 
 
@@ -609,7 +619,7 @@ def row_named(rows, name):
 
 
 def test_a_bound_depends_on_the_backend():
-    headline, other = (row_named(cases.PREFILL, name) for name in ("T8192 H64", "T8192 H96"))
+    headline, other = (row_named(workloads.PREFILL, name) for name in ("T8192 H64", "T8192 H96"))
     assert judged(headline, "triton", 1.0, 1.49) == ([">= 1.5x FLA"], False)
     assert judged(headline, "triton", 1.0, 1.5) == ([">= 1.5x FLA"], True)
     assert judged(headline, "triton") == ([">= 1.5x FLA"], None)
@@ -631,13 +641,13 @@ def test_a_bound_depends_on_the_backend():
     ],
 )
 def test_hopper_must_meet_both_its_time_and_its_share_of_flas(ours, fla, met):
-    found = judged(row_named(cases.PREFILL, "T8192 H64"), "hopper", ours, fla)
+    found = judged(row_named(workloads.PREFILL, "T8192 H64"), "hopper", ours, fla)
     assert found == (["<= 0.55 ms", "<= 0.31 of FLA's"], met)
 
 
 def test_few_heads_are_judged_too():
     """Where sequences are split."""
-    rows = [row for row in cases.PREFILL if row.table == "few heads"]
+    rows = [row for row in workloads.PREFILL if row.table == "few heads"]
     assert len(rows) == 9
     for row in rows:
         must = row.bounds[0].limit
@@ -648,7 +658,7 @@ def test_few_heads_are_judged_too():
 @pytest.mark.parametrize(("ours", "met"), [(1.3, True), (1.4, False)])
 def test_a_row_without_a_bound_on_its_decays_is_held_to_the_one_with(ours, met):
     row, others = (
-        row_named(cases.PREFILL, "T8192 H64 softplus"),
+        row_named(workloads.PREFILL, "T8192 H64 softplus"),
         [{"name": "T8192 H64", "ours": {"ms": {"median": 1.0}}}],
     )
     assert judged(row, "hopper", ours, others=others) == (["<= 1.3x T8192 H64"], met)
@@ -660,12 +670,12 @@ def test_a_row_without_a_bound_on_its_decays_is_held_to_the_one_with(ours, met):
 )
 def test_training_must_meet_time_share_and_memory(ms, size, met):
     row = {"ours": {"ms": {"median": ms}, "peak_above_bytes": size}, "fla": {"peak_above_bytes": 100}}
-    assert judged(cases.TRAIN[0], "hopper", ms, 4.0, **row)[1] is met
+    assert judged(workloads.TRAIN[0], "hopper", ms, 4.0, **row)[1] is met
 
 
 def test_decoding_is_held_to_microseconds_or_to_the_copy_rate():
-    assert judged(row_named(cases.DECODE, "N1 H32 fp32"), None, 4.9e-3) == (["<= 5 us"], True)
-    assert judged(row_named(cases.DECODE, "N128 H32 fp32"), None, 1.0, share_of_floor=0.87) == ([">= 88%"], False)
+    assert judged(row_named(workloads.DECODE, "N1 H32 fp32"), None, 4.9e-3) == (["<= 5 us"], True)
+    assert judged(row_named(workloads.DECODE, "N128 H32 fp32"), None, 1.0, share_of_floor=0.87) == ([">= 88%"], False)
 
 
 @pytest.mark.parametrize(
@@ -681,7 +691,7 @@ def test_decoding_is_held_to_microseconds_or_to_the_copy_rate():
 def test_float32_bounds_hold_on_any_gpu(changes, missed):
     row = {"ours": {"ms": {"median": 1.0}, "error": {"o": 1e-6}}, "fla": {"ms": {"median": 2.0}, "error": {"o": 1e-3}}}
     row |= {"c": {"ms": {"median": 1.02}, "host_us": 4.0}, "speedup": 2.0} | changes
-    judge(row, cases.FP32_BOUNDS, (), gated=False)
+    judge(row, workloads.FP32_BOUNDS, (), gated=False)
     assert [words for words, met in row["bounds"].items() if not met] == missed and row["met"] is not missed
 
 

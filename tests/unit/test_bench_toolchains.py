@@ -14,13 +14,13 @@ from triton.runtime.driver import driver
 
 from flashdelta.program.launch import Launch
 from flashdelta.tools.bench import report, toolchains
-from flashdelta.tools.bench.cases import decode_row
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
 from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.toolchains import META, ROWS, ToolchainRow, call_of, compile_rows, key_of
 from flashdelta.tools.bench.toolchains import specialized as source
 from flashdelta.tools.bench.views import VIEWS
+from flashdelta.tools.bench.workloads import decode_row
 
 SMALL = ToolchainRow("decode", decode_row(2, H=2, HV=2), "triton")
 TARGET = GPUTarget("cuda", 90, 32)

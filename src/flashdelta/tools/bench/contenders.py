@@ -28,9 +28,9 @@ from ...testing.oracle import TOLERANCE, float64, truth
 from ...testing.wy import NAMES as GRADIENTS
 from ..export.bindings import Library, PrefillArgs
 from . import checks, profiling
-from .cases import Row
 from .timing import Effort, Run, Timer
 from .training import LEAVES, input_bytes, training_inputs, true_gradients, wy_bytes, wy_inputs, wy_truth
+from .workloads import Row
 
 Results = Sequence[Tensor]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from .cases import value
 from .report import View, cells, headline, load, markdown_table, short, summary
 from .views import VIEWS
+from .workloads import value
 
 ROOT = Path(__file__).resolve().parents[4]
 RESULTS = ROOT / "benchmarks" / "results"

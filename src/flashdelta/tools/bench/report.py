@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cases import quotient, value
+from .workloads import quotient, value
 
 WIDTH = 80
 """Characters of a line, but for `--wide`."""
@@ -102,7 +102,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """`paths`: dotted, one or more, into the row (see `cases.value`); `form` a key of `FORMS`. `wide` ones are left out of
+    """`paths`: dotted, one or more, into the row (see `workloads.value`); `form` a key of `FORMS`. `wide` ones are left out of
     narrow tables."""
 
     title: str

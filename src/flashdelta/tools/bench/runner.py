@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from . import profiling
-from .cases import Bound, Row, quotient, value
 from .checks import fault
 from .contenders import Contender, Results, Setup, Work
 from .environment import environment
@@ -33,9 +32,10 @@ from .timing import (
     synchronize,
     take_turns,
 )
+from .workloads import Bound, Row, quotient, value
 
 GATED_GPU = "H200"
-"""The GPU that the bounds of cases.py are for."""
+"""The GPU that the bounds of workloads.py are for."""
 
 
 @dataclass

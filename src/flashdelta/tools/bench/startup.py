@@ -22,8 +22,8 @@ import flashdelta
 
 from ...testing.cases import BF16, Case
 from ...testing.inputs import make_call
-from .cases import Bound, Row, model
 from .timing import synchronize
+from .workloads import Bound, Row, model
 
 if TYPE_CHECKING:
     from .contenders import Setup

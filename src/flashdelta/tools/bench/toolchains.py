@@ -35,8 +35,7 @@ from ...testing.inputs import make_call, meta_call, on_meta
 from ...testing.oracle import TOLERANCE, relative_error
 from ...triton.build import build as build_triton
 from ..compile import Variant, resource_usage, source
-from . import cases
-from .cases import Bound, Row, select
+from . import workloads
 from .checks import GRADIENT_TOLERANCE
 from .contenders import Setup, decode_calls, state_bytes
 from .environment import git_commit
@@ -44,6 +43,7 @@ from .report import load, save
 from .runner import Benchmark
 from .timing import Effort, Run, capture, many_in_a_graph, summarize, sustained, synchronize, take_turns
 from .training import random_like, wy_inputs
+from .workloads import Bound, Row, select
 
 ARCH = 90
 META = torch.device("meta")
@@ -135,12 +135,12 @@ def _rows(kind: str, rows: Sequence[Row], *names: str, backend: str = "hopper") 
 
 HOT = ("T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96", "T8192 H64 softplus", "T32768 H4")
 ROWS: tuple[ToolchainRow, ...] = (
-    *_rows("prefill", cases.PREFILL, *HOT),
-    *_rows("train", cases.TRAIN, "B1 T8192 H32"),
-    *_rows("wy", cases.WY, "B1 T8192 H32"),
-    *_rows("decode", cases.DECODE, "N128 H32 bf16"),
-    *_rows("prefill", cases.PREFILL, "T8192 H64", backend="triton"),
-    *_rows("decode", cases.DECODE, "N128 H32 fp32", backend="triton"),
+    *_rows("prefill", workloads.PREFILL, *HOT),
+    *_rows("train", workloads.TRAIN, "B1 T8192 H32"),
+    *_rows("wy", workloads.WY, "B1 T8192 H32"),
+    *_rows("decode", workloads.DECODE, "N128 H32 bf16"),
+    *_rows("prefill", workloads.PREFILL, "T8192 H64", backend="triton"),
+    *_rows("decode", workloads.DECODE, "N128 H32 fp32", backend="triton"),
 )
 """`recurrence` at fixed length and packed, whole work tiles a CTA and stream-K; gates without a bound; a split; the backward
 pass; decoding; and the portable kernels."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .cases import quotient, value
 from .contenders import TITLES
 from .report import Column, Plot, View, kernel_name, mean, short
+from .workloads import quotient, value
 
 MET = Column("met", "met", "met")
 NARROW_TIMES = (

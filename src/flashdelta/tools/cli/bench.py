@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..bench.benchmarks import benchmark_of
-from ..bench.cases import select
 from ..bench.contenders import Setup, find, let_fla_split
 from ..bench.environment import gpu
 from ..bench.report import (
@@ -27,6 +26,7 @@ from ..bench.report import (
 from ..bench.runner import Benchmark, run
 from ..bench.timing import host_us, timer_for
 from ..bench.views import PLOTS, VIEWS
+from ..bench.workloads import select
 from ..export.bindings import Library
 
 STDOUT = Path("-")
