@@ -112,7 +112,7 @@ def dry_run(tmp_path, name="prefill", rows=None, peers=True, **changes):
     found = {peer: stand_in(peer) if peers else "FLA is not here" for peer in ("fla", "fla_decode", "fla_wy")}
     found = peers if isinstance(peers, dict) else found
     settings = {"peers": found, "ceilings": CEILINGS, "effort": Effort(rounds=3, warmup_ms=0.0), "timer": FakeTimer()}
-    settings |= {"backend": "reference", "pool_bytes": 2**20, "walk_bytes": 2**17, "launches": 4, "host_calls": 2}
+    settings |= {"backend": "reference", "pool_bytes": 2**20, "graph_bytes": 2**17, "launches": 4, "host_calls": 2}
     progress = changes.pop("progress", lambda row: None)
     setup = Setup(CPU, **settings | changes)
     return run(BENCHMARKS[name], setup, tmp_path / "results.json", ROWS[name] if rows is None else rows, progress)
@@ -254,7 +254,7 @@ def test_bytes_and_flop():
 
 @pytest.mark.parametrize(("B", "H", "want"), [(1, 1, [0]), (1, 2, [0, 1]), (2, 16, [0, 10, 20, 31])])
 def test_checked_heads_of_float32(B, H, want):
-    assert contenders.some_heads(fp32_row("", B, H, 40, 64, 32).call) == want
+    assert checks.spread(contenders.CHECKED_HEADS, B * H) == want
 
 
 # ---- truth and errors --------------------------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def test_a_nan_is_a_fault():
 
 def test_checked_heads_of_gradients_are_the_ones_they_say():
     case = model("", "", 3, T=3, HV=6, K=4, V=5)
-    assert checks.checked_heads(case) == (0, 1, 2)
-    assert checks.checked_heads(model("", "", 64)) == (0, 9, 18, 27, 36, 45, 54, 63)
+    assert checks.checked_heads(case) == [0, 1, 2]
+    assert checks.checked_heads(model("", "", 64)) == [0, 9, 18, 27, 36, 45, 54, 63]
     tokens, bias = torch.arange(6).expand(1, 3, 6), torch.arange(24)
     assert checks.heads_of(tokens, "beta", case, 2).unique().tolist() == [4, 5]
     assert checks.heads_of(torch.arange(3).expand(1, 3, 3)[..., None], "q", case, 2).unique().tolist() == [2]
@@ -304,7 +304,7 @@ def test_wy_inputs_are_those_of_a_training_step(case):
 
 
 def test_a_decode_check_leaves_the_pool_as_it_was():
-    setup = Setup(CPU, FakeTimer(), Effort(), pool_bytes=2**18, walk_bytes=2**15, launches=2)
+    setup = Setup(CPU, FakeTimer(), Effort(), pool_bytes=2**18, graph_bytes=2**15, launches=2)
     work = contenders.decode(ROWS["decode"][0], setup)
     before = setup.pools[FP32].clone()
     for _ in range(2):
@@ -406,7 +406,7 @@ def graphs(monkeypatch):
     ("name", "times"),
     [
         ("prefill", {"ours": {"ms", "graph_ms"}, "fla": {"ms"}}),
-        ("split", {"ours": {"ms", "graph_ms"}, "whole": {"ms", "graph_ms"}, "told": {"ms", "graph_ms"}}),
+        ("split", {"ours": {"ms", "graph_ms"}, "whole": {"ms", "graph_ms"}, "cu_seqlens_cpu": {"ms", "graph_ms"}}),
         ("wy", {"ours": {"ms", "graph_ms"}, "fla": {"ms", "graph_ms"}}),
         ("decode", {"ours": {"ms"}, "fla": {"ms"}}),
         ("fp32", {"ours": {"ms"}, "ieee": {"ms"}, "fla": {"ms"}}),
@@ -440,13 +440,16 @@ def test_decode_rows_tell_tokens_and_host_time(tmp_path):
     rows = dry_run(tmp_path, "decode")["rows"]
     assert rows[0]["launches"] == 4 and rows[0]["ours"]["host_us"] > 0 and rows[0]["fla"]["host_us"] > 0
     assert rows[4]["token_cost"] == pytest.approx(rows[4]["ours"]["ms"]["median"] / 4 / rows[0]["ours"]["ms"]["median"])
-    assert rows[0]["share_fla"] == pytest.approx(rows[0]["share_of_floor"])
+    assert workloads.value(rows[0], "floor_ms/fla.ms.median") == pytest.approx(rows[0]["share_of_floor"])
     assert rows[4]["fla"]["problem"] == "not asked for" and rows[2]["bounds"] == {">= 88%": None}
 
 
 def test_train_rows_tell_forward_gradients_and_bytes(tmp_path):
     row = dry_run(tmp_path, "train", ROWS["train"][:1])["rows"][0]
-    assert row["ours"]["forward_ms"]["median"] == 2.0 and row["forward_speedup"] == 1.0
+    assert (
+        row["ours"]["forward_ms"]["median"] == 2.0
+        and workloads.value(row, "fla.forward_ms.median/ours.forward_ms.median") == 1.0
+    )
     assert set(row["ours"]["error"]) == set(training.LEAVES) and max(row["ours"]["error"].values()) < 1e-2
     # q, k, g [70, .., 32] and v, o's gradient [70, 2, 64] in bf16, beta; A_log and dt_bias in fp32; all twice
     assert row["bytes"] == 2 * (2 * 70 * (2 * 32 + 2 * 32 + 2 * 2 * 64 + 2) + 4 * (2 + 2 * 32))
@@ -455,7 +458,7 @@ def test_train_rows_tell_forward_gradients_and_bytes(tmp_path):
 
 def test_split_rows_tell_the_gain(tmp_path):
     document = dry_run(tmp_path, "split")
-    assert document["rows"][0]["gain"] == document["rows"][0]["told_gain"] == 1.0
+    assert document["rows"][0]["gain"] == document["rows"][0]["cu_seqlens_cpu_gain"] == 1.0
     document["rows"][1] |= {"gain": 2.0, "segments": (3, 1)}
     text = report.show(document, VIEWS["split"], wide=True)
     assert "3 1" in text and "split rows, whole/ours: 2.00x (geometric mean of 1 rows, 2.00x to 2.00x)" in text
@@ -817,7 +820,7 @@ def test_startup_reports_why_the_process_failed(tmp_path):
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------
 
-H200 = profiling.Multiprocessor(count=132, registers=65536, shared_bytes=233472, threads=2048)
+H200 = profiling.SM(count=132, registers=65536, shared_bytes=233472, threads=2048)
 HEADLINE = model("headline", "", 64)
 
 
@@ -874,9 +877,8 @@ def test_description_of_kernels(monkeypatch):
     monkeypatch.setattr(profiling, "spilled_bytes", lambda kernel: 0)
     names = ("prepare_kernel", 600.0), ("recurrence_kernel", 256.0), ("compose", 1.0), ("compose", 2.0)
     runs = profiling.kernel_runs(trace_of(*names * 3))
-    monkeypatch.setattr(profiling.Multiprocessor, "of", lambda device: H200)
-    setup = Setup(CPU, FakeTimer(), Effort(), ceilings=CEILINGS)
-    prepare, recurrence, compose = profiling.describe(HEADLINE, setup, runs, 3)
+    monkeypatch.setattr(profiling.SM, "of", lambda device: H200)
+    prepare, recurrence, compose = profiling.describe(HEADLINE, CPU, CEILINGS, runs, 3)
     assert (prepare["stage"], prepare["ms"], prepare["launches"]) == ("prepare", 0.6, 1)
     assert prepare["share_of_copy"] == pytest.approx(profiling.prepare_work(HEADLINE).bytes / 0.6e-3 / 4.3e12)
     assert prepare["share_of_gemm"] == pytest.approx(profiling.prepare_work(HEADLINE).flop / 0.6e-3 / 700e12)
@@ -890,7 +892,7 @@ def test_description_of_kernels(monkeypatch):
 def test_a_trace_with_lost_runs_is_refused():
     runs = profiling.kernel_runs(trace_of(*[("prepare_kernel", 1.0)] * 5))
     with pytest.raises(RuntimeError, match="5 runs of prepare_kernel in 3 calls"):
-        profiling.describe(HEADLINE, Setup(CPU, FakeTimer(), Effort()), runs, 3)
+        profiling.describe(HEADLINE, CPU, CEILINGS, runs, 3)
 
 
 def test_spills_of_a_loaded_kernel(monkeypatch):
@@ -928,7 +930,7 @@ def fake_profiler(run):
 
 def test_kernel_report_leaves_out_what_the_timer_launches(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "profiled", fake_profiler)
-    monkeypatch.setattr(profiling.Multiprocessor, "of", lambda device: H200)
+    monkeypatch.setattr(profiling.SM, "of", lambda device: H200)
     document = dry_run(tmp_path, "kernels", timer=TIMED)
     assert [kernel["kernel"] for kernel in document["rows"][0]["ours"]["kernels"]] == [
         "prepare_kernel",

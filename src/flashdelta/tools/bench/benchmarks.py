@@ -13,20 +13,11 @@ PROMPTS = ("fla", "flash_kda", "cula")
 
 
 def decode_extra(row: dict, document: dict) -> dict:
-    """FLA's share of the copy rate; time a token against the row without speculative tokens."""
-    extra: dict[str, object] = {"share_fla": quotient(row["floor_ms"], value(row, "fla.ms.median"))}
+    """Time a token against the row without speculative tokens."""
     S = row["shape"]["S"]
     base = next((x for x in document["rows"] if S and x["name"] == row["name"].removesuffix(f" S{S}")), None)
     cost = quotient(value(row, "ours.ms.median"), value(base, "ours.ms.median"))
-    return extra | {"token_cost": None if cost is None else cost / (1 + S)}
-
-
-def train_extra(row: dict, document: dict) -> dict:
-    """Peak memory beside FLA's, and the ratio of forwards."""
-    return {
-        "memory_share": quotient(value(row, "ours.peak_above_bytes"), value(row, "fla.peak_above_bytes")),
-        "forward_speedup": quotient(value(row, "fla.forward_ms.median"), value(row, "ours.forward_ms.median")),
-    }
+    return {"token_cost": None if cost is None else cost / (1 + S)}
 
 
 def fp32_extra(row: dict, document: dict) -> dict:
@@ -71,7 +62,7 @@ BENCHMARKS = {
             contenders.split,
             effort=Effort(rounds=20),
             # by CUDA graph, as launches take longer than short sequences
-            over={"gain": ("whole", "ours"), "told_gain": ("whole", "told")},
+            over={"gain": ("whole", "ours"), "cu_seqlens_cpu_gain": ("whole", "cu_seqlens_cpu")},
             peers=PROMPTS,
             options=(*COMMON, "plot"),
         ),
@@ -107,7 +98,6 @@ BENCHMARKS = {
             contenders.train,
             quick=("B1 T8192 H32", "packed 20 random H32"),
             effort=Effort(rounds=20),
-            derive=train_extra,
             grad=torch.enable_grad,
             options=(*COMMON, "quick", "plot"),
         ),

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,12 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 from ...testing.cases import Case
 from .timing import Run, Timer
 
-if TYPE_CHECKING:
-    from .contenders import Setup
-
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """What a stage must move to and from memory, each byte once, and the operations of its matrix products."""
 
     bytes: int
@@ -41,22 +37,22 @@ def chunk_counts(case: Case) -> list[int]:
     return [-(-length // case.chunk_size) for length in case.lengths or (case.T,) * case.B]
 
 
-def prepare_work(case: Case) -> Work:
+def prepare_work(case: Case) -> StageWork:
     """Reads q, k, g and beta in bf16, writes the workspace. A chunk's products: `A` and `Aqk` (`C x C`, over K), `w` (`C x K`,
     over C), and `C^3 / 3` for the inverse of a unit lower triangle."""
     C, K, HV = case.chunk_size, case.K, case.HV
     read = 2 * case.B * case.tokens * (2 * case.H * K + HV * K + HV)
     flop = 3 * 2 * C * C * K + C**3 // 3
-    return Work(read + _workspace_bytes(case), sum(chunk_counts(case)) * HV * flop)
+    return StageWork(read + _workspace_bytes(case), sum(chunk_counts(case)) * HV * flop)
 
 
-def recurrence_work(case: Case) -> Work:
+def recurrence_work(case: Case) -> StageWork:
     """Reads the workspace and v, writes o, both in bf16, and the final state in fp32. A chunk's products: `inverse v` and
     `Aqk v'` (`C x V`, over C), `w S` and `qg S` (`C x V`, over K), `kg^T v'` (`K x V`, over C)."""
     C, K, V, HV = case.chunk_size, case.K, case.V, case.HV
     moved = 2 * 2 * case.B * case.tokens * HV * V + 4 * case.sequences * HV * K * V
     flop = 2 * 2 * C * C * V + 3 * 2 * C * K * V
-    return Work(_workspace_bytes(case) + moved, sum(chunk_counts(case)) * HV * flop)
+    return StageWork(_workspace_bytes(case) + moved, sum(chunk_counts(case)) * HV * flop)
 
 
 def _workspace_bytes(case: Case) -> int:
@@ -73,11 +69,11 @@ timed, and its work unknown."""
 
 @dataclass(frozen=True)
 class KernelRun:
-    """One execution of a kernel as CUPTI recorded it. `programs` are CTAs, `threads` those of one."""
+    """One execution of a kernel as CUPTI recorded it. `threads` are those of a CTA."""
 
     name: str
     us: float
-    programs: int
+    ctas: int
     threads: int
     registers: int
     shared_bytes: int
@@ -90,7 +86,7 @@ def kernel_runs(trace: dict) -> list[KernelRun]:
         KernelRun(
             name=event["name"],
             us=event["dur"],
-            programs=math.prod(event["args"]["grid"]),
+            ctas=math.prod(event["args"]["grid"]),
             threads=math.prod(event["args"]["block"]),
             registers=event["args"]["registers per thread"],
             shared_bytes=event["args"]["shared memory"],
@@ -113,7 +109,7 @@ def profiled(run: Run) -> list[KernelRun]:
 
 
 @dataclass(frozen=True)
-class Multiprocessor:
+class SM:
     """What one of a GPU's `count` SMs has for the CTAs that run on it at a time."""
 
     count: int
@@ -125,7 +121,7 @@ class Multiprocessor:
     """What the driver takes of every CTA, sm_80 and newer."""
 
     @classmethod
-    def of(cls, device: torch.device) -> Multiprocessor:
+    def of(cls, device: torch.device) -> SM:
         found = torch.cuda.get_device_properties(device)
         return cls(
             found.multi_processor_count,
@@ -189,7 +185,9 @@ def times(runs: Sequence[KernelRun], calls: int) -> list[dict]:
     return sorted(found, key=lambda kernel: -kernel["ms"])
 
 
-def describe(case: Case, setup: Setup, runs: Sequence[KernelRun], calls: int) -> list[dict]:
+def describe(
+    case: Case, device: torch.device, ceilings: Mapping[str, float], runs: Sequence[KernelRun], calls: int
+) -> list[dict]:
     """One JSON-ready dict a kernel, in the order of their first runs, from the `runs` of `calls` equal calls.
 
     Raises:
@@ -199,11 +197,11 @@ def describe(case: Case, setup: Setup, runs: Sequence[KernelRun], calls: int) ->
     for name, each in found.items():
         if len(each) % calls:
             raise RuntimeError(f"profiler: recorded {len(each)} runs of {name} in {calls} calls")
-    sm = Multiprocessor.of(setup.device)
-    return [_describe(each, calls, case, setup.ceilings, sm) for each in found.values()]
+    sm = SM.of(device)
+    return [_describe(each, calls, case, ceilings, sm) for each in found.values()]
 
 
-def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], sm: Multiprocessor) -> dict:
+def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], sm: SM) -> dict:
     kernel = runs[0]
     launches = len(runs) // calls
     ms = statistics.median(sum(run.us for run in runs[i : i + launches]) for i in range(0, len(runs), launches)) / 1e3
@@ -214,13 +212,13 @@ def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[s
         "stage": stage,
         "ms": ms,
         "launches": launches,
-        "programs": kernel.programs,
+        "ctas": kernel.ctas,
         "threads": kernel.threads,
         "registers": kernel.registers,
         "spill_bytes": spilled_bytes(kernel),
         "shared_bytes": kernel.shared_bytes,
         "ctas_per_sm": residents,
-        "waves": kernel.programs / (residents * sm.count),
+        "waves": kernel.ctas / (residents * sm.count),
     }
     if stage is not None:
         work = STAGES[stage](case)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .workloads import quotient, value
+from .workloads import value
 
 WIDTH = 80
 """Characters of a line, but for `--wide`."""
@@ -95,6 +95,8 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "i": lambda x: f"{x:.0f}",
     "s": str,
     "met": lambda x: "yes" if x else "NO",
+    "keys": lambda x: ", ".join(x) or "-",
+    "values": lambda x: "/".join(dict.fromkeys(map(str, x.values()))),
     "list": lambda x: " ".join(map(str, x)) if max(x, default=1) > 1 else "whole",
 }
 """By name: how a value is written."""
@@ -117,7 +119,7 @@ class Column:
     def _one(self, row: dict, path: str) -> str:
         found = value(row, path)
         if found is None:
-            outcome = value(row, path.partition(".")[0])
+            outcome = row.get(path.partition(".")[0])
             wrong = isinstance(outcome, dict) and (outcome.get("problem") or "").startswith("wrong")
             return "wrong" if wrong and path.endswith(("ms.median", "ms")) else "-"
         return FORMS[self.form](found if self.scale == 1.0 else found * self.scale)
@@ -193,11 +195,6 @@ def summary(document: dict, view: View) -> list[str]:
     """What a reader should take away: ratios, bounds, and everything that is missing with its reason."""
     rows = document["rows"]
     lines = [mean(title, [value(row, path) for row in rows]) for title, path in view.ratios]
-    for name, title in view.titles:
-        if name in ("flash_kda", "cula"):
-            for key, how in (("ms.median", ""), ("sustained_ms", ", sustained")):
-                times = [(value(row, f"{name}.{key}"), value(row, f"ours.{key}")) for row in rows]
-                lines.append(mean(f"{title}/ours{how}", [quotient(*pair) for pair in times]))
     lines += [*bounds(rows), *view.summary(document)]
     failed = failures(document)
     lines.append(f"correctness: {len(failed)} of {len(rows)} rows failed" if failed else "correctness: all rows passed")

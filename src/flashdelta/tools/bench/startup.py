@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,11 +21,9 @@ import flashdelta
 
 from ...testing.cases import BF16, Case
 from ...testing.inputs import make_call
+from .contenders import Setup
 from .timing import synchronize
 from .workloads import Bound, Row, model
-
-if TYPE_CHECKING:
-    from .contenders import Setup
 
 ROWS = (Row(model("first calls", "nothing is compiled yet", 32), "startup"),)
 BUDGETS = {True: Bound("seconds", 8.0), False: Bound("seconds", 0.5)}

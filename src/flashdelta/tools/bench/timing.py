@@ -105,12 +105,11 @@ def second_result(call: Callable[[], tuple[Tensor, ...]], device: torch.device) 
     """Calls twice. The results of the second call, for which the allocator hands out the memory of the first one's, full of
     NaN, so that an element that is left unwritten shows; and the seconds of the first."""
     began = time.perf_counter()
-    first = call()
+    first = [*call()]
     synchronize(device)
     seconds = time.perf_counter() - began
-    for x in first:
-        x.fill_(torch.nan)
-    del first, x
+    while first:
+        first.pop().fill_(torch.nan)
     results = call()
     synchronize(device)
     return results, seconds

@@ -14,7 +14,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ from ...testing.oracle import TOLERANCE, relative_error
 from ...triton.build import build as build_triton
 from ..compile import Variant, resource_usage, source
 from . import workloads
-from .checks import GRADIENT_TOLERANCE
-from .contenders import Setup, decode_calls, state_bytes
+from .checks import GRADIENT_TOLERANCE, Errors, fault
+from .contenders import Contender, Setup, Work, decode_calls, state_bytes
 from .environment import git_commit
 from .report import load, save
 from .runner import Benchmark
-from .timing import Effort, Run, capture, many_in_a_graph, summarize, sustained, synchronize, take_turns
+from .timing import Effort, Run, summarize, synchronize
 from .training import random_like, wy_inputs
 from .workloads import Bound, Row, select
 
@@ -65,6 +65,14 @@ class ToolchainRow:
     @property
     def name(self) -> str:
         return " ".join([*(["triton"] if self.backend == "triton" else []), self.kind, self.row.name])
+
+    @property
+    def table(self) -> str:
+        return self.kind
+
+    @property
+    def why(self) -> str:
+        return self.row.why
 
 
 @dataclass(frozen=True)
@@ -282,15 +290,13 @@ def counterpart(compiled: CompiledKernel, launch: Launch, folder: Path, manifest
 REPEATS = 50
 """Calls whose results must have the same bits."""
 
+SAME_BITS = {"error": {"difference": 0.0}}
+
 
 def run_all(runs: Sequence[Run]) -> tuple:
     for run in runs:
         run()
     return ()
-
-
-def graph_of(runs: Sequence[Run]) -> Run:
-    return capture(functools.partial(run_all, runs))[0]
 
 
 def results_of(call: Call, runs: Sequence[Run], before: Tensor | None) -> list[Tensor]:
@@ -303,107 +309,86 @@ def results_of(call: Call, runs: Sequence[Run], before: Tensor | None) -> list[T
     return [x.clone() for x in call.results]
 
 
-def difference(ours: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """0 if all bits are the same, else the largest relative error of one result against the other toolchain's."""
-    if all(torch.equal(a, b) for a, b in zip(ours, other)):
-        return 0.0
-    errors = [relative_error(b, a.double()) for a, b in zip(ours, other)]
-    return next((error for error in errors if error != error), max(errors))
+def difference(want: Sequence[Tensor], found: Sequence[Tensor]) -> Errors:
+    """0 if all bits are the same, else the largest relative error of one result."""
+    if all(torch.equal(a, b) for a, b in zip(want, found)):
+        return SAME_BITS
+    errors = [relative_error(x, exact.double()) for x, exact in zip(found, want)]
+    return {"error": {"difference": next((error for error in errors if error != error), max(errors))}}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One kernel of a row: what launches it, by toolchain, if both have it; else why not."""
-
-    kernels: dict[str, CompiledKernel]
-    runs: dict[str, Run]
-    problem: str | None
-
-    def run(self, toolchain: str) -> Run:
-        return self.runs.get(toolchain, self.runs["ours"])
-
-
-def pair_of(launch: Launch, setup: Setup) -> Pair:
-    kernels, problem = {"ours": launch.run()}, None
+def compiled_by(launch: Launch, setup: Setup) -> dict[str, Any]:
+    """The kernel as each toolchain compiled it, loaded; or why the folder's can't be launched."""
+    ours = launch.run()
     try:
-        other = counterpart(kernels["ours"], launch, *setup.folder)
+        other: Any = counterpart(ours, launch, *setup.folder)
         other._init_handles()  # loads it
-        kernels["other"] = other
     except Exception as error:  # the rest of the row is worth having
-        problem = summarize(error)
-    grid, arguments = (launch.ctas, launch.rows, 1), (*launch.arguments, *launch.constants.values())
-    index = torch.cuda.current_device() if setup.device.type == "cuda" else None
-    runs = {name: functools.partial(start, kernel, index, grid, arguments) for name, kernel in kernels.items()}
-    return Pair(kernels, runs, problem)
+        other = summarize(error)
+    return {"ours": ours, "other": other}
 
 
-def measure_kernel(pair: Pair, setup: Setup) -> dict:
-    """One kernel of a row, on the buffers that the call has filled, in graphs: the host takes long to fill many tensor
-    descriptors. Without times where there is a problem."""
-    found: dict[str, Any] = {
-        "kernel": pair.kernels["ours"].name,
-        "registers": {name: getattr(x, "n_regs", None) for name, x in pair.kernels.items()},
-        "spill_bytes": {name: 4 * getattr(x, "n_spills", 0) for name, x in pair.kernels.items()},
-        "shared_bytes": {name: x.metadata.shared for name, x in pair.kernels.items()},
-        "ms": None,
-        "sustained_ms": None,
-        "problem": pair.problem,
+def start_of(compiled: CompiledKernel, launch: Launch, device: torch.device) -> Run:
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+    arguments = (*launch.arguments, *launch.constants.values())
+    return functools.partial(start, compiled, index, (launch.ctas, launch.rows, 1), arguments)
+
+
+def costs(compiled: dict[str, Any]) -> dict[str, object]:
+    found = {name: x for name, x in compiled.items() if not isinstance(x, str)}
+    return {
+        "kernel": found["ours"].name,
+        "registers": {name: getattr(x, "n_regs", None) for name, x in found.items()},
+        "spill_bytes": {name: 4 * getattr(x, "n_spills", 0) for name, x in found.items()},
+        "shared_bytes": {name: x.metadata.shared for name, x in found.items()},
     }
-    if pair.problem is None:
-        try:
-            on_gpu = setup.device.type == "cuda"
-            runs = {name: graph_of([run]) for name, run in pair.runs.items()} if on_gpu else pair.runs
-            cold = take_turns(runs, setup.timer, setup.effort)
-            found["ms"] = {name: asdict(timing) for name, timing in cold.items()}
-            if on_gpu:
-                ms = cold["ours"].median
-                many = {name: many_in_a_graph(run, ms) for name, run in pair.runs.items()}
-                spans = sustained({name: run for name, (run, _) in many.items()}, setup.timer)
-                found["sustained_ms"] = {name: span / many[name][1] for name, span in spans.items()}
-        except Exception as error:  # as above
-            found["problem"] = summarize(error)
-    return found
 
 
-def measure(row: ToolchainRow, setup: Setup) -> Iterator[dict]:
-    """One row of the document."""
+def no_errors(results: Sequence[Tensor]) -> Errors:
+    """Nothing is checked but the whole call."""
+    return {"error": {}}
+
+
+def make(row: ToolchainRow, setup: Setup) -> Iterator[Work]:
+    """The whole call, and once its results agree, each of its kernels on the buffers that the call has filled. `ours` is this
+    process's Triton, `other` the folder's. All in graphs: the host takes long to fill many tensor descriptors."""
+    facts: dict[str, object] = {"backend": row.backend}
     try:
-        found = _measure(row, setup)
+        call = call_of(row, setup.device)
+        before = None if call.states is None else call.states.clone()
+        kernels, runs = [], []
+        for launch in (launch for launch in call.launches if launch.ctas > 0):
+            kernels.append(compiled_by(launch, setup))
+            starts = {
+                name: x if isinstance(x, str) else start_of(x, launch, setup.device) for name, x in kernels[-1].items()
+            }
+            runs.append(starts)
+        ours = [each["ours"] for each in runs]
+        other = [each["ours"] if isinstance(each["other"], str) else each["other"] for each in runs]
+        want = results_of(call, other, before)
+        if any(difference(want, results_of(call, other, before)) != SAME_BITS for _ in range(REPEATS)):
+            raise RuntimeError("the folder's machine code gives other bits from one call to the next")
         synchronize(setup.device)
     except Exception as error:  # whatever a row raises, the others are worth having
-        found = {"name": row.name, "backend": row.backend, "difference": None, "graph_ms": None, "kernels": []}
-        found["ours"] = {"problem": summarize(error)}
-    yield found
-
-
-def _measure(row: ToolchainRow, setup: Setup) -> dict:
-    """`ours` is this process's Triton, `other` the folder's."""
-    call = call_of(row, setup.device)
-    before = None if call.states is None else call.states.clone()
-    pairs = [pair_of(launch, setup) for launch in call.launches if launch.ctas > 0]
-    runs = {name: [pair.run(name) for pair in pairs] for name in ("ours", "other")}
-    ours, other = (results_of(call, each, before) for each in runs.values())
-    error = difference(ours, other)
+        yield Work({"ours": summarize(error)}, no_errors, facts=facts)
+        return
     tolerance = GRADIENT_TOLERANCE if row.kind in ("train", "wy") else TOLERANCE[BF16]
-    wrong = None
-    if not error <= tolerance:
-        wrong = f"wrong: results differ by {error:.1e}, tolerance {tolerance:.0e}"
-    elif any(difference(other, results_of(call, runs["other"], before)) != 0 for _ in range(REPEATS)):
-        wrong = "wrong: the folder's machine code gives other bits from one call to the next"
-    kernels, graphs = [], {}
-    if wrong is None:
-        # the whole call first: the sustained load of the kernels leaves the chip warm
-        if setup.device.type == "cuda":
-            graphs = take_turns({name: graph_of(each) for name, each in runs.items()}, setup.timer, setup.effort)
-        kernels = [measure_kernel(pair, setup) for pair in pairs]
-    return {
-        "name": row.name,
-        "backend": row.backend,
-        "difference": error,
-        "ours": {"problem": wrong},
-        "graph_ms": {name: asdict(timing) for name, timing in graphs.items()} or None,
-        "kernels": kernels,
-    }
+    errors = functools.partial(difference, want)
+
+    def contender(runs: Sequence[Run]) -> Contender:
+        checked = functools.partial(results_of, call, runs, before)
+        return Contender(functools.partial(run_all, runs), tolerance, checked, graph="only")
+
+    # the whole call first: the sustained load of the kernels leaves the chip warm
+    yield Work({"ours": contender(ours), "other": contender(other)}, errors, facts=facts)
+    if fault(errors(results_of(call, ours, before))["error"], tolerance) is not None:
+        return
+    for compiled, starts in zip(kernels, runs):
+        contenders = {
+            name: x if isinstance(x, str) else Contender(functools.partial(run_all, [x]), graph="only")
+            for name, x in starts.items()
+        }
+        yield Work(contenders, no_errors, facts=facts | costs(compiled), name=compiled["ours"].name)
 
 
 def prepare(folder: Path, device: torch.device) -> tuple[tuple[Path, dict], dict]:
@@ -425,7 +410,7 @@ BENCHMARK = Benchmark(
     "toolchains",
     "Time kernels as another Triton compiles them beside this Triton's",
     ROWS,
-    measure=measure,
+    make,
     effort=Effort(rounds=50, budget_ms=500.0, warmup_ms=10.0),
     ceilings=None,
     grad=torch.no_grad,
