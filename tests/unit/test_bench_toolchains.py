@@ -16,13 +16,13 @@ from flashdelta.program.launch import Launch
 from flashdelta.tools.bench import report, toolchains
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
-from flashdelta.tools.bench.timing import Effort, HostTimer
+from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.toolchains import META, ROWS, ToolchainRow, call_of, compile_rows, key_of
 from flashdelta.tools.bench.toolchains import specialized as source
 from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.bench.workloads import decode_row
 
-SMALL = ToolchainRow("decode", decode_row(2, H=2, HV=2), "triton")
+SMALL = ToolchainRow(decode_row(2, H=2, HV=2).call, "decode", backend="triton")
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -143,10 +143,19 @@ def pretended(monkeypatch, folder):
     return state
 
 
+class OneMillisecond:
+    def __call__(self, run):
+        return self.span(run, 1)
+
+    def span(self, run, calls):
+        run()
+        return 1.0 * calls
+
+
 def dry_run(folder, tmp_path):
     cpu = torch.device("cpu")
     loaded, compared = toolchains.prepare(folder, cpu)
-    setup = Setup(cpu, HostTimer(), Effort(rounds=2, warmup_ms=0.0), folder=loaded)
+    setup = Setup(cpu, OneMillisecond(), Effort(rounds=2, warmup_ms=0.0), folder=loaded)
     return run(toolchains.BENCHMARK, setup, tmp_path / "results.json", [SMALL], toolchains=compared)
 
 

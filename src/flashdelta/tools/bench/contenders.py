@@ -78,7 +78,7 @@ class Setup:
     the most launches in it, and the eager calls whose host time is taken."""
 
     device: torch.device
-    timer: Timer
+    timer: Timer | None
     effort: Effort
     backend: str = "auto"
     peers: Mapping[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -108,36 +109,19 @@ def profiled(run: Run) -> list[KernelRun]:
         return kernel_runs(json.loads(path.read_text()))
 
 
-@dataclass(frozen=True)
-class SM:
-    """What one of a GPU's `count` SMs has for the CTAs that run on it at a time."""
+RESERVED_SHARED_BYTES = 1024
+"""What the driver takes of every CTA, sm_80 and newer."""
 
-    count: int
-    registers: int
-    shared_bytes: int
-    threads: int
 
-    RESERVED_SHARED_BYTES = 1024
-    """What the driver takes of every CTA, sm_80 and newer."""
-
-    @classmethod
-    def of(cls, device: torch.device) -> SM:
-        found = torch.cuda.get_device_properties(device)
-        return cls(
-            found.multi_processor_count,
-            found.regs_per_multiprocessor,
-            found.shared_memory_per_multiprocessor,
-            found.max_threads_per_multi_processor,
-        )
-
-    def residents(self, kernel: KernelRun) -> int:
-        """CTAs of the kernel that fit at a time, by registers, shared memory and threads (CUDA's occupancy rules)."""
-        warps = -(-kernel.threads // 32)
-        # registers come in units of 256 a warp, and an equal share of them belongs to each of the four schedulers
-        warp_registers = -(-kernel.registers * 32 // 256) * 256
-        by_registers = self.registers // 4 // warp_registers * 4 // warps
-        by_shared = self.shared_bytes // (kernel.shared_bytes + self.RESERVED_SHARED_BYTES)
-        return min(by_registers, by_shared, self.threads // (32 * warps))
+def ctas_per_sm(kernel: KernelRun, device: Any) -> int:
+    """CTAs of the kernel that fit at a time, by registers, shared memory and threads (CUDA's occupancy rules); `device` is
+    what `torch.cuda.get_device_properties` says."""
+    warps = -(-kernel.threads // 32)
+    # registers come in units of 256 a warp, and an equal share of them belongs to each of the four schedulers
+    warp_registers = -(-kernel.registers * 32 // 256) * 256
+    by_registers = device.regs_per_multiprocessor // 4 // warp_registers * 4 // warps
+    by_shared = device.shared_memory_per_multiprocessor // (kernel.shared_bytes + RESERVED_SHARED_BYTES)
+    return min(by_registers, by_shared, device.max_threads_per_multi_processor // (32 * warps))
 
 
 def spilled_bytes(kernel: KernelRun) -> int | None:
@@ -197,15 +181,15 @@ def describe(
     for name, each in found.items():
         if len(each) % calls:
             raise RuntimeError(f"profiler: recorded {len(each)} runs of {name} in {calls} calls")
-    sm = SM.of(device)
-    return [_describe(each, calls, case, ceilings, sm) for each in found.values()]
+    properties = torch.cuda.get_device_properties(device)
+    return [_describe(each, calls, case, ceilings, properties) for each in found.values()]
 
 
-def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], sm: SM) -> dict:
+def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], device: Any) -> dict:
     kernel = runs[0]
     launches = len(runs) // calls
     ms = statistics.median(sum(run.us for run in runs[i : i + launches]) for i in range(0, len(runs), launches)) / 1e3
-    residents = sm.residents(kernel)
+    residents = ctas_per_sm(kernel, device)
     stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded)?_kernel", kernel.name)), None)
     described = {
         "kernel": kernel.name,
@@ -218,7 +202,7 @@ def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[s
         "spill_bytes": spilled_bytes(kernel),
         "shared_bytes": kernel.shared_bytes,
         "ctas_per_sm": residents,
-        "waves": kernel.ctas / (residents * sm.count),
+        "waves": kernel.ctas / (residents * device.multi_processor_count),
     }
     if stage is not None:
         work = STAGES[stage](case)

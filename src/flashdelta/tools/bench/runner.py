@@ -108,11 +108,7 @@ def run(
     with each finished row; `facts` are of the whole document."""
     document = new_document(benchmark.name, environment(setup.device))
     gpu = document["environment"]["gpu"]
-    document["protocol"] = {
-        "clock": type(setup.timer).__name__,
-        "effort": asdict(setup.effort),
-        "backend": setup.backend,
-    }
+    document["protocol"] = {"effort": asdict(setup.effort), "backend": setup.backend}
     document |= {"ceilings": dict(setup.ceilings), **facts} if setup.ceilings else facts
     for row in benchmark.rows if rows is None else rows:
         with benchmark.grad():

@@ -43,7 +43,7 @@ from .report import load, save
 from .runner import Benchmark
 from .timing import Effort, Run, summarize, synchronize
 from .training import random_like, wy_inputs
-from .workloads import Bound, Row, select
+from .workloads import Row, select
 
 ARCH = 90
 META = torch.device("meta")
@@ -54,25 +54,14 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class ToolchainRow:
-    """A row of another benchmark, by the kernels of one backend."""
+class ToolchainRow(Row):
+    """A row of the benchmark `table`, by the kernels of one backend."""
 
-    kind: str
-    row: Row
     backend: str = "hopper"
-    bounds: tuple[Bound, ...] = ()
 
     @property
     def name(self) -> str:
-        return " ".join([*(["triton"] if self.backend == "triton" else []), self.kind, self.row.name])
-
-    @property
-    def table(self) -> str:
-        return self.kind
-
-    @property
-    def why(self) -> str:
-        return self.row.why
+        return " ".join([*(["triton"] if self.backend == "triton" else []), self.table, self.call.name])
 
 
 @dataclass(frozen=True)
@@ -92,31 +81,31 @@ def _arguments(row: Row, device: torch.device) -> dict:
     return meta_call(case, BF16) if device.type == "meta" else make_call(case, BF16, device)
 
 
-def _prefill(row: Row, backend: str, device: torch.device) -> Call:
-    program = BUILD[backend](*check(flashdelta.chunk_kda, **_arguments(row, device)), ARCH)
+def _prefill(row: ToolchainRow, device: torch.device) -> Call:
+    program = BUILD[row.backend](*check(flashdelta.chunk_kda, **_arguments(row, device)), ARCH)
     return Call([*program.launches], [*program.outputs.values()])
 
 
-def _train(row: Row, backend: str, device: torch.device) -> Call:
+def _train(row: ToolchainRow, device: torch.device) -> Call:
     """The backward pass, the forward's stages among it."""
     problem, t = check(flashdelta.chunk_kda, **_arguments(row, device))
     grad_o = torch.empty_like(t.v) if device.type == "meta" else random_like(t.v)
     problem = replace(problem, operation=problem.operation + BACKWARD)
-    program = BUILD[backend](problem, replace(t, do=grad_o, dht=grad_o.new_zeros(0)), ARCH)
+    program = BUILD[row.backend](problem, replace(t, do=grad_o, dht=grad_o.new_zeros(0)), ARCH)
     launches = [*program.launches]  # what they find is allocated as they are made
     return Call(launches, [*program.outputs.values()])
 
 
-def _wy(row: Row, backend: str, device: torch.device) -> Call:
+def _wy(row: ToolchainRow, device: torch.device) -> Call:
     case: Any = row.call
     if device.type == "meta":  # inputs that make sense must be computed; no size of theirs is in the machine code
-        return Call(Variant(case.name, backend, operation="wy", packed=False, heads=case.H).launches(ARCH), [])
+        return Call(Variant(case.name, row.backend, operation="wy", packed=False, heads=case.H).launches(ARCH), [])
     call = check(flashdelta.kernels.chunk_bwd_wy_dqkg, **wy_inputs(case, device), use_exp2=True)
-    program = BUILD[backend](*call, ARCH)
+    program = BUILD[row.backend](*call, ARCH)
     return Call([*program.launches], [*program.outputs.values()])
 
 
-def _decode(row: Row, backend: str, device: torch.device) -> Call:
+def _decode(row: ToolchainRow, device: torch.device) -> Call:
     step: Any = row.call
     meta, size = device.type == "meta", step.N * state_bytes(step)
     drawn: Any = torch.device("cpu") if meta else device
@@ -124,7 +113,7 @@ def _decode(row: Row, backend: str, device: torch.device) -> Call:
     call, slots = decode_calls(step, Setup(drawn, None, Effort(), launches=1, pool_bytes=size, pools=pools))
     call |= {"ssm_state_indices": slots[0]}
     problem, t = check(flashdelta.recurrent_kda, **(on_meta(call) if meta else call))
-    program = BUILD[backend](problem, t, ARCH)
+    program = BUILD[row.backend](problem, t, ARCH)
     assert t.state_pool is not None
     return Call([*program.launches], [program.outputs["o"], t.state_pool], t.state_pool)
 
@@ -134,11 +123,11 @@ KINDS = {"prefill": _prefill, "train": _train, "wy": _wy, "decode": _decode}
 
 
 def call_of(row: ToolchainRow, device: torch.device) -> Call:
-    return KINDS[row.kind](row.row, row.backend, device)
+    return KINDS[row.table](row, device)
 
 
 def _rows(kind: str, rows: Sequence[Row], *names: str, backend: str = "hopper") -> list[ToolchainRow]:
-    return [ToolchainRow(kind, row, backend) for name in names for row in select(rows, [name])]
+    return [ToolchainRow(row.call, kind, backend=backend) for name in names for row in select(rows, [name])]
 
 
 HOT = ("T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96", "T8192 H64 softplus", "T32768 H4")
@@ -372,7 +361,7 @@ def make(row: ToolchainRow, setup: Setup) -> Iterator[Work]:
     except Exception as error:  # whatever a row raises, the others are worth having
         yield Work({"ours": summarize(error)}, no_errors, facts=facts)
         return
-    tolerance = GRADIENT_TOLERANCE if row.kind in ("train", "wy") else TOLERANCE[BF16]
+    tolerance = GRADIENT_TOLERANCE if row.table in ("train", "wy") else TOLERANCE[BF16]
     errors = functools.partial(difference, want)
 
     def contender(runs: Sequence[Run]) -> Contender:

@@ -24,7 +24,7 @@ from ..bench.report import (
     to_json,
 )
 from ..bench.runner import Benchmark, run
-from ..bench.timing import host_us, timer_for
+from ..bench.timing import Timer, host_us
 from ..bench.views import PLOTS, VIEWS
 from ..bench.workloads import select
 from ..export.bindings import Library
@@ -101,7 +101,7 @@ def _setup(
         from ..bench.toolchains import prepare  # imports Triton, which is for Linux only
 
         loaded, facts["toolchains"] = prepare(folder, device)
-    timer = timer_for(device)
+    timer = Timer(device) if device.type == "cuda" else None
     ceilings = benchmark.ceilings(device, timer) if benchmark.ceilings else {}
     opened = None if library is None else Library(str(library))
     if opened is not None:
