@@ -78,9 +78,7 @@ def headlines() -> str:
         table.append([what, *times, *ratios, repeat, f"[{stem}](benchmarks/results/{stem}.json)"])
     if all(line[4] == "-" for line in table[1:]):
         table = [[*line[:4], *line[5:]] for line in table]
-    titles, *rows = table
-    lines = [titles, ["---", *("---:" for _ in titles[1:-2]), "---", "---"], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(table, words=2)
 
 
 def toolchains() -> str:

@@ -158,9 +158,11 @@ def text_table(table: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def markdown_table(table: Sequence[Sequence[str]]) -> str:
+def markdown_table(table: Sequence[Sequence[str]], words: int = 0) -> str:
+    """Numbers to the right; the first column and the last `words` ones to the left."""
     titles, *rows = table
-    lines = [titles, ["---", *("---:" for _ in titles[1:])], *rows]
+    sides = ["---", *("---:" for _ in titles[1 : len(titles) - words]), *("---" for _ in range(words))]
+    lines = [titles, sides, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -271,6 +273,15 @@ def require_matplotlib() -> None:
         raise ValueError("plot: matplotlib is not installed; run: pip install 'flashdelta[bench]'")
 
 
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure with its axes. It needs no display."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
 @dataclass(frozen=True)
 class Plot:
     """Time against T of rows with one sequence of so many heads: lines by label and path of a time."""
@@ -286,9 +297,7 @@ class Plot:
         Raises:
             ValueError: the document has no such row, or matplotlib is not installed.
         """
-        require_matplotlib()
-        from matplotlib.figure import Figure
-
+        figure, axes = new_figure(7, 5)
         wanted = {"B": 1, "H": self.heads, "HV": self.heads, "lengths": []}
         shapes = [(row, {**row["shape"], "lengths": list(row["shape"]["lengths"])}) for row in document["rows"]]
         rows = [row for row, shape in shapes if wanted.items() <= shape.items()]
@@ -296,8 +305,6 @@ class Plot:
             raise ValueError(f"plot: got no row with one sequence and H = HV = {self.heads}")
         rows.sort(key=lambda row: row["shape"]["T"])
         lengths = [row["shape"]["T"] for row in rows]
-        figure = Figure(figsize=(7, 5), layout="constrained")
-        axes = figure.add_subplot()
         ours = ", ".join(["flashdelta", *sorted({row["backend"] for row in rows if row["backend"]})])
         for label, key in self.lines:
             timed = [(row["shape"]["T"], value(row, key)) for row in rows if value(row, key) is not None]
@@ -319,31 +326,26 @@ def kernel_name(name: str) -> str:
     return name.removeprefix("void ").split("<")[0].split("(")[0].removesuffix("_kernel")
 
 
-def plot_kernels(document: dict, path: Path) -> None:
-    """Time by kernel of the first row that has kernels of both, ours and FLA's, in two stacked bars.
+class KernelPlot:
+    """Time by kernel of the first row that has kernels of both, ours and FLA's, in two stacked bars."""
 
-    Raises:
-        ValueError: the document has no such row, or matplotlib is not installed.
-    """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    rows = [row for row in document["rows"] if value(row, "ours.kernels") and value(row, "fla.kernels")]
-    if not rows:
-        raise ValueError("plot: got no row with the kernels of ours and FLA's")
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    least = 0.03 * sum(kernel["ms"] for kernel in rows[0]["fla"]["kernels"])
-    for place, name in enumerate(("fla", "ours")):
-        below = 0.0
-        for kernel in rows[0][name]["kernels"]:
-            axes.bar(place, kernel["ms"], bottom=below, width=0.5, edgecolor="white")
-            if kernel["ms"] >= least:
-                label = f"{kernel_name(kernel['kernel'])[:44]} {kernel['ms']:.3f}"
-                axes.text(place + 0.27, below + kernel["ms"] / 2, label, va="center", fontsize=7)
-            below += kernel["ms"]
-        axes.text(place, below, f"{below:.2f} ms", ha="center", va="bottom")
-    axes.set_xticks([0, 1], ["FLA", "flashdelta"])
-    axes.set_xlim(-0.5, 2.1)
-    axes.set(ylabel="ms", title=f"Forward and backward by kernel, {rows[0]['name']}, K = V = 128, bf16")
-    figure.savefig(path, dpi=150)
+    def draw(self, document: dict, path: Path) -> None:
+        """Raises a ValueError where the document has no such row, or matplotlib is not installed."""
+        figure, axes = new_figure(9, 6)
+        rows = [row for row in document["rows"] if value(row, "ours.kernels") and value(row, "fla.kernels")]
+        if not rows:
+            raise ValueError("plot: got no row with the kernels of ours and FLA's")
+        least = 0.03 * sum(kernel["ms"] for kernel in rows[0]["fla"]["kernels"])
+        for place, name in enumerate(("fla", "ours")):
+            below = 0.0
+            for kernel in rows[0][name]["kernels"]:
+                axes.bar(place, kernel["ms"], bottom=below, width=0.5, edgecolor="white")
+                if kernel["ms"] >= least:
+                    label = f"{kernel_name(kernel['kernel'])[:44]} {kernel['ms']:.3f}"
+                    axes.text(place + 0.27, below + kernel["ms"] / 2, label, va="center", fontsize=7)
+                below += kernel["ms"]
+            axes.text(place, below, f"{below:.2f} ms", ha="center", va="bottom")
+        axes.set_xticks([0, 1], ["FLA", "flashdelta"])
+        axes.set_xlim(-0.5, 2.1)
+        axes.set(ylabel="ms", title=f"Forward and backward by kernel, {rows[0]['name']}, K = V = 128, bf16")
+        figure.savefig(path, dpi=150)

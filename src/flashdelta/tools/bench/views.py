@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from .contenders import TITLES
-from .report import Column, Plot, View, kernel_name, mean, short
+from collections.abc import Sequence
+
+from .contenders import GRADIENTS, TITLES
+from .report import Column, KernelPlot, Plot, View, kernel_name, mean, short
+from .training import LEAVES
 from .workloads import value
 
 MET = Column("met", "met", "met")
-NARROW_TIMES = (
-    Column("ours ms", "ours.ms.median"),
-    Column("graph", "ours.graph_ms.median"),
-    Column("FLA ms", "fla.ms.median"),
-)
+BOUND = Column("bound", "bounds", "keys", wide=True)
 RATIOS = (Column("ratio", "speedup", "x"), Column("sustained", "sustained_speedup", "x"))
-SUSTAINED = (
-    Column("ours sustained ms", "ours.sustained_ms", wide=True),
-    Column("FLA sustained ms", "fla.sustained_ms", wide=True),
-)
 FLOOR = (Column("floor ms", "floor_ms", wide=True), Column("of copy", "share_of_floor", "%", wide=True))
-ERRORS = (
-    Column("error ours: o, state", "ours.error.o ours.error.state", "e", wide=True),
-    Column("error FLA: o, state", "fla.error.o fla.error.state", "e", wide=True),
-)
+
+
+def both(title: str, keys: str, form: str = "", scale: float = 1.0) -> tuple[Column, ...]:
+    """Wide columns of ours and of FLA's, whose names take the place of `{}` in the title."""
+    paths = {who: " ".join(f"{name}.{key}" for key in keys.split()) for name, who in (("ours", "ours"), ("fla", "FLA"))}
+    return tuple(Column(title.format(who), found, form, scale, wide=True) for who, found in paths.items())
+
+
+OURS, FLA = Column("ours ms", "ours.ms.median"), Column("FLA ms", "fla.ms.median")
+SUSTAINED = both("{} sustained ms", "sustained_ms")
+ERRORS = both("error {}: o, state", "error.o error.state", "e")
 PEERS = (
     *(Column(f"{TITLES[name]} ms", f"{name}.ms.median", wide=True) for name in ("flash_kda", "cula")),
     *(Column(f"{TITLES[name]} sustained ms", f"{name}.sustained_ms", wide=True) for name in ("flash_kda", "cula")),
@@ -29,12 +31,9 @@ PEERS = (
 PEER_TITLES = tuple((name, TITLES[name]) for name in ("fla", "flash_kda", "cula"))
 
 
-BOUND = Column("bound", "bounds", "keys", wide=True)
-
-ABSOLUTE = tuple(
-    Column(f"{what} {title}: RMSE, max", f"{name}.rmse.{what} {name}.max_error.{what}", "e", wide=True)
-    for what in ("o", "state")
-    for name, title in (("ours", "ours"), ("fla", "FLA"))
+ABSOLUTE = (
+    *both("o {}: RMSE, max", "rmse.o max_error.o", "e"),
+    *both("state {}: RMSE, max", "rmse.state max_error.state", "e"),
 )
 PEER_RATIOS = (
     *View.ratios,
@@ -45,7 +44,10 @@ PEER_RATIOS = (
     ),
 )
 PREFILL = View(
-    (*NARROW_TIMES, *RATIOS, *SUSTAINED, *FLOOR, *ERRORS, *ABSOLUTE, *PEERS, BOUND, MET),
+    (
+        *(OURS, Column("graph", "ours.graph_ms.median"), FLA, *RATIOS, *SUSTAINED, *FLOOR),
+        *(*ERRORS, *ABSOLUTE, *PEERS, BOUND, MET),
+    ),
     titles=PEER_TITLES,
     ratios=PEER_RATIOS,
 )
@@ -70,9 +72,9 @@ def split_summary(document: dict) -> list[str]:
 
 SPLIT = View(
     (
-        Column("ours ms", "ours.ms.median"),
+        OURS,
         Column("whole ms", "whole.ms.median"),
-        Column("FLA ms", "fla.ms.median"),
+        FLA,
         Column("gain", "gain", "x"),
         *RATIOS,
         *SUSTAINED,
@@ -140,14 +142,12 @@ DECODE = View(
         Column("ours us", "ours.ms.median", scale=US),
         Column("FLA us", "fla.ms.median", scale=US),
         *RATIOS,
-        Column("ours sustained us", "ours.sustained_ms", scale=US, wide=True),
-        Column("FLA sustained us", "fla.sustained_ms", scale=US, wide=True),
+        *both("{} sustained us", "sustained_ms", scale=US),
         Column("floor us", "floor_ms", scale=US, wide=True),
         Column("of copy", "share_of_floor", "%"),
         Column("FLA of copy", "floor_ms/fla.ms.median", "%", wide=True),
         Column("a token", "token_cost", wide=True),
-        Column("host us", "ours.host_us", wide=True),
-        Column("FLA host us", "fla.host_us", wide=True),
+        *both("{} host us", "host_us"),
         *ERRORS,
         BOUND,
         MET,
@@ -159,11 +159,8 @@ DECODE = View(
 GIB = 2.0**-30
 
 
-def _by_name(title: str, key: str, names: tuple[str, ...]) -> list[Column]:
-    return [
-        Column(f"{title} {label}: {' '.join(names)}", " ".join(f"{x}.{key}.{name}" for name in names), "e", wide=True)
-        for x, label in (("ours", "ours"), ("fla", "FLA"))
-    ]
+def by_result(title: str, key: str, names: Sequence[str]) -> tuple[Column, ...]:
+    return both(f"{title} {{}}: {' '.join(names)}", " ".join(f"{key}.{name}" for name in names), "e")
 
 
 def train_summary(document: dict) -> list[str]:
@@ -182,22 +179,20 @@ def train_summary(document: dict) -> list[str]:
 TRAIN = View(
     (
         Column("fwd ms", "ours.forward_ms.median", wide=True),
-        Column("ours ms", "ours.ms.median"),
-        Column("FLA ms", "fla.ms.median"),
+        OURS,
+        FLA,
         Column("fwd ratio", "fla.forward_ms.median/ours.forward_ms.median", "x", wide=True),
         *RATIOS,
         *SUSTAINED,
         *FLOOR,
-        Column("GiB ours", "ours.peak_bytes", scale=GIB, wide=True),
-        Column("GiB FLA", "fla.peak_bytes", scale=GIB, wide=True),
+        *both("GiB {}", "peak_bytes", scale=GIB),
         Column("memory", "ours.peak_above_bytes/fla.peak_above_bytes"),
-        *_by_name("error", "error", ("q", "k", "v", "g", "beta", "A_log", "dt_bias")),
+        *by_result("error", "error", LEAVES),
         BOUND,
         MET,
     ),
     summary=train_summary,
 )
-WY_GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 WY = View(
     (
         Column("ms", "ours.ms.median", wide=True),
@@ -206,10 +201,9 @@ WY = View(
         *RATIOS,
         *SUSTAINED,
         *FLOOR,
-        Column("GiB ours", "ours.peak_above_bytes", scale=GIB, wide=True),
-        Column("GiB FLA", "fla.peak_above_bytes", scale=GIB, wide=True),
-        *_by_name("error", "error", WY_GRADIENTS),
-        *_by_name("largest", "max_error", WY_GRADIENTS),
+        *both("GiB {}", "peak_above_bytes", scale=GIB),
+        *by_result("error", "error", GRADIENTS),
+        *by_result("largest", "max_error", GRADIENTS),
         MET,
     ),
 )
@@ -230,10 +224,10 @@ def fp32_summary(document: dict) -> list[str]:
 
 FP32 = View(
     (
-        Column("ours ms", "ours.ms.median"),
+        OURS,
         Column("ieee", "ieee.ms.median"),
         Column("C ms", "c.ms.median"),
-        Column("FLA ms", "fla.ms.median"),
+        FLA,
         Column("FLA bf16 ms", "fla_bf16.ms.median", wide=True),
         *RATIOS,
         *SUSTAINED,
@@ -311,7 +305,7 @@ _PREFILL_LINES = (
     ("{ours}", "ours.ms.median"),
     ("{ours}, CUDA graph", "ours.graph_ms.median"),
 )
-PLOTS = {
+PLOTS: dict[str, Plot | KernelPlot] = {
     "prefill": Plot(64, "KDA prefill", _PREFILL_LINES),
     "classic": Plot(64, "KDA prefill", _PREFILL_LINES),
     "split": Plot(4, "KDA prefill, few heads", (*_PREFILL_LINES, ("{ours}, not split", "whole.ms.median"))),
@@ -321,5 +315,5 @@ PLOTS = {
         (("FLA", "fla.graph_ms.median"), ("{ours}", "ours.graph_ms.median")),
         floor="all tensors",
     ),
+    "train": KernelPlot(),
 }
-"""Of time against T; `train` plots its kernels."""
