@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 import flashdelta
 
 from ...hopper.build import build as build_hopper
-from ...problem.problem import BACKWARD
+from ...problem.problem import BACKWARD, Problem, Tensors
 from ...program.launch import Launch, capability, start
 from ...runtime.call import check
 from ...testing.cases import BF16
@@ -81,41 +81,29 @@ def _arguments(row: Row, device: torch.device) -> dict:
     return meta_call(case, BF16) if device.type == "meta" else make_call(case, BF16, device)
 
 
-def _prefill(row: ToolchainRow, device: torch.device) -> Call:
-    program = BUILD[row.backend](*check(flashdelta.chunk_kda, **_arguments(row, device)), ARCH)
-    return Call([*program.launches], [*program.outputs.values()])
+def _prefill(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
+    return check(flashdelta.chunk_kda, **_arguments(row, device))
 
 
-def _train(row: ToolchainRow, device: torch.device) -> Call:
+def _train(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
     """The backward pass, the forward's stages among it."""
-    problem, t = check(flashdelta.chunk_kda, **_arguments(row, device))
+    problem, t = _prefill(row, device)
     grad_o = torch.empty_like(t.v) if device.type == "meta" else random_like(t.v)
-    problem = replace(problem, operation=problem.operation + BACKWARD)
-    program = BUILD[row.backend](problem, replace(t, do=grad_o, dht=grad_o.new_zeros(0)), ARCH)
-    launches = [*program.launches]  # what they find is allocated as they are made
-    return Call(launches, [*program.outputs.values()])
+    return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=grad_o, dht=grad_o.new_zeros(0))
 
 
-def _wy(row: ToolchainRow, device: torch.device) -> Call:
-    case: Any = row.call
-    if device.type == "meta":  # inputs that make sense must be computed; no size of theirs is in the machine code
-        return Call(Variant(case.name, row.backend, operation="wy", packed=False, heads=case.H).launches(ARCH), [])
-    call = check(flashdelta.kernels.chunk_bwd_wy_dqkg, **wy_inputs(case, device), use_exp2=True)
-    program = BUILD[row.backend](*call, ARCH)
-    return Call([*program.launches], [*program.outputs.values()])
+def _wy(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
+    return check(flashdelta.kernels.chunk_bwd_wy_dqkg, **wy_inputs(row.call, device), use_exp2=True)
 
 
-def _decode(row: ToolchainRow, device: torch.device) -> Call:
+def _decode(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
     step: Any = row.call
     meta, size = device.type == "meta", step.N * state_bytes(step)
     drawn: Any = torch.device("cpu") if meta else device
     pools = {step.state: torch.empty(size // step.state.itemsize, dtype=step.state, device=META)} if meta else {}
     call, slots = decode_calls(step, Setup(drawn, None, Effort(), launches=1, pool_bytes=size, pools=pools))
     call |= {"ssm_state_indices": slots[0]}
-    problem, t = check(flashdelta.recurrent_kda, **(on_meta(call) if meta else call))
-    program = BUILD[row.backend](problem, t, ARCH)
-    assert t.state_pool is not None
-    return Call([*program.launches], [program.outputs["o"], t.state_pool], t.state_pool)
+    return check(flashdelta.recurrent_kda, **(on_meta(call) if meta else call))
 
 
 KINDS = {"prefill": _prefill, "train": _train, "wy": _wy, "decode": _decode}
@@ -123,7 +111,14 @@ KINDS = {"prefill": _prefill, "train": _train, "wy": _wy, "decode": _decode}
 
 
 def call_of(row: ToolchainRow, device: torch.device) -> Call:
-    return KINDS[row.table](row, device)
+    if row.table == "wy" and device.type == "meta":
+        # inputs that make sense must be computed; no size of theirs is in the machine code
+        return Call(Variant(row.name, row.backend, operation="wy", packed=False, heads=row.call.H).launches(ARCH), [])
+    problem, t = KINDS[row.table](row, device)
+    program = BUILD[row.backend](problem, t, ARCH)
+    launches = [*program.launches]  # what they find is allocated as they are made
+    pool = t.state_pool
+    return Call(launches, [*program.outputs.values(), *([] if pool is None else [pool])], pool)
 
 
 def _rows(kind: str, rows: Sequence[Row], *names: str, backend: str = "hopper") -> list[ToolchainRow]:
