@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
+
+from flashdelta.tools.bench.environment import environment
+from flashdelta.tools.bench.report import save
+from flashdelta.tools.bench.timing import Effort, Timer, peak_above, take_turns
 
 OTHER = "flashdelta_base"
 ROUNDS = 20
@@ -164,23 +164,13 @@ def microseconds(call: Callable[[], object], times: int) -> float:
     return 1e6 * taken / times
 
 
-def gpu_microseconds(call: Callable[[], object], times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end) / times
+def in_turns(runs: dict[str, Op], measure: Callable[[Op], float]) -> dict:
+    """The medians of `ROUNDS` measurements of each, and their ratio."""
+    timings = take_turns(runs, measure, Effort(rounds=ROUNDS, min_rounds=ROUNDS, warmup_ms=0.0))
+    return compared({name: timing.median for name, timing in timings.items()})
 
 
-def in_turns(ours: Callable[[], float], base: Callable[[], float], rounds: int = ROUNDS) -> dict:
-    found: dict[str, list[float]] = {"ours": [], "base": []}
-    for i in range(rounds):
-        for name, measure in (("ours", ours), ("base", base)) if i % 2 else (("base", base), ("ours", ours)):
-            found[name].append(measure())
-    medians = {name: statistics.median(values) for name, values in found.items()}
+def compared(medians: dict[str, float]) -> dict:
     return {name: round(x, 2) for name, x in medians.items()} | {"ratio": round(medians["ours"] / medians["base"], 4)}
 
 
@@ -192,8 +182,7 @@ def host_rows(packages: dict) -> list[dict]:
         for run in runs.values():
             for _ in range(5):
                 run()
-        row = in_turns(*(lambda run=runs[which]: microseconds(run, 50) for which in ("ours", "base")))
-        rows.append({"row": f"{name}, replay", **row})
+        rows.append({"row": f"{name}, replay", **in_turns(runs, lambda run: microseconds(run, 50))})
     return [*rows, *length_rows(packages)]
 
 
@@ -215,11 +204,8 @@ def length_rows(packages: dict) -> list[dict]:
             for call in calls:
                 packages[which].chunk_kda(**call)
             taken["20 layers"][which].append(1e6 * (time.perf_counter() - began) / len(calls))
-    rows = []
-    for name, times in taken.items():
-        medians = {which: round(statistics.median(values), 2) for which, values in times.items()}
-        rows.append({"row": f"prefill, {name}", **medians, "ratio": round(medians["ours"] / medians["base"], 4)})
-    return rows
+    medians = {name: {which: statistics.median(x) for which, x in times.items()} for name, times in taken.items()}
+    return [{"row": f"prefill, {name}", **compared(x)} for name, x in medians.items()]
 
 
 def flat(x: object) -> list[torch.Tensor]:
@@ -228,17 +214,14 @@ def flat(x: object) -> list[torch.Tensor]:
     return [y for part in x for y in flat(part)] if isinstance(x, (tuple, list)) else []
 
 
-def peak(run: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def gpu_rows(packages: dict) -> list[dict]:
-    rows = []
+    rows, device = [], torch.device("cuda", torch.cuda.current_device())
+    timer = Timer(device)
+
+    def gpu_microseconds(run: Op) -> float:
+        run()  # so that the GPU is busy while the host prepares the first call that is timed
+        return 1e3 * timer.span(run, 20) / 20
+
     for name, (kind, make) in GPU.items():
         call = make()
         runs = {which: functools.partial(CALLS[kind][0](fd), **call) for which, fd in packages.items()}
@@ -250,8 +233,8 @@ def gpu_rows(packages: dict) -> list[dict]:
                     call[key].copy_(x)
                 results[which] = [*flat(run()), *(call[key].clone() for key in written)]
         same = all(torch.equal(a, b) for a, b in zip(results["ours"], results["base"], strict=True))
-        memory = {f"peak_{which}": peak(run) for which, run in runs.items()}
-        row = in_turns(*(lambda run=runs[which]: gpu_microseconds(run, 20) for which in ("ours", "base")))
+        memory = {f"peak_{which}": peak_above(run, device) for which, run in runs.items()}
+        row = in_turns(runs, gpu_microseconds)
         rows.append({"row": name, **row, "same_bits": same, **memory})
         del call, runs, results, written
         torch.cuda.empty_cache()
@@ -269,20 +252,12 @@ def main() -> None:
         packages = {"ours": importlib.import_module("flashdelta"), "base": importlib.import_module(OTHER)}
         torch.manual_seed(0)
         rows = host_rows(packages) + gpu_rows(packages)
-    commit = os.environ.get("FLASHDELTA_COMMIT") or subprocess.getoutput("git rev-parse HEAD")
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
-    }
     for row in rows:
         extra = "" if "same_bits" not in row else f"  bits {'same' if row['same_bits'] else 'DIFFER'}"
         extra += "" if "peak_ours" not in row else f"  peak {row['peak_ours'] - row['peak_base']:+d} B"
         print(f"{row['row']:<26}{row['ours']:>10.2f}{row['base']:>10.2f}{row['ratio']:>8.4f}{extra}")
     if options.out:
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        options.out.write_text(f'{{\n  "about": {json.dumps(about)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        save({"about": environment(torch.device("cuda")), "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

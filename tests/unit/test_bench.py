@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import math
 import sys
@@ -37,24 +36,10 @@ from flashdelta.tools.bench.views import PLOTS, VIEWS
 from flashdelta.tools.bench.workloads import UNBOUNDED, Bound, Row, decode_row, fp32_row, model, select
 from flashdelta.tools.export.bindings import FlashdeltaError, PrefillArgs
 
+from ..support.timers import FakeTimer
+
 CPU = torch.device("cpu")
 CEILINGS = {"copy_tb_s": 4.3, "gemm_tflop_s": 700.0, "tf32_tflop_s": 400.0, "fp32_tflop_s": 50.0}
-
-
-class FakeTimer:
-    """Runs the call and reports times from a script instead of a clock."""
-
-    def __init__(self, *ms):
-        self.ms = itertools.cycle(ms or (2.0,))
-        self.calls = []
-
-    def __call__(self, run):
-        self.calls.append(run())
-        return next(self.ms)
-
-    def span(self, run, calls):
-        run()
-        return 3.0 * calls
 
 
 SMALL = Row(model("small", "fits a CPU", 2, T=70, K=32, V=32), "prefill", (Bound("ms", 1.0, "reference"),))

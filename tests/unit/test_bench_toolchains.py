@@ -22,6 +22,8 @@ from flashdelta.tools.bench.toolchains import specialized as source
 from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.bench.workloads import decode_row
 
+from ..support.timers import FakeTimer
+
 SMALL = ToolchainRow(decode_row(2, H=2, HV=2).call, "decode", backend="triton")
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -143,19 +145,10 @@ def pretended(monkeypatch, folder):
     return state
 
 
-class OneMillisecond:
-    def __call__(self, run):
-        return self.span(run, 1)
-
-    def span(self, run, calls):
-        run()
-        return 1.0 * calls
-
-
 def dry_run(folder, tmp_path):
     cpu = torch.device("cpu")
     loaded, compared = toolchains.prepare(folder, cpu)
-    setup = Setup(cpu, OneMillisecond(), Effort(rounds=2, warmup_ms=0.0), folder=loaded)
+    setup = Setup(cpu, FakeTimer(), Effort(rounds=2, warmup_ms=0.0), folder=loaded)
     return run(toolchains.BENCHMARK, setup, tmp_path / "results.json", [SMALL], toolchains=compared)
 
 
