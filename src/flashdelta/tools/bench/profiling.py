@@ -13,8 +13,9 @@ import math
 import re
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def profiled(run: Run) -> list[KernelRun]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     with tempfile.TemporaryDirectory(prefix="flashdelta-trace-") as folder:
-        # only the exported trace tells registers and shared memory
+        # only the exported trace has registers and shared memory
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return kernel_runs(json.loads(path.read_text()))
@@ -127,7 +128,7 @@ def ctas_per_sm(kernel: KernelRun, device: Any) -> int:
 def spilled_bytes(kernel: KernelRun) -> int | None:
     """Bytes a thread keeps in local memory; None if Triton did not compile the kernel.
 
-    Traces do not tell. Backends cache compiled kernels each in their own way, but all are `CompiledKernel`s of this process.
+    Traces do not have it. Backends cache compiled kernels each in their own way, but all are `CompiledKernel`s of this process.
     """
     from triton.compiler import CompiledKernel  # Triton is for Linux only; saved results are shown anywhere
 
@@ -142,9 +143,9 @@ def spilled_bytes(kernel: KernelRun) -> int | None:
 
 
 def by_name(runs: Sequence[KernelRun]) -> dict[str, list[KernelRun]]:
-    found: dict[str, list[KernelRun]] = {}
+    found = defaultdict(list)
     for run in runs:
-        found.setdefault(run.name, []).append(run)
+        found[run.name].append(run)
     return found
 
 
@@ -192,15 +193,9 @@ def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[s
     residents = ctas_per_sm(kernel, device)
     stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded)?_kernel", kernel.name)), None)
     described = {
-        "kernel": kernel.name,
-        "stage": stage,
-        "ms": ms,
-        "launches": launches,
-        "ctas": kernel.ctas,
-        "threads": kernel.threads,
-        "registers": kernel.registers,
+        **{"kernel": kernel.name, "stage": stage, "ms": ms, "launches": launches},
+        **{key: x for key, x in asdict(kernel).items() if key not in ("name", "us")},
         "spill_bytes": spilled_bytes(kernel),
-        "shared_bytes": kernel.shared_bytes,
         "ctas_per_sm": residents,
         "waves": kernel.ctas / (residents * device.multi_processor_count),
     }

@@ -125,16 +125,13 @@ class Column:
         return FORMS[self.form](found if self.scale == 1.0 else found * self.scale)
 
 
-Lines = Callable[[dict], list[dict]]
-
-
 @dataclass(frozen=True)
 class View:
     """How a benchmark's document is shown: `columns` behind the name, `lines` of a row (itself, or one a kernel), contenders
     that are looked for by key and title, `ratios` by title and path, and further lines of the summary."""
 
     columns: tuple[Column, ...]
-    lines: Lines = lambda row: [row]
+    lines: Callable[[dict], list[dict]] = lambda row: [row]
     titles: tuple[tuple[str, str], ...] = (("fla", "FLA"),)
     ratios: tuple[tuple[str, str], ...] = (("FLA/ours", "speedup"), ("FLA/ours, sustained", "sustained_speedup"))
     summary: Callable[[dict], list[str]] = lambda document: []
