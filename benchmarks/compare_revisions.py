@@ -11,19 +11,19 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import triton
+
+from flashdelta.tools.bench.environment import environment
+from flashdelta.tools.bench.report import save
+from flashdelta.tools.bench.timing import Effort, Timer, peak_above, take_turns
 
 OTHER = "flashdelta_base"
 ROUNDS = 20
@@ -71,6 +71,28 @@ def prefill(T: int = 1024, H: int = 4, N: int = 0, **others: object) -> dict:
     return call
 
 
+def packed(N: int, T: int = 8192, H: int = 32, K: int = 128, V: int = 128, **others: object) -> dict:
+    """Offsets of N sequences; the inputs of `prefill` without a gate: log decays in float32 as they are."""
+    call = tokens(1, T, H, max(K, V)) | {"use_qk_l2norm_in_kernel": True} | others
+    call |= {name: call[name][..., :K].contiguous() for name in "qkg"} | {"v": call["v"][..., :V].contiguous()}
+    call |= {"g": -call["g"].float().abs(), "beta": call["beta"].sigmoid()}
+    return call | {"cu_seqlens": torch.linspace(0, T, N + 1).int().cuda()}
+
+
+def checkpointed(T: int = 65536, H: int = 4) -> dict:
+    """A sequence over few heads, from and to a pool, with states kept halfway."""
+    pool = torch.zeros(2, H, 128, 128, device="cuda")
+    whole, half, first, second = (torch.tensor(x).int().cuda() for x in ([0, T], [T // 2], [0], [1]))
+    at = {"checkpoint_offsets": half, "checkpoint_indices": second, "cu_seqlens": whole}
+    return prefill(T, H, state_pool=pool, state_indices=first, **at)
+
+
+def trained(call: dict) -> dict:
+    for name in LEAVES:
+        call[name].requires_grad_()
+    return call
+
+
 def decode(N: int, H: int = 32) -> dict:
     pool = torch.zeros(N, H, 128, 128, device="cuda", dtype=BF16)
     indices = torch.arange(N, device="cuda").int()
@@ -96,19 +118,17 @@ def float32(T: int = 512, H: int = 8) -> dict:
     return {name: x.expand(-1, -1, H, *x.shape[3:]).transpose(1, 2).contiguous() for name, x in call.items()}
 
 
-def wy(T: int = 2048, H: int = 8) -> dict:
+def wy(T: int = 2048, H: int = 8, **others: object) -> dict:
     x, NT = tokens(1, T, H), T // 64
     states = {name: torch.randn(1, NT, H, 128, 128, device="cuda").to(BF16) for name in ("h", "dh")}
     values = {name: torch.randn(1, T, H, 128, device="cuda").to(BF16) for name in ("v_new", "do", "dv")}
     own = {"g": -x["g"].float().abs().cumsum(1) / T, "beta": x["beta"].float().sigmoid()}
-    return x | own | states | values | {"A": torch.randn(1, T, H, 64, device="cuda").to(BF16), "use_exp2": True}
+    A = torch.randn(1, T, H, 64, device="cuda").to(BF16)
+    return x | own | states | values | {"A": A, "use_exp2": True} | others
 
 
 def train(T: int = 1024, H: int = 4, **others: object) -> dict:
-    call = prefill(T, H, **others)
-    for name in LEAVES:
-        call[name].requires_grad_()
-    return call
+    return trained(prefill(T, H, **others))
 
 
 LEAVES = ("q", "k", "v", "g", "beta")
@@ -149,6 +169,13 @@ GPU = {
     "decode 256": ("decode", lambda: decode(256)),
     "prefill fp32 4K H32": ("prefill fp32", lambda: float32(4096, 32)),
     "wy 8K H32": ("wy", lambda: wy(8192, 32)),
+    "wy 8K H32, V first": ("wy", lambda: wy(8192, 32, state_v_first=True)),
+    "prefill 8K H32, fp32 decays": ("prefill", lambda: packed(8)),
+    "prefill 64K H4, checkpoints": ("prefill", checkpointed),
+    "train 8K H32, fp32 decays": ("train", lambda: trained(packed(8))),
+    "train 8K H32 V64, unbounded": ("train", lambda: trained(packed(8, V=64, gate="logsigmoid"))),
+    "train 8K H32 K64": ("train", lambda: trained(packed(8, K=64))),
+    "train 8K H32, softplus": ("train", lambda: train(8192, 32, lower_bound=None)),
     "train 8K H32": ("train", lambda: train(8192, 32)),
     "train 8K H32, kept": ("train", lambda: train(8192, 32, disable_recompute=True)),
 }
@@ -164,42 +191,30 @@ def microseconds(call: Callable[[], object], times: int) -> float:
     return 1e6 * taken / times
 
 
-def least_microseconds(call: Callable[[], object]) -> float:
+def least_microseconds(call: Op) -> float:
     """The least of five times 20 calls: what else runs on the host only adds."""
     return min(microseconds(call, 20) for _ in range(5))
 
 
-def gpu_microseconds(call: Callable[[], object], times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end) / times
+def in_turns(runs: dict[str, Op], measure: Callable[[Op], float]) -> dict:
+    """The medians of `ROUNDS` measurements of each, and their ratio."""
+    timings = take_turns(runs, measure, Effort(rounds=ROUNDS, min_rounds=ROUNDS, warmup_ms=0.0))
+    return compared({name: timing.median for name, timing in timings.items()})
 
 
-def in_turns(ours: Callable[[], float], base: Callable[[], float], rounds: int = ROUNDS) -> dict:
-    found: dict[str, list[float]] = {"ours": [], "base": []}
-    for i in range(rounds):
-        for name, measure in (("ours", ours), ("base", base)) if i % 2 else (("base", base), ("ours", ours)):
-            found[name].append(measure())
-    medians = {name: statistics.median(values) for name, values in found.items()}
+def compared(medians: dict[str, float]) -> dict:
     return {name: round(x, 2) for name, x in medians.items()} | {"ratio": round(medians["ours"] / medians["base"], 4)}
 
 
-def host_rows(packages: dict) -> list[dict]:
-    rows = []
+def host_rows(packages: dict) -> Iterator[dict]:
     for name, (op_of, make) in CALLS.items():
         call = make()
         runs = {which: functools.partial(op_of(fd), **call) for which, fd in packages.items()}
         for run in runs.values():
             for _ in range(5):
                 run()
-        row = in_turns(*(lambda run=runs[which]: least_microseconds(run) for which in ("ours", "base")))
-        rows.append({"row": f"{name}, replay", **row})
-    return [*rows, *length_rows(packages)]
+        yield {"row": f"{name}, replay", **in_turns(runs, least_microseconds)}
+    yield from length_rows(packages)
 
 
 def length_rows(packages: dict) -> list[dict]:
@@ -220,11 +235,8 @@ def length_rows(packages: dict) -> list[dict]:
             for call in calls:
                 packages[which].chunk_kda(**call)
             taken["20 layers"][which].append(1e6 * (time.perf_counter() - began) / len(calls))
-    rows = []
-    for name, times in taken.items():
-        medians = {which: round(statistics.median(values), 2) for which, values in times.items()}
-        rows.append({"row": f"prefill, {name}", **medians, "ratio": round(medians["ours"] / medians["base"], 4)})
-    return rows
+    medians = {name: {which: statistics.median(x) for which, x in times.items()} for name, times in taken.items()}
+    return [{"row": f"prefill, {name}", **compared(x)} for name, x in medians.items()]
 
 
 def flat(x: object) -> list[torch.Tensor]:
@@ -233,17 +245,14 @@ def flat(x: object) -> list[torch.Tensor]:
     return [y for part in x for y in flat(part)] if isinstance(x, (tuple, list)) else []
 
 
-def peak(run: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+def gpu_rows(packages: dict) -> Iterator[dict]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    timer = Timer(device)
 
+    def gpu_microseconds(run: Op) -> float:
+        run()  # so that the GPU is busy while the host prepares the first call that is timed
+        return 1e3 * timer.span(run, 20) / 20
 
-def gpu_rows(packages: dict) -> list[dict]:
-    rows = []
     for name, (kind, make) in GPU.items():
         call = make()
         runs = {which: functools.partial(CALLS[kind][0](fd), **call) for which, fd in packages.items()}
@@ -255,40 +264,37 @@ def gpu_rows(packages: dict) -> list[dict]:
                     call[key].copy_(x)
                 results[which] = [*flat(run()), *(call[key].clone() for key in written)]
         same = all(torch.equal(a, b) for a, b in zip(results["ours"], results["base"], strict=True))
-        memory = {f"peak_{which}": peak(run) for which, run in runs.items()}
-        row = in_turns(*(lambda run=runs[which]: gpu_microseconds(run, 20) for which in ("ours", "base")))
-        rows.append({"row": name, **row, "same_bits": same, **memory})
+        memory = {f"peak_{which}": peak_above(run, device) for which, run in runs.items()}
+        row = in_turns(runs, gpu_microseconds)
+        yield {"row": name, **row, "same_bits": same, **memory}
         del call, runs, results, written
         torch.cuda.empty_cache()
-    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="the other revision's files")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--host", action="store_true", help="host rows only")
+    parser.add_argument("--only", choices=("host", "gpu"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         other_package(options.base, Path(folder))
         sys.path.insert(0, folder)
         packages = {"ours": importlib.import_module("flashdelta"), "base": importlib.import_module(OTHER)}
         torch.manual_seed(0)
-        rows = host_rows(packages) + ([] if options.host else gpu_rows(packages))
-    commit = os.environ.get("FLASHDELTA_COMMIT") or subprocess.getoutput("git rev-parse HEAD")
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
-    }
-    for row in rows:
-        extra = "" if "same_bits" not in row else f"  bits {'same' if row['same_bits'] else 'DIFFER'}"
-        extra += "" if "peak_ours" not in row else f"  peak {row['peak_ours'] - row['peak_base']:+d} B"
-        print(f"{row['row']:<26}{row['ours']:>10.2f}{row['base']:>10.2f}{row['ratio']:>8.4f}{extra}")
-    if options.out:
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        options.out.write_text(f'{{\n  "about": {json.dumps(about)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        rows = []
+        for kind, measured in (("host", host_rows), ("gpu", gpu_rows)):
+            for row in measured(packages) if options.only in (None, kind) else ():
+                rows.append(row)
+                print(line(row), flush=True)
+                if options.out:
+                    save({"about": environment(torch.device("cuda")), "rows": rows}, options.out)
+
+
+def line(row: dict) -> str:
+    extra = "" if "same_bits" not in row else f"  bits {'same' if row['same_bits'] else 'DIFFER'}"
+    extra += "" if "peak_ours" not in row else f"  peak {row['peak_ours'] - row['peak_base']:+d} B"
+    return f"{row['row']:<30}{row['ours']:>10.2f}{row['base']:>10.2f}{row['ratio']:>8.4f}{extra}"
 
 
 if __name__ == "__main__":

@@ -322,8 +322,8 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
 @pytest.mark.parametrize("N", [4, 128])
 def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
     from flashdelta.tools.bench import contenders
-    from flashdelta.tools.bench.cases import decode_row
     from flashdelta.tools.bench.timing import Effort
+    from flashdelta.tools.bench.workloads import decode_row
 
     fla = contenders.find("fla_decode")
     if isinstance(fla, str):

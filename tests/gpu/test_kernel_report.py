@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
-from flashdelta.tools.bench.cases import Row, model
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
-from flashdelta.tools.bench.timing import Effort, timer_for
+from flashdelta.tools.bench.timing import Effort, Timer
+from flashdelta.tools.bench.workloads import Row, model
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def test_every_stage_is_found_with_its_costs(backend, tmp_path):
     device = torch.device("cuda", torch.cuda.current_device())
     ceilings = {"copy_tb_s": 4.3, "gemm_tflop_s": 700.0}
-    setup = Setup(device, timer_for(device), Effort(rounds=5), backend, ceilings=ceilings)
+    setup = Setup(device, Timer(device), Effort(rounds=5), backend, ceilings=ceilings)
     rows = [Row(model("short", "ten chunks", 4, T=640), "prefill")]
     document = run(BENCHMARKS["kernels"], setup, tmp_path / "kernels.json", rows)
     (row,) = document["rows"]

@@ -53,18 +53,12 @@ MODULES = modules()
 
 
 def imports(name: str) -> set[str]:
-    """Modules of the package that a module imports, functions' own imports among them, by their name below the package."""
+    """Modules of the package that a module imports, functions' own and those for types among them."""
     is_package = (PACKAGE / Path(*name.split("."))).is_dir()
     here = name.split(".") if is_package else name.split(".")[:-1]
     found = set()
-    typing = [
-        node
-        for node in ast.walk(MODULES[name])
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    for_types = {id(x) for node in typing for x in ast.walk(node)}
     for node in ast.walk(MODULES[name]):
-        if not isinstance(node, ast.ImportFrom) or node.level == 0 or id(node) in for_types:
+        if not isinstance(node, ast.ImportFrom) or node.level == 0:
             continue
         base = [*here[: len(here) - node.level + 1], *(node.module.split(".") if node.module else [])]
         for alias in node.names:

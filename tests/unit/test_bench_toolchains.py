@@ -14,15 +14,17 @@ from triton.runtime.driver import driver
 
 from flashdelta.program.launch import Launch
 from flashdelta.tools.bench import report, toolchains
-from flashdelta.tools.bench.cases import decode_row
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
 from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.toolchains import META, ROWS, ToolchainRow, call_of, compile_rows, key_of
 from flashdelta.tools.bench.toolchains import specialized as source
 from flashdelta.tools.bench.views import VIEWS
+from flashdelta.tools.bench.workloads import decode_row
 
-SMALL = ToolchainRow("decode", decode_row(2, H=2, HV=2), "triton")
+from ..support.timers import FakeTimer
+
+SMALL = ToolchainRow(decode_row(2, H=2, HV=2).call, "decode", backend="triton")
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -107,10 +109,11 @@ def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path, damage):
 
 @pytest.fixture
 def pretended(monkeypatch, folder):
-    """A driver whose kernels write `o`: 1, or for machine code in `values` what that says. The loads, and the launches."""
+    """A driver whose kernels write `o`: 1, or for machine code in `values` what that says, call by call. The loads, and the
+    launches."""
     (launch,) = call_of(SMALL, META).launches
     compiled = compiler.compile(source(launch), target=TARGET, options=launch.options())
-    state = SimpleNamespace(values={}, loads=[], runs=[], compiled=compiled)
+    state = SimpleNamespace(values={}, loads=[], runs=set(), compiled=compiled)
 
     def load(name, cubin, shared, device):
         state.loads.append((name, cubin, shared))
@@ -119,8 +122,9 @@ def pretended(monkeypatch, folder):
     def launcher(src, metadata):
         def run(x, y, z, stream, function, packed, *rest):
             o = rest[3:][launch.kernel.arg_names.index("o")]
-            o.fill_(state.values.get(function, 1.0))
-            state.runs.append((function, packed))
+            values = state.values.get(function, [1.0])
+            o.fill_(values.pop(0) if len(values) > 1 else values[0])
+            state.runs.add((function, packed))
 
         return run
 
@@ -144,7 +148,7 @@ def pretended(monkeypatch, folder):
 def dry_run(folder, tmp_path):
     cpu = torch.device("cpu")
     loaded, compared = toolchains.prepare(folder, cpu)
-    setup = Setup(cpu, lambda run: run() or 1.0, Effort(rounds=2, warmup_ms=0.0), folder=loaded)
+    setup = Setup(cpu, FakeTimer(), Effort(rounds=2, warmup_ms=0.0), folder=loaded)
     return run(toolchains.BENCHMARK, setup, tmp_path / "results.json", [SMALL], toolchains=compared)
 
 
@@ -161,37 +165,47 @@ def altered(folder, tmp_path, change):
 def test_dry_run(pretended, folder, tmp_path):
     other = altered(folder, tmp_path, lambda found: found.update(entry="renamed", shared_bytes=4096))
     document = dry_run(other, tmp_path)
-    assert [row["name"] for row in document["rows"]] == [SMALL.name] == ["triton decode N2 H2 fp32"]
-    assert json.loads((tmp_path / "results.json").read_text()) == document
-    (row,) = document["rows"]
-    assert (row["difference"], row["ours"]["problem"], report.failures(document)) == (0.0, None, [])
-    (kernel,) = row["kernels"]
-    assert kernel["problem"] is None and set(kernel["ms"]) == {"ours", "other"}
+    whole, kernel = document["rows"]
+    assert (whole["name"], kernel["name"]) == (SMALL.name, f"{SMALL.name}: decode_kernel")
+    assert SMALL.name == "triton decode N2 H2 fp32" and report.load(tmp_path / "results.json") == document
+    assert whole["ours"]["error"] == {"difference": 0.0} and report.failures(document) == []
+    assert all(
+        row[name]["ms"] and row[name]["problem"] is None for row in (whole, kernel) for name in ("ours", "other")
+    )
     assert kernel["registers"] == {"ours": 42, "other": 42} and kernel["spill_bytes"] == {"ours": 12, "other": 12}
     ours = pretended.compiled.kernel
     loads = {cubin: (name, shared) for name, cubin, shared in pretended.loads}
     assert loads == {ours: ("decode_kernel", 16), b"other" + ours: ("renamed", 4096)}
-    assert set(pretended.runs) == {(ours, (1, 1, 16)), (b"other" + ours, (1, 1, 4096))}
+    assert pretended.runs == {(ours, (1, 1, 16)), (b"other" + ours, (1, 1, 4096))}
     assert pretended.compiled.asm["cubin"] == ours and "ptx" in pretended.compiled.asm
 
 
 def test_results_that_differ_are_wrong(pretended, folder, tmp_path):
     other = altered(folder, tmp_path, lambda found: None)
-    pretended.values[b"other" + pretended.compiled.kernel] = 1.1
+    pretended.values[b"other" + pretended.compiled.kernel] = [1.1]
     document = dry_run(other, tmp_path)
-    assert "wrong: results differ by 1.0e-01" in report.failures(document)[0]["ours"]["problem"]
-    assert document["rows"][0]["kernels"] == []
+    (failed,) = report.failures(document)
+    assert failed["ours"]["problem"] == "wrong: error difference 9.2e-02, tolerance 6e-03"
+    assert document["rows"] == [failed]  # no kernels
+
+
+def test_machine_code_that_gives_other_bits_is_wrong(pretended, folder, tmp_path):
+    other = altered(folder, tmp_path, lambda found: None)
+    pretended.values[b"other" + pretended.compiled.kernel] = [1.0] * 20 + [1.1]
+    (row,) = dry_run(other, tmp_path)["rows"]
+    assert "other bits from one call to the next" in row["ours"]["problem"]
 
 
 def test_what_can_not_be_swapped_is_said_by_name(pretended, folder, tmp_path):
     other = altered(folder, tmp_path, lambda found: found["traits"].update(num_warps=2, parameters=[".u64"]))
-    (kernel,) = dry_run(other, tmp_path)["rows"][0]["kernels"]
-    assert "num_warps 1 here, 2 in the folder" in kernel["problem"] and "parameters" in kernel["problem"]
-    assert kernel["ms"] is None
+    document = dry_run(other, tmp_path)
+    problem = document["rows"][1]["other"]["problem"]
+    assert "num_warps 1 here, 2 in the folder" in problem and "parameters" in problem
+    assert document["rows"][1]["other"]["ms"] is None and report.failures(document) == []
     manifest = json.loads((tmp_path / toolchains.MANIFEST).read_text())
     (tmp_path / toolchains.MANIFEST).write_text(json.dumps({**manifest, "kernels": {}}))
     document = dry_run(other, tmp_path)
-    assert "not in the folder" in document["rows"][0]["kernels"][0]["problem"]
+    assert "not in the folder" in document["rows"][1]["other"]["problem"]
     assert "not in the folder" in report.show(document, VIEWS["toolchains"])
 
 
@@ -203,11 +217,10 @@ def test_a_row_that_raises_leaves_the_others(pretended, folder, tmp_path, monkey
 
 def test_the_table_fits_80_columns(pretended, folder, tmp_path):
     document = dry_run(folder, tmp_path)
-    (row,) = document["rows"]
-    row["name"] = max((row.name for row in ROWS), key=len)
-    row["graph_ms"] = {key: {"median": 1.23456} for key in ("ours", "other")}
-    (kernel,) = row["kernels"]
-    kernel |= {"kernel": "prepare_bounded_kernel", "ms": row["graph_ms"], "sustained_ms": {"ours": 1.0, "other": 1.1}}
+    whole, kernel = document["rows"]
+    whole["name"] = max((row.name for row in ROWS), key=len)
+    times = {"ours": {"ms": {"median": 1.23456}, "sustained_ms": 1.0}, "other": {"ms": None, "sustained_ms": 1.1}}
+    kernel |= {"kernel": "prepare_bounded_kernel", **times}
     kernel |= {"registers": {"ours": 255, "other": 255}, "spill_bytes": {"ours": 160, "other": 248}}
     shown = report.show(document, VIEWS["toolchains"])
     assert max(map(len, shown.splitlines())) <= report.WIDTH

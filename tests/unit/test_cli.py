@@ -246,7 +246,7 @@ def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
         return report.load(pages.RESULTS / "prefill-hopper-h200.json")
 
     monkeypatch.setattr(bench, "run", measure)
-    monkeypatch.setattr(bench, "timer_for", lambda device: lambda run: 1.0)
+    monkeypatch.setattr(bench, "Timer", lambda device: lambda run: 1.0)
     monkeypatch.setitem(BENCHMARKS, "prefill", replace(BENCHMARKS["prefill"], ceilings=None))
     monkeypatch.setattr(bench.torch, "device", lambda name: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(bench, "gpu", lambda device: {"name": "NVIDIA H200"})

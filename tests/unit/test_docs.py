@@ -9,8 +9,8 @@ import pytest
 
 from flashdelta.tools.bench import pages
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
-from flashdelta.tools.bench.cases import select
 from flashdelta.tools.bench.report import load
+from flashdelta.tools.bench.workloads import select
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from . import cases, contenders, startup
-from .cases import quotient, value
+from . import contenders, startup, workloads
 from .runner import Benchmark
 from .timing import Effort, float32_ceilings
+from .workloads import quotient, value
 
 PROMPTS = ("fla", "flash_kda", "cula")
 
 
 def decode_extra(row: dict, document: dict) -> dict:
-    """FLA's share of the copy rate; time a token against the row without speculative tokens."""
-    extra: dict[str, object] = {"share_fla": quotient(row["floor_ms"], value(row, "fla.ms.median"))}
+    """Time a token against the row without speculative tokens."""
     S = row["shape"]["S"]
     base = next((x for x in document["rows"] if S and x["name"] == row["name"].removesuffix(f" S{S}")), None)
     cost = quotient(value(row, "ours.ms.median"), value(base, "ours.ms.median"))
-    return extra | {"token_cost": None if cost is None else cost / (1 + S)}
-
-
-def train_extra(row: dict, document: dict) -> dict:
-    """Peak memory beside FLA's, and the ratio of forwards."""
-    return {
-        "memory_share": quotient(value(row, "ours.peak_above_bytes"), value(row, "fla.peak_above_bytes")),
-        "forward_speedup": quotient(value(row, "fla.forward_ms.median"), value(row, "ours.forward_ms.median")),
-    }
+    return {"token_cost": None if cost is None else cost / (1 + S)}
 
 
 def fp32_extra(row: dict, document: dict) -> dict:
@@ -50,7 +41,7 @@ BENCHMARKS = {
         Benchmark(
             "prefill",
             "Time the forward over whole prompts beside other libraries, with errors and floor",
-            cases.PREFILL,
+            workloads.PREFILL,
             contenders.prefill,
             peers=PROMPTS,
             options=(*COMMON, "plot"),
@@ -58,7 +49,7 @@ BENCHMARKS = {
         Benchmark(
             "classic",
             "Time 52 usual shapes beside other libraries, with RMS and maximum errors",
-            cases.CLASSIC,
+            workloads.CLASSIC,
             contenders.prefill,
             effort=Effort(rounds=20),
             peers=PROMPTS,
@@ -67,18 +58,18 @@ BENCHMARKS = {
         Benchmark(
             "split",
             "Time long sequences over few heads, split and whole, beside FLA with its own split",
-            cases.SPLIT,
+            workloads.SPLIT,
             contenders.split,
             effort=Effort(rounds=20),
             # by CUDA graph, as launches take longer than short sequences
-            over={"gain": ("whole", "ours"), "told_gain": ("whole", "told")},
+            over={"gain": ("whole", "ours"), "cu_seqlens_cpu_gain": ("whole", "cu_seqlens_cpu")},
             peers=PROMPTS,
             options=(*COMMON, "plot"),
         ),
         Benchmark(
             "kernels",
             "Time the forward's kernels one by one, beside the ceilings of memory and arithmetic",
-            cases.PREFILL,
+            workloads.PREFILL,
             contenders.kernels,
             quick=("T8192 H64",),
             effort=Effort(rounds=20),
@@ -89,10 +80,10 @@ BENCHMARKS = {
         Benchmark(
             "decode",
             "Time steps of decoding over a paged pool beside FLA, with shares of the copy rate",
-            cases.DECODE,
+            workloads.DECODE,
             contenders.decode,
             quick=(
-                *(f"N{N} H32 {state}" for state in cases.STATES for N in (1, 32, 128, 256)),
+                *(f"N{N} H32 {state}" for state in workloads.STATES for N in (1, 32, 128, 256)),
                 "N32 H32 fp32 S3",
             ),
             effort=Effort(rounds=7, min_rounds=3, budget_ms=100.0, warmup_ms=2.0),
@@ -103,18 +94,17 @@ BENCHMARKS = {
         Benchmark(
             "train",
             "Time training steps beside FLA, with memory, errors of all gradients, and kernels",
-            cases.TRAIN,
+            workloads.TRAIN,
             contenders.train,
             quick=("B1 T8192 H32", "packed 20 random H32"),
             effort=Effort(rounds=20),
-            derive=train_extra,
             grad=torch.enable_grad,
             options=(*COMMON, "quick", "plot"),
         ),
         Benchmark(
             "wy",
             "Time the fused backward of the WY step beside FLA's kernel, with errors by gradient",
-            cases.WY,
+            workloads.WY,
             contenders.wy,
             quick=("B1 T1024 H32", "B1 T8192 H32", "packed random 10 of 8192 H32", "B1 T8192 H8 HV32"),
             effort=Effort(rounds=20),
@@ -126,10 +116,10 @@ BENCHMARKS = {
         Benchmark(
             "fp32",
             "Time the float32 prefill in both precisions, and the C library, beside FLA",
-            cases.PREFILL_FP32,
+            workloads.PREFILL_FP32,
             contenders.fp32,
             quick=tuple(
-                row.name for row in cases.PREFILL_FP32 if row.name.startswith(("B1 H32 T1024", "B1 H32 T4096"))
+                row.name for row in workloads.PREFILL_FP32 if row.name.startswith(("B1 H32 T1024", "B1 H32 T4096"))
             ),
             effort=Effort(rounds=50, min_rounds=5, budget_ms=1000.0, warmup_ms=10.0),
             derive=fp32_extra,

@@ -49,9 +49,14 @@ CHECKED = 8
 be near zero."""
 
 
-def checked_heads(case: Case) -> tuple[int, ...]:
-    """Query/key heads that are held against float64, from the first to the last."""
-    return tuple(sorted({i * (case.H - 1) // (CHECKED - 1) for i in range(CHECKED)}))
+def spread(count: int, total: int) -> list[int]:
+    """`count` of `total` indices, or all if there are fewer: the first, the last and some between."""
+    return sorted({i * (total - 1) // (count - 1) for i in range(count)})
+
+
+def checked_heads(case: Case) -> list[int]:
+    """Query/key heads that are held against float64."""
+    return spread(CHECKED, case.H)
 
 
 def heads_of(x: Tensor, name: str, case: Case, head: int) -> Tensor:

@@ -12,7 +12,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from ...testing.oracle import TOLERANCE, float64, truth
 from ...testing.wy import NAMES as GRADIENTS
 from ..export.bindings import Library, PrefillArgs
 from . import checks, profiling
-from .cases import Row
 from .timing import Effort, Run, Timer
 from .training import LEAVES, input_bytes, training_inputs, true_gradients, wy_bytes, wy_inputs, wy_truth
+from .workloads import Row
 
 Results = Sequence[Tensor]
 
@@ -59,25 +59,26 @@ class Contender:
 @dataclass(frozen=True)
 class Work:
     """`errors` of a contender's results; `bytes` that can't but be moved, in `launches` launches of a timed call; `facts` for
-    the row's JSON."""
+    the row's JSON; `name`: what part of the row it is, if the row has parts."""
 
     contenders: Mapping[str, Contender | str]
     errors: Callable[[Results], checks.Errors]
-    shape: dict[str, object]
-    bytes: int
+    shape: dict[str, object] = field(default_factory=dict)
+    bytes: int | None = None
     launches: int = 1
     input_bytes: int | None = None
     facts: dict[str, object] = field(default_factory=dict)
+    name: str | None = None
 
 
 @dataclass(frozen=True)
 class Setup:
     """What all rows of a run share. `peers` are entries of `PEERS` by name, or why there is none; they take part in the rows
-    named in `peer_rows` (None: in all). The sizes are of decoding: the pools of a state's dtype, the states that a graph walks
-    through, the most launches in it, and the eager calls whose host time is taken."""
+    named in `peer_rows` (None: in all). The sizes are of decoding: the pools of a state's dtype, the states that a graph reads,
+    the most launches in it, and the eager calls whose host time is taken."""
 
     device: torch.device
-    timer: Timer
+    timer: Timer | None
     effort: Effort
     backend: str = "auto"
     peers: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Setup:
     folder: Any = None
     tokens: int = 8192
     pool_bytes: int = 2**32
-    walk_bytes: int = 2**31
+    graph_bytes: int = 2**31
     launches: int = 512
     host_calls: int = 200
     pools: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -97,11 +98,11 @@ class Setup:
         """Whether there are CUDA graphs."""
         return self.device.type == "cuda"
 
-    def peer(self, name: str, row: Row) -> Any:
-        """The peer's function, or why there is none in this row."""
-        if not row.peers or (self.peer_rows is not None and row.name not in self.peer_rows):
-            return "not asked for"
-        return self.peers.get(name, "not asked for")
+    def peer(self, name: str, row: Row, make: Callable[[Any], Contender | str]) -> Contender | str:
+        """What `make` makes of the peer's function; else why it takes no part in this row."""
+        asked = row.peers and (self.peer_rows is None or row.name in self.peer_rows)
+        found = self.peers.get(name, "not asked for") if asked else "not asked for"
+        return found if isinstance(found, str) else make(found)
 
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
@@ -142,11 +143,6 @@ def find(peer: str) -> Any:
 def let_fla_split() -> None:
     """FLA splits sequences on one card where this is set when it is imported."""
     os.environ.setdefault("FLA_INTRACARD_CP", "1")
-
-
-def contending(found: Any, make: Callable[[Any], Contender | str]) -> Contender | str:
-    """What `make` makes of a peer that was found; else why there is none."""
-    return found if isinstance(found, str) else make(found)
 
 
 def shared(call: dict) -> dict:
@@ -198,13 +194,13 @@ def forward_bytes(case: Case, element_size: int = 2) -> int:
     return case.B * case.tokens * (case.H * 2 * case.K + case.HV * (2 * case.V + case.K)) * element_size
 
 
-def explained(call: dict, backend: str) -> dict[str, object]:
-    """The backend that runs the call, by name, and how many segments each sequence has there."""
+def explained(op: Callable, call: dict, backend: str) -> dict[str, object]:
+    """The backend that runs the call, by name, and of a prefill how many segments each sequence has there."""
     try:
-        found = fd.explain(fd.chunk_kda, **call, backend=backend)
+        found = fd.explain(op, **call, backend=backend)
     except ValueError:
         return {"backend": None, "segments": None}
-    return {"backend": found.chosen, "segments": found.segments}
+    return {"backend": found.chosen} | ({} if found.segments is None else {"segments": found.segments})
 
 
 def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
@@ -219,13 +215,16 @@ def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
             TOLERANCE[BF16],
             lambda: ours(out=torch.full_like(call["v"], torch.nan)),
             graph="too",
-            describe=functools.partial(profiling.describe, case, setup) if describe else None,
+            describe=functools.partial(profiling.describe, case, setup.device, setup.ceilings) if describe else None,
         ),
-        "fla": contending(setup.peer("fla", row), lambda f: Contender(functools.partial(f, **shared(call)))),
-        "flash_kda": contending(setup.peer("flash_kda", row), lambda f: flash_kda(f, call, case)),
-        "cula": contending(setup.peer("cula", row), lambda f: cula(f, call, case)),
+        "fla": setup.peer("fla", row, lambda f: Contender(functools.partial(f, **shared(call)))),
+        "flash_kda": setup.peer("flash_kda", row, lambda f: flash_kda(f, call, case)),
+        "cula": setup.peer("cula", row, lambda f: cula(f, call, case)),
     }
-    facts = {"reference": f"{'chunked' if chunked else 'recurrence'}, float64", **explained(call, setup.backend)}
+    facts = {
+        "reference": f"{'chunked' if chunked else 'recurrence'}, float64",
+        **explained(fd.chunk_kda, call, setup.backend),
+    }
     errors = functools.partial(checks.errors, want, ("o", "state"), absolute=True)
     return Work(contenders, errors, sizes(case), forward_bytes(case), facts=facts)
 
@@ -235,14 +234,19 @@ def kernels(row: Row, setup: Setup) -> Work:
 
 
 def split(row: Row, setup: Setup) -> Work:
-    """Also ours whole, and ours that is told the offsets on the host."""
+    """Also ours whole, and ours with the offsets on the host."""
     work = prefill(row, setup)
     ours: Any = work.contenders["ours"]
     offsets = ours.call.keywords.get("cu_seqlens")
-    whole = functools.partial(ours.call, split=False)
-    told = functools.partial(ours.call, cu_seqlens_cpu=None if offsets is None else offsets.cpu())
-    others = {name: Contender(call, ours.tolerance, graph="too") for name, call in (("whole", whole), ("told", told))}
-    return Work(**vars(work) | {"contenders": {**work.contenders, **others}})
+    others = {
+        "whole": {"split": False},
+        "cu_seqlens_cpu": {"cu_seqlens_cpu": None if offsets is None else offsets.cpu()},
+    }
+    made = {
+        name: Contender(functools.partial(ours.call, **options), ours.tolerance, graph="too")
+        for name, options in others.items()
+    }
+    return replace(work, contenders={**work.contenders, **made})
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -264,9 +268,7 @@ def train(row: Row, setup: Setup) -> Work:
 
     contenders = {
         "ours": contender(functools.partial(fd.chunk_kda, **call, backend=setup.backend), checks.GRADIENT_TOLERANCE),
-        "fla": contending(
-            setup.peer("fla", row), lambda f: contender(functools.partial(f, **shared(call)), PEER_TOLERANCE)
-        ),
+        "fla": setup.peer("fla", row, lambda f: contender(functools.partial(f, **shared(call)), PEER_TOLERANCE)),
     }
     heads = ", ".join(map(str, checks.checked_heads(case)))
     facts = {"reference": f"float64 autograd, query/key heads {heads}", "backend": setup.backend}
@@ -281,18 +283,13 @@ def wy(row: Row, setup: Setup) -> Work:
     call = wy_inputs(case, setup.device)
     want = wy_truth(call)
 
-    def ours(backend: str) -> Results:
-        return fd.kernels.chunk_bwd_wy_dqkg(**call, use_exp2=True, backend=backend)
-
+    op = fd.kernels.chunk_bwd_wy_dqkg
+    ours = functools.partial(op, **call, use_exp2=True, backend=setup.backend)
     contenders = {
-        "ours": Contender(lambda: ours(setup.backend), checks.WY_TOLERANCE, graph="too", memory=True),
-        "fla": contending(
-            setup.peer("fla_wy", row), lambda f: Contender(bind_fla_wy(f, **call), graph="too", memory=True)
-        ),
+        "ours": Contender(ours, checks.WY_TOLERANCE, graph="too", memory=True),
+        "fla": setup.peer("fla_wy", row, lambda f: Contender(bind_fla_wy(f, **call), graph="too", memory=True)),
     }
-    facts: dict[str, object] = {"reference": "formulas in float64", "backend": setup.backend}
-    if setup.backend == "auto":
-        facts["backend"] = next((name for name in ("hopper", "triton", "reference") if _runs(ours, name)), None)
+    facts = {"reference": "formulas in float64", **explained(op, call | {"use_exp2": True}, setup.backend)}
     errors = functools.partial(checks.errors, want, GRADIENTS, largest=True)
     return Work(contenders, errors, sizes(case), wy_bytes(case), facts=facts)
 
@@ -306,14 +303,6 @@ def bind_fla_wy(
         indices = importlib.import_module("fla.ops.utils").prepare_chunk_indices(call["cu_seqlens"], chunk_size)
     scale = call["q"].shape[-1] ** -0.5 if scale is None else scale  # its own default is no number
     return functools.partial(function, **call, scale=scale, chunk_size=chunk_size, chunk_indices=indices)
-
-
-def _runs(call: Callable[[str], object], backend: str) -> bool:
-    try:
-        call(backend)
-    except ValueError:
-        return False
-    return True
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -347,11 +336,11 @@ def pool_of(step: Step, setup: Setup, slots: int) -> Tensor:
 
 
 def decode_calls(step: Step, setup: Setup) -> tuple[dict, list[Tensor]]:
-    """Arguments of `recurrent_kda` without slots, and the slots of each launch. A graph holds as many launches as walk through
-    `walk_bytes` of states, at least `LEAST_LAUNCHES` and at most `launches`: about a millisecond or more."""
+    """Arguments of `recurrent_kda` without slots, and the slots of each launch. A graph holds as many launches as read
+    `graph_bytes` of states, at least `LEAST_LAUNCHES` and at most `launches`: about a millisecond or more."""
     bare = Step(**vars(step) | {"state": None, "indices": None})
     call = make_step(bare, BF16, setup.device)
-    wanted = max(LEAST_LAUNCHES, -(-setup.walk_bytes // (step.N * state_bytes(step))))
+    wanted = max(LEAST_LAUNCHES, -(-setup.graph_bytes // (step.N * state_bytes(step))))
     launches = min(setup.launches, wanted)
     rows = max(1, min(launches, setup.pool_bytes // (step.N * step.T * state_bytes(step))))
     slots = torch.randperm(rows * step.N * step.T, generator=torch.Generator().manual_seed(0)).int().to(setup.device)
@@ -363,16 +352,8 @@ def decode_calls(step: Step, setup: Setup) -> tuple[dict, list[Tensor]]:
 
 
 FLA_DECODE = (
-    "q",
-    "k",
-    "v",
-    "g",
-    "beta",
-    "A_log",
-    "dt_bias",
-    "initial_state",
-    "state_v_first",
-    "use_qk_l2norm_in_kernel",
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
+    *("initial_state", "state_v_first", "use_qk_l2norm_in_kernel"),
 )
 
 
@@ -418,8 +399,9 @@ def decode(row: Row, setup: Setup) -> Work:
 
     contenders = {
         "ours": contender(ours, DECODE_TOLERANCE),
-        "fla": contending(
-            setup.peer("fla_decode", row),
+        "fla": setup.peer(
+            "fla_decode",
+            row,
             lambda f: contender(lambda slots: fla_step(f, call, slots), PEER_TOLERANCE),
         ),
     }
@@ -427,8 +409,8 @@ def decode(row: Row, setup: Setup) -> Work:
     exact |= {name: exact[name][:CHECKED] for name in ("q", "k", "v", "g", "beta")} | {"output": None}
     own = torch.arange(len(flat), device=flat.device).view(some.shape)
     o, _ = fd.recurrent_kda(**exact, ssm_state_indices=own, backend="reference")
-    names = {"N": step.N, "H": step.H, "HV": step.HV, "K": step.K, "gate": step.gate, "v_first": step.v_first}
-    shape = names | {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec or 0}
+    shape = {name: getattr(step, name) for name in ("N", "H", "HV", "K", "gate", "v_first")}
+    shape |= {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec or 0}
     errors = functools.partial(checks.errors, (o, exact["initial_state"]), ("o", "state"))
     return Work(contenders, errors, shape, decode_bytes(step), len(slots))
 
@@ -455,15 +437,10 @@ def fp32_bytes(case: Case) -> int:
     return 4 * heads * (case.T * (5 * case.K + 1) + -(-case.T // C) * C * 2 * case.K)
 
 
-def some_heads(case: Case) -> list[int]:
-    """Of the `B * H` heads, the first, the last and some between."""
-    return sorted({i * (case.B * case.H - 1) // (CHECKED_HEADS - 1) for i in range(CHECKED_HEADS)})
-
-
 def fp32(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     call = prefills.prefill_call(case, setup.device)
-    heads = some_heads(case)
+    heads = checks.spread(CHECKED_HEADS, case.B * case.H)
     picked = {name: call[name].flatten(0, 1)[heads][None] for name in prefills.INPUTS}
     want = [x[0] for x in prefills.truth(call | picked)]
 
@@ -471,11 +448,8 @@ def fp32(row: Row, setup: Setup) -> Work:
         run = functools.partial(fd.kda_prefill, **call, precision=precision)
         return Contender(run, TOLERANCE[FP32], graph="only", host={"host_us": run} if precision == "tf32x3" else {})
 
-    def fla(dtype: torch.dtype) -> Contender | str:
+    def fla(function: Any, dtype: torch.dtype) -> Contender:
         """Tokens lie before heads, and inputs are brought there once; g and beta stay float32, as they are for us."""
-        function = setup.peer("fla", row)
-        if isinstance(function, str):
-            return function
         given = {name: call[name].transpose(1, 2).contiguous() for name in prefills.INPUTS}
         given |= {name: given[name].to(dtype) for name in ("q", "k", "v")}
         return Contender(lambda: (function(**given)[0].transpose(1, 2),))
@@ -484,8 +458,8 @@ def fp32(row: Row, setup: Setup) -> Work:
         "ours": ours("tf32x3"),
         "ieee": ours("ieee"),
         "c": c_library(setup.library, call, case) if setup.library else "not asked for (--library)",
-        "fla": fla(FP32),
-        "fla_bf16": fla(BF16),
+        "fla": setup.peer("fla", row, lambda f: fla(f, FP32)),
+        "fla_bf16": setup.peer("fla", row, lambda f: fla(f, BF16)),
     }
 
     def errors(results: Results) -> checks.Errors:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from .cases import value
 from .report import View, cells, headline, load, markdown_table, short, summary
 from .views import VIEWS
+from .workloads import value
 
 ROOT = Path(__file__).resolve().parents[4]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,32 +55,30 @@ def all_sections() -> str:
 
 
 HEADLINES = (
-    ("prefill, 8192 tokens, 64 heads", "prefill-hopper-h200", "T8192 H64", "ms"),
-    ("prefill, 20 packed sequences, 64 heads", "prefill-hopper-h200", "packed 20 random H64", "ms"),
-    ("prefill, 131072 tokens, 8 heads", "split-hopper-h200", "128K H8", "ms"),
-    ("prefill in float32, 4096 tokens, 32 heads", "fp32-h200", "B1 H32 T4096 K128 C64", "ms"),
-    ("decoding, 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16", "ms"),
-    ("training step, 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32", "ms"),
+    ("prefill, 8192 tokens, 64 heads", "prefill-hopper-h200", "T8192 H64"),
+    ("prefill, 20 packed sequences, 64 heads", "prefill-hopper-h200", "packed 20 random H64"),
+    ("prefill, 131072 tokens, 8 heads", "split-hopper-h200", "128K H8"),
+    ("prefill in float32, 4096 tokens, 32 heads", "fp32-h200", "B1 H32 T4096 K128 C64"),
+    ("decoding, 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16"),
+    ("training step, 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32"),
 )
-"""Rows of README.md: what, file, row, time."""
+"""Rows of README.md: what, file, row."""
 
 
 def headlines() -> str:
     """The table of README.md. The last ratio is there once a file has it."""
     table = [["", "ours ms", "FLA ms", "FLA/ours, cold", "sustained", "repeat with", "file"]]
-    for what, stem, name, key in HEADLINES:
+    for what, stem, name in HEADLINES:
         document = load(RESULTS / f"{stem}.json")
         row = next(row for row in document["rows"] if row["name"] == name)
-        times = [short(value(row, f"{contender}.{key}.median")) for contender in ("ours", "fla")]
+        times = [short(value(row, f"{contender}.ms.median")) for contender in ("ours", "fla")]
         again = value(row, "sustained_speedup")
         ratios = [f"{row['speedup']:.2f}x", "-" if again is None else f"{again:.2f}x"]
         repeat = f'`{command(document)} --rows "{name}"`'
         table.append([what, *times, *ratios, repeat, f"[{stem}](benchmarks/results/{stem}.json)"])
     if all(line[4] == "-" for line in table[1:]):
         table = [[*line[:4], *line[5:]] for line in table]
-    titles, *rows = table
-    lines = [titles, ["---", *("---:" for _ in titles[1:-2]), "---", "---"], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(table, words=2)
 
 
 def toolchains() -> str:

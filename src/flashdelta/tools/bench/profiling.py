@@ -13,10 +13,11 @@ import math
 import re
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,12 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from ...testing.cases import Case
 from .timing import Run, Timer
 
-if TYPE_CHECKING:
-    from .contenders import Setup
-
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """What a stage must move to and from memory, each byte once, and the operations of its matrix products."""
 
     bytes: int
@@ -41,22 +39,22 @@ def chunk_counts(case: Case) -> list[int]:
     return [-(-length // case.chunk_size) for length in case.lengths or (case.T,) * case.B]
 
 
-def prepare_work(case: Case) -> Work:
+def prepare_work(case: Case) -> StageWork:
     """Reads q, k, g and beta in bf16, writes the workspace. A chunk's products: `A` and `Aqk` (`C x C`, over K), `w` (`C x K`,
     over C), and `C^3 / 3` for the inverse of a unit lower triangle."""
     C, K, HV = case.chunk_size, case.K, case.HV
     read = 2 * case.B * case.tokens * (2 * case.H * K + HV * K + HV)
     flop = 3 * 2 * C * C * K + C**3 // 3
-    return Work(read + _workspace_bytes(case), sum(chunk_counts(case)) * HV * flop)
+    return StageWork(read + _workspace_bytes(case), sum(chunk_counts(case)) * HV * flop)
 
 
-def recurrence_work(case: Case) -> Work:
+def recurrence_work(case: Case) -> StageWork:
     """Reads the workspace and v, writes o, both in bf16, and the final state in fp32. A chunk's products: `inverse v` and
     `Aqk v'` (`C x V`, over C), `w S` and `qg S` (`C x V`, over K), `kg^T v'` (`K x V`, over C)."""
     C, K, V, HV = case.chunk_size, case.K, case.V, case.HV
     moved = 2 * 2 * case.B * case.tokens * HV * V + 4 * case.sequences * HV * K * V
     flop = 2 * 2 * C * C * V + 3 * 2 * C * K * V
-    return Work(_workspace_bytes(case) + moved, sum(chunk_counts(case)) * HV * flop)
+    return StageWork(_workspace_bytes(case) + moved, sum(chunk_counts(case)) * HV * flop)
 
 
 def _workspace_bytes(case: Case) -> int:
@@ -73,11 +71,11 @@ timed, and its work unknown."""
 
 @dataclass(frozen=True)
 class KernelRun:
-    """One execution of a kernel as CUPTI recorded it. `programs` are CTAs, `threads` those of one."""
+    """One execution of a kernel as CUPTI recorded it. `threads` are those of a CTA."""
 
     name: str
     us: float
-    programs: int
+    ctas: int
     threads: int
     registers: int
     shared_bytes: int
@@ -90,7 +88,7 @@ def kernel_runs(trace: dict) -> list[KernelRun]:
         KernelRun(
             name=event["name"],
             us=event["dur"],
-            programs=math.prod(event["args"]["grid"]),
+            ctas=math.prod(event["args"]["grid"]),
             threads=math.prod(event["args"]["block"]),
             registers=event["args"]["registers per thread"],
             shared_bytes=event["args"]["shared memory"],
@@ -106,48 +104,31 @@ def profiled(run: Run) -> list[KernelRun]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
     with tempfile.TemporaryDirectory(prefix="flashdelta-trace-") as folder:
-        # only the exported trace tells registers and shared memory
+        # only the exported trace has registers and shared memory
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return kernel_runs(json.loads(path.read_text()))
 
 
-@dataclass(frozen=True)
-class Multiprocessor:
-    """What one of a GPU's `count` SMs has for the CTAs that run on it at a time."""
+RESERVED_SHARED_BYTES = 1024
+"""What the driver takes of every CTA, sm_80 and newer."""
 
-    count: int
-    registers: int
-    shared_bytes: int
-    threads: int
 
-    RESERVED_SHARED_BYTES = 1024
-    """What the driver takes of every CTA, sm_80 and newer."""
-
-    @classmethod
-    def of(cls, device: torch.device) -> Multiprocessor:
-        found = torch.cuda.get_device_properties(device)
-        return cls(
-            found.multi_processor_count,
-            found.regs_per_multiprocessor,
-            found.shared_memory_per_multiprocessor,
-            found.max_threads_per_multi_processor,
-        )
-
-    def residents(self, kernel: KernelRun) -> int:
-        """CTAs of the kernel that fit at a time, by registers, shared memory and threads (CUDA's occupancy rules)."""
-        warps = -(-kernel.threads // 32)
-        # registers come in units of 256 a warp, and an equal share of them belongs to each of the four schedulers
-        warp_registers = -(-kernel.registers * 32 // 256) * 256
-        by_registers = self.registers // 4 // warp_registers * 4 // warps
-        by_shared = self.shared_bytes // (kernel.shared_bytes + self.RESERVED_SHARED_BYTES)
-        return min(by_registers, by_shared, self.threads // (32 * warps))
+def ctas_per_sm(kernel: KernelRun, device: Any) -> int:
+    """CTAs of the kernel that fit at a time, by registers, shared memory and threads (CUDA's occupancy rules); `device` is
+    what `torch.cuda.get_device_properties` says."""
+    warps = -(-kernel.threads // 32)
+    # registers come in units of 256 a warp, and an equal share of them belongs to each of the four schedulers
+    warp_registers = -(-kernel.registers * 32 // 256) * 256
+    by_registers = device.regs_per_multiprocessor // 4 // warp_registers * 4 // warps
+    by_shared = device.shared_memory_per_multiprocessor // (kernel.shared_bytes + RESERVED_SHARED_BYTES)
+    return min(by_registers, by_shared, device.max_threads_per_multi_processor // (32 * warps))
 
 
 def spilled_bytes(kernel: KernelRun) -> int | None:
     """Bytes a thread keeps in local memory; None if Triton did not compile the kernel.
 
-    Traces do not tell. Backends cache compiled kernels each in their own way, but all are `CompiledKernel`s of this process.
+    Traces do not have it. Backends cache compiled kernels each in their own way, but all are `CompiledKernel`s of this process.
     """
     from triton.compiler import CompiledKernel  # Triton is for Linux only; saved results are shown anywhere
 
@@ -162,9 +143,9 @@ def spilled_bytes(kernel: KernelRun) -> int | None:
 
 
 def by_name(runs: Sequence[KernelRun]) -> dict[str, list[KernelRun]]:
-    found: dict[str, list[KernelRun]] = {}
+    found = defaultdict(list)
     for run in runs:
-        found.setdefault(run.name, []).append(run)
+        found[run.name].append(run)
     return found
 
 
@@ -189,7 +170,9 @@ def times(runs: Sequence[KernelRun], calls: int) -> list[dict]:
     return sorted(found, key=lambda kernel: -kernel["ms"])
 
 
-def describe(case: Case, setup: Setup, runs: Sequence[KernelRun], calls: int) -> list[dict]:
+def describe(
+    case: Case, device: torch.device, ceilings: Mapping[str, float], runs: Sequence[KernelRun], calls: int
+) -> list[dict]:
     """One JSON-ready dict a kernel, in the order of their first runs, from the `runs` of `calls` equal calls.
 
     Raises:
@@ -199,28 +182,22 @@ def describe(case: Case, setup: Setup, runs: Sequence[KernelRun], calls: int) ->
     for name, each in found.items():
         if len(each) % calls:
             raise RuntimeError(f"profiler: recorded {len(each)} runs of {name} in {calls} calls")
-    sm = Multiprocessor.of(setup.device)
-    return [_describe(each, calls, case, setup.ceilings, sm) for each in found.values()]
+    properties = torch.cuda.get_device_properties(device)
+    return [_describe(each, calls, case, ceilings, properties) for each in found.values()]
 
 
-def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], sm: Multiprocessor) -> dict:
+def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[str, float], device: Any) -> dict:
     kernel = runs[0]
     launches = len(runs) // calls
     ms = statistics.median(sum(run.us for run in runs[i : i + launches]) for i in range(0, len(runs), launches)) / 1e3
-    residents = sm.residents(kernel)
+    residents = ctas_per_sm(kernel, device)
     stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded)?_kernel", kernel.name)), None)
     described = {
-        "kernel": kernel.name,
-        "stage": stage,
-        "ms": ms,
-        "launches": launches,
-        "programs": kernel.programs,
-        "threads": kernel.threads,
-        "registers": kernel.registers,
+        **{"kernel": kernel.name, "stage": stage, "ms": ms, "launches": launches},
+        **{key: x for key, x in asdict(kernel).items() if key not in ("name", "us")},
         "spill_bytes": spilled_bytes(kernel),
-        "shared_bytes": kernel.shared_bytes,
         "ctas_per_sm": residents,
-        "waves": kernel.programs / (residents * sm.count),
+        "waves": kernel.ctas / (residents * device.multi_processor_count),
     }
     if stage is not None:
         work = STAGES[stage](case)

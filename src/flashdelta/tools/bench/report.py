@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cases import quotient, value
+from .workloads import value
 
 WIDTH = 80
 """Characters of a line, but for `--wide`."""
@@ -95,6 +95,8 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "i": lambda x: f"{x:.0f}",
     "s": str,
     "met": lambda x: "yes" if x else "NO",
+    "keys": lambda x: ", ".join(x) or "-",
+    "values": lambda x: "/".join(dict.fromkeys(map(str, x.values()))),
     "list": lambda x: " ".join(map(str, x)) if max(x, default=1) > 1 else "whole",
 }
 """By name: how a value is written."""
@@ -102,7 +104,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """`paths`: dotted, one or more, into the row (see `cases.value`); `form` a key of `FORMS`. `wide` ones are left out of
+    """`paths`: dotted, one or more, into the row (see `workloads.value`); `form` a key of `FORMS`. `wide` ones are left out of
     narrow tables."""
 
     title: str
@@ -117,13 +119,10 @@ class Column:
     def _one(self, row: dict, path: str) -> str:
         found = value(row, path)
         if found is None:
-            outcome = value(row, path.partition(".")[0])
+            outcome = row.get(path.partition(".")[0])
             wrong = isinstance(outcome, dict) and (outcome.get("problem") or "").startswith("wrong")
             return "wrong" if wrong and path.endswith(("ms.median", "ms")) else "-"
         return FORMS[self.form](found if self.scale == 1.0 else found * self.scale)
-
-
-Lines = Callable[[dict], list[dict]]
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class View:
     that are looked for by key and title, `ratios` by title and path, and further lines of the summary."""
 
     columns: tuple[Column, ...]
-    lines: Lines = lambda row: [row]
+    lines: Callable[[dict], list[dict]] = lambda row: [row]
     titles: tuple[tuple[str, str], ...] = (("fla", "FLA"),)
     ratios: tuple[tuple[str, str], ...] = (("FLA/ours", "speedup"), ("FLA/ours, sustained", "sustained_speedup"))
     summary: Callable[[dict], list[str]] = lambda document: []
@@ -156,9 +155,11 @@ def text_table(table: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def markdown_table(table: Sequence[Sequence[str]]) -> str:
+def markdown_table(table: Sequence[Sequence[str]], words: int = 0) -> str:
+    """Numbers to the right; the first column and the last `words` ones to the left."""
     titles, *rows = table
-    lines = [titles, ["---", *("---:" for _ in titles[1:])], *rows]
+    sides = ["---", *("---:" for _ in titles[1 : len(titles) - words]), *("---" for _ in range(words))]
+    lines = [titles, sides, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -193,11 +194,6 @@ def summary(document: dict, view: View) -> list[str]:
     """What a reader should take away: ratios, bounds, and everything that is missing with its reason."""
     rows = document["rows"]
     lines = [mean(title, [value(row, path) for row in rows]) for title, path in view.ratios]
-    for name, title in view.titles:
-        if name in ("flash_kda", "cula"):
-            for key, how in (("ms.median", ""), ("sustained_ms", ", sustained")):
-                times = [(value(row, f"{name}.{key}"), value(row, f"ours.{key}")) for row in rows]
-                lines.append(mean(f"{title}/ours{how}", [quotient(*pair) for pair in times]))
     lines += [*bounds(rows), *view.summary(document)]
     failed = failures(document)
     lines.append(f"correctness: {len(failed)} of {len(rows)} rows failed" if failed else "correctness: all rows passed")
@@ -274,6 +270,15 @@ def require_matplotlib() -> None:
         raise ValueError("plot: matplotlib is not installed; run: pip install 'flashdelta[bench]'")
 
 
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure with its axes. It needs no display."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
 @dataclass(frozen=True)
 class Plot:
     """Time against T of rows with one sequence of so many heads: lines by label and path of a time."""
@@ -289,9 +294,7 @@ class Plot:
         Raises:
             ValueError: the document has no such row, or matplotlib is not installed.
         """
-        require_matplotlib()
-        from matplotlib.figure import Figure
-
+        figure, axes = new_figure(7, 5)
         wanted = {"B": 1, "H": self.heads, "HV": self.heads, "lengths": []}
         shapes = [(row, {**row["shape"], "lengths": list(row["shape"]["lengths"])}) for row in document["rows"]]
         rows = [row for row, shape in shapes if wanted.items() <= shape.items()]
@@ -299,8 +302,6 @@ class Plot:
             raise ValueError(f"plot: got no row with one sequence and H = HV = {self.heads}")
         rows.sort(key=lambda row: row["shape"]["T"])
         lengths = [row["shape"]["T"] for row in rows]
-        figure = Figure(figsize=(7, 5), layout="constrained")
-        axes = figure.add_subplot()
         ours = ", ".join(["flashdelta", *sorted({row["backend"] for row in rows if row["backend"]})])
         for label, key in self.lines:
             timed = [(row["shape"]["T"], value(row, key)) for row in rows if value(row, key) is not None]
@@ -322,31 +323,26 @@ def kernel_name(name: str) -> str:
     return name.removeprefix("void ").split("<")[0].split("(")[0].removesuffix("_kernel")
 
 
-def plot_kernels(document: dict, path: Path) -> None:
-    """Time by kernel of the first row that has kernels of both, ours and FLA's, in two stacked bars.
+class KernelPlot:
+    """Time by kernel of the first row that has kernels of both, ours and FLA's, in two stacked bars."""
 
-    Raises:
-        ValueError: the document has no such row, or matplotlib is not installed.
-    """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    rows = [row for row in document["rows"] if value(row, "ours.kernels") and value(row, "fla.kernels")]
-    if not rows:
-        raise ValueError("plot: got no row with the kernels of ours and FLA's")
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    least = 0.03 * sum(kernel["ms"] for kernel in rows[0]["fla"]["kernels"])
-    for place, name in enumerate(("fla", "ours")):
-        below = 0.0
-        for kernel in rows[0][name]["kernels"]:
-            axes.bar(place, kernel["ms"], bottom=below, width=0.5, edgecolor="white")
-            if kernel["ms"] >= least:
-                label = f"{kernel_name(kernel['kernel'])[:44]} {kernel['ms']:.3f}"
-                axes.text(place + 0.27, below + kernel["ms"] / 2, label, va="center", fontsize=7)
-            below += kernel["ms"]
-        axes.text(place, below, f"{below:.2f} ms", ha="center", va="bottom")
-    axes.set_xticks([0, 1], ["FLA", "flashdelta"])
-    axes.set_xlim(-0.5, 2.1)
-    axes.set(ylabel="ms", title=f"Forward and backward by kernel, {rows[0]['name']}, K = V = 128, bf16")
-    figure.savefig(path, dpi=150)
+    def draw(self, document: dict, path: Path) -> None:
+        """Raises a ValueError where the document has no such row, or matplotlib is not installed."""
+        figure, axes = new_figure(9, 6)
+        rows = [row for row in document["rows"] if value(row, "ours.kernels") and value(row, "fla.kernels")]
+        if not rows:
+            raise ValueError("plot: got no row with the kernels of ours and FLA's")
+        least = 0.03 * sum(kernel["ms"] for kernel in rows[0]["fla"]["kernels"])
+        for place, name in enumerate(("fla", "ours")):
+            below = 0.0
+            for kernel in rows[0][name]["kernels"]:
+                axes.bar(place, kernel["ms"], bottom=below, width=0.5, edgecolor="white")
+                if kernel["ms"] >= least:
+                    label = f"{kernel_name(kernel['kernel'])[:44]} {kernel['ms']:.3f}"
+                    axes.text(place + 0.27, below + kernel["ms"] / 2, label, va="center", fontsize=7)
+                below += kernel["ms"]
+            axes.text(place, below, f"{below:.2f} ms", ha="center", va="bottom")
+        axes.set_xticks([0, 1], ["FLA", "flashdelta"])
+        axes.set_xlim(-0.5, 2.1)
+        axes.set(ylabel="ms", title=f"Forward and backward by kernel, {rows[0]['name']}, K = V = 128, bf16")
+        figure.savefig(path, dpi=150)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import profiling
-from .cases import Bound, Row, quotient, value
 from .checks import fault
 from .contenders import Contender, Results, Setup, Work
 from .environment import environment
@@ -33,9 +32,10 @@ from .timing import (
     synchronize,
     take_turns,
 )
+from .workloads import Bound, Row, quotient, value
 
 GATED_GPU = "H200"
-"""The GPU that the bounds of cases.py are for."""
+"""The GPU that the bounds of workloads.py are for."""
 
 
 @dataclass
@@ -70,7 +70,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A table of rows and what makes the calls of one: `make`; or `measure`, which yields rows of the document.
+    """A table of rows and what makes the calls of one: `make`, at once or part by part; or `measure`, which yields rows of the
+    document.
 
     `quick`: names of rows; taken by themselves where there is no option of that name. `prefer`: the time whose ratio is the
     row's where both libraries have it. `over`: further ratios by name. `derive`: what else a finished row tells, given the
@@ -81,12 +82,12 @@ class Benchmark:
     name: str
     help: str
     rows: Sequence[Any]
-    make: Callable[[Any, Setup], Work] | None = None
+    make: Callable[[Any, Setup], Work | Iterable[Work]] | None = None
     measure: Callable[[Any, Setup], Iterable[dict]] | None = None
     quick: tuple[str, ...] = ()
     effort: Effort = DEFAULT_EFFORT
     prefer: str = "ms"
-    over: Mapping[str, tuple[str, str]] | None = None
+    over: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     derive: Callable[[dict, dict], dict] = lambda row, document: {}
     ceilings: Callable[[torch.device, Timer], dict[str, float]] | None = ceilings
     grad: Callable[[], contextlib.AbstractContextManager] = torch.inference_mode
@@ -107,15 +108,11 @@ def run(
     with each finished row; `facts` are of the whole document."""
     document = new_document(benchmark.name, environment(setup.device))
     gpu = document["environment"]["gpu"]
-    document["protocol"] = {
-        "clock": type(setup.timer).__name__,
-        "effort": asdict(setup.effort),
-        "backend": setup.backend,
-    }
+    document["protocol"] = {"effort": asdict(setup.effort), "backend": setup.backend}
     document |= {"ceilings": dict(setup.ceilings), **facts} if setup.ceilings else facts
     for row in benchmark.rows if rows is None else rows:
         with benchmark.grad():
-            found = benchmark.measure(row, setup) if benchmark.measure else [measure(row, setup, benchmark)]
+            found = benchmark.measure(row, setup) if benchmark.measure else parts(row, setup, benchmark)
             for each in found:
                 each |= benchmark.derive(each, document)
                 judge(each, row.bounds, document["rows"], gpu is not None and GATED_GPU in gpu["name"])
@@ -138,10 +135,16 @@ def judge(row: dict, bounds: Sequence[Bound], rows: Sequence[dict], gated: bool)
     row["met"] = False if False in met else None if None in met or not met else True
 
 
-def measure(row: Row, setup: Setup, benchmark: Benchmark) -> dict:
-    """One row of the document. Contenders that raise or err are recorded, not timed."""
+def parts(row: Row, setup: Setup, benchmark: Benchmark) -> Iterator[dict]:
+    """The rows of the document that a row makes, most often one."""
     assert benchmark.make is not None
-    work = benchmark.make(row, setup)
+    made = benchmark.make(row, setup)
+    for work in [made] if isinstance(made, Work) else made:
+        yield measure(row, work, setup, benchmark)
+
+
+def measure(row: Row, work: Work, setup: Setup, benchmark: Benchmark) -> dict:
+    """One row of the document. Contenders that raise or err are recorded, not timed."""
     outcomes: dict[str, Outcome] = {}
     for name, contender in work.contenders.items():  # all are checked before any is timed
         admitted = isinstance(contender, Contender)
@@ -149,11 +152,7 @@ def measure(row: Row, setup: Setup, benchmark: Benchmark) -> dict:
     timed = {name: x for name, x in work.contenders.items() if outcomes[name].problem is None}
     runs: dict[tuple[str, str], Run] = {}
     for name, contender in timed.items():
-        try:
-            runs |= {(name, key): call for key, call in prepare(contender, outcomes[name], work, setup).items()}
-        except Exception as error:  # as in `check`
-            outcomes[name].problem = summarize(error)
-    runs = {key: call for key, call in runs.items() if outcomes[key[0]].problem is None}
+        runs |= {(name, key): call for key, call in prepare(contender, outcomes[name], work, setup).items()}
     for (name, key), timing in take_turns(runs, setup.timer, setup.effort).items():
         setattr(outcomes[name], key, timing.over(work.launches))
     timed = {name: x for name, x in timed.items() if outcomes[name].problem is None}
@@ -185,35 +184,29 @@ def check(contender: Contender, work: Work, setup: Setup) -> Outcome:
 
 def prepare(contender: Contender, outcome: Outcome, work: Work, setup: Setup) -> dict[str, Run]:
     """What is timed of a contender, by its key in the row; its host times are taken at once."""
-    for key, call in contender.host.items():
-        setattr(outcome, key, host_us(call, setup.device, setup.host_calls))
     runs = {"ms": contender.call, **contender.more}
-    if contender.graph == "no" or not setup.graphs:
-        return runs
     try:
-        replay, results = capture(lambda: tuple(contender.call()))
-        if results:  # a graph must write what the call writes
-            outcome.graph_problem = _check_replay(replay, results, contender, work, setup)
-        key = "ms" if contender.graph == "only" else "graph_ms"
-        runs |= {} if outcome.graph_problem else {key: _holding(replay, results)}
+        for key, call in contender.host.items():
+            setattr(outcome, key, host_us(call, setup.device, setup.host_calls))
     except Exception as error:  # as in `check`
-        outcome.graph_problem = summarize(error)
-    if contender.graph == "only":
-        outcome.problem = outcome.graph_problem
-    return runs
-
-
-def _holding(replay: Run, results: Results) -> Run:
-    """`replay`, with its results kept alive."""
-
-    def run() -> Results:
-        replay()
-        return results
-
-    return run
+        outcome.problem = summarize(error)
+    if contender.graph != "no" and setup.graphs:
+        try:
+            replay, results = capture(lambda: tuple(contender.call()))
+            outcome.graph_problem = _check_replay(replay, results, contender, work, setup)
+        except Exception as error:  # as in `check`
+            outcome.graph_problem = summarize(error)
+        if contender.graph == "only":
+            outcome.problem = outcome.problem or outcome.graph_problem
+        if outcome.graph_problem is None:
+            runs["ms" if contender.graph == "only" else "graph_ms"] = replay
+    return {} if outcome.problem else runs
 
 
 def _check_replay(replay: Run, results: Results, contender: Contender, work: Work, setup: Setup) -> str | None:
+    """A graph must write what the call writes."""
+    if not results:
+        return None
     for x in results:
         x.fill_(torch.nan)
     replay()
@@ -242,24 +235,21 @@ def _sustained(
     return {name: ms / counts[name] for name, ms in sustained(calls, setup.timer).items()}
 
 
-def ratio(row: dict, over: str, under: str, prefer: str = "ms") -> float | None:
+def ratio(row: dict, over: str, under: str, prefer: str) -> float | None:
     """How often as long the one takes as the other, cold: by the preferred times if both have such."""
-    for key in (prefer, "ms"):
-        found = quotient(value(row, f"{over}.{key}.median"), value(row, f"{under}.{key}.median"))
-        if found is not None:
-            return found
-    return None
+    found = (value(row, f"{over}.{key}.median/{under}.{key}.median") for key in (prefer, "ms"))
+    return next((x for x in found if x is not None), None)
 
 
 def describe(row: Row, work: Work, outcomes: Mapping[str, Outcome], setup: Setup, benchmark: Benchmark) -> dict:
-    found = {"name": row.name, "table": row.table, "reason": row.why, "shape": work.shape, **work.facts}
+    name = row.name if work.name is None else f"{row.name}: {work.name}"
+    found = {"name": name, "table": row.table, "reason": row.why, "shape": work.shape, **work.facts}
     found |= {"launches": work.launches} if work.launches > 1 else {}
-    found |= {"bytes": work.bytes, "floor_ms": work.bytes / setup.ceilings["copy_tb_s"] / 1e9}
     found |= {name: outcome.json() for name, outcome in outcomes.items()}
-    best = value(found, f"ours.{benchmark.prefer}.median") or value(found, "ours.ms.median")
-    found["share_of_floor"] = quotient(found["floor_ms"], best)
-    found["speedup"] = ratio(found, "fla", "ours", benchmark.prefer)
-    found["sustained_speedup"] = quotient(value(found, "fla.sustained_ms"), value(found, "ours.sustained_ms"))
-    for name, (over, under) in (benchmark.over or {}).items():
-        found[name] = ratio(found, over, under, "graph_ms")
-    return found
+    if work.bytes is not None:
+        best = value(found, f"ours.{benchmark.prefer}.median") or value(found, "ours.ms.median")
+        found |= {"bytes": work.bytes, "floor_ms": work.bytes / setup.ceilings["copy_tb_s"] / 1e9}
+        found["share_of_floor"] = quotient(found["floor_ms"], best)
+    found |= {"speedup": ratio(found, "fla", "ours", benchmark.prefer)}
+    found |= {name: ratio(found, *pair, "graph_ms") for name, pair in benchmark.over.items()}
+    return found | {"sustained_speedup": value(found, "fla.sustained_ms/ours.sustained_ms")}

@@ -1,11 +1,10 @@
 """How long the first calls of a new process take, before and after its kernels are cached.
 
-`python -m flashdelta.tools.bench.startup` is the measured process; it prints one JSON list.
+`python -m flashdelta.tools.bench.startup JSON` is the measured process; it prints one JSON list.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,11 +20,9 @@ import flashdelta
 
 from ...testing.cases import BF16, Case
 from ...testing.inputs import make_call
-from .cases import Bound, Row, model
+from .contenders import Setup
 from .timing import synchronize
-
-if TYPE_CHECKING:
-    from .contenders import Setup
+from .workloads import Bound, Row, model
 
 ROWS = (Row(model("first calls", "nothing is compiled yet", 32), "startup"),)
 BUDGETS = {True: Bound("seconds", 8.0), False: Bound("seconds", 0.5)}
@@ -63,33 +59,28 @@ def measure(row: Row, setup: Setup) -> Iterator[dict]:
 
 
 def _measured_process(cache: str, setup: Setup) -> list[tuple[str, float]]:
-    command = [sys.executable, "-m", __name__, "--device", str(setup.device), "--backend", setup.backend]
-    command += ["--tokens", str(setup.tokens)]
+    arguments = {"device": str(setup.device), "backend": setup.backend, "tokens": setup.tokens}
+    command = [sys.executable, "-m", __name__, json.dumps(arguments)]
     done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"the measured process exited with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--backend", required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+def main(device: str, backend: str, tokens: int) -> None:
+    place = torch.device(device)
     # every input first: creating the CUDA context and the random number kernels is not ours to time
-    prepared = [(case.name, make_call(case, BF16, device)) for case in calls(arguments.tokens)]
-    synchronize(device)
+    prepared = [(case.name, make_call(case, BF16, place)) for case in calls(tokens)]
+    synchronize(place)
     seconds = []
     for name, call in prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            flashdelta.chunk_kda(**call, backend=arguments.backend)
-        synchronize(device)
+            flashdelta.chunk_kda(**call, backend=backend)
+        synchronize(place)
         seconds.append((name, time.perf_counter() - start))
     print(json.dumps(seconds))
 
 
 if __name__ == "__main__":
-    main()
+    main(**json.loads(sys.argv[1]))

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,15 +46,7 @@ class Timing:
         return replace(self, median=self.median / launches, min=self.min / launches, p90=self.p90 / launches)
 
 
-class Timer(Protocol):
-    def __call__(self, run: Run) -> float:
-        """Milliseconds of one call, from an idle device with cold caches."""
-
-    def span(self, run: Run, calls: int) -> float:
-        """Milliseconds of so many calls back to back."""
-
-
-class CudaTimer:
+class Timer:
     """Times with CUDA events on the current stream of `device`."""
 
     MIN_FLUSH_BYTES = 256 * 2**20
@@ -65,11 +57,13 @@ class CudaTimer:
         self._flush = torch.empty(max(2 * l2, self.MIN_FLUSH_BYTES), dtype=torch.int8, device=device)
 
     def __call__(self, run: Run) -> float:
+        """Milliseconds of one call, from an idle device with cold caches."""
         torch.cuda.synchronize(self.device)
         self._flush.zero_()
         return self.span(run, 1)
 
     def span(self, run: Run, calls: int) -> float:
+        """Milliseconds of so many calls back to back."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -77,23 +71,6 @@ class CudaTimer:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
-
-
-class HostTimer:
-    """Times with the host's clock, for devices that compute synchronously."""
-
-    def __call__(self, run: Run) -> float:
-        return self.span(run, 1)
-
-    def span(self, run: Run, calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        return (time.perf_counter() - start) * 1e3
-
-
-def timer_for(device: torch.device) -> Timer:
-    return CudaTimer(device) if device.type == "cuda" else HostTimer()
 
 
 def synchronize(device: torch.device) -> None:
@@ -105,12 +82,11 @@ def second_result(call: Callable[[], tuple[Tensor, ...]], device: torch.device) 
     """Calls twice. The results of the second call, for which the allocator hands out the memory of the first one's, full of
     NaN, so that an element that is left unwritten shows; and the seconds of the first."""
     began = time.perf_counter()
-    first = call()
+    first = [*call()]
     synchronize(device)
     seconds = time.perf_counter() - began
-    for x in first:
-        x.fill_(torch.nan)
-    del first, x
+    while first:
+        first.pop().fill_(torch.nan)
     results = call()
     synchronize(device)
     return results, seconds

@@ -14,7 +14,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 import flashdelta
 
 from ...hopper.build import build as build_hopper
-from ...problem.problem import BACKWARD
+from ...problem.problem import BACKWARD, Problem, Tensors
 from ...program.launch import Launch, capability, start
 from ...runtime.call import check
 from ...testing.cases import BF16
@@ -35,15 +35,15 @@ from ...testing.inputs import make_call, meta_call, on_meta
 from ...testing.oracle import TOLERANCE, relative_error
 from ...triton.build import build as build_triton
 from ..compile import Variant, resource_usage, source
-from . import cases
-from .cases import Bound, Row, select
-from .checks import GRADIENT_TOLERANCE
-from .contenders import Setup, decode_calls, state_bytes
+from . import workloads
+from .checks import GRADIENT_TOLERANCE, Errors, fault
+from .contenders import Contender, Setup, Work, decode_calls, state_bytes
 from .environment import git_commit
 from .report import load, save
 from .runner import Benchmark
-from .timing import Effort, Run, capture, many_in_a_graph, summarize, sustained, synchronize, take_turns
+from .timing import Effort, Run, summarize, synchronize
 from .training import random_like, wy_inputs
+from .workloads import Row, select
 
 ARCH = 90
 META = torch.device("meta")
@@ -54,17 +54,14 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class ToolchainRow:
-    """A row of another benchmark, by the kernels of one backend."""
+class ToolchainRow(Row):
+    """A row of the benchmark `table`, by the kernels of one backend."""
 
-    kind: str
-    row: Row
     backend: str = "hopper"
-    bounds: tuple[Bound, ...] = ()
 
     @property
     def name(self) -> str:
-        return " ".join([*(["triton"] if self.backend == "triton" else []), self.kind, self.row.name])
+        return " ".join([*(["triton"] if self.backend == "triton" else []), self.table, self.call.name])
 
 
 @dataclass(frozen=True)
@@ -84,41 +81,29 @@ def _arguments(row: Row, device: torch.device) -> dict:
     return meta_call(case, BF16) if device.type == "meta" else make_call(case, BF16, device)
 
 
-def _prefill(row: Row, backend: str, device: torch.device) -> Call:
-    program = BUILD[backend](*check(flashdelta.chunk_kda, **_arguments(row, device)), ARCH)
-    return Call([*program.launches], [*program.outputs.values()])
+def _prefill(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
+    return check(flashdelta.chunk_kda, **_arguments(row, device))
 
 
-def _train(row: Row, backend: str, device: torch.device) -> Call:
+def _train(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
     """The backward pass, the forward's stages among it."""
-    problem, t = check(flashdelta.chunk_kda, **_arguments(row, device))
+    problem, t = _prefill(row, device)
     grad_o = torch.empty_like(t.v) if device.type == "meta" else random_like(t.v)
-    problem = replace(problem, operation=problem.operation + BACKWARD)
-    program = BUILD[backend](problem, replace(t, do=grad_o, dht=grad_o.new_zeros(0)), ARCH)
-    launches = [*program.launches]  # what they find is allocated as they are made
-    return Call(launches, [*program.outputs.values()])
+    return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=grad_o, dht=grad_o.new_zeros(0))
 
 
-def _wy(row: Row, backend: str, device: torch.device) -> Call:
-    case: Any = row.call
-    if device.type == "meta":  # inputs that make sense must be computed; no size of theirs is in the machine code
-        return Call(Variant(case.name, backend, operation="wy", packed=False, heads=case.H).launches(ARCH), [])
-    call = check(flashdelta.kernels.chunk_bwd_wy_dqkg, **wy_inputs(case, device), use_exp2=True)
-    program = BUILD[backend](*call, ARCH)
-    return Call([*program.launches], [*program.outputs.values()])
+def _wy(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
+    return check(flashdelta.kernels.chunk_bwd_wy_dqkg, **wy_inputs(row.call, device), use_exp2=True)
 
 
-def _decode(row: Row, backend: str, device: torch.device) -> Call:
+def _decode(row: ToolchainRow, device: torch.device) -> tuple[Problem, Tensors]:
     step: Any = row.call
     meta, size = device.type == "meta", step.N * state_bytes(step)
     drawn: Any = torch.device("cpu") if meta else device
     pools = {step.state: torch.empty(size // step.state.itemsize, dtype=step.state, device=META)} if meta else {}
     call, slots = decode_calls(step, Setup(drawn, None, Effort(), launches=1, pool_bytes=size, pools=pools))
     call |= {"ssm_state_indices": slots[0]}
-    problem, t = check(flashdelta.recurrent_kda, **(on_meta(call) if meta else call))
-    program = BUILD[backend](problem, t, ARCH)
-    assert t.state_pool is not None
-    return Call([*program.launches], [program.outputs["o"], t.state_pool], t.state_pool)
+    return check(flashdelta.recurrent_kda, **(on_meta(call) if meta else call))
 
 
 KINDS = {"prefill": _prefill, "train": _train, "wy": _wy, "decode": _decode}
@@ -126,21 +111,28 @@ KINDS = {"prefill": _prefill, "train": _train, "wy": _wy, "decode": _decode}
 
 
 def call_of(row: ToolchainRow, device: torch.device) -> Call:
-    return KINDS[row.kind](row.row, row.backend, device)
+    if row.table == "wy" and device.type == "meta":
+        # inputs that make sense must be computed; no size of theirs is in the machine code
+        return Call(Variant(row.name, row.backend, operation="wy", packed=False, heads=row.call.H).launches(ARCH), [])
+    problem, t = KINDS[row.table](row, device)
+    program = BUILD[row.backend](problem, t, ARCH)
+    launches = [*program.launches]  # what they find is allocated as they are made
+    pool = t.state_pool
+    return Call(launches, [*program.outputs.values(), *([] if pool is None else [pool])], pool)
 
 
 def _rows(kind: str, rows: Sequence[Row], *names: str, backend: str = "hopper") -> list[ToolchainRow]:
-    return [ToolchainRow(kind, row, backend) for name in names for row in select(rows, [name])]
+    return [ToolchainRow(row.call, kind, backend=backend) for name in names for row in select(rows, [name])]
 
 
 HOT = ("T8192 H64", "packed 6 uneven H64", "T8192 H96", "packed 6 uneven H96", "T8192 H64 softplus", "T32768 H4")
 ROWS: tuple[ToolchainRow, ...] = (
-    *_rows("prefill", cases.PREFILL, *HOT),
-    *_rows("train", cases.TRAIN, "B1 T8192 H32"),
-    *_rows("wy", cases.WY, "B1 T8192 H32"),
-    *_rows("decode", cases.DECODE, "N128 H32 bf16"),
-    *_rows("prefill", cases.PREFILL, "T8192 H64", backend="triton"),
-    *_rows("decode", cases.DECODE, "N128 H32 fp32", backend="triton"),
+    *_rows("prefill", workloads.PREFILL, *HOT),
+    *_rows("train", workloads.TRAIN, "B1 T8192 H32"),
+    *_rows("wy", workloads.WY, "B1 T8192 H32"),
+    *_rows("decode", workloads.DECODE, "N128 H32 bf16"),
+    *_rows("prefill", workloads.PREFILL, "T8192 H64", backend="triton"),
+    *_rows("decode", workloads.DECODE, "N128 H32 fp32", backend="triton"),
 )
 """`recurrence` at fixed length and packed, whole work tiles a CTA and stream-K; gates without a bound; a split; the backward
 pass; decoding; and the portable kernels."""
@@ -282,15 +274,13 @@ def counterpart(compiled: CompiledKernel, launch: Launch, folder: Path, manifest
 REPEATS = 50
 """Calls whose results must have the same bits."""
 
+SAME_BITS = {"error": {"difference": 0.0}}
+
 
 def run_all(runs: Sequence[Run]) -> tuple:
     for run in runs:
         run()
     return ()
-
-
-def graph_of(runs: Sequence[Run]) -> Run:
-    return capture(functools.partial(run_all, runs))[0]
 
 
 def results_of(call: Call, runs: Sequence[Run], before: Tensor | None) -> list[Tensor]:
@@ -303,107 +293,86 @@ def results_of(call: Call, runs: Sequence[Run], before: Tensor | None) -> list[T
     return [x.clone() for x in call.results]
 
 
-def difference(ours: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """0 if all bits are the same, else the largest relative error of one result against the other toolchain's."""
-    if all(torch.equal(a, b) for a, b in zip(ours, other)):
-        return 0.0
-    errors = [relative_error(b, a.double()) for a, b in zip(ours, other)]
-    return next((error for error in errors if error != error), max(errors))
+def difference(want: Sequence[Tensor], found: Sequence[Tensor]) -> Errors:
+    """0 if all bits are the same, else the largest relative error of one result."""
+    if all(torch.equal(a, b) for a, b in zip(want, found)):
+        return SAME_BITS
+    errors = [relative_error(x, exact.double()) for x, exact in zip(found, want)]
+    return {"error": {"difference": next((error for error in errors if error != error), max(errors))}}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One kernel of a row: what launches it, by toolchain, if both have it; else why not."""
-
-    kernels: dict[str, CompiledKernel]
-    runs: dict[str, Run]
-    problem: str | None
-
-    def run(self, toolchain: str) -> Run:
-        return self.runs.get(toolchain, self.runs["ours"])
-
-
-def pair_of(launch: Launch, setup: Setup) -> Pair:
-    kernels, problem = {"ours": launch.run()}, None
+def compiled_by(launch: Launch, setup: Setup) -> dict[str, Any]:
+    """The kernel as each toolchain compiled it, loaded; or why the folder's can't be launched."""
+    ours = launch.run()
     try:
-        other = counterpart(kernels["ours"], launch, *setup.folder)
+        other: Any = counterpart(ours, launch, *setup.folder)
         other._init_handles()  # loads it
-        kernels["other"] = other
     except Exception as error:  # the rest of the row is worth having
-        problem = summarize(error)
-    grid, arguments = (launch.ctas, launch.rows, 1), (*launch.arguments, *launch.constants.values())
-    index = torch.cuda.current_device() if setup.device.type == "cuda" else None
-    runs = {name: functools.partial(start, kernel, index, grid, arguments) for name, kernel in kernels.items()}
-    return Pair(kernels, runs, problem)
+        other = summarize(error)
+    return {"ours": ours, "other": other}
 
 
-def measure_kernel(pair: Pair, setup: Setup) -> dict:
-    """One kernel of a row, on the buffers that the call has filled, in graphs: the host takes long to fill many tensor
-    descriptors. Without times where there is a problem."""
-    found: dict[str, Any] = {
-        "kernel": pair.kernels["ours"].name,
-        "registers": {name: getattr(x, "n_regs", None) for name, x in pair.kernels.items()},
-        "spill_bytes": {name: 4 * getattr(x, "n_spills", 0) for name, x in pair.kernels.items()},
-        "shared_bytes": {name: x.metadata.shared for name, x in pair.kernels.items()},
-        "ms": None,
-        "sustained_ms": None,
-        "problem": pair.problem,
+def start_of(compiled: CompiledKernel, launch: Launch, device: torch.device) -> Run:
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+    arguments = (*launch.arguments, *launch.constants.values())
+    return functools.partial(start, compiled, index, (launch.ctas, launch.rows, 1), arguments)
+
+
+def costs(compiled: dict[str, Any]) -> dict[str, object]:
+    found = {name: x for name, x in compiled.items() if not isinstance(x, str)}
+    return {
+        "kernel": found["ours"].name,
+        "registers": {name: getattr(x, "n_regs", None) for name, x in found.items()},
+        "spill_bytes": {name: 4 * getattr(x, "n_spills", 0) for name, x in found.items()},
+        "shared_bytes": {name: x.metadata.shared for name, x in found.items()},
     }
-    if pair.problem is None:
-        try:
-            on_gpu = setup.device.type == "cuda"
-            runs = {name: graph_of([run]) for name, run in pair.runs.items()} if on_gpu else pair.runs
-            cold = take_turns(runs, setup.timer, setup.effort)
-            found["ms"] = {name: asdict(timing) for name, timing in cold.items()}
-            if on_gpu:
-                ms = cold["ours"].median
-                many = {name: many_in_a_graph(run, ms) for name, run in pair.runs.items()}
-                spans = sustained({name: run for name, (run, _) in many.items()}, setup.timer)
-                found["sustained_ms"] = {name: span / many[name][1] for name, span in spans.items()}
-        except Exception as error:  # as above
-            found["problem"] = summarize(error)
-    return found
 
 
-def measure(row: ToolchainRow, setup: Setup) -> Iterator[dict]:
-    """One row of the document."""
+def no_errors(results: Sequence[Tensor]) -> Errors:
+    """Nothing is checked but the whole call."""
+    return {"error": {}}
+
+
+def make(row: ToolchainRow, setup: Setup) -> Iterator[Work]:
+    """The whole call, and once its results agree, each of its kernels on the buffers that the call has filled. `ours` is this
+    process's Triton, `other` the folder's. All in graphs: the host takes long to fill many tensor descriptors."""
+    facts: dict[str, object] = {"backend": row.backend}
     try:
-        found = _measure(row, setup)
+        call = call_of(row, setup.device)
+        before = None if call.states is None else call.states.clone()
+        kernels, runs = [], []
+        for launch in (launch for launch in call.launches if launch.ctas > 0):
+            kernels.append(compiled_by(launch, setup))
+            starts = {
+                name: x if isinstance(x, str) else start_of(x, launch, setup.device) for name, x in kernels[-1].items()
+            }
+            runs.append(starts)
+        ours = [each["ours"] for each in runs]
+        other = [each["ours"] if isinstance(each["other"], str) else each["other"] for each in runs]
+        want = results_of(call, other, before)
+        if any(difference(want, results_of(call, other, before)) != SAME_BITS for _ in range(REPEATS)):
+            raise RuntimeError("the folder's machine code gives other bits from one call to the next")
         synchronize(setup.device)
     except Exception as error:  # whatever a row raises, the others are worth having
-        found = {"name": row.name, "backend": row.backend, "difference": None, "graph_ms": None, "kernels": []}
-        found["ours"] = {"problem": summarize(error)}
-    yield found
+        yield Work({"ours": summarize(error)}, no_errors, facts=facts)
+        return
+    tolerance = GRADIENT_TOLERANCE if row.table in ("train", "wy") else TOLERANCE[BF16]
+    errors = functools.partial(difference, want)
 
+    def contender(runs: Sequence[Run]) -> Contender:
+        checked = functools.partial(results_of, call, runs, before)
+        return Contender(functools.partial(run_all, runs), tolerance, checked, graph="only")
 
-def _measure(row: ToolchainRow, setup: Setup) -> dict:
-    """`ours` is this process's Triton, `other` the folder's."""
-    call = call_of(row, setup.device)
-    before = None if call.states is None else call.states.clone()
-    pairs = [pair_of(launch, setup) for launch in call.launches if launch.ctas > 0]
-    runs = {name: [pair.run(name) for pair in pairs] for name in ("ours", "other")}
-    ours, other = (results_of(call, each, before) for each in runs.values())
-    error = difference(ours, other)
-    tolerance = GRADIENT_TOLERANCE if row.kind in ("train", "wy") else TOLERANCE[BF16]
-    wrong = None
-    if not error <= tolerance:
-        wrong = f"wrong: results differ by {error:.1e}, tolerance {tolerance:.0e}"
-    elif any(difference(other, results_of(call, runs["other"], before)) != 0 for _ in range(REPEATS)):
-        wrong = "wrong: the folder's machine code gives other bits from one call to the next"
-    kernels, graphs = [], {}
-    if wrong is None:
-        # the whole call first: the sustained load of the kernels leaves the chip warm
-        if setup.device.type == "cuda":
-            graphs = take_turns({name: graph_of(each) for name, each in runs.items()}, setup.timer, setup.effort)
-        kernels = [measure_kernel(pair, setup) for pair in pairs]
-    return {
-        "name": row.name,
-        "backend": row.backend,
-        "difference": error,
-        "ours": {"problem": wrong},
-        "graph_ms": {name: asdict(timing) for name, timing in graphs.items()} or None,
-        "kernels": kernels,
-    }
+    # the whole call first: the sustained load of the kernels leaves the chip warm
+    yield Work({"ours": contender(ours), "other": contender(other)}, errors, facts=facts)
+    if fault(errors(results_of(call, ours, before))["error"], tolerance) is not None:
+        return
+    for compiled, starts in zip(kernels, runs):
+        contenders = {
+            name: x if isinstance(x, str) else Contender(functools.partial(run_all, [x]), graph="only")
+            for name, x in starts.items()
+        }
+        yield Work(contenders, no_errors, facts=facts | costs(compiled), name=compiled["ours"].name)
 
 
 def prepare(folder: Path, device: torch.device) -> tuple[tuple[Path, dict], dict]:
@@ -425,7 +394,7 @@ BENCHMARK = Benchmark(
     "toolchains",
     "Time kernels as another Triton compiles them beside this Triton's",
     ROWS,
-    measure=measure,
+    make,
     effort=Effort(rounds=50, budget_ms=500.0, warmup_ms=10.0),
     ceilings=None,
     grad=torch.no_grad,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,29 +74,27 @@ def wy_inputs(case: Case, device: torch.device, dtype: torch.dtype = BF16) -> di
     elements = elementwise_inputs(problem, t)
     grad_o = random_like(t.v)
     q, k, v, g, beta, do = (to_chunks(x, problem.chunk_size, slots) for x in (*elements, grad_o.to(elements[0].dtype)))
-    prepared, states, pseudo = [], [], []
-    S = v.new_zeros(1, problem.HV, problem.K, problem.V)
-    for i in range(len(v)):
-        S = torch.where(slots.first[i], 0.0, S)
-        prepared.append(prepare(q[i], k[i], g[i], beta[i]))
-        states.append(S)
-        found, S = recur(prepared[i], v[i], S)
-        pseudo.append(found)
-    grad_states, grad_pseudo = [], []
-    grad = torch.zeros_like(S)
-    for i in reversed(range(len(v))):
-        p = prepared[i]
-        last = i + 1 == len(v) or slots.first[i + 1]
-        grad = torch.where(torch.as_tensor(last, device=device), 0.0, grad)
-        grad_states.append(grad)
-        grad_pseudo.append(p.Aqk.mT @ do[i] + p.kg @ grad)
-        grad = p.decay[..., None] * grad + p.qg.mT @ do[i] - p.w.mT @ grad_pseudo[-1]
+    prepared, before, after, v_new = [], [], [], []
+    with torch.enable_grad():
+        S, total = v.new_zeros(1, problem.HV, problem.K, problem.V, requires_grad=True), v.new_zeros(())
+        for i in range(len(v)):
+            S = torch.where(slots.first[i], 0.0, S)
+            before.append(S.detach())
+            prepared.append(prepare(q[i], k[i], g[i], beta[i]))
+            values, new = recur(prepared[i], v[i], S)
+            o = prepared[i].qg @ S + prepared[i].Aqk @ values
+            total = total + (do[i] * o).sum()
+            v_new.append(values)
+            after.append(new)
+            S = new
+        # zeros for the states after a sequence's last chunk, which no output reads
+        grads = torch.autograd.grad(total, [*after, *v_new], materialize_grads=True)
     # T = M diag(beta); a token that is not there has a beta of 0, and its column is not looked at
     written = beta.where(beta != 0.0, 1.0)[..., None, :]
     M = torch.stack([p.inverse for p in prepared]) / written
     used = slots.valid.any(-1)
 
-    def rows(states: list[Tensor]) -> Tensor:
+    def rows(states: Sequence[Tensor]) -> Tensor:
         return torch.cat(states)[used].unflatten(0, (problem.B, -1)).to(dtype)
 
     def tokens(x: Tensor) -> Tensor:
@@ -107,14 +105,14 @@ def wy_inputs(case: Case, device: torch.device, dtype: torch.dtype = BF16) -> di
         "q": (elements[0][:, :, ::group] / problem.scale).to(dtype).contiguous(),
         "k": elements[1][:, :, ::group].to(dtype).contiguous(),
         "v": t.v,
-        "v_new": tokens(torch.stack(pseudo)).to(dtype),
+        "v_new": tokens(torch.stack(v_new).detach()).to(dtype),
         "g": tokens(g.cumsum(-2)) / math.log(2.0),
         "beta": elements[4],
         "A": tokens(M).to(dtype),
-        "h": rows(states),
-        "dh": rows(grad_states[::-1]),
+        "h": rows(before),
+        "dh": rows(grads[: len(v)]),
         "do": grad_o,
-        "dv": tokens(torch.stack(grad_pseudo[::-1])).to(dtype),
+        "dv": tokens(torch.stack(grads[len(v) :])).to(dtype),
         "cu_seqlens": t.cu_seqlens,
     }
 

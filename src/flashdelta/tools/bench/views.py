@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from .cases import quotient, value
-from .contenders import TITLES
-from .report import Column, Plot, View, kernel_name, mean, short
+from collections.abc import Sequence
+
+from .contenders import GRADIENTS, TITLES
+from .report import Column, KernelPlot, Plot, View, kernel_name, mean, short
+from .training import LEAVES
+from .workloads import value
 
 MET = Column("met", "met", "met")
-NARROW_TIMES = (
-    Column("ours ms", "ours.ms.median"),
-    Column("graph", "ours.graph_ms.median"),
-    Column("FLA ms", "fla.ms.median"),
-)
+BOUND = Column("bound", "bounds", "keys", wide=True)
 RATIOS = (Column("ratio", "speedup", "x"), Column("sustained", "sustained_speedup", "x"))
-SUSTAINED = (
-    Column("ours sustained ms", "ours.sustained_ms", wide=True),
-    Column("FLA sustained ms", "fla.sustained_ms", wide=True),
-)
 FLOOR = (Column("floor ms", "floor_ms", wide=True), Column("of copy", "share_of_floor", "%", wide=True))
-ERRORS = (
-    Column("error ours: o, state", "ours.error.o ours.error.state", "e", wide=True),
-    Column("error FLA: o, state", "fla.error.o fla.error.state", "e", wide=True),
-)
+
+
+def both(title: str, keys: str, form: str = "", scale: float = 1.0) -> tuple[Column, ...]:
+    """Wide columns of ours and of FLA's, whose names take the place of `{}` in the title."""
+    paths = {who: " ".join(f"{name}.{key}" for key in keys.split()) for name, who in (("ours", "ours"), ("fla", "FLA"))}
+    return tuple(Column(title.format(who), found, form, scale, wide=True) for who, found in paths.items())
+
+
+OURS, FLA = Column("ours ms", "ours.ms.median"), Column("FLA ms", "fla.ms.median")
+SUSTAINED = both("{} sustained ms", "sustained_ms")
+ERRORS = both("error {}: o, state", "error.o error.state", "e")
 PEERS = (
     *(Column(f"{TITLES[name]} ms", f"{name}.ms.median", wide=True) for name in ("flash_kda", "cula")),
     *(Column(f"{TITLES[name]} sustained ms", f"{name}.sustained_ms", wide=True) for name in ("flash_kda", "cula")),
@@ -29,19 +31,25 @@ PEERS = (
 PEER_TITLES = tuple((name, TITLES[name]) for name in ("fla", "flash_kda", "cula"))
 
 
-def bounds_of(row: dict) -> list[dict]:
-    return [{**row, "bound": ", ".join(row.get("bounds") or ()) or None}]
-
-
-BOUND = Column("bound", "bound", "s", wide=True)
-
-ABSOLUTE = tuple(
-    Column(f"{what} {title}: RMSE, max", f"{name}.rmse.{what} {name}.max_error.{what}", "e", wide=True)
-    for what in ("o", "state")
-    for name, title in (("ours", "ours"), ("fla", "FLA"))
+ABSOLUTE = (
+    *both("o {}: RMSE, max", "rmse.o max_error.o", "e"),
+    *both("state {}: RMSE, max", "rmse.state max_error.state", "e"),
+)
+PEER_RATIOS = (
+    *View.ratios,
+    *(
+        (f"{title}/ours{how}", f"{name}.{key}/ours.{key}")
+        for name, title in PEER_TITLES[1:]
+        for key, how in (("ms.median", ""), ("sustained_ms", ", sustained"))
+    ),
 )
 PREFILL = View(
-    (*NARROW_TIMES, *RATIOS, *SUSTAINED, *FLOOR, *ERRORS, *ABSOLUTE, *PEERS, BOUND, MET), bounds_of, PEER_TITLES
+    (
+        *(OURS, Column("graph", "ours.graph_ms.median"), FLA, *RATIOS, *SUSTAINED, *FLOOR),
+        *(*ERRORS, *ABSOLUTE, *PEERS, BOUND, MET),
+    ),
+    titles=PEER_TITLES,
+    ratios=PEER_RATIOS,
 )
 
 # ---- split -----------------------------------------------------------------------------------------------------------
@@ -56,7 +64,7 @@ def split_summary(document: dict) -> list[str]:
     rows = [row for row in document["rows"] if row["gain"] is not None]
     lines = [mean("split rows, whole/ours", [row["gain"] for row in rows if is_split(row)])]
     costs = []
-    for key, where in (("gain", "at most"), ("told_gain", "where the host has the lengths")):
+    for key, where in (("gain", "at most"), ("cu_seqlens_cpu_gain", "where the host has the lengths")):
         gains = [row[key] for row in rows if not is_split(row) and row.get(key)]
         costs += [f"{max(1 / gain - 1 for gain in gains):.1%} {where}"] if gains else []
     return [*lines, f"whole rows: planning costs {', '.join(costs)}" if costs else ""]
@@ -64,9 +72,9 @@ def split_summary(document: dict) -> list[str]:
 
 SPLIT = View(
     (
-        Column("ours ms", "ours.ms.median"),
+        OURS,
         Column("whole ms", "whole.ms.median"),
-        Column("FLA ms", "fla.ms.median"),
+        FLA,
         Column("gain", "gain", "x"),
         *RATIOS,
         *SUSTAINED,
@@ -76,6 +84,7 @@ SPLIT = View(
         Column("error whole: o, state", "whole.error.o whole.error.state", "e", wide=True),
     ),
     titles=(*PEER_TITLES, ("whole", "whole")),
+    ratios=PEER_RATIOS,
     summary=split_summary,
 )
 
@@ -112,7 +121,7 @@ KERNELS = View(
         Column("TFLOP/s", "kernel.tflop_s", wide=True),
         Column("of GEMM", "kernel.share_of_gemm", "%"),
         Column("us/chunk", "kernel.us_per_chunk", wide=True),
-        Column("CTAs", "kernel.programs", "i", wide=True),
+        Column("CTAs", "kernel.ctas", "i", wide=True),
         Column("threads", "kernel.threads", "i", wide=True),
         Column("regs", "kernel.registers", "i"),
         Column("spill B", "kernel.spill_bytes", "i"),
@@ -133,19 +142,16 @@ DECODE = View(
         Column("ours us", "ours.ms.median", scale=US),
         Column("FLA us", "fla.ms.median", scale=US),
         *RATIOS,
-        Column("ours sustained us", "ours.sustained_ms", scale=US, wide=True),
-        Column("FLA sustained us", "fla.sustained_ms", scale=US, wide=True),
+        *both("{} sustained us", "sustained_ms", scale=US),
         Column("floor us", "floor_ms", scale=US, wide=True),
         Column("of copy", "share_of_floor", "%"),
-        Column("FLA of copy", "share_fla", "%", wide=True),
+        Column("FLA of copy", "floor_ms/fla.ms.median", "%", wide=True),
         Column("a token", "token_cost", wide=True),
-        Column("host us", "ours.host_us", wide=True),
-        Column("FLA host us", "fla.host_us", wide=True),
+        *both("{} host us", "host_us"),
         *ERRORS,
         BOUND,
         MET,
     ),
-    bounds_of,
 )
 
 # ---- train, wy -------------------------------------------------------------------------------------------------------
@@ -153,11 +159,8 @@ DECODE = View(
 GIB = 2.0**-30
 
 
-def _by_name(title: str, key: str, names: tuple[str, ...]) -> list[Column]:
-    return [
-        Column(f"{title} {label}: {' '.join(names)}", " ".join(f"{x}.{key}.{name}" for name in names), "e", wide=True)
-        for x, label in (("ours", "ours"), ("fla", "FLA"))
-    ]
+def by_result(title: str, key: str, names: Sequence[str]) -> tuple[Column, ...]:
+    return both(f"{title} {{}}: {' '.join(names)}", " ".join(f"{key}.{name}" for name in names), "e")
 
 
 def train_summary(document: dict) -> list[str]:
@@ -176,23 +179,20 @@ def train_summary(document: dict) -> list[str]:
 TRAIN = View(
     (
         Column("fwd ms", "ours.forward_ms.median", wide=True),
-        Column("ours ms", "ours.ms.median"),
-        Column("FLA ms", "fla.ms.median"),
-        Column("fwd ratio", "forward_speedup", "x", wide=True),
+        OURS,
+        FLA,
+        Column("fwd ratio", "fla.forward_ms.median/ours.forward_ms.median", "x", wide=True),
         *RATIOS,
         *SUSTAINED,
         *FLOOR,
-        Column("GiB ours", "ours.peak_bytes", scale=GIB, wide=True),
-        Column("GiB FLA", "fla.peak_bytes", scale=GIB, wide=True),
-        Column("memory", "memory_share"),
-        *_by_name("error", "error", ("q", "k", "v", "g", "beta", "A_log", "dt_bias")),
+        *both("GiB {}", "peak_bytes", scale=GIB),
+        Column("memory", "ours.peak_above_bytes/fla.peak_above_bytes"),
+        *by_result("error", "error", LEAVES),
         BOUND,
         MET,
     ),
-    bounds_of,
     summary=train_summary,
 )
-WY_GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 WY = View(
     (
         Column("ms", "ours.ms.median", wide=True),
@@ -201,10 +201,9 @@ WY = View(
         *RATIOS,
         *SUSTAINED,
         *FLOOR,
-        Column("GiB ours", "ours.peak_above_bytes", scale=GIB, wide=True),
-        Column("GiB FLA", "fla.peak_above_bytes", scale=GIB, wide=True),
-        *_by_name("error", "error", WY_GRADIENTS),
-        *_by_name("largest", "max_error", WY_GRADIENTS),
+        *both("GiB {}", "peak_above_bytes", scale=GIB),
+        *by_result("error", "error", GRADIENTS),
+        *by_result("largest", "max_error", GRADIENTS),
         MET,
     ),
 )
@@ -225,10 +224,10 @@ def fp32_summary(document: dict) -> list[str]:
 
 FP32 = View(
     (
-        Column("ours ms", "ours.ms.median"),
+        OURS,
         Column("ieee", "ieee.ms.median"),
         Column("C ms", "c.ms.median"),
-        Column("FLA ms", "fla.ms.median"),
+        FLA,
         Column("FLA bf16 ms", "fla_bf16.ms.median", wide=True),
         *RATIOS,
         *SUSTAINED,
@@ -251,55 +250,40 @@ FP32 = View(
 STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
 
 
+RATIOS_BY_TOOLCHAIN = (
+    ("other/ours, cold", "other.ms.median/ours.ms.median"),
+    ("other/ours, sustained", "other.sustained_ms/ours.sustained_ms"),
+)
+
+
 def toolchain_lines(row: dict) -> list[dict]:
-    """The whole call, then its kernels."""
-    whole = {"name": row["name"], "ours": row["ours"], "times": row["graph_ms"]}
-    lines = [whole]
-    for kernel in row["kernels"]:
-        costs = {key: _both(kernel[key]) for key in ("registers", "spill_bytes")}
-        line = {"name": "  " + kernel["kernel"].removesuffix("_kernel"), "times": kernel["ms"], **costs}
-        lines.append({**line, "busy": busy_ratio(kernel)})
-    for line in lines:
-        line["ratio"] = quotient(value(line, "times.other.median"), value(line, "times.ours.median"))
-    return lines
-
-
-def _both(found: dict) -> str:
-    ours, other = (str(found.get(key, "-")) for key in ("ours", "other"))
-    return ours if ours == other else f"{ours}/{other}"
-
-
-def busy_ratio(kernel: dict) -> float | None:
-    return quotient(value(kernel, "sustained_ms.other"), value(kernel, "sustained_ms.ours"))
+    """A kernel stands below its call."""
+    return [{**row, "name": "  " + row["kernel"].removesuffix("_kernel")} if "kernel" in row else row]
 
 
 def toolchains_summary(document: dict) -> list[str]:
-    """How the results differ, the ratio over all kernels, and everything that is missing with its reason."""
-    rows = document["rows"]
-    judged = [float(row["difference"]) for row in rows if row["difference"] is not None]
-    same = sum(difference == 0 for difference in judged)
-    names = [f"{key} Triton {found['triton']}" for key, found in document["toolchains"].items()]
-    lines = [", ".join(names)]
-    lines.append(
-        f"results: the same bits in {same} of {len(judged)} rows, largest difference {max(judged, default=0):.1e}"
+    """How the results differ, and the ratios over all kernels."""
+    differences = [value(row, "ours.error.difference") for row in document["rows"]]
+    judged = [float(x) for x in differences if x is not None]
+    bits = (
+        f"the same bits in {judged.count(0.0)} of {len(judged)} rows, largest difference {max(judged, default=0):.1e}"
     )
-    kernels = [kernel for row in rows for kernel in row["kernels"]]
-    cold = [quotient(value(x, "ms.other.median"), value(x, "ms.ours.median")) for x in kernels]
-    lines += [mean("other/ours, cold", cold), mean("other/ours, sustained", [busy_ratio(x) for x in kernels])]
-    return [*lines, *dict.fromkeys(f"{x['kernel']}: {x['problem']}" for x in kernels if x["problem"])]
+    names = [f"{key} Triton {found['triton']}" for key, found in document["toolchains"].items()]
+    kernels = [row for row in document["rows"] if "kernel" in row]
+    ratios = [mean(title, [value(row, path) for row in kernels]) for title, path in RATIOS_BY_TOOLCHAIN]
+    return [", ".join(names), f"results: {bits}", *ratios]
 
 
 TOOLCHAINS = View(
     (
-        Column("regs", "registers", "s"),
-        Column("spill B", "spill_bytes", "s"),
-        Column("ours us", "times.ours.median", scale=US),
-        Column("other us", "times.other.median", scale=US),
-        Column("ratio", "ratio"),
-        Column("busy", "busy"),
+        Column("regs", "registers", "values"),
+        Column("spill B", "spill_bytes", "values"),
+        Column("ours us", "ours.ms.median", scale=US),
+        Column("other us", "other.ms.median", scale=US),
+        *(Column(title, path) for title, (_, path) in zip(("ratio", "busy"), RATIOS_BY_TOOLCHAIN)),
     ),
     toolchain_lines,
-    titles=(),
+    titles=(("other", "other"),),
     ratios=(),
     summary=toolchains_summary,
 )
@@ -321,7 +305,7 @@ _PREFILL_LINES = (
     ("{ours}", "ours.ms.median"),
     ("{ours}, CUDA graph", "ours.graph_ms.median"),
 )
-PLOTS = {
+PLOTS: dict[str, Plot | KernelPlot] = {
     "prefill": Plot(64, "KDA prefill", _PREFILL_LINES),
     "classic": Plot(64, "KDA prefill", _PREFILL_LINES),
     "split": Plot(4, "KDA prefill, few heads", (*_PREFILL_LINES, ("{ours}, not split", "whole.ms.median"))),
@@ -331,5 +315,5 @@ PLOTS = {
         (("FLA", "fla.graph_ms.median"), ("{ours}", "ours.graph_ms.median")),
         floor="all tensors",
     ),
+    "train": KernelPlot(),
 }
-"""Of time against T; `train` plots its kernels."""

@@ -13,8 +13,8 @@ import flashdelta
 from ...testing.cases import BF16
 from ...testing.inputs import make_call
 from ...testing.oracle import TOLERANCE, relative_error, truth
-from ..bench.cases import model
 from ..bench.environment import environment
+from ..bench.workloads import model
 
 TYPICAL = model("typical", "what a model calls, and small", 2, T=130)
 """Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""

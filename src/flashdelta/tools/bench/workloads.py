@@ -43,7 +43,9 @@ class Bound:
 
 
 def value(row: dict | None, path: str) -> Any:
-    """What a JSON row holds under a dotted path; None if it has no such thing."""
+    """What a JSON row holds under a dotted path, or the quotient of two, `a/b`; None if it has no such thing."""
+    if "/" in path:
+        return quotient(*(value(row, x) for x in path.split("/")))
     found: Any = row
     for name in path.split("."):
         found = found.get(name) if isinstance(found, dict) else None
@@ -54,24 +56,20 @@ def quotient(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def _per(a: str, b: str) -> Callable[[dict, dict | None], float | None]:
-    return lambda row, other: quotient(value(row, a), value(row, b))
-
-
 QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] = {
     "ms": ("<= {:g} ms", lambda row, other: value(row, "ours.ms.median")),
     "us": ("<= {:g} us", lambda row, other: None if not value(row, "ours.ms") else row["ours"]["ms"]["median"] * 1e3),
     "FLA": ("<= {:g} of FLA's", lambda row, other: quotient(1.0, value(row, "speedup"))),
     "speedup": (">= {:g}x FLA", lambda row, other: value(row, "speedup")),
     "copy": (">= {:.0%}", lambda row, other: value(row, "share_of_floor")),
-    "memory": ("<= {:g} of its memory", _per("ours.peak_above_bytes", "fla.peak_above_bytes")),
+    "memory": ("<= {:g} of its memory", lambda row, other: value(row, "ours.peak_above_bytes/fla.peak_above_bytes")),
     "row": (
         "<= {:g}x {row}",
         lambda row, other: quotient(value(row, "ours.ms.median"), value(other, "ours.ms.median")),
     ),
     "float32": ("<= {:g} of FLA's on float32", lambda row, other: quotient(1.0, value(row, "speedup"))),
-    "error": ("error <= {:g} of FLA's", _per("ours.error.o", "fla.error.o")),
-    "C": ("C <= {:g} x Python", _per("c.ms.median", "ours.ms.median")),
+    "error": ("error <= {:g} of FLA's", lambda row, other: value(row, "ours.error.o/fla.error.o")),
+    "C": ("C <= {:g} x Python", lambda row, other: value(row, "c.ms.median/ours.ms.median")),
     "C host": ("C call <= {:g} us", lambda row, other: value(row, "c.host_us")),
     "seconds": ("<= {:g} s", lambda row, other: value(row, "seconds")),
 }
