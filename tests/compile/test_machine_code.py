@@ -16,7 +16,7 @@ from flashdelta.hopper.launch import DECODE_AT_ONCE
 from flashdelta.program.launch import Launch
 from flashdelta.tools import compile as compiling
 from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
-from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, fingerprint, late_operands
+from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, compile_launch, fingerprint, late_operands
 
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
@@ -270,7 +270,7 @@ def sample_launch(kernel: object = plain_kernel, dtype: torch.dtype = torch.floa
 def test_a_rename_keeps_the_fingerprint_and_the_machine_code():
     plain, renamed = sample_launch(), sample_launch(renamed_kernel)
     assert fingerprint(plain, 90) == fingerprint(renamed, 90)
-    assert compiling.compile_launch(plain, "", 90).sass == compiling.compile_launch(renamed, "", 90).sass
+    assert compile_launch(plain, 90).sass == compile_launch(renamed, 90).sass
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,7 @@ def test_one_changed_instruction_fails_the_gate():
     """From source to verdict, on one kernel."""
 
     def found(launch: Launch) -> dict[Entry, Costs]:
-        cost = compiling.compile_launch(launch, "v", 90)
-        costs = Costs(**{name: getattr(cost, name) for name in Costs.__dataclass_fields__})
-        return {Entry(90, "v", "kernel", fingerprint(launch, 90)): costs}
+        return {Entry(90, "v", "kernel", fingerprint(launch, 90)): compile_launch(launch, 90)}
 
     before, after, renamed = (found(sample_launch(k)) for k in (plain_kernel, changed_kernel, renamed_kernel))
     assert violations([*renamed], before, renamed) == [] and records.changes(before, renamed) == []
@@ -317,17 +315,15 @@ def test_every_launch_says_whether_to_fuse():
 @pytest.mark.parametrize("toolchain", TOOLCHAINS)
 def test_machine_code_does_not_depend_on_tritons_default_fusion(toolchain: str, tmp_path: Path):
     """And where no default is set, Triton has nothing to warn of."""
-    chain = TOOLCHAINS[toolchain]
-    names = chain.names()
-    variants = "decode K64 V64, V first", "hopper decode K64 V64, softplus"
-    wanted = [name for name in names if name.arch == 90 and name.variant in variants]
-    assert len(wanted) == 2
+    options = "--arch=90", "--only=decode K64 V64", "--json"
     found = []
     for default in ("0", "1", ""):
         given = {FUSION: default} if default else {"PYTHONWARNINGS": "error::UserWarning"}
         given["TRITON_CACHE_DIR"] = str(tmp_path / default / "cache")
-        found.append(chain.compile(names, wanted, environment=given))
+        rows = TOOLCHAINS[toolchain].run(*options, environment=given, module=compiling.__name__)
+        found.append([row | {"seconds": None} for row in rows])
     assert found[0] == found[1] == found[2]
+    assert [row["variant"] for row in found[0]] == ["decode K64 V64, V first", "hopper decode K64 V64, softplus"]
 
 
 # ---- reading machine code ------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Run as a module it is such a process: it prints all entries as JSON, or compiles
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -15,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,14 +31,17 @@ FUSION = "TRITON_DEFAULT_FP_FUSION"
 """Environment variable of Triton's: whether to fuse multiplications and additions where a launch does not say."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Toolchain:
     """A Triton: the installed one, or the one in a folder."""
 
     folder: Path | None = None
 
-    def run(self, *arguments: str, given: object = None, environment: dict[str, str] | None = None) -> list:
-        """What this module prints when that Triton runs it. Compiles into a cache of its own if `environment` names one.
+    def run(
+        self, *arguments: str, given: object = None, environment: dict[str, str] | None = None, module: str = __name__
+    ) -> list:
+        """What a module, by default this one, prints as JSON when that Triton runs it. Compiles into a cache of its own if
+        `environment` names one.
 
         Raises:
             RuntimeError: it failed.
@@ -47,7 +50,7 @@ class Toolchain:
         joined = os.pathsep.join(str(p) for p in path if p)
         inherited = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", FUSION)}
         done = subprocess.run(
-            [sys.executable, "-m", __name__, *arguments],
+            [sys.executable, "-m", module, *arguments],
             input=json.dumps(given),
             cwd=ROOT,
             env={**inherited, "PYTHONPATH": joined, **(environment or {})},
@@ -67,10 +70,6 @@ class Toolchain:
         """All kernels that are compiled for any variant and architecture."""
         return [Entry(**found) for found in self.run("entries")]
 
-    def names(self) -> list[Entry]:
-        """The same without fingerprints, which take half a minute."""
-        return [Entry(**found, fingerprint="") for found in self.run("names")]
-
     def compile(
         self,
         entries: list[Entry],
@@ -79,7 +78,7 @@ class Toolchain:
         environment: dict[str, str] | None = None,
         expected: Mapping[Entry, Costs] | None = None,
     ) -> dict[Entry, Costs]:
-        """Those that are wanted of all `entries`, or `names`.
+        """Those that are wanted of all `entries`.
 
         The compiler orders some things by their address, which differs from process to process: once in some hundred entries
         that gives another order of a few instructions. What is not as `expected` is compiled again before that is believed.
@@ -123,14 +122,13 @@ def _launches() -> list[tuple]:
 def _compile(place: int) -> dict:
     from flashdelta.tools.compile import compile_launch
 
-    arch, variant, launch = _launches()[place]
-    cost = compile_launch(launch, variant, arch)
-    return {field.name: getattr(cost, field.name) for field in dataclasses.fields(Costs)}
+    arch, _, launch = _launches()[place]
+    return asdict(compile_launch(launch, arch))
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("version", "names", "entries", "compile"))
+    parser.add_argument("what", choices=("version", "entries", "compile"))
     parser.add_argument("jobs", type=int, nargs="?", default=1)
     arguments = parser.parse_args()
     given = json.load(sys.stdin)
@@ -138,12 +136,13 @@ def _main() -> None:
         import triton
 
         found = triton.__version__
-    elif arguments.what in ("names", "entries"):
+    elif arguments.what == "entries":
         from flashdelta.tools.compile import fingerprint
 
-        found = [{"arch": arch, "variant": name, "kernel": x.kernel.__name__} for arch, name, x in _launches()]
-        if arguments.what == "entries":
-            found = [one | {"fingerprint": fingerprint(x, arch)} for one, (arch, _, x) in zip(found, _launches())]
+        found = [
+            asdict(Entry(arch, variant, launch.kernel.__name__, fingerprint(launch, arch)))
+            for arch, variant, launch in _launches()
+        ]
     elif arguments.jobs == 1 or len(given) <= 1:
         found = [_compile(place) for place in given]
     else:
