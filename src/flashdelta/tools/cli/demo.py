@@ -13,9 +13,13 @@ from importlib import resources
 from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
+from ...problem.errors import wrong
+from .device import find_device
 
 DEFAULT_PROMPT = (
     "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "
@@ -80,10 +84,10 @@ def run_demo(
     """
     prompt = DEFAULT_PROMPT if prompt is None else prompt
     if not prompt:
-        raise ValueError("prompt: got an empty text, wanted at least one character")
+        raise wrong("prompt", "an empty text", "at least one character")
     if tokens < 1:
-        raise ValueError(f"tokens: got {tokens}, wanted at least 1")
-    place = _place(device)
+        raise wrong("tokens", tokens, "at least 1")
+    place = find_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     prompt_tokens = encode(prompt)[None].to(place)
     model = load_demo_model(place, dtype, backend)
@@ -101,21 +105,6 @@ def run_demo(
         agreement_error=error,
         checked=checked,
     )
-
-
-def _place(device: str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, wanted 'cpu' or 'cuda'") from error
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {device!r}, wanted 'cpu' or 'cuda'")
-    gpus = torch.cuda.device_count()
-    if place.type == "cuda" and (place.index or 0) >= gpus:
-        raise ValueError(f"device: got {device!r}, wanted 'cpu' or one of the {gpus} GPUs PyTorch sees")
-    return place
 
 
 def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> KdaLanguageModel:
@@ -196,3 +185,21 @@ def _backend_used(model: KdaLanguageModel, prompt_tokens: int) -> str:
     attention = model.blocks[0].attention
     prefill, step = (attention.explain(1, tokens).chosen for tokens in (prompt_tokens, 1))
     return prefill if prefill == step else f"{prefill} (prefill), {step} (decode)"
+
+
+def show(report: dict, console: Console) -> None:
+    """Prints a result's fields: the prompt dimmed, the continuation after it, then speed and check."""
+    console.print(Text.assemble((report["prompt"], "dim"), (report["continuation"], "bold")))
+    console.print()
+    facts = (
+        f"{report['parameters'] / 1e6:.1f}M parameters in {report['dtype']} on {report['device']}, backend {report['backend']}",
+        "prefill {prefill_tokens_per_s:,.0f} tokens/s, decode {decode_tokens_per_s:,.0f} tokens/s".format_map(report),
+    )
+    for fact in facts:
+        console.print(fact, markup=False, highlight=False)
+    outcome = "[green]check passed[/green]" if report["checked"] else "[red]check failed[/red]"
+    console.print(
+        f"{outcome}: prefill and decode, token by token, against one prefill of the whole text: "
+        f"error of the logits {report['agreement_error']:.1e}",
+        highlight=False,
+    )
