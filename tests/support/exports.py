@@ -122,14 +122,14 @@ def pointers(*names: str) -> dict[str, int]:
     return {name: 0x10000 * (i + 1) for i, name in enumerate(names)}
 
 
-def prefill_args(bf16: bool = False, **changes: object) -> dict:
-    """Of a call that is right in all but its addresses."""
-    names = ("q", "k", "v", "g", "beta", "o", "workspace", *(() if bf16 else ("w", "u")))
+def task(op: str, *, stream: int = 0, repeats: int = 1, **changes: object) -> dict:
+    """A call for `call` that is right in all but its addresses, and in what `changes`."""
     K, V, C = SIZE
-    sizes = {"B": 2, "H": 3, "T": 70, "K": K, "V": V, "C": C}
-    return sizes | pointers(*names) | {"workspace_bytes": 2**40} | changes
-
-
-def decode_args(**changes: object) -> dict:
-    sizes = {"N": 5, "H": 3, "slots": 7, "K": SIZE[0], "V": SIZE[1]}
-    return sizes | pointers("q", "k", "v", "g", "beta", "states", "state_indices", "o") | changes
+    if op == "decode_bf16":
+        sizes = {"N": 5, "H": 3, "slots": 7, "K": K, "V": V}
+        given = sizes | pointers("q", "k", "v", "g", "beta", "states", "state_indices", "o")
+    else:
+        sizes = {"B": 2, "H": 3, "T": 70, "K": K, "V": V, "C": C, "workspace_bytes": 2**40}
+        results = ("w", "u") if op == "prefill_f32" else ()
+        given = sizes | pointers("q", "k", "v", "g", "beta", "o", "workspace", *results)
+    return {"op": op, "args": given | changes, "stream": stream, "repeats": repeats}

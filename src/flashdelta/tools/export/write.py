@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...problem.operations import PREFILL_GATES, PREFILL_SIZES
 from . import bindings
-from .kernels import OPS, Kernel, parameters_of, wanted_kernels
+from .cubins import OPS, Kernel, parameters_of, wanted_kernels
 
 HERE = Path(__file__).parent
 TEMPLATES = ("flashdelta.h", "CMakeLists.txt")
