@@ -14,13 +14,12 @@ import triton.language as tl
 
 from flashdelta.hopper.launch import DECODE_AT_ONCE
 from flashdelta.program.launch import Launch
-from flashdelta.tools import compile as compiling
 from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
 from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, compile_launch, fingerprint, late_operands
 
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
-from .toolchains import FUSION, ROOT, Toolchain, toolchains
+from .toolchains import COMPILE, FUSION, ROOT, Toolchain, toolchains
 
 SAMPLE, RECENT, MOST = 4, 6, 24
 """Entries of each Triton that are compiled though their fingerprint is recorded, others at every commit: of all, and of those
@@ -179,15 +178,15 @@ def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pyt
     outcomes = [[other, other], [COSTS, other], [other], [other]]
     asked = []
 
-    def run(self: Toolchain, *arguments: str, given: list[int], environment: dict[str, str]) -> list[dict]:
-        asked.append((given, environment))
+    def run(self: Toolchain, *arguments: str, environment: dict[str, str]) -> list[dict]:
+        asked.append((arguments[arguments.index("--places") + 1 :], environment))
         return [asdict(costs) for costs in outcomes.pop(0)]
 
     monkeypatch.setattr(Toolchain, "run", run)
     expected = {ENTRY: COSTS, OTHER: COSTS}
     found = Toolchain().compile([ENTRY, OTHER], [ENTRY, OTHER], expected=expected)
     assert found == {ENTRY: COSTS, OTHER: other}
-    assert [given for given, _ in asked] == [[0, 1], [0, 1], [1], [1]]
+    assert [given for given, _ in asked] == [("0", "1"), ("0", "1"), ("1",), ("1",)]
     caches = [environment.get("TRITON_CACHE_DIR") for _, environment in asked]
     assert caches[0] is None and len(set(caches)) == 4
 
@@ -315,12 +314,12 @@ def test_every_launch_says_whether_to_fuse():
 @pytest.mark.parametrize("toolchain", TOOLCHAINS)
 def test_machine_code_does_not_depend_on_tritons_default_fusion(toolchain: str, tmp_path: Path):
     """And where no default is set, Triton has nothing to warn of."""
-    options = "--arch=90", "--only=decode K64 V64", "--json"
+    command = *COMPILE, "--arch=90", "--only=decode K64 V64", "--json"
     found = []
     for default in ("0", "1", ""):
         given = {FUSION: default} if default else {"PYTHONWARNINGS": "error::UserWarning"}
         given["TRITON_CACHE_DIR"] = str(tmp_path / default / "cache")
-        rows = TOOLCHAINS[toolchain].run(*options, environment=given, module=compiling.__name__)
+        rows = TOOLCHAINS[toolchain].run(*command, environment=given)
         found.append([row | {"seconds": None} for row in rows])
     assert found[0] == found[1] == found[2]
     assert [row["variant"] for row in found[0]] == ["decode K64 V64, V first", "hopper decode K64 V64, softplus"]

@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import re
 import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
@@ -470,25 +473,60 @@ LINE = (
 )
 
 
+@functools.cache
+def all_launches() -> list[tuple[int, str, Launch]]:
+    """With architecture and variant. The same in every process, so that a place in the list says which is meant."""
+    return [(arch, x.name, launch) for x in VARIANTS for arch in x.architectures() for launch in x.launches(arch)]
+
+
+def identify(place: int) -> dict:
+    arch, variant, launch = all_launches()[place]
+    return {"arch": arch, "variant": variant, "kernel": launch.kernel.__name__}
+
+
+def fingerprint_at(place: int) -> dict:
+    arch, _, launch = all_launches()[place]
+    return identify(place) | {"fingerprint": fingerprint(launch, arch)}
+
+
+def compile_at(place: int) -> dict:
+    arch, _, launch = all_launches()[place]
+    began = time.perf_counter()
+    costs = asdict(compile_launch(launch, arch))
+    seconds = round(time.perf_counter() - began, 2)
+    return identify(place) | costs | {"triton": triton.__version__, "seconds": seconds}
+
+
+def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> Iterator[Any]:
+    """`work(*task)` of every task in order, `jobs` at a time."""
+    if min(jobs, len(tasks)) <= 1:
+        yield from itertools.starmap(work, tasks)
+        return
+    # not forked: PyTorch has threads
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, *zip(*tasks))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="default: all")
     parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--places", type=int, nargs="*", help="launches by their places in the list of all")
+    parser.add_argument("--list", action="store_true", help="fingerprints (as JSON), and nothing is compiled")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--jobs", type=int, default=1, help="kernels compiled at a time")
     arguments = parser.parse_args()
-    rows: list[dict] = []
-    for arch in arguments.arch or ARCHITECTURES:
-        for variant in VARIANTS:
-            if arguments.only not in variant.name or arch not in variant.architectures():
-                continue
-            for launch in variant.launches(arch):
-                began = time.perf_counter()
-                row = asdict(compile_launch(launch, arch))
-                row |= {"kernel": launch.kernel.__name__, "variant": variant.name, "arch": arch}
-                rows.append(row | {"triton": triton.__version__, "seconds": round(time.perf_counter() - began, 2)})
-                if not arguments.json:
-                    print(LINE.format_map(rows[-1]), flush=True)
-    if arguments.json:
+    places = arguments.places
+    if places is None:
+        wanted = arguments.arch or ARCHITECTURES
+        found = enumerate(all_launches())
+        places = [i for i, (arch, variant, _) in found if arch in wanted and arguments.only in variant]
+    rows = []
+    for row in in_processes(fingerprint_at if arguments.list else compile_at, [(i,) for i in places], arguments.jobs):
+        rows.append(row)
+        if not arguments.json and not arguments.list:
+            print(LINE.format_map(row), flush=True)
+    if arguments.json or arguments.list:
         print(json.dumps(rows))
 
 

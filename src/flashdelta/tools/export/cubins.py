@@ -6,9 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from types import SimpleNamespace
 
 import torch
@@ -27,7 +25,7 @@ from ...runtime.call import check
 from ...triton import config
 from ...triton.build import build
 from ...triton.launch import prefill
-from ..compile import source
+from ..compile import in_processes, source
 from . import bindings
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
@@ -232,9 +230,4 @@ def _check(
 def compile_kernels(wanted: Iterable[Wanted], arches: Iterable[int], jobs: int | None = None) -> list[Kernel]:
     """All of them for all architectures, `jobs` at a time (by default as many as there are processors)."""
     tasks = [(kernel, arch) for kernel, arch in itertools.product(wanted, arches) if kernel.exists(arch)]
-    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
-    if jobs <= 1:
-        return [compile_kernel(*task) for task in tasks]
-    # not forked: PyTorch has threads
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_kernel, *zip(*tasks)))
+    return list(in_processes(compile_kernel, tasks, jobs or os.cpu_count() or 1))
