@@ -568,27 +568,6 @@ def test_every_toolchain_exports(toolchain: str, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "out" / "build" / "libflashdelta.so").exists()
 
 
-@pytest.mark.parametrize(
-    ("choice", "said"),
-    [
-        (["--arch=sm_75"], "arch: got 'sm_75', wanted one of sm_80, sm_86"),
-        (["--arch=sm_90", "--op=prefill"], "op: got 'prefill', wanted one of prefill_f32"),
-        (["--arch=sm_90", "--size=64,64,16"], "size: got '64,64,16', wanted one of 64,64,32"),
-        (["--arch=sm_90", "--gate=softplus"], "gate: got 'softplus', wanted one of none"),
-        (["--arch=sm_90", "--precision=tf32"], "precision: got 'tf32', wanted one of ieee"),
-    ],
-)
-def test_bad_choices_are_refused(choice: list[str], said: str, tmp_path: Path):
-    testing = pytest.importorskip("typer.testing")
-    from flashdelta.tools.cli.app import app
-
-    result = testing.CliRunner().invoke(
-        app, ["export", "--out", str(tmp_path / "out"), *choice], env={"COLUMNS": "200", "TERM": "dumb"}
-    )
-    assert result.exit_code == 2 and said in result.output
-    assert not (tmp_path / "out").exists()
-
-
 def test_bindings_need_only_the_standard_library(exported: Export):
     """The copy beside the C files is imported where there is no torch (the package is not found in isolated mode)."""
     assert importlib.util.find_spec("torch") is not None
