@@ -5,6 +5,7 @@ Groups are of about one length, for several to run at once.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,9 +15,17 @@ FOLDER = Path(__file__).parent
 SMOKE = "smoke"
 """The group that always runs: together its tests launch every portable kernel."""
 
-# A test that is named, or a part of its cases (every second one from the first on is 1/2); a file stands for all others in it.
+# A case, a test, or a part of its cases (every second one from the first on is 1/2); a file stands for all others in it.
 GROUPS: dict[str, list[str]] = {
-    SMOKE: ["test_smoke.py"],
+    SMOKE: [
+        "test_smoke.py",
+        "test_split.py::test_split_is_the_whole[[7, 97, 1, 0]-2-False]",
+        "test_prefill.py::test_sizes[K64-V64-C32-tf32x3]",
+        "test_decode.py::test_step[paged]",
+        "test_decode.py::test_step[spec_packed]",
+        "test_decode.py::test_commit[(1, 0, 5, 2)-torch.float32]",
+        "test_wy.py::test_results_are_the_reference[grouped-sliced]",
+    ],
     "chunk-1": ["test_kernels.py::test_chunk_fp32 1/2"],
     "chunk-2": ["test_kernels.py::test_chunk_fp32 2/2"],
     "half": [
@@ -50,16 +59,16 @@ def file_of(selector: str) -> str:
 
 
 def parsed(selector: str) -> tuple[str, int, int]:
-    """The test, and which of how many parts of its cases."""
-    test, _, part = selector.partition(" ")
-    number, _, parts = (part or "1/1").partition("/")
-    return test, int(number), int(parts)
+    """The name, and which of how many parts of a test's cases."""
+    name, number, parts = re.fullmatch(r"(.*?)(?: (\d+)/(\d+))?", selector).groups("1")
+    return name, int(number), int(parts)
 
 
-def selector_of(test: str) -> str:
-    """What selects the test: its own name where a group has it, else its file."""
+def selector_of(case: str) -> str:
+    """What selects the case: its own name, its test's or its file's, whichever a group has first."""
     named = {parsed(selector)[0] for selectors in GROUPS.values() for selector in selectors}
-    return test if test in named else file_of(test)
+    names = (case, case.partition("[")[0])
+    return next((name for name in names if name in named), file_of(case))
 
 
 def selection(group: str) -> str:
@@ -74,15 +83,16 @@ def paths(group: str) -> list[str]:
 
 
 def chosen(group: str, items: list[tuple[str, object]]) -> list[object]:
-    """Those of the group, of all `(test, case)` in the order of collection."""
-    wanted = {test: (number, parts) for test, number, parts in map(parsed, GROUPS[group])}
+    """Those of the group, of all cases by name in the order of collection."""
+    wanted = {selector: (number, parts) for selector, number, parts in map(parsed, GROUPS[group])}
     seen: Counter[str] = Counter()
     found = []
-    for test, case in items:
-        seen[test] += 1
-        number, parts = wanted.get(selector_of(test), (0, 1))
-        if (seen[test] - number) % parts == 0 and number > 0:
-            found.append(case)
+    for case, item in items:
+        selector = selector_of(case)
+        seen[selector] += 1
+        number, parts = wanted.get(selector, (0, 1))
+        if (seen[selector] - number) % parts == 0 and number > 0:
+            found.append(item)
     return found
 
 
@@ -92,4 +102,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if group := config.getoption("group"):
-        items[:] = chosen(group, [(f"{item.path.name}::{item.originalname}", item) for item in items])
+        items[:] = chosen(group, [(f"{item.path.name}::{item.name}", item) for item in items])

@@ -216,16 +216,18 @@ def test_groups_are_recorded(entries: set[record.Entry]):
 
 def test_groups_select_every_test_once():
     """Every part of every test function."""
-    selectors = {
-        selector_of(f"{file.name}::{x.name}")
+    tests = {
+        f"{file.name}::{x.name}"
         for file in FOLDER.glob("test_*.py")
         for x in ast.parse(file.read_text()).body
         if isinstance(x, ast.FunctionDef) and x.name.startswith("test_")
     }
     selected = Counter(parsed(selector) for group in GROUPS.values() for selector in group)
     parts = {selector: parts for selector, _, parts in selected}
-    assert selectors == parts.keys()
-    assert selected == Counter((x, i + 1, parts[x]) for x in selectors for i in range(parts[x]))
+    cases = {selector for selector in parts if "[" in selector}
+    assert {selector_of(test) for test in tests} == parts.keys() - cases
+    assert {case.partition("[")[0] for case in cases} <= tests
+    assert selected == Counter((x, i + 1, parts[x]) for x in parts for i in range(parts[x]))
 
 
 def test_a_test_that_changes_groups_makes_both_stale(monkeypatch: pytest.MonkeyPatch):
@@ -238,7 +240,9 @@ def test_parts_of_a_test_are_all_of_its_cases_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(GROUPS, "one", ["a.py::test_a 1/2", "a.py::test_b"])
     monkeypatch.setitem(GROUPS, "two", ["a.py::test_a 2/2"])
     monkeypatch.setitem(GROUPS, "rest", ["a.py"])
-    items = [(f"a.py::test_{name[0]}", name) for name in ("a0", "b0", "a1", "a2", "c0", "b1")]
-    assert chosen("one", items) == ["a0", "b0", "a2", "b1"]
+    monkeypatch.setitem(GROUPS, "case", ["a.py::test_b[b1]"])
+    items = [(f"a.py::test_{name[0]}[{name}]", name) for name in ("a0", "b0", "a1", "a2", "c0", "b1")]
+    assert chosen("one", items) == ["a0", "b0", "a2"]
     assert chosen("two", items) == ["a1"]
+    assert chosen("case", items) == ["b1"]
     assert chosen("rest", items) == ["c0"]

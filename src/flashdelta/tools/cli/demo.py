@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
 from ...problem.errors import wrong
+from ..bench.timing import synchronize
 from .device import find_device
 
 DEFAULT_PROMPT = (
@@ -141,16 +142,11 @@ def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: fl
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[_T, float]:
     """The result of `work()` and the seconds until the device had it."""
-    _wait(device)
+    synchronize(device)
     start = time.perf_counter()
     result = work()
-    _wait(device)
+    synchronize(device)
     return result, time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()
