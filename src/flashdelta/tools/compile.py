@@ -45,6 +45,10 @@ from ..problem.operations import PREFILL_SIZES
 from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors
 from ..program.launch import Launch
 from ..runtime.call import check
+from ..testing.cases import Case
+from ..testing.decoding import Step, make_step
+from ..testing.inputs import meta_call, on_meta
+from ..testing.oracle import as_recurrent
 from ..triton.build import build as build_triton
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
@@ -117,69 +121,44 @@ class Variant:
         return [*BUILD[self.backend](*call, arch).launches]
 
     def _chunk(self) -> Call:
-        return chunk_kda, self._sequences() | {
-            "return_intermediate_states": self.intermediate,
-            "disable_recompute": self.kept,
-            "chunk_size": self.chunk_size,
-            "split": self.split,
-        }
+        return chunk_kda, self._sequences() | {"disable_recompute": self.kept, "split": self.split}
 
     def _recurrent(self) -> Call:
-        return fused_recurrent_kda, self._sequences()
+        return fused_recurrent_kda, as_recurrent(self._sequences())
+
+    def _shape(self) -> Given:
+        """Of a `Case` or a `Step`, with the gate and the states."""
+        sizes = {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
+        options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
+        return {"name": self.name, "why": "", **sizes, **options}
 
     def _sequences(self) -> Given:
-        T, N = 4 * self.chunk_size, 1
-        make = _make(self.state_dtype)
-        state = make(*self._states(N))
-        given = self._inputs(1, T) | self._options(output_final_state=not self.pool)
-        given |= {"state_pool" if self.pool else "initial_state": state}
-        if self.packed:
-            given["cu_seqlens"] = make(N + 1, dtype=self.offsets)
+        """One sequence of four chunks."""
+        C, N, index = self.chunk_size, 1, _make(torch.int32)
+        bound = -5.0 if self.gate == "lower_bound" else None
+        lengths = {"lengths": (4 * C,), "offsets_dtype": self.offsets} if self.packed else {"T": 4 * C}
+        case = Case(**self._shape(), **lengths, lower_bound=bound, h=self.intermediate, chunk_size=C)
+        call = meta_call(case, self.dtype)
+        if self.g_dtype is not None:
+            call["g"] = call["g"].to(self.g_dtype)
         if self.pool:
-            given |= {"state_indices": make(N, dtype=torch.int32), "has_initial_state": make(N, dtype=torch.bool)}
+            call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
+            call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
         if self.checkpoints:
-            given |= {f"checkpoint_{name}": make(N, 1, dtype=torch.int32) for name in ("offsets", "indices")}
-        return given
+            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        return call
 
     def _states(self, count: int) -> tuple[int, ...]:
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (count, self.heads, *inner)
 
-    def _inputs(self, B: int, T: int) -> dict[str, torch.Tensor | None]:
-        make, H = _make(self.dtype), self.heads
-        gated = self.gate in ("softplus", "lower_bound")
-        return {
-            "q": make(B, T, H, self.K),
-            "k": make(B, T, H, self.K),
-            "v": make(B, T, H, self.V),
-            "g": make(B, T, H, self.K, dtype=self.g_dtype or self.dtype),
-            "beta": make(B, T, H),
-            "A_log": make(H, dtype=torch.float32) if gated else None,
-            "dt_bias": make(H, self.K, dtype=torch.float32) if gated else None,
-        }
-
-    def _options(self, **others: object) -> Given:
-        return {
-            "use_qk_l2norm_in_kernel": True,
-            "gate": self.gate,
-            "lower_bound": -5.0 if self.gate == "lower_bound" else None,
-            "state_v_first": self.state_v_first,
-            **({} if self.operation == "decode" else {"use_beta_sigmoid_in_kernel": True}),
-            **others,
-        }
-
     def _decode(self) -> Call:
-        """A paged step: packed sequences, or `B` rows of one token; with speculative tokens, counts of accepted ones."""
-        N, tokens = self.N, 1 + self.spec_tokens
-        index = _make(torch.int32)
-        given = self._inputs(*((1, N * tokens) if self.packed else (N, tokens))) | self._options(beta_is_logit=True)
-        given["initial_state"] = _make(self.state_dtype)(*self._states(4))
-        given["ssm_state_indices"] = index(N, tokens) if self.spec_tokens else index(N)
-        if self.spec_tokens:
-            given |= {"num_accepted_tokens": index(N), "num_spec_tokens": self.spec_tokens}
-        if self.packed:
-            given["cu_seqlens"] = index(N + 1)
-        return recurrent_kda, given
+        """A paged step: packed sequences, or `N` rows of one token; with speculative tokens, counts of accepted ones."""
+        N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
+        drafts = {"spec": S, "accepted": (1,) * N, "indices": ((0,) * tokens,) * N} if S else {"indices": (0,) * N}
+        lengths = (tokens,) * N if self.packed else None
+        step = Step(**self._shape(), **drafts, N=N, T=tokens, lengths=lengths, slots=4)
+        return recurrent_kda, on_meta(make_step(step, self.dtype))
 
     def _prefill(self) -> Call:
         make, T = _make(self.dtype), 4 * self.chunk_size
