@@ -127,49 +127,43 @@ ENTRY = Entry(90, "v", "k_kernel", "f1")
 OTHER = Entry(90, "w", "k_kernel", "f2")
 
 
+CHANGED, RENAMED = replace(ENTRY, fingerprint="f3"), replace(ENTRY, kernel="renamed_kernel")
+MORE, LATE = replace(COSTS, registers=130), replace(COSTS, late_operands=1)
+LARGE = replace(COSTS, shared_bytes=DEVICE_SHARED_BYTES[90] + 1)
+STALE = "sm_90 k_kernel: v: stale, its source changed since the record: "
+
+
 def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dict[Entry, Costs]) -> list[str]:
     return records.violations(records.compare(entries, recorded), compiled)
 
 
-def test_what_is_recorded_passes():
-    assert violations([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}) == []
-
-
-def test_a_renamed_kernel_passes():
-    renamed = replace(ENTRY, kernel="renamed_kernel")
-    assert violations([renamed], {ENTRY: COSTS}, {renamed: COSTS}) == []
-    assert records.changes({ENTRY: COSTS}, {renamed: COSTS}) == []
-
-
-def test_a_stale_entry_fails():
-    changed = replace(ENTRY, fingerprint="f3")
-    said = "sm_90 k_kernel: v: stale, its source changed since the record: "
-    assert violations([changed], {ENTRY: COSTS}, {changed: COSTS}) == [said + "the same machine code"]
-    more = replace(COSTS, registers=130)
-    assert violations([changed], {ENTRY: COSTS}, {changed: more}) == [said + "registers 128 -> 130"]
-    assert violations([changed], {ENTRY: COSTS}, {}) == [said + "not compiled"]
-
-
-def test_a_missing_entry_and_one_too_many_fail():
-    assert violations([ENTRY, OTHER], {ENTRY: COSTS}, {OTHER: COSTS}) == ["sm_90 k_kernel: w: not recorded"]
-    (said,) = violations([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {})
-    assert said == "sm_90 k_kernel: w: recorded, but no longer made"
+@pytest.mark.parametrize(
+    ("entries", "recorded", "compiled", "said"),
+    [
+        ([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}, []),
+        ([RENAMED], {ENTRY: COSTS}, {RENAMED: COSTS}, []),
+        ([CHANGED], {ENTRY: COSTS}, {CHANGED: COSTS}, [STALE + "the same machine code"]),
+        ([CHANGED], {ENTRY: COSTS}, {CHANGED: MORE}, [STALE + "registers 128 -> 130"]),
+        ([CHANGED], {ENTRY: COSTS}, {}, [STALE + "not compiled"]),
+        ([ENTRY, OTHER], {ENTRY: COSTS}, {OTHER: COSTS}, ["sm_90 k_kernel: w: not recorded"]),
+        ([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {}, ["sm_90 k_kernel: w: recorded, but no longer made"]),
+        ([ENTRY], {ENTRY: LATE}, {ENTRY: LATE}, ["1 operands of asynchronous MMAs are written late"]),
+        ([ENTRY], {ENTRY: LARGE}, {ENTRY: LARGE}, ["bytes of shared memory, sm_90 has"]),
+    ],
+    ids=["recorded", "renamed", "stale", "stale, more", "stale, left", "missing", "gone", "late", "large"],
+)
+def test_the_gate_fails_when_it_must(entries: list, recorded: dict, compiled: dict, said: list[str]):
+    found = violations(entries, recorded, compiled)
+    assert len(found) == len(said) and all(part in line for part, line in zip(said, found))
 
 
 @pytest.mark.parametrize("field", ["registers", "spill_bytes", "product_waits", "instructions"])
-def test_a_record_that_is_not_what_was_compiled_fails(field: str):
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_record_that_is_not_what_was_compiled_fails(field: str, step: int):
     """Fewer is as wrong as more: the record says what is there."""
-    for step in (-1, 1):
-        found = replace(COSTS, **{field: getattr(COSTS, field) + step})
-        (said,) = violations([ENTRY], {ENTRY: COSTS}, {ENTRY: found})
-        assert f"the record is wrong: {field} " in said
-
-
-def test_faults_fail_though_recorded():
-    late, large = replace(COSTS, late_operands=1), replace(COSTS, shared_bytes=DEVICE_SHARED_BYTES[90] + 1)
-    for wrong, said in ((late, "written late"), (large, "bytes of shared memory, sm_90 has")):
-        (found,) = violations([ENTRY], {ENTRY: wrong}, {ENTRY: wrong})
-        assert said in found
+    found = replace(COSTS, **{field: getattr(COSTS, field) + step})
+    (said,) = violations([ENTRY], {ENTRY: COSTS}, {ENTRY: found})
+    assert f"the record is wrong: {field} " in said
 
 
 def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pytest.MonkeyPatch):
@@ -212,19 +206,22 @@ def test_a_line_of_another_triton_fails():
         records.parse(records.render({ENTRY: COSTS}, "3.6.0"), "3.9.0")
 
 
-def test_changes_since_a_revision_are_listed():
-    after = replace(COSTS, registers=130, spill_bytes=8, instructions=810, sass="0ther")
-    (said,) = records.changes({ENTRY: COSTS}, {ENTRY: after})
-    assert (
-        said
-        == "sm_90 k_kernel: v: registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810, sass 5a55 -> 0ther"
-    )
-    (said,) = records.changes({ENTRY: COSTS}, {ENTRY: replace(COSTS, registers=255)})  # by the same instructions
-    assert said == "sm_90 k_kernel: v: registers 128 -> 255"
-    assert records.changes({ENTRY: COSTS}, {OTHER: COSTS}) == [
-        f"sm_90 k_kernel: w: new: {COSTS}",
-        "sm_90 k_kernel: v: gone",
-    ]
+AFTER = replace(COSTS, registers=130, spill_bytes=8, instructions=810, sass="0ther")
+DIFFERENCES = "registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810, sass 5a55 -> 0ther"
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ({ENTRY: AFTER}, [f"sm_90 k_kernel: v: {DIFFERENCES}"]),
+        ({ENTRY: replace(COSTS, registers=255)}, ["sm_90 k_kernel: v: registers 128 -> 255"]),
+        ({OTHER: COSTS}, [f"sm_90 k_kernel: w: new: {COSTS}", "sm_90 k_kernel: v: gone"]),
+        ({RENAMED: COSTS}, []),
+    ],
+    ids=["changed", "the same instructions", "another", "renamed"],
+)
+def test_changes_since_a_revision_are_listed(after: dict, said: list[str]):
+    assert records.changes({ENTRY: COSTS}, after) == said
 
 
 # ---- fingerprints --------------------------------------------------------------------------------------------------------
