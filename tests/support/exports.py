@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parents[1] / "c"
@@ -24,11 +24,15 @@ CHOICE = ["--size", ",".join(map(str, SIZE)), "--gate", "none", "--jobs", "2"]
 """A small export: every operator at one size, with one gate and one precision."""
 
 
-def run(*command: object, **options: object) -> str:
-    """Standard output; a failure is an error that shows both outputs."""
+def finished(*command: object, **options: object) -> subprocess.CompletedProcess:
+    """A failure is an error that shows both outputs."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return done
+
+
+def run(*command: object, **options: object) -> str:
+    return finished(*command, **options).stdout
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,8 @@ def export(folder: Path, *choice: str) -> str:
     """Runs the command; what it said."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "flashdelta", "export", "--out", str(folder), *choice]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr
+    command = (sys.executable, "-m", "flashdelta", "export", "--out", folder, *choice)
+    return finished(*command, cwd=ROOT, env=environment).stderr
 
 
 def build(folder: Path, source: Path, *definitions: str) -> None:
@@ -70,8 +72,7 @@ def build(folder: Path, source: Path, *definitions: str) -> None:
 def small_export(shared: Path) -> Export:
     """Made by the first worker that asks; `shared` is a folder of this run's, the same for all workers."""
     found = Export(shared / "export")
-    with open(shared / "export.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(shared / "export.lock"):
         if not (shared / "export.done").exists():
             export(found.folder, *(f"--arch=sm_{arch}" for arch in ARCHES), *CHOICE)
             build(found.folder / "build", found.folder)

@@ -124,11 +124,9 @@ def test_ctypes_structs_have_the_headers_layout(exported: Export, compile_text: 
 def test_numbers_of_the_bindings_are_the_headers(exported: Export):
     header = (exported.folder / "flashdelta.h").read_text()
     numbers = {name: int(value) for name, value in re.findall(r"FD_(\w+) = (\d+)", header)}
-    for i, status in enumerate(bindings.STATUS):
-        assert numbers[status] == i
-    assert [numbers[f"GATE_{gate.upper()}"] for gate in bindings.GATES] == [0, 1]
-    assert [numbers[f"PRECISION_{precision.upper()}"] for precision in bindings.PRECISIONS] == [0, 1, 2]
-    assert len(numbers) == len(bindings.STATUS) + 2 + 3
+    gates = [f"GATE_{gate.upper()}" for gate in bindings.GATES]
+    precisions = [f"PRECISION_{precision.upper()}" for precision in bindings.PRECISIONS]
+    assert numbers == {name: i for names in (bindings.STATUS, gates, precisions) for i, name in enumerate(names)}
 
 
 def test_every_status_has_its_words(exported: Export):
@@ -278,17 +276,8 @@ def prefill_workspace(problem: Problem) -> Workspace:
 # ---- what is launched ----------------------------------------------------------------------------------------------------
 
 
-def numbers_of(launch: Launch) -> dict[str, tuple[str, object]]:
-    """The scalar arguments of a launch by name, with their types."""
-    kinds = dict(parameters_of(launch))
-    given = {p.name: x for p, x in zip(launch.kernel.params, launch.arguments)}
-    return {name: (kind, given[name]) for name, kind in kinds.items() if not kind.startswith("*")}
-
-
-def as_number(kind: str, bits: int) -> object:
-    """An argument as the stand-in recorded it: eight bytes from where it lies."""
-    raw = struct.pack("<Q", bits)
-    return struct.unpack({"i32": "<i4x", "i64": "<q", "fp32": "<f4x"}[kind], raw)[0]
+NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+"""By the type of a kernel's parameter; others are pointers."""
 
 
 def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> None:
@@ -296,15 +285,16 @@ def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> Non
     assert record["name"] == launch.kernel.__name__
     assert (record["grid"], record["block"]) == (launch.ctas, 32 * launch.num_warps)
     assert (record["attributes"], record["attribute"]) == ((1, 6) if launch.overlaps else (0, 0))
-    order = [name for name, _ in parameters_of(launch)]
-    values = dict(zip(order, record["values"]))
-    assert len(record["values"]) == len(order) + cubins.SCRATCH
-    for name, (kind, want) in numbers_of(launch).items():
-        got = as_number(kind, values[name])
-        assert got == (pytest.approx(want) if kind == "fp32" else want), name
-    for name in addresses.keys() & values.keys():
-        assert values[name] == addresses[name], name
-    assert record["values"][len(order) :] == [0] * cubins.SCRATCH
+    given = {p.name: x for p, x in zip(launch.kernel.params, launch.arguments)}
+    parameters = parameters_of(launch)
+    own, scratch = record["values"][: len(parameters)], record["values"][len(parameters) :]
+    assert scratch == [0] * cubins.SCRATCH
+    for (name, kind), bits in zip(parameters, own, strict=True):
+        if kind in NUMBERS:  # eight bytes from where it lies were recorded
+            got = NUMBERS[kind].from_buffer_copy(struct.pack("<Q", bits)).value
+            assert got == (pytest.approx(given[name]) if kind == "fp32" else given[name]), name
+        elif name in addresses:
+            assert bits == addresses[name], name
 
 
 def parameter_counts(wanted: list[Launch]) -> str:
@@ -516,9 +506,7 @@ def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Pat
     compile_c(driver, HERE / "fake_driver.c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *options[:3])
     linked = (*sources[1:], "-I", exported.folder, *options, "-ldl", "-lpthread", "-lm")
     compile_c(tmp_path / "threads", sources[0], *linked)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run([tmp_path / "threads"], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(tmp_path / "threads", env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"})
 
 
 # ---- exporting -----------------------------------------------------------------------------------------------------------
@@ -531,16 +519,19 @@ def test_wanted_kernels_are_each_there_once():
     assert len({wanted.variant() for wanted in everything}) == len(everything)
 
 
+STEP = Wanted("decode_bf16", "decode", 64, 64, None, "none", None)
+
+
 def test_unknown_parameters_are_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cubins, "SCRATCH", 3)
     with pytest.raises(RuntimeError, match=r"^decode_bf16_decode_k64_none: the compiled kernel takes"):
-        compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
+        compile_kernel(STEP, 90)
 
 
 def test_too_much_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(cubins.config.SHARED_MEMORY, 90, 8)
     with pytest.raises(RuntimeError, match=r"bytes of shared memory, sm_90 has 8$"):
-        compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
+        compile_kernel(STEP, 90)
 
 
 def test_nothing_to_write_is_an_error(tmp_path: Path):

@@ -47,7 +47,7 @@ from ..program.launch import Launch
 from ..runtime.call import check
 from ..testing.cases import Case
 from ..testing.decoding import Step, make_step
-from ..testing.inputs import meta_call, on_meta
+from ..testing.inputs import TOKEN_TENSORS, meta_call, on_meta
 from ..testing.oracle import as_recurrent
 from ..triton.build import build as build_triton
 
@@ -161,9 +161,8 @@ class Variant:
         return recurrent_kda, on_meta(make_step(step, self.dtype))
 
     def _prefill(self) -> Call:
-        make, T = _make(self.dtype), 4 * self.chunk_size
-        q, k, v, g = (make(1, self.heads, T, width) for width in (self.K, self.K, self.V, self.K))
-        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": make(1, self.heads, T)}
+        call = self._sequences()
+        inputs = {name: call[name].transpose(1, 2).contiguous() for name in TOKEN_TENSORS}
         options = {"chunk_size": self.chunk_size, "gate": self.gate, "precision": self.precision}
         return kda_prefill, inputs | options
 
@@ -458,22 +457,15 @@ def all_launches() -> list[tuple[int, str, Launch]]:
     return [(arch, x.name, launch) for x in VARIANTS for arch in x.architectures() for launch in x.launches(arch)]
 
 
-def identify(place: int) -> dict:
+def report(place: int, compiles: bool) -> dict:
+    """The launch at that place with its fingerprint, or compiled, with its costs."""
     arch, variant, launch = all_launches()[place]
-    return {"arch": arch, "variant": variant, "kernel": launch.kernel.__name__}
-
-
-def fingerprint_at(place: int) -> dict:
-    arch, _, launch = all_launches()[place]
-    return identify(place) | {"fingerprint": fingerprint(launch, arch)}
-
-
-def compile_at(place: int) -> dict:
-    arch, _, launch = all_launches()[place]
+    row = {"arch": arch, "variant": variant, "kernel": launch.kernel.__name__}
+    if not compiles:
+        return row | {"fingerprint": fingerprint(launch, arch)}
     began = time.perf_counter()
     costs = asdict(compile_launch(launch, arch))
-    seconds = round(time.perf_counter() - began, 2)
-    return identify(place) | costs | {"triton": triton.__version__, "seconds": seconds}
+    return row | costs | {"triton": triton.__version__, "seconds": round(time.perf_counter() - began, 2)}
 
 
 def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> Iterator[Any]:
@@ -501,7 +493,7 @@ def main() -> None:
         found = enumerate(all_launches())
         places = [i for i, (arch, variant, _) in found if arch in wanted and arguments.only in variant]
     rows = []
-    for row in in_processes(fingerprint_at if arguments.list else compile_at, [(i,) for i in places], arguments.jobs):
+    for row in in_processes(report, [(place, not arguments.list) for place in places], arguments.jobs):
         rows.append(row)
         if not arguments.json and not arguments.list:
             print(LINE.format_map(row), flush=True)

@@ -149,48 +149,38 @@ JsonPath = Annotated[
 ]
 
 
-OPTIONS: dict[str, tuple[object, object]] = {
-    "backend": (Backend, "auto"),
-    "json": (JsonPath, None),
-    "rows": (
-        Annotated[
-            Optional[list[str]],
-            typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
-        ],
-        None,
-    ),
-    "fla": (
-        Annotated[
-            Optional[list[str]],
-            typer.Option(
-                help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
-                "FLA tunes itself for a minute or two at a head count that its cache does not know.",
-                show_default="all",
-            ),
-        ],
-        None,
-    ),
-    "no_fla": (Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")], False),
-    "quick": (Annotated[bool, typer.Option("--quick", help="A few rows.")], False),
-    "repeats": (Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")], 20),
-    "plot": (Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")], None),
-    "library": (
-        Annotated[Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")],
-        None,
-    ),
-    "tokens": (Annotated[int, typer.Option(min=64, help="Tokens of the calls.")], 8192),
-    "device": (Device, None),
-    "folder": (
-        Annotated[Path, typer.Argument(file_okay=False, help="Kernels as another Triton compiles them.")],
-        inspect.Parameter.empty,
-    ),
-    "compiles": (
-        Annotated[bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")],
-        False,
-    ),
-    "wide": (Annotated[bool, typer.Option("--wide", help="All columns; else as many as fit 80 characters.")], False),
-}
-"""Of the benchmarks' commands, with their defaults."""
+def _benchmark(
+    *,
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Kernels as another Triton compiles them.")],
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")
+    ] = False,
+    backend: Backend = "auto",
+    json: JsonPath = None,
+    rows: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
+    ] = None,
+    fla: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
+            "FLA tunes itself for a minute or two at a head count that its cache does not know.",
+            show_default="all",
+        ),
+    ] = None,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few rows.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")],
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")] = None,
+    library: Annotated[
+        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the calls.")] = 8192,
+    device: Device = None,
+    wide: Annotated[bool, typer.Option("--wide", help="All columns; else as many as fit 80 characters.")] = False,
+) -> None:
+    """Has every option of the benchmarks' commands, with its default. A command has some of them (`_command`)."""
 
 
 def _command(name: str, help: str, options: Sequence[str], repeats: int) -> None:
@@ -203,19 +193,16 @@ def _command(name: str, help: str, options: Sequence[str], repeats: int) -> None
             right = run_benchmark(name, **chosen)
         raise typer.Exit(0 if right else 1)
 
-    known = {**OPTIONS, "repeats": (OPTIONS["repeats"][0], repeats)}
-    parameters = [
-        inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=known[option][1], annotation=known[option][0])
-        for option in options
-    ]
+    known = inspect.signature(_benchmark, eval_str=True).parameters
+    parameters = [known[x].replace(default=repeats) if x == "repeats" else known[x] for x in options]
     setattr(command, "__signature__", inspect.Signature(parameters))  # noqa: B010
     command.__annotations__ = {x.name: x.annotation for x in parameters}
     command.__doc__ = f"{help} (exit code 1 if a row is wrong)."
     bench_app.command(name)(command)
 
 
-for _benchmark in BENCHMARKS.values():
-    _command(_benchmark.name, _benchmark.help, _benchmark.options, _benchmark.effort.rounds)
+for _name, _one in BENCHMARKS.items():
+    _command(_name, _one.help, _one.options, _one.effort.rounds)
 
 # not asked of the benchmark itself, which imports Triton, and Triton is for Linux only
 _command(
