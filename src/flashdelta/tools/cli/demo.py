@@ -92,13 +92,13 @@ def run_demo(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     prompt_tokens = encode(prompt)[None].to(place)
     model = load_demo_model(place, dtype, backend)
-    written = _write(model, prompt_tokens, tokens, temperature, seed)
-    error, checked = agreement(model, prompt_tokens, written.tokens, written.logits)
+    written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
+    error, checked = agreement(model, prompt_tokens, written, logits)
     return DemoResult(
         prompt=prompt,
-        continuation=decode(written.tokens[0]),
-        prefill_tokens_per_s=prompt_tokens.shape[1] / written.prefill_s,
-        decode_tokens_per_s=tokens / written.decode_s,
+        continuation=decode(written[0]),
+        prefill_tokens_per_s=prompt_tokens.shape[1] / prefill_s,
+        decode_tokens_per_s=tokens / decode_s,
         backend=_backend_used(model, prompt_tokens.shape[1]),
         device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -114,30 +114,21 @@ def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> K
         return load_model(path, device=device, dtype=dtype, chunk_size=32, backend=backend)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """`tokens [1, N]`; `logits [1, N + 1, vocabulary]`: after the prompt and after every written token."""
-
-    tokens: Tensor
-    logits: Tensor
-    prefill_s: float
-    decode_s: float
-
-
 @torch.no_grad()
-def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int) -> _Written:
+def _write(
+    model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int
+) -> tuple[Tensor, Tensor, float, float]:
+    """The written tokens `[1, N]`; logits `[1, N + 1, vocabulary]`, after the prompt and after every written token; seconds of
+    prefill and of decoding."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     model.generate(prompt, WARMUP_TOKENS)  # compiles what the timed calls will use
     (logits, caches), prefill_s = _timed(lambda: model(prompt, return_caches=True), prompt.device)
     after_prompt = logits[:, -1]
     steps = model.steps(after_prompt, caches, temperature=temperature, generator=generator)
     pairs, decode_s = _timed(lambda: [next(steps) for _ in range(tokens)], prompt.device)
-    return _Written(
-        tokens=torch.stack([token for token, _ in pairs], dim=1),
-        logits=torch.stack([after_prompt, *(after for _, after in pairs)], dim=1),
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-    )
+    written = torch.stack([token for token, _ in pairs], dim=1)
+    logits = torch.stack([after_prompt, *(after for _, after in pairs)], dim=1)
+    return written, logits, prefill_s, decode_s
 
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[_T, float]:
