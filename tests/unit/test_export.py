@@ -163,6 +163,19 @@ def test_the_drivers_types_are_those_of_cuda_h(compile_text: Callable[..., Path]
 
 # ---- errors: nothing is launched -----------------------------------------------------------------------------------------
 
+Refusals = dict[str, tuple[dict | None, str, str]]
+"""What changes in a call that is right, the status, and how the message starts."""
+
+
+def missing(*names: str) -> Refusals:
+    return {name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory") for name in names}
+
+
+def unaligned(*names: str) -> Refusals:
+    said = "got 0x7008, wanted a multiple of 16 bytes"
+    return {f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name}: {said}") for name in names}
+
+
 BAD_PREFILL = {
     "no args": (None, "ERROR_NULL_POINTER", "args: got NULL, wanted an fd_prefill_args"),
     "K": ({"K": 32}, "ERROR_UNSUPPORTED", "(K, V, C): got (32, 64, 32), wanted one of (64, 64, 32)"),
@@ -177,22 +190,15 @@ BAD_PREFILL = {
     "precision": ({"precision": 3}, "ERROR_OPTION", "precision: got 3, wanted "),
     "negative precision": ({"precision": -1}, "ERROR_OPTION", "precision: got -1, wanted "),
     "scale": ({"scale": float("inf")}, "ERROR_OPTION", "scale: got inf, wanted a finite number"),
-    **{
-        name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory")
-        for name in ("q", "k", "v", "g", "beta", "o", "workspace")
-    },
-    **{
-        f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name}: got 0x7008, wanted a multiple of 16 bytes")
-        for name in ("q", "k", "v", "g", "beta", "o", "workspace", "initial_state", "final_state")
-    },
+    **missing("q", "k", "v", "g", "beta", "o", "workspace"),
+    **unaligned("q", "k", "v", "g", "beta", "o", "workspace", "initial_state", "final_state"),
     "workspace": ({"workspace_bytes": 100}, "ERROR_WORKSPACE", "workspace_bytes: got 100, wanted at least "),
     "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 1, precision "),
     "other size": ({"K": 128, "V": 128, "C": 64}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (128, 128, 64)"),
 }
 BAD_F32 = {
-    "no w": ({"w": 0}, "ERROR_NULL_POINTER", "w: got NULL, wanted device memory"),
-    "no u": ({"u": 0}, "ERROR_NULL_POINTER", "u: got NULL, wanted device memory"),
-    "u unaligned": ({"u": 0x7001}, "ERROR_ALIGNMENT", "u: got 0x7001"),
+    **missing("w", "u"),
+    "u at an odd address": ({"u": 0x7001}, "ERROR_ALIGNMENT", "u: got 0x7001"),
     "ieee": ({"precision": 2}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 0, precision 2"),
 }
 BAD_BF16 = {
@@ -211,10 +217,7 @@ BAD_DECODE = {
     "scale": ({"scale": float("nan")}, "ERROR_OPTION", "scale: got "),
     "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", "slot_pitch: got 16, wanted 0 or a multiple of 16, at least"),
     "odd pitch": ({"slot_pitch": 3 * 64 * 64 + 1}, "ERROR_OPTION", "slot_pitch: got 12289"),
-    **{
-        name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory")
-        for name in ("q", "k", "v", "g", "beta", "states", "state_indices", "o")
-    },
+    **missing("q", "k", "v", "g", "beta", "states", "state_indices", "o"),
     "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states: got 0x7004, wanted a multiple of 16 bytes"),
     "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for "),
     "other size": ({"K": 128, "V": 128}, "ERROR_NOT_EXPORTED", "no kernels for "),
