@@ -49,18 +49,16 @@ def main() -> None:
         kind = bindings.DecodeArgs if "decode" in wanted["op"] else bindings.PrefillArgs
         args = None if wanted["args"] is None else kind(**wanted["args"])
         function = getattr(library.functions, f"fd_{wanted['op']}")
+        given, found = None if args is None else ctypes.byref(args), ctypes.c_size_t()
         second = wanted.get("stream", 0)
         if wanted["op"].endswith("_workspace"):
-            second = None if wanted.get("no_result") else ctypes.c_size_t()
-        given = None if args is None else ctypes.byref(args)
-        statuses = set()
-        for _ in range(wanted.get("repeats", 1)):
-            statuses.add(function(given, ctypes.byref(second) if isinstance(second, ctypes.c_size_t) else second))
+            second = None if wanted.get("no_result") else ctypes.byref(found)
+        statuses = {function(given, second) for _ in range(wanted.get("repeats", 1))}
         message = library.functions.fd_last_error().decode()
         names = sorted(bindings.STATUS[status] for status in statuses)
-        outcomes[i] = {"status": ", ".join(names), "message": message, "bytes": getattr(second, "value", None)}
+        outcomes[i] = {"status": ", ".join(names), "message": message, "bytes": found.value}
 
-    if task.get("threads"):
+    if task["threads"]:
         threads = [threading.Thread(target=call, args=(i,)) for i in range(len(outcomes))]
         for thread in threads:
             thread.start()

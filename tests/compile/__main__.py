@@ -93,25 +93,21 @@ def _at(revision: str, path: Path) -> str:
 
 
 def main() -> None:
-    try:
-        _main()
-    except ValueError as error:
-        sys.exit(f"{error}\nmake record writes it anew")
-
-
-def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record")
     commands.add_parser("all").add_argument("folders", nargs="*", type=Path)
     commands.add_parser("gate").add_argument("--base", default="HEAD")
     arguments = parser.parse_args()
-    if arguments.command == "record":
-        record()
-    elif arguments.command == "all":
-        compile_all([*toolchains().values(), *map(Toolchain, arguments.folders)])
-    else:
-        gate(arguments.base)
+    try:
+        if arguments.command == "record":
+            record()
+        elif arguments.command == "all":
+            compile_all([*toolchains().values(), *map(Toolchain, arguments.folders)])
+        else:
+            gate(arguments.base)
+    except ValueError as error:
+        sys.exit(f"{error}\nmake record writes it anew")
 
 
 if __name__ == "__main__":

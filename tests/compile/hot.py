@@ -20,11 +20,9 @@ class Hot:
     kernel: str
     variant: str
 
-    def is_of(self, entry: Entry) -> bool:
-        return (entry.arch, entry.kernel, entry.variant) == (90, f"{self.kernel}_kernel", self.variant)
-
     def costs(self, found: dict[Entry, Costs]) -> Costs:
-        (costs,) = (costs for entry, costs in found.items() if self.is_of(entry))
+        own = (90, self.variant, f"{self.kernel}_kernel")
+        (costs,) = (costs for entry, costs in found.items() if entry.name == own)
         return costs
 
 

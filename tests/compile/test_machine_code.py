@@ -14,13 +14,12 @@ import triton.language as tl
 
 from flashdelta.hopper.decode import DECODE_AT_ONCE
 from flashdelta.program.launch import Launch
-from flashdelta.tools import compile as compiling
 from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
-from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, fingerprint, late_operands
+from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, compile_launch, fingerprint, late_operands
 
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
-from .toolchains import FUSION, ROOT, Toolchain, toolchains
+from .toolchains import COMPILE, FUSION, ROOT, Toolchain, toolchains
 
 SAMPLE, RECENT, MOST = 4, 6, 24
 """Entries of each Triton that are compiled though their fingerprint is recorded, others at every commit: of all, and of those
@@ -128,49 +127,44 @@ ENTRY = Entry(90, "v", "k_kernel", "f1")
 OTHER = Entry(90, "w", "k_kernel", "f2")
 
 
+CHANGED, RENAMED = replace(ENTRY, fingerprint="f3"), replace(ENTRY, kernel="renamed_kernel")
+MORE, LATE = replace(COSTS, registers=130), replace(COSTS, late_operands=1)
+LARGE = replace(COSTS, shared_bytes=DEVICE_SHARED_BYTES[90] + 1)
+WRITTEN_LATE = "1 operands of asynchronous MMAs are written late, at most 0"
+TOO_LARGE = f"{LARGE.shared_bytes} bytes of shared memory, sm_90 has {DEVICE_SHARED_BYTES[90]}"
+STALE = "sm_90 k_kernel: v: stale, its source changed since the record: "
+
+
 def violations(entries: list[Entry], recorded: dict[Entry, Costs], compiled: dict[Entry, Costs]) -> list[str]:
     return records.violations(records.compare(entries, recorded), compiled)
 
 
-def test_what_is_recorded_passes():
-    assert violations([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}) == []
-
-
-def test_a_renamed_kernel_passes():
-    renamed = replace(ENTRY, kernel="renamed_kernel")
-    assert violations([renamed], {ENTRY: COSTS}, {renamed: COSTS}) == []
-    assert records.changes({ENTRY: COSTS}, {renamed: COSTS}) == []
-
-
-def test_a_stale_entry_fails():
-    changed = replace(ENTRY, fingerprint="f3")
-    said = "sm_90 k_kernel: v: stale, its source changed since the record: "
-    assert violations([changed], {ENTRY: COSTS}, {changed: COSTS}) == [said + "the same machine code"]
-    more = replace(COSTS, registers=130)
-    assert violations([changed], {ENTRY: COSTS}, {changed: more}) == [said + "registers 128 -> 130"]
-    assert violations([changed], {ENTRY: COSTS}, {}) == [said + "not compiled"]
-
-
-def test_a_missing_entry_and_one_too_many_fail():
-    assert violations([ENTRY, OTHER], {ENTRY: COSTS}, {OTHER: COSTS}) == ["sm_90 k_kernel: w: not recorded"]
-    (said,) = violations([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {})
-    assert said == "sm_90 k_kernel: w: recorded, but no longer made"
+@pytest.mark.parametrize(
+    ("entries", "recorded", "compiled", "said"),
+    [
+        ([ENTRY, OTHER], {ENTRY: COSTS, OTHER: COSTS}, {ENTRY: COSTS}, []),
+        ([RENAMED], {ENTRY: COSTS}, {RENAMED: COSTS}, []),
+        ([CHANGED], {ENTRY: COSTS}, {CHANGED: COSTS}, [STALE + "the same machine code"]),
+        ([CHANGED], {ENTRY: COSTS}, {CHANGED: MORE}, [STALE + "registers 128 -> 130"]),
+        ([CHANGED], {ENTRY: COSTS}, {}, [STALE + "not compiled"]),
+        ([ENTRY, OTHER], {ENTRY: COSTS}, {OTHER: COSTS}, ["sm_90 k_kernel: w: not recorded"]),
+        ([ENTRY], {ENTRY: COSTS, OTHER: COSTS}, {}, ["sm_90 k_kernel: w: recorded, but no longer made"]),
+        ([ENTRY], {ENTRY: LATE}, {ENTRY: LATE}, [f"{ENTRY}: {WRITTEN_LATE}"]),
+        ([ENTRY], {ENTRY: LARGE}, {ENTRY: LARGE}, [f"{ENTRY}: {TOO_LARGE}"]),
+    ],
+    ids=["recorded", "renamed", "stale", "stale, more", "stale, left", "missing", "gone", "late", "large"],
+)
+def test_the_gate_fails_when_it_must(entries: list, recorded: dict, compiled: dict, said: list[str]):
+    assert violations(entries, recorded, compiled) == said
 
 
 @pytest.mark.parametrize("field", ["registers", "spill_bytes", "product_waits", "instructions"])
-def test_a_record_that_is_not_what_was_compiled_fails(field: str):
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_record_that_is_not_what_was_compiled_fails(field: str, step: int):
     """Fewer is as wrong as more: the record says what is there."""
-    for step in (-1, 1):
-        found = replace(COSTS, **{field: getattr(COSTS, field) + step})
-        (said,) = violations([ENTRY], {ENTRY: COSTS}, {ENTRY: found})
-        assert f"the record is wrong: {field} " in said
-
-
-def test_faults_fail_though_recorded():
-    late, large = replace(COSTS, late_operands=1), replace(COSTS, shared_bytes=DEVICE_SHARED_BYTES[90] + 1)
-    for wrong, said in ((late, "written late"), (large, "bytes of shared memory, sm_90 has")):
-        (found,) = violations([ENTRY], {ENTRY: wrong}, {ENTRY: wrong})
-        assert said in found
+    found = replace(COSTS, **{field: getattr(COSTS, field) + step})
+    (said,) = violations([ENTRY], {ENTRY: COSTS}, {ENTRY: found})
+    assert f"the record is wrong: {field} " in said
 
 
 def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pytest.MonkeyPatch):
@@ -179,15 +173,15 @@ def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pyt
     outcomes = [[other, other], [COSTS, other], [other], [other]]
     asked = []
 
-    def run(self: Toolchain, *arguments: str, given: list[int], environment: dict[str, str]) -> list[dict]:
-        asked.append((given, environment))
+    def run(self: Toolchain, *arguments: str, environment: dict[str, str]) -> list[dict]:
+        asked.append((arguments[arguments.index("--places") + 1 :], environment))
         return [asdict(costs) for costs in outcomes.pop(0)]
 
     monkeypatch.setattr(Toolchain, "run", run)
     expected = {ENTRY: COSTS, OTHER: COSTS}
     found = Toolchain().compile([ENTRY, OTHER], [ENTRY, OTHER], expected=expected)
     assert found == {ENTRY: COSTS, OTHER: other}
-    assert [given for given, _ in asked] == [[0, 1], [0, 1], [1], [1]]
+    assert [given for given, _ in asked] == [("0", "1"), ("0", "1"), ("1",), ("1",)]
     caches = [environment.get("TRITON_CACHE_DIR") for _, environment in asked]
     assert caches[0] is None and len(set(caches)) == 4
 
@@ -213,19 +207,22 @@ def test_a_line_of_another_triton_fails():
         records.parse(records.render({ENTRY: COSTS}, "3.6.0"), "3.9.0")
 
 
-def test_changes_since_a_revision_are_listed():
-    after = replace(COSTS, registers=130, spill_bytes=8, instructions=810, sass="0ther")
-    (said,) = records.changes({ENTRY: COSTS}, {ENTRY: after})
-    assert (
-        said
-        == "sm_90 k_kernel: v: registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810, sass 5a55 -> 0ther"
-    )
-    (said,) = records.changes({ENTRY: COSTS}, {ENTRY: replace(COSTS, registers=255)})  # by the same instructions
-    assert said == "sm_90 k_kernel: v: registers 128 -> 255"
-    assert records.changes({ENTRY: COSTS}, {OTHER: COSTS}) == [
-        f"sm_90 k_kernel: w: new: {COSTS}",
-        "sm_90 k_kernel: v: gone",
-    ]
+AFTER = replace(COSTS, registers=130, spill_bytes=8, instructions=810, sass="0ther")
+DIFFERENCES = "registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810, sass 5a55 -> 0ther"
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ({ENTRY: AFTER}, [f"sm_90 k_kernel: v: {DIFFERENCES}"]),
+        ({ENTRY: replace(COSTS, registers=255)}, ["sm_90 k_kernel: v: registers 128 -> 255"]),
+        ({OTHER: COSTS}, [f"sm_90 k_kernel: w: new: {COSTS}", "sm_90 k_kernel: v: gone"]),
+        ({RENAMED: COSTS}, []),
+    ],
+    ids=["changed", "the same instructions", "another", "renamed"],
+)
+def test_changes_since_a_revision_are_listed(after: dict, said: list[str]):
+    assert records.changes({ENTRY: COSTS}, after) == said
 
 
 # ---- fingerprints --------------------------------------------------------------------------------------------------------
@@ -270,7 +267,7 @@ def sample_launch(kernel: object = plain_kernel, dtype: torch.dtype = torch.floa
 def test_a_rename_keeps_the_fingerprint_and_the_machine_code():
     plain, renamed = sample_launch(), sample_launch(renamed_kernel)
     assert fingerprint(plain, 90) == fingerprint(renamed, 90)
-    assert compiling.compile_launch(plain, "", 90).sass == compiling.compile_launch(renamed, "", 90).sass
+    assert compile_launch(plain, 90).sass == compile_launch(renamed, 90).sass
 
 
 @pytest.mark.parametrize(
@@ -294,9 +291,7 @@ def test_one_changed_instruction_fails_the_gate():
     """From source to verdict, on one kernel."""
 
     def found(launch: Launch) -> dict[Entry, Costs]:
-        cost = compiling.compile_launch(launch, "v", 90)
-        costs = Costs(**{name: getattr(cost, name) for name in Costs.__dataclass_fields__})
-        return {Entry(90, "v", "kernel", fingerprint(launch, 90)): costs}
+        return {Entry(90, "v", "kernel", fingerprint(launch, 90)): compile_launch(launch, 90)}
 
     before, after, renamed = (found(sample_launch(k)) for k in (plain_kernel, changed_kernel, renamed_kernel))
     assert violations([*renamed], before, renamed) == [] and records.changes(before, renamed) == []
@@ -317,17 +312,15 @@ def test_every_launch_says_whether_to_fuse():
 @pytest.mark.parametrize("toolchain", TOOLCHAINS)
 def test_machine_code_does_not_depend_on_tritons_default_fusion(toolchain: str, tmp_path: Path):
     """And where no default is set, Triton has nothing to warn of."""
-    chain = TOOLCHAINS[toolchain]
-    names = chain.names()
-    variants = "decode K64 V64, V first", "hopper decode K64 V64, softplus"
-    wanted = [name for name in names if name.arch == 90 and name.variant in variants]
-    assert len(wanted) == 2
+    command = *COMPILE, "--arch=90", "--only=decode K64 V64", "--json"
     found = []
     for default in ("0", "1", ""):
         given = {FUSION: default} if default else {"PYTHONWARNINGS": "error::UserWarning"}
         given["TRITON_CACHE_DIR"] = str(tmp_path / default / "cache")
-        found.append(chain.compile(names, wanted, environment=given))
+        rows = TOOLCHAINS[toolchain].run(*command, environment=given)
+        found.append([row | {"seconds": None} for row in rows])
     assert found[0] == found[1] == found[2]
+    assert [row["variant"] for row in found[0]] == ["decode K64 V64, V first", "hopper decode K64 V64, softplus"]
 
 
 # ---- reading machine code ------------------------------------------------------------------------------------------------

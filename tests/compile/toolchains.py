@@ -1,21 +1,14 @@
-"""Compiles with Tritons other than the installed one, in processes of their own.
-
-Run as a module it is such a process: it prints all entries as JSON, or compiles those whose positions it is given.
-"""
+"""Compiles with Tritons other than the installed one, in processes of their own: `python -m flashdelta.tools.compile`."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .records import Costs, Entry
@@ -25,20 +18,22 @@ ROOT = Path(__file__).parent.parent.parent
 OLDEST = "FLASHDELTA_TRITON_OLDEST"
 """Environment variable: a folder that holds the oldest supported Triton, as `pip install --target` leaves it."""
 
+COMPILE = "-m", "flashdelta.tools.compile"
+
 ATTEMPTS = 4
 
 FUSION = "TRITON_DEFAULT_FP_FUSION"
 """Environment variable of Triton's: whether to fuse multiplications and additions where a launch does not say."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Toolchain:
     """A Triton: the installed one, or the one in a folder."""
 
     folder: Path | None = None
 
-    def run(self, *arguments: str, given: object = None, environment: dict[str, str] | None = None) -> list:
-        """What this module prints when that Triton runs it. Compiles into a cache of its own if `environment` names one.
+    def run(self, *arguments: str, environment: dict[str, str] | None = None) -> list:
+        """What Python prints as JSON. Compiles into a cache of its own if `environment` names one.
 
         Raises:
             RuntimeError: it failed.
@@ -47,8 +42,7 @@ class Toolchain:
         joined = os.pathsep.join(str(p) for p in path if p)
         inherited = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", FUSION)}
         done = subprocess.run(
-            [sys.executable, "-m", __name__, *arguments],
-            input=json.dumps(given),
+            [sys.executable, *arguments],
             cwd=ROOT,
             env={**inherited, "PYTHONPATH": joined, **(environment or {})},
             capture_output=True,
@@ -61,15 +55,11 @@ class Toolchain:
         return json.loads(done.stdout.splitlines()[-1])
 
     def triton(self) -> str:
-        return self.run("version")
+        return self.run("-c", "import json, triton; print(json.dumps(triton.__version__))")
 
     def entries(self) -> list[Entry]:
         """All kernels that are compiled for any variant and architecture."""
-        return [Entry(**found) for found in self.run("entries")]
-
-    def names(self) -> list[Entry]:
-        """The same without fingerprints, which take half a minute."""
-        return [Entry(**found, fingerprint="") for found in self.run("names")]
+        return [Entry(**found) for found in self.run(*COMPILE, "--list")]
 
     def compile(
         self,
@@ -79,7 +69,7 @@ class Toolchain:
         environment: dict[str, str] | None = None,
         expected: Mapping[Entry, Costs] | None = None,
     ) -> dict[Entry, Costs]:
-        """Those that are wanted of all `entries`, or `names`.
+        """Those that are wanted of all `entries`.
 
         The compiler orders some things by their address, which differs from process to process: once in some hundred entries
         that gives another order of a few instructions. What is not as `expected` is compiled again before that is believed.
@@ -90,9 +80,11 @@ class Toolchain:
         for attempt in range(ATTEMPTS if expected else 1):
             with tempfile.TemporaryDirectory(prefix="flashdelta-compile-") as cache:
                 fresh = {"TRITON_CACHE_DIR": cache} if attempt > 0 else {}
-                given = [places[entry] for entry in left]
-                costs = self.run("compile", str(jobs), given=given, environment={**(environment or {}), **fresh})
-            found |= {entry: Costs(**one) for entry, one in zip(left, costs, strict=True)}
+                given = map(str, (places[entry] for entry in left))
+                options = "--json", f"--jobs={jobs}", "--places"
+                rows = self.run(*COMPILE, *options, *given, environment={**(environment or {}), **fresh})
+            costs = [Costs(**{f.name: row[f.name] for f in fields(Costs)}) for row in rows]
+            found |= dict(zip(left, costs, strict=True))
             left = [entry for entry in left if expected and expected.get(entry, found[entry]) != found[entry]]
             if not left:
                 break
@@ -103,55 +95,3 @@ def toolchains() -> dict[str, Toolchain]:
     """The installed Triton, and the oldest supported one if its folder is known."""
     oldest = os.environ.get(OLDEST)
     return {"installed": Toolchain()} | ({"oldest": Toolchain(Path(oldest))} if oldest else {})
-
-
-# ---- in the process of a toolchain ---------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _launches() -> list[tuple]:
-    from flashdelta.tools.compile import VARIANTS
-
-    return [
-        (arch, variant.name, launch)
-        for variant in VARIANTS
-        for arch in variant.architectures()
-        for launch in variant.launches(arch)
-    ]
-
-
-def _compile(place: int) -> dict:
-    from flashdelta.tools.compile import compile_launch
-
-    arch, variant, launch = _launches()[place]
-    cost = compile_launch(launch, variant, arch)
-    return {field.name: getattr(cost, field.name) for field in dataclasses.fields(Costs)}
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("version", "names", "entries", "compile"))
-    parser.add_argument("jobs", type=int, nargs="?", default=1)
-    arguments = parser.parse_args()
-    given = json.load(sys.stdin)
-    if arguments.what == "version":
-        import triton
-
-        found = triton.__version__
-    elif arguments.what in ("names", "entries"):
-        from flashdelta.tools.compile import fingerprint
-
-        found = [{"arch": arch, "variant": name, "kernel": x.kernel.__name__} for arch, name, x in _launches()]
-        if arguments.what == "entries":
-            found = [one | {"fingerprint": fingerprint(x, arch)} for one, (arch, _, x) in zip(found, _launches())]
-    elif arguments.jobs == 1 or len(given) <= 1:
-        found = [_compile(place) for place in given]
-    else:
-        # not forked: PyTorch has threads
-        with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(_compile, given))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    _main()

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .fingerprints import hash_of, module
-from .groups import GROUPS, paths
+from .groups import GROUPS, paths, selection
 
 FILE = Path(__file__).with_name("record.txt")
 ROOT = FILE.parents[2]
@@ -34,7 +34,7 @@ def fingerprint(function: str) -> str | None:
     """Of a function as it is now, or of the tests that a group selects; None if it is gone."""
     path, _, name = function.partition(":")
     if function.startswith(SELECTION):
-        return hash_of("\n".join(GROUPS[name])) if name in GROUPS else None
+        return hash_of(selection(name)) if name in GROUPS else None
     file = ROOT / path
     return module(file).functions.get(name) if file.is_file() else None
 

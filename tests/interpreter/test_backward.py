@@ -24,16 +24,15 @@ LARGE_STEPS = {"A_log": 10 * TOLERANCE}
 differs from one processor to the next, is 1e-4 in it."""
 
 
-TWO_CHUNKS = {"decay", "softplus", "bounded", "logsigmoid", "state", "state_v_first"} | {
-    "same_keys",
-    "same_keys_unsafe",
-    "g-50",
-    "forget_channels",
-    "pinned_decay",
-    "softplus_saturated",
+TWO_CHUNKS = {
+    *("decay", "softplus", "bounded", "logsigmoid", "state", "state_v_first", "same_keys", "same_keys_unsafe"),
+    *("g-50", "forget_channels", "pinned_decay", "softplus_saturated"),
 }
 """Of each kind of gate and state one case, and of hard numbers those that matter from chunk to chunk. (And
 `softplus_saturated`, of whose rounding errors `LARGE_STEPS` is a measure on as many tokens.)"""
+
+ALIKE = {"same_keys_2", "pinned", "zero_rows_unbounded", "key_norms_unbounded"}
+"""Norms come before what differs where decays are promised: once each; `pinned` is `bounded_saturated` for long."""
 
 KINDS_OF_CASES = {
     "lengths": ["T0", "T1", "T33", "B0", "chunk32", "chunk32_unsafe"],
@@ -48,12 +47,7 @@ KINDS_OF_CASES = {
     "packed otherwise": ["packed_gva", "packed_chunk32", "packed_bf16_state"],
     # of the other layouts `gradients` makes dense leaves
     "layouts": ["head_first", "last_dim_strided"],
-    # norms come before what differs where decays are promised: once each; `pinned` is `bounded_saturated` for long
-    "hard": [
-        case.name
-        for case in HARD_CASES
-        if case.name not in ("same_keys_2", "pinned", "zero_rows_unbounded", "key_norms_unbounded")
-    ],
+    "hard": [case.name for case in HARD_CASES if case.name not in ALIKE],
 }
 
 
@@ -65,15 +59,15 @@ def small(case: Case) -> Case:
     return replace(case, B=min(case.B, 2), T=min(case.T, T), lengths=lengths, h=False, **heads)
 
 
-AGAIN = {"chunk32", "state_bf16", "state_v_first", "state_bf16_v_first"} | {
-    "packed_gva",
-    "packed_chunk32",
-    "packed_bf16_state",
+AGAIN = {
+    *("chunk32", "state_bf16", "state_v_first", "state_bf16_v_first"),
+    *("packed_gva", "packed_chunk32", "packed_bf16_state"),
 }
 """Cases in which the backward pass runs the forward pass again: of each kind of state and chunk. With the others it takes the
 interpreter a third less to keep what the forward pass leaves; both give the same bits (a test below)."""
 
-KINDS = [small(BY_NAME[name]) for names in KINDS_OF_CASES.values() for name in names]
+KINDS = {name: small(BY_NAME[name]) for names in KINDS_OF_CASES.values() for name in names}
+KEPT = {"backend": "triton", "disable_recompute": True}
 
 
 def assert_gradients(found: dict, truth: dict, tolerance: float = TOLERANCE, **others: float) -> None:
@@ -84,7 +78,7 @@ def assert_gradients(found: dict, truth: dict, tolerance: float = TOLERANCE, **o
     assert not errors
 
 
-@pytest.mark.parametrize("case", KINDS, ids=case_id)
+@pytest.mark.parametrize("case", KINDS.values(), ids=case_id)
 def test_gradients_are_those_of_the_reference(case: Case):
     call = make_call(case)
     grads = incoming(call)
@@ -100,17 +94,16 @@ def test_gradients_are_those_of_the_reference(case: Case):
 def test_gradients_with_held_value_channels(name: str, monkeypatch: pytest.MonkeyPatch):
     """As `wy` is launched on Hopper."""
     monkeypatch.setattr(wy, "wy_config", lambda problem, capability: wy.WyConfig(16, problem.V, 4, 3))
-    call = make_call(replace(next(case for case in KINDS if case.name == name), T=20))
+    call = make_call(replace(KINDS[name], T=20))
     grads = incoming(call)
     with poisoned_memory():
-        found = gradients(call | {"backend": "triton", "disable_recompute": True}, *grads)
+        found = gradients(call | KEPT, *grads)
     assert_gradients(found, true_gradients(call, *grads))
 
 
 @pytest.mark.parametrize("name", ["bounded", "softplus", "packed_int32"])
 def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkeypatch: pytest.MonkeyPatch):
-    case = next(case for case in KINDS if case.name == name)
-    call = make_call(replace(case, T=66 if name == "bounded" else 17)) | {"backend": "triton"}
+    call = make_call(replace(KINDS[name], T=66 if name == "bounded" else 17)) | {"backend": "triton"}
     grads = incoming(call)
     want = gradients(call, *grads)
     scans, scan = [], kernels.scan
@@ -123,11 +116,7 @@ def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkey
 
 def test_what_was_kept_serves_one_backward_pass():
     """And a second one computes it again."""
-    call = make_call(small(BY_NAME["T33"])) | {
-        "backend": "triton",
-        "disable_recompute": True,
-        "output_final_state": False,
-    }
+    call = make_call(KINDS["T33"]) | KEPT | {"output_final_state": False}
     v = call["v"].requires_grad_()
     o, _ = fd.chunk_kda(**call)
     (kept,) = (x for x in o.grad_fn.call if isinstance(x, dict))
@@ -137,7 +126,7 @@ def test_what_was_kept_serves_one_backward_pass():
 
 
 def test_gradients_have_their_inputs_dtypes():
-    call = make_call(small(next(case for case in KINDS if case.name == "gva2")), torch.float16)
+    call = make_call(small(KINDS["gva2"]), torch.float16)
     call |= {name: call[name].float() for name in ("g", "beta")}
     grads = incoming(call)
     found = gradients(call | {"backend": "triton"}, *grads)
@@ -147,8 +136,8 @@ def test_gradients_have_their_inputs_dtypes():
 
 
 def test_packed_gradients_are_those_of_each_sequence():
-    case = replace(next(case for case in KINDS if case.name == "packed"), lengths=(17, 0, 40))
-    call = make_call(case) | {"backend": "triton", "disable_recompute": True}
+    case = replace(KINDS["packed"], lengths=(17, 0, 40))
+    call = make_call(case) | KEPT
     grad_o, grad_final = incoming(call)
     together = gradients(call, grad_o, grad_final)
     begin = 0
@@ -164,8 +153,8 @@ def test_packed_gradients_are_those_of_each_sequence():
 
 
 def test_nan_stays_in_its_sequence():
-    case = replace(next(case for case in KINDS if case.name == "packed"), lengths=(17, 40))
-    call = make_call(case) | {"backend": "triton", "disable_recompute": True}
+    case = replace(KINDS["packed"], lengths=(17, 40))
+    call = make_call(case) | KEPT
     grad_o, grad_final = incoming(call)
     clean = gradients(call, grad_o, grad_final)
     grad_o[:, 3] = torch.nan

@@ -14,6 +14,7 @@ import flashdelta as fd
 from flashdelta.testing.cases import (
     BY_NAME,
     CASES,
+    FP16,
     FP32,
     HARD_CASES,
     HEAD_CASES,
@@ -36,7 +37,6 @@ from flashdelta.testing.oracle import (
     same_bits,
 )
 
-FP16 = torch.float16
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 
 
@@ -244,8 +244,7 @@ def test_operator_runs_the_kernels_it_is_asked_for():
 
 @pytest.mark.parametrize("op", BOTH)
 def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "flashdelta.runtime.warmup.WARM_MANY", 2
-    )  # sequences, of which the interpreter runs one after the other
+    # sequences, of which the interpreter runs one after the other
+    monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
     calls = fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", initial_state=(True,))
     assert calls == (2 if op is fd.chunk_kda else 1 + 3)

@@ -11,7 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.cases import BF16, FP16, FP32
 from flashdelta.testing.oracle import (
     TOLERANCE,
     assert_close,
@@ -36,9 +36,6 @@ from ..support.pools import (
     pool_truth,
     untouched_memory,
 )
-
-FP16 = torch.float16
-
 
 LENGTHS = {
     "one_each": (66, 5, 66),
@@ -174,9 +171,8 @@ def test_bad_offsets_and_indices_touch_nothing_outside(op, values: tuple[int, ..
 
 @pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 def test_warmup_runs(op, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "flashdelta.runtime.warmup.WARM_MANY", 2
-    )  # sequences, of which the interpreter runs one after the other
+    # sequences, of which the interpreter runs one after the other
+    monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
     checkpoints = {"checkpoints": (True,)} if op is fd.chunk_kda else {}
     pools = {"state_pool": (True,), "has_initial_state": (True,)} | checkpoints
     assert fd.warmup(op, [(32, 32)], dtype=FP32, device="cpu", backend="triton", packed=(True,), **pools) == 1

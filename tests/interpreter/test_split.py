@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 import flashdelta as fd
 from flashdelta.problem.split import AUTO, most_segments, parts_of_sequences
+from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import assert_close
 from flashdelta.triton.segments import plan_kernel
 
@@ -15,8 +18,13 @@ from ..support.split_cases import COSTS, forced, offsets, split_call, split_pool
 TOLERANCE = 2e-5
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert_close("split", found, wanted, TOLERANCE)
+def hold(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    for x, y in zip(found, wanted):
+        assert_close("split", x, y, TOLERANCE)
+
+
+def exactly(call: dict) -> tuple[torch.Tensor, ...]:
+    return fd.chunk_kda(**forced(call, torch.float64), backend="reference")
 
 
 # as in `LENGTHS` empty sequences, tails and single chunks, each once and no longer than five parts take
@@ -27,22 +35,14 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 )
 def test_split_is_the_whole(lengths: list[int], parts: int, v_first: bool):
     call = split_call(lengths, v_first=v_first, return_intermediate_states=True)
-    found = fd.chunk_kda(**call, split=parts, backend="triton")
-    for x, wanted in zip(found, fd.chunk_kda(**forced(call, torch.float64), backend="reference")):
-        _close(x, wanted)
+    hold(fd.chunk_kda(**call, split=parts, backend="triton"), exactly(call))
 
 
 def test_split_of_batch_rows():
     call = split_call([66, 66])
-    batch = {
-        name: x.view(2, 66, *x.shape[2:]) if x.dim() > 2 and name != "initial_state" else x
-        for name, x in ((n, y) for n, y in call.items() if isinstance(y, torch.Tensor) and n != "cu_seqlens")
-    }
-    rest = {n: y for n, y in call.items() if not isinstance(y, torch.Tensor)}
-    found = fd.chunk_kda(**batch, **rest, split=2, backend="triton")
-    wanted = fd.chunk_kda(**forced(batch | rest, torch.float64), backend="reference")
-    _close(found[0], wanted[0])
-    _close(found[1], wanted[1])
+    del call["cu_seqlens"]
+    call |= {name: call[name].view(2, 66, *call[name].shape[2:]) for name in TOKEN_TENSORS}
+    hold(fd.chunk_kda(**call, split=2, backend="triton"), exactly(call))
 
 
 def test_split_with_a_pool_and_checkpoints():
@@ -50,8 +50,7 @@ def test_split_with_a_pool_and_checkpoints():
     exact = forced(call, torch.float64)
     o, _ = fd.chunk_kda(**call, split=4, backend="triton")
     wanted, _ = fd.chunk_kda(**exact, backend="reference")
-    _close(o, wanted)
-    _close(call["state_pool"], exact["state_pool"])
+    hold((o, call["state_pool"]), (wanted, exact["state_pool"]))
 
 
 def _plan(cu_seqlens: torch.Tensor, T: int, room: int, split: int, invariant: bool = False) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parents[1] / "c"
@@ -24,11 +24,15 @@ CHOICE = ["--size", ",".join(map(str, SIZE)), "--gate", "none", "--jobs", "2"]
 """A small export: every operator at one size, with one gate and one precision."""
 
 
-def run(*command: object, **options: object) -> str:
-    """Standard output; a failure is an error that shows both outputs."""
+def finished(*command: object, **options: object) -> subprocess.CompletedProcess:
+    """A failure is an error that shows both outputs."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return done
+
+
+def run(*command: object, **options: object) -> str:
+    return finished(*command, **options).stdout
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,8 @@ def export(folder: Path, *choice: str) -> str:
     """Runs the command; what it said."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "flashdelta", "export", "--out", str(folder), *choice]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr
+    command = (sys.executable, "-m", "flashdelta", "export", "--out", folder, *choice)
+    return finished(*command, cwd=ROOT, env=environment).stderr
 
 
 def build(folder: Path, source: Path, *definitions: str) -> None:
@@ -70,8 +72,7 @@ def build(folder: Path, source: Path, *definitions: str) -> None:
 def small_export(shared: Path) -> Export:
     """Made by the first worker that asks; `shared` is a folder of this run's, the same for all workers."""
     found = Export(shared / "export")
-    with open(shared / "export.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(shared / "export.lock"):
         if not (shared / "export.done").exists():
             export(found.folder, *(f"--arch=sm_{arch}" for arch in ARCHES), *CHOICE)
             build(found.folder / "build", found.folder)
@@ -122,14 +123,14 @@ def pointers(*names: str) -> dict[str, int]:
     return {name: 0x10000 * (i + 1) for i, name in enumerate(names)}
 
 
-def prefill_args(bf16: bool = False, **changes: object) -> dict:
-    """Of a call that is right in all but its addresses."""
-    names = ("q", "k", "v", "g", "beta", "o", "workspace", *(() if bf16 else ("w", "u")))
+def task(op: str, *, stream: int = 0, repeats: int = 1, **changes: object) -> dict:
+    """A call for `call` that is right in all but its addresses, and in what `changes`."""
     K, V, C = SIZE
-    sizes = {"B": 2, "H": 3, "T": 70, "K": K, "V": V, "C": C}
-    return sizes | pointers(*names) | {"workspace_bytes": 2**40} | changes
-
-
-def decode_args(**changes: object) -> dict:
-    sizes = {"N": 5, "H": 3, "slots": 7, "K": SIZE[0], "V": SIZE[1]}
-    return sizes | pointers("q", "k", "v", "g", "beta", "states", "state_indices", "o") | changes
+    if op == "decode_bf16":
+        sizes = {"N": 5, "H": 3, "slots": 7, "K": K, "V": V}
+        given = sizes | pointers("q", "k", "v", "g", "beta", "states", "state_indices", "o")
+    else:
+        sizes = {"B": 2, "H": 3, "T": 70, "K": K, "V": V, "C": C, "workspace_bytes": 2**40}
+        results = ("w", "u") if op == "prefill_f32" else ()
+        given = sizes | pointers("q", "k", "v", "g", "beta", "o", "workspace", *results)
+    return {"op": op, "args": given | changes, "stream": stream, "repeats": repeats}

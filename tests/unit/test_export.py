@@ -10,24 +10,27 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flashdelta
-import flashdelta as fd
-from flashdelta.problem.operations import PREFILL_SIZES, prefill_problem
+from flashdelta.problem.operations import PREFILL_SIZES
 from flashdelta.problem.problem import Problem, Result, Tensors
 from flashdelta.program.launch import Launch
-from flashdelta.program.program import Outputs
 from flashdelta.program.workspace import Workspace
-from flashdelta.runtime.call import check
-from flashdelta.tools.export import bindings, compile_kernels, kernels, wanted_kernels, write
-from flashdelta.tools.export.kernels import Wanted, compile_kernel, parameters_of, sample_decode, sample_prefill
-from flashdelta.triton.build import build as build_triton
+from flashdelta.tools.export import bindings, compile_kernels, cubins, wanted_kernels, write
+from flashdelta.tools.export.cubins import (
+    Wanted,
+    compile_kernel,
+    parameters_of,
+    prefill_call,
+    prefill_outputs,
+    sample_decode,
+)
 from flashdelta.triton.build import prefill, prefill_layout
 from flashdelta.triton.launch import layout
 
@@ -42,11 +45,10 @@ from ..support.exports import (
     build,
     call,
     compile_c,
-    decode_args,
     export,
-    prefill_args,
     run,
     small_export,
+    task,
 )
 
 pytestmark = pytest.mark.slow
@@ -82,24 +84,27 @@ def test_nothing_of_the_machine_that_exported_is_left(exported: Export):
         assert str(ROOT).encode() not in text and b"site-packages" not in text, path
 
 
+@pytest.fixture
+def compile_text(exported: Export, tmp_path: Path) -> Callable[..., Path]:
+    """Compiles a source that includes exported files."""
+
+    def compile_source(text: str, *options: str, language: str = "c11") -> Path:
+        source = tmp_path / ("use.cpp" if "++" in language else "use.c")
+        source.write_text(text)
+        compile_c(tmp_path / "use", source, "-I", exported.folder, *options, language=language)
+        return tmp_path / "use"
+
+    return compile_source
+
+
 @pytest.mark.parametrize("language", ["c11", "c++17"])
-def test_header_compiles_by_itself(exported: Export, language: str, tmp_path: Path):
-    source = tmp_path / ("use.cpp" if "++" in language else "use.c")
-    source.write_text(
-        '#include "flashdelta.h"\n#include "flashdelta.h"\nint used(void);\nint used(void) { return FD_SUCCESS; }\n'
-    )
-    compile_c(tmp_path / "use.o", source, "-c", "-I", exported.folder, language=language)
+@pytest.mark.parametrize("before", ['#include "flashdelta.h"', "#include <cuda.h>"], ids=["itself", "cuda.h"])
+def test_header_compiles_after(compile_text: Callable[..., Path], before: str, language: str):
+    use = "int used(void);\nint used(void) { return FD_SUCCESS; }\n"
+    compile_text(f'{before}\n#include "flashdelta.h"\n{use}', "-c", language=language)
 
 
-def test_header_may_stand_beside_cuda_h(exported: Export, tmp_path: Path):
-    source = tmp_path / "use.c"
-    source.write_text(
-        '#include <cuda.h>\n#include "flashdelta.h"\nint used(void);\nint used(void) { return FD_SUCCESS; }\n'
-    )
-    compile_c(tmp_path / "use.o", source, "-c", "-I", exported.folder)
-
-
-def test_ctypes_structs_have_the_headers_layout(exported: Export, tmp_path: Path):
+def test_ctypes_structs_have_the_headers_layout(exported: Export, compile_text: Callable[..., Path]):
     kinds = {"fd_prefill_args": bindings.PrefillArgs, "fd_decode_args": bindings.DecodeArgs}
     lines, want = [], []
     for name, kind in kinds.items():
@@ -113,20 +118,16 @@ def test_ctypes_structs_have_the_headers_layout(exported: Export, tmp_path: Path
         declared = re.findall(r"[\w, ]+;", re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL))
         names = [re.sub(r"^(.* )?\*?", "", part) for line in declared for part in line.strip(" ;").split(",")]
         assert [part.strip() for part in names] == [field for field, _ in kind._fields_]
-    source = tmp_path / "layout.c"
-    source.write_text('#include <stdio.h>\n#include "flashdelta.h"\nint main(void) {\n' + "\n".join(lines) + "\n}\n")
-    compile_c(tmp_path / "layout", source, "-I", exported.folder)
-    assert [int(line) for line in run(tmp_path / "layout").split()] == want
+    text = '#include <stdio.h>\n#include "flashdelta.h"\nint main(void) {\n' + "\n".join(lines) + "\n}\n"
+    assert [int(line) for line in run(compile_text(text)).split()] == want
 
 
 def test_numbers_of_the_bindings_are_the_headers(exported: Export):
     header = (exported.folder / "flashdelta.h").read_text()
     numbers = {name: int(value) for name, value in re.findall(r"FD_(\w+) = (\d+)", header)}
-    for i, status in enumerate(bindings.STATUS):
-        assert numbers[status] == i
-    assert [numbers[f"GATE_{gate.upper()}"] for gate in bindings.GATES] == [0, 1]
-    assert [numbers[f"PRECISION_{precision.upper()}"] for precision in bindings.PRECISIONS] == [0, 1, 2]
-    assert len(numbers) == len(bindings.STATUS) + 2 + 3
+    gates = [f"GATE_{gate.upper()}" for gate in bindings.GATES]
+    precisions = [f"PRECISION_{precision.upper()}" for precision in bindings.PRECISIONS]
+    assert numbers == {name: i for names in (bindings.STATUS, gates, precisions) for i, name in enumerate(names)}
 
 
 def test_every_status_has_its_words(exported: Export):
@@ -138,7 +139,7 @@ def test_every_status_has_its_words(exported: Export):
     assert f'#define FD_VERSION "{flashdelta.__version__}"' in (exported.folder / "flashdelta.h").read_text()
 
 
-def test_the_drivers_types_are_those_of_cuda_h(exported: Export, tmp_path: Path):
+def test_the_drivers_types_are_those_of_cuda_h(compile_text: Callable[..., Path]):
     pairs = {
         "COMPUTE_CAPABILITY_MAJOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
         "COMPUTE_CAPABILITY_MINOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
@@ -158,12 +159,23 @@ def test_the_drivers_types_are_those_of_cuda_h(exported: Export, tmp_path: Path)
     }
     pairs |= {f"offsetof(launch_config, {ours})": f"offsetof(CUlaunchConfig, {cuda})" for ours, cuda in fields.items()}
     asserts = "".join(f'_Static_assert((long)({a}) == (long)({b}), "{a}");\n' for a, b in pairs.items())
-    source = tmp_path / "types.c"
-    source.write_text(f'#include <cuda.h>\n#include "runtime.c"\n{asserts}')
-    compile_c(tmp_path / "types.o", source, "-c", "-I", exported.folder, "-D_POSIX_C_SOURCE=200809L")
+    compile_text(f'#include <cuda.h>\n#include "runtime.c"\n{asserts}', "-c", "-D_POSIX_C_SOURCE=200809L")
 
 
 # ---- errors: nothing is launched -----------------------------------------------------------------------------------------
+
+Refusals = dict[str, tuple[dict | None, str, str]]
+"""What changes in a call that is right, the status, and how the message starts."""
+
+
+def missing(*names: str) -> Refusals:
+    return {name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory") for name in names}
+
+
+def unaligned(*names: str) -> Refusals:
+    said = "got 0x7008, wanted a multiple of 16 bytes"
+    return {f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name}: {said}") for name in names}
+
 
 BAD_PREFILL = {
     "no args": (None, "ERROR_NULL_POINTER", "args: got NULL, wanted an fd_prefill_args"),
@@ -179,22 +191,15 @@ BAD_PREFILL = {
     "precision": ({"precision": 3}, "ERROR_OPTION", "precision: got 3, wanted "),
     "negative precision": ({"precision": -1}, "ERROR_OPTION", "precision: got -1, wanted "),
     "scale": ({"scale": float("inf")}, "ERROR_OPTION", "scale: got inf, wanted a finite number"),
-    **{
-        name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory")
-        for name in ("q", "k", "v", "g", "beta", "o", "workspace")
-    },
-    **{
-        f"{name} unaligned": ({name: 0x7008}, "ERROR_ALIGNMENT", f"{name}: got 0x7008, wanted a multiple of 16 bytes")
-        for name in ("q", "k", "v", "g", "beta", "o", "workspace", "initial_state", "final_state")
-    },
+    **missing("q", "k", "v", "g", "beta", "o", "workspace"),
+    **unaligned("q", "k", "v", "g", "beta", "o", "workspace", "initial_state", "final_state"),
     "workspace": ({"workspace_bytes": 100}, "ERROR_WORKSPACE", "workspace_bytes: got 100, wanted at least "),
     "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 1, precision "),
     "other size": ({"K": 128, "V": 128, "C": 64}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (128, 128, 64)"),
 }
 BAD_F32 = {
-    "no w": ({"w": 0}, "ERROR_NULL_POINTER", "w: got NULL, wanted device memory"),
-    "no u": ({"u": 0}, "ERROR_NULL_POINTER", "u: got NULL, wanted device memory"),
-    "u unaligned": ({"u": 0x7001}, "ERROR_ALIGNMENT", "u: got 0x7001"),
+    **missing("w", "u"),
+    "u at an odd address": ({"u": 0x7001}, "ERROR_ALIGNMENT", "u: got 0x7001"),
     "ieee": ({"precision": 2}, "ERROR_NOT_EXPORTED", "no kernels for (K, V, C) = (64, 64, 32), gate 0, precision 2"),
 }
 BAD_BF16 = {
@@ -213,10 +218,7 @@ BAD_DECODE = {
     "scale": ({"scale": float("nan")}, "ERROR_OPTION", "scale: got "),
     "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", "slot_pitch: got 16, wanted 0 or a multiple of 16, at least"),
     "odd pitch": ({"slot_pitch": 3 * 64 * 64 + 1}, "ERROR_OPTION", "slot_pitch: got 12289"),
-    **{
-        name: ({name: 0}, "ERROR_NULL_POINTER", f"{name}: got NULL, wanted device memory")
-        for name in ("q", "k", "v", "g", "beta", "states", "state_indices", "o")
-    },
+    **missing("q", "k", "v", "g", "beta", "states", "state_indices", "o"),
     "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states: got 0x7004, wanted a multiple of 16 bytes"),
     "other gate": ({"gate": 1}, "ERROR_NOT_EXPORTED", "no kernels for "),
     "other size": ({"K": 128, "V": 128}, "ERROR_NOT_EXPORTED", "no kernels for "),
@@ -228,14 +230,10 @@ BAD = {
 }
 
 
-def args_of(op: str, **changes: object) -> dict:
-    return decode_args(**changes) if op == "decode_bf16" else prefill_args(op == "prefill_bf16", **changes)
-
-
 @pytest.mark.parametrize("op", BAD)
 def test_bad_arguments_are_named_and_launch_nothing(exported: Export, op: str):
     bad = BAD[op]
-    calls = [{"op": op, "args": None if changes is None else args_of(op, **changes)} for changes, _, _ in bad.values()]
+    calls = [{"op": op, "args": None} if changes is None else task(op, **changes) for changes, _, _ in bad.values()]
     found = call(exported, calls)
     for (name, (_, status, said)), outcome in zip(bad.items(), found.outcomes):
         assert (outcome["status"], outcome["message"].startswith(said)) == (status, True), (name, outcome)
@@ -245,7 +243,7 @@ def test_bad_arguments_are_named_and_launch_nothing(exported: Export, op: str):
 @pytest.mark.parametrize("op", BAD)
 def test_a_struct_of_another_size_is_refused(exported: Export, op: str):
     kind = bindings.DecodeArgs if op == "decode_bf16" else bindings.PrefillArgs
-    args = kind(**args_of(op))
+    args = kind(**task(op)["args"])
     args.struct_size -= 8
     functions = bindings.Library(str(exported.shared)).functions
     assert getattr(functions, f"fd_{op}")(ctypes.byref(args), None) == bindings.STATUS.index("ERROR_STRUCT")
@@ -256,55 +254,34 @@ def test_a_struct_of_another_size_is_refused(exported: Export, op: str):
 @pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])
 def test_workspace_query(exported: Export, op: str):
     """What the Python functions allocate, and the first size that is enough; it reads no pointer."""
-    bf16 = op == "prefill_bf16"
-    sizes = {name: value for name, value in prefill_args(bf16).items() if name in "BHTKVC"}
-    found = call(exported, [{"op": f"{op}_workspace", "args": sizes}]).outcomes[0]
-    assert (found["status"], found["bytes"]) == ("SUCCESS", workspace_bytes(bf16, sizes))
-    tight = [args_of(op, workspace_bytes=found["bytes"] - missing) for missing in (0, 1)]
-    statuses = call(exported, [{"op": op, "args": args} for args in tight]).statuses
-    assert statuses == ["SUCCESS", "ERROR_WORKSPACE"]
-    (refused,) = call(exported, [{"op": f"{op}_workspace", "args": sizes, "no_result": True}]).outcomes
-    assert (refused["status"], refused["message"]) == (
-        "ERROR_NULL_POINTER",
-        "bytes: got NULL, wanted where to write the number",
-    )
+    query = {"op": f"{op}_workspace"}
+    query["args"] = {name: value for name, value in task(op)["args"].items() if name in "BHTKVC"}
+    found, refused = call(exported, [query, query | {"no_result": True}]).outcomes
+    problem, _ = python_prefill(op, query["args"])
+    assert (found["status"], found["bytes"]) == ("SUCCESS", prefill_workspace(problem).buffer.nbytes)
+    assert refused["status"] == "ERROR_NULL_POINTER"
+    assert refused["message"] == "bytes: got NULL, wanted where to write the number"
+    tight = [task(op, workspace_bytes=found["bytes"] - missing) for missing in (0, 1)]
+    assert call(exported, tight).statuses == ["SUCCESS", "ERROR_WORKSPACE"]
 
 
-def sized_prefill(bf16: bool, sizes: dict):
-    """The problem and tensors of the Python function's call with these sizes."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    shape, width = (sizes["B"], sizes["H"], sizes["T"]), (sizes["K"],)
-    q, k, v = (torch.empty(*shape, *width, dtype=dtype, device="meta") for _ in range(3))
-    g, beta = torch.empty(*shape, *width, device="meta"), torch.empty(shape, device="meta")
-    precision = "tf32" if bf16 else "tf32x3"
-    options = SimpleNamespace(chunk_size=sizes["C"], scale=None, gate="none", precision=precision)
-    return prefill_problem(options, Tensors(q, k, v, g, beta))
+def python_prefill(op: str, args: dict) -> tuple[Problem, Tensors]:
+    """The Python function's call with the same sizes."""
+    precision = "tf32x3" if op == "prefill_f32" else "tf32"
+    return prefill_call(op, SIZE, precision=precision, B=args["B"], H=args["H"], T=args["T"])
 
 
-def workspace_bytes(bf16: bool, sizes: dict) -> int:
-    problem, _ = sized_prefill(bf16, sizes)
-    return prefill_workspace(problem, bf16).buffer.nbytes
-
-
-def prefill_workspace(problem: Problem, bf16: bool) -> Workspace:
+def prefill_workspace(problem: Problem) -> Workspace:
     """That of the Python function; in bfloat16 `w` lies there, too."""
-    return Workspace.allocate(layout(problem) if bf16 else prefill_layout(problem, True), torch.device("meta"))
+    wanted = prefill_layout(problem, True) if problem.dtype == torch.float32 else layout(problem)
+    return Workspace.allocate(wanted, torch.device("meta"))
 
 
 # ---- what is launched ----------------------------------------------------------------------------------------------------
 
 
-def numbers_of(launch: Launch) -> dict[str, tuple[str, object]]:
-    """The scalar arguments of a launch by name, with their types."""
-    kinds = dict(parameters_of(launch))
-    given = {p.name: x for p, x in zip(launch.kernel.params, launch.arguments)}
-    return {name: (kind, given[name]) for name, kind in kinds.items() if not kind.startswith("*")}
-
-
-def as_number(kind: str, bits: int) -> object:
-    """An argument as the stand-in recorded it: eight bytes from where it lies."""
-    raw = struct.pack("<Q", bits)
-    return struct.unpack({"i32": "<i4x", "i64": "<q", "fp32": "<f4x"}[kind], raw)[0]
+NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+"""By the type of a kernel's parameter; others are pointers."""
 
 
 def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> None:
@@ -312,22 +289,24 @@ def check_launch(record: dict, launch: Launch, addresses: dict[str, int]) -> Non
     assert record["name"] == launch.kernel.__name__
     assert (record["grid"], record["block"]) == (launch.ctas, 32 * launch.num_warps)
     assert (record["attributes"], record["attribute"]) == ((1, 6) if launch.overlaps else (0, 0))
-    order = [name for name, _ in parameters_of(launch)]
-    values = dict(zip(order, record["values"]))
-    assert len(record["values"]) == len(order) + kernels.SCRATCH
-    for name, (kind, want) in numbers_of(launch).items():
-        got = as_number(kind, values[name])
-        assert got == (pytest.approx(want) if kind == "fp32" else want), name
-    for name in addresses.keys() & values.keys():
-        assert values[name] == addresses[name], name
-    assert record["values"][len(order) :] == [0] * kernels.SCRATCH
+    given = {p.name: x for p, x in zip(launch.kernel.params, launch.arguments)}
+    parameters = parameters_of(launch)
+    own, scratch = record["values"][: len(parameters)], record["values"][len(parameters) :]
+    assert scratch == [0] * cubins.SCRATCH
+    for (name, kind), bits in zip(parameters, own, strict=True):
+        if kind in NUMBERS:  # eight bytes from where it lies were recorded
+            got = NUMBERS[kind].from_buffer_copy(struct.pack("<Q", bits)).value
+            assert got == (pytest.approx(given[name]) if kind == "fp32" else given[name]), name
+        elif name in addresses:
+            assert bits == addresses[name], name
 
 
 def parameter_counts(wanted: list[Launch]) -> str:
     """As the stand-in takes them."""
-    return "".join(f"{x.kernel.__name__}={len(parameters_of(x)) + kernels.SCRATCH};" for x in wanted)
+    return "".join(f"{x.kernel.__name__}={len(parameters_of(x)) + cubins.SCRATCH};" for x in wanted)
 
 
+STATES = {"initial_state": 0xA0000, "final_state": 0xB0000}
 SHAPES = [
     {"B": 1, "H": 1, "T": 1},
     {"B": 2, "H": 3, "T": 70},
@@ -341,27 +320,21 @@ SHAPES = [
 @pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])
 def test_prefill_launches_what_python_does(exported: Export, op: str, states: bool, shape: dict):
     bf16 = op == "prefill_bf16"
-    state_pointers = {"initial_state": 0xA0000, "final_state": 0xB0000} if states else {}
-    args = prefill_args(bf16, **shape, **state_pointers)
-    problem, t = sized_prefill(bf16, args)
-    outputs = Outputs(t.q.device)
-    for name, result in problem.results().items():
-        if name != "u" or not bf16:
-            outputs.allocate(name, result)
+    # the first call kernel by kernel, the second as a graph, the third as the same graph
+    asked = task(op, stream=0x5000, repeats=3, **shape, **(STATES if states else {}))
+    args = asked["args"]
+    problem, t = python_prefill(op, args)
+    outputs = prefill_outputs(problem, t)
     if states:
         outputs.allocate("final_state", Result((problem.B, 1, 64, 64), torch.float32))
         problem, t = replace(problem, has_initial_state=True), replace(t, initial_state=outputs["final_state"])
     want = prefill(problem, t, 90, outputs)
-    # the first call kernel by kernel, the second as a graph, the third as the same graph
-    task = {"op": op, "args": args, "stream": 0x5000, "repeats": 3}
-    found = call(exported, [task], parameters=parameter_counts(want))
+    found = call(exported, [asked], parameters=parameter_counts(want))
     assert found.statuses == ["SUCCESS"]
     assert found.counts == {"load": len(want), "graph": 1, "set": 0, "destroy": 0}
     assert [record["graph"] for record in found.launches] == [0] * len(want) + [*range(1, len(want) + 1)] * 2
-    addresses = {
-        name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *state_pointers) if name in args
-    }
-    workspace = prefill_workspace(problem, bf16)
+    addresses = {name: args[name] for name in ("q", "k", "v", "g", "beta", "o", "w", "u", *STATES) if name in args}
+    workspace = prefill_workspace(problem)
     parts = {name: workspace[name] for name in ("qg", "kg", "Aqk", "decay", *(("w",) if bf16 else ("h",)))}
     parts |= {"inverse": workspace["Akk_inv"]} if bf16 else {}
     addresses |= {name: args["workspace"] + x.storage_offset() * x.element_size() for name, x in parts.items()}
@@ -377,9 +350,9 @@ def test_prefill_launches_what_python_does(exported: Export, op: str, states: bo
 def test_decode_launches_what_python_does(exported: Export, gap: int, shape: dict):
     N, H, slots, (K, V, _) = shape["N"], shape["H"], 400, SIZE
     pitch = H * K * V + gap
-    args = decode_args(**shape, slots=slots, slot_pitch=pitch if gap else 0)
-    want = decode_launch(N, H, slots, pitch)
-    found = call(exported, [{"op": "decode_bf16", "args": args}], parameters=parameter_counts([want]))
+    asked = task("decode_bf16", **shape, slots=slots, slot_pitch=pitch if gap else 0)
+    args, want = asked["args"], sample_decode(K, V, "none", 90, N, H, slots, pitch)
+    found = call(exported, [asked], parameters=parameter_counts([want]))
     assert found.statuses == ["SUCCESS"]
     given = {name: args[name] for name in ("q", "k", "v", "g", "beta", "o")}
     given |= {"initial_state": args["states"], "final_state": args["states"], "starts": args["state_indices"]}
@@ -387,18 +360,6 @@ def test_decode_launches_what_python_does(exported: Export, gap: int, shape: dic
     # one token a sequence: how many more would be looked at does not count
     arguments = [1 if p.name == "most_tokens" else x for p, x in zip(want.kernel.params, want.arguments)]
     check_launch(record, replace(want, arguments=tuple(arguments)), given)
-
-
-def decode_launch(N: int, H: int, slots: int, pitch: int) -> Launch:
-    """`recurrent_kda` over a pool."""
-    K, V, _ = SIZE
-    q, k, v = (torch.empty(N, 1, H, K, dtype=torch.bfloat16, device="meta") for _ in range(3))
-    given = {"q": q, "k": k, "v": v, "g": torch.empty(N, 1, H, K, device="meta")}
-    given["beta"] = torch.empty(N, 1, H, device="meta")
-    given["initial_state"] = torch.empty_strided((slots, H, V, K), (pitch, K * V, K, 1), device="meta")
-    given["ssm_state_indices"] = torch.empty(N, dtype=torch.int32, device="meta")
-    (launch,) = build_triton(*check(fd.recurrent_kda, **given, use_qk_l2norm_in_kernel=False), 90).launches
-    return launch
 
 
 @pytest.mark.parametrize("op", BAD)
@@ -410,8 +371,7 @@ def test_empty_calls_need_no_memory(exported: Export, op: str):
 
 
 def test_without_tokens_the_state_is_carried_on(exported: Export):
-    states = {"initial_state": 0xA0000, "final_state": 0xB0000}
-    found = call(exported, [{"op": "prefill_f32", "args": prefill_args(T=0) | states}])
+    found = call(exported, [task("prefill_f32", T=0, **STATES)])
     assert [record["name"] for record in found.launches] == ["recurrence_kernel"]
 
 
@@ -425,7 +385,7 @@ def graphs_of(records: list[dict]) -> list[int]:
 
 
 def other_calls(count: int) -> list[dict]:
-    return [{"op": "prefill_f32", "args": prefill_args(o=0x90000 + 0x1000 * i, T=100 + i)} for i in range(count)]
+    return [task("prefill_f32", o=0x90000 + 0x1000 * i, T=100 + i) for i in range(count)]
 
 
 def check_outputs(records: list[dict], calls: list[dict]) -> None:
@@ -452,30 +412,24 @@ def test_beyond_eight_the_graph_used_longest_ago_takes_new_arguments(exported: E
 
 
 def test_every_stream_has_a_graph_and_the_oldest_goes(exported: Export):
-    one = {"op": "prefill_f32", "args": prefill_args()}
     streams = [0x1000 * (i + 1) for i in range(80)]
-    found = call(exported, [one | {"stream": stream, "repeats": 3} for stream in [*streams, *streams[-2:], streams[0]]])
+    streams += [*streams[-2:], streams[0]]
+    found = call(exported, [task("prefill_f32", stream=stream, repeats=3) for stream in streams])
     assert graphs_of(found.launches) == [0, 1, 1] * 80 + [1] * 6 + [0, 1, 1]
-    assert [record["stream"] for record in found.launches[:: 3 * 3]] == [*streams, *streams[-2:], streams[0]]
+    assert [record["stream"] for record in found.launches[:: 3 * 3]] == streams
     assert found.counts == {"load": 3, "graph": 81, "set": 0, "destroy": 81 - 64}
 
 
 def test_what_is_captured_is_kernels(exported: Export):
-    found = call(exported, [{"op": "prefill_f32", "args": prefill_args(), "repeats": 4}], capturing=1)
+    found = call(exported, [task("prefill_f32", repeats=4)], capturing=1)
     assert graphs_of(found.launches) == [0] * 4 and found.counts["graph"] == 0
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        *(
-            "cuCtxGetId",
-            "cuStreamIsCapturing",
-            "cuThreadExchangeStreamCaptureMode",
-            "cuGraphCreate",
-            "cuGraphAddKernelNode",
-        ),
-        *("cuGraphInstantiateWithFlags", "cuGraphExecKernelNodeSetParams", "cuGraphLaunch"),
+        *("cuCtxGetId", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuGraphCreate"),
+        *("cuGraphAddKernelNode", "cuGraphInstantiateWithFlags", "cuGraphExecKernelNodeSetParams", "cuGraphLaunch"),
     ],
 )
 def test_without_graphs_kernels_are_launched_one_by_one(exported: Export, function: str):
@@ -505,7 +459,7 @@ def test_without_graphs_kernels_are_launched_one_by_one(exported: Export, functi
 def test_kernels_are_picked_by_architecture(exported: Export, op: str, arch: int, shared: int, status: str):
     if op == "decode_bf16" and shared == 1_000:
         status = "SUCCESS"  # it needs hardly any
-    found = call(exported, [{"op": op, "args": args_of(op)}] * 2, arch=arch, shared=shared)
+    found = call(exported, [task(op)] * 2, arch=arch, shared=shared)
     assert found.statuses == [status] * 2
     if status == "SUCCESS":
         assert len(found.launches) == 2 * found.counts["load"] > 0
@@ -523,7 +477,7 @@ def test_kernels_are_picked_by_architecture(exported: Export, op: str, arch: int
     ],
 )
 def test_a_failure_of_cuda_is_told(exported: Export, function: str):
-    found = call(exported, [{"op": "prefill_f32", "args": prefill_args()}], failing=function)
+    found = call(exported, [task("prefill_f32")], failing=function)
     (outcome,) = found.outcomes
     message = f"{function}: error 400, invalid resource handle"
     assert (outcome["status"], outcome["message"]) == ("ERROR_CUDA", message)
@@ -532,19 +486,18 @@ def test_a_failure_of_cuda_is_told(exported: Export, function: str):
 
 def test_an_old_driver_is_told(exported: Export):
     old = exported.folder.parent / "old" / "libcuda.so.1"
-    (outcome,) = call(exported, [{"op": "decode_bf16", "args": decode_args()}], driver=old).outcomes
+    (outcome,) = call(exported, [task("decode_bf16")], driver=old).outcomes
     assert outcome["status"] == "ERROR_DRIVER"
     assert outcome["message"] == "libcuda.so.1 has no cuCtxGetDevice; CUDA 12.0 has"
 
 
 def test_threads_load_each_kernel_once_and_keep_their_own_errors(exported: Export):
-    good = [{"op": op, "args": args_of(op), "repeats": 100} for op in BAD] * 3
-    bad = [{"op": "prefill_f32", "args": prefill_args(T=-i), "repeats": 100} for i in range(1, 5)]
+    good = [task(op, repeats=100) for op in BAD] * 3
+    bad = [task("prefill_f32", T=-i, repeats=100) for i in range(1, 5)]
     found = call(exported, good + bad, threads=True)
     assert found.statuses == ["SUCCESS"] * len(good) + ["ERROR_SIZE"] * len(bad)
-    assert [one["message"].split(",")[0] for one in found.outcomes] == [""] * len(good) + [
-        f"T: got {-i}" for i in range(1, 5)
-    ]
+    messages = [""] * len(good) + [f"T: got {-i}" for i in range(1, 5)]
+    assert [one["message"].split(",")[0] for one in found.outcomes] == messages
     assert found.counts["load"] == 6 and len(found.launches) == 3 * 100 * (3 + 2 + 1)
 
 
@@ -557,31 +510,32 @@ def test_sanitizers_find_nothing(exported: Export, sanitizer: str, tmp_path: Pat
     compile_c(driver, HERE / "fake_driver.c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *options[:3])
     linked = (*sources[1:], "-I", exported.folder, *options, "-ldl", "-lpthread", "-lm")
     compile_c(tmp_path / "threads", sources[0], *linked)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run([tmp_path / "threads"], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(tmp_path / "threads", env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"})
 
 
 # ---- exporting -----------------------------------------------------------------------------------------------------------
 
 
 def test_wanted_kernels_are_each_there_once():
-    everything = wanted_kernels(kernels.OPS)
+    everything = wanted_kernels(cubins.OPS)
     assert len(set(everything)) == len(everything) == 4 * (4 + 2 + 2) + 2 + 4 * (2 + 1) + 2 * 2
     assert len({wanted.label for wanted in everything}) == len(everything)
     assert len({wanted.variant() for wanted in everything}) == len(everything)
 
 
+STEP = Wanted("decode_bf16", "decode", 64, 64, None, "none", None)
+
+
 def test_unknown_parameters_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "SCRATCH", 3)
+    monkeypatch.setattr(cubins, "SCRATCH", 3)
     with pytest.raises(RuntimeError, match=r"^decode_bf16_decode_k64_none: the compiled kernel takes"):
-        compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
+        compile_kernel(STEP, 90)
 
 
 def test_too_much_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(kernels.SHARED_MEMORY, 90, 8)
+    monkeypatch.setitem(cubins.SHARED_MEMORY, 90, 8)
     with pytest.raises(RuntimeError, match=r"bytes of shared memory, sm_90 has 8$"):
-        compile_kernel(Wanted("decode_bf16", "decode", 64, 64, None, "none", None), 90)
+        compile_kernel(STEP, 90)
 
 
 def test_nothing_to_write_is_an_error(tmp_path: Path):
@@ -591,11 +545,8 @@ def test_nothing_to_write_is_an_error(tmp_path: Path):
 
 def test_kernels_are_compiled_for_calls_of_any_size():
     """Every integer that a kernel is specialised for is a multiple of 16 in the sample call, as it is in all others."""
-    samples = [
-        *sample_prefill(torch.float32, PREFILL_SIZES[0], "none", "tf32x3", 90),
-        sample_decode(64, 64, "none", 90),
-    ]
-    for launch in samples:
+    call = prefill_call("prefill_f32", PREFILL_SIZES[0], precision="tf32x3")
+    for launch in [*prefill(*call, 90, prefill_outputs(*call)), sample_decode(64, 64, "none", 90)]:
         for param, x in zip(launch.kernel.params, launch.arguments):
             if isinstance(x, int) and not param.do_not_specialize:
                 assert x % 16 == 0, param.name
@@ -610,27 +561,6 @@ def test_every_toolchain_exports(toolchain: str, tmp_path: Path, monkeypatch: py
     assert "compiling 1 kernels for sm_86, sm_120" in said
     build(tmp_path / "out" / "build", tmp_path / "out")
     assert (tmp_path / "out" / "build" / "libflashdelta.so").exists()
-
-
-@pytest.mark.parametrize(
-    ("choice", "said"),
-    [
-        (["--arch=sm_75"], "arch: got 'sm_75', wanted one of sm_80, sm_86"),
-        (["--arch=sm_90", "--op=prefill"], "op: got 'prefill', wanted one of prefill_f32"),
-        (["--arch=sm_90", "--size=64,64,16"], "size: got '64,64,16', wanted one of 64,64,32"),
-        (["--arch=sm_90", "--gate=softplus"], "gate: got 'softplus', wanted one of none"),
-        (["--arch=sm_90", "--precision=tf32"], "precision: got 'tf32', wanted one of ieee"),
-    ],
-)
-def test_bad_choices_are_refused(choice: list[str], said: str, tmp_path: Path):
-    testing = pytest.importorskip("typer.testing")
-    from flashdelta.tools.cli.app import app
-
-    result = testing.CliRunner().invoke(
-        app, ["export", "--out", str(tmp_path / "out"), *choice], env={"COLUMNS": "200", "TERM": "dumb"}
-    )
-    assert result.exit_code == 2 and said in result.output
-    assert not (tmp_path / "out").exists()
 
 
 def test_bindings_need_only_the_standard_library(exported: Export):

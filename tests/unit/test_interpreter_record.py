@@ -9,7 +9,7 @@ import pytest
 
 from ..interpreter import record
 from ..interpreter.fingerprints import MODULE, Module
-from ..interpreter.groups import FOLDER, GROUPS, SMOKE, chosen, parsed
+from ..interpreter.groups import FOLDER, GROUPS, SMOKE, chosen, parsed, selection, selector_of
 
 SOURCE = '''
 """A module."""
@@ -222,15 +222,27 @@ def test_groups_select_every_test_once():
         for x in ast.parse(file.read_text()).body
         if isinstance(x, ast.FunctionDef) and x.name.startswith("test_")
     }
-    selected = Counter(parsed(selector) for selectors in GROUPS.values() for selector in selectors)
-    parts = {test: parts for test, _, parts in selected}
-    assert tests == parts.keys()
-    assert selected == Counter((test, i + 1, parts[test]) for test in tests for i in range(parts[test]))
+    selected = Counter(parsed(selector) for group in GROUPS.values() for selector in group)
+    parts = {selector: parts for selector, _, parts in selected}
+    cases = {selector for selector in parts if "[" in selector}
+    assert {selector_of(test) for test in tests} == parts.keys() - cases
+    assert {case.partition("[")[0] for case in cases} <= tests
+    assert selected == Counter((x, i + 1, parts[x]) for x in parts for i in range(parts[x]))
+
+
+def test_a_test_that_changes_groups_makes_both_stale(monkeypatch: pytest.MonkeyPatch):
+    before = {group: selection(group) for group in ("half", "laws", "wy")}
+    monkeypatch.setitem(GROUPS, "half", GROUPS["half"][:-1])
+    assert {group for group, found in before.items() if selection(group) != found} == {"half", "laws"}
 
 
 def test_parts_of_a_test_are_all_of_its_cases_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(GROUPS, "one", ["a.py::test_a 1/2", "a.py::test_b"])
     monkeypatch.setitem(GROUPS, "two", ["a.py::test_a 2/2"])
-    items = [(f"a.py::test_{name[0]}", name) for name in ("a0", "b0", "a1", "a2", "c0", "b1")]
-    assert chosen("one", items) == ["a0", "b0", "a2", "b1"]
+    monkeypatch.setitem(GROUPS, "rest", ["a.py"])
+    monkeypatch.setitem(GROUPS, "case", ["a.py::test_b[b1]"])
+    items = [(f"a.py::test_{name[0]}[{name}]", name) for name in ("a0", "b0", "a1", "a2", "c0", "b1")]
+    assert chosen("one", items) == ["a0", "b0", "a2"]
     assert chosen("two", items) == ["a1"]
+    assert chosen("case", items) == ["b1"]
+    assert chosen("rest", items) == ["c0"]

@@ -11,20 +11,24 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
-import os
 import re
 import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
 import triton
+from triton import knobs
 from triton._C.libtriton import ir
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -40,19 +44,16 @@ from ..ops.recurrent import fused_recurrent_kda
 from ..problem.operations import PREFILL_SIZES
 from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors
 from ..program.launch import Launch
-from ..program.program import Program
 from ..runtime.call import check
+from ..testing.cases import Case
+from ..testing.decoding import Step, make_step
+from ..testing.inputs import TOKEN_TENSORS, meta_call, on_meta
+from ..testing.oracle import as_recurrent
 from ..triton.build import build as build_triton
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+BUILD = {"hopper": build_hopper, "triton": build_triton}
+"""By backend."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,6 @@ class Costs:
         """`registers 128 -> 130, ...`; empty if the machine code is the same."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
-
-
-@dataclass(frozen=True)
-class Cost(Costs):
-    """Of one kernel, and the seconds that it took to compile."""
-
-    kernel: str
-    variant: str
-    arch: int
-    triton: str
-    seconds: float
 
 
 Given = dict[str, Any]
@@ -127,84 +117,52 @@ class Variant:
         problem, t = check(function, **given)
         if self.kept:
             problem = replace(problem, requires_grad=True)
-        if self.backward:
-            o = torch.empty_like(t.v)
-            dht = o.new_empty(problem.state_shape, dtype=problem.state_dtype)
-            problem, t = replace(problem, operation=problem.operation + BACKWARD), replace(t, do=o, dht=dht)
-        return [*self.build(problem, t, arch).launches]
-
-    def build(self, problem: Problem, t: Tensors, arch: int) -> Program:
-        return (build_hopper if self.backend == "hopper" else build_triton)(problem, t, arch)
+        call = backward_of(problem, t) if self.backward else (problem, t)
+        return [*BUILD[self.backend](*call, arch).launches]
 
     def _chunk(self) -> Call:
-        return chunk_kda, self._sequences() | {
-            "return_intermediate_states": self.intermediate,
-            "disable_recompute": self.kept,
-            "chunk_size": self.chunk_size,
-            "split": self.split,
-        }
+        return chunk_kda, self._sequences() | {"disable_recompute": self.kept, "split": self.split}
 
     def _recurrent(self) -> Call:
-        return fused_recurrent_kda, self._sequences()
+        return fused_recurrent_kda, as_recurrent(self._sequences())
+
+    def _shape(self) -> Given:
+        """Of a `Case` or a `Step`, with the gate and the states."""
+        sizes = {"H": self.heads, "HV": self.heads, "K": self.K, "V": self.V}
+        options = {"gate": self.gate, "beta": "logit", "state": self.state_dtype, "v_first": self.state_v_first}
+        return {"name": self.name, "why": "", **sizes, **options}
 
     def _sequences(self) -> Given:
-        T, N = 4 * self.chunk_size, 1
-        make = _make(self.state_dtype)
-        state = make(*self._states(N))
-        given = self._inputs(1, T) | self._options(output_final_state=not self.pool)
-        given |= {"state_pool" if self.pool else "initial_state": state}
-        if self.packed:
-            given["cu_seqlens"] = make(N + 1, dtype=self.offsets)
+        """One sequence of four chunks."""
+        C, N, index = self.chunk_size, 1, _make(torch.int32)
+        bound = -5.0 if self.gate == "lower_bound" else None
+        lengths = {"lengths": (4 * C,), "offsets_dtype": self.offsets} if self.packed else {"T": 4 * C}
+        case = Case(**self._shape(), **lengths, lower_bound=bound, h=self.intermediate, chunk_size=C)
+        call = meta_call(case, self.dtype)
+        if self.g_dtype is not None:
+            call["g"] = call["g"].to(self.g_dtype)
         if self.pool:
-            given |= {"state_indices": make(N, dtype=torch.int32), "has_initial_state": make(N, dtype=torch.bool)}
+            call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
+            call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
         if self.checkpoints:
-            given |= {f"checkpoint_{name}": make(N, 1, dtype=torch.int32) for name in ("offsets", "indices")}
-        return given
+            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        return call
 
     def _states(self, count: int) -> tuple[int, ...]:
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (count, self.heads, *inner)
 
-    def _inputs(self, B: int, T: int) -> dict[str, torch.Tensor | None]:
-        make, H = _make(self.dtype), self.heads
-        gated = self.gate in ("softplus", "lower_bound")
-        return {
-            "q": make(B, T, H, self.K),
-            "k": make(B, T, H, self.K),
-            "v": make(B, T, H, self.V),
-            "g": make(B, T, H, self.K, dtype=self.g_dtype or self.dtype),
-            "beta": make(B, T, H),
-            "A_log": make(H, dtype=torch.float32) if gated else None,
-            "dt_bias": make(H, self.K, dtype=torch.float32) if gated else None,
-        }
-
-    def _options(self, **others: object) -> Given:
-        return {
-            "use_qk_l2norm_in_kernel": True,
-            "gate": self.gate,
-            "lower_bound": -5.0 if self.gate == "lower_bound" else None,
-            "state_v_first": self.state_v_first,
-            **({} if self.operation == "decode" else {"use_beta_sigmoid_in_kernel": True}),
-            **others,
-        }
-
     def _decode(self) -> Call:
-        """A paged step: packed sequences, or `B` rows of one token; with speculative tokens, counts of accepted ones."""
-        N, tokens = self.N, 1 + self.spec_tokens
-        index = _make(torch.int32)
-        given = self._inputs(*((1, N * tokens) if self.packed else (N, tokens))) | self._options(beta_is_logit=True)
-        given["initial_state"] = _make(self.state_dtype)(*self._states(4))
-        given["ssm_state_indices"] = index(N, tokens) if self.spec_tokens else index(N)
-        if self.spec_tokens:
-            given |= {"num_accepted_tokens": index(N), "num_spec_tokens": self.spec_tokens}
-        if self.packed:
-            given["cu_seqlens"] = index(N + 1)
-        return recurrent_kda, given
+        """A paged step: packed sequences, or `N` rows of one token; with speculative tokens, counts of accepted ones."""
+        N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
+        drafts = {"spec": S, "accepted": (1,) * N, "indices": ((0,) * tokens,) * N} if S else {"indices": (0,) * N}
+        lengths = (tokens,) * N if self.packed else None
+        step = Step(**self._shape(), **drafts, N=N, T=tokens, lengths=lengths, slots=4)
+        return recurrent_kda, on_meta(make_step(step, self.dtype))
 
     def _prefill(self) -> Call:
-        make, T = _make(self.dtype), 4 * self.chunk_size
-        q, k, v, g = (make(1, self.heads, T, width) for width in (self.K, self.K, self.V, self.K))
-        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": make(1, self.heads, T)}
+        call = self._sequences()
+        inputs = {name: call[name].transpose(1, 2).contiguous() for name in TOKEN_TENSORS}
         options = {"chunk_size": self.chunk_size, "gate": self.gate, "precision": self.precision}
         return kda_prefill, inputs | options
 
@@ -232,6 +190,35 @@ def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return functools.partial(torch.empty, dtype=dtype, device="meta")
 
 
+def backward_of(problem: Problem, t: Tensors) -> tuple[Problem, Tensors]:
+    """The backward pass of a call, with the gradients that come in."""
+    do = torch.empty(t.v.shape, dtype=t.v.dtype, device=t.device)
+    dht = do.new_zeros(0)
+    if problem.output_final_state:
+        dht = do.new_empty(problem.state_shape, dtype=problem.state_dtype)
+    return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=do, dht=dht)
+
+
+def _prefill(name: str, **options: Any) -> Variant:
+    return Variant(f"prefill fp32 {name}", operation="prefill", dtype=torch.float32, gate="none", **options)
+
+
+def _step(name: str, **options: Any) -> Variant:
+    return Variant(f"decode {name}", operation="decode", **options)
+
+
+def _hopper(name: str, **options: Any) -> Variant:
+    return Variant(f"hopper {name}", "hopper", **options)
+
+
+def _hopper_step(K: int, gate: str) -> Variant:
+    """Hopper's own kernel is for many sequences and states in bfloat16."""
+    options = {"packed": False, "state_v_first": True, "state_dtype": torch.bfloat16, "N": 512}
+    return _hopper(f"decode K{K} V{K}, {gate}", operation="decode", K=K, V=K, gate=gate, **options)
+
+
+CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
+
 VARIANTS = (
     Variant("bf16 K128 V128 bounded"),
     Variant("bf16 K128 V128 unbounded", gate="softplus"),
@@ -239,10 +226,10 @@ VARIANTS = (
     Variant("bf16 K128 V128 intermediate states, V first", intermediate=True, state_v_first=True),
     Variant("bf16 K128 V128 chunk 32", chunk_size=32),
     Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),
-    Variant("bf16 K128 V128 pool with checkpoints, V first", pool=True, checkpoints=True, state_v_first=True),
-    Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", pool=True, checkpoints=True),
+    Variant("bf16 K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", **CHECKPOINTS),
     Variant("bf16 K128 V128 split", split=4),
-    Variant("bf16 K128 V128 split, pool with checkpoints", split=4, pool=True, checkpoints=True, state_v_first=True),
+    Variant("bf16 K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
     Variant("bf16 K256 V256 split, fixed length", K=256, V=256, packed=False, split=4),
     Variant("fp32 K128 V128 split", dtype=torch.float32, split=4),
     Variant("bf16 K128 V128 backward", backward=True),
@@ -267,108 +254,59 @@ VARIANTS = (
     Variant("recurrent bf16 K128 V128 pool, V first", operation="recurrent", pool=True, state_v_first=True),
     Variant("recurrent fp32 K256 V256", operation="recurrent", K=256, V=256, dtype=torch.float32),
     *(
-        Variant(
-            f"decode K128 V128, {'bf16' if state == torch.bfloat16 else 'fp32'} states, {'V' if v_first else 'K'} first, N={N}",
-            operation="decode",
-            packed=False,
-            state_v_first=v_first,
+        _step(
+            f"K128 V128, {name} states, {order} first, N={N}",
             state_dtype=state,
+            state_v_first=order == "V",
             N=N,
+            packed=False,
         )
-        for v_first in (True, False)
-        for state in (torch.float32, torch.bfloat16)
+        for order in "VK"
+        for name, state in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         for N in (2, 256)
     ),
-    Variant(
-        "decode K128 V128 unbounded, V first", operation="decode", packed=False, state_v_first=True, gate="softplus"
-    ),
-    Variant("decode K64 V64, V first", operation="decode", K=64, V=64, state_v_first=True),
-    Variant("decode K128 V128 packed, V first", operation="decode", state_v_first=True),
-    Variant("decode K128 V128 speculative, V first", operation="decode", state_v_first=True, spec_tokens=3),
-    Variant("decode K256 V256 speculative, K first", operation="decode", K=256, V=256, spec_tokens=7, gate="none"),
+    _step("K128 V128 unbounded, V first", state_v_first=True, gate="softplus", packed=False),
+    _step("K64 V64, V first", K=64, V=64, state_v_first=True),
+    _step("K128 V128 packed, V first", state_v_first=True),
+    _step("K128 V128 speculative, V first", state_v_first=True, spec_tokens=3),
+    _step("K256 V256 speculative, K first", K=256, V=256, spec_tokens=7, gate="none"),
     Variant("commit fp32", operation="commit"),
     *(
-        Variant(
-            f"prefill fp32 K{K} V{V} chunk {C}, {precision}",
-            operation="prefill",
-            K=K,
-            V=V,
-            dtype=torch.float32,
-            gate="none",
-            chunk_size=C,
-            precision=precision,
-        )
+        _prefill(f"K{K} V{V} chunk {C}, {precision}", K=K, V=V, chunk_size=C, precision=precision)
         for precision in ("tf32x3", "ieee")
         for K, V, C in PREFILL_SIZES
     ),
-    *(
-        Variant(
-            f"prefill fp32 K128 V128 chunk {C}, many heads, tf32x3",
-            operation="prefill",
-            dtype=torch.float32,
-            gate="none",
-            chunk_size=C,
-            precision="tf32x3",
-            heads=32,
-        )
-        for C in (32, 64)
-    ),
-    Variant("hopper K128 V128 bounded", "hopper"),
-    Variant("hopper K128 V128 unbounded", "hopper", gate="softplus"),
-    Variant("hopper K128 V128 unbounded, fixed length", "hopper", gate="softplus", packed=False),
-    Variant("hopper K128 V128 fixed length", "hopper", packed=False),
-    Variant("hopper K128 V128 offsets in int64", "hopper", offsets=torch.int64),
-    Variant("hopper K128 V128 shared out, offsets in int64", "hopper", heads=96, offsets=torch.int64),
-    Variant("hopper K128 V128 shared out", "hopper", heads=96),
-    Variant("hopper K128 V128 shared out, fixed length", "hopper", heads=96, packed=False),
-    Variant("hopper K128 V128 log decays in fp32", "hopper", gate="none", g_dtype=torch.float32),
-    Variant("hopper K128 V128 intermediate states", "hopper", intermediate=True, state_dtype=torch.bfloat16),
-    Variant(
-        "hopper K128 V128 pool with checkpoints, V first", "hopper", pool=True, checkpoints=True, state_v_first=True
-    ),
-    Variant("hopper K128 V128 split", "hopper", split=4),
-    Variant("hopper K128 V128 split, fixed length", "hopper", split=4, packed=False),
-    Variant(
-        "hopper K128 V128 split, pool with checkpoints",
-        "hopper",
-        split=4,
-        pool=True,
-        checkpoints=True,
-        state_v_first=True,
-    ),
-    Variant("hopper K64 V64 split, fixed length", "hopper", K=64, V=64, split=4, packed=False),
-    Variant("hopper K128 V128 backward", "hopper", backward=True),
-    Variant("hopper K128 V128 backward, fixed length", "hopper", packed=False, backward=True),
-    Variant(
-        "hopper K128 V128 backward, unbounded, V first", "hopper", gate="softplus", state_v_first=True, backward=True
-    ),
-    Variant(
-        "hopper K128 V128 backward, log decays in fp32", "hopper", gate="none", g_dtype=torch.float32, backward=True
-    ),
-    Variant("hopper K64 V128 backward", "hopper", K=64, backward=True),
-    Variant("hopper K128 V64 backward, unbounded", "hopper", V=64, gate="logsigmoid", backward=True),
-    Variant("hopper K128 V128 kept for the backward pass", "hopper", kept=True),
-    *(
-        Variant(
-            f"hopper decode K{K} V{K}, {gate}",
-            "hopper",
-            operation="decode",
-            K=K,
-            V=K,
-            gate=gate,
-            packed=False,
-            state_v_first=True,
-            state_dtype=torch.bfloat16,
-            N=512,
-        )
-        for K, gate in ((128, "lower_bound"), (64, "softplus"))
-    ),
-    Variant("hopper wy K128 V128", "hopper", operation="wy"),
-    Variant("hopper wy K128 V128 fixed length", "hopper", operation="wy", packed=False),
-    Variant("hopper wy K128 V128 fixed length, V first", "hopper", operation="wy", packed=False, state_v_first=True),
-    Variant("hopper wy K64 V64", "hopper", operation="wy", K=64, V=64),
-    Variant("hopper K64 V64", "hopper", K=64, V=64),
-    Variant("hopper K64 V64 unbounded", "hopper", K=64, V=64, gate="logsigmoid"),
+    *(_prefill(f"K128 V128 chunk {C}, many heads, tf32x3", chunk_size=C, heads=32) for C in (32, 64)),
+    _hopper("K128 V128 bounded"),
+    _hopper("K128 V128 unbounded", gate="softplus"),
+    _hopper("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
+    _hopper("K128 V128 fixed length", packed=False),
+    _hopper("K128 V128 offsets in int64", offsets=torch.int64),
+    _hopper("K128 V128 shared out, offsets in int64", heads=96, offsets=torch.int64),
+    _hopper("K128 V128 shared out", heads=96),
+    _hopper("K128 V128 shared out, fixed length", heads=96, packed=False),
+    _hopper("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
+    _hopper("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
+    _hopper("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    _hopper("K128 V128 split", split=4),
+    _hopper("K128 V128 split, fixed length", split=4, packed=False),
+    _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
+    _hopper("K64 V64 split, fixed length", K=64, V=64, split=4, packed=False),
+    _hopper("K128 V128 backward", backward=True),
+    _hopper("K128 V128 backward, fixed length", packed=False, backward=True),
+    _hopper("K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
+    _hopper("K128 V128 backward, log decays in fp32", gate="none", g_dtype=torch.float32, backward=True),
+    _hopper("K64 V128 backward", K=64, backward=True),
+    _hopper("K128 V64 backward, unbounded", V=64, gate="logsigmoid", backward=True),
+    _hopper("K128 V128 kept for the backward pass", kept=True),
+    _hopper_step(128, "lower_bound"),
+    _hopper_step(64, "softplus"),
+    _hopper("wy K128 V128", operation="wy"),
+    _hopper("wy K128 V128 fixed length", operation="wy", packed=False),
+    _hopper("wy K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
+    _hopper("wy K64 V64", operation="wy", K=64, V=64),
+    _hopper("K64 V64", K=64, V=64),
+    _hopper("K64 V64 unbounded", K=64, V=64, gate="logsigmoid"),
 )
 
 
@@ -379,9 +317,9 @@ def source(launch: Launch) -> ASTSource | GluonASTSource:
         if x is None:
             constants[param.name] = None
         elif isinstance(x, torch.Tensor):
-            signature[param.name] = "*" + TYPES[x.dtype]
+            signature[param.name] = f"*{canonicalize_dtype(x.dtype)}"
         elif isinstance(x, TensorDescriptor):
-            signature[param.name] = f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)},{x.layout!r}>"
+            signature[param.name] = f"tensordesc<{canonicalize_dtype(x.base.dtype)}{list(x.block_shape)},{x.layout!r}>"
         elif isinstance(x, float):
             signature[param.name] = "fp32"
         else:
@@ -425,28 +363,23 @@ def intermediate(source: ASTSource | GluonASTSource, options: list[tuple[str, ob
     return _intermediate[known]
 
 
-def compile_launch(launch: Launch, variant: str, arch: int) -> Cost:
-    began = time.perf_counter()
+def compile_launch(launch: Launch, arch: int) -> Costs:
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source(launch), target=target, options=launch.options())
-    seconds = time.perf_counter() - began
     cubin = compiled.asm["cubin"]
     registers, spills = resource_usage(cubin)
     listing = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
     code = machine_code(cubin)
-    return Cost(
-        kernel=launch.kernel.__name__,
-        variant=variant,
-        arch=arch,
-        triton=triton.__version__,
+    return Costs(
         registers=registers,
         spill_bytes=spills,
         shared_bytes=compiled.metadata.shared,
-        product_waits=product_waits(listing),
+        # they multiply where ptxas serialises MMAs, which it does without failing: for want of registers, or because an operand
+        # changes too early
+        product_waits=listing.count("WARPGROUP.DEPBAR"),
         late_operands=late_operands(listing),
         instructions=len(code) // INSTRUCTION_BYTES,
         sass=hashlib.sha256(code).hexdigest()[:16],
-        seconds=round(seconds, 2),
     )
 
 
@@ -469,11 +402,10 @@ def machine_code(cubin: bytes) -> bytes:
 
 def _inspect(tool: str, cubin: bytes, *options: str) -> str:
     """What one of the tools that Triton carries says about a kernel's machine code."""
-    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        command = [os.path.join(tools, tool), *options, f.name]
+        command = [getattr(knobs.nvidia, tool).path, *options, f.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -513,35 +445,60 @@ def late_operands(sass: str) -> int:
     return found
 
 
-def product_waits(sass: str) -> int:
-    """Places where the code waits for asynchronous products of Hopper. They multiply where ptxas serialises the products,
-    which it does without failing: for want of registers, or because an operand changes too early."""
-    return sass.count("WARPGROUP.DEPBAR")
+LINE = (
+    "sm_{arch} {kernel:18} {variant:46} {registers:4} registers {spill_bytes:5} B spilled {shared_bytes:7} B shared "
+    "{product_waits:4} waits {instructions:6} instructions {seconds:5.1f} s"
+)
+
+
+@functools.cache
+def all_launches() -> list[tuple[int, str, Launch]]:
+    """With architecture and variant. The same in every process, so that a place in the list says which is meant."""
+    return [(arch, x.name, launch) for x in VARIANTS for arch in x.architectures() for launch in x.launches(arch)]
+
+
+def report(place: int, compiles: bool) -> dict:
+    """The launch at that place with its fingerprint, or compiled, with its costs."""
+    arch, variant, launch = all_launches()[place]
+    row = {"arch": arch, "variant": variant, "kernel": launch.kernel.__name__}
+    if not compiles:
+        return row | {"fingerprint": fingerprint(launch, arch)}
+    began = time.perf_counter()
+    costs = asdict(compile_launch(launch, arch))
+    return row | costs | {"triton": triton.__version__, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> Iterator[Any]:
+    """`work(*task)` of every task in order, `jobs` at a time."""
+    if min(jobs, len(tasks)) <= 1:
+        yield from itertools.starmap(work, tasks)
+        return
+    # not forked: PyTorch has threads
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, *zip(*tasks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES, help="default: all")
     parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--places", type=int, nargs="*", help="launches by their places in the list of all")
+    parser.add_argument("--list", action="store_true", help="fingerprints (as JSON), and nothing is compiled")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--jobs", type=int, default=1, help="kernels compiled at a time")
     arguments = parser.parse_args()
-    costs = []
-    for arch in arguments.arch or ARCHITECTURES:
-        for variant in VARIANTS:
-            if arguments.only not in variant.name or arch not in variant.architectures():
-                continue
-            for launch in variant.launches(arch):
-                cost = compile_launch(launch, variant.name, arch)
-                costs.append(cost)
-                if not arguments.json:
-                    print(
-                        f"sm_{cost.arch} {cost.kernel:18} {cost.variant:46} {cost.registers:4} registers "
-                        f"{cost.spill_bytes:5} B spilled {cost.shared_bytes:7} B shared {cost.product_waits:4} waits "
-                        f"{cost.instructions:6} instructions {cost.seconds:5.1f} s",
-                        flush=True,
-                    )
-    if arguments.json:
-        print(json.dumps([asdict(c) for c in costs], indent=1))
+    places = arguments.places
+    if places is None:
+        wanted = arguments.arch or ARCHITECTURES
+        found = enumerate(all_launches())
+        places = [i for i, (arch, variant, _) in found if arch in wanted and arguments.only in variant]
+    rows = []
+    for row in in_processes(report, [(place, not arguments.list) for place in places], arguments.jobs):
+        rows.append(row)
+        if not arguments.json and not arguments.list:
+            print(LINE.format_map(row), flush=True)
+    if arguments.json or arguments.list:
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, NoReturn, Optional
 
 import torch
 import typer
@@ -13,9 +15,8 @@ from rich.console import Console
 
 from ... import backends
 from ..bench.benchmarks import BENCHMARKS
-from ..bench.environment import default_device
 from ..bench.report import to_json
-from ..bench.runner import Benchmark
+from .device import find_device
 
 app = typer.Typer(
     name="flashdelta",
@@ -28,6 +29,24 @@ bench_app = typer.Typer(help="Measure speed; see benchmarks/README.md for the pr
 app.add_typer(bench_app, name="bench")
 
 
+@contextlib.contextmanager
+def _bad_parameters() -> Iterator[None]:
+    """Makes a ValueError the message of a wrong command line (exit code 2)."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _end(report: dict, show: Callable[[dict, Console], None], json: bool, passed: bool) -> NoReturn:
+    """Prints the report and exits; with 1 if it did not pass."""
+    if json:
+        print(to_json(report))
+    else:
+        show(report, Console())
+    raise typer.Exit(0 if passed else 1)
+
+
 def _backend(name: str) -> str:
     known = ("auto", *(backend.name for backend in backends.BACKENDS))
     if name not in known:
@@ -36,17 +55,8 @@ def _backend(name: str) -> str:
 
 
 def _device(name: Optional[str]) -> str:
-    if name is None:
-        return str(default_device())
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"got {name!r}, wanted a device such as cuda, cuda:1 or cpu") from error
-    if device.type not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"got {name!r}, wanted a CUDA device or cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise typer.BadParameter(f"got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
-    return name
+    with _bad_parameters():
+        return str(find_device(name))
 
 
 Backend = Annotated[str, typer.Option(callback=_backend, help="auto, or a backend by name.")]
@@ -62,11 +72,7 @@ def doctor(device: Device = None, json: Json = False) -> None:
     from .doctor import examine, show
 
     report = examine(torch.device(device))
-    if json:
-        print(to_json(report))
-    else:
-        show(report, Console())
-    raise typer.Exit(0 if report["self_check"]["passed"] else 1)
+    _end(report, show, json, report["self_check"]["passed"])
 
 
 @app.command()
@@ -82,11 +88,7 @@ def verify(
     from .verify import run_verify, show
 
     report = run_verify(torch.device(device), backend=backend, quick=quick, progress=not json)
-    if json:
-        print(to_json(report))
-    else:
-        show(report, Console())
-    raise typer.Exit(0 if report["passed"] else 1)
+    _end(report, show, json, report["passed"])
 
 
 @app.command()
@@ -102,20 +104,12 @@ def demo(
     json: Json = False,
 ) -> None:
     """Let a small KDA model write, and hold its prefill and decode against each other (exit code 1 if they differ)."""
-    from .demo import run_demo
-    from .demo_view import show
+    from .demo import run_demo, show
 
-    try:
-        result = run_demo(
-            prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, backend=backend, device=device
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if json:
-        print(to_json(asdict(result)))
-    else:
-        show(result, Console())
-    raise typer.Exit(0 if result.checked else 1)
+    sampling = {"tokens": tokens, "temperature": temperature, "seed": seed}
+    with _bad_parameters():
+        result = run_demo(prompt=prompt, **sampling, backend=backend, device=device)
+    _end(asdict(result), show, json, result.checked)
 
 
 @app.command()
@@ -141,10 +135,8 @@ def export(
     from .export import run_export
 
     choice = {"op": op, "size": size, "gate": gate, "precision": precision}
-    try:
+    with _bad_parameters():
         run_export(out, arch, {name: values for name, values in choice.items() if values}, jobs)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 JsonPath = Annotated[
@@ -157,89 +149,68 @@ JsonPath = Annotated[
 ]
 
 
-OPTIONS: dict[str, tuple[object, object]] = {
-    "backend": (Backend, "auto"),
-    "json": (JsonPath, None),
-    "rows": (
-        Annotated[
-            Optional[list[str]],
-            typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
-        ],
-        None,
-    ),
-    "fla": (
-        Annotated[
-            Optional[list[str]],
-            typer.Option(
-                help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
-                "FLA tunes itself for a minute or two at a head count that its cache does not know.",
-                show_default="all",
-            ),
-        ],
-        None,
-    ),
-    "no_fla": (Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")], False),
-    "quick": (Annotated[bool, typer.Option("--quick", help="A few rows.")], False),
-    "repeats": (Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")], 20),
-    "plot": (Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")], None),
-    "library": (
-        Annotated[Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")],
-        None,
-    ),
-    "tokens": (Annotated[int, typer.Option(min=64, help="Tokens of the calls.")], 8192),
-    "device": (Device, None),
-    "wide": (Annotated[bool, typer.Option("--wide", help="All columns; else as many as fit 80 characters.")], False),
-}
-"""Of the benchmarks' commands, with their defaults."""
-
-
-def _measured(name: str, chosen: dict[str, Any]) -> None:
-    """Runs a benchmark and exits; with 1 if a row is wrong."""
-    from .bench import run_benchmark
-
-    try:
-        right = run_benchmark(name, **chosen)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if right else 1)
-
-
-def _command(benchmark: Benchmark) -> None:
-    """The benchmark's command, with the options that it has."""
-
-    def command(**chosen: object) -> None:
-        _measured(benchmark.name, chosen)
-
-    options = {**OPTIONS, "repeats": (OPTIONS["repeats"][0], benchmark.effort.rounds)}
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=options[name][1], annotation=options[name][0])
-        for name in benchmark.options
-    ]
-    setattr(command, "__signature__", inspect.Signature(parameters))  # noqa: B010
-    command.__annotations__ = {x.name: x.annotation for x in parameters}
-    command.__doc__ = f"{benchmark.help} (exit code 1 if a row is wrong)."
-    bench_app.command(benchmark.name)(command)
-
-
-for _benchmark in BENCHMARKS.values():
-    _command(_benchmark)
-
-
-@bench_app.command()
-def toolchains(
+def _benchmark(
+    *,
     folder: Annotated[Path, typer.Argument(file_okay=False, help="Kernels as another Triton compiles them.")],
     compiles: Annotated[
         bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")
     ] = False,
+    backend: Backend = "auto",
     json: JsonPath = None,
-    rows: Annotated[Optional[list[str]], typer.Option(help="As in the other benchmarks.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")] = 50,
+    rows: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Only the row of this name, or the rows whose name contains it; repeatable."),
+    ] = None,
+    fla: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
+            "FLA tunes itself for a minute or two at a head count that its cache does not know.",
+            show_default="all",
+        ),
+    ] = None,
+    no_fla: Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few rows.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")],
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")] = None,
+    library: Annotated[
+        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the calls.")] = 8192,
     device: Device = None,
-    wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="All columns; else as many as fit 80 characters.")] = False,
 ) -> None:
-    """Time kernels as another Triton compiles them beside this Triton's (exit code 1 if a row is wrong)."""
-    chosen = {"json": json, "rows": rows, "repeats": repeats, "device": device, "wide": wide}
-    _measured("toolchains", {**chosen, "folder": folder, "compiles": compiles})
+    """Has every option of the benchmarks' commands, with its default. A command has some of them (`_command`)."""
+
+
+def _command(name: str, help: str, options: Sequence[str], repeats: int) -> None:
+    """A benchmark's command, with the options that it has."""
+
+    def command(**chosen: Any) -> None:
+        from .bench import run_benchmark
+
+        with _bad_parameters():
+            right = run_benchmark(name, **chosen)
+        raise typer.Exit(0 if right else 1)
+
+    known = inspect.signature(_benchmark, eval_str=True).parameters
+    parameters = [known[x].replace(default=repeats) if x == "repeats" else known[x] for x in options]
+    setattr(command, "__signature__", inspect.Signature(parameters))  # noqa: B010
+    command.__annotations__ = {x.name: x.annotation for x in parameters}
+    command.__doc__ = f"{help} (exit code 1 if a row is wrong)."
+    bench_app.command(name)(command)
+
+
+for _name, _one in BENCHMARKS.items():
+    _command(_name, _one.help, _one.options, _one.effort.rounds)
+
+# not asked of the benchmark itself, which imports Triton, and Triton is for Linux only
+_command(
+    "toolchains",
+    "Time kernels as another Triton compiles them beside this Triton's",
+    ("folder", "compiles", "json", "rows", "repeats", "device", "wide"),
+    repeats=50,
+)
 
 
 @bench_app.command()
@@ -251,10 +222,8 @@ def show(
     """Print a benchmark's table again from its JSON file."""
     from .bench import show_results
 
-    try:
+    with _bad_parameters():
         show_results(results, plot, wide)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @bench_app.command()

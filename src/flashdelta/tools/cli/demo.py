@@ -13,9 +13,14 @@ from importlib import resources
 from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
+from ...problem.errors import wrong
+from ..bench.timing import synchronize
+from .device import find_device
 
 DEFAULT_PROMPT = (
     "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "
@@ -80,20 +85,20 @@ def run_demo(
     """
     prompt = DEFAULT_PROMPT if prompt is None else prompt
     if not prompt:
-        raise ValueError("prompt: got an empty text, wanted at least one character")
+        raise wrong("prompt", "an empty text", "at least one character")
     if tokens < 1:
-        raise ValueError(f"tokens: got {tokens}, wanted at least 1")
-    place = _place(device)
+        raise wrong("tokens", tokens, "at least 1")
+    place = find_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     prompt_tokens = encode(prompt)[None].to(place)
     model = load_demo_model(place, dtype, backend)
-    written = _write(model, prompt_tokens, tokens, temperature, seed)
-    error, checked = agreement(model, prompt_tokens, written.tokens, written.logits)
+    written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
+    error, checked = agreement(model, prompt_tokens, written, logits)
     return DemoResult(
         prompt=prompt,
-        continuation=decode(written.tokens[0]),
-        prefill_tokens_per_s=prompt_tokens.shape[1] / written.prefill_s,
-        decode_tokens_per_s=tokens / written.decode_s,
+        continuation=decode(written[0]),
+        prefill_tokens_per_s=prompt_tokens.shape[1] / prefill_s,
+        decode_tokens_per_s=tokens / decode_s,
         backend=_backend_used(model, prompt_tokens.shape[1]),
         device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -103,65 +108,36 @@ def run_demo(
     )
 
 
-def _place(device: str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, wanted 'cpu' or 'cuda'") from error
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {device!r}, wanted 'cpu' or 'cuda'")
-    gpus = torch.cuda.device_count()
-    if place.type == "cuda" and (place.index or 0) >= gpus:
-        raise ValueError(f"device: got {device!r}, wanted 'cpu' or one of the {gpus} GPUs PyTorch sees")
-    return place
-
-
 def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> KdaLanguageModel:
     """The model in the package; raises as `load_model`."""
     with resources.as_file(resources.files(__package__) / "assets" / WEIGHTS) as path:
         return load_model(path, device=device, dtype=dtype, chunk_size=32, backend=backend)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """`tokens [1, N]`; `logits [1, N + 1, vocabulary]`: after the prompt and after every written token."""
-
-    tokens: Tensor
-    logits: Tensor
-    prefill_s: float
-    decode_s: float
-
-
 @torch.no_grad()
-def _write(model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int) -> _Written:
+def _write(
+    model: KdaLanguageModel, prompt: Tensor, tokens: int, temperature: float, seed: int
+) -> tuple[Tensor, Tensor, float, float]:
+    """The written tokens `[1, N]`; logits `[1, N + 1, vocabulary]`, after the prompt and after every written token; seconds of
+    prefill and of decoding."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     model.generate(prompt, WARMUP_TOKENS)  # compiles what the timed calls will use
     (logits, caches), prefill_s = _timed(lambda: model(prompt, return_caches=True), prompt.device)
     after_prompt = logits[:, -1]
     steps = model.steps(after_prompt, caches, temperature=temperature, generator=generator)
     pairs, decode_s = _timed(lambda: [next(steps) for _ in range(tokens)], prompt.device)
-    return _Written(
-        tokens=torch.stack([token for token, _ in pairs], dim=1),
-        logits=torch.stack([after_prompt, *(after for _, after in pairs)], dim=1),
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-    )
+    written = torch.stack([token for token, _ in pairs], dim=1)
+    logits = torch.stack([after_prompt, *(after for _, after in pairs)], dim=1)
+    return written, logits, prefill_s, decode_s
 
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[_T, float]:
     """The result of `work()` and the seconds until the device had it."""
-    _wait(device)
+    synchronize(device)
     start = time.perf_counter()
     result = work()
-    _wait(device)
+    synchronize(device)
     return result, time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()
@@ -196,3 +172,21 @@ def _backend_used(model: KdaLanguageModel, prompt_tokens: int) -> str:
     attention = model.blocks[0].attention
     prefill, step = (attention.explain(1, tokens).chosen for tokens in (prompt_tokens, 1))
     return prefill if prefill == step else f"{prefill} (prefill), {step} (decode)"
+
+
+def show(report: dict, console: Console) -> None:
+    """Prints a result's fields: the prompt dimmed, the continuation after it, then speed and check."""
+    console.print(Text.assemble((report["prompt"], "dim"), (report["continuation"], "bold")))
+    console.print()
+    facts = (
+        f"{report['parameters'] / 1e6:.1f}M parameters in {report['dtype']} on {report['device']}, backend {report['backend']}",
+        "prefill {prefill_tokens_per_s:,.0f} tokens/s, decode {decode_tokens_per_s:,.0f} tokens/s".format_map(report),
+    )
+    for fact in facts:
+        console.print(fact, markup=False, highlight=False)
+    outcome = "[green]check passed[/green]" if report["checked"] else "[red]check failed[/red]"
+    console.print(
+        f"{outcome}: prefill and decode, token by token, against one prefill of the whole text: "
+        f"error of the logits {report['agreement_error']:.1e}",
+        highlight=False,
+    )

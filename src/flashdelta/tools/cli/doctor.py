@@ -12,9 +12,10 @@ import flashdelta
 
 from ...testing.cases import BF16
 from ...testing.inputs import make_call
-from ...testing.oracle import TOLERANCE, relative_error, truth
+from ...testing.oracle import TOLERANCE, truth
 from ..bench.environment import environment
 from ..bench.workloads import model
+from .verify import outcome
 
 TYPICAL = model("typical", "what a model calls, and small", 2, T=130)
 """Two chunks and a tail of two heads reach every kernel, and the float64 recurrence takes well under a second."""
@@ -40,18 +41,9 @@ def self_check(call: dict) -> dict:
     """One call of `chunk_kda` against the float64 recurrence on the same inputs."""
     tolerance = TOLERANCE[call["q"].dtype]
     start = time.perf_counter()
-    try:
-        o, state, *_ = flashdelta.chunk_kda(**call)
-        errors = [relative_error(x, want) for x, want in zip((o, state), truth(call))]
-    except Exception as error:  # a diagnosis has to name what broke, whatever it is
-        return {"passed": False, "problem": f"{type(error).__name__}: {error}", "tolerance": tolerance}
-    return {
-        "passed": all(error <= tolerance for error in errors),
-        "error_o": errors[0],
-        "error_state": errors[1],
-        "tolerance": tolerance,
-        "seconds": time.perf_counter() - start,
-    }
+    found = outcome(TYPICAL, flashdelta.chunk_kda, call, "auto", truth(call), tolerance)
+    seconds = time.perf_counter() - start
+    return {"passed": found["status"] == "passed", **found, "tolerance": tolerance, "seconds": seconds}
 
 
 def show(report: dict, console: Console) -> None:
@@ -75,7 +67,7 @@ def show(report: dict, console: Console) -> None:
 
 
 def _verdict(check: dict) -> str:
-    if "problem" in check:
+    if check["problem"] is not None:
         return f"[red]self-check failed[/red]: {check['problem']}"
     errors = f"error of o {check['error_o']:.1e}, of the state {check['error_state']:.1e}"
     state = "[green]self-check passed[/green]" if check["passed"] else "[red]self-check failed[/red]"

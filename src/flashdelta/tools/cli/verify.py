@@ -73,22 +73,23 @@ def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[
         for name in names:
             row: dict[str, object] = {"case": case.name, "reason": case.why, "operator": operator, "backend": name}
             row |= {"dtype": str(dtype).removeprefix("torch."), "tolerance": tolerance}
-            rows.append(row | _outcome(case, op, asked, name, want, tolerance))
+            rows.append(row | outcome(case, op, asked, name, want, tolerance))
     return rows
 
 
-def _outcome(
+def outcome(
     case: Case, op: Callable[..., tuple], call: dict, backend: str, want: Sequence[Tensor], tolerance: float
 ) -> dict:
+    """A call's status (`"passed"`, `"wrong"`, `"NaN"`, `"raised"` or `"not supported"`), what went wrong, and errors."""
+    none = {"error_o": None, "error_state": None}
     if backend != "auto":
         verdict = next(v for v in flashdelta.explain(op, **call).verdicts if v.backend == backend)
         if not verdict.supported:
-            return {"status": "not supported", "problem": verdict.reason, "error_o": None, "error_state": None}
+            return {"status": "not supported", "problem": verdict.reason, **none}
     try:
         errors = [_error(case, x, exact) for x, exact in zip(op(**call, backend=backend), want)]
     except Exception as error:  # a kernel that does not compile is one row of the report, not its end
-        problem = f"{type(error).__name__}: {error}"
-        return {"status": "raised", "problem": problem, "error_o": None, "error_state": None}
+        return {"status": "raised", "problem": f"{type(error).__name__}: {error}", **none}
     passed = all(error <= tolerance for error in errors)  # a NaN compares false
     status = "passed" if passed else "NaN" if any(map(math.isnan, errors)) else "wrong"
     return {"status": status, "problem": None, "error_o": errors[0], "error_state": errors[1]}

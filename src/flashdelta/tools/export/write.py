@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...problem.operations import PREFILL_GATES, PREFILL_SIZES
 from . import bindings
-from .kernels import OPS, Kernel, parameters_of, wanted_kernels
+from .cubins import OPS, Kernel, parameters_of, wanted_kernels
 
-HERE = Path(__file__).parent
-TEMPLATES = ("flashdelta.h", "CMakeLists.txt")
-COPIED = ("runtime.h", "runtime.c", "prefill.c", "decode.c")
+C_FILES = Path(__file__).parent / "c"
 BINDINGS = "flashdelta_ctypes.py"
 
 NUMBERS_A_LINE = 32
@@ -27,22 +24,31 @@ def write(kernels: Sequence[Kernel], out: Path, version: str) -> list[Path]:
     if not kernels:
         raise ValueError("kernels: got none, wanted at least one")
     out.mkdir(parents=True, exist_ok=True)
-    cubins = [f"{kernel.symbol}.c" for kernel in kernels]
-    filled = {"@VERSION@": version, "@CUBINS@": "\n    ".join(cubins)}
-    texts = {name: (HERE / "c" / name).read_text() for name in TEMPLATES + COPIED}
-    for name in TEMPLATES:
-        for mark, text in filled.items():
-            texts[name] = texts[name].replace(mark, text)
-    names = parameter_names()
-    texts["parameters.h"] = parameters_header(names, kernels)
-    texts["kernels.c"] = table(kernels, names)
-    texts |= {name: machine_code(kernel) for name, kernel in zip(cubins, kernels)}
-    written = []
+    texts = {path.name: path.read_text() for path in sorted(C_FILES.iterdir())}
+    for mark, text in marks(kernels, version).items():
+        texts = {name: template.replace(f"@{mark}@", text) for name, template in texts.items()}
+    texts |= {f"{kernel.symbol}.c": machine_code(kernel) for kernel in kernels}
+    texts[BINDINGS] = Path(bindings.__file__).read_text()
     for name, text in texts.items():
         (out / name).write_text(text)
-        written.append(out / name)
-    shutil.copyfile(bindings.__file__, out / BINDINGS)
-    return [*written, out / BINDINGS]
+    return [out / name for name in texts]
+
+
+def marks(kernels: Sequence[Kernel], version: str) -> dict[str, str]:
+    """What the files of c/ leave open, by the mark that stands for it (between two @)."""
+    orders: dict[str, str] = {}
+    for kernel in kernels:
+        orders.setdefault(order_of(kernel), f"order_{len(orders)}")
+    return {
+        "VERSION": version,
+        "CUBINS": "\n    ".join(f"{kernel.symbol}.c" for kernel in kernels),
+        "PARAMETERS": ",\n    ".join(map(c_name, parameter_names())),
+        "KERNELS": str(len(kernels)),
+        "ARCHITECTURES": ", ".join(f"sm_{arch}" for arch in sorted({kernel.arch for kernel in kernels})),
+        "DECLARATIONS": "\n".join(f"extern const unsigned char {kernel.symbol}[];" for kernel in kernels),
+        "ORDERS": "\n".join(f"static const unsigned char {name}[] = {{{order}}};" for order, name in orders.items()),
+        "TABLE": ",\n    ".join(row(kernel, orders[order_of(kernel)]) for kernel in kernels),
+    }
 
 
 def parameter_names() -> list[str]:
@@ -59,52 +65,29 @@ def parameter_names() -> list[str]:
 C_NAMES = {"chunk_slots": "slots", "v_new": "pseudo"}
 """Parameters that c/ has under other names than the kernels."""
 
-GENERATED = "/* Written by `flashdelta export`. */\n"
-
 
 def c_name(parameter: str) -> str:
     """Of a kernel's parameter in c/."""
     return f"FD_P_{C_NAMES.get(parameter, parameter)}"
 
 
-def parameters_header(names: Sequence[str], kernels: Sequence[Kernel]) -> str:
-    arches = sorted({kernel.arch for kernel in kernels})
-    listed = "".join(f"    {c_name(name)},\n" for name in names)
+def order_of(kernel: Kernel) -> str:
+    return ", ".join(c_name(name) for name, _ in kernel.parameters)
+
+
+def row(kernel: Kernel, order: str) -> str:
+    """An `fd_kernel`; `order` is the array that lists its parameters."""
+    variant = ", ".join(map(str, kernel.wanted.variant()))
     return (
-        f"{GENERATED}#ifndef FLASHDELTA_PARAMETERS_H\n#define FLASHDELTA_PARAMETERS_H\n\n"
-        f"/* Parameters of kernels, by name. */\nenum fd_parameter {{\n{listed}    FD_PARAMETERS\n}};\n\n"
-        f"#define FD_KERNELS {len(kernels)}\n"
-        f'#define FD_ARCHITECTURES "{", ".join(f"sm_{arch}" for arch in arches)}"\n\n#endif\n'
+        f'{{{{{variant}}}, {kernel.arch}, {int(kernel.specific)}, "{kernel.entry}", {kernel.symbol}, {kernel.threads}, '
+        f"{kernel.shared_bytes}, {kernel.slices}, {int(kernel.overlaps)}, {len(kernel.parameters)}, {order}}}"
     )
-
-
-def table(kernels: Sequence[Kernel], names: Sequence[str]) -> str:
-    lines = [GENERATED, '#include "runtime.h"\n\n']
-    lines += [f"extern const unsigned char {kernel.symbol}[];\n" for kernel in kernels]
-    orders: dict[tuple[str, ...], str] = {}
-    for kernel in kernels:
-        order = tuple(name for name, _ in kernel.parameters)
-        if order not in orders:
-            orders[order] = f"order_{len(orders)}"
-            listed = ", ".join(map(c_name, order))
-            lines.append(f"\nstatic const unsigned char {orders[order]}[] = {{{listed}}};\n")
-    lines.append("\nconst fd_kernel fd_kernels[] = {\n")
-    for kernel in kernels:
-        order = tuple(name for name, _ in kernel.parameters)
-        variant = ", ".join(map(str, kernel.wanted.variant()))
-        lines.append(
-            f'    {{{{{variant}}}, {kernel.arch}, {int(kernel.specific)}, "{kernel.entry}", {kernel.symbol}, {kernel.threads}, '
-            f"{kernel.shared_bytes}, {kernel.slices}, {int(kernel.overlaps)}, {len(order)}, {orders[order]}}},\n"
-        )
-    lines.append("};\n\nconst unsigned fd_kernel_count = FD_KERNELS;\n")
-    return "".join(lines)
 
 
 def machine_code(kernel: Kernel) -> str:
     """The cubin as an array, aligned as the driver wants an ELF image."""
     numbers = [str(byte) for byte in kernel.cubin]
     rows = (",".join(numbers[i : i + NUMBERS_A_LINE]) for i in range(0, len(numbers), NUMBERS_A_LINE))
-    declared = f"extern const unsigned char {kernel.symbol}[];\n"
-    return (
-        f"{GENERATED}{declared}_Alignas(16) const unsigned char {kernel.symbol}[] = {{\n" + ",\n".join(rows) + "\n};\n"
-    )
+    declared = f"extern const unsigned char {kernel.symbol}[];"
+    defined = f"_Alignas(16) const unsigned char {kernel.symbol}[] = {{"
+    return "\n".join(("/* Written by `flashdelta export`. */", declared, defined, ",\n".join(rows), "};\n"))

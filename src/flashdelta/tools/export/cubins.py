@@ -6,9 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from types import SimpleNamespace
 
 import torch
@@ -20,14 +18,15 @@ from triton.compiler import CompiledKernel
 from ...ops.decode import recurrent_kda
 from ...problem import operations
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
-from ...problem.problem import Tensors
+from ...problem.problem import Problem, Tensors
 from ...program.launch import Launch
 from ...program.program import Outputs
 from ...runtime.call import check
 from ...triton.build import build, prefill
 from ...triton.launch import SHARED_MEMORY, dot_precision
 from ...triton.recurrence import BV32_BYTES, STATES_FEW
-from ..compile import source
+from ..compile import in_processes, source
+from . import bindings
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
 """In the order of `fd_operator` in c/runtime.h."""
@@ -66,30 +65,15 @@ class Wanted:
     @property
     def label(self) -> str:
         """As part of names of files and symbols."""
-        parts = [
-            self.op,
-            self.stage,
-            f"k{self.K}",
-            f"c{self.C}" if self.C else "",
-            self.gate or "",
-            self.precision or "",
-        ]
+        parts = (self.op, self.stage, f"k{self.K}", self.C and f"c{self.C}", self.gate, self.precision)
         return "_".join(part for part in parts if part)
 
     def variant(self) -> tuple[int, ...]:
         """As `fd_variant` has it."""
-        precision = ANY
-        if self.op == "prefill_f32":
-            precision = {"tf32x3": 1, "ieee": 2}[self.precision]
-        return (
-            OPS.index(self.op),
-            STAGES.index(self.stage),
-            self.K,
-            self.V,
-            ANY if self.C is None else self.C,
-            ANY if self.gate is None else PREFILL_GATES.index(self.gate),
-            precision,
-        )
+        chunk = ANY if self.C is None else self.C
+        gate = ANY if self.gate is None else bindings.GATES.index(self.gate)
+        precision = ANY if self.precision is None else bindings.PRECISIONS.index(self.precision)
+        return (OPS.index(self.op), STAGES.index(self.stage), self.K, self.V, chunk, gate, precision)
 
     def exists(self, arch: int) -> bool:
         """Whether GPUs of this architecture have room for it."""
@@ -100,35 +84,47 @@ class Wanted:
         gate = self.gate or PREFILL_GATES[0]
         if self.op == "decode_bf16":
             return sample_decode(self.K, self.V, gate, arch)
-        dtype = torch.float32 if self.op == "prefill_f32" else torch.bfloat16
-        heads = 2 * STATES_FEW if self.stage == "recurrence_wide" else SAMPLE_HEADS
-        launches = sample_prefill(dtype, (self.K, self.V, self.C), gate, self.precision, arch, heads)
-        return launches[1 if self.stage == "recurrence_wide" else STAGES.index(self.stage)]
+        wide = self.stage == "recurrence_wide"
+        heads = 2 * STATES_FEW if wide else SAMPLE_HEADS
+        call = prefill_call(self.op, (self.K, self.V, self.C), gate, self.precision, H=heads)
+        return prefill(*call, arch, prefill_outputs(*call))[1 if wide else STAGES.index(self.stage)]
 
 
-def sample_prefill(
-    dtype: torch.dtype, size: tuple[int, int, int], gate: str, precision: str | None, arch: int, H: int = SAMPLE_HEADS
-) -> list[Launch]:
-    """The stages of a prefill; in bfloat16 without `u`, and with g and beta in float32."""
-    (K, V, C), T = size, 4 * size[2]
-    q, k, v = (torch.empty(1, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
-    g, beta = (torch.empty(*shape, device="meta") for shape in ((1, H, T, K), (1, H, T)))
-    tensors = Tensors(q, k, v, g, beta)
+def prefill_call(
+    op: str,
+    size: tuple[int, int, int],
+    gate: str = "none",
+    precision: str | None = None,
+    B: int = 1,
+    H: int = SAMPLE_HEADS,
+    T: int | None = None,
+) -> tuple[Problem, Tensors]:
+    """A prefill at `(K, V, C)`; g and beta are in float32 whatever the others are."""
+    (K, V, C), T = size, 4 * size[2] if T is None else T
+    dtype = torch.float32 if op == "prefill_f32" else torch.bfloat16
+    q, k, v = (torch.empty(B, H, T, width, dtype=dtype, device="meta") for width in (K, K, V))
+    g, beta = torch.empty(B, H, T, K, device="meta"), torch.empty(B, H, T, device="meta")
     options = SimpleNamespace(scale=None, gate=gate, chunk_size=C, precision=precision or dot_precision(dtype))
-    problem, t = operations.prefill_problem(options, tensors)
-    outputs = Outputs(q.device)
+    return operations.prefill_problem(options, Tensors(q, k, v, g, beta))
+
+
+def prefill_outputs(problem: Problem, t: Tensors) -> Outputs:
+    """In bfloat16 without `u`."""
+    outputs = Outputs(t.device)
     for name, result in problem.results().items():
-        if name != "u" or dtype == torch.float32:
+        if name != "u" or problem.dtype == torch.float32:
             outputs.allocate(name, result)
-    return prefill(problem, t, arch, outputs)
+    return outputs
 
 
-def sample_decode(K: int, V: int, gate: str, arch: int) -> Launch:
-    """A step over a pool of float32 states, values first, by index; g and beta in float32."""
-    N, H = 1, SAMPLE_HEADS
+def sample_decode(
+    K: int, V: int, gate: str, arch: int, N: int = 1, H: int = SAMPLE_HEADS, slots: int = 4, pitch: int | None = None
+) -> Launch:
+    """A step over a pool of float32 states, values first, by index; g and beta in float32. `pitch`: of the pool's slots."""
     q, k, v = (torch.empty(N, 1, H, width, dtype=torch.bfloat16, device="meta") for width in (K, K, V))
     g, beta = torch.empty(N, 1, H, K, device="meta"), torch.empty(N, 1, H, device="meta")
-    pool, index = torch.empty(4, H, V, K, device="meta"), torch.empty(N, dtype=torch.int32, device="meta")
+    pool = torch.empty_strided((slots, H, V, K), (pitch or H * V * K, V * K, K, 1), device="meta")
+    index = torch.empty(N, dtype=torch.int32, device="meta")
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": pool, "ssm_state_indices": index}
     call = check(recurrent_kda, **tensors, gate=gate, use_qk_l2norm_in_kernel=False)
     (launch,) = build(*call, arch).launches
@@ -232,9 +228,4 @@ def _check(
 def compile_kernels(wanted: Iterable[Wanted], arches: Iterable[int], jobs: int | None = None) -> list[Kernel]:
     """All of them for all architectures, `jobs` at a time (by default as many as there are processors)."""
     tasks = [(kernel, arch) for kernel, arch in itertools.product(wanted, arches) if kernel.exists(arch)]
-    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
-    if jobs <= 1:
-        return [compile_kernel(*task) for task in tasks]
-    # not forked: PyTorch has threads
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_kernel, *zip(*tasks)))
+    return list(in_processes(compile_kernel, tasks, jobs or os.cpu_count() or 1))
