@@ -20,11 +20,11 @@ from .test_decode import commit_call
 
 FP16 = torch.float16
 KEPT = {
-    **{name: replace(BY_NAME[name], form="dense") for name in ("paged", "packed", "no_state", "own_slots", "T8")},
-    **{
-        name: BY_NAME[name]
-        for name in ("mixed", "mixed_spec", "spec", "source", "verify", "verify_source", "read_only")
-    },
+    name: BY_NAME[name]
+    for name in (
+        *("paged", "packed", "no_state", "own_slots", "T8", "mixed", "mixed_spec", "spec"),
+        *("source", "verify", "verify_source", "read_only"),
+    )
 }
 
 

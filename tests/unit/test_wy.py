@@ -13,6 +13,7 @@ from flashdelta.problem import device_checks as checked
 from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY
+from flashdelta.testing.cases import case_id
 from flashdelta.testing.wy import (
     BY_NAME,
     BY_TOKEN,
@@ -21,7 +22,6 @@ from flashdelta.testing.wy import (
     TENSORS,
     WyCase,
     by_definition,
-    case_id,
     errors,
     make_wy,
 )

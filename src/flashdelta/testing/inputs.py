@@ -21,7 +21,15 @@ def make_call(
     same numbers in every dtype up to rounding.
     """
     source = Source(dtype, device, zlib.crc32(case.name.encode()) + seed)
-    B, T, H, HV, K, V = case.B, case.tokens, case.H, case.HV, case.K, case.V
+    call = token_tensors(source, case, dtype) | gate_parameters(source, case)
+    if case.state is not None:
+        call["initial_state"] = initial_state(source, case)
+    return call | packed_offsets(case, device) | settings(case)
+
+
+def token_tensors(source: Source, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`q`, `k`, `v`, `g` and `beta`."""
+    B, T, H, HV, K, V = case.batch, case.tokens, case.H, case.HV, case.K, case.V
     tensors = {
         "q": source.normal(B, T, H, K),
         "k": source.normal(B, T, H, K),
@@ -41,21 +49,21 @@ def make_call(
         HARD[case.hard](tensors, source)
     wide = ("g", "beta") if case.wide_gate else ()
     tensors = {name: x.to(source.wide if name in wide else dtype) for name, x in tensors.items()}
-    call = LAYOUTS[case.layout](tensors)
-    call |= gate_parameters(source, case)
-    if case.state is not None:
-        call["initial_state"] = initial_state(source, case)
-    if case.lengths is not None:
-        offsets = torch.tensor([0, *case.lengths]).cumsum(0)
-        call["cu_seqlens"] = offsets.to(case.offsets_dtype).to(device)
-    return call | settings(case)
+    return LAYOUTS[case.layout](tensors)
+
+
+def packed_offsets(case: Case, device: str | torch.device) -> dict[str, Tensor]:
+    if case.lengths is None:
+        return {}
+    return {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype).to(device)}
 
 
 def settings(case: Case) -> dict:
     """The arguments that are no tensors."""
     asked: dict = {"use_qk_l2norm_in_kernel": case.l2norm}
     if case.gate in ("softplus", "lower_bound"):
-        asked |= {"use_gate_in_kernel": True, "lower_bound": case.lower_bound}
+        bound = case.lower_bound if case.gate == "lower_bound" else None
+        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
     elif case.gate == "logsigmoid":
         asked["gate"] = "logsigmoid"
     if case.beta != "value":
@@ -88,7 +96,7 @@ class Source:
 
 def log_decays(source: Source, case: Case) -> Tensor:
     """Mostly slow, some at the far end: down to -5 if that is promised, to about -50 otherwise."""
-    shape = (case.B, case.tokens, case.HV, case.K)
+    shape = (case.batch, case.tokens, case.HV, case.K)
     if case.memory == "long":
         rate = (source.uniform(case.HV, case.K) * 9 - 8).exp()
         return -(rate * source.uniform(*shape)).clamp(max=5.0 if case.safe else 50.0)
@@ -129,8 +137,7 @@ all gone after a few tokens."""
 
 
 def initial_state(source: Source, case: Case) -> Tensor:
-    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
-    state = source.normal(case.sequences, case.HV, *inner).to(case.state)
+    state = source.normal(case.sequences, *case.state_shape).to(case.state)
     if case.hard != "strided_state":
         return state
     padded = state.new_full((*state.shape[:-1], 2 * state.shape[-1]), torch.nan)
@@ -265,6 +272,14 @@ def _padded(t: dict) -> dict:
     return {name: pad(x) for name, x in t.items()}
 
 
+def _mixed(t: dict, beside: int = 0) -> dict:
+    """`q`, `k` and `v` of a token in one row, for `recurrent_kda`; `beside` more elements between two of them."""
+    rows = torch.cat([t[name].flatten(2).flatten(0, 1) for name in "qkv"], dim=-1)
+    between = rows.new_full((len(rows), beside), torch.nan)
+    mixed = torch.cat([rows, between], dim=-1)[:, : rows.shape[1]]
+    return {"mixed_qkv": mixed, "g": t["g"].flatten(2).flatten(0, 1), "beta": t["beta"].flatten(0, 1)}
+
+
 LAYOUTS = {
     "dense": _dense,
     "fused": _fused,
@@ -273,6 +288,8 @@ LAYOUTS = {
     "expanded": _expanded,
     "odd_offset": _odd_offset,
     "padded": _padded,
+    "mixed": _mixed,
+    "mixed_rows": lambda t: _mixed(t, beside=24),
 }
 
 
@@ -308,19 +325,11 @@ def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
     """The call without its numbers: heads and lengths as long as a model's take no time."""
     short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
     call = on_meta(make_call(short, dtype))
-    sizes: dict[str, tuple[int, ...]] = {
-        "q": (case.H, case.K),
-        "k": (case.H, case.K),
-        "v": (case.HV, case.V),
-        "g": (case.HV, case.K),
-    }
-    sizes["beta"] = (case.HV,)
-    for name, size in sizes.items():
-        call[name] = call[name].new_empty(case.B, case.tokens, *size)
+    for name in TOKEN_TENSORS:
+        heads = case.H if name in "qk" else case.HV
+        call[name] = call[name].new_empty(case.batch, case.tokens, heads, *call[name].shape[3:])
     if "initial_state" in call:
-        call["initial_state"] = call["initial_state"].new_empty(
-            case.sequences, case.HV, *call["initial_state"].shape[2:]
-        )
+        call["initial_state"] = call["initial_state"].new_empty(case.sequences, *case.state_shape)
     if "cu_seqlens" in call:
         call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
     for name in {"A_log", "dt_bias"} & call.keys():
