@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
 
 import torch
+import triton
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, Case
@@ -21,6 +24,7 @@ from flashdelta.testing.oracle import (
     one_rounding,
     poisoned_memory,
     rounding_error,
+    same_bits,
     tolerance_of,
     truth,
 )
@@ -33,6 +37,7 @@ KIMI = replace(BY_NAME["bounded"], name="kimi", K=128, V=128, H=4, HV=4, T=200)
 UNBOUNDED = replace(BY_NAME["softplus"], name="unbounded", K=128, V=128, H=4, HV=4, T=200)
 """As Kimi-Linear calls it."""
 
+MODELS = [KIMI, UNBOUNDED]
 
 CALLS_TO_A_REPLAY = 2
 """The second call of a kind replays what the first recorded (`flashdelta.program.cache`)."""
@@ -92,6 +97,20 @@ def hold_each(call: dict, results: tuple, want: tuple, slack: tuple[float, float
             raise AssertionError(f"sequence {n} of {length} tokens: {error}") from None
 
 
+def assert_same_bits(found: Iterable, want: Iterable, tokens: slice = slice(None)) -> None:
+    """All results, of which `o`, the first, counts on these tokens alone."""
+    (o, *others), (want_o, *want_others) = found, want
+    assert same_bits(o[:, tokens], want_o[:, tokens]), "o"
+    for n, (x, y) in enumerate(zip(others, want_others, strict=True), start=1):
+        assert same_bits(x, y), f"result {n}"
+
+
+def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`o` and the final states of sequences that were calls of their own, as of one packed call."""
+    outputs, states = zip(*parts)
+    return torch.cat(outputs, dim=1), torch.cat(states)
+
+
 def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> tuple[int, ...]:
     """`count` random lengths up to `longest`, as many short as long ones; a part of them `empty`."""
     random = Random(seed)
@@ -100,14 +119,38 @@ def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> 
     )
 
 
-def on_streams(calls: Sequence[Callable[[], tuple]]) -> list[list[tuple]]:
-    """What eight calls of each return, every one on a stream of its own and all at once."""
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of kernels that Triton compiles, or loads from its disk cache, inside the context."""
+    names: list[str] = []
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = lambda **event: names.append(event["src"].name)
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def captured(run: Callable[[], tuple]) -> tuple[torch.cuda.CUDAGraph, tuple]:
+    """A CUDA graph of a call that ran before, and the results that replays write."""
+    run()
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in calls]
-    found: list[list[tuple]] = [[] for _ in calls]
-    for _ in range(8):
-        for stream, call, results in zip(streams, calls, found):
-            with torch.cuda.stream(stream):
-                results.append(call())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+def requested_bytes(run: Callable[[], tuple]) -> tuple[tuple, int, int]:
+    """What a call returns, and how much more memory is asked for after it and at its peak than before."""
+
+    def requested(kind: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
+
+    gc.collect()  # what earlier tests left in cycles must not go meanwhile
     torch.cuda.synchronize()
-    return found
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    results = run()
+    torch.cuda.synchronize()
+    return results, requested("current") - before, requested("peak") - before

@@ -11,15 +11,22 @@ from filelock import FileLock
 
 from flashdelta.backends import BACKENDS
 
+from .calls import BOTH, MODELS
+
 GPU_BACKENDS = [backend.name for backend in BACKENDS if backend.name != "reference"]
+ARGUMENTS = {
+    "backend": GPU_BACKENDS,
+    "other_backend": [name for name in GPU_BACKENDS if name != "triton"],
+    "op": BOTH,
+    "model": MODELS,
+}
+"""What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `backend` runs on every backend that has kernels, with `other_backend` on all but the portable one."""
-    if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", GPU_BACKENDS)
-    if "other_backend" in metafunc.fixturenames:
-        metafunc.parametrize("other_backend", [name for name in GPU_BACKENDS if name != "triton"])
+    for argument, values in ARGUMENTS.items():
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, values, ids=lambda value: getattr(value, "name", None))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.oracle import poisoned_memory, truth
 
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, check, gpu_call, hold
+from .calls import CALLS_TO_A_REPLAY, KIMI, check, gpu_call, hold
 
 pytestmark = pytest.mark.gpu
 
-MODELS = [KIMI, UNBOUNDED]
 LAYOUTS = {
     "fused": {"layout": "fused", "H": 8, "HV": 8},  # rows a multiple of 16 bytes long, as a model's are
     "fused, grouped heads": {"layout": "fused", "H": 4, "HV": 8},
@@ -30,7 +29,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS, ids=case_id)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inputs_of_fixed_length(layout: str, model: Case, backend: str):
     check(fd.chunk_kda, replace(model, B=2, T=130, **LAYOUTS[layout]), BF16, backend)
@@ -42,7 +40,6 @@ def test_packed_inputs(layout: str, backend: str):
     check(fd.chunk_kda, case, BF16, backend)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=case_id)
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64)])
 def test_other_head_dims(K: int, V: int, model: Case, backend: str):
     """`tests.gpu.test_semantics` has all head dimensions; here with both kinds of gate, grouped heads, and packed states."""

@@ -3,8 +3,6 @@ was wanted. Nothing is written then."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
