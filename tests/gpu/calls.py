@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
 
+import pytest
 import torch
 import triton
 
@@ -28,6 +29,7 @@ from flashdelta.testing.oracle import (
     tolerance_of,
     truth,
 )
+from flashdelta.tools.bench.contenders import find
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 
@@ -103,6 +105,14 @@ def assert_same_bits(found: Iterable, want: Iterable, tokens: slice = slice(None
     assert same_bits(o[:, tokens], want_o[:, tokens]), "o"
     for n, (x, y) in enumerate(zip(others, want_others, strict=True), start=1):
         assert same_bits(x, y), f"result {n}"
+
+
+def peer(name: str) -> Callable:
+    """Another library's function, or the test is skipped."""
+    function = find(name)
+    if isinstance(function, str):
+        pytest.skip(function)
+    return function
 
 
 def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:

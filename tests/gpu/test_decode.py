@@ -13,10 +13,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32, case_id
 from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step
-from flashdelta.testing.oracle import assert_close, one_rounding, relative_error, same_bits
+from flashdelta.testing.inputs import TOKEN_TENSORS, narrow
+from flashdelta.testing.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 
 from ..support.decoding_checks import accepted_steps, check_step
-from .calls import CALLS_TO_A_REPLAY, compilations
+from .calls import CALLS_TO_A_REPLAY, compilations, gpu_call, peer
+from .calls import KIMI as PROMPT
 
 pytestmark = pytest.mark.gpu
 
@@ -129,29 +131,22 @@ def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend
         assert same_bits(used, want_pool)
 
 
+SHARED = (*TOKEN_TENSORS, "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel")
+SHARED += ("use_qk_l2norm_in_kernel", "state_v_first")
+"""Arguments that `recurrent_kda` has by the same names as `chunk_kda`."""
+
+
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_one_step_is_the_last_token_of_a_prefill(state: torch.dtype, v_first: bool, backend: str):
-    step = replace(KIMI, state=state, v_first=v_first, B=2, indices=(0, 1), slots=2, gap=0)
-    torch.manual_seed(0)
-    H, K, T = 4, 128, 77
-    q, k, v, g = (torch.randn(2, T, H, K, device="cuda", dtype=BF16) for _ in range(4))
-    beta = torch.randn(2, T, H, device="cuda", dtype=BF16)
-    gate = {
-        "A_log": torch.rand(H, device="cuda"),
-        "dt_bias": torch.randn(H * K, device="cuda") - 2,
-        "lower_bound": -5.0,
-    }
-    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "state_v_first": step.v_first} | gate
-    whole = {"use_beta_sigmoid_in_kernel": True, "output_final_state": True, "backend": "triton"}
-    want, want_state = fd.chunk_kda(q, k, v, g, beta, **options, **whole)
-    _, before = fd.chunk_kda(*(x[:, :-1] for x in (q, k, v, g, beta)), **options, **whole)
+    call = gpu_call(fd.chunk_kda, replace(PROMPT, B=2, T=77, v_first=v_first))
+    want, want_state = fd.chunk_kda(**call)
+    _, before = fd.chunk_kda(**narrow(call, 0, 76))
     pool = before.to(state)
-    last = (x[:, -1:] for x in (q, k, v, g, beta))
-    o, _ = fd.recurrent_kda(*last, **options, initial_state=pool, beta_is_logit=True, backend=backend)
-    tolerance = 6e-3 + one_rounding(state)
+    last = {name: x for name, x in narrow(call, 76, 77).items() if name in SHARED}
+    o, _ = fd.recurrent_kda(**last, initial_state=pool, beta_is_logit=True, backend=backend)
     assert_close("o", o, want[:, -1:], 1e-2)
-    assert_close("state", pool, want_state, tolerance)
+    assert_close("state", pool, want_state, 6e-3 + one_rounding(state))
 
 
 def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
@@ -161,42 +156,20 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
     N, H, K, steps = 2, 4, 128, 2000
     A_log, dt_bias = torch.rand(H, device="cuda"), torch.rand(H * K, device="cuda") * 9 - 8
     options = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0, "use_qk_l2norm_in_kernel": True}
+    options |= {"use_gate_in_kernel": True, "state_v_first": True}
     ours = torch.randn(N, H, K, K, device="cuda").to(BF16)
     theirs, exact = ours.clone(), ours.double()
     indices = torch.arange(N, device="cuda", dtype=torch.int32)
+    in_place = {"inplace_final_state": True, "ssm_state_indices": indices, "use_beta_sigmoid_in_kernel": True}
     errors = {"ours": [], "fla": []}
     for i in range(steps):
-        q, k, v, g = (torch.randn(N, 1, H, K, device="cuda", dtype=BF16) for _ in range(4))
-        beta = torch.randn(N, 1, H, device="cuda", dtype=BF16)
-        inputs = (q, k, v, g, beta)
-        fd.recurrent_kda(
-            *inputs,
-            **options,
-            use_gate_in_kernel=True,
-            initial_state=ours,
-            ssm_state_indices=indices,
-            beta_is_logit=True,
-            backend=backend,
-        )
-        fla.fused_recurrent_kda_fwd(
-            *inputs,
-            **options,
-            initial_state=theirs,
-            inplace_final_state=True,
-            ssm_state_indices=indices,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            state_v_first=True,
-        )
-        doubles = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        fd.recurrent_kda(
-            *(x.double() for x in inputs),
-            **doubles,
-            use_gate_in_kernel=True,
-            initial_state=exact,
-            beta_is_logit=True,
-            backend="reference",
-        )
+        tensors = {name: torch.randn(N, 1, H, K, device="cuda", dtype=BF16) for name in "qkvg"}
+        tensors["beta"] = torch.randn(N, 1, H, device="cuda", dtype=BF16)
+        call = options | tensors
+        step = call | {"initial_state": ours, "ssm_state_indices": indices}
+        fd.recurrent_kda(**step, beta_is_logit=True, backend=backend)
+        fla.fused_recurrent_kda_fwd(**call, **in_place, initial_state=theirs)
+        fd.recurrent_kda(**float64(call), initial_state=exact, beta_is_logit=True, backend="reference")
         if i % 100 == 99:
             errors["ours"].append(relative_error(ours, exact))
             errors["fla"].append(relative_error(theirs, exact))
@@ -212,14 +185,8 @@ def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backen
     accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
     outputs, pool = accepted_steps(call, accepted)
     o, _ = fd.recurrent_kda(**call)
-    fd.commit(
-        call["initial_state"],
-        call["intermediate_states"],
-        call["ssm_state_indices"],
-        accepted,
-        intermediate_state_indices=call["intermediate_state_indices"],
-        backend=backend,
-    )
+    committed = ("initial_state", "intermediate_states", "ssm_state_indices", "intermediate_state_indices")
+    fd.commit(**{name: call[name] for name in committed}, num_accepted_tokens=accepted, backend=backend)
     tolerance = 6e-3 if state == FP32 else 3e-2  # single steps round the state between tokens
     assert_close("o", o[0, :1], outputs[0][0], tolerance)
     assert_close("o", o[1], torch.cat([x[1] for x in outputs]), tolerance)
@@ -260,10 +227,7 @@ def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
     from flashdelta.tools.bench.cases import decode_row
     from flashdelta.tools.bench.timing import Effort
 
-    fla = contenders.find("fla_decode")
-    if isinstance(fla, str):
-        pytest.skip(fla)
-    settings = {"peers": {"fla_decode": fla}, "pool_bytes": 2**29, "launches": 2}
+    settings = {"peers": {"fla_decode": peer("fla_decode")}, "pool_bytes": 2**29, "launches": 2}
     setup = contenders.Setup(torch.device("cuda"), None, Effort(), "triton", **settings)
     row = decode_row(N, "fp32" if state == FP32 else "bf16", v_first=v_first, peers=True)
     with torch.inference_mode():
@@ -292,8 +256,7 @@ def test_more_than_2_31_elements_in_a_pool(backend: str):
 @pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows"])
 def test_nan_stays_in_its_sequence(name: str, backend: str):
     step = BY_NAME[name]
-    clean = make_step(step, BF16, "cuda") | {"backend": backend}
-    spoiled = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in clean.items()}
+    clean, spoiled = (make_step(step, BF16, "cuda") | {"backend": backend} for _ in range(2))
     first = 1 if step.lengths is None else step.lengths[0]
     at = (slice(0, 1), slice(None)) if step.lengths is None else (slice(None), slice(0, first))
     spoiled["v"][at] = torch.nan

@@ -12,9 +12,9 @@ import flashdelta as fd
 from flashdelta.testing.cases import case_id
 from flashdelta.testing.oracle import poisoned_memory
 from flashdelta.testing.wy import BY_NAME, NAMES, WyCase, errors, exact, make_wy
-from flashdelta.tools.bench.contenders import bind_fla_wy, find
+from flashdelta.tools.bench.contenders import bind_fla_wy
 
-from .calls import CALLS_TO_A_REPLAY
+from .calls import CALLS_TO_A_REPLAY, peer
 
 pytestmark = pytest.mark.gpu
 
@@ -41,14 +41,20 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 wy = fd.kernels.chunk_bwd_wy_dqkg
 
 
+def hold(call: dict, dtype: torch.dtype, backend: str) -> tuple[torch.Tensor, ...]:
+    """The results, held against the reference."""
+    with poisoned_memory():
+        results = wy(**call, backend=backend)
+    found = errors(results, exact(call))
+    assert all(error <= TOLERANCE[dtype] for error in found.values()), found
+    return results
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_results_are_the_reference(case: WyCase, dtype: torch.dtype, backend: str):
     call = make_wy(case, dtype, "cuda")
-    with poisoned_memory():
-        found = wy(**call, backend=backend)
-    found = errors(found, exact(call))
-    assert all(error <= TOLERANCE[dtype] for error in found.values()), found
+    hold(call, dtype, backend)
 
 
 @pytest.mark.parametrize("case", CASES[:5], ids=case_id)
@@ -65,10 +71,7 @@ def test_a_repeated_call_has_its_own_tensors(case: WyCase, backend: str):
     kept = []
     for _ in range(CALLS_TO_A_REPLAY + 1):
         again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-        with poisoned_memory():
-            kept.append((again, wy(**again, backend=backend)))  # so that the next tensors lie elsewhere
-        covered = errors(kept[-1][1], exact(call))
-        assert all(error <= TOLERANCE[torch.bfloat16] for error in covered.values()), covered
+        kept.append((again, hold(again, torch.bfloat16, backend)))  # so that the next tensors lie elsewhere
 
 
 def test_inputs_may_be_expanded(backend: str):
@@ -92,9 +95,7 @@ def test_nan_stays_in_its_sequence(backend: str):
 @pytest.mark.parametrize("lengths", [None, (1300, 547, 0, 201)], ids=["fixed", "packed"])
 def test_results_are_flas(lengths: tuple[int, ...] | None, backend: str):
     """The same tensors, the same definitions: what differs is rounding, and our error is not above 1.1 times FLA's."""
-    fla = find("fla_wy")
-    if isinstance(fla, str):
-        pytest.skip(fla)
+    fla = peer("fla_wy")
     call = make_wy(replace(MODEL, T=2048, H=32, HV=32, lengths=lengths), torch.bfloat16, "cuda")
     theirs = bind_fla_wy(fla, **{name: x for name, x in call.items() if name != "use_exp2"})()
     want, ours = exact(call), wy(**call, backend=backend)
