@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.workspace import sizes
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
@@ -41,6 +42,9 @@ from .calls import (
 from .test_decode import MODELS as STEPS
 from .test_pool import PREFILL, gpu_pool_call
 from .test_prefill import REPEATED as PREFILLS
+from .test_split import CASES as SPLIT_CASES
+from .test_split import FEW_HEADS, PLANNED
+from .test_wy import CASES as WY_CASES
 from .test_wy import MODEL as WY
 from .test_wy import PACKED as WY_PACKED
 
@@ -75,15 +79,19 @@ def out_of(case: Case) -> torch.Tensor:
     return torch.full((case.batch, case.tokens, case.HV, case.V), torch.nan, dtype=BF16, device="cuda")
 
 
-def plain(name: str, *cases: Case, out: bool = False, host_offsets: bool = False) -> list[Kind]:
-    """Of `chunk_kda`, and of `fused_recurrent_kda`, which takes no offsets on the host."""
-
-    def make(op: Callable, case: Case, seed: int) -> dict:
-        call = gpu_call(op, case, BF16, seed=seed) | ({"out": out_of(case)} if out else {})
+def chunked(name: str, *cases: Case, host_offsets: bool = False, **options: object) -> Kind:
+    def make(case: Case, seed: int) -> dict:
+        call = gpu_call(fd.chunk_kda, case, seed=seed) | options
         return call | ({"cu_seqlens_cpu": call["cu_seqlens"].cpu()} if host_offsets else {})
 
-    ops = [fd.chunk_kda] if host_offsets else BOTH
-    return [Kind(f"{op.__name__} {name}", op, functools.partial(make, op), cases) for op in ops]
+    return Kind(f"chunk_kda {name}", fd.chunk_kda, make, cases)
+
+
+def plain(name: str, *cases: Case, out: bool = False) -> list[Kind]:
+    def make(op: Callable, case: Case, seed: int) -> dict:
+        return gpu_call(op, case, seed=seed) | ({"out": out_of(case)} if out else {})
+
+    return [Kind(f"{op.__name__} {name}", op, functools.partial(make, op), cases) for op in BOTH]
 
 
 def pooled(name: str, *cases: PoolCase, out: bool = False) -> list[Kind]:
@@ -101,10 +109,11 @@ def decoding(*steps: Step, output: bool = False) -> Kind:
     return Kind(f"recurrent_kda {steps[0].name}", fd.recurrent_kda, make, steps)
 
 
-def prefill(*cases: Case) -> Kind:
-    return Kind(
-        f"kda_prefill {cases[0].name}", fd.kda_prefill, lambda case, seed: prefill_call(case, "cuda", seed), cases
-    )
+def prefill(*cases: Case, precision: str = "tf32x3") -> Kind:
+    def make(case: Case, seed: int) -> dict:
+        return prefill_call(case, "cuda", seed) | {"precision": precision}
+
+    return Kind(f"kda_prefill {cases[0].name}, {precision}", fd.kda_prefill, make, cases)
 
 
 def wy(case: WyCase) -> Kind:
@@ -116,10 +125,19 @@ def wy(case: WyCase) -> Kind:
 # ---- no waiting -----------------------------------------------------------------------------------------------------
 
 CARRIED = replace(KIMI, state=FP32, h=True)
+SPLIT = [
+    chunked("split as planned", *(replace(FEW_HEADS, lengths=lengths) for lengths in PLANNED)),
+    chunked(
+        "split in 4",
+        *(replace(CARRIED, h=False, lengths=(cut, 999 - cut, 0, 0)) for cut in (127, 0, 333, 999)),
+        split=4,
+    ),
+]
 UNWATCHED = [
     *plain("fixed", CARRIED),
     *plain("packed", replace(CARRIED, lengths=(60, 0, 40))),
-    *plain("packed, offsets on the host", replace(CARRIED, lengths=(60, 0, 40)), host_offsets=True),
+    chunked("packed, offsets on the host", replace(CARRIED, lengths=(60, 0, 40)), host_offsets=True),
+    *SPLIT,
     *pooled("pool", PREFILL),
     *map(decoding, STEPS),
     prefill(PLAIN),
@@ -188,7 +206,7 @@ GRAPHS = [
         for model in MODELS
         for kind in (
             *plain(model.name, *sharing(model, *LAYOUTS), out=True),
-            plain(f"{model.name}, 48 sequences", *sharing(model, *map(many_lengths, range(13))))[0],
+            chunked(f"{model.name}, 48 sequences", *sharing(model, *map(many_lengths, range(13)))),
             *pooled(f"{model.name}, pool", *with_slots(sharing(model, *LAYOUTS)), out=True),
         )
     ),
@@ -199,6 +217,7 @@ GRAPHS = [
     prefill(PLAIN, PLAIN),
     prefill(PREFILLS[0], PREFILLS[0]),
     wy(WY),
+    *SPLIT,
 ]
 
 
@@ -241,6 +260,58 @@ def test_compiles_in_one_graph_with_inductor(kind: Kind, backend: str):
         assert_same_bits(compiled(call), want)
         assert_same_memories(call, other)
         assert "out" not in call or same_bits(call["out"], want[0])
+
+
+# ---- again, and at once ---------------------------------------------------------------------------------------------
+
+UNEVEN = {"H": 8, "HV": 16, "lengths": (500, 3, 0, 700, 65, 64, 1), "state": FP32, "v_first": True}
+STEADY = [
+    *(kind for model in MODELS for kind in plain(model.name, replace(model, **UNEVEN))),
+    chunked("split in 5", SPLIT_CASES[0], split=5),
+    *map(wy, WY_CASES[:5]),
+    *(prefill(PREFILLS[-1], precision=precision) for precision in PRECISIONS),
+]
+
+
+@pytest.mark.parametrize("kind", STEADY, ids=case_id)
+def test_a_hundred_calls_give_the_same_bits(kind: Kind, backend: str):
+    """The second half while another stream keeps the device busy, so that CTAs run in another order."""
+    call = kind.call(backend)
+    want = kind.op(**call)
+    noise, beside = torch.randn(4096, 4096, device="cuda", dtype=BF16), torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    for repeat in range(100):
+        if repeat >= 50:
+            with torch.cuda.stream(beside):
+                for _ in range(4):
+                    torch.mm(noise, noise)
+                    noise.clone()
+        assert_same_bits(kind.op(**call), want)
+    torch.cuda.synchronize()
+
+
+OVERLAPPING = [
+    *plain("of two lengths", replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))),
+    prefill(PREFILLS[-1]),
+]
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING, ids=case_id)
+def test_two_streams_at_once(kind: Kind, backend: str):
+    """Calls that overlap share no scratch memory."""
+    calls = [functools.partial(kind.op, **kind.call(backend, number)) for number in range(2)]
+    want = [call() for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    found: list[list[tuple]] = [[] for _ in calls]
+    for _ in range(8):
+        for stream, call, results in zip(streams, calls, found):
+            with torch.cuda.stream(stream):
+                results.append(call())
+    torch.cuda.synchronize()
+    for each, first in zip(found, want):
+        for results in each:
+            assert_same_bits(results, first)
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
@@ -394,30 +465,3 @@ def test_a_repeated_call_is_checked_as_the_first(backend: str):
         fd.chunk_kda(**call, out=out)
     with pytest.raises(ValueError, match="memory shared with v"):
         fd.chunk_kda(**call, out=call["v"])
-
-
-# ---- streams --------------------------------------------------------------------------------------------------------
-
-
-OVERLAPPING = [
-    *plain("of two lengths", replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))),
-    prefill(PREFILLS[-1]),
-]
-
-
-@pytest.mark.parametrize("kind", OVERLAPPING, ids=case_id)
-def test_two_streams_at_once(kind: Kind, backend: str):
-    """Calls that overlap share no scratch memory."""
-    calls = [functools.partial(kind.op, **kind.call(backend, number)) for number in range(2)]
-    want = [call() for call in calls]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in calls]
-    found: list[list[tuple]] = [[] for _ in calls]
-    for _ in range(8):
-        for stream, call, results in zip(streams, calls, found):
-            with torch.cuda.stream(stream):
-                results.append(call())
-    torch.cuda.synchronize()
-    for each, first in zip(found, want):
-        for results in each:
-            assert_same_bits(results, first)

@@ -71,16 +71,19 @@ def assert_same(op, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def check(op, pool_case: PoolCase, dtype: torch.dtype, backend: str) -> None:
+    """Against float64, and to the bit against plain calls: one for each piece, and without checkpoints one for all."""
     call = gpu_pool_call(op, pool_case, dtype, backend)
-    want_o, want_pool = piece_by_piece(op, call)
+    ways = [piece_by_piece] if "checkpoint_offsets" in call else [piece_by_piece, gathered_and_scattered]
+    wanted = [way(op, call) for way in ways]
     true_o, true_pool = pool_truth(call)
     out = torch.full(call["v"].shape, torch.nan, dtype=dtype, device="cuda")
     with poisoned_memory():
         _, final_state = op(**call, out=out)
     assert final_state is None
     pool, tokens = call["state_pool"], covered_tokens(call)
-    assert_same(op, "o", out[:, tokens], want_o[:, tokens])
-    assert_same(op, "pool", memory_of(pool), memory_of(want_pool))
+    for want_o, want_pool in wanted:
+        assert_same(op, "o", out[:, tokens], want_o[:, tokens])
+        assert_same(op, "pool", memory_of(pool), memory_of(want_pool))
     assert_close("o", out[:, tokens], true_o[:, tokens], tolerance_of(call))
     assert_close("pool", pool, true_pool, tolerance_of(call) + one_rounding(pool.dtype))
 
@@ -99,16 +102,6 @@ def test_chunk_other_dtypes(pool_case: PoolCase, dtype: torch.dtype, backend: st
 @pytest.mark.parametrize("pool_case", [*PLAIN_POOLS, *MODELS], ids=pool_id)
 def test_recurrent_bf16(pool_case: PoolCase, backend: str):
     check(fd.fused_recurrent_kda, replace(pool_case, marks=None), BF16, backend)
-
-
-@pytest.mark.parametrize("pool_case", PLAIN_POOLS, ids=pool_id)
-def test_pool_call_has_the_bits_of_gather_call_scatter(pool_case: PoolCase, op, backend: str):
-    call = gpu_pool_call(op, pool_case, BF16, backend)
-    want_o, want_pool = gathered_and_scattered(op, call)
-    o, _ = op(**call)
-    tokens = covered_tokens(call)
-    assert_same(op, "o", o[:, tokens], want_o[:, tokens])
-    assert_same(op, "pool", memory_of(call["state_pool"]), memory_of(want_pool))
 
 
 @pytest.mark.parametrize("pool_case", MODELS, ids=pool_id)

@@ -132,14 +132,6 @@ def test_nan_stays_in_its_head(name: str):
     assert found[0][0, 1].isnan().any()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_call_gives_the_same_bits(precision: str):
-    call = prefill_call(sized(replace(PLAIN, B=2, H=8, HV=8, T=1000), SIZES[-1]), "cuda")
-    want = fd.kda_prefill(**call, precision=precision)
-    for _ in range(10):
-        assert_same_bits(fd.kda_prefill(**call, precision=precision), want)
-
-
 # ---- repeated calls -------------------------------------------------------------------------------------------------
 
 REPEATED = [
