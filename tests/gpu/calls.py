@@ -89,14 +89,17 @@ def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (
 
 def hold_each(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
     """As `hold`, for every sequence on its own: a wrong short one can't hide among long ones."""
-    start = 0
     for n, (one, length) in enumerate(zip(sequence_calls(call), lengths_of(call))):
-        tokens = slice(start, start := start + length)
-        states = [x[1][n : n + 1] if call["output_final_state"] else None for x in (results, want)]
         try:
-            hold(one, (results[0][:, tokens], states[0]), (want[0][:, tokens], states[1]), slack)
+            hold(one, of_sequence(call, results, n), of_sequence(call, want, n), slack)
         except AssertionError as error:
             raise AssertionError(f"sequence {n} of {length} tokens: {error}") from None
+
+
+def of_sequence(call: dict, results: tuple, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`o` and the final state of one sequence of a packed call."""
+    begin, end = call["cu_seqlens"][n : n + 2].tolist()
+    return results[0][:, begin:end], None if results[1] is None else results[1][n : n + 1]
 
 
 def assert_same_bits(found: Iterable, want: Iterable, tokens: slice = slice(None)) -> None:
@@ -115,6 +118,12 @@ def peer(name: str) -> Callable:
     return function
 
 
+def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
+
+
 def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
     """`o` and the final states of sequences that were calls of their own, as of one packed call."""
     outputs, states = zip(*parts)
@@ -127,6 +136,17 @@ def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> 
     return tuple(
         0 if random.random() < empty else round(math.exp(random.uniform(0.0, math.log(longest)))) for _ in range(count)
     )
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Waiting for the GPU is an error inside."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -53,19 +52,3 @@ def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         torch.cuda.empty_cache()
         yield
         torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def no_synchronisation() -> contextlib.AbstractContextManager:
-    """A context in which waiting for the GPU is an error."""
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return context

@@ -37,6 +37,7 @@ from .calls import (
     compilations,
     gpu_call,
     hold,
+    no_synchronisation,
     requested_bytes,
 )
 from .test_decode import MODELS as STEPS
@@ -146,7 +147,7 @@ UNWATCHED = [
 
 
 @pytest.mark.parametrize("kind", UNWATCHED, ids=case_id)
-def test_the_host_never_waits_for_the_gpu(kind: Kind, backend: str, no_synchronisation):
+def test_the_host_never_waits_for_the_gpu(kind: Kind, backend: str):
     first, again = kind.call(backend), kind.call(backend)
     want = kind.op(**first)
     with no_synchronisation():
@@ -154,7 +155,7 @@ def test_the_host_never_waits_for_the_gpu(kind: Kind, backend: str, no_synchroni
     assert_same_bits(results, want)
 
 
-def test_the_sync_check_can_fail(no_synchronisation):
+def test_the_sync_check_can_fail():
     x = torch.ones(1, device="cuda")
     with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation():
         x.item()

@@ -11,19 +11,13 @@ import torch
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.inputs import sequence_calls
-from flashdelta.testing.oracle import chunked_truth, lengths_of, poisoned_memory, same_bits, tolerance_of
+from flashdelta.testing.oracle import chunked_truth, lengths_of, same_bits, tolerance_of
 
-from .calls import assert_same_bits, gpu_call, hold, hold_each, joined, lengths_between
+from .calls import assert_same_bits, gpu_call, hold, hold_each, joined, lengths_between, of_sequence, poisoned
 
 pytestmark = pytest.mark.gpu
 
 TAILS = tuple(chunks * 64 + tail for tail in range(65) for chunks in (0, 2))
-
-
-def poisoned(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's `(o, final_state)`, with NaN in `out` and in every allocation at first."""
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
 
 
 @pytest.mark.parametrize("state", [None, FP32], ids=["fresh", "carried"])
@@ -51,13 +45,13 @@ def test_random_packings(count: int, model: Case, backend: str):
     if backend != "triton":
         portable = poisoned(call | {"backend": "triton"})
         hold_each(call, results, portable, slack=(tolerance_of(call),) * 2)
-    starts, singles = [sum(lengths[:n]) for n in range(count)], sequence_calls(call)
+    singles = sequence_calls(call)
     filled = [n for n, length in enumerate(lengths) if length > 0]
     picked = {max(filled, key=lambda n: lengths[n]), *Random(count).sample(filled, min(4, len(filled)))}
     for n in sorted(picked):
-        o, state = results[0][:, starts[n] : starts[n] + lengths[n]], results[1][n : n + 1]
-        hold(singles[n], (o, state), chunked_truth(singles[n]))
-        assert_same_bits(poisoned(singles[n]), (o, state))
+        own = of_sequence(call, results, n)
+        hold(singles[n], own, chunked_truth(singles[n]))
+        assert_same_bits(poisoned(singles[n]), own)
     for n in set(range(count)) - set(filled):
         assert same_bits(results[1][n], call["initial_state"][n])
 

@@ -9,7 +9,7 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 from flashdelta.testing.oracle import (
     assert_close,
     covered_tokens,
@@ -21,7 +21,7 @@ from flashdelta.testing.oracle import (
 )
 
 from ..support.pools import PoolCase, memory_of, pool_truth
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, on_gpu
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, of_sequence, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -66,10 +66,9 @@ def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
 def test_forced_split_of_a_sequence_is_its_own(backend: str):
     """A forced split cuts each sequence by its own length, whatever is beside it."""
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 500), state=FP32), backend=backend) | {"split": 3}
-    o, final_state = fd.chunk_kda(**call)
     alone = call | {name: call[name][:, :300] for name in TOKEN_TENSORS}
     alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    assert_same_bits((o[:, :300], final_state[:1]), fd.chunk_kda(**alone))
+    assert_same_bits(of_sequence(call, fd.chunk_kda(**call), 0), fd.chunk_kda(**alone))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -105,22 +104,27 @@ def _remembering(call: dict, low: float, high: float) -> dict:
     return call | {"g": torch.empty_like(call["g"]).uniform_(low, high), "use_gate_in_kernel": False}
 
 
+def near_the_whole(call: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`o` and the final states of a planned split and of whole sequences, which are held against each other."""
+    both = list(zip(fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})))
+    for name, (x, whole) in zip(("o", "final_state"), both, strict=True):
+        assert_close(name, x, whole.double(), tolerance_of(call))
+    return both
+
+
 def test_long_sequences_are_split_by_themselves(backend: str):
     call = _remembering(
         gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 1, 70, 0)), backend=backend), -1e-3, 0.0
     )
     assert _planned(call)[0] > 1 and _planned(call)[1:] == [1, 1, 1]
-    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
-    for name, x, w in zip(("o", "final_state"), found, whole):
-        assert not same_bits(x, w)
-        assert_close(name, x, w.double(), tolerance_of(call))
+    for x, whole in near_the_whole(call):
+        assert not same_bits(x, whole)
 
 
 @pytest.mark.parametrize("lengths", PLANNED, ids=str)
 def test_planned_splits_are_near_the_whole(lengths: tuple[int, ...], backend: str):
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend)
-    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
-    assert_close("o", found[0], whole[0].double(), tolerance_of(call))
+    near_the_whole(call)
 
 
 @pytest.mark.parametrize("gate", ["long memory", "strong decay"])
@@ -139,9 +143,7 @@ def test_split_errs_as_the_whole_does(gate: str, backend: str):
 def test_a_million_tokens(backend: str):
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, H=1, HV=1, T=2**20), backend=backend)
     assert _planned(call)[0] > 8
-    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
-    for name, x, w in zip(("o", "final_state"), found, whole):
-        assert_close(name, x, w.double(), tolerance_of(call))
+    near_the_whole(call)
 
 
 def test_batch_invariant_plans(backend: str):
@@ -150,13 +152,9 @@ def test_batch_invariant_plans(backend: str):
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend) | {"batch_invariant": True}
     parts = _planned(call)
     assert parts[0] > 1 and parts[2] > 1
-    o, final_state = fd.chunk_kda(**call)
-    begin = 0
-    for n, length in enumerate(lengths):
-        own = slice(begin, begin + length)
-        begin += length
-        alone = call | {name: call[name][:, own] for name in TOKEN_TENSORS}
+    results = fd.chunk_kda(**call)
+    for n, (one, length) in enumerate(zip(sequence_calls(call), lengths)):
+        alone = call | {name: one[name] for name in (*TOKEN_TENSORS, "initial_state")}
         alone |= {"cu_seqlens": torch.tensor([0, length], device="cuda", dtype=call["cu_seqlens"].dtype)}
-        alone |= {"initial_state": call["initial_state"][n : n + 1]}
         assert _planned(alone) == parts[n : n + 1]
-        assert_same_bits((o[:, own], final_state[n : n + 1]), fd.chunk_kda(**alone))
+        assert_same_bits(of_sequence(call, results, n), fd.chunk_kda(**alone))

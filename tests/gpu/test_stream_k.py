@@ -11,11 +11,11 @@ import flashdelta as fd
 from flashdelta.hopper import launch
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
-from flashdelta.testing.oracle import covered_tokens, lengths_of, poisoned_memory, same_bits
+from flashdelta.testing.oracle import covered_tokens, lengths_of, same_bits
 
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
 from ..support.stream_k import Work
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, captured, gpu_call, lengths_between
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, captured, gpu_call, lengths_between, poisoned
 from .test_pool import gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -71,11 +71,6 @@ def heads_of(call: dict, heads: range) -> dict:
     return call | {name: x.contiguous() for name, x in chosen.items()}
 
 
-def run(call: dict) -> tuple[torch.Tensor, ...]:
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
-
-
 def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
     """The results of calls of a few heads each, in which no tile is split."""
     heads = call["v"].shape[2]
@@ -83,7 +78,7 @@ def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
     for first in range(0, heads, FEW):
         one = heads_of(call, range(first, min(first + FEW, heads)))
         assert work_of(one).carries == 0
-        found.append(run(one))
+        found.append(poisoned(one))
     return tuple(torch.cat(x, dim=axis) for x, axis in zip(zip(*found), (2, 1, 2)))
 
 
@@ -107,7 +102,7 @@ def test_split_tiles_change_no_bit(case: Case, other_backend: str):
     assert work_of(call).carries > 0
     want = head_by_head(call) if case.lengths is None else sequence_by_sequence(call)
     for _ in range(CALLS_TO_A_REPLAY + 1):
-        o, state, *h = run(call)
+        o, state, *h = poisoned(call)
         # rows of no sequence are undefined
         assert_same_bits((o, state, *(x[:, : want[2].shape[1]] for x in h)), want, covered_tokens(call))
 
@@ -146,7 +141,7 @@ def test_a_graph_splits_anew_at_every_replay(other_backend: str):
     graph, results = captured(lambda: fd.chunk_kda(**call, out=out))
     for lengths in layouts * 3:
         call["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
-        want = run(call)
+        want = poisoned(call)
         for x in results:
             x.fill_(torch.nan)
         for _ in range(3):
