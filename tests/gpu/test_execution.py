@@ -18,10 +18,10 @@ import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.workspace import sizes
 from flashdelta.runtime.call import check
+from flashdelta.testing import prefills
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.decoding import Step, make_step, memory_of
-from flashdelta.testing.oracle import covered_tokens, same_bits, truth
-from flashdelta.testing.prefills import LOGITS, PLAIN, prefill_call
+from flashdelta.testing.oracle import covered_tokens, poisoned_memory, same_bits, truth
 from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.tools.bench.profiling import profiled
 
@@ -56,12 +56,14 @@ LAYOUTS = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128, 128, 128, 128
 
 @dataclass(frozen=True)
 class Kind:
-    """Calls of one kind, which differ in what their tensors hold. `make`: arguments from one of the cases and a seed."""
+    """Calls of one kind, which differ in what their tensors hold. `make`: arguments from one of the cases and a seed. `hold`:
+    holds results against the truth."""
 
     name: str
     op: Callable[..., tuple]
     make: Callable[[Any, int], dict]
     cases: tuple
+    hold: Callable[[dict, tuple], None] | None = None
 
     def call(self, backend: str, number: int = 0) -> dict:
         return self.make(self.cases[number % len(self.cases)], number) | {"backend": backend}
@@ -92,7 +94,10 @@ def plain(name: str, *cases: Case, out: bool = False) -> list[Kind]:
     def make(op: Callable, case: Case, seed: int) -> dict:
         return gpu_call(op, case, seed=seed) | ({"out": out_of(case)} if out else {})
 
-    return [Kind(f"{op.__name__} {name}", op, functools.partial(make, op), cases) for op in BOTH]
+    def against_truth(call: dict, results: tuple) -> None:
+        hold(call, results, truth(call))
+
+    return [Kind(f"{op.__name__} {name}", op, functools.partial(make, op), cases, against_truth) for op in BOTH]
 
 
 def pooled(name: str, *cases: PoolCase, out: bool = False) -> list[Kind]:
@@ -112,9 +117,12 @@ def decoding(*steps: Step, output: bool = False) -> Kind:
 
 def prefill(*cases: Case, precision: str = "tf32x3") -> Kind:
     def make(case: Case, seed: int) -> dict:
-        return prefill_call(case, "cuda", seed) | {"precision": precision}
+        return prefills.prefill_call(case, "cuda", seed) | {"precision": precision}
 
-    return Kind(f"kda_prefill {cases[0].name}, {precision}", fd.kda_prefill, make, cases)
+    def against_truth(call: dict, results: tuple) -> None:
+        prefills.hold(cases[0], results, prefills.truth(call))
+
+    return Kind(f"kda_prefill {cases[0].name}, {precision}", fd.kda_prefill, make, cases, against_truth)
 
 
 def wy(case: WyCase) -> Kind:
@@ -141,7 +149,7 @@ UNWATCHED = [
     *SPLIT,
     *pooled("pool", PREFILL),
     *map(decoding, STEPS),
-    prefill(PLAIN),
+    prefill(prefills.PLAIN),
     wy(WY_PACKED),
 ]
 
@@ -215,7 +223,7 @@ GRAPHS = [
         decoding(*with_other_slots(step), output=True)
         for step in (STEPS[0], STEPS[1], STEPS[4], replace(STEPS[0], name="packed", lengths=(1, 1, 1, 1, 1)))
     ),
-    prefill(PLAIN, PLAIN),
+    prefill(prefills.PLAIN, prefills.PLAIN),
     prefill(PREFILLS[0], PREFILLS[0]),
     wy(WY),
     *SPLIT,
@@ -247,7 +255,7 @@ COMPILED = [
     *pooled("pool", PREFILL),
     *pooled("pool, out", PREFILL, out=True),
     *map(decoding, (STEPS[0], STEPS[4], STEPS[-2], STEPS[-1])),
-    prefill(LOGITS),
+    prefill(prefills.LOGITS),
 ]
 
 
@@ -437,20 +445,26 @@ REPEATED = [
 ]
 
 
-@pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize("case", REPEATED, ids=case_id)
-def test_a_repeated_call_has_its_own_tensors(case: Case, with_out: bool, op, backend: str):
+OWN = [
+    *(kind for case in REPEATED for out in (False, True) for kind in plain(f"{case.name}, {out=}", case, out=out)),
+    *(prefill(case, precision=precision) for case in PREFILLS for precision in PRECISIONS),
+]
+
+
+@pytest.mark.parametrize("kind", OWN, ids=case_id)
+def test_a_repeated_call_has_its_own_tensors(kind: Kind, backend: str):
     """What is kept of a call must not be an address, or anything that the tensors hold."""
     kept = []
-    for seed in range(CALLS_TO_A_REPLAY + 2):
-        call = gpu_call(op, case, BF16, backend, seed)
-        out = {"out": out_of(case)} if with_out else {}
-        results = op(**call, **out)
-        if with_out:
-            assert results[0] is out["out"]
+    for number in range(CALLS_TO_A_REPLAY + 2):
+        call = kind.call(backend, number)
+        with poisoned_memory():
+            results = kind.op(**call)
+        assert "out" not in call or results[0] is call["out"]
         kept.append((call, results))  # so that the next tensors lie elsewhere
     for call, results in kept:
-        hold(call, results, truth(call))
+        kind.hold(call, results)
+    addresses = [x.data_ptr() for _, results in kept for x in results if x is not None]
+    assert len(set(addresses)) == len(addresses)
 
 
 def test_a_repeated_call_is_checked_as_the_first(backend: str):

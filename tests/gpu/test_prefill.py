@@ -145,20 +145,6 @@ def refuse(*arguments: object) -> None:
     raise AssertionError("worked out again")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", REPEATED, ids=case_id)
-def test_a_repeated_call_has_its_own_tensors(case: Case, precision: str):
-    """What is kept of a call must not be an address, or anything that the tensors hold."""
-    kept = []
-    for seed in range(CALLS_TO_A_REPLAY + 2):
-        call = prefill_call(case, "cuda", seed)
-        with poisoned_memory():
-            kept.append((call, fd.kda_prefill(**call, precision=precision)))  # so that the next tensors lie elsewhere
-    for call, results in kept:
-        hold(case, results, truth(call))
-    assert len({x.data_ptr() for _, results in kept for x in results}) == 3 * len(kept)
-
-
 @pytest.mark.parametrize("by_operator", [False, True])
 @pytest.mark.parametrize("case", REPEATED, ids=case_id)
 def test_a_call_with_a_plan_gives_the_bits_of_one_without(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -230,8 +231,31 @@ HARD = {
 # ---- memory layouts ------------------------------------------------------------------------------------------------
 
 
-def _dense(t: dict) -> dict:
-    return {name: x.contiguous() for name, x in t.items()}
+def _head_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _last_dim_strided(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _expanded(x: Tensor) -> Tensor:
+    """Every head reads the first one's memory, and every batch row the first row's."""
+    return x[:1, :, :1].expand_as(x)
+
+
+def _odd_offset(x: Tensor) -> Tensor:
+    return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
+    rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
+    return rows[..., :-4].unflatten(-1, x.shape[2:])
+
+
+def _each(place: Callable[[Tensor], Tensor]) -> Callable[[dict], dict]:
+    return lambda t: {name: place(x) for name, x in t.items()}
 
 
 def _fused(t: dict) -> dict:
@@ -240,36 +264,6 @@ def _fused(t: dict) -> dict:
     buffer = torch.cat([x.flatten(2) for x in t.values()], dim=-1)
     slices = buffer.split(widths, dim=-1)
     return {name: s.unflatten(-1, x.shape[2:]) for (name, x), s in zip(t.items(), slices)}
-
-
-def _head_first(t: dict) -> dict:
-    return {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in t.items()}
-
-
-def _last_dim_strided(t: dict) -> dict:
-    return {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in t.items()}
-
-
-def _expanded(t: dict) -> dict:
-    """Every head reads the first one's memory, and every batch row the first row's."""
-    return {name: x[:1, :, :1].expand_as(x) for name, x in t.items()}
-
-
-def _odd_offset(t: dict) -> dict:
-    def shift(x: Tensor) -> Tensor:
-        return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
-
-    return {name: shift(x) for name, x in t.items()}
-
-
-def _padded(t: dict) -> dict:
-    """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
-
-    def pad(x: Tensor) -> Tensor:
-        rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
-        return rows[..., :-4].unflatten(-1, x.shape[2:])
-
-    return {name: pad(x) for name, x in t.items()}
 
 
 def _mixed(t: dict, beside: int = 0) -> dict:
@@ -281,13 +275,13 @@ def _mixed(t: dict, beside: int = 0) -> dict:
 
 
 LAYOUTS = {
-    "dense": _dense,
+    "dense": _each(Tensor.contiguous),
+    "head_first": _each(_head_first),
+    "last_dim_strided": _each(_last_dim_strided),
+    "expanded": _each(_expanded),
+    "odd_offset": _each(_odd_offset),
+    "padded": _each(_padded),
     "fused": _fused,
-    "head_first": _head_first,
-    "last_dim_strided": _last_dim_strided,
-    "expanded": _expanded,
-    "odd_offset": _odd_offset,
-    "padded": _padded,
     "mixed": _mixed,
     "mixed_rows": lambda t: _mixed(t, beside=24),
 }
