@@ -14,6 +14,7 @@ from flashdelta.problem.arguments import Operation
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
 from flashdelta.testing.cases import FP32, Case, case_id
+from flashdelta.testing.inputs import LAYOUTS
 from flashdelta.testing.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.triton.build import build
@@ -180,9 +181,7 @@ def test_a_repeated_call_is_checked_as_the_first():
     for name, x in wrong.items():
         with pytest.raises((ValueError, TypeError), match=rf"^{name}: got"):
             fd.kda_prefill(**call | {name: x})
-    odd = {name: call[name].new_zeros(call[name].numel() + 1)[1:].view(call[name].shape) for name in INPUTS}
-    for name in INPUTS:
-        odd[name].copy_(call[name])
+    odd = LAYOUTS["odd_offset"]({name: call[name] for name in INPUTS})
     for _ in range(CALLS_TO_A_REPLAY):
         hold(case, fd.kda_prefill(**call | odd), truth(call))
 

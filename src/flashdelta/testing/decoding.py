@@ -53,6 +53,9 @@ class Step(Case):
         return self.B
 
 
+ONE_DRAFT, TWO_DRAFTS, THREE_DRAFTS = ({"T": 1 + S, "spec": S} for S in (1, 2, 3))
+PACKED_VERIFY = {"lengths": (3, 0, 2), "spec": 2, "update": False, "indices": (3, 2, 1)}
+
 STEPS = [
     Step("paged", "one token each, slots in any order"),
     Step("k_first", "the other layout", v_first=False),
@@ -91,7 +94,7 @@ STEPS = [
     Step("mixed", "q, k, v in one row", layout="mixed", H=2, HV=4),
     Step("mixed_rows", "rows of a wider projection", layout="mixed_rows", state=BF16),
     Step("mixed_packed", "the same when packed", layout="mixed_rows", lengths=(2, 0, 3), v_first=False),
-    Step("mixed_spec", "1 + S rows a sequence", layout="mixed", B=2, T=3, spec=2, indices=((1, 2, 3), (4, 5, 6))),
+    Step("mixed_spec", "1 + S rows a sequence", **TWO_DRAFTS, layout="mixed", B=2, indices=((1, 2, 3), (4, 5, 6))),
     Step("fused", "all inputs are slices of one projection", layout="fused", B=2, T=2, indices=(1, 0)),
     Step("odd", "inputs off every boundary", layout="odd_offset", B=2, indices=(1, 0)),
     Step("transposed", "q, k, v, g not dense in their last dimension", layout="last_dim_strided", H=2),
@@ -103,8 +106,7 @@ STEPS = [
     Step(
         "spec",
         "a state for each token; start after 1, 2, 3 accepted",
-        T=3,
-        spec=2,
+        **TWO_DRAFTS,
         indices=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
         accepted=(1, 2, 3),
         slots=9,
@@ -112,8 +114,7 @@ STEPS = [
     Step(
         "spec_bf16",
         "rounded on the way out, not from token to token",
-        T=4,
-        spec=3,
+        **THREE_DRAFTS,
         B=2,
         indices=((0, 1, 2, 3), (7, 6, 5, 4)),
         accepted=(4, 1),
@@ -121,7 +122,7 @@ STEPS = [
         v_first=False,
         gap=8,
     ),
-    Step("spec_first", "without counts the start is the first slot", T=2, spec=1, B=2, indices=((0, 1), (3, 2))),
+    Step("spec_first", "without counts the start is the first slot", **ONE_DRAFT, B=2, indices=((0, 1), (3, 2))),
     Step(
         "spec_packed",
         "fewer drafts for some, none for one, padding",
@@ -134,9 +135,8 @@ STEPS = [
     Step(
         "spec_bad_counts",
         "counts of 0, 1 + S + 1 and wild ones make null sequences",
+        **ONE_DRAFT,
         B=6,
-        T=2,
-        spec=1,
         indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)),
         accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
         slots=12,
@@ -144,9 +144,7 @@ STEPS = [
     Step(
         "spec_null",
         "null slots inside rows: a start, a target",
-        B=3,
-        T=3,
-        spec=2,
+        **TWO_DRAFTS,
         indices=((1, 0, 2), (3, 0, 0), (4, 5, -1)),
         accepted=(2, 1, 2),
         null_index="non_positive",
@@ -157,9 +155,8 @@ STEPS = [
     Step(
         "source_spec",
         "drafts from the committed state",
+        **TWO_DRAFTS,
         B=2,
-        T=3,
-        spec=2,
         source=(6, 2),
         indices=((0, 1, 2), (5, 4, -1)),
         state=BF16,
@@ -169,37 +166,22 @@ STEPS = [
     Step(
         "verify",
         "intermediate states in the sequence's own row",
-        B=3,
-        T=3,
-        spec=2,
+        **TWO_DRAFTS,
         update=False,
         indices=(3, -1, 1),
         rows="slots",
         gap=32,
     ),
-    Step(
-        "verify_rows",
-        "in rows of a smaller buffer",
-        lengths=(3, 0, 2),
-        spec=2,
-        update=False,
-        indices=(3, 2, 1),
-        rows=(1, 0, -1),
-        state=BF16,
-        v_first=False,
-    ),
+    Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(
         "verify_row_0",
         "a scratch buffer has no reserved row, even where slot 0 is",
-        lengths=(3, 0, 2),
-        spec=2,
-        update=False,
-        indices=(3, 2, 1),
+        **PACKED_VERIFY,
         rows=(0, 1, -1),
         null_index="non_positive",
     ),
-    Step("verify_source", "from a source", B=2, T=2, spec=1, update=False, source=(3, 1), indices=None, rows=(2, 0)),
-    Step("verify_own", "row n", B=2, T=2, spec=1, update=False, indices=None, slots=2, rows="slots"),
+    Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
+    Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
 ]
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
