@@ -86,11 +86,7 @@ def test_gradients_of_a_long_sequence(backend: str):
 
 # ---- repeated steps -------------------------------------------------------------------------------------------------
 
-REPEATED = [
-    CASES[0],
-    replace(KIMI, name="grouped", H=2, HV=6, T=130),
-    replace(CASES[1], name="copied", layout="odd_offset"),
-]
+REPEATED = [CASES[0], CASES[2], replace(CASES[1], name="copied", layout="odd_offset")]
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])

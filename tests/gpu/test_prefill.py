@@ -27,10 +27,7 @@ LONGEST = 300
 
 LONG = [
     replace(PLAIN, name="any decay", T=100_000),
-    replace(PLAIN, name="g-50", hard="g-50", T=100_000),
-    replace(PLAIN, name="g_mixed", hard="g_mixed", T=100_000),
-    replace(PLAIN, name="g_alternating", hard="g_alternating", T=100_000),
-    replace(PLAIN, name="forget", hard="forget", T=100_000),
+    *(replace(PLAIN, name=hard, hard=hard, T=100_000) for hard in ("g-50", "g_mixed", "g_alternating", "forget")),
     replace(LOGITS, name="logits", T=100_000),
 ]
 

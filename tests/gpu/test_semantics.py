@@ -17,35 +17,24 @@ from .calls import KIMI, UNBOUNDED, assert_same_bits, check, gpu_call, on_gpu
 pytestmark = pytest.mark.gpu
 
 FP16 = torch.float16
-TABLE = [on_gpu(case) for case in CASES]
-OTHER_DTYPES = [
-    on_gpu(case)
-    for case in (
-        *named("T1", "T65", "chunk32", "decay", "decay_promised", "softplus", "bounded", "wide_gate", "beta_double"),
-        *named("gva4", "state_v_first", "state_bf16", "packed", "packed_chunk32", "packed_unused", "fused", "h"),
-        *HARD_CASES,
-    )
-]
+SOME = named(
+    *("T1", "T65", "chunk32", "decay", "decay_promised", "softplus", "bounded", "wide_gate", "beta_double"),
+    *("gva4", "state_v_first", "state_bf16", "packed", "packed_chunk32", "packed_unused", "fused", "h"),
+)
 # Heads, lengths and packing are run-time values: these compile nothing new.
 RATIOS = [(1, 1), (2, 2), (4, 4), (2, 4), (3, 6), (2, 8), (1, 8), (12, 12)]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 131, 257, 1021)
 
 
-@pytest.mark.parametrize("case", TABLE, ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_bf16(case: Case, op, backend: str):
-    check(op, case, BF16, backend)
+    check(op, on_gpu(case), BF16, backend)
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("case", OTHER_DTYPES, ids=case_id)
-def test_chunk_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
-    check(fd.chunk_kda, case, dtype, backend)
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("case", [case for case in OTHER_DTYPES if case not in HARD_CASES], ids=case_id)
-def test_recurrent_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
-    check(fd.fused_recurrent_kda, case, dtype, backend)
+@pytest.mark.parametrize("case", SOME + HARD_CASES, ids=case_id)
+def test_other_dtypes(case: Case, dtype: torch.dtype, op, backend: str):
+    check(op, on_gpu(case), dtype, backend)
 
 
 @pytest.mark.parametrize("V", [32, 64, 128, 256])

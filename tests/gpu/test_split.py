@@ -9,6 +9,7 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
+from flashdelta.testing.decoding import untouched
 from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 from flashdelta.testing.oracle import (
     assert_close,
@@ -77,15 +78,13 @@ def test_split_with_a_pool_and_checkpoints(pool_case: PoolCase, parts: int, back
     """In place: the last segment stores where the first one's state lay."""
     call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
     true_o, true_pool = pool_truth(call)
-    memory = memory_of(call["state_pool"])
-    outside = torch.ones_like(memory, dtype=torch.bool)
     pool = call["state_pool"]
-    outside.as_strided(pool.shape, pool.stride(), pool.storage_offset()).fill_(False)
+    memory, outside = memory_of(pool), untouched(pool, stored=set(range(pool_case.slots)))
     before = memory[outside].clone()
     o, _ = fd.chunk_kda(**call, split=parts)
     tokens = covered_tokens(call)
     assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-    assert_close("pool", call["state_pool"], true_pool, tolerance_of(call) + one_rounding(call["state_pool"].dtype))
+    assert_close("pool", pool, true_pool, tolerance_of(call) + one_rounding(pool.dtype))
     assert same_bits(memory[outside], before)
 
 

@@ -272,7 +272,8 @@ def expected(step: Step, call: dict) -> Expected:
     if step.l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q = q * (step.K**-0.5 if step.scale is None else step.scale)
-    decay, beta = _log_decay(step, t, g).exp(), _strength(step, beta)
+    decay = _log_decay(step, t, g).exp()
+    beta = {"value": beta, "logit": beta.sigmoid(), "double_logit": 2.0 * beta.sigmoid()}[step.beta]
     lengths = (step.T,) * step.B if step.lengths is None else step.lengths
     found = Expected(torch.full_like(v, torch.nan), pool, states, set(), set())
     read_from = pool.clone() if pool is not None else None
@@ -312,10 +313,6 @@ def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
     rate = t["A_log"].double().exp()[:, None]
     x = g + t["dt_bias"].double().view(step.HV, step.K)
     return -rate * torch.nn.functional.softplus(x) if step.gate == "softplus" else -5.0 * torch.sigmoid(rate * x)
-
-
-def _strength(step: Step, beta: Tensor) -> Tensor:
-    return {"value": beta, "logit": beta.sigmoid(), "double_logit": 2.0 * beta.sigmoid()}[step.beta]
 
 
 def named(step: Step, index: int, slots: int) -> bool:
