@@ -261,11 +261,12 @@ COMPILED = [
 
 @pytest.mark.parametrize("kind", COMPILED, ids=case_id)
 def test_compiles_in_one_graph_with_inductor(kind: Kind, backend: str):
+    op = kind.op
     torch._dynamo.reset()
-    compiled = torch.compile(lambda arguments: kind.op(**arguments), fullgraph=True)
+    compiled = torch.compile(lambda arguments: op(**arguments), fullgraph=True)
     for number in range(CALLS_TO_A_REPLAY):
         call, other = (kind.call(backend, number) for _ in range(2))
-        want = kind.op(**other)
+        want = op(**other)
         assert_same_bits(compiled(call), want)
         assert_same_memories(call, other)
         assert "out" not in call or same_bits(call["out"], want[0])
