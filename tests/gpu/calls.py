@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
 
+import pytest
 import torch
+import triton
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, Case
@@ -21,9 +25,11 @@ from flashdelta.testing.oracle import (
     one_rounding,
     poisoned_memory,
     rounding_error,
+    same_bits,
     tolerance_of,
     truth,
 )
+from flashdelta.tools.bench.contenders import find
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 
@@ -33,6 +39,7 @@ KIMI = replace(BY_NAME["bounded"], name="kimi", K=128, V=128, H=4, HV=4, T=200)
 UNBOUNDED = replace(BY_NAME["softplus"], name="unbounded", K=128, V=128, H=4, HV=4, T=200)
 """As Kimi-Linear calls it."""
 
+MODELS = [KIMI, UNBOUNDED]
 
 CALLS_TO_A_REPLAY = 2
 """The second call of a kind replays what the first recorded (`flashdelta.program.cache`)."""
@@ -58,14 +65,16 @@ def check(op, case: Case, dtype: torch.dtype = BF16, backend: str = "triton") ->
             results = op(**call | {"out": out})
         assert results[0] is out
     want = truth(call) if case.tokens < 300 else chunked_truth(call)
-    hold(call, results, want, slack_of(call) if case.ill_conditioned else (0.0, 0.0))
+    hold(call, results, want, slack_of(case, call))
     if case.h and op is fd.chunk_kda:
         assert_close("h", results[2], chunked_truth(call)[2], tolerance_of(call))
 
 
-def slack_of(call: dict) -> tuple[float, float]:
+def slack_of(case: Case, call: dict) -> tuple[float, float]:
     """What an ill-conditioned call may err beyond its tolerance, in `o` and the final state: a kernel rounds in a few more
     places than the exact algorithm does."""
+    if not case.ill_conditioned:
+        return 0.0, 0.0
     alone = [call] if call.get("cu_seqlens") is None else sequence_calls(call)
     errors = [rounding_error(one) for one in alone if one["q"].shape[1] > 0]
     return tuple(2 * max(kind) for kind in zip(*errors))
@@ -82,14 +91,45 @@ def hold(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (
 
 def hold_each(call: dict, results: tuple, want: tuple, slack: tuple[float, float] = (0.0, 0.0)) -> None:
     """As `hold`, for every sequence on its own: a wrong short one can't hide among long ones."""
-    start = 0
     for n, (one, length) in enumerate(zip(sequence_calls(call), lengths_of(call))):
-        tokens = slice(start, start := start + length)
-        states = [x[1][n : n + 1] if call["output_final_state"] else None for x in (results, want)]
         try:
-            hold(one, (results[0][:, tokens], states[0]), (want[0][:, tokens], states[1]), slack)
+            hold(one, of_sequence(call, results, n), of_sequence(call, want, n), slack)
         except AssertionError as error:
             raise AssertionError(f"sequence {n} of {length} tokens: {error}") from None
+
+
+def of_sequence(call: dict, results: tuple, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`o` and the final state of one sequence of a packed call."""
+    begin, end = call["cu_seqlens"][n : n + 2].tolist()
+    return results[0][:, begin:end], None if results[1] is None else results[1][n : n + 1]
+
+
+def assert_same_bits(found: Iterable, want: Iterable, tokens: slice = slice(None)) -> None:
+    """All results, of which `o`, the first, counts on these tokens alone."""
+    (o, *others), (want_o, *want_others) = found, want
+    assert same_bits(o[:, tokens], want_o[:, tokens]), "o"
+    for n, (x, y) in enumerate(zip(others, want_others, strict=True), start=1):
+        assert same_bits(x, y), f"result {n}"
+
+
+def peer(name: str) -> Callable:
+    """Another library's function, or the test is skipped."""
+    function = find(name)
+    if isinstance(function, str):
+        pytest.skip(function)
+    return function
+
+
+def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
+
+
+def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`o` and the final states of sequences that were calls of their own, as of one packed call."""
+    outputs, states = zip(*parts)
+    return torch.cat(outputs, dim=1), torch.cat(states)
 
 
 def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> tuple[int, ...]:
@@ -100,14 +140,49 @@ def lengths_between(seed: int, count: int, longest: int, empty: float = 0.1) -> 
     )
 
 
-def on_streams(calls: Sequence[Callable[[], tuple]]) -> list[list[tuple]]:
-    """What eight calls of each return, every one on a stream of its own and all at once."""
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Waiting for the GPU is an error inside."""
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in calls]
-    found: list[list[tuple]] = [[] for _ in calls]
-    for _ in range(8):
-        for stream, call, results in zip(streams, calls, found):
-            with torch.cuda.stream(stream):
-                results.append(call())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of kernels that Triton compiles, or loads from its disk cache, inside the context."""
+    names: list[str] = []
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = lambda **event: names.append(event["src"].name)
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def captured(run: Callable[[], tuple]) -> tuple[torch.cuda.CUDAGraph, tuple]:
+    """A CUDA graph of a call that ran before, and the results that replays write."""
+    run()
     torch.cuda.synchronize()
-    return found
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+def requested_bytes(run: Callable[[], tuple]) -> tuple[tuple, int, int]:
+    """What a call returns, and how much more memory is asked for after it and at its peak than before."""
+
+    def requested(kind: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
+
+    gc.collect()  # what earlier tests left in cycles must not go meanwhile
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    results = run()
+    torch.cuda.synchronize()
+    return results, requested("current") - before, requested("peak") - before

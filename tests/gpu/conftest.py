@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,15 +10,22 @@ from filelock import FileLock
 
 from flashdelta.backends import BACKENDS
 
+from .calls import BOTH, MODELS
+
 GPU_BACKENDS = [backend.name for backend in BACKENDS if backend.name != "reference"]
+ARGUMENTS = {
+    "backend": GPU_BACKENDS,
+    "other_backend": [name for name in GPU_BACKENDS if name != "triton"],
+    "op": BOTH,
+    "model": MODELS,
+}
+"""What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `backend` runs on every backend that has kernels, with `other_backend` on all but the portable one."""
-    if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", GPU_BACKENDS)
-    if "other_backend" in metafunc.fixturenames:
-        metafunc.parametrize("other_backend", [name for name in GPU_BACKENDS if name != "triton"])
+    for argument, values in ARGUMENTS.items():
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, values, ids=lambda value: getattr(value, "name", None))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,19 +52,3 @@ def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         torch.cuda.empty_cache()
         yield
         torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def no_synchronisation() -> contextlib.AbstractContextManager:
-    """A context in which waiting for the GPU is an error."""
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return context

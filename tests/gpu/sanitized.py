@@ -29,10 +29,7 @@ from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, po
 from .calls import KIMI, UNBOUNDED, on_gpu
 
 CASES = [
-    *(
-        on_gpu(case)
-        for case in named("T1", "T65", "packed", "packed_unused", "packed_all_empty", "fused", "chunk32", "h")
-    ),
+    *map(on_gpu, named("T1", "T65", "packed", "packed_unused", "packed_all_empty", "fused", "chunk32", "h")),
     replace(UNBOUNDED, T=70, H=1, HV=2),
     replace(KIMI, lengths=(17, 0, 64, 1), state=BF16, v_first=True),
 ]
@@ -123,16 +120,14 @@ def run(op, call: dict, backend: str) -> int:
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
     races, decode, backward = (word in sys.argv[2:] for word in ("races", "decode", "backward"))
-    chosen = race_calls() if races else calls()
     ran = 0
-    for call in map(on_device, chosen if not decode and not backward else ()):
-        ran += run(fd.chunk_kda, call, backend)
-        if not races:
-            ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
-    if backend == "triton" and not decode and not backward:
-        for call in prefill_calls(races):
-            fd.kda_prefill(**on_device(call))
-            ran += 1
+    if not decode and not backward:
+        for call in map(on_device, race_calls() if races else calls()):
+            ran += run(fd.chunk_kda, call, backend)
+            if not races:
+                ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+        for call in prefill_calls(races) if backend == "triton" else ():
+            ran += run(fd.kda_prefill, on_device(call), backend)
     # with the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone
     for few in () if backward else (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
         triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few

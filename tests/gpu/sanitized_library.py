@@ -23,8 +23,7 @@ def main() -> None:
     ran = 0
     for size in SIZES:
         for T in (1, 33, 70):
-            call = prefill_call(sized(replace(PLAIN, T=T), size))
-            call = on_device(call)
+            call = on_device(prefill_call(sized(replace(PLAIN, T=T), size)))
             state = torch.zeros(1, 2, size[1], size[0], device="cuda")
             c_prefill(library, call, final_state=state)
             c_prefill(library, call, "bf16", initial_state=state, final_state=state.clone())

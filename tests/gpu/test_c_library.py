@@ -15,15 +15,16 @@ import torch
 
 import flashdelta as fd
 from flashdelta.problem.operations import PRECISIONS
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.cases import BF16, Case, case_id
 from flashdelta.testing.oracle import TOLERANCE, assert_close, relative_error, same_bits
 from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.tools.export.bindings import FlashdeltaError, Library, PrefillArgs
 
 from ..support.exports import ROOT
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
-from .test_hazards import memcheck
-from .test_prefill import LONG, LONGEST
+from .calls import assert_same_bits, captured
+from .test_hazards import assert_memcheck_finds_nothing
+from .test_prefill import LONG, check_every_length, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -51,10 +52,6 @@ def library(library_path: Path) -> Library:
     return Library(str(library_path))
 
 
-def by_name(results: tuple) -> dict:
-    return dict(zip("owu", results))
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
 @pytest.mark.parametrize("case", [case for case in CASES if case.T > 0], ids=case_id)
@@ -63,21 +60,13 @@ def test_f32(library: Library, case: Case, size: tuple[int, int, int], precision
     call = prefill_call(case, "cuda")
     found = c_prefill(library, call, precision=1 + ("tf32x3", "ieee").index(precision))
     hold(case, tuple(found.values()), truth(call))
-    for name, want in by_name(fd.kda_prefill(**call, precision=precision)).items():
-        assert relative_error(found[name], want) < 1e-6
+    for got, want in zip(found.values(), fd.kda_prefill(**call, precision=precision)):
+        assert relative_error(got, want) < 1e-6
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
 def test_every_length(library: Library, size: tuple[int, int, int]):
-    call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
-    want = by_name(truth(call))
-    for T in range(1, LONGEST + 1):
-        found = c_prefill(library, call | {name: call[name][:, :, :T].contiguous() for name in INPUTS})
-        assert_close(f"o, T = {T}", found["o"], want["o"][:, :, :T], TOLERANCE[FP32])
-        for name in "wu":
-            rows = found[name].flatten(2, 3)
-            assert_close(f"{name}, T = {T}", rows[:, :, :T], want[name].flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
-            assert rows[:, :, T:].eq(0).all()
+    check_every_length(size, lambda call: tuple(c_prefill(library, call).values()))
 
 
 @pytest.mark.usefixtures("much_memory")
@@ -96,7 +85,7 @@ def test_bf16_then_decode(library: Library, size: tuple[int, int, int], gate: st
     call = prefill_call(case, "cuda")
     for name in ("q", "k", "v"):
         call[name] = call[name].bfloat16().float()
-    prompt = call | {name: call[name][:, :, :-1].contiguous() for name in INPUTS}
+    prompt = tokens_of(call, slice(-1))
     K, V, _ = size
     pool = torch.full((5, 2, V, K), torch.nan, device="cuda")
     state = torch.full((2, 2, V, K), torch.nan, device="cuda")
@@ -125,9 +114,7 @@ def test_carried_states_make_one_sequence_of_two(library: Library, kind: str):
     call = prefill_call(replace(PLAIN, T=150), "cuda")
     whole_state, state = (torch.full((1, 2, 64, 64), torch.nan, device="cuda") for _ in range(2))
     whole = c_prefill(library, call, kind, final_state=whole_state)["o"]
-    halves = [
-        call | {name: call[name][:, :, part].contiguous() for name in INPUTS} for part in (slice(64), slice(64, 150))
-    ]
+    halves = [tokens_of(call, part) for part in (slice(64), slice(64, 150))]
     first = c_prefill(library, halves[0], kind, final_state=state)["o"]
     second = c_prefill(library, halves[1], kind, initial_state=state.clone(), final_state=state)["o"]
     assert same_bits(torch.cat([first, second], dim=2), whole)
@@ -198,12 +185,9 @@ def test_threads_with_streams_of_their_own(library: Library):
 def test_graph_capture(library: Library):
     call = prefill_call(PLAIN, "cuda")
     want = c_prefill(library, call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = c_prefill(library, call)
+    graph, found = captured(lambda: tuple(c_prefill(library, call).values()))
     graph.replay()
-    torch.cuda.synchronize()
-    assert all(same_bits(found[name], want[name]) for name in "owu")
+    assert_same_bits(found, want.values())
 
 
 def test_ctypes_example(library_path: Path):
@@ -222,6 +206,4 @@ def test_ctypes_example(library_path: Path):
 def test_memcheck_finds_nothing(library_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(GIVEN, str(library_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])))
-    done = memcheck("-m", "tests.gpu.sanitized_library")
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    assert_memcheck_finds_nothing("-m", "tests.gpu.sanitized_library")

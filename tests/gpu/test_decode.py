@@ -1,5 +1,4 @@
-"""`recurrent_kda` and `commit` on the GPU: truth, repeated calls, CUDA graphs, laws, drift beside FLA, torch.compile, speed of
-the host."""
+"""`recurrent_kda` and `commit` on the GPU: truth, repeated calls, laws, drift beside FLA, warmup."""
 
 from __future__ import annotations
 
@@ -12,63 +11,53 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step, step_id
-from flashdelta.testing.oracle import assert_close, one_rounding, relative_error, same_bits
+from flashdelta.testing.cases import BF16, FP32, case_id
+from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_step
+from flashdelta.testing.inputs import TOKEN_TENSORS, narrow
+from flashdelta.testing.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 
 from ..support.decoding_checks import accepted_steps, check_step
-from .calls import CALLS_TO_A_REPLAY
-from .test_execution import compilations
+from .calls import CALLS_TO_A_REPLAY, compilations, gpu_call, peer
+from .calls import KIMI as PROMPT
 
 pytestmark = pytest.mark.gpu
 
-KIMI = Step(
-    name="kimi", why="as Kimi-K3 is served", K=128, V=128, H=4, HV=4, N=5, indices=(9, 2, 0, 7, 4), slots=12, gap=256
-)
+KIMI = Step("kimi", "as Kimi-K3 is served", K=128, V=128, H=4, HV=4, B=5, indices=(9, 2, 0, 7, 4), slots=12, gap=256)
+MANY = replace(KIMI, B=70, indices=tuple(range(70)), slots=71)
+DRAFTS = replace(KIMI, name="speculative", T=4, B=3, spec=3, indices=((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8)))
+SPECULATIVE = replace(DRAFTS, accepted=(4, 2, 1))
+VERIFY = replace(DRAFTS, name="verify", update=False, indices=(0, 5, -1), rows="slots", state=BF16)
 MODELS = [
     KIMI,
     replace(KIMI, name="kimi_bf16", state=BF16),
     replace(KIMI, name="kimi_linear", gate="softplus", v_first=False),
     replace(KIMI, name="k_first_bf16", state=BF16, v_first=False),
-    replace(KIMI, name="mixed_rows", form="mixed_rows", H=2),
+    replace(KIMI, name="mixed_rows", layout="mixed_rows", H=2),
     replace(KIMI, name="K64", K=64, V=64, state=BF16),
-    replace(KIMI, name="V64_wide", K=128, V=64, N=5),
-    *(
-        replace(KIMI, name=f"many_{name}", N=70, indices=tuple(range(70)), slots=71, **kind)
-        for name, kind in {
-            "fp32": {},
-            "bf16": {"state": BF16},
-            "k_first": {"v_first": False},
-            "k_first_bf16": {"state": BF16, "v_first": False},
-        }.items()
-    ),
+    replace(KIMI, name="V64_wide", K=128, V=64),
+    replace(MANY, name="many_fp32"),
+    replace(MANY, name="many_bf16", state=BF16),
+    replace(MANY, name="many_k_first", v_first=False),
+    replace(MANY, name="many_k_first_bf16", state=BF16, v_first=False),
     replace(KIMI, name="packed", lengths=(1, 0, 3, 8, 1)),
-    replace(
-        KIMI,
-        name="speculative",
-        T=4,
-        N=3,
-        spec=3,
-        indices=((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8)),
-        accepted=(4, 2, 1),
-    ),
-    replace(KIMI, name="verify", T=4, N=3, spec=3, update=False, indices=(0, 5, -1), rows="slots", state=BF16),
+    SPECULATIVE,
+    VERIFY,
 ]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", [*STEPS, *MODELS], ids=step_id)
+@pytest.mark.parametrize("step", [*STEPS, *MODELS], ids=case_id)
 def test_step(step: Step, dtype: torch.dtype, backend: str):
     check_step(fd.recurrent_kda, step, dtype, backend, "cuda")
 
 
-@pytest.mark.parametrize("step", [*SINGLE_BF16, MODELS[1]], ids=step_id)
+@pytest.mark.parametrize("step", [*SINGLE_BF16, MODELS[1]], ids=case_id)
 def test_step_of_few_by_the_kernel_for_many(step: Step, other_backend: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.hopper.decode.DECODE_FEW", 0)
     check_step(fd.recurrent_kda, step, BF16, other_backend, "cuda")
 
 
-@pytest.mark.parametrize("step", MODELS, ids=step_id)
+@pytest.mark.parametrize("step", MODELS, ids=case_id)
 def test_a_repeated_step_has_its_own_tensors(step: Step, backend: str):
     """Later calls of a kind run by a plan that an earlier one left."""
     for seed in range(CALLS_TO_A_REPLAY + 2):
@@ -102,14 +91,6 @@ def test_no_allocation_with_output(backend: str):
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@pytest.mark.parametrize("step", MODELS, ids=step_id)
-def test_the_host_never_waits_for_the_gpu(step: Step, backend: str, no_synchronisation):
-    call = make_step(step, BF16, "cuda") | {"backend": backend}
-    fd.recurrent_kda(**call)
-    with no_synchronisation():
-        fd.recurrent_kda(**call)
-
-
 @triton.jit
 def write_late(indices, wanted, N: tl.constexpr, ROUNDS: tl.constexpr):
     """Lets the next kernel start at once, and only then works for a while and writes its indices."""
@@ -129,7 +110,7 @@ def write_late(indices, wanted, N: tl.constexpr, ROUNDS: tl.constexpr):
 @pytest.mark.parametrize("N", [1, 64])
 def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):
     """A kernel that starts early may see what the indices were before; what counts is what they are."""
-    step = replace(KIMI, H=8, HV=8, N=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
+    step = replace(KIMI, H=8, HV=8, B=64, slots=512, gap=0, indices=tuple(range(64)), state=BF16)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
     call |= {name: call[name][:N] for name in ("q", "k", "v", "g", "beta")}
     wanted = torch.randperm(256, device="cuda")[:N].int() + 128
@@ -150,57 +131,22 @@ def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend
         assert same_bits(used, want_pool)
 
 
-GRAPH_INDICES = [(9, 2, 0, 7, 4), (-1, -1, -1, -1, -1), (3, 12, -1, 1, 8), (4, 3, 2, 1, 0)]
-
-
-@pytest.mark.parametrize(
-    "step", [KIMI, MODELS[1], MODELS[4], replace(KIMI, name="packed", lengths=(1, 1, 1, 1, 1))], ids=step_id
-)
-def test_graph_replays_with_other_indices_and_data(step: Step, backend: str):
-    static = make_step(step, BF16, "cuda") | {"backend": backend}
-    shape = (step.N, step.T) if step.lengths is None else (1, step.tokens)
-    output = torch.empty(*shape, step.HV, step.V, dtype=BF16, device="cuda")
-    fd.recurrent_kda(**static, output=output)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fd.recurrent_kda(**static, output=output)
-    for seed, indices in enumerate(GRAPH_INDICES, start=1):
-        lengths = None if step.lengths is None else (1, 0, 2, 1, 1)
-        call = make_step(replace(step, indices=indices, lengths=lengths), BF16, "cuda", seed) | {"backend": backend}
-        for name, x in call.items():
-            if isinstance(x, torch.Tensor):
-                static[name].copy_(x)
-        output.fill_(torch.nan)
-        graph.replay()
-        want, _ = fd.recurrent_kda(**call)
-        assert same_bits(output, want)
-        assert same_bits(static["initial_state"], call["initial_state"])
+SHARED = (*TOKEN_TENSORS, "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel")
+SHARED += ("use_qk_l2norm_in_kernel", "state_v_first")
+"""Arguments that `recurrent_kda` has by the same names as `chunk_kda`."""
 
 
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_one_step_is_the_last_token_of_a_prefill(state: torch.dtype, v_first: bool, backend: str):
-    step = replace(KIMI, state=state, v_first=v_first, N=2, indices=(0, 1), slots=2, gap=0)
-    torch.manual_seed(0)
-    H, K, T = 4, 128, 77
-    q, k, v, g = (torch.randn(2, T, H, K, device="cuda", dtype=BF16) for _ in range(4))
-    beta = torch.randn(2, T, H, device="cuda", dtype=BF16)
-    gate = {
-        "A_log": torch.rand(H, device="cuda"),
-        "dt_bias": torch.randn(H * K, device="cuda") - 2,
-        "lower_bound": -5.0,
-    }
-    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "state_v_first": step.v_first} | gate
-    whole = {"use_beta_sigmoid_in_kernel": True, "output_final_state": True, "backend": "triton"}
-    want, want_state = fd.chunk_kda(q, k, v, g, beta, **options, **whole)
-    _, before = fd.chunk_kda(*(x[:, :-1] for x in (q, k, v, g, beta)), **options, **whole)
+    call = gpu_call(fd.chunk_kda, replace(PROMPT, B=2, T=77, v_first=v_first))
+    want, want_state = fd.chunk_kda(**call)
+    _, before = fd.chunk_kda(**narrow(call, 0, 76))
     pool = before.to(state)
-    last = (x[:, -1:] for x in (q, k, v, g, beta))
-    o, _ = fd.recurrent_kda(*last, **options, initial_state=pool, beta_is_logit=True, backend=backend)
-    tolerance = 6e-3 + one_rounding(state)
+    last = {name: x for name, x in narrow(call, 76, 77).items() if name in SHARED}
+    o, _ = fd.recurrent_kda(**last, initial_state=pool, beta_is_logit=True, backend=backend)
     assert_close("o", o, want[:, -1:], 1e-2)
-    assert_close("state", pool, want_state, tolerance)
+    assert_close("state", pool, want_state, 6e-3 + one_rounding(state))
 
 
 def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
@@ -210,42 +156,20 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
     N, H, K, steps = 2, 4, 128, 2000
     A_log, dt_bias = torch.rand(H, device="cuda"), torch.rand(H * K, device="cuda") * 9 - 8
     options = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0, "use_qk_l2norm_in_kernel": True}
+    options |= {"use_gate_in_kernel": True, "state_v_first": True}
     ours = torch.randn(N, H, K, K, device="cuda").to(BF16)
     theirs, exact = ours.clone(), ours.double()
     indices = torch.arange(N, device="cuda", dtype=torch.int32)
+    in_place = {"inplace_final_state": True, "ssm_state_indices": indices, "use_beta_sigmoid_in_kernel": True}
     errors = {"ours": [], "fla": []}
     for i in range(steps):
-        q, k, v, g = (torch.randn(N, 1, H, K, device="cuda", dtype=BF16) for _ in range(4))
-        beta = torch.randn(N, 1, H, device="cuda", dtype=BF16)
-        inputs = (q, k, v, g, beta)
-        fd.recurrent_kda(
-            *inputs,
-            **options,
-            use_gate_in_kernel=True,
-            initial_state=ours,
-            ssm_state_indices=indices,
-            beta_is_logit=True,
-            backend=backend,
-        )
-        fla.fused_recurrent_kda_fwd(
-            *inputs,
-            **options,
-            initial_state=theirs,
-            inplace_final_state=True,
-            ssm_state_indices=indices,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            state_v_first=True,
-        )
-        doubles = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        fd.recurrent_kda(
-            *(x.double() for x in inputs),
-            **doubles,
-            use_gate_in_kernel=True,
-            initial_state=exact,
-            beta_is_logit=True,
-            backend="reference",
-        )
+        tensors = {name: torch.randn(N, 1, H, K, device="cuda", dtype=BF16) for name in "qkvg"}
+        tensors["beta"] = torch.randn(N, 1, H, device="cuda", dtype=BF16)
+        call = options | tensors
+        step = call | {"initial_state": ours, "ssm_state_indices": indices}
+        fd.recurrent_kda(**step, beta_is_logit=True, backend=backend)
+        fla.fused_recurrent_kda_fwd(**call, **in_place, initial_state=theirs)
+        fd.recurrent_kda(**float64(call), initial_state=exact, beta_is_logit=True, backend="reference")
         if i % 100 == 99:
             errors["ours"].append(relative_error(ours, exact))
             errors["fla"].append(relative_error(theirs, exact))
@@ -256,36 +180,18 @@ def test_two_thousand_steps_drift_no_more_than_flas(backend: str):
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backend: str):
     """Read-only verification of 4 tokens, then commit of 1 to 4 of them, against single steps."""
-    step = replace(KIMI, T=4, N=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
+    step = replace(KIMI, T=4, B=4, spec=3, update=False, indices=(3, 0, -1, 6), rows=(2, 1, 0, -1), state=state)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
     accepted = torch.tensor([1, 4, 2, 3], device="cuda", dtype=torch.int32)
     outputs, pool = accepted_steps(call, accepted)
     o, _ = fd.recurrent_kda(**call)
-    fd.commit(
-        call["initial_state"],
-        call["intermediate_states"],
-        call["ssm_state_indices"],
-        accepted,
-        intermediate_state_indices=call["intermediate_state_indices"],
-        backend=backend,
-    )
+    committed = ("initial_state", "intermediate_states", "ssm_state_indices", "intermediate_state_indices")
+    fd.commit(**{name: call[name] for name in committed}, num_accepted_tokens=accepted, backend=backend)
     tolerance = 6e-3 if state == FP32 else 3e-2  # single steps round the state between tokens
     assert_close("o", o[0, :1], outputs[0][0], tolerance)
     assert_close("o", o[1], torch.cat([x[1] for x in outputs]), tolerance)
     kept = [0, 3]
     assert_close("pool", call["initial_state"][kept], pool[kept], tolerance)
-
-
-@pytest.mark.parametrize("step", [KIMI, MODELS[4], MODELS[-2], MODELS[-1]], ids=step_id)
-def test_compiles_in_one_graph_with_inductor(step: Step, backend: str):
-    call, other = (make_step(step, BF16, "cuda") | {"backend": backend} for _ in range(2))
-    want, _ = fd.recurrent_kda(**other)
-    torch._dynamo.reset()
-    o, _ = torch.compile(lambda arguments: fd.recurrent_kda(**arguments), fullgraph=True)(call)
-    assert same_bits(o, want)
-    for name in ("initial_state", "intermediate_states"):
-        if name in call:
-            assert same_bits(call[name], other[name])
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
@@ -295,21 +201,17 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
     options = {"state_dtype": state, "state_v_first": v_first, "speculative": True}
     fd.warmup(fd.recurrent_kda, [(128, 128)], backend=backend, **options)
     base = replace(KIMI, v_first=v_first, state=state)
-    slots = ((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8))
-    problem = replace(base, T=4, N=3, spec=3, indices=slots, accepted=(4, 2, 1))
     steps = [
         base,
-        replace(base, N=1, indices=(3,)),
+        replace(base, B=1, indices=(3,)),
         replace(base, H=1, HV=1),
         replace(base, H=3, HV=12),
-        replace(base, N=300, slots=300, indices=tuple(range(300))),
+        replace(base, B=300, slots=300, indices=tuple(range(300))),
         replace(base, slots=40, gap=16, indices=(39, 1, 2, 3, -1)),
-        replace(base, form="mixed"),
+        replace(base, layout="mixed"),
         replace(base, T=3),
         replace(base, lengths=(1, 0, 3, 8, 1)),
-        problem,
-        replace(problem, accepted=None),
-        replace(problem, update=False, indices=(0, 5, -1), accepted=None, rows="slots"),
+        *(replace(drafts, v_first=v_first, state=state) for drafts in (SPECULATIVE, DRAFTS, VERIFY)),
     ]
     with compilations() as names:
         for step in steps:
@@ -325,10 +227,7 @@ def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
     from flashdelta.tools.bench.timing import Effort
     from flashdelta.tools.bench.workloads import decode_row
 
-    fla = contenders.find("fla_decode")
-    if isinstance(fla, str):
-        pytest.skip(fla)
-    settings = {"peers": {"fla_decode": fla}, "pool_bytes": 2**29, "launches": 2}
+    settings = {"peers": {"fla_decode": peer("fla_decode")}, "pool_bytes": 2**29, "launches": 2}
     setup = contenders.Setup(torch.device("cuda"), None, Effort(), "triton", **settings)
     row = decode_row(N, "fp32" if state == FP32 else "bf16", v_first=v_first, peers=True)
     with torch.inference_mode():
@@ -342,7 +241,7 @@ def test_error_is_not_above_flas(N: int, state: torch.dtype, v_first: bool):
 @pytest.mark.usefixtures("much_memory")
 def test_more_than_2_31_elements_in_a_pool(backend: str):
     """The last slots lie past element 2^31; they give the bits that they give in a small pool."""
-    step = replace(KIMI, H=64, HV=64, N=3, indices=(0, 1, 2), slots=4, gap=0)
+    step = replace(KIMI, H=64, HV=64, B=3, indices=(0, 1, 2), slots=4, gap=0)
     call = make_step(step, BF16, "cuda") | {"backend": backend}
     pool = torch.empty(2_100, *call["initial_state"].shape[1:], device="cuda")
     assert pool.numel() > 2**31
@@ -357,8 +256,7 @@ def test_more_than_2_31_elements_in_a_pool(backend: str):
 @pytest.mark.parametrize("name", ["paged", "spec_packed", "verify_rows"])
 def test_nan_stays_in_its_sequence(name: str, backend: str):
     step = BY_NAME[name]
-    clean = make_step(step, BF16, "cuda") | {"backend": backend}
-    spoiled = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in clean.items()}
+    clean, spoiled = (make_step(step, BF16, "cuda") | {"backend": backend} for _ in range(2))
     first = 1 if step.lengths is None else step.lengths[0]
     at = (slice(0, 1), slice(None)) if step.lengths is None else (slice(None), slice(0, first))
     spoiled["v"][at] = torch.nan

@@ -1,43 +1,327 @@
-"""How calls run: compiled when, captured in CUDA graphs, on several streams, without waiting, under torch.compile."""
+"""How calls of any operation run: without waiting, captured in CUDA graphs, under torch.compile, on several streams; and of
+`chunk_kda` and `fused_recurrent_kda` when kernels are compiled, how many are launched, and how much memory is taken."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import importlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-import triton
 
 import flashdelta as fd
+from flashdelta.problem.operations import PRECISIONS
 from flashdelta.program.workspace import sizes
 from flashdelta.runtime.call import check
+from flashdelta.testing import prefills
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS
-from flashdelta.testing.oracle import same_bits, truth
+from flashdelta.testing.decoding import Step, make_step, memory_of
+from flashdelta.testing.oracle import covered_tokens, poisoned_memory, same_bits, truth
+from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.tools.bench.profiling import profiled
 
-from .calls import BOTH, CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, hold, on_streams
+from ..support.pools import PoolCase
+from .calls import (
+    BOTH,
+    CALLS_TO_A_REPLAY,
+    KIMI,
+    MODELS,
+    UNBOUNDED,
+    assert_same_bits,
+    captured,
+    compilations,
+    gpu_call,
+    hold,
+    no_synchronisation,
+    requested_bytes,
+)
+from .test_decode import MODELS as STEPS
+from .test_pool import PREFILL, gpu_pool_call
+from .test_prefill import REPEATED as PREFILLS
+from .test_split import CASES as SPLIT_CASES
+from .test_split import FEW_HEADS, PLANNED
+from .test_wy import CASES as WY_CASES
+from .test_wy import MODEL as WY
+from .test_wy import PACKED as WY_PACKED
 
 pytestmark = pytest.mark.gpu
 
+LAYOUTS = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128, 128, 128, 128)]
 
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The names of kernels that Triton compiles, or loads from its disk cache, inside the context."""
-    names: list[str] = []
-    before = triton.knobs.compilation.listener
-    triton.knobs.compilation.listener = lambda **event: names.append(event["src"].name)
-    try:
-        yield names
-    finally:
-        triton.knobs.compilation.listener = before
+
+@dataclass(frozen=True)
+class Kind:
+    """Calls of one kind, which differ in what their tensors hold. `make`: arguments from one of the cases and a seed. `hold`:
+    holds results against the truth."""
+
+    name: str
+    op: Callable[..., tuple]
+    make: Callable[[Any, int], dict]
+    cases: tuple
+    hold: Callable[[dict, tuple], None] | None = None
+
+    def call(self, backend: str, number: int = 0) -> dict:
+        return self.make(self.cases[number % len(self.cases)], number) | {"backend": backend}
+
+
+def memories(call: dict) -> list[torch.Tensor]:
+    """Of all tensors of a call, the pools that it writes among them, but for `out`."""
+    return [memory_of(x) for name, x in call.items() if isinstance(x, torch.Tensor) and name not in ("out", "output")]
+
+
+def assert_same_memories(found: dict, want: dict) -> None:
+    assert all(same_bits(x, y) for x, y in zip(memories(found), memories(want), strict=True))
+
+
+def out_of(case: Case) -> torch.Tensor:
+    return torch.full((case.batch, case.tokens, case.HV, case.V), torch.nan, dtype=BF16, device="cuda")
+
+
+def chunked(name: str, *cases: Case, host_offsets: bool = False, **options: object) -> Kind:
+    def make(case: Case, seed: int) -> dict:
+        call = gpu_call(fd.chunk_kda, case, seed=seed) | options
+        return call | ({"cu_seqlens_cpu": call["cu_seqlens"].cpu()} if host_offsets else {})
+
+    return Kind(f"chunk_kda {name}", fd.chunk_kda, make, cases)
+
+
+def plain(name: str, *cases: Case, out: bool = False) -> list[Kind]:
+    def make(op: Callable, case: Case, seed: int) -> dict:
+        return gpu_call(op, case, seed=seed) | ({"out": out_of(case)} if out else {})
+
+    def against_truth(call: dict, results: tuple) -> None:
+        hold(call, results, truth(call))
+
+    return [Kind(f"{op.__name__} {name}", op, functools.partial(make, op), cases, against_truth) for op in BOTH]
+
+
+def pooled(name: str, *cases: PoolCase, out: bool = False) -> list[Kind]:
+    def make(op: Callable, pool_case: PoolCase, seed: int) -> dict:
+        call = gpu_pool_call(op, pool_case, BF16, "triton", seed)
+        return call | ({"out": out_of(pool_case.case)} if out else {})
+
+    return [Kind(f"{op.__name__} {name}", op, functools.partial(make, op), cases) for op in BOTH]
+
+
+def decoding(*steps: Step, output: bool = False) -> Kind:
+    def make(step: Step, seed: int) -> dict:
+        return make_step(step, BF16, "cuda", seed) | ({"output": out_of(step)} if output else {})
+
+    return Kind(f"recurrent_kda {steps[0].name}", fd.recurrent_kda, make, steps)
+
+
+def prefill(*cases: Case, precision: str = "tf32x3") -> Kind:
+    def make(case: Case, seed: int) -> dict:
+        return prefills.prefill_call(case, "cuda", seed) | {"precision": precision}
+
+    def against_truth(call: dict, results: tuple) -> None:
+        prefills.hold(cases[0], results, prefills.truth(call))
+
+    return Kind(f"kda_prefill {cases[0].name}, {precision}", fd.kda_prefill, make, cases, against_truth)
+
+
+def wy(case: WyCase) -> Kind:
+    return Kind(
+        f"wy {case.name}", fd.kernels.chunk_bwd_wy_dqkg, lambda case, seed: make_wy(case, BF16, "cuda"), (case,)
+    )
+
+
+# ---- no waiting -----------------------------------------------------------------------------------------------------
+
+CARRIED = replace(KIMI, state=FP32, h=True)
+SPLIT = [
+    chunked("split as planned", *(replace(FEW_HEADS, lengths=lengths) for lengths in PLANNED)),
+    chunked(
+        "split in 4",
+        *(replace(CARRIED, h=False, lengths=(cut, 999 - cut, 0, 0)) for cut in (127, 0, 333, 999)),
+        split=4,
+    ),
+]
+UNWATCHED = [
+    *plain("fixed", CARRIED),
+    *plain("packed", replace(CARRIED, lengths=(60, 0, 40))),
+    chunked("packed, offsets on the host", replace(CARRIED, lengths=(60, 0, 40)), host_offsets=True),
+    *SPLIT,
+    *pooled("pool", PREFILL),
+    *map(decoding, STEPS),
+    prefill(prefills.PLAIN),
+    wy(WY_PACKED),
+]
+
+
+@pytest.mark.parametrize("kind", UNWATCHED, ids=case_id)
+def test_the_host_never_waits_for_the_gpu(kind: Kind, backend: str):
+    first, again = kind.call(backend), kind.call(backend)
+    want = kind.op(**first)
+    with no_synchronisation():
+        results = kind.op(**again)
+    assert_same_bits(results, want)
+
+
+def test_the_sync_check_can_fail():
+    x = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation():
+        x.item()
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def sharing(model: Case, *layouts: tuple[int, ...]) -> list[Case]:
+    """Packed calls of as many tokens, some of which no sequence has."""
+    most = max(sum(lengths) for lengths in layouts)
+    return [
+        replace(model, lengths=lengths, unused=most - sum(lengths), state=FP32, v_first=True) for lengths in layouts
+    ]
+
+
+def many_lengths(seed: int) -> tuple[int, ...]:
+    """48 sequences that share 3000 tokens; many are empty."""
+    random = Random(seed)
+    cuts = sorted(random.choice((0, 1000, 3000, random.randint(0, 3000))) for _ in range(47))
+    return tuple(b - a for a, b in itertools.pairwise((0, *cuts, 3000)))
+
+
+SLOTS = [
+    ((0, 1, 2, 3), (True,) * 4, ((64, 128), (16, 0), (0, 0), (0, 112))),
+    ((-1, 5, 6, 0), (False,) * 4, ((0, 0), (0, 0), (512, 0), (0, 0))),
+    ((6, -1, 2, 9), (True, False, True, True), ((0, 0),) * 4),
+    ((3, 2, 1, 0), (False, True, False, True), ((16, 32), (48, 64), (80, 96), (112, 0))),
+]
+CHECKPOINTS = ((10, 11), (12, 13), (14, 15), (16, 17))
+
+
+def with_slots(cases: list[Case]) -> list[PoolCase]:
+    return [
+        replace(PREFILL, case=case, indices=indices, flags=flags, marks=marks, mark_slots=CHECKPOINTS, slots=18)
+        for case, (indices, flags, marks) in zip(cases, SLOTS)
+    ]
+
+
+def with_other_slots(step: Step) -> list[Step]:
+    lengths = None if step.lengths is None else (1, 0, 2, 1, 1)
+    slots = ((-1, -1, -1, -1, -1), (3, 12, -1, 1, 8), (4, 3, 2, 1, 0), step.indices)
+    return [step, *(replace(step, indices=indices, lengths=lengths) for indices in slots)]
+
+
+GRAPHS = [
+    *(
+        kind
+        for model in MODELS
+        for kind in (
+            *plain(model.name, *sharing(model, *LAYOUTS), out=True),
+            chunked(f"{model.name}, 48 sequences", *sharing(model, *map(many_lengths, range(13)))),
+            *pooled(f"{model.name}, pool", *with_slots(sharing(model, *LAYOUTS)), out=True),
+        )
+    ),
+    *(
+        decoding(*with_other_slots(step), output=True)
+        for step in (STEPS[0], STEPS[1], STEPS[4], replace(STEPS[0], name="packed", lengths=(1, 1, 1, 1, 1)))
+    ),
+    prefill(prefills.PLAIN, prefills.PLAIN),
+    prefill(PREFILLS[0], PREFILLS[0]),
+    wy(WY),
+    *SPLIT,
+]
+
+
+@pytest.mark.parametrize("kind", GRAPHS, ids=case_id)
+def test_graph_replays_with_other_tensors(kind: Kind, backend: str):
+    """One graph: lengths, slots, data and the pool change in place, and tokens may be left over."""
+    static = kind.call(backend)
+    graph, results = captured(lambda: kind.op(**static))
+    for number in range(1, len(kind.cases) + 1):
+        call = kind.call(backend, number)
+        for memory, x in zip(memories(static), memories(call), strict=True):
+            memory.copy_(x)
+        for x in filter(torch.is_tensor, results):
+            x.fill_(torch.nan)
+        graph.replay()
+        want = kind.op(**call)
+        assert_same_bits(results, want, covered_tokens(call))
+        assert_same_memories(static, call)
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+COMPILED = [
+    *plain("packed", replace(KIMI, lengths=(90, 110), state=FP32)),
+    *plain("out", KIMI, out=True),
+    *pooled("pool", PREFILL),
+    *pooled("pool, out", PREFILL, out=True),
+    *map(decoding, (STEPS[0], STEPS[4], STEPS[-2], STEPS[-1])),
+    prefill(prefills.LOGITS),
+]
+
+
+@pytest.mark.parametrize("kind", COMPILED, ids=case_id)
+def test_compiles_in_one_graph_with_inductor(kind: Kind, backend: str):
+    op = kind.op
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda arguments: op(**arguments), fullgraph=True)
+    for number in range(CALLS_TO_A_REPLAY):
+        call, other = (kind.call(backend, number) for _ in range(2))
+        want = op(**other)
+        assert_same_bits(compiled(call), want)
+        assert_same_memories(call, other)
+        assert "out" not in call or same_bits(call["out"], want[0])
+
+
+# ---- again, and at once ---------------------------------------------------------------------------------------------
+
+UNEVEN = {"H": 8, "HV": 16, "lengths": (500, 3, 0, 700, 65, 64, 1), "state": FP32, "v_first": True}
+STEADY = [
+    *(kind for model in MODELS for kind in plain(model.name, replace(model, **UNEVEN))),
+    chunked("split in 5", SPLIT_CASES[0], split=5),
+    *map(wy, WY_CASES[:5]),
+    *(prefill(PREFILLS[-1], precision=precision) for precision in PRECISIONS),
+]
+
+
+@pytest.mark.parametrize("kind", STEADY, ids=case_id)
+def test_a_hundred_calls_give_the_same_bits(kind: Kind, backend: str):
+    """The second half while another stream keeps the device busy, so that CTAs run in another order."""
+    call = kind.call(backend)
+    want = kind.op(**call)
+    noise, beside = torch.randn(4096, 4096, device="cuda", dtype=BF16), torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    for repeat in range(100):
+        if repeat >= 50:
+            with torch.cuda.stream(beside):
+                for _ in range(4):
+                    torch.mm(noise, noise)
+                    noise.clone()
+        assert_same_bits(kind.op(**call), want)
+    torch.cuda.synchronize()
+
+
+OVERLAPPING = [
+    *plain("of two lengths", replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))),
+    prefill(PREFILLS[-1]),
+]
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING, ids=case_id)
+def test_two_streams_at_once(kind: Kind, backend: str):
+    """Calls that overlap share no scratch memory."""
+    calls = [functools.partial(kind.op, **kind.call(backend, number)) for number in range(2)]
+    want = [call() for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    found: list[list[tuple]] = [[] for _ in calls]
+    for _ in range(8):
+        for stream, call, results in zip(streams, calls, found):
+            with torch.cuda.stream(stream):
+                results.append(call())
+    torch.cuda.synchronize()
+    for each, first in zip(found, want):
+        for results in each:
+            assert_same_bits(results, first)
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
@@ -54,7 +338,6 @@ def test_the_counter_counts(backend: str):
     assert names
 
 
-@pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, op, backend: str):
     start = replace(SMALL, lengths=(60, 40) if packed else None)
@@ -77,7 +360,6 @@ def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, 
     assert names == []
 
 
-@pytest.mark.parametrize("op", BOTH)
 def test_warmup_compiles_all_that_calls_need(op, backend: str):
     """Afterwards no call of those kinds compiles: other heads, other lengths, slices of a fused projection."""
     fd.warmup(op, [(64, 128)], backend=backend, state_v_first=True)
@@ -93,28 +375,6 @@ def test_warmup_compiles_all_that_calls_need(op, backend: str):
             for lengths in (None, (9000, 10), (400,) * 20):
                 op(**gpu_call(op, replace(base, H=4, HV=4, T=9000, lengths=lengths), BF16, backend))
     assert names == []
-
-
-# ---- no waiting -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("lengths", [None, (60, 0, 40)], ids=["fixed", "packed"])
-def test_the_host_never_waits_for_the_gpu(lengths, op, backend: str, no_synchronisation):
-    call = gpu_call(op, replace(KIMI, lengths=lengths, state=FP32, h=op is fd.chunk_kda), BF16, backend)
-    if lengths and op is fd.chunk_kda:
-        call["cu_seqlens_cpu"] = call["cu_seqlens"].cpu()
-    want = op(**call)
-    with no_synchronisation():
-        results = op(**call)
-    for a, b in zip(results, want):
-        assert same_bits(a, b)
-
-
-def test_the_sync_check_can_fail(no_synchronisation):
-    x = torch.ones(1, device="cuda")
-    with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation():
-        x.item()
 
 
 # ---- launches and memory ----------------------------------------------------------------------------------------------
@@ -156,9 +416,8 @@ def test_lengths_on_the_host_leave_out_what_would_plan(lengths: tuple[int, ...],
     other[1:-1] -= 64  # the same kind of call, if the longest is as long in powers of two
     for offsets in (told["cu_seqlens_cpu"], other) * CALLS_TO_A_REPLAY:
         given = {"cu_seqlens": offsets.cuda(), "cu_seqlens_cpu": offsets}
-        results = fd.chunk_kda(**call | given)
-        wanted = fd.chunk_kda(**call | {"cu_seqlens": offsets.cuda()})
-        assert all(same_bits(a, b) for a, b in zip(results, wanted))
+        want = fd.chunk_kda(**call | {"cu_seqlens": offsets.cuda()})
+        assert_same_bits(fd.chunk_kda(**call | given), want)
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -166,23 +425,13 @@ def test_memory_is_the_results_and_one_workspace(name: str, backend: str):
     call = gpu_call(fd.chunk_kda, FORWARDS[name], BF16, backend)
     problem, _ = check(fd.chunk_kda, **call)
     fd.chunk_kda(**call)  # what it returns is freed, what compilation leaves stays
-    torch.cuda.synchronize()
-
-    def requested(kind: str) -> int:
-        return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
-
     workspace = sum(sizes(importlib.import_module(f"flashdelta.{backend}.launch").layout(problem)))
     assert workspace > 2**25
-    gc.collect()  # what earlier tests left in cycles must not go meanwhile
     for _ in range(CALLS_TO_A_REPLAY + 1):
-        torch.cuda.reset_peak_memory_stats()
-        before = requested("current")
-        results = fd.chunk_kda(**call)
-        torch.cuda.synchronize()
-        kept = sum(x.nbytes for x in results)
-        assert requested("current") - before == kept
+        results, kept, peak = requested_bytes(lambda: fd.chunk_kda(**call))
+        assert kept == sum(x.nbytes for x in results)
         # beside them only what is there in place of an absent state
-        assert requested("peak") - before <= kept + workspace + 1024
+        assert peak <= kept + workspace + 1024
         del results
 
 
@@ -197,21 +446,26 @@ REPEATED = [
 ]
 
 
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("with_out", [False, True])
-@pytest.mark.parametrize("case", REPEATED, ids=case_id)
-def test_a_repeated_call_has_its_own_tensors(case: Case, with_out: bool, op, backend: str):
+OWN = [
+    *(kind for case in REPEATED for out in (False, True) for kind in plain(f"{case.name}, {out=}", case, out=out)),
+    *(prefill(case, precision=precision) for case in PREFILLS for precision in PRECISIONS),
+]
+
+
+@pytest.mark.parametrize("kind", OWN, ids=case_id)
+def test_a_repeated_call_has_its_own_tensors(kind: Kind, backend: str):
     """What is kept of a call must not be an address, or anything that the tensors hold."""
     kept = []
-    for seed in range(CALLS_TO_A_REPLAY + 2):
-        call = gpu_call(op, case, BF16, backend, seed)
-        out = {"out": torch.full(call["v"].shape, torch.nan, dtype=BF16, device="cuda")} if with_out else {}
-        results = op(**call, **out)
-        if with_out:
-            assert results[0] is out["out"]
+    for number in range(CALLS_TO_A_REPLAY + 2):
+        call = kind.call(backend, number)
+        with poisoned_memory():
+            results = kind.op(**call)
+        assert "out" not in call or results[0] is call["out"]
         kept.append((call, results))  # so that the next tensors lie elsewhere
     for call, results in kept:
-        hold(call, results, truth(call))
+        kind.hold(call, results)
+    addresses = [x.data_ptr() for _, results in kept for x in results if x is not None]
+    assert len(set(addresses)) == len(addresses)
 
 
 def test_a_repeated_call_is_checked_as_the_first(backend: str):
@@ -227,104 +481,3 @@ def test_a_repeated_call_is_checked_as_the_first(backend: str):
         fd.chunk_kda(**call, out=out)
     with pytest.raises(ValueError, match="memory shared with v"):
         fd.chunk_kda(**call, out=call["v"])
-
-
-# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
-
-LAYOUTS = [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128, 128, 128, 128)]
-
-
-@pytest.mark.parametrize("op", BOTH)
-@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
-def test_graph_replays_with_other_lengths_and_inputs(model: Case, op, backend: str):
-    """Captured once for 4 sequences of 512 tokens in all; `cu_seqlens` changes in place, and may leave tokens over."""
-
-    def fresh(lengths: tuple[int, ...], seed: int) -> dict:
-        case = replace(model, lengths=lengths, unused=512 - sum(lengths), state=FP32, v_first=True)
-        return gpu_call(op, case, BF16, backend, seed)
-
-    static = fresh(LAYOUTS[0], 0)
-    out = torch.full_like(static["v"], torch.nan)
-    op(**static, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, state = op(**static, out=out)
-    for seed, lengths in enumerate(LAYOUTS, start=1):
-        call = fresh(lengths, seed)
-        for name in (*TOKEN_TENSORS, "cu_seqlens", "initial_state"):
-            static[name].copy_(call[name])
-        for parameter in ("A_log", "dt_bias"):
-            static[parameter].copy_(call[parameter])
-        out.fill_(torch.nan)
-        graph.replay()
-        want_o, want_state = op(**call)
-        tokens = slice(0, sum(lengths))
-        assert same_bits(out[:, tokens], want_o[:, tokens])
-        assert same_bits(state, want_state)
-        hold(call, (want_o, want_state), truth(call))
-
-
-@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
-def test_graph_replays_with_other_splits_of_many_sequences(model: Case, backend: str):
-    """48 sequences share 3000 tokens, in other ways each time; many are empty."""
-
-    def lengths(seed: int) -> tuple[int, ...]:
-        random = Random(seed)
-        cuts = sorted(random.choice((0, 1000, 3000, random.randint(0, 3000))) for _ in range(47))
-        return tuple(b - a for a, b in itertools.pairwise((0, *cuts, 3000)))
-
-    static = gpu_call(fd.chunk_kda, replace(model, lengths=lengths(0), state=FP32, v_first=True), BF16, backend)
-    fd.chunk_kda(**static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, state = fd.chunk_kda(**static)
-    for seed in range(1, 13):
-        static["cu_seqlens"].copy_(torch.tensor([0, *lengths(seed)]).cumsum(0))
-        graph.replay()
-        want_o, want_state = fd.chunk_kda(**static)
-        assert same_bits(o, want_o)
-        assert same_bits(state, want_state)
-
-
-# ---- streams --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_two_streams_at_once(op, backend: str):
-    """Calls that overlap share no scratch memory."""
-    cases = [replace(KIMI, H=8, HV=8, T=2000), replace(KIMI, H=8, HV=8, lengths=(700, 900))]
-    calls = [functools.partial(op, **gpu_call(op, case, BF16, backend, seed)) for seed, case in enumerate(cases)]
-    want = [call() for call in calls]
-    found = on_streams(calls)
-    for results, (want_o, want_state) in zip(found, want):
-        for o, state in results:
-            assert same_bits(o, want_o)
-            assert same_bits(state, want_state)
-
-
-# ---- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_compiles_in_one_graph_with_inductor(op, backend: str):
-    call = gpu_call(op, replace(KIMI, lengths=(90, 110), state=FP32), BF16, backend)
-
-    def layer(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        o, state = op(**arguments)
-        return o, state
-
-    torch._dynamo.reset()
-    for got, want in zip(torch.compile(layer, fullgraph=True)(call), layer(call)):
-        assert same_bits(got, want)
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_compiles_with_out_with_inductor(op, backend: str):
-    call = gpu_call(op, KIMI, BF16, backend)
-    want, _ = op(**call)
-    out = torch.full_like(want, torch.nan)
-    torch._dynamo.reset()
-    torch.compile(lambda out, arguments: op(**arguments, out=out), fullgraph=True)(out, call)
-    assert same_bits(out, want)

@@ -10,9 +10,9 @@ import torch
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.oracle import chunked_truth, relative_error, rounding_error
-from flashdelta.tools.bench.contenders import find, shared
+from flashdelta.tools.bench.contenders import shared
 
-from .calls import KIMI, gpu_call
+from .calls import KIMI, gpu_call, peer
 
 pytestmark = pytest.mark.gpu
 
@@ -29,9 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_error_is_not_above_flas(case: Case, backend: str):
-    fla = find("fla")
-    if isinstance(fla, str):
-        pytest.skip(fla)
+    fla = peer("fla")
     call = gpu_call(fd.chunk_kda, case, BF16, backend)
     results, want = fd.chunk_kda(**call), chunked_truth(call)
     with torch.no_grad():

@@ -14,17 +14,7 @@ from .calls import KIMI, UNBOUNDED, check, gpu_call, hold, slack_of
 
 pytestmark = pytest.mark.gpu
 
-EXACT = replace(UNBOUNDED, gate="none", beta="value")
-LONG = [
-    replace(KIMI, name="pinned", hard="pinned", T=4096),
-    replace(KIMI, name="key_norms", hard="key_norms", T=4096),
-    replace(UNBOUNDED, name="key_norms_unbounded", hard="key_norms", T=4096),
-    replace(UNBOUNDED, name="saturated_unbounded", hard="raw_1000", T=4096),
-    replace(EXACT, name="g_alternating", hard="g_alternating", T=4096),
-    replace(EXACT, name="g_mixed", hard="g_mixed", T=4096),
-    replace(EXACT, name="g-50", hard="g-50", T=4096),
-    replace(EXACT, name="forget_channels", hard="forget_channels", T=4096),
-]
+EXACT = replace(UNBOUNDED, name="exact", gate="none", beta="value")
 BOTH_PATHS = [
     *(replace(KIMI, name=f"bounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated", "raw_1000")),
     *(replace(UNBOUNDED, name=f"unbounded, {hard}", hard=hard, T=130) for hard in ("zero_rows", "beta_saturated")),
@@ -35,8 +25,17 @@ BOTH_PATHS = [
     ),
     replace(KIMI, name="double logits", beta="double_logit", hard="beta_saturated", T=130),
     replace(KIMI, name="no L2 norm", l2norm=False, hard="pinned", T=130),
-    Case(name="half bound", why="", gate="lower_bound", lower_bound=-0.5, hard="pinned", K=128, V=128, T=130),
-    Case(name="no parameters", why="", has_A_log=False, has_dt_bias=False, hard="pinned", K=128, V=128, **BOUNDED),
+    Case("half bound", "", gate="lower_bound", lower_bound=-0.5, hard="pinned", K=128, V=128, T=130),
+    Case("no parameters", "", has_A_log=False, has_dt_bias=False, hard="pinned", K=128, V=128, **BOUNDED),
+]
+LONG = [
+    replace(model, name=f"{model.name}, {hard}", hard=hard, T=4096, H=2, HV=2)
+    for model, kinds in {
+        KIMI: ("pinned", "key_norms"),
+        UNBOUNDED: ("key_norms", "raw_1000"),
+        EXACT: ("g_alternating", "g_mixed", "g-50", "forget_channels"),
+    }.items()
+    for hard in kinds
 ]
 
 
@@ -45,15 +44,10 @@ def test_packed_with_states(case: Case, backend: str):
     lengths = (65, 0, 1, 130, 17) if case.T < 500 else (case.T, 0, 65)
     case = replace(case, K=128, V=128, lengths=lengths, state=FP32, v_first=True)
     call = gpu_call(fd.chunk_kda, case, BF16, backend)
-    slack = slack_of(call) if case.ill_conditioned else (0.0, 0.0)
-    hold(call, fd.chunk_kda(**call), chunked_truth(call), slack)
+    hold(call, fd.chunk_kda(**call), chunked_truth(call), slack_of(case, call))
 
 
-@pytest.mark.parametrize("case", LONG, ids=case_id)
-def test_thousands_of_tokens(case: Case, backend: str):
-    check(fd.chunk_kda, replace(case, H=2, HV=2), BF16, backend)
-
-
-@pytest.mark.parametrize("case", BOTH_PATHS, ids=case_id)
+@pytest.mark.parametrize("case", BOTH_PATHS + LONG, ids=case_id)
 def test_both_paths(case: Case, backend: str):
+    """Of the diagonal blocks, also for thousands of tokens."""
     check(fd.chunk_kda, case, BF16, backend)

@@ -9,25 +9,17 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.inputs import sequence_calls
-from flashdelta.testing.oracle import chunked_truth, lengths_of, poisoned_memory, same_bits, tolerance_of
+from flashdelta.testing.oracle import chunked_truth, lengths_of, same_bits, tolerance_of
 
-from .calls import KIMI, UNBOUNDED, gpu_call, hold, hold_each, lengths_between
+from .calls import assert_same_bits, gpu_call, hold, hold_each, joined, lengths_between, of_sequence, poisoned
 
 pytestmark = pytest.mark.gpu
 
-MODELS = [KIMI, UNBOUNDED]
 TAILS = tuple(chunks * 64 + tail for tail in range(65) for chunks in (0, 2))
 
 
-def poisoned(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's `(o, final_state)`, with NaN in `out` and in every allocation at first."""
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
-
-
-@pytest.mark.parametrize("model", MODELS, ids=case_id)
 @pytest.mark.parametrize("state", [None, FP32], ids=["fresh", "carried"])
 def test_every_tail(state: torch.dtype | None, model: Case, backend: str):
     """Sequences of 0 to 64 and of 128 to 192 tokens in one packed call, and each as a call of its own."""
@@ -37,12 +29,9 @@ def test_every_tail(state: torch.dtype | None, model: Case, backend: str):
     results, want = poisoned(call), chunked_truth(call)
     hold(call, results, want)
     hold_each(call, results, want)
-    alone = [poisoned(one) for one in sequence_calls(call)]
-    assert same_bits(torch.cat([o for o, _ in alone], dim=1), results[0])
-    assert same_bits(torch.cat([state for _, state in alone]), results[1])
+    assert_same_bits(results, joined(poisoned(one) for one in sequence_calls(call)))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=case_id)
 @pytest.mark.parametrize("count", [1, 2, 7, 40, 200, 600])
 def test_random_packings(count: int, model: Case, backend: str):
     """Up to 600 sequences of 0 to 3000 tokens. Some, the longest among them, are held against the truth, and all against the
@@ -56,15 +45,13 @@ def test_random_packings(count: int, model: Case, backend: str):
     if backend != "triton":
         portable = poisoned(call | {"backend": "triton"})
         hold_each(call, results, portable, slack=(tolerance_of(call),) * 2)
-    starts, singles = [sum(lengths[:n]) for n in range(count)], sequence_calls(call)
+    singles = sequence_calls(call)
     filled = [n for n, length in enumerate(lengths) if length > 0]
     picked = {max(filled, key=lambda n: lengths[n]), *Random(count).sample(filled, min(4, len(filled)))}
     for n in sorted(picked):
-        o, state = results[0][:, starts[n] : starts[n] + lengths[n]], results[1][n : n + 1]
-        hold(singles[n], (o, state), chunked_truth(singles[n]))
-        alone = poisoned(singles[n])
-        assert same_bits(alone[0], o)
-        assert same_bits(alone[1], state)
+        own = of_sequence(call, results, n)
+        hold(singles[n], own, chunked_truth(singles[n]))
+        assert_same_bits(poisoned(singles[n]), own)
     for n in set(range(count)) - set(filled):
         assert same_bits(results[1][n], call["initial_state"][n])
 

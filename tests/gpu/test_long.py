@@ -9,10 +9,10 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, narrow, sequence_calls
-from flashdelta.testing.oracle import chunked_truth, same_bits
+from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
+from flashdelta.testing.oracle import chunked_truth
 
-from .calls import BOTH, KIMI, UNBOUNDED, gpu_call, hold
+from .calls import KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold, of_sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_memory")]
 
@@ -50,22 +50,17 @@ def test_more_than_2_31_elements_in_a_tensor(backend: str):
     call = small | {name: _big(1, T, H, K, dtype=BF16) for name in ("q", "k", "v", "g")}
     call["beta"] = _big(1, T, H, dtype=BF16)
     call["cu_seqlens"] = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    o, state = fd.chunk_kda(**call)
-    _, second, third = sequence_calls(call)
-    end = 0
-    for n, one in ((1, second), (2, third)):
-        start, end = sum(lengths[:n]), sum(lengths[: n + 1])
-        alone = {**one, **{name: one[name].clone() for name in TOKEN_TENSORS}}
-        o_alone, state_alone = fd.chunk_kda(**alone)
-        assert same_bits(o[:, start:end], o_alone)
-        assert same_bits(state[n], state_alone[0])
+    results = fd.chunk_kda(**call)
+    for n in (1, 2):
+        one = sequence_calls(call)[n]
+        alone = one | {name: one[name].clone() for name in TOKEN_TENSORS}
+        found = fd.chunk_kda(**alone)
+        assert_same_bits(found, of_sequence(call, results, n))
         if n == 1:
-            hold(alone, (o_alone, state_alone), chunked_truth(alone))
-    assert end == T
-    assert state.isfinite().all()
+            hold(alone, found, chunked_truth(alone))
+    assert results[1].isfinite().all()
 
 
-@pytest.mark.parametrize("op", BOTH)
 def test_more_than_2_31_elements_of_state(op, backend: str):
     """2,100 sequences of one or two tokens, each with its state, as a decode batch has."""
     H, K, N = 64, 128, 2_100
@@ -74,13 +69,9 @@ def test_more_than_2_31_elements_of_state(op, backend: str):
     case = replace(KIMI, H=H, HV=H, lengths=lengths, v_first=True)
     call = gpu_call(op, case, BF16, backend)
     call["initial_state"] = _big(N, H, K, K, dtype=FP32)
-    o, state = op(**call)
+    results, calls = op(**call), sequence_calls(call)
     for n in (0, N // 2, N - 3, N - 2, N - 1):
-        start = sum(lengths[:n])
-        tokens = slice(start, start + lengths[n])
-        one = narrow(call, tokens.start, tokens.stop)
-        one["initial_state"] = call["initial_state"][n : n + 1].clone()
-        o_alone, state_alone = op(**one)
-        assert same_bits(o[:, tokens], o_alone)
-        assert same_bits(state[n : n + 1], state_alone)
-        hold(one, (o_alone, state_alone), chunked_truth(one))
+        one = calls[n] | {"initial_state": calls[n]["initial_state"].clone()}
+        found = op(**one)
+        assert_same_bits(found, of_sequence(call, results, n))
+        hold(one, found, chunked_truth(one))

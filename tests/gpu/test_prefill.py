@@ -3,8 +3,7 @@ calls that repeat."""
 
 from __future__ import annotations
 
-import functools
-import gc
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,11 +14,12 @@ from flashdelta.problem.arguments import Operation
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.runtime import call as road
 from flashdelta.testing.cases import FP32, Case, case_id
+from flashdelta.testing.inputs import LAYOUTS
 from flashdelta.testing.oracle import TOLERANCE, assert_close, poisoned_memory, relative_error, same_bits
 from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hold, prefill_call, size_id, sized, truth
 from flashdelta.triton.build import build
 
-from .calls import CALLS_TO_A_REPLAY, on_streams
+from .calls import CALLS_TO_A_REPLAY, assert_same_bits, requested_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +27,7 @@ LONGEST = 300
 
 LONG = [
     replace(PLAIN, name="any decay", T=100_000),
-    replace(PLAIN, name="g-50", hard="g-50", T=100_000),
-    replace(PLAIN, name="g_mixed", hard="g_mixed", T=100_000),
-    replace(PLAIN, name="g_alternating", hard="g_alternating", T=100_000),
-    replace(PLAIN, name="forget", hard="forget", T=100_000),
+    *(replace(PLAIN, name=hard, hard=hard, T=100_000) for hard in ("g-50", "g_mixed", "g_alternating", "forget")),
     replace(LOGITS, name="logits", T=100_000),
 ]
 
@@ -64,20 +61,30 @@ def test_100_000_tokens_in_true_float32():
     check(sized(LONG[0], SIZES[-1]), "ieee")
 
 
-@pytest.mark.parametrize("size", SIZES, ids=size_id)
-def test_every_length(size: tuple[int, int, int]):
+def tokens_of(call: dict, tokens: slice) -> dict:
+    return call | {name: call[name][:, :, tokens].contiguous() for name in INPUTS}
+
+
+def check_every_length(size: tuple[int, int, int], run: Callable[[dict], tuple]) -> None:
     """Outputs of a token do not depend on later ones: one truth serves all."""
     call = prefill_call(sized(replace(PLAIN, T=LONGEST), size), "cuda")
     o, w, u = truth(call)
     for T in range(1, LONGEST + 1):
-        short = call | {name: call[name][:, :, :T].contiguous() for name in INPUTS}
-        with poisoned_memory():
-            found = fd.kda_prefill(**short)
+        found = run(tokens_of(call, slice(T)))
         assert_close(f"o, T = {T}", found[0], o[:, :, :T], TOLERANCE[FP32])
         for name, got, want in zip("wu", found[1:], (w, u)):
             rows = got.flatten(2, 3)
             assert_close(f"{name}, T = {T}", rows[:, :, :T], want.flatten(2, 3)[:, :, :T], TOLERANCE[FP32])
             assert rows.shape[2] == -(-T // size[2]) * size[2] and rows[:, :, T:].eq(0).all()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=size_id)
+def test_every_length(size: tuple[int, int, int]):
+    def run(call: dict) -> tuple:
+        with poisoned_memory():
+            return fd.kda_prefill(**call)
+
+    check_every_length(size, run)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 120])
@@ -105,8 +112,7 @@ def test_more_than_2_31_elements():
     results = fd.kda_prefill(x, x, x, x, beta)
     alone = {name: x[-1:, -1:].clone() for name in INPUTS[:-1]} | {"beta": beta[-1:, -1:].clone()}
     alone |= {"chunk_size": 64, "gate": "none"}
-    for got, want in zip(results, fd.kda_prefill(**alone)):
-        assert same_bits(got[-1:, -1:], want)
+    assert_same_bits([x[-1:, -1:] for x in results], fd.kda_prefill(**alone))
     del x, results
     torch.cuda.empty_cache()
     hold(replace(PLAIN, T=T, K=K, V=K), fd.kda_prefill(**alone), truth(alone))
@@ -124,15 +130,6 @@ def test_nan_stays_in_its_head(name: str):
     assert found[0][0, 1].isnan().any()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_call_gives_the_same_bits(precision: str):
-    call = prefill_call(sized(replace(PLAIN, B=2, H=8, HV=8, T=1000), SIZES[-1]), "cuda")
-    want = fd.kda_prefill(**call, precision=precision)
-    for _ in range(10):
-        for got, first in zip(fd.kda_prefill(**call, precision=precision), want):
-            assert same_bits(got, first)
-
-
 # ---- repeated calls -------------------------------------------------------------------------------------------------
 
 REPEATED = [
@@ -146,20 +143,6 @@ def refuse(*arguments: object) -> None:
     raise AssertionError("worked out again")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", REPEATED, ids=case_id)
-def test_a_repeated_call_has_its_own_tensors(case: Case, precision: str):
-    """What is kept of a call must not be an address, or anything that the tensors hold."""
-    kept = []
-    for seed in range(CALLS_TO_A_REPLAY + 2):
-        call = prefill_call(case, "cuda", seed)
-        with poisoned_memory():
-            kept.append((call, fd.kda_prefill(**call, precision=precision)))  # so that the next tensors lie elsewhere
-    for call, results in kept:
-        hold(case, results, truth(call))
-    assert len({x.data_ptr() for _, results in kept for x in results}) == 3 * len(kept)
-
-
 @pytest.mark.parametrize("by_operator", [False, True])
 @pytest.mark.parametrize("case", REPEATED, ids=case_id)
 def test_a_call_with_a_plan_gives_the_bits_of_one_without(
@@ -171,8 +154,7 @@ def test_a_call_with_a_plan_gives_the_bits_of_one_without(
     monkeypatch.setattr(Operation, "check", refuse)
     copies = {name: call[name].clone() for name in INPUTS}
     for given in (call, call | copies):
-        for got, first in zip(way(**given), want):
-            assert same_bits(got, first)
+        assert_same_bits(way(**given), want)
 
 
 def test_a_repeated_call_is_checked_as_the_first():
@@ -196,9 +178,7 @@ def test_a_repeated_call_is_checked_as_the_first():
     for name, x in wrong.items():
         with pytest.raises((ValueError, TypeError), match=rf"^{name}: got"):
             fd.kda_prefill(**call | {name: x})
-    odd = {name: call[name].new_zeros(call[name].numel() + 1)[1:].view(call[name].shape) for name in INPUTS}
-    for name in INPUTS:
-        odd[name].copy_(call[name])
+    odd = LAYOUTS["odd_offset"]({name: call[name] for name in INPUTS})
     for _ in range(CALLS_TO_A_REPLAY):
         hold(case, fd.kda_prefill(**call | odd), truth(call))
 
@@ -207,85 +187,13 @@ def test_a_repeated_call_takes_no_more_memory():
     """Its results and one workspace, nothing of which stays."""
     call = prefill_call(replace(REPEATED[-1], T=1111), "cuda")
     fd.kda_prefill(**call)  # what compilation leaves stays
-    torch.cuda.synchronize()
-
-    def requested(kind: str) -> int:
-        return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
-
-    gc.collect()  # what earlier tests left in cycles must not go meanwhile
     peaks = []
     for _ in range(CALLS_TO_A_REPLAY + 1):
-        torch.cuda.reset_peak_memory_stats()
-        before = requested("current")
-        results = fd.kda_prefill(**call)
-        torch.cuda.synchronize()
-        assert requested("current") - before == sum(x.nbytes for x in results)
-        peaks.append(requested("peak") - before)
+        results, kept, peak = requested_bytes(lambda: fd.kda_prefill(**call))
+        assert kept == sum(x.nbytes for x in results)
+        peaks.append(peak)
         del results
     assert max(peaks) <= peaks[0] + 1024
-
-
-def test_two_streams_at_once():
-    """Calls that overlap share no scratch memory."""
-    case = REPEATED[-1]
-    calls = [functools.partial(fd.kda_prefill, **prefill_call(case, "cuda", seed)) for seed in range(2)]
-    want = [call() for call in calls]
-    found = on_streams(calls)
-    for results, first in zip(found, want):
-        for result in results:
-            assert all(same_bits(got, x) for got, x in zip(result, first))
-
-
-# ---- CUDA graphs, torch.compile ---------------------------------------------------------------------------------------
-
-
-def test_graph_of_a_call_with_a_plan(monkeypatch: pytest.MonkeyPatch):
-    """Its results and workspace are the graph's own."""
-    case = REPEATED[0]
-    static = prefill_call(case, "cuda")
-    for _ in range(CALLS_TO_A_REPLAY):
-        fd.kda_prefill(**static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with monkeypatch.context() as patched:
-        patched.setattr(Operation, "check", refuse)
-        with torch.cuda.graph(graph):
-            results = fd.kda_prefill(**static)
-    for seed in (1, 2):
-        call = prefill_call(case, "cuda", seed)
-        want = fd.kda_prefill(**call)
-        for name in INPUTS:
-            static[name].copy_(call[name])
-        for x in results:
-            x.fill_(torch.nan)
-        graph.replay()
-        assert all(same_bits(got, x) for got, x in zip(results, want))
-
-
-def test_graph_replays_with_other_data(no_synchronisation):
-    static = prefill_call(PLAIN, "cuda")
-    fd.kda_prefill(**static)
-    with no_synchronisation():
-        fd.kda_prefill(**static)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = fd.kda_prefill(**static)
-    for seed in (1, 2):
-        call = prefill_call(PLAIN, "cuda", seed)
-        for name in INPUTS:
-            static[name].copy_(call[name])
-        graph.replay()
-        for got, want in zip(results, fd.kda_prefill(**call)):
-            assert same_bits(got, want)
-
-
-def test_compiles_in_one_graph_with_inductor():
-    call = prefill_call(LOGITS, "cuda")
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: fd.kda_prefill(**arguments), fullgraph=True)
-    for _ in range(CALLS_TO_A_REPLAY):
-        for got, want in zip(compiled(**call), fd.kda_prefill(**call)):
-            assert same_bits(got, want)
 
 
 def test_chunk_kda_agrees():

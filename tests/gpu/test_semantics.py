@@ -12,45 +12,29 @@ from flashdelta.testing.cases import BF16, BY_NAME, CASES, FP32, HARD_CASES, Cas
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import assert_close, same_bits
 
-from .calls import BOTH, KIMI, UNBOUNDED, check, gpu_call, on_gpu
+from .calls import KIMI, UNBOUNDED, assert_same_bits, check, gpu_call, on_gpu
 
 pytestmark = pytest.mark.gpu
 
 FP16 = torch.float16
-TABLE = [on_gpu(case) for case in CASES]
-OTHER_DTYPES = [
-    on_gpu(case)
-    for case in (
-        *named("T1", "T65", "chunk32", "decay", "decay_promised", "softplus", "bounded", "wide_gate", "beta_double"),
-        *named("gva4", "state_v_first", "state_bf16", "packed", "packed_chunk32", "packed_unused", "fused", "h"),
-        *HARD_CASES,
-    )
-]
+SOME = named(
+    *("T1", "T65", "chunk32", "decay", "decay_promised", "softplus", "bounded", "wide_gate", "beta_double"),
+    *("gva4", "state_v_first", "state_bf16", "packed", "packed_chunk32", "packed_unused", "fused", "h"),
+)
 # Heads, lengths and packing are run-time values: these compile nothing new.
 RATIOS = [(1, 1), (2, 2), (4, 4), (2, 4), (3, 6), (2, 8), (1, 8), (12, 12)]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 131, 257, 1021)
 
 
-@pytest.mark.parametrize("case", TABLE, ids=case_id)
-def test_chunk_bf16(case: Case, backend: str):
-    check(fd.chunk_kda, case, BF16, backend)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_bf16(case: Case, op, backend: str):
+    check(op, on_gpu(case), BF16, backend)
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("case", OTHER_DTYPES, ids=case_id)
-def test_chunk_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
-    check(fd.chunk_kda, case, dtype, backend)
-
-
-@pytest.mark.parametrize("case", TABLE, ids=case_id)
-def test_recurrent_bf16(case: Case, backend: str):
-    check(fd.fused_recurrent_kda, case, BF16, backend)
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("case", [case for case in OTHER_DTYPES if case not in HARD_CASES], ids=case_id)
-def test_recurrent_other_dtypes(case: Case, dtype: torch.dtype, backend: str):
-    check(fd.fused_recurrent_kda, case, dtype, backend)
+@pytest.mark.parametrize("case", SOME + HARD_CASES, ids=case_id)
+def test_other_dtypes(case: Case, dtype: torch.dtype, op, backend: str):
+    check(op, on_gpu(case), dtype, backend)
 
 
 @pytest.mark.parametrize("V", [32, 64, 128, 256])
@@ -67,24 +51,28 @@ def test_head_dims_other_dtypes(K: int, V: int, dtype: torch.dtype, backend: str
     check(fd.chunk_kda, replace(BY_NAME["decay"], K=K, V=V, T=130), dtype, backend)
 
 
-@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
 @pytest.mark.parametrize(("H", "HV"), RATIOS)
 def test_head_ratios(H: int, HV: int, model: Case, backend: str):
     check(fd.chunk_kda, replace(model, H=H, HV=HV), BF16, backend)
     check(fd.fused_recurrent_kda, replace(model, H=H, HV=HV, T=20), BF16, backend)
 
 
-@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
 @pytest.mark.parametrize("T", LENGTHS)
 def test_lengths(T: int, model: Case, backend: str):
     check(fd.chunk_kda, replace(model, T=T, B=2), BF16, backend)
 
 
-@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_packed_lengths(dtype: torch.dtype, model: Case, backend: str):
     lengths = (0, *LENGTHS, 0, 0, *reversed(LENGTHS), 0)
     check(fd.chunk_kda, replace(model, lengths=lengths, state=FP32, v_first=True), dtype, backend)
+
+
+@pytest.mark.parametrize("lengths", [(300, 100, 0, 112), (0, 0, 512, 0), (1, 2, 3, 4), (128,) * 4], ids=str)
+def test_tokens_left_over(lengths: tuple[int, ...], model: Case, op, backend: str):
+    """As many tokens whatever the lengths, as in a CUDA graph."""
+    case = replace(model, lengths=lengths, unused=512 - sum(lengths), state=FP32, v_first=True)
+    check(op, case, BF16, backend)
 
 
 @pytest.mark.parametrize(
@@ -98,26 +86,22 @@ def test_packed_h(lengths: tuple[int, ...], backend: str):
 # ---- NaN, and what else must not reach a neighbour ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", BOTH)
 @pytest.mark.parametrize("name", [*TOKEN_TENSORS, "initial_state"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nan_stays_in_its_sequence(bad: float, name: str, op, backend: str):
     call = gpu_call(op, replace(KIMI, lengths=(17, 100, 35), state=FP32), BF16, backend)
-    o, state = op(**call)
+    want_o, want_state = op(**call)
     spoiled = call | {name: call[name].clone()}
     if name == "initial_state":
         spoiled[name][1] = bad
     else:
         spoiled[name][:, 17:117] = bad
-    o_spoiled, state_spoiled = op(**spoiled)
-    for tokens in (slice(0, 17), slice(117, 152)):
-        assert same_bits(o_spoiled[:, tokens], o[:, tokens])
-    for n in (0, 2):
-        assert same_bits(state_spoiled[n], state[n])
-    assert not same_bits(o_spoiled, o)
+    o, state = op(**spoiled)
+    for tokens, n in ((slice(0, 17), 0), (slice(117, 152), 2)):
+        assert_same_bits((o, state[n]), (want_o, want_state[n]), tokens)
+    assert not same_bits(o, want_o)
 
 
-@pytest.mark.parametrize("op", BOTH)
 def test_inputs_are_never_written(op, backend: str):
     for case in (*named("fused", "packed", "last_dim_strided", "state_strided"), KIMI):
         call = gpu_call(op, on_gpu(replace(case, h=False)), BF16, backend)
@@ -127,7 +111,6 @@ def test_inputs_are_never_written(op, backend: str):
             assert same_bits(call[name], x), (case.name, name)
 
 
-@pytest.mark.parametrize("op", BOTH)
 def test_nothing_beside_out_is_written(op, backend: str):
     call = gpu_call(op, replace(KIMI, B=3, T=70), BF16, backend)
     want, _ = op(**call)
@@ -166,7 +149,6 @@ def test_auto_takes_kernels_where_they_can_run():
     assert fd.chunk_kda(**call)[0].requires_grad
 
 
-@pytest.mark.parametrize("model", [KIMI, UNBOUNDED], ids=case_id)
 def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
     """What the backend declines is skipped in this tier, so that it takes these is a test. Which calls else it must take:
     `tests/test_hopper_choice.py`."""

@@ -1,4 +1,4 @@
-"""Split sequences on the GPU: truth, bits, CUDA graphs whose lengths change, pools with checkpoints."""
+"""Split sequences on the GPU: truth, bits, pools with checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.decoding import untouched
+from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 from flashdelta.testing.oracle import (
     assert_close,
     covered_tokens,
@@ -21,7 +22,7 @@ from flashdelta.testing.oracle import (
 )
 
 from ..support.pools import PoolCase, memory_of, pool_truth
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, hold_each, lengths_between, on_gpu
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, gpu_call, hold_each, of_sequence, on_gpu
 from .test_pool import PREFILL, gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +37,11 @@ CASES = [
     replace(on_gpu(BY_NAME["decay"]), name="other_head_dims", T=400),
     replace(KIMI, name="h", T=500, h=True),
 ]
+
+
+def assert_errs_as_whole(name: str, x: torch.Tensor, whole: torch.Tensor, truth: torch.Tensor) -> None:
+    error, plain = ((y.double() - truth).norm() / truth.norm() for y in (x, whole))
+    assert error <= 1.2 * plain + 1e-6, f"{name}: error {error:.3g}, of whole sequences {plain:.3g}"
 
 
 @pytest.mark.parametrize("parts", [2, 7, 64])
@@ -55,27 +61,15 @@ def test_split_is_the_recurrence(case: Case, parts: int, backend: str):
             continue
         x, w, t = (y[:, tokens] if name == "o" else y for y in (x, w, t))
         assert_close(name, x, t, tolerance_of(call) + one_rounding(x.dtype))
-        error, plain = ((y.double() - t).norm() / t.norm() for y in (x, w))
-        assert error <= 1.2 * plain + 1e-6, f"{name}: error {error:.3g}, of whole sequences {plain:.3g}"
-
-
-def test_split_repeats_to_the_bit(backend: str):
-    call = gpu_call(fd.chunk_kda, CASES[0], backend=backend) | {"split": 5}
-    first = fd.chunk_kda(**call)
-    for _ in range(20):
-        again = fd.chunk_kda(**call)
-        assert same_bits(again[0][:, covered_tokens(call)], first[0][:, covered_tokens(call)])
-        assert same_bits(again[1], first[1])
+        assert_errs_as_whole(name, x, w, t)
 
 
 def test_forced_split_of_a_sequence_is_its_own(backend: str):
     """A forced split cuts each sequence by its own length, whatever is beside it."""
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 500), state=FP32), backend=backend) | {"split": 3}
-    o, final_state = fd.chunk_kda(**call)
     alone = call | {name: call[name][:, :300] for name in TOKEN_TENSORS}
     alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    o_alone, final_alone = fd.chunk_kda(**alone)
-    assert same_bits(o[:, :300], o_alone) and same_bits(final_state[:1], final_alone)
+    assert_same_bits(of_sequence(call, fd.chunk_kda(**call), 0), fd.chunk_kda(**alone))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -84,19 +78,19 @@ def test_split_with_a_pool_and_checkpoints(pool_case: PoolCase, parts: int, back
     """In place: the last segment stores where the first one's state lay."""
     call = gpu_pool_call(fd.chunk_kda, pool_case, BF16, backend)
     true_o, true_pool = pool_truth(call)
-    memory = memory_of(call["state_pool"])
-    outside = torch.ones_like(memory, dtype=torch.bool)
     pool = call["state_pool"]
-    outside.as_strided(pool.shape, pool.stride(), pool.storage_offset()).fill_(False)
+    memory, outside = memory_of(pool), untouched(pool, stored=set(range(pool_case.slots)))
     before = memory[outside].clone()
     o, _ = fd.chunk_kda(**call, split=parts)
     tokens = covered_tokens(call)
     assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-    assert_close("pool", call["state_pool"], true_pool, tolerance_of(call) + one_rounding(call["state_pool"].dtype))
+    assert_close("pool", pool, true_pool, tolerance_of(call) + one_rounding(pool.dtype))
     assert same_bits(memory[outside], before)
 
 
 FEW_HEADS = replace(KIMI, H=2, HV=2, state=FP32)
+PLANNED = [(9000, 0, 100, 0), (2275, 2275, 2275, 2275), (0, 4000, 1, 5099)]
+"""As many tokens, in sequences that are split and in ones that are not."""
 
 
 def _planned(call: dict) -> list[int]:
@@ -109,15 +103,27 @@ def _remembering(call: dict, low: float, high: float) -> dict:
     return call | {"g": torch.empty_like(call["g"]).uniform_(low, high), "use_gate_in_kernel": False}
 
 
+def near_the_whole(call: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`o` and the final states of a planned split and of whole sequences, which are held against each other."""
+    both = list(zip(fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})))
+    for name, (x, whole) in zip(("o", "final_state"), both, strict=True):
+        assert_close(name, x, whole.double(), tolerance_of(call))
+    return both
+
+
 def test_long_sequences_are_split_by_themselves(backend: str):
     call = _remembering(
         gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 1, 70, 0)), backend=backend), -1e-3, 0.0
     )
     assert _planned(call)[0] > 1 and _planned(call)[1:] == [1, 1, 1]
-    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
-    for name, x, w in zip(("o", "final_state"), found, whole):
-        assert not same_bits(x, w)
-        assert_close(name, x, w.double(), tolerance_of(call))
+    for x, whole in near_the_whole(call):
+        assert not same_bits(x, whole)
+
+
+@pytest.mark.parametrize("lengths", PLANNED, ids=str)
+def test_planned_splits_are_near_the_whole(lengths: tuple[int, ...], backend: str):
+    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend)
+    near_the_whole(call)
 
 
 @pytest.mark.parametrize("gate", ["long memory", "strong decay"])
@@ -130,16 +136,13 @@ def test_split_errs_as_the_whole_does(gate: str, backend: str):
     for parts in ("auto", 3, 64):
         found = fd.chunk_kda(**call | {"split": parts})
         for name, x, w, t in zip(("o", "final_state"), found, whole, truth):
-            error, plain = ((y.double() - t).norm() / t.norm() for y in (x, w))
-            assert error <= 1.2 * plain + 1e-6, f"{name}, {parts}: error {error:.3g}, of whole sequences {plain:.3g}"
+            assert_errs_as_whole(f"{name}, {parts}", x, w, t)
 
 
 def test_a_million_tokens(backend: str):
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, H=1, HV=1, T=2**20), backend=backend)
     assert _planned(call)[0] > 8
-    found, whole = fd.chunk_kda(**call), fd.chunk_kda(**call | {"split": False})
-    for name, x, w in zip(("o", "final_state"), found, whole):
-        assert_close(name, x, w.double(), tolerance_of(call))
+    near_the_whole(call)
 
 
 def test_batch_invariant_plans(backend: str):
@@ -148,53 +151,9 @@ def test_batch_invariant_plans(backend: str):
     call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=lengths), backend=backend) | {"batch_invariant": True}
     parts = _planned(call)
     assert parts[0] > 1 and parts[2] > 1
-    o, final_state = fd.chunk_kda(**call)
-    begin = 0
-    for n, length in enumerate(lengths):
-        own = slice(begin, begin + length)
-        begin += length
-        alone = call | {name: call[name][:, own] for name in TOKEN_TENSORS}
+    results = fd.chunk_kda(**call)
+    for n, (one, length) in enumerate(zip(sequence_calls(call), lengths)):
+        alone = call | {name: one[name] for name in (*TOKEN_TENSORS, "initial_state")}
         alone |= {"cu_seqlens": torch.tensor([0, length], device="cuda", dtype=call["cu_seqlens"].dtype)}
-        alone |= {"initial_state": call["initial_state"][n : n + 1]}
         assert _planned(alone) == parts[n : n + 1]
-        o_alone, final_alone = fd.chunk_kda(**alone)
-        assert same_bits(o[:, own], o_alone) and same_bits(final_state[n : n + 1], final_alone)
-
-
-def _capture(call: dict, no_synchronisation) -> tuple[torch.cuda.CUDAGraph, tuple]:
-    """A graph of the call, which never waits for the GPU, and what its replays write."""
-    fd.chunk_kda(**call)
-    graph = torch.cuda.CUDAGraph()
-    with no_synchronisation():
-        fd.chunk_kda(**call)
-    with torch.cuda.graph(graph):
-        captured = fd.chunk_kda(**call)
-    return graph, captured
-
-
-def test_graph_replays_with_other_plans(backend: str, no_synchronisation):
-    """One graph: long sequences that are split, and short ones that are not."""
-    call = gpu_call(fd.chunk_kda, replace(FEW_HEADS, lengths=(9000, 0, 100, 0)), backend=backend)
-    graph, captured = _capture(call, no_synchronisation)
-    for offsets in ([0, 9000, 9000, 9100, 9100], [0, 2275, 4550, 6825, 9100], [0, 0, 4000, 4001, 9100]):
-        call["cu_seqlens"].copy_(torch.tensor(offsets, dtype=call["cu_seqlens"].dtype))
-        graph.replay()
-        found = tuple(x.clone() for x in captured[:2])
-        again = fd.chunk_kda(**call)
-        assert all(same_bits(x, y) for x, y in zip(found, again))
-        whole = fd.chunk_kda(**call | {"split": False})
-        assert_close("o", found[0], whole[0].double(), tolerance_of(call))
-
-
-def test_graph_replays_with_other_lengths(backend: str, no_synchronisation):
-    lengths = lengths_between(3, 6, 400, empty=0.2)
-    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=lengths, state=FP32), backend=backend) | {"split": 4}
-    graph, captured = _capture(call, no_synchronisation)
-    total = sum(lengths)
-    for cut in (0, total // 3, total):
-        other = torch.tensor([0, cut, *[total] * (len(lengths) - 1)], device="cuda").to(call["cu_seqlens"].dtype)
-        call["cu_seqlens"].copy_(other)
-        graph.replay()
-        found = tuple(x.clone() for x in captured[:2])
-        again = fd.chunk_kda(**call)
-        assert all(same_bits(x, y) for x, y in zip(found, again))
+        assert_same_bits(of_sequence(call, results, n), fd.chunk_kda(**alone))

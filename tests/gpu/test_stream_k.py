@@ -11,11 +11,11 @@ import flashdelta as fd
 from flashdelta.hopper import recurrence
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
-from flashdelta.testing.oracle import lengths_of, poisoned_memory, same_bits
+from flashdelta.testing.oracle import covered_tokens, lengths_of, same_bits
 
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
 from ..support.stream_k import Work
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, lengths_between
+from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, captured, gpu_call, lengths_between, poisoned
 from .test_pool import gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -71,11 +71,6 @@ def heads_of(call: dict, heads: range) -> dict:
     return call | {name: x.contiguous() for name, x in chosen.items()}
 
 
-def run(call: dict) -> tuple[torch.Tensor, ...]:
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
-
-
 def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
     """The results of calls of a few heads each, in which no tile is split."""
     heads = call["v"].shape[2]
@@ -83,8 +78,21 @@ def head_by_head(call: dict) -> tuple[torch.Tensor, ...]:
     for first in range(0, heads, FEW):
         one = heads_of(call, range(first, min(first + FEW, heads)))
         assert work_of(one).carries == 0
-        found.append(run(one))
+        found.append(poisoned(one))
     return tuple(torch.cat(x, dim=axis) for x, axis in zip(zip(*found), (2, 1, 2)))
+
+
+def sequence_by_sequence(call: dict) -> list[torch.Tensor]:
+    """The same of a packed call. Sequences without tokens are not called: they keep their state, or have one of zeros."""
+    calls = sequence_calls(call)
+    alone = [head_by_head(one) if one["q"].shape[1] > 0 else None for one in calls]
+    with_tokens = [results for results in alone if results is not None]
+    zeros = torch.zeros_like(with_tokens[0][1])
+    states = [one.get("initial_state", zeros) if results is None else results[1] for one, results in zip(calls, alone)]
+    found = [torch.cat([o for o, *_ in with_tokens], dim=1), torch.cat(states)]
+    if call["return_intermediate_states"]:
+        found.append(torch.cat([h for _, _, h in with_tokens], dim=1))
+    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -92,34 +100,11 @@ def test_split_tiles_change_no_bit(case: Case, other_backend: str):
     # the plan of a split depends on the batch
     call = gpu_call(fd.chunk_kda, case, BF16, other_backend) | {"split": False}
     assert work_of(call).carries > 0
-    if case.lengths is None:
-        want = head_by_head(call)
-    else:
-        alone = [head_by_head(one) if one["q"].shape[1] > 0 else None for one in sequence_calls(call)]
+    want = head_by_head(call) if case.lengths is None else sequence_by_sequence(call)
     for _ in range(CALLS_TO_A_REPLAY + 1):
-        results = run(call)
-        if case.lengths is None:
-            assert all(same_bits(got, x) for got, x in zip(results, want))
-            continue
-        start = row = 0
-        for n, (one, length) in enumerate(zip(alone, lengths_of(call))):
-            if one is None:
-                assert same_bits(results[1][n], initial_state_of(call, n))
-                continue
-            assert same_bits(results[0][:, start : start + length], one[0])
-            assert same_bits(results[1][n : n + 1], one[1])
-            start += length
-            if case.h:
-                rows = -(-length // 64)
-                assert same_bits(results[2][:, row : row + rows], one[2][:, :rows])
-                row += rows
-
-
-def initial_state_of(call: dict, n: int) -> torch.Tensor:
-    if call.get("initial_state") is not None:
-        return call["initial_state"][n]
-    heads, K, V = call["v"].shape[2], call["k"].shape[3], call["v"].shape[3]
-    return torch.zeros(heads, *((V, K) if call["state_v_first"] else (K, V)), device="cuda")
+        o, state, *h = poisoned(call)
+        # rows of no sequence are undefined
+        assert_same_bits((o, state, *(x[:, : want[2].shape[1]] for x in h)), want, covered_tokens(call))
 
 
 POOL = PoolCase(
@@ -153,21 +138,15 @@ def test_a_graph_splits_anew_at_every_replay(other_backend: str):
     case = replace(KIMI, H=48, HV=48, lengths=layouts[0], state=FP32, v_first=True)
     call = gpu_call(fd.chunk_kda, case, BF16, other_backend)
     out = torch.full_like(call["v"], torch.nan)
-    fd.chunk_kda(**call, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, state = fd.chunk_kda(**call, out=out)
+    graph, results = captured(lambda: fd.chunk_kda(**call, out=out))
     for lengths in layouts * 3:
         call["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
-        tokens = sum(lengths)
-        want = run(call)
-        out.fill_(torch.nan)
-        state.fill_(torch.nan)
+        want = poisoned(call)
+        for x in results:
+            x.fill_(torch.nan)
         for _ in range(3):
             graph.replay()
-        assert same_bits(out[:, :tokens], want[0][:, :tokens])
-        assert same_bits(state, want[1])
+        assert_same_bits(results, want, covered_tokens(call))
 
 
 def test_split_tiles_a_hundred_times(other_backend: str):
@@ -176,5 +155,4 @@ def test_split_tiles_a_hundred_times(other_backend: str):
     assert work_of(call).carries > 0
     want = head_by_head(call)
     for _ in range(100):
-        results = fd.chunk_kda(**call)
-        assert all(same_bits(got, x) for got, x in zip(results, want))
+        assert_same_bits(fd.chunk_kda(**call), want)

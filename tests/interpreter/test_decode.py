@@ -7,15 +7,15 @@ import torch
 
 import flashdelta as fd
 from flashdelta.runtime.warmup import WARM_MANY
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import BY_NAME, STEPS, Step, step_id
+from flashdelta.testing.cases import BF16, FP32, case_id
+from flashdelta.testing.decoding import BY_NAME, STEPS, Step
 from flashdelta.triton import decode
 
 from ..support.decoding_checks import check_commit, check_step
 from ..unit.test_decode import commit_call
 
 
-@pytest.mark.parametrize("step", STEPS, ids=step_id)
+@pytest.mark.parametrize("step", STEPS, ids=case_id)
 def test_step(step: Step):
     check_step(fd.recurrent_kda, step, FP32, "triton")
 

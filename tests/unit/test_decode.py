@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.decoding import BY_NAME, STEPS, Step, expected, make_step, memory_of, step_id
+from flashdelta.testing.cases import BF16, FP32, case_id
+from flashdelta.testing.decoding import BY_NAME, STEPS, Step, expected, make_step, memory_of
 from flashdelta.testing.inputs import HARD, Source
 from flashdelta.testing.oracle import assert_close, same_bits
 
@@ -19,7 +19,7 @@ FP64 = torch.float64
 
 
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
-@pytest.mark.parametrize("step", STEPS, ids=step_id)
+@pytest.mark.parametrize("step", STEPS, ids=case_id)
 def test_reference_is_the_recurrence(step: Step, dtype: torch.dtype):
     check_step(fd.recurrent_kda, step, dtype, "reference")
 

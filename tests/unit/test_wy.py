@@ -11,6 +11,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import check
+from flashdelta.testing.cases import case_id
 from flashdelta.testing.wy import (
     BY_NAME,
     BY_TOKEN,
@@ -19,7 +20,6 @@ from flashdelta.testing.wy import (
     TENSORS,
     WyCase,
     by_definition,
-    case_id,
     errors,
     make_wy,
 )

@@ -6,15 +6,16 @@ from V throughout, so that a state of the wrong layout can't pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """One call. `lengths`: packed sequences (then B is 1 and T their sum plus `unused` tokens of no sequence).
+    """One call. `lengths`: packed sequences, in one row with `unused` tokens of none behind them; else `B` rows of `T` tokens.
+    `lower_bound` is of the gate of that name.
 
     `hard`: a key of `inputs.HARD`, which changes the tensors. `ill_conditioned`: rounding a chunk's operands to the working
     dtype, which every chunked kernel must do, already costs more than the usual tolerance; see `oracle.rounding_error`.
@@ -22,6 +23,7 @@ class Case:
 
     name: str
     why: str
+    _: KW_ONLY
     B: int = 1
     T: int = 70
     H: int = 2
@@ -52,12 +54,22 @@ class Case:
     ill_conditioned: bool = False
 
     @property
+    def batch(self) -> int:
+        """Rows of the tensors."""
+        return self.B if self.lengths is None else 1
+
+    @property
     def tokens(self) -> int:
+        """Of a row."""
         return self.T if self.lengths is None else sum(self.lengths) + self.unused
 
     @property
     def sequences(self) -> int:
         return self.B if self.lengths is None else len(self.lengths)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.HV, self.V, self.K) if self.v_first else (self.HV, self.K, self.V)
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -68,147 +80,114 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 131)
 """Around every block and chunk boundary, and a prime past two chunks."""
 
 LENGTH_CASES = [
-    *(Case(name=f"T{T}", why="a length at or beside a block or chunk boundary", T=T, **BOUNDED) for T in LENGTHS),
-    Case(name="T0", why="no token: an empty o, and the initial state comes out", T=0, state=FP32),
-    Case(name="B0", why="no sequence at all", B=0, T=5),
-    Case(name="B3", why="sequences side by side; the batch stride", B=3, T=67, state=FP32, **BOUNDED),
-    Case(name="chunk32", why="the other public chunk size, with a tail", T=75, chunk_size=32, **BOUNDED),
-    Case(name="chunk32_unsafe", why="the exact diagonal blocks at the other chunk size", T=75, chunk_size=32),
+    *(Case(f"T{T}", "a length at or beside a block or chunk boundary", T=T, **BOUNDED) for T in LENGTHS),
+    Case("T0", "no token: an empty o, and the initial state comes out", T=0, state=FP32),
+    Case("B0", "no sequence at all", B=0, T=5),
+    Case("B3", "sequences side by side; the batch stride", B=3, T=67, state=FP32, **BOUNDED),
+    Case("chunk32", "the other public chunk size, with a tail", T=75, chunk_size=32, **BOUNDED),
+    Case("chunk32_unsafe", "the exact diagonal blocks at the other chunk size", T=75, chunk_size=32),
 ]
 
 GATE_CASES = [
-    Case(name="decay", why="g is the log decay, any size: up to exp(-50) a step", beta="logit"),
-    Case(name="decay_promised", why="g is the log decay and the caller promises [-5, 0]", safe=True),
-    Case(name="softplus", why="Kimi-Linear's unbounded gate", gate="softplus", beta="logit"),
-    Case(name="softplus_no_bias", why="dt_bias is optional", gate="softplus", has_dt_bias=False),
-    Case(name="softplus_broad", why="A_log as [1,1,HV,1], dt_bias as [HV,K]", gate="softplus", broad_parameters=True),
-    Case(name="bounded", why="Kimi-K3's gate", **BOUNDED),
-    Case(name="bounded_no_A", why="A_log is optional with a bound", has_A_log=False, **BOUNDED),
-    Case(name="bounded_bare", why="neither parameter", has_A_log=False, has_dt_bias=False, **BOUNDED),
-    Case(name="bound_half", why="a bound that is not -5", gate="lower_bound", lower_bound=-0.5),
-    Case(name="logsigmoid", why="the gate without parameters", gate="logsigmoid"),
-    Case(name="logsigmoid_promised", why="the same with a promise", gate="logsigmoid", safe=True),
-    Case(name="wide_gate", why="fp32 g and beta beside half-precision q, k, v", wide_gate=True, **BOUNDED),
-    Case(name="wide_decay", why="the same for the plain decay", wide_gate=True),
+    Case("decay", "g is the log decay, any size: up to exp(-50) a step", beta="logit"),
+    Case("decay_promised", "g is the log decay and the caller promises [-5, 0]", safe=True),
+    Case("softplus", "Kimi-Linear's unbounded gate", gate="softplus", beta="logit"),
+    Case("softplus_no_bias", "dt_bias is optional", gate="softplus", has_dt_bias=False),
+    Case("softplus_broad", "A_log as [1,1,HV,1], dt_bias as [HV,K]", gate="softplus", broad_parameters=True),
+    Case("bounded", "Kimi-K3's gate", **BOUNDED),
+    Case("bounded_no_A", "A_log is optional with a bound", has_A_log=False, **BOUNDED),
+    Case("bounded_bare", "neither parameter", has_A_log=False, has_dt_bias=False, **BOUNDED),
+    Case("bound_half", "a bound that is not -5", gate="lower_bound", lower_bound=-0.5),
+    Case("logsigmoid", "the gate without parameters", gate="logsigmoid"),
+    Case("logsigmoid_promised", "the same with a promise", gate="logsigmoid", safe=True),
+    Case("wide_gate", "fp32 g and beta beside half-precision q, k, v", wide_gate=True, **BOUNDED),
+    Case("wide_decay", "the same for the plain decay", wide_gate=True),
 ]
 
 OPTION_CASES = [
-    Case(name="beta_logit", why="sigmoid in the kernel", beta="logit"),
-    Case(name="beta_double", why="2 sigmoid in the kernel: write strength in [0, 2)", beta="double_logit"),
-    Case(name="beta_value_2", why="write strength in [0, 2) given as a value", hard="beta_to_2"),
-    Case(name="no_l2norm", why="keys the caller normalised", l2norm=False),
-    Case(name="scale", why="a scale that is not K ** -0.5", scale=0.7),
-    Case(name="no_final_state", why="no state asked for: none is returned", final=False),
-    Case(name="h", why="the state before every chunk", T=150, h=True, state=FP32),
-    Case(name="h_v_first", why="the same, values first, two sequences", B=2, T=64, h=True, v_first=True, state=FP32),
+    Case("beta_logit", "sigmoid in the kernel", beta="logit"),
+    Case("beta_double", "2 sigmoid in the kernel: write strength in [0, 2)", beta="double_logit"),
+    Case("beta_value_2", "write strength in [0, 2) given as a value", hard="beta_to_2"),
+    Case("no_l2norm", "keys the caller normalised", l2norm=False),
+    Case("scale", "a scale that is not K ** -0.5", scale=0.7),
+    Case("no_final_state", "no state asked for: none is returned", final=False),
+    Case("h", "the state before every chunk", T=150, h=True, state=FP32),
+    Case("h_v_first", "the same, values first, two sequences", B=2, T=64, h=True, v_first=True, state=FP32),
 ]
 
 HEAD_CASES = [
-    Case(name="gva1", why="as many value heads as keys, more than two", H=3, HV=3, **BOUNDED),
-    Case(name="gva2", why="two value heads read one key head", H=2, HV=4, **BOUNDED),
-    Case(name="gva4", why="four value heads read one key head", H=1, HV=4, **BOUNDED),
-    Case(name="gva8", why="eight value heads read one key head", H=1, HV=8, T=40, **BOUNDED),
-    Case(name="gva3_unsafe", why="a ratio that is no power of two", H=2, HV=6, T=40),
-    Case(name="one_head", why="heads = 1, which a compiler may specialise on", H=1, HV=1, **BOUNDED),
-    Case(name="V32", why="K > V", K=64, V=32, **BOUNDED),
-    Case(name="V32_unsafe", why="K > V with exact diagonal blocks", K=64, V=32),
+    Case("gva1", "as many value heads as keys, more than two", H=3, HV=3, **BOUNDED),
+    Case("gva2", "two value heads read one key head", H=2, HV=4, **BOUNDED),
+    Case("gva4", "four value heads read one key head", H=1, HV=4, **BOUNDED),
+    Case("gva8", "eight value heads read one key head", H=1, HV=8, T=40, **BOUNDED),
+    Case("gva3_unsafe", "a ratio that is no power of two", H=2, HV=6, T=40),
+    Case("one_head", "heads = 1, which a compiler may specialise on", H=1, HV=1, **BOUNDED),
+    Case("V32", "K > V", K=64, V=32, **BOUNDED),
+    Case("V32_unsafe", "K > V with exact diagonal blocks", K=64, V=32),
 ]
 
 STATE_CASES = [
-    Case(name="state", why="a carried state, keys first", state=FP32, **BOUNDED),
-    Case(name="state_v_first", why="a carried state as serving engines keep it", state=FP32, v_first=True, **BOUNDED),
-    Case(name="state_bf16", why="bf16 state: read, updated in fp32, rounded once", state=BF16, **BOUNDED),
-    Case(name="state_bf16_v_first", why="the same, values first", state=BF16, v_first=True, **BOUNDED),
-    Case(name="final_v_first", why="no initial state, and the final one values first", v_first=True),
-    Case(name="state_strided", why="initial_state is a view that is not dense", state=FP32, hard="strided_state", B=2),
+    Case("state", "a carried state, keys first", state=FP32, **BOUNDED),
+    Case("state_v_first", "a carried state as serving engines keep it", state=FP32, v_first=True, **BOUNDED),
+    Case("state_bf16", "bf16 state: read, updated in fp32, rounded once", state=BF16, **BOUNDED),
+    Case("state_bf16_v_first", "the same, values first", state=BF16, v_first=True, **BOUNDED),
+    Case("final_v_first", "no initial state, and the final one values first", v_first=True),
+    Case("state_strided", "initial_state is a view that is not dense", state=FP32, hard="strided_state", B=2),
 ]
 
 PACKED_CASES = [
-    Case(
-        name="packed", why="short, empty and long sequences", lengths=(17, 0, 64, 1, 65), state=FP32, h=True, **BOUNDED
-    ),
-    Case(name="packed_int32", why="int32 offsets", lengths=(3, 70), offsets_dtype=torch.int32, **BOUNDED),
-    Case(
-        name="packed_empty_ends", why="empty first, last and twice in a row", lengths=(0, 0, 33, 0), state=FP32, h=True
-    ),
-    Case(name="packed_all_empty", why="no token in any sequence", lengths=(0, 0), state=FP32),
-    Case(name="packed_one", why="one sequence that fills the tensor", lengths=(70,), **BOUNDED),
-    Case(name="packed_none", why="cu_seqlens = [0]: no sequence", lengths=(), unused=5),
-    Case(
-        name="packed_unused",
-        why="graph padding: tokens past the last offset",
-        lengths=(20, 50, 0),
-        unused=30,
-        **BOUNDED,
-    ),
-    Case(name="packed_gva", why="packing with grouped heads", lengths=(40, 26), H=1, HV=2, state=FP32, v_first=True),
-    Case(name="packed_chunk32", why="chunk slots of the other size", lengths=(31, 0, 32, 1), chunk_size=32, h=True),
-    Case(
-        name="packed_tokens",
-        why="a decode batch: one token each",
-        lengths=(1,) * 9,
-        state=FP32,
-        v_first=True,
-        **BOUNDED,
-    ),
-    Case(name="packed_bf16_state", why="packed with bf16 states", lengths=(5, 66), state=BF16, **BOUNDED),
+    Case("packed", "short, empty and long sequences", lengths=(17, 0, 64, 1, 65), state=FP32, h=True, **BOUNDED),
+    Case("packed_int32", "int32 offsets", lengths=(3, 70), offsets_dtype=torch.int32, **BOUNDED),
+    Case("packed_empty_ends", "empty first, last and twice in a row", lengths=(0, 0, 33, 0), state=FP32, h=True),
+    Case("packed_all_empty", "no token in any sequence", lengths=(0, 0), state=FP32),
+    Case("packed_one", "one sequence that fills the tensor", lengths=(70,), **BOUNDED),
+    Case("packed_none", "cu_seqlens = [0]: no sequence", lengths=(), unused=5),
+    Case("packed_unused", "graph padding: tokens past the last offset", lengths=(20, 50, 0), unused=30, **BOUNDED),
+    Case("packed_gva", "packing with grouped heads", lengths=(40, 26), H=1, HV=2, state=FP32, v_first=True),
+    Case("packed_chunk32", "chunk slots of the other size", lengths=(31, 0, 32, 1), chunk_size=32, h=True),
+    Case("packed_tokens", "a decode batch: one token each", lengths=(1,) * 9, state=FP32, v_first=True, **BOUNDED),
+    Case("packed_bf16_state", "packed with bf16 states", lengths=(5, 66), state=BF16, **BOUNDED),
 ]
 
 LAYOUT_CASES = [
-    Case(name="fused", why="q, k, v, g, beta are slices of one projection", layout="fused", B=2, **BOUNDED),
-    Case(name="fused_packed", why="the same when packed", layout="fused", lengths=(30, 36)),
-    Case(name="head_first", why="[B, H, T, K] transposed: dense rows, odd strides", layout="head_first", B=2, T=66),
-    Case(name="last_dim_strided", why="rows that are not dense are copied", layout="last_dim_strided", T=66),
-    Case(name="expanded", why="strides of zero: one head shared by all", layout="expanded", B=2, H=2, T=66),
-    Case(name="padded", why="rows of an odd pitch, in fp32 as well", layout="padded", B=2, T=66, wide_gate=True),
-    Case(name="odd_offset", why="a view that starts off a 16-byte boundary", layout="odd_offset", **BOUNDED),
+    Case("fused", "q, k, v, g, beta are slices of one projection", layout="fused", B=2, **BOUNDED),
+    Case("fused_packed", "the same when packed", layout="fused", lengths=(30, 36)),
+    Case("head_first", "[B, H, T, K] transposed: dense rows, odd strides", layout="head_first", B=2, T=66),
+    Case("last_dim_strided", "rows that are not dense are copied", layout="last_dim_strided", T=66),
+    Case("expanded", "strides of zero: one head shared by all", layout="expanded", B=2, H=2, T=66),
+    Case("padded", "rows of an odd pitch, in fp32 as well", layout="padded", B=2, T=66, wide_gate=True),
+    Case("odd_offset", "a view that starts off a 16-byte boundary", layout="odd_offset", **BOUNDED),
 ]
 
 HARD_CASES = [
     Case(
-        name="same_keys",
-        why="(I + A) at its worst: a series inverse explodes",
+        "same_keys",
+        "(I + A) at its worst: a series inverse explodes",
         T=130,
         hard="same_keys",
         safe=True,
         ill_conditioned=True,
     ),
-    Case(name="same_keys_unsafe", why="the same in the exact blocks", T=130, hard="same_keys", ill_conditioned=True),
-    Case(
-        name="same_keys_2",
-        why="identical keys and beta near 2",
-        T=130,
-        hard="same_keys_2",
-        safe=True,
-        ill_conditioned=True,
-    ),
-    Case(
-        name="pinned",
-        why="the gate at its bound for thousands of tokens",
-        T=2049,
-        H=1,
-        HV=1,
-        V=32,
-        hard="pinned",
-        **BOUNDED,
-    ),
-    Case(name="pinned_decay", why="g = -5 promised, every step", T=129, hard="g-5", safe=True),
-    Case(name="no_decay", why="g = 0 for long: the state only grows", T=515, H=1, HV=1, V=32, hard="g0", safe=True),
-    Case(name="g-50", why="exp(-50) each step: products under- and overflow", T=129, hard="g-50"),
-    Case(name="g_mixed", why="channels at -50 beside channels at 0", T=129, hard="g_mixed"),
-    Case(name="g-1e4", why="a decay far below what exp can hold", T=66, hard="g-1e4"),
-    Case(name="forget", why="g = -inf at some tokens: a reset", T=129, hard="forget"),
-    Case(name="g_alternating", why="a step of -30 after each of 0: prefix sums cancel", T=129, hard="g_alternating"),
-    Case(name="forget_channels", why="g = -inf in some channels, 0 in the others", T=129, hard="forget_channels"),
-    Case(name="softplus_saturated", why="raw gate inputs of +-1000", T=66, gate="softplus", hard="raw_1000"),
-    Case(name="bounded_saturated", why="the same under a bound", T=66, hard="raw_1000", **BOUNDED),
-    Case(name="logsigmoid_saturated", why="the same without parameters", T=66, gate="logsigmoid", hard="raw_1000"),
-    Case(name="zero_rows", why="zero q and k rows under the L2 norm", T=66, hard="zero_rows", **BOUNDED),
-    Case(name="zero_rows_unbounded", why="the same in the exact blocks", T=66, hard="zero_rows", gate="softplus"),
-    Case(name="key_norms", why="k rows of norm 1e-4 and 50 under the L2 norm", T=130, hard="key_norms", **BOUNDED),
-    Case(name="key_norms_unbounded", why="the same in the exact blocks", T=130, hard="key_norms", gate="softplus"),
-    Case(name="beta_zero", why="nothing is ever written", T=66, hard="beta_zero", state=FP32),
-    Case(name="beta_saturated", why="beta logits of +-100", T=66, hard="beta_saturated", beta="double_logit"),
+    Case("same_keys_unsafe", "the same in the exact blocks", T=130, hard="same_keys", ill_conditioned=True),
+    Case("same_keys_2", "identical keys and beta near 2", T=130, hard="same_keys_2", safe=True, ill_conditioned=True),
+    Case("pinned", "the gate at its bound for thousands of tokens", T=2049, H=1, HV=1, V=32, hard="pinned", **BOUNDED),
+    Case("pinned_decay", "g = -5 promised, every step", T=129, hard="g-5", safe=True),
+    Case("no_decay", "g = 0 for long: the state only grows", T=515, H=1, HV=1, V=32, hard="g0", safe=True),
+    Case("g-50", "exp(-50) each step: products under- and overflow", T=129, hard="g-50"),
+    Case("g_mixed", "channels at -50 beside channels at 0", T=129, hard="g_mixed"),
+    Case("g-1e4", "a decay far below what exp can hold", T=66, hard="g-1e4"),
+    Case("forget", "g = -inf at some tokens: a reset", T=129, hard="forget"),
+    Case("g_alternating", "a step of -30 after each of 0: prefix sums cancel", T=129, hard="g_alternating"),
+    Case("forget_channels", "g = -inf in some channels, 0 in the others", T=129, hard="forget_channels"),
+    Case("softplus_saturated", "raw gate inputs of +-1000", T=66, gate="softplus", hard="raw_1000"),
+    Case("bounded_saturated", "the same under a bound", T=66, hard="raw_1000", **BOUNDED),
+    Case("logsigmoid_saturated", "the same without parameters", T=66, gate="logsigmoid", hard="raw_1000"),
+    Case("zero_rows", "zero q and k rows under the L2 norm", T=66, hard="zero_rows", **BOUNDED),
+    Case("zero_rows_unbounded", "the same in the exact blocks", T=66, hard="zero_rows", gate="softplus"),
+    Case("key_norms", "k rows of norm 1e-4 and 50 under the L2 norm", T=130, hard="key_norms", **BOUNDED),
+    Case("key_norms_unbounded", "the same in the exact blocks", T=130, hard="key_norms", gate="softplus"),
+    Case("beta_zero", "nothing is ever written", T=66, hard="beta_zero", state=FP32),
+    Case("beta_saturated", "beta logits of +-100", T=66, hard="beta_saturated", beta="double_logit"),
 ]
 
 CASES = [
@@ -240,15 +219,13 @@ def _model(name: str, why: str, **changes: Any) -> Case:
     return Case(**{"name": name, "why": why, "T": 150, "K": 128, "V": 128, "memory": "long", **BOUNDED, **changes})
 
 
-DECAY_GIVEN = {"gate": "none", "lower_bound": None}
-
 VERIFY: dict[torch.dtype, list[Case]] = {
     BF16: [
         _model("bounded gate", "the gate of Kimi-K3, whole chunks", T=192),
-        _model("softplus gate", "Kimi-Linear: no bound to lean on", T=192, gate="softplus", lower_bound=None),
-        _model("logsigmoid gate", "a gate without parameters", T=192, gate="logsigmoid", lower_bound=None),
-        _model("decay given", "nothing fused but L2 norm", T=192, beta="value", **DECAY_GIVEN),
-        _model("decay promised", "safe_gate takes the tensor-core diagonal", T=192, safe=True, **DECAY_GIVEN),
+        _model("softplus gate", "Kimi-Linear: no bound to lean on", T=192, gate="softplus"),
+        _model("logsigmoid gate", "a gate without parameters", T=192, gate="logsigmoid"),
+        _model("decay given", "nothing fused but L2 norm", T=192, beta="value", gate="none"),
+        _model("decay promised", "safe_gate takes the tensor-core diagonal", T=192, safe=True, gate="none"),
         _model("batch, tail", "a batch whose last chunk has 3 tokens", B=2, T=131),
         _model("one token", "the shortest prompt", T=1, state=FP32),
         _model(
@@ -262,7 +239,6 @@ VERIFY: dict[torch.dtype, list[Case]] = {
             "empty sequences keep their state, first, last and between",
             lengths=(0, 0, 70, 0, 33, 0),
             gate="softplus",
-            lower_bound=None,
             state=FP32,
         ),
         _model("grouped values", "GVA: three value heads read one query/key head", HV=6, state=FP32),
@@ -279,11 +255,11 @@ VERIFY: dict[torch.dtype, list[Case]] = {
             beta="value",
             hard="same_keys",
             ill_conditioned=True,
-            **DECAY_GIVEN,
+            gate="none",
         ),
         _model("zero rows", "the L2 norm of a zero row must stay zero", hard="zero_rows"),
-        _model("g = -50", "exp(-50 * 64) underflows", hard="g-50", **DECAY_GIVEN),
-        _model("g = -50 and 0", "neighbouring channels forget at once and never", hard="g_mixed", **DECAY_GIVEN),
+        _model("g = -50", "exp(-50 * 64) underflows", hard="g-50", gate="none"),
+        _model("g = -50 and 0", "neighbouring channels forget at once and never", hard="g_mixed", gate="none"),
         _model("gate pinned", "every decay at the bound: the largest block exponents", T=200, hard="pinned"),
         _model("gate pinned, long", "the same for thousands of tokens", T=4096, H=1, HV=1, hard="pinned"),
         _model("long", "errors must not grow along 65 chunks; a prime", T=4099),
@@ -292,7 +268,7 @@ VERIFY: dict[torch.dtype, list[Case]] = {
     FP16: [_model("fp16", "less range than bf16", state=FP32)],
     FP32: [
         _model("fp32", "no rounding of operands to hide in", state=FP32),
-        _model("fp32 softplus", "the exact diagonal in fp32", gate="softplus", lower_bound=None),
+        _model("fp32 softplus", "the exact diagonal in fp32", gate="softplus"),
     ],
 }
 

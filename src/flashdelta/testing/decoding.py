@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import BF16, FP32
-from .inputs import MEMORY, Source
+from .cases import BF16, FP32, Case
+from .inputs import Source, gate_parameters, packed_offsets, token_tensors
 
 INT32, INT64 = torch.int32, torch.int64
 MARGIN = 64
@@ -19,143 +19,113 @@ MARGIN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One call. `lengths`: packed sequences, with `unused` tokens of none behind them; else `N` rows of `T` tokens.
+class Step(Case):
+    """One call. `offsets_dtype` is that of all indices.
 
-    `indices`: slots, one a sequence, with speculative tokens a row of them (None: slot `n` of `N`). `source`: slots of another
+    `indices`: slots, one a sequence, with speculative tokens a row of them (None: slot `n` of `B`). `source`: slots of another
     pool. `rows`: rows of `intermediate_states` ("slots": as `indices`). Slots lie `gap` elements further apart than
-    they must. `form`: how the inputs lie in memory.
+    they must.
     """
 
-    name: str
-    why: str
-    N: int = 3
+    B: int = 3
     T: int = 1
-    lengths: tuple[int, ...] | None = None
-    unused: int = 0
     H: int = 1
-    HV: int = 2
-    K: int = 32
-    V: int = 64
+    gate: str = "lower_bound"
+    lower_bound: float | None = -5.0
+    beta: str = "logit"
     state: torch.dtype | None = FP32
     v_first: bool = True
+    final: bool = False
+    offsets_dtype: torch.dtype = INT32
     slots: int = 8
     gap: int = 0
     indices: tuple | None = (5, 2, 0)
     null_index: str = "negative"
-    gate: str = "lower_bound"
-    memory: str = "short"
-    beta: str = "logit"
-    l2norm: bool = True
-    scale: float | None = None
     spec: int | None = None
     accepted: tuple[int, ...] | None = None
     source: tuple[int, ...] | None = None
     update: bool = True
     rows: tuple[int, ...] | str | None = None
-    form: str = "dense"
-    wide_gate: bool = False
-    index_dtype: torch.dtype = INT32
-    final: bool = False
 
     @property
-    def tokens(self) -> int:
-        return self.N * self.T if self.lengths is None else sum(self.lengths) + self.unused
+    def N(self) -> int:
+        """As the operator's documentation calls the rows of a call that is not packed."""
+        return self.B
 
-    @property
-    def sequences(self) -> int:
-        return self.N if self.lengths is None else len(self.lengths)
 
+ONE_DRAFT, TWO_DRAFTS, THREE_DRAFTS = ({"T": 1 + S, "spec": S} for S in (1, 2, 3))
+PACKED_VERIFY = {"lengths": (3, 0, 2), "spec": 2, "update": False, "indices": (3, 2, 1)}
 
 STEPS = [
-    Step(name="paged", why="one token each, slots in any order"),
-    Step(name="k_first", why="the other layout", v_first=False),
-    Step(name="bf16", why="read, updated in fp32, rounded once", state=BF16),
-    Step(name="bf16_k_first", why="the same, keys first", state=BF16, v_first=False, gap=32),
-    Step(name="pitch", why="slots further apart than their content", gap=64),
-    Step(name="odd_pitch", why="slots that no vector load aligns to", gap=9, v_first=False),
-    Step(name="negative", why="SGLang's rule: slot 0 is a slot, -1 padding", indices=(-1, 0, -1)),
-    Step(name="non_positive", why="vLLM's rule: slot 0 is reserved", indices=(0, 3, 0), null_index="non_positive"),
-    Step(name="past_the_end", why="an index of no slot is null", indices=(8, 2**40, 1), index_dtype=INT64),
-    Step(name="all_null", why="a padded batch", indices=(-1, -1, -1)),
-    Step(name="no_slots", why="an empty pool", slots=0, indices=(0, 1, -1)),
-    Step(name="no_sequences", why="N = 0", N=0, indices=()),
+    Step("paged", "one token each, slots in any order"),
+    Step("k_first", "the other layout", v_first=False),
+    Step("bf16", "read, updated in fp32, rounded once", state=BF16),
+    Step("bf16_k_first", "the same, keys first", state=BF16, v_first=False, gap=32),
+    Step("pitch", "slots further apart than their content", gap=64),
+    Step("odd_pitch", "slots that no vector load aligns to", gap=9, v_first=False),
+    Step("negative", "SGLang's rule: slot 0 is a slot, -1 padding", indices=(-1, 0, -1)),
+    Step("non_positive", "vLLM's rule: slot 0 is reserved", indices=(0, 3, 0), null_index="non_positive"),
+    Step("past_the_end", "an index of no slot is null", indices=(8, 2**40, 1), offsets_dtype=INT64),
+    Step("all_null", "a padded batch", indices=(-1, -1, -1)),
+    Step("no_slots", "an empty pool", slots=0, indices=(0, 1, -1)),
+    Step("no_sequences", "B = 0", B=0, indices=()),
+    Step("own_slots", "without indices sequence n has slot n", indices=None, slots=3, null_index="non_positive"),
+    Step("own_final", "the pool is returned", indices=None, slots=3, final=True, state=BF16),
+    Step("no_state", "states start at zero and are returned", state=None, indices=None, T=3, final=True),
+    Step("dropped", "nothing kept at all", state=None, indices=None),
+    Step("T8", "as many tokens as there may be", B=2, T=8, indices=(1, 0)),
+    Step("packed", "lengths 0 and 1", lengths=(1, 0, 1, 1), indices=(3, 1, 0, 5), offsets_dtype=INT64),
+    Step("packed_8", "lengths 0 to 8", lengths=(3, 0, 8, 1), indices=(3, 1, 0, 5), v_first=False),
     Step(
-        name="own_slots", why="without indices sequence n has slot n", indices=None, slots=3, null_index="non_positive"
-    ),
-    Step(name="own_final", why="the pool is returned", indices=None, slots=3, final=True, state=BF16),
-    Step(name="no_state", why="states start at zero and are returned", state=None, indices=None, T=3, final=True),
-    Step(name="dropped", why="nothing kept at all", state=None, indices=None),
-    Step(name="T8", why="as many tokens as there may be", N=2, T=8, indices=(1, 0)),
-    Step(name="packed", why="lengths 0 and 1", lengths=(1, 0, 1, 1), indices=(3, 1, 0, 5), index_dtype=INT64),
-    Step(name="packed_8", why="lengths 0 to 8", lengths=(3, 0, 8, 1), indices=(3, 1, 0, 5), v_first=False),
-    Step(
-        name="padded",
-        why="a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
+        "padded",
+        "a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
         lengths=(1, 1, 0, 0),
         unused=2,
         indices=(2, 4, 0, 0),
         null_index="non_positive",
     ),
-    Step(name="packed_own", why="an empty sequence leaves its row alone", lengths=(2, 0, 1), indices=None, slots=3),
-    Step(name="gva3", why="a ratio that is no power of two", H=2, HV=6),
-    Step(name="gva8", why="eight value heads read one key head", H=1, HV=8, N=2, indices=(1, 0)),
-    Step(name="none", why="g is the log decay, beta a value", gate="none", beta="value"),
-    Step(name="softplus", why="Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit"),
-    Step(name="logsigmoid", why="the gate without parameters", gate="logsigmoid", wide_gate=True),
-    Step(name="no_norm", why="keys the caller normalised", l2norm=False, scale=0.3),
-    Step(name="mixed", why="q, k, v in one row", form="mixed", H=2, HV=4),
-    Step(name="mixed_rows", why="rows of a wider projection", form="mixed_rows", state=BF16),
-    Step(name="mixed_packed", why="the same when packed", form="mixed_rows", lengths=(2, 0, 3), v_first=False),
+    Step("packed_own", "an empty sequence leaves its row alone", lengths=(2, 0, 1), indices=None, slots=3),
+    Step("gva3", "a ratio that is no power of two", H=2, HV=6),
+    Step("gva8", "eight value heads read one key head", H=1, HV=8, B=2, indices=(1, 0)),
+    Step("none", "g is the log decay, beta a value", gate="none", beta="value"),
+    Step("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit"),
+    Step("logsigmoid", "the gate without parameters", gate="logsigmoid", wide_gate=True),
+    Step("no_norm", "keys the caller normalised", l2norm=False, scale=0.3),
+    Step("mixed", "q, k, v in one row", layout="mixed", H=2, HV=4),
+    Step("mixed_rows", "rows of a wider projection", layout="mixed_rows", state=BF16),
+    Step("mixed_packed", "the same when packed", layout="mixed_rows", lengths=(2, 0, 3), v_first=False),
+    Step("mixed_spec", "1 + S rows a sequence", **TWO_DRAFTS, layout="mixed", B=2, indices=((1, 2, 3), (4, 5, 6))),
+    Step("fused", "all inputs are slices of one projection", layout="fused", B=2, T=2, indices=(1, 0)),
+    Step("odd", "inputs off every boundary", layout="odd_offset", B=2, indices=(1, 0)),
+    Step("transposed", "q, k, v, g not dense in their last dimension", layout="last_dim_strided", H=2),
+    Step("K64", "K < V, 64", K=64, V=128, B=2, indices=(1, 0)),
+    Step("V64", "K > V", K=128, V=64, B=2, indices=(1, 0), state=BF16, v_first=False),
+    Step("K256", "the widest", K=256, V=256, B=1, HV=1, indices=(1,)),
+    Step("K1", "the narrowest", K=1, V=2, HV=3),
+    Step("K16", "narrow", K=16, V=4, v_first=False, state=BF16),
     Step(
-        name="mixed_spec",
-        why="1 + S rows a sequence",
-        form="mixed",
-        N=2,
-        T=3,
-        spec=2,
-        indices=((1, 2, 3), (4, 5, 6)),
-    ),
-    Step(name="fused", why="all inputs are slices of one projection", form="fused", N=2, T=2, indices=(1, 0)),
-    Step(name="odd", why="inputs off every boundary", form="odd", N=2, indices=(1, 0)),
-    Step(name="transposed", why="q, k, v, g not dense in their last dimension", form="transposed", H=2),
-    Step(name="K64", why="K < V, 64", K=64, V=128, N=2, indices=(1, 0)),
-    Step(name="V64", why="K > V", K=128, V=64, N=2, indices=(1, 0), state=BF16, v_first=False),
-    Step(name="K256", why="the widest", K=256, V=256, N=1, HV=1, indices=(1,)),
-    Step(name="K1", why="the narrowest", K=1, V=2, HV=3),
-    Step(name="K16", why="narrow", K=16, V=4, v_first=False, state=BF16),
-    Step(
-        name="spec",
-        why="a state for each token; start after 1, 2, 3 accepted",
-        T=3,
-        spec=2,
+        "spec",
+        "a state for each token; start after 1, 2, 3 accepted",
+        **TWO_DRAFTS,
         indices=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
         accepted=(1, 2, 3),
         slots=9,
     ),
     Step(
-        name="spec_bf16",
-        why="rounded on the way out, not from token to token",
-        T=4,
-        spec=3,
-        N=2,
+        "spec_bf16",
+        "rounded on the way out, not from token to token",
+        **THREE_DRAFTS,
+        B=2,
         indices=((0, 1, 2, 3), (7, 6, 5, 4)),
         accepted=(4, 1),
         state=BF16,
         v_first=False,
         gap=8,
     ),
+    Step("spec_first", "without counts the start is the first slot", **ONE_DRAFT, B=2, indices=((0, 1), (3, 2))),
     Step(
-        name="spec_first",
-        why="without counts the start is the first slot",
-        T=2,
-        spec=1,
-        N=2,
-        indices=((0, 1), (3, 2)),
-    ),
-    Step(
-        name="spec_packed",
-        why="fewer drafts for some, none for one, padding",
+        "spec_packed",
+        "fewer drafts for some, none for one, padding",
         lengths=(3, 1, 0, 2, 0),
         spec=2,
         indices=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (-1, -1, -1)),
@@ -163,99 +133,55 @@ STEPS = [
         slots=12,
     ),
     Step(
-        name="spec_bad_counts",
-        why="counts of 0, 1 + S + 1 and wild ones make null sequences",
-        N=6,
-        T=2,
-        spec=1,
+        "spec_bad_counts",
+        "counts of 0, 1 + S + 1 and wild ones make null sequences",
+        **ONE_DRAFT,
+        B=6,
         indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)),
         accepted=(0, 3, -(2**31), 2**31 - 1, 2, 1),
         slots=12,
     ),
     Step(
-        name="spec_null",
-        why="null slots inside rows: a start, a target",
-        N=3,
-        T=3,
-        spec=2,
+        "spec_null",
+        "null slots inside rows: a start, a target",
+        **TWO_DRAFTS,
         indices=((1, 0, 2), (3, 0, 0), (4, 5, -1)),
         accepted=(2, 1, 2),
         null_index="non_positive",
     ),
+    Step("source", "from a committed pool to another", source=(1, 2, 4), indices=(0, 5, 3), slots=6),
+    Step("source_null", "null in either pool", B=4, source=(1, -1, 4, 0), indices=(-1, 5, 3, 9), slots=6),
+    Step("source_own", "to rows of its own", source=(1, 2, 4), indices=None, slots=3, null_index="non_positive"),
     Step(
-        name="source",
-        why="from a committed pool to another",
-        source=(1, 2, 4),
-        indices=(0, 5, 3),
-        slots=6,
-    ),
-    Step(
-        name="source_null",
-        why="null in either pool",
-        N=4,
-        source=(1, -1, 4, 0),
-        indices=(-1, 5, 3, 9),
-        slots=6,
-    ),
-    Step(
-        name="source_own", why="to rows of its own", source=(1, 2, 4), indices=None, slots=3, null_index="non_positive"
-    ),
-    Step(
-        name="source_spec",
-        why="drafts from the committed state",
-        N=2,
-        T=3,
-        spec=2,
+        "source_spec",
+        "drafts from the committed state",
+        **TWO_DRAFTS,
+        B=2,
         source=(6, 2),
         indices=((0, 1, 2), (5, 4, -1)),
         state=BF16,
     ),
-    Step(name="read_only", why="outputs and nothing else", N=2, T=2, update=False, indices=(3, 1)),
-    Step(name="read_source", why="the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
+    Step("read_only", "outputs and nothing else", B=2, T=2, update=False, indices=(3, 1)),
+    Step("read_source", "the same from a source", update=False, source=(3, -1, 1), indices=None, state=BF16),
     Step(
-        name="verify",
-        why="intermediate states in the sequence's own row",
-        N=3,
-        T=3,
-        spec=2,
+        "verify",
+        "intermediate states in the sequence's own row",
+        **TWO_DRAFTS,
         update=False,
         indices=(3, -1, 1),
         rows="slots",
         gap=32,
     ),
+    Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(
-        name="verify_rows",
-        why="in rows of a smaller buffer",
-        lengths=(3, 0, 2),
-        spec=2,
-        update=False,
-        indices=(3, 2, 1),
-        rows=(1, 0, -1),
-        state=BF16,
-        v_first=False,
-    ),
-    Step(
-        name="verify_row_0",
-        why="a scratch buffer has no reserved row, even where slot 0 is",
-        lengths=(3, 0, 2),
-        spec=2,
-        update=False,
-        indices=(3, 2, 1),
+        "verify_row_0",
+        "a scratch buffer has no reserved row, even where slot 0 is",
+        **PACKED_VERIFY,
         rows=(0, 1, -1),
         null_index="non_positive",
     ),
-    Step(
-        name="verify_source",
-        why="from a source",
-        N=2,
-        T=2,
-        spec=1,
-        update=False,
-        source=(3, 1),
-        indices=None,
-        rows=(2, 0),
-    ),
-    Step(name="verify_own", why="row n", N=2, T=2, spec=1, update=False, indices=None, slots=2, rows="slots"),
+    Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
+    Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
 ]
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
@@ -268,59 +194,35 @@ SINGLE_BF16 = [
 BY_NAME = {step.name: step for step in STEPS}
 assert len(BY_NAME) == len(STEPS), "names must differ"
 
-
-def step_id(step: Step) -> str:
-    return step.name
-
-
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
 def make_step(step: Step, dtype: torch.dtype = FP32, device: str | torch.device = "cpu", seed: int = 0) -> dict:
     """Arguments of `recurrent_kda`. What is written lies amid other memory, and all of it holds random numbers."""
     source = Source(dtype, device, zlib.crc32(step.name.encode()) + seed)
-    B, T = (step.N, step.T) if step.lengths is None else (1, step.tokens)
-    H, HV, K, V = step.H, step.HV, step.K, step.V
-    t = {
-        "q": source.normal(B, T, H, K),
-        "k": source.normal(B, T, H, K),
-        "v": source.normal(B, T, HV, V),
-        "g": -(source.normal(B, T, HV, K) - 1.0).exp() if step.gate == "none" else source.normal(B, T, HV, K),
-        "beta": source.uniform(B, T, HV) if step.beta == "value" else source.normal(B, T, HV),
-    }
-    if not step.l2norm:
-        t["q"], t["k"] = (torch.nn.functional.normalize(t[name], dim=-1) for name in "qk")
-    wide = ("g", "beta") if step.wide_gate else ()
-    call = FORMS[step.form]({name: x.to(source.wide if name in wide else dtype) for name, x in t.items()})
-    if step.gate in ("softplus", "lower_bound"):
-        call["A_log"], dt_bias = MEMORY[step.memory](source, HV, K)
-        call["dt_bias"] = dt_bias.flatten()
-    if step.lengths is not None:
-        offsets = torch.tensor([0, *step.lengths]).cumsum(0)
-        call["cu_seqlens"] = offsets.to(step.index_dtype).to(device)
-    return call | _states(step, source) | _options(step)
+    tensors = token_tensors(source, step, dtype) | gate_parameters(source, step)
+    return tensors | packed_offsets(step, device) | _states(step, source) | _options(step)
 
 
 def _states(step: Step, source: Source) -> dict:
-    device = source.device
-    inner = (step.HV, step.V, step.K) if step.v_first else (step.HV, step.K, step.V)
-
     def index(values: tuple) -> Tensor:
-        return torch.tensor(values, dtype=step.index_dtype, device=device)
+        return torch.tensor(values, dtype=step.offsets_dtype, device=source.device)
 
     given = {}
     if step.state is not None and (step.source is None or step.update):
-        given["initial_state"] = amid(source, step.state, (step.slots, *inner), step.gap)
+        given["initial_state"] = amid(source, step.state, (step.slots, *step.state_shape), step.gap)
     if step.indices is not None:
         given["ssm_state_indices"] = index(step.indices)
     if step.source is not None:
-        given["initial_state_source"] = amid(source, step.state, (7, *inner), step.gap)
+        given["initial_state_source"] = amid(source, step.state, (7, *step.state_shape), step.gap)
         given["initial_state_indices"] = index(step.source)
     if step.accepted is not None:
         given["num_accepted_tokens"] = index(step.accepted)
     if step.rows is not None:
         count = step.slots if step.rows == "slots" else 3
-        given["intermediate_states"] = amid(source, step.state, (count, 1 + (step.spec or 0), *inner), step.gap)
+        given["intermediate_states"] = amid(
+            source, step.state, (count, 1 + (step.spec or 0), *step.state_shape), step.gap
+        )
         if step.rows != "slots":
             given["intermediate_state_indices"] = index(step.rows)
     return given
@@ -329,7 +231,7 @@ def _states(step: Step, source: Source) -> dict:
 def _options(step: Step) -> dict:
     asked = {"use_qk_l2norm_in_kernel": step.l2norm, "gate": step.gate, "scale": step.scale}
     asked |= {"beta_is_logit": step.beta != "value", "allow_neg_eigval": step.beta == "double_logit"}
-    asked |= {"lower_bound": -5.0 if step.gate == "lower_bound" else None, "state_v_first": step.v_first}
+    asked |= {"lower_bound": step.lower_bound if step.gate == "lower_bound" else None, "state_v_first": step.v_first}
     asked |= {"null_index": step.null_index, "num_spec_tokens": step.spec, "update_state": step.update}
     return asked | {"output_final_state": step.final}
 
@@ -340,42 +242,6 @@ def amid(source: Source, dtype: torch.dtype, shape: tuple[int, ...], gap: int = 
     memory = source.normal(shape[0] * (content + gap) + 2 * MARGIN).to(dtype)
     inner = torch.empty(shape[1:], device="meta").stride()
     return memory.as_strided(shape, (content + gap, *inner), MARGIN)
-
-
-def _dense(t: dict) -> dict:
-    return t
-
-
-def _mixed(t: dict, beside: int = 0) -> dict:
-    """One row a token; `beside` more elements between two of them."""
-    rows = torch.cat([t[name].flatten(2).flatten(0, 1) for name in "qkv"], dim=-1)
-    between = rows.new_full((len(rows), beside), torch.nan)
-    mixed = torch.cat([rows, between], dim=-1)[:, : rows.shape[1]]
-    return {"mixed_qkv": mixed, "g": t["g"].flatten(2).flatten(0, 1), "beta": t["beta"].flatten(0, 1)}
-
-
-def _fused(t: dict) -> dict:
-    parts = [x.flatten(2) for x in t.values()]
-    slices = torch.cat(parts, dim=-1).split([part.shape[-1] for part in parts], dim=-1)
-    return {name: part.unflatten(-1, x.shape[2:]) for (name, x), part in zip(t.items(), slices)}
-
-
-def _odd(t: dict) -> dict:
-    return {name: torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape) for name, x in t.items()}
-
-
-def _transposed(t: dict) -> dict:
-    return {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in t.items()}
-
-
-FORMS = {
-    "dense": _dense,
-    "mixed": _mixed,
-    "mixed_rows": lambda t: _mixed(t, beside=24),
-    "fused": _fused,
-    "odd": _odd,
-    "transposed": _transposed,
-}
 
 
 # ---- what it must do ------------------------------------------------------------------------------------------------
@@ -406,8 +272,9 @@ def expected(step: Step, call: dict) -> Expected:
     if step.l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q = q * (step.K**-0.5 if step.scale is None else step.scale)
-    decay, beta = _log_decay(step, t, g).exp(), _strength(step, beta)
-    lengths = (step.T,) * step.N if step.lengths is None else step.lengths
+    decay = _log_decay(step, t, g).exp()
+    beta = {"value": beta, "logit": beta.sigmoid(), "double_logit": 2.0 * beta.sigmoid()}[step.beta]
+    lengths = (step.T,) * step.B if step.lengths is None else step.lengths
     found = Expected(torch.full_like(v, torch.nan), pool, states, set(), set())
     read_from = pool.clone() if pool is not None else None
     for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
@@ -435,7 +302,7 @@ def _token_rows(step: Step, t: dict) -> list[Tensor]:
         rows = t["mixed_qkv"].split([H * K, H * K, HV * V], dim=-1)
         t = t | dict(zip("qkv", rows))
     shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
-    return [t[name].reshape(step.tokens, *shape) for name, shape in shapes.items()]
+    return [t[name].reshape(step.batch * step.tokens, *shape) for name, shape in shapes.items()]
 
 
 def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
@@ -446,10 +313,6 @@ def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
     rate = t["A_log"].double().exp()[:, None]
     x = g + t["dt_bias"].double().view(step.HV, step.K)
     return -rate * torch.nn.functional.softplus(x) if step.gate == "softplus" else -5.0 * torch.sigmoid(rate * x)
-
-
-def _strength(step: Step, beta: Tensor) -> Tensor:
-    return {"value": beta, "logit": beta.sigmoid(), "double_logit": 2.0 * beta.sigmoid()}[step.beta]
 
 
 def named(step: Step, index: int, slots: int) -> bool:
@@ -464,7 +327,7 @@ def _start(step: Step, n: int, pool: Tensor | None, origin: Tensor | None) -> Te
         live = named(step, step.source[n], len(origin)) and (first is None or named(step, first, len(pool)))
         return origin[step.source[n]] if live else None
     if pool is None:
-        return torch.zeros(step.HV, *((step.V, step.K) if step.v_first else (step.K, step.V)), dtype=torch.float64)
+        return torch.zeros(step.state_shape, dtype=torch.float64)
     if step.indices is None:
         return pool[n]
     index = step.indices[n]
@@ -496,8 +359,7 @@ def _store(step: Step, n: int, i: int, last: bool, state: Tensor, found: Expecte
 
 def untouched(x: Tensor, stored: set) -> Tensor:
     """Mask over the memory of `x` (see `amid`): all but the parts `x[i]` for `i` in `stored`."""
-    memory = x.new_empty(0).set_(x.untyped_storage())
-    mask = torch.ones_like(memory, dtype=torch.bool)
+    mask = torch.ones_like(memory_of(x), dtype=torch.bool)
     view = mask.as_strided(x.shape, x.stride(), x.storage_offset())
     for i in stored:
         view[i] = False

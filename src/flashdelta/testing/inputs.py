@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,15 @@ def make_call(
     same numbers in every dtype up to rounding.
     """
     source = Source(dtype, device, zlib.crc32(case.name.encode()) + seed)
-    B, T, H, HV, K, V = case.B, case.tokens, case.H, case.HV, case.K, case.V
+    call = token_tensors(source, case, dtype) | gate_parameters(source, case)
+    if case.state is not None:
+        call["initial_state"] = initial_state(source, case)
+    return call | packed_offsets(case, device) | settings(case)
+
+
+def token_tensors(source: Source, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`q`, `k`, `v`, `g` and `beta`."""
+    B, T, H, HV, K, V = case.batch, case.tokens, case.H, case.HV, case.K, case.V
     tensors = {
         "q": source.normal(B, T, H, K),
         "k": source.normal(B, T, H, K),
@@ -41,21 +50,21 @@ def make_call(
         HARD[case.hard](tensors, source)
     wide = ("g", "beta") if case.wide_gate else ()
     tensors = {name: x.to(source.wide if name in wide else dtype) for name, x in tensors.items()}
-    call = LAYOUTS[case.layout](tensors)
-    call |= gate_parameters(source, case)
-    if case.state is not None:
-        call["initial_state"] = initial_state(source, case)
-    if case.lengths is not None:
-        offsets = torch.tensor([0, *case.lengths]).cumsum(0)
-        call["cu_seqlens"] = offsets.to(case.offsets_dtype).to(device)
-    return call | settings(case)
+    return LAYOUTS[case.layout](tensors)
+
+
+def packed_offsets(case: Case, device: str | torch.device) -> dict[str, Tensor]:
+    if case.lengths is None:
+        return {}
+    return {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype).to(device)}
 
 
 def settings(case: Case) -> dict:
     """The arguments that are no tensors."""
     asked: dict = {"use_qk_l2norm_in_kernel": case.l2norm}
     if case.gate in ("softplus", "lower_bound"):
-        asked |= {"use_gate_in_kernel": True, "lower_bound": case.lower_bound}
+        bound = case.lower_bound if case.gate == "lower_bound" else None
+        asked |= {"use_gate_in_kernel": True, "lower_bound": bound}
     elif case.gate == "logsigmoid":
         asked["gate"] = "logsigmoid"
     if case.beta != "value":
@@ -88,7 +97,7 @@ class Source:
 
 def log_decays(source: Source, case: Case) -> Tensor:
     """Mostly slow, some at the far end: down to -5 if that is promised, to about -50 otherwise."""
-    shape = (case.B, case.tokens, case.HV, case.K)
+    shape = (case.batch, case.tokens, case.HV, case.K)
     if case.memory == "long":
         rate = (source.uniform(case.HV, case.K) * 9 - 8).exp()
         return -(rate * source.uniform(*shape)).clamp(max=5.0 if case.safe else 50.0)
@@ -129,8 +138,7 @@ all gone after a few tokens."""
 
 
 def initial_state(source: Source, case: Case) -> Tensor:
-    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
-    state = source.normal(case.sequences, case.HV, *inner).to(case.state)
+    state = source.normal(case.sequences, *case.state_shape).to(case.state)
     if case.hard != "strided_state":
         return state
     padded = state.new_full((*state.shape[:-1], 2 * state.shape[-1]), torch.nan)
@@ -223,8 +231,31 @@ HARD = {
 # ---- memory layouts ------------------------------------------------------------------------------------------------
 
 
-def _dense(t: dict) -> dict:
-    return {name: x.contiguous() for name, x in t.items()}
+def _head_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _last_dim_strided(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _expanded(x: Tensor) -> Tensor:
+    """Every head reads the first one's memory, and every batch row the first row's."""
+    return x[:1, :, :1].expand_as(x)
+
+
+def _odd_offset(x: Tensor) -> Tensor:
+    return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
+    rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
+    return rows[..., :-4].unflatten(-1, x.shape[2:])
+
+
+def _each(place: Callable[[Tensor], Tensor]) -> Callable[[dict], dict]:
+    return lambda t: {name: place(x) for name, x in t.items()}
 
 
 def _fused(t: dict) -> dict:
@@ -235,44 +266,24 @@ def _fused(t: dict) -> dict:
     return {name: s.unflatten(-1, x.shape[2:]) for (name, x), s in zip(t.items(), slices)}
 
 
-def _head_first(t: dict) -> dict:
-    return {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in t.items()}
-
-
-def _last_dim_strided(t: dict) -> dict:
-    return {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in t.items()}
-
-
-def _expanded(t: dict) -> dict:
-    """Every head reads the first one's memory, and every batch row the first row's."""
-    return {name: x[:1, :, :1].expand_as(x) for name, x in t.items()}
-
-
-def _odd_offset(t: dict) -> dict:
-    def shift(x: Tensor) -> Tensor:
-        return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
-
-    return {name: shift(x) for name, x in t.items()}
-
-
-def _padded(t: dict) -> dict:
-    """Rows 4 elements longer than they need: 8 bytes in half precision, 16 in fp32."""
-
-    def pad(x: Tensor) -> Tensor:
-        rows = torch.cat([x.flatten(2), x.new_full((*x.shape[:2], 4), torch.nan)], dim=-1)
-        return rows[..., :-4].unflatten(-1, x.shape[2:])
-
-    return {name: pad(x) for name, x in t.items()}
+def _mixed(t: dict, beside: int = 0) -> dict:
+    """`q`, `k` and `v` of a token in one row, for `recurrent_kda`; `beside` more elements between two of them."""
+    rows = torch.cat([t[name].flatten(2).flatten(0, 1) for name in "qkv"], dim=-1)
+    between = rows.new_full((len(rows), beside), torch.nan)
+    mixed = torch.cat([rows, between], dim=-1)[:, : rows.shape[1]]
+    return {"mixed_qkv": mixed, "g": t["g"].flatten(2).flatten(0, 1), "beta": t["beta"].flatten(0, 1)}
 
 
 LAYOUTS = {
-    "dense": _dense,
+    "dense": _each(Tensor.contiguous),
+    "head_first": _each(_head_first),
+    "last_dim_strided": _each(_last_dim_strided),
+    "expanded": _each(_expanded),
+    "odd_offset": _each(_odd_offset),
+    "padded": _each(_padded),
     "fused": _fused,
-    "head_first": _head_first,
-    "last_dim_strided": _last_dim_strided,
-    "expanded": _expanded,
-    "odd_offset": _odd_offset,
-    "padded": _padded,
+    "mixed": _mixed,
+    "mixed_rows": lambda t: _mixed(t, beside=24),
 }
 
 
@@ -308,19 +319,11 @@ def meta_call(case: Case, dtype: torch.dtype = torch.bfloat16) -> dict:
     """The call without its numbers: heads and lengths as long as a model's take no time."""
     short = replace(case, B=1, T=1, lengths=case.lengths and (1,), H=1, HV=case.HV // case.H, unused=0)
     call = on_meta(make_call(short, dtype))
-    sizes: dict[str, tuple[int, ...]] = {
-        "q": (case.H, case.K),
-        "k": (case.H, case.K),
-        "v": (case.HV, case.V),
-        "g": (case.HV, case.K),
-    }
-    sizes["beta"] = (case.HV,)
-    for name, size in sizes.items():
-        call[name] = call[name].new_empty(case.B, case.tokens, *size)
+    for name in TOKEN_TENSORS:
+        heads = case.H if name in "qk" else case.HV
+        call[name] = call[name].new_empty(case.batch, case.tokens, heads, *call[name].shape[3:])
     if "initial_state" in call:
-        call["initial_state"] = call["initial_state"].new_empty(
-            case.sequences, case.HV, *call["initial_state"].shape[2:]
-        )
+        call["initial_state"] = call["initial_state"].new_empty(case.sequences, *case.state_shape)
     if "cu_seqlens" in call:
         call["cu_seqlens"] = call["cu_seqlens"].new_empty(case.sequences + 1)
     for name in {"A_log", "dt_bias"} & call.keys():

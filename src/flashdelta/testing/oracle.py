@@ -184,12 +184,10 @@ def conditioning(case: Case, dtype: torch.dtype) -> float:
     return ILL_CONDITIONED if case.ill_conditioned and dtype == torch.float32 else 1.0
 
 
-def assert_right(
-    op, call: dict, tolerance_dtype: torch.dtype | None = None, want: tuple | None = None, factor: float = 1.0
-) -> tuple:
+def assert_right(op, call: dict, want: tuple | None = None, factor: float = 1.0) -> tuple:
     """Runs `op(**call)` and holds every result against the truth (or `want`); returns the results. `factor` is on the
     tolerance of the dtype."""
-    dtype = tolerance_dtype or call["q"].dtype
+    dtype = call["q"].dtype
     results = op(**call)
     want = want or truth(call)
     tokens = covered_tokens(call)

@@ -19,7 +19,7 @@ INPUTS = ("q", "k", "v", "g", "beta")
 
 Results = tuple[Tensor, Tensor, Tensor]
 
-PLAIN = Case(name="plain", why="log decays of any size, normalised keys", l2norm=False, K=64, V=64, H=2, HV=2)
+PLAIN = Case("plain", "log decays of any size, normalised keys", l2norm=False, K=64, V=64, H=2, HV=2)
 LOGITS = replace(PLAIN, name="logits", why="g is a logit", gate="logsigmoid", T=66)
 
 LENGTH_CASES = [replace(PLAIN, name=f"T{T}", T=T) for T in (0, *LENGTHS)]

@@ -13,54 +13,38 @@ from torch import Tensor
 
 import flashdelta as fd
 
+from .cases import Case
+from .inputs import LAYOUTS, packed_offsets
+
 NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dA")
 TENSORS = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv")
 BY_TOKEN = tuple(name for name in TENSORS if name not in ("h", "dh"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class WyCase:
-    name: str
-    why: str
-    B: int = 1
-    T: int = 70
-    H: int = 2
-    HV: int = 2
-    K: int = 32
-    V: int = 64
-    lengths: tuple[int, ...] | None = None
-    chunk_size: int = 64
-    v_first: bool = False
-    log2: bool = False
-    scale: float | None = None
-    decay: float = 0.2
-    strided: bool = False
+class WyCase(Case):
+    """Sizes, layouts and scale of a call. `log2`: sums of decays in base 2. `decay`: the largest of a token."""
 
-    @property
-    def tokens(self) -> int:
-        return self.T if self.lengths is None else sum(self.lengths)
+    log2: bool = False
+    decay: float = 0.2
 
 
 CASES = [
-    WyCase(name="plain", why="a chunk and a tail"),
-    WyCase(name="rows", why="sequences side by side", B=2, T=65),
-    WyCase(name="grouped", why="query and key heads that serve several value heads", H=1, HV=3),
-    WyCase(name="v_first", why="states with V first", v_first=True),
-    WyCase(name="log2", why="sums in base 2, as FLA has them", log2=True, scale=0.3),
-    WyCase(name="chunk32", why="the other chunk size, K > V", chunk_size=32, K=64, V=32),
-    WyCase(name="packed", why="gapless rows of states, empty sequences", lengths=(17, 0, 64, 1, 66), v_first=True),
-    WyCase(name="packed32", why="the same with K first and grouped heads", lengths=(33, 31, 0), chunk_size=32, HV=4),
-    WyCase(name="strong", why="decays that are gone within a chunk", decay=30.0),
-    WyCase(name="strided", why="views that are not dense", strided=True, B=2, T=33),
-    WyCase(name="one", why="one token", T=1),
-    WyCase(name="none", why="no token", T=0),
-    WyCase(name="no_sequence", why="offsets of no sequence", lengths=()),
+    WyCase("plain", "a chunk and a tail"),
+    WyCase("rows", "sequences side by side", B=2, T=65),
+    WyCase("grouped", "query and key heads that serve several value heads", H=1, HV=3),
+    WyCase("v_first", "states with V first", v_first=True),
+    WyCase("log2", "sums in base 2, as FLA has them", log2=True, scale=0.3),
+    WyCase("chunk32", "the other chunk size, K > V", chunk_size=32, K=64, V=32),
+    WyCase("packed", "gapless rows of states, empty sequences", lengths=(17, 0, 64, 1, 66), v_first=True),
+    WyCase("packed32", "the same with K first and grouped heads", lengths=(33, 31, 0), chunk_size=32, HV=4),
+    WyCase("strong", "decays that are gone within a chunk", decay=30.0),
+    WyCase("strided", "views that are not dense", layout="head_first", B=2, T=33),
+    WyCase("one", "one token", T=1),
+    WyCase("none", "no token", T=0),
+    WyCase("no_sequence", "offsets of no sequence", lengths=()),
 ]
 BY_NAME = {case.name: case for case in CASES}
-
-
-def case_id(case: WyCase) -> str:
-    return case.name
 
 
 def chunks(call: dict) -> Iterator[tuple[int, int, int, int]]:
@@ -83,14 +67,13 @@ def make_wy(case: WyCase, dtype: torch.dtype = torch.float32, device: str = "cpu
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source, dtype=torch.float64)
 
-    B, T, HV, C = case.B, case.tokens, case.HV, case.chunk_size
+    B, T, HV, C = case.batch, case.tokens, case.HV, case.chunk_size
     keys, values = (B, T, case.H, case.K), (B, T, HV, case.V)
     call: dict = {name: torch.nn.functional.normalize(normal(*keys), dim=-1) for name in ("q", "k")}
     call |= {name: normal(*values) for name in ("v", "v_new", "do", "dv")}
     call["beta"] = torch.rand(B, T, HV, generator=source, dtype=torch.float64)
     call |= {"chunk_size": C, "state_v_first": case.v_first, "use_exp2": case.log2, "scale": case.scale}
-    if case.lengths is not None:
-        call["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(case.lengths)])
+    call |= packed_offsets(case, "cpu")
     decays = -case.decay * torch.rand(B, T, HV, case.K, generator=source, dtype=torch.float64)
     call["g"], call["A"] = torch.zeros_like(decays), torch.zeros(B, T, HV, C, dtype=torch.float64)
     last = -1
@@ -100,14 +83,9 @@ def make_wy(case: WyCase, dtype: torch.dtype = torch.float32, device: str = "cpu
         lower = (0.2 * normal(HV, end - start, end - start)).tril(-1)
         inverse = torch.linalg.inv(torch.eye(end - start, dtype=torch.float64) + lower)
         call["A"][b, start:end, :, : end - start] = inverse.transpose(0, 1)
-    inner = (case.V, case.K) if case.v_first else (case.K, case.V)
-    call |= {name: normal(B, last + 1, HV, *inner) for name in ("h", "dh")}
-    for name in TENSORS:
-        x = call[name].to(wide if name in ("g", "beta") else dtype).to(device)
-        call[name] = x.transpose(1, 2).contiguous().transpose(1, 2) if case.strided else x
-    if case.lengths is not None:
-        call["cu_seqlens"] = call["cu_seqlens"].to(device)
-    return call
+    call |= {name: normal(B, last + 1, *case.state_shape) for name in ("h", "dh")}
+    tensors = {name: call[name].to(wide if name in ("g", "beta") else dtype).to(device) for name in TENSORS}
+    return call | LAYOUTS[case.layout](tensors) | packed_offsets(case, device)
 
 
 def exact(call: dict) -> dict[str, Tensor]:

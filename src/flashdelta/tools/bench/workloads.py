@@ -317,7 +317,7 @@ def decode_row(
     """`N` sequences of one token and `S` speculative ones."""
     parts = [f"N{N}", f"H{H}" if H == HV else f"H{H} HV{HV}", *([f"K{K}"] if K != 128 else []), state]
     parts += [*([gate] if gate != "lower_bound" else []), *([] if v_first else ["K first"]), *([f"S{S}"] if S else [])]
-    sizes = {"N": N, "T": 1 + S, "H": H, "HV": HV, "K": K, "V": K, "spec": S or None}
+    sizes = {"B": N, "T": 1 + S, "H": H, "HV": HV, "K": K, "V": K, "spec": S or None}
     step = Step(
         **{"name": " ".join(parts), "why": why, "state": STATES[state], "gate": gate, "v_first": v_first, **sizes},
         memory="long",
