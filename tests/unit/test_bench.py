@@ -126,7 +126,7 @@ def shape_of(call):
     """The sizes of a call, by the names that a result has for them."""
     shape = {name: getattr(call, name) for name in vars(call).keys() & {*"NBHKV", "HV", "gate", "v_first"}}
     if isinstance(call, Step):
-        return shape | {"state": {FP32: "fp32", BF16: "bf16"}[call.state], "S": call.spec or 0}
+        return shape | {"N": call.N, "state": {FP32: "fp32", BF16: "bf16"}[call.state], "S": call.spec or 0}
     return shape | {"T": call.tokens, "lengths": list(call.lengths or ()), "C": call.chunk_size}
 
 
