@@ -171,6 +171,7 @@ GPU = {
     "wy 8K H32": ("wy", lambda: wy(8192, 32)),
     "wy 8K H32, V first": ("wy", lambda: wy(8192, 32, state_v_first=True)),
     "prefill 8K H32, fp32 decays": ("prefill", lambda: packed(8)),
+    "prefill 8K H32, softplus": ("prefill", lambda: prefill(8192, 32, lower_bound=None)),
     "prefill 64K H4, checkpoints": ("prefill", checkpointed),
     "train 8K H32, fp32 decays": ("train", lambda: trained(packed(8))),
     "train 8K H32 V64, unbounded": ("train", lambda: trained(packed(8, V=64, gate="logsigmoid"))),

@@ -583,7 +583,11 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             fence_async_shared()
             sixteen = warpgroup_mma(pair, pair_k, half_zero, use_acc=False, is_async=True)
             sixteen = warpgroup_mma_wait(0, deps=[sixteen])
-            within += gl.where(same16, 0.0, sixteen)
+            # the same sum; which form leaves ptxas registers for the MMAs depends on K (docs/machine-code.md)
+            if KH == 2:
+                within = gl.where(same16, within, within + sixteen)
+            else:
+                within += gl.where(same16, 0.0, sixteen)
             # anew: kept until here, it would cost registers that ptxas wants for the MMAs
             up = exp2(d + (before + mid)[:, None, :])
             k_up = kn * up

@@ -157,7 +157,7 @@ class Variant:
         N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
         drafts = {"spec": S, "accepted": (1,) * N, "indices": ((0,) * tokens,) * N} if S else {"indices": (0,) * N}
         lengths = (tokens,) * N if self.packed else None
-        step = Step(**self._shape(), **drafts, N=N, T=tokens, lengths=lengths, slots=4)
+        step = Step(**self._shape(), **drafts, B=N, T=tokens, lengths=lengths, slots=4)
         return recurrent_kda, on_meta(make_step(step, self.dtype))
 
     def _prefill(self) -> Call:
