@@ -158,7 +158,7 @@ def test_the_gate_fails_when_it_must(entries: list, recorded: dict, compiled: di
     assert violations(entries, recorded, compiled) == said
 
 
-@pytest.mark.parametrize("field", ["registers", "spill_bytes", "product_waits", "instructions"])
+@pytest.mark.parametrize("field", ["registers", "spill_bytes", "mma_waits", "instructions"])
 @pytest.mark.parametrize("step", [-1, 1])
 def test_a_record_that_is_not_what_was_compiled_fails(field: str, step: int):
     """Fewer is as wrong as more: the record says what is there."""

@@ -64,7 +64,7 @@ class Costs:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    product_waits: int
+    mma_waits: int
     late_operands: int
     instructions: int
     sass: str
@@ -282,9 +282,9 @@ VARIANTS = (
     _hopper("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
     _hopper("K128 V128 fixed length", packed=False),
     _hopper("K128 V128 offsets in int64", offsets=torch.int64),
-    _hopper("K128 V128 shared out, offsets in int64", heads=96, offsets=torch.int64),
-    _hopper("K128 V128 shared out", heads=96),
-    _hopper("K128 V128 shared out, fixed length", heads=96, packed=False),
+    _hopper("K128 V128 stream-K, offsets in int64", heads=96, offsets=torch.int64),
+    _hopper("K128 V128 stream-K", heads=96),
+    _hopper("K128 V128 stream-K, fixed length", heads=96, packed=False),
     _hopper("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
     _hopper("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
     _hopper("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
@@ -376,7 +376,7 @@ def compile_launch(launch: Launch, arch: int) -> Costs:
         shared_bytes=compiled.metadata.shared,
         # they multiply where ptxas serialises MMAs, which it does without failing: for want of registers, or because an operand
         # changes too early
-        product_waits=listing.count("WARPGROUP.DEPBAR"),
+        mma_waits=listing.count("WARPGROUP.DEPBAR"),
         late_operands=late_operands(listing),
         instructions=len(code) // INSTRUCTION_BYTES,
         sass=hashlib.sha256(code).hexdigest()[:16],
@@ -447,7 +447,7 @@ def late_operands(sass: str) -> int:
 
 LINE = (
     "sm_{arch} {kernel:18} {variant:46} {registers:4} registers {spill_bytes:5} B spilled {shared_bytes:7} B shared "
-    "{product_waits:4} waits {instructions:6} instructions {seconds:5.1f} s"
+    "{mma_waits:4} waits {instructions:6} instructions {seconds:5.1f} s"
 )
 
 
