@@ -416,8 +416,8 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def late_operands(sass: str) -> int:
-    """Registers of left operands of Hopper's asynchronous products that are written when they should have been before: after
-    the fence before the product, or while it is under way. ptxas does that to constants, and the product reads what was there
+    """Registers of left operands of Hopper's asynchronous MMAs that are written when they should have been before: after
+    the fence before the MMA, or while it is under way. ptxas does that to constants, and the MMA reads what was there
     before."""
     fenced: set[int] = set()
     flying: set[int] = set()
