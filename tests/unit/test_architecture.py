@@ -105,12 +105,16 @@ def test_a_basename_means_one_thing():
     assert repeated <= SAME, repeated - SAME
 
 
+def is_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list)
+
+
 def host_functions() -> list[tuple[str, ast.FunctionDef]]:
     """All but kernels, whose language is another."""
     found = []
     for name, tree in MODULES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(x) for x in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and not is_kernel(node):
                 found.append((name, node))
     return found
 
@@ -123,6 +127,21 @@ def test_host_functions_are_short():
         if body and node.end_lineno - body[0].lineno + 1 > LONGEST:
             long.append(f"{name}.{node.name}")
     assert long == []
+
+
+def test_calls_have_few_arguments():
+    """Of functions; a record is made of as many fields as it has, and `op` is a public function."""
+    many = []
+    for name, tree in MODULES.items():
+        kernels = [range(node.lineno, node.end_lineno + 1) for node in ast.walk(tree) if is_kernel(node)]
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or any(node.lineno in lines for lines in kernels):
+                continue
+            called = ast.unparse(node.func).split(".")[-1]
+            passed = [x for x in node.args if not isinstance(x, ast.Starred)] + [x for x in node.keywords if x.arg]
+            if len(passed) > MOST_ARGUMENTS and called not in ("dict", "replace", "op") and not called[0].isupper():
+                many.append(f"{name}:{node.lineno} {called}")
+    assert many == []
 
 
 def test_the_picture_is_that_of_the_imports():
