@@ -44,10 +44,15 @@ class Backend:
 
     name: str
     summary: str
+    gates: tuple[str, ...] = ("none", "softplus", "lower_bound", "logsigmoid", "cumulative", "cumulative_log2")
+    """Those that its code knows; the last two are stage WY's, whose `g` is summed up."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why this backend can't run the call, or None if it can."""
         raise NotImplementedError
+
+    def _gate_obstacle(self, problem: Problem) -> str | None:
+        return None if problem.gate in self.gates else f"gate {problem.gate!r}; it knows {', '.join(self.gates)}"
 
     def drawback(self, problem: Problem, device: torch.device) -> str | None:
         """Why `auto` should rather take another backend that can run the call, or None."""
@@ -106,7 +111,9 @@ class HopperBackend(Backend):
     """Of the workspace: TMA coordinates are 32-bit."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        return self._device_obstacle(device) or self._problem_obstacle(problem)
+        return (
+            self._device_obstacle(device) or self._gate_obstacle(problem) or self._problem_obstacle(problem.in_chunks)
+        )
 
     def _device_obstacle(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -155,16 +162,12 @@ class HopperBackend(Backend):
         if problem.state_dtype != torch.bfloat16 or not problem.state_v_first:
             layout = "V" if problem.state_v_first else "K"
             return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
-        if obstacle := self._head_obstacle(problem):
-            return obstacle
-        if problem.requires_grad:
-            return "an input requires grad; it has gradients in chunks only"
-        return None
+        return self._head_obstacle(problem)
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:
         from .hopper.build import build
 
-        return build(problem, t)
+        return build(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
         from .hopper.segments import SPLIT_COSTS, room
@@ -189,10 +192,12 @@ class TritonBackend(Backend):
                 return "no NVIDIA GPU on this machine"
             if capability < self.MIN_CAPABILITY:
                 return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
+        if obstacle := self._gate_obstacle(problem):
+            return obstacle
         if problem.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"
-        if problem.requires_grad and problem.operation != "chunk":
-            return "an input requires grad and this backend has gradients in chunks only"
+        if device.type == "cpu" and problem.dtype == torch.bfloat16:
+            return "the interpreter multiplies bfloat16 wrongly; it takes float16 and float32 there"
         return None
 
     def drawback(self, problem: Problem, device: torch.device) -> str | None:
@@ -201,7 +206,7 @@ class TritonBackend(Backend):
     def build(self, problem: Problem, t: Tensors) -> Runnable:
         from .triton.build import build  # decorated kernels read TRITON_INTERPRET when first imported
 
-        return build(problem, t)
+        return build(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
         from .program.launch import capability, sm_count

@@ -48,6 +48,14 @@ def test_gradients_are_those_of_the_reference(case: Case, dtype: torch.dtype, ba
     hold(call, grads, found)
 
 
+@pytest.mark.parametrize("case", CASES[:4], ids=case_id)
+def test_token_by_token_gradients_are_those_of_the_chunks(case: Case, backend: str):
+    call = gpu_call(fd.fused_recurrent_kda, case, backend=backend)
+    grads = incoming(call)
+    found, want = (gradients(call, *grads, op=op) for op in (fd.fused_recurrent_kda, fd.chunk_kda))
+    assert all(torch.equal(found[name], x) for name, x in want.items())
+
+
 @pytest.mark.parametrize("case", CASES[:3], ids=case_id)
 def test_gradients_repeat_to_the_bit(case: Case, backend: str):
     call = gpu_call(fd.chunk_kda, case, backend=backend)

@@ -10,7 +10,7 @@ import torch
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENGTH_CASES, STATE_CASES, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import poisoned_memory
+from flashdelta.testing.oracle import as_recurrent, poisoned_memory
 from flashdelta.triton import gradients as kernels
 from flashdelta.triton import wy
 
@@ -88,6 +88,13 @@ def test_gradients_are_those_of_the_reference(case: Case):
     tolerance = 5e-3 if case.state == BF16 else TOLERANCE
     others = LARGE_STEPS if case.hard == "raw_1000" and case.gate == "softplus" else {}
     assert_gradients(found, true_gradients(call, *grads), tolerance, **others)
+
+
+def test_token_by_token_gradients_are_those_of_the_chunks():
+    call = as_recurrent(make_call(KINDS["packed"])) | {"backend": "triton"}
+    grads = incoming(call)
+    found, want = (gradients(call, *grads, op=op) for op in (fd.fused_recurrent_kda, fd.chunk_kda))
+    assert all(torch.equal(found[name], x) for name, x in want.items())
 
 
 @pytest.mark.parametrize("name", ["bounded", "softplus", "gva2", "packed", "chunk32"])

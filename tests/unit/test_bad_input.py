@@ -114,15 +114,6 @@ def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, 
         fd.chunk_kda(**good_call(fd.chunk_kda, "plain") | changes, backend="triton")
 
 
-@pytest.mark.parametrize("name", ["q", "beta", "dt_bias", "initial_state"])
-def test_backend_refuses_gradients_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # or it would refuse the CPU first; no kernel is reached
-    call = good_call(fd.fused_recurrent_kda, "state")
-    call[name] = call[name].requires_grad_()
-    with pytest.raises(ValueError, match=r"^backend: got 'triton', wanted .*requires grad.*in chunks only"):
-        fd.fused_recurrent_kda(**call, backend="triton")
-
-
 # ---- values on the device ------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,8 @@ def chunk_bwd_wy_dqkg(
         chunk_size: 32 or 64 tokens.
         state_v_first: `h` and `dh` are `[.., V, K]`.
         use_exp2: g is in base 2.
-        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; `"auto"` is the first that can run the call.
+        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; `"auto"` is the first that can run the call. `"hopper"`
+            takes A, h and dh in bfloat16 alone: with others `"auto"` is `"triton"`, slower on Hopper. `explain` says which.
 
     Returns:
         `(dq, dk, dv, dbeta, dg, dA)`: `dq, dk, dg [B, T, HV, K]`, `dbeta [B, T, HV]` and `dA [B, T, HV, chunk_size]` in float32

@@ -27,6 +27,16 @@ def is_plain(x: Tensor) -> bool:
     return type(x) in PLAIN
 
 
+def is_negative(x: Tensor) -> bool:
+    """Whether `x` stands for the negative of its memory, as `z.conj().imag` does. A traced call never sees that."""
+    return not torch.compiler.is_compiling() and x.is_neg()
+
+
+def resolved(x: Tensor) -> Tensor:
+    """`x` as memory has it."""
+    return x.resolve_neg() if is_negative(x) else x
+
+
 # ---- options ------------------------------------------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
@@ -318,12 +328,17 @@ class Operation:
         present = self._check_shapes(call, sizes)
         self._check_dtypes_and_devices(call, present)
         for argument, x in present:
+            if argument.written and is_negative(x):
+                raise wrong(
+                    self.name_of(argument.role), "a view with the negative bit", "memory to be written as it is"
+                )
             if argument.dense or argument.written:
                 check_strides(self.name_of(argument.role), x, argument.dense, argument.written)
         self.check_overlaps(vars(call))
         if torch.is_grad_enabled():
             self._check_gradients(call, present)
-        t = _canonical_shapes(Tensors(**{argument.role: x for argument, x in present if argument.role in NO_TENSORS}))
+        tensors = {argument.role: resolved(x) for argument, x in present if argument.role in NO_TENSORS}
+        t = _canonical_shapes(Tensors(**tensors))
         problem, t = self.problem(call, t)
         if device_checks.enabled():
             device_checks.check(problem, t, self.name_of)

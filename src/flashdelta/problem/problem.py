@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -205,6 +205,13 @@ class Problem(Settings):
     def keeps(self) -> bool:
         """Whether the forward leaves what its backward pass would compute again."""
         return self.requires_grad and self.disable_recompute
+
+    @property
+    def in_chunks(self) -> Problem:
+        """As kernels run it: they have gradients in chunks, and with those `fused_recurrent_kda` is `chunk_kda`."""
+        if self.operation == "recurrent" + BACKWARD or (self.operation == "recurrent" and self.requires_grad):
+            return replace(self, operation=self.operation.replace("recurrent", "chunk"))
+        return self
 
     @property
     def lowest_index(self) -> int:

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..problem import device_checks
 from ..problem.arguments import PLAIN
@@ -43,8 +44,9 @@ class LaunchCache(Generic[E]):
         where there is none).
 
         A call may not be kept that is traced, checked on the host, or not on a GPU, nor one with arguments that are no plain
-        tensors, or have no memory of their own (sparse ones, those inside `torch.vmap`)."""
-        if device_checks.ENABLED or torch.compiler.is_compiling():
+        tensors, have no memory of their own (sparse ones, those inside `torch.vmap`), may have a forward-mode tangent, or stand
+        for the negative of their memory."""
+        if device_checks.ENABLED or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
             return None, None, []
         grad = torch.is_grad_enabled()
         found: list[object] = [kind, options, grad]
@@ -54,7 +56,7 @@ class LaunchCache(Generic[E]):
                 if x is None:
                     found.append(None)
                     addresses.append(0)
-                elif type(x) in PLAIN:
+                elif type(x) in PLAIN and not x.is_neg():
                     # flat, and the device as a number: all this is most of the host time of a repeated call
                     index, address = x.get_device(), x.data_ptr()
                     found += x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15

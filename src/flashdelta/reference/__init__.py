@@ -29,7 +29,15 @@ class Computation:
         self.function, self.problem, self.t = function, problem, t
 
     def run(self, record: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
-        return self.function(self.problem, self.t)
+        with _full_precision(self.t.device):
+            return self.function(self.problem, self.t)
+
+
+def _full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Float32 means float32: autocast would run matrix products in 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def build(problem: Problem, t: Tensors) -> Computation:

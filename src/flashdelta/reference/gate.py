@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from ..problem.problem import Problem, Tensors
+from .sequences import token_sequences
 
 L2_EPS = 1e-6
 
@@ -30,7 +33,9 @@ def log_decay(problem: Problem, t: Tensors) -> torch.Tensor:
         x = x + t.dt_bias.to(x.dtype)
     if problem.gate == "softplus":
         return -rate * F.softplus(x)
-    return problem.lower_bound * torch.sigmoid(rate * x)
+    if problem.gate == "lower_bound":
+        return problem.lower_bound * torch.sigmoid(rate * x)
+    raise NotImplementedError(problem.gate)
 
 
 def beta_of(problem: Problem, t: Tensors) -> torch.Tensor:
@@ -49,8 +54,19 @@ def l2_normalize(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
+def without_strays(problem: Problem, t: Tensors) -> Tensors:
+    """With zeros for tokens of no sequence. They may hold anything, and a NaN there would reach the gradients of the gate's
+    parameters: zero times NaN is NaN."""
+    if not problem.packed or problem.N == 0:
+        return t
+    valid = token_sequences(problem, t).valid[None, :, None]
+    wide = {role: torch.where(valid[..., None], getattr(t, role), 0) for role in ("q", "k", "v", "g")}
+    return replace(t, **wide, beta=torch.where(valid, t.beta, 0))
+
+
 def elementwise_inputs(problem: Problem, t: Tensors) -> tuple[torch.Tensor, ...]:
     """`q` (normalised, scaled), `k` (normalised), `v`, log decay and beta, in the compute dtype, all with HV heads."""
+    t = without_strays(problem, t)
     dtype = compute_dtype(problem)
     q, k, v = t.q.to(dtype), t.k.to(dtype), t.v.to(dtype)
     if problem.l2norm:

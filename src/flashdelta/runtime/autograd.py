@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..backends import Backend, Recording
+from ..problem.arguments import resolved
 from ..problem.problem import BACKWARD, INPUTS, Problem, Tensors
 from ..program.cache import LaunchCache
 
@@ -96,6 +97,7 @@ class _ChunkKda(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor | None) -> tuple:
         call, kept = ctx.call
+        grad_o, grad_final = resolved(grad_o), None if grad_final is None else resolved(grad_final)
         # given back with the first backward pass: a second one computes it again
         again = dict(kept)
         kept.clear()

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import backends
 from ..problem.arguments import Operation, is_plain
 from ..problem.problem import INPUTS, Problem, Tensors
 from ..program.cache import Key, LaunchCache
 from . import autograd, torch_ops
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Inside `torch.func.grad`, `vjp`, `vmap` and so on, whose work must go through the dispatcher, too."""
 
 CACHE: LaunchCache[Any] = LaunchCache()
 
@@ -44,7 +48,12 @@ class Call:
         """A call unlike earlier ones."""
         problem, t = self.operation.check(given)
         backend = backends.choose(problem, t.device, given["backend"])
-        if torch.compiler.is_compiling() or not all(map(is_plain, t.present().values())):
+        tracing = torch.compiler.is_compiling()
+        if not tracing and backend.name != "reference":
+            self.refuse_tangents(t)
+        if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
+            return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
+        if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             return torch_ops.call(problem, t, backend.name)
         if problem.requires_grad:
@@ -57,6 +66,13 @@ class Call:
             program.recorded.pairs, program.recorded.refuse = self.pairs, self.refuse
             CACHE.keep(key, program.recorded)
         return results
+
+    def refuse_tangents(self, t: Tensors) -> None:
+        """Of forward-mode derivatives, which only the reference has."""
+        for role, x in t.present().items() if forward_ad._current_level >= 0 else ():
+            if forward_ad.unpack_dual(x).tangent is not None:
+                name, wanted = self.operation.name_of(role), 'none (backend="reference" has forward-mode gradients)'
+                raise ValueError(f"{name}: got a tensor with a forward-mode tangent, wanted {wanted}")
 
     def refuse(self, tensors: Sequence[Tensor | None]) -> None:
         """Of a call whose tensors overlap: says which."""

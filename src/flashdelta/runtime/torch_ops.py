@@ -102,7 +102,8 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
         options = dict(scale=problem.scale, gate=problem.gate, precision=problem.precision, backend=backend)
         return dict(zip(problem.results(), torch.ops.kda_prefill.forward(*rows, problem.chunk_size, **options)))
     operator = operator_of(problem, t)
-    found = operator.call(*operator.arguments(problem, t, backend))
+    transformed = operator is FORWARD and torch._C._are_functorch_transforms_active()
+    found = (_Transformed.apply if transformed else operator.call)(*operator.arguments(problem, t, backend))
     results = dict(zip(operator.results, found if operator.results else ()))
     if t.out is not None:
         results["o"] = t.out
@@ -114,23 +115,23 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
 torch.library.define(
     "flashdelta::kda_backward",
     f"(Tensor grad_o, Tensor grad_final, {', '.join(f'Tensor{chr(63) * (r not in REQUIRED)} {r}' for r in INPUTS)}, {SCHEMA})"
-    " -> Tensor[]",
+    f" -> ({', '.join(f'Tensor d{role}' for role in GRADIENTS)})",
 )
 
 
 @torch.library.impl("flashdelta::kda_backward", "default")
-def _backward(grad_o: Tensor, grad_final: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward(grad_o: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     problem, t, backend = FORWARD.unpacked(arguments)
     problem, t = replace(problem, operation=problem.operation + BACKWARD), replace(t, do=grad_o, dht=grad_final)
     grads = backends.choose(problem, t.device, backend).build(problem, t).run()
-    return [grads[role].contiguous() if role in grads else t.q.new_empty(0) for role in GRADIENTS]
+    return tuple(grads[role].contiguous() if role in grads else t.q.new_empty(0) for role in GRADIENTS)
 
 
 @torch.library.register_fake("flashdelta::kda_backward")
-def _backward_fake(grad_o: Tensor, grad_final: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward_fake(grad_o: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     _, t, _ = FORWARD.unpacked(arguments)
     inputs = (getattr(t, role) for role in GRADIENTS)
-    return [t.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+    return tuple(t.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -142,9 +143,45 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 def _differentiate(ctx: Any, grad_o: Tensor, grad_final: Tensor, grad_h: Tensor | None) -> tuple:
     saved = iter(ctx.saved_tensors)
     arguments = [next(saved) if is_tensor else x for x, is_tensor in zip(ctx.arguments, ctx.is_tensor)]
-    grads = torch.ops.flashdelta.kda_backward(grad_o, grad_final, *arguments)
+    transformed = torch._C._are_functorch_transforms_active()
+    backward = _TransformedBackward.apply if transformed else torch.ops.flashdelta.kda_backward
+    grads = backward(grad_o, grad_final, *arguments)
     found = [x if is_tensor else None for x, is_tensor in zip(grads, ctx.is_tensor)]
     return (*found, *[None] * (len(arguments) - len(found)))
 
 
+def _differentiate_again(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad"
+    )
+
+
 torch.library.register_autograd("flashdelta::kda_forward", _differentiate, setup_context=_save_inputs)
+torch.library.register_autograd("flashdelta::kda_backward", _differentiate_again)
+
+# The same inside transforms of `torch.func`, which know nothing of `register_autograd`.
+
+
+class _Transformed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return FORWARD.call(*arguments)
+
+    setup_context = staticmethod(_save_inputs)
+    backward = staticmethod(_differentiate)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.flashdelta.kda_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        pass
+
+    backward = staticmethod(_differentiate_again)

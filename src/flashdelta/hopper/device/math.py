@@ -75,7 +75,9 @@ def gate_unit(rate, lower_bound, GATE: gl.constexpr):
         return -rate
     elif GATE == "logsigmoid":
         return -1.0
-    return LOG2E
+    else:
+        gl.static_assert(GATE == "none", "a gate that kernels do not know")
+        return LOG2E
 
 
 @gluon.jit
@@ -87,7 +89,9 @@ def gate(x, bias, rate, GATE: gl.constexpr):
         return softplus_log2(x + bias)
     elif GATE == "logsigmoid":
         return softplus_log2(-x)
-    return x
+    else:
+        gl.static_assert(GATE == "none", "a gate that kernels do not know")
+        return x
 
 
 @gluon.jit
@@ -109,6 +113,7 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
         of_x = sigmoid(-x) * grad
         of_A = of_x * 0.0
     else:
+        gl.static_assert(GATE == "none", "a gate that kernels do not know")
         of_x = grad
         of_A = grad * 0.0
     return of_x, of_A
@@ -120,6 +125,8 @@ def beta_value(x, BETA: gl.constexpr):
         x = sigmoid(x)
     elif BETA == "double_logit":
         x = 2.0 * sigmoid(x)
+    else:
+        gl.static_assert(BETA == "value", "a kind of beta that kernels do not know")
     return x
 
 

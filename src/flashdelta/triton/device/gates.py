@@ -37,7 +37,9 @@ def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
         return sigmoid(x * rate) * lower_bound * LOG2E
     elif GATE == "logsigmoid":
         return -softplus_log2(-x)
-    return x * LOG2E
+    else:
+        tl.static_assert(GATE == "none", "a gate that kernels do not know")
+        return x * LOG2E
 
 
 @triton.jit
@@ -54,6 +56,7 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
         dx = sigmoid(-x) * grad
         dA_log = dx * 0.0
     else:
+        tl.static_assert(GATE == "none", "a gate that kernels do not know")
         dx = grad
         dA_log = grad * 0.0
     return dx, dA_log
@@ -66,6 +69,8 @@ def beta_of(x, BETA: tl.constexpr):
         x = sigmoid(x)
     elif BETA == "double_logit":
         x = 2.0 * sigmoid(x)
+    else:
+        tl.static_assert(BETA == "value", "a kind of beta that kernels do not know")
     return x
 
 
@@ -78,4 +83,6 @@ def beta_gradient(x, grad, BETA: tl.constexpr):
     elif BETA == "double_logit":
         s = sigmoid(x)
         grad *= 2.0 * s * (1.0 - s)
+    else:
+        tl.static_assert(BETA == "value", "a kind of beta that kernels do not know")
     return grad

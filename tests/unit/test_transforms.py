@@ -1,0 +1,199 @@
+"""Calls inside what PyTorch does around them: autocast, views with the negative bit, `torch.func`, forward-mode AD."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import flashdelta as fd
+from flashdelta.backends import HopperBackend, TritonBackend, judge
+from flashdelta.program.cache import LaunchCache
+from flashdelta.reference import gate as reference_gate
+from flashdelta.runtime import torch_ops
+from flashdelta.runtime.call import check
+
+both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+L2NORM = {"use_qk_l2norm_in_kernel": True}
+
+
+def call(T: int = 20, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, T, 2, 32, dtype=dtype) for _ in "qkv")
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": -torch.rand(1, T, 2, 32, dtype=dtype),
+        "beta": torch.rand(1, T, 2, dtype=dtype),
+    }
+
+
+def total(op: Callable, given: dict, **changed: Tensor) -> Tensor:
+    return op(**given | changed, **L2NORM)[0].sum()
+
+
+def gradient(op: Callable, given: dict, name: str) -> Tensor:
+    x = given[name].clone().requires_grad_()
+    return torch.autograd.grad(total(op, given, **{name: x}), x)[0]
+
+
+@both
+def test_tokens_of_no_sequence_do_not_reach_gradients(op: Callable):
+    given = call(40, torch.float64) | {"cu_seqlens": torch.tensor([0, 10, 30])}
+    parameters = {"A_log": torch.zeros(2, dtype=torch.float64), "dt_bias": torch.zeros(2, 32, dtype=torch.float64)}
+    options = {"use_gate_in_kernel": True, **L2NORM}
+
+    def grads(filler: float) -> dict[str, Tensor]:
+        leaves = {name: x.clone() for name, x in (given | parameters).items() if name != "cu_seqlens"}
+        for x in leaves.values():
+            if x.dim() > 2:
+                x[:, 30:] = filler
+        for x in leaves.values():
+            x.requires_grad_()
+        o, _ = op(**leaves, cu_seqlens=given["cu_seqlens"], **options)
+        o[:, :30].square().sum().backward()
+        return {name: x.grad for name, x in leaves.items()}
+
+    clean, spoilt = grads(0.0), grads(torch.nan)
+    for name, x in spoilt.items():
+        assert torch.equal(x, clean[name]), name
+        if x.dim() > 2:
+            assert x[:, 30:].eq(0).all(), name
+
+
+@both
+def test_autocast_leaves_the_reference_alone(op: Callable):
+    given = call()
+    want, wanted = total(op, given), gradient(op, given, "k")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(total(op, given), want)
+        assert torch.equal(gradient(op, given, "k"), wanted)
+
+
+NEGATIVE = {
+    "_neg_view": lambda x: torch._neg_view(-x),
+    "conj": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", ["q", "v", "g", "beta"])
+@pytest.mark.parametrize("view", NEGATIVE)
+@both
+def test_views_with_the_negative_bit_are_read_with_their_sign(op: Callable, name: str, view: str):
+    given = call()
+    x = NEGATIVE[view](given[name])
+    assert x.is_neg() and torch.equal(x, given[name])
+    assert torch.equal(total(op, given, **{name: x}), total(op, given))
+
+
+def test_a_gradient_with_the_negative_bit_is_read_with_its_sign():
+    given = call()
+    q = given["q"].clone().requires_grad_()
+    o, _ = fd.chunk_kda(**given | {"q": q})
+    do = torch.randn_like(o)
+    want = torch.autograd.grad(o, q, do, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(o, q, torch._neg_view(-do))[0], want)
+
+
+def test_a_view_with_the_negative_bit_is_not_written():
+    given = call()
+    with pytest.raises(ValueError, match="out: got a view with the negative bit, wanted memory to be written as it is"):
+        fd.chunk_kda(**given, out=torch._neg_view(torch.zeros_like(given["v"])))
+
+
+def test_the_launch_cache_takes_no_negative_and_no_dual_tensors(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    cache, x = LaunchCache(), torch.zeros(4)
+    assert cache.find("call", (x,))[1] is not None
+    assert cache.find("call", (torch._neg_view(x),))[1] is None
+    with forward_ad.dual_level():
+        assert cache.find("call", (forward_ad.make_dual(x, x),))[1] is None
+
+
+@both
+def test_functional_transforms(op: Callable):
+    """`grad`, `vjp`, `vmap`, `jvp` and gradients of gradients, by the reference."""
+    given = call()
+    q, want = given["q"], gradient(op, given, "q")
+
+    def of(q: Tensor) -> Tensor:
+        return total(op, given, q=q)
+
+    torch.testing.assert_close(torch.func.grad(of)(q), want)
+    torch.testing.assert_close(torch.func.vjp(of, q)[1](torch.ones(()))[0], want)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(of))(torch.stack([q, q])), torch.stack([want, want]))
+    value, tangent = torch.func.jvp(lambda v: total(op, given, v=v), (given["v"],), (given["v"],))
+    torch.testing.assert_close(tangent, value)  # it is linear in v
+    # the L2 norm makes the gradient along q zero everywhere, so its derivative, too: H q + gradient = 0
+    curvature = torch.func.grad(lambda x: (torch.func.grad(of)(x) * q).sum())(q)
+    torch.testing.assert_close(curvature, -want, atol=1e-5, rtol=1e-4)
+
+
+def test_functional_transforms_by_the_operators():
+    """As kernels run there."""
+    given = call()
+    q, want = given["q"], gradient(fd.chunk_kda, given, "q")
+
+    def of(q: Tensor) -> Tensor:
+        problem, t = check(fd.chunk_kda, **given | {"q": q}, **L2NORM)
+        return torch_ops.call(problem, t, "reference")["o"].sum()
+
+    torch.testing.assert_close(torch.func.grad(of)(q), want)
+    torch.testing.assert_close(torch.func.vjp(of, q)[1](torch.ones(()))[0], want)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(of))(torch.stack([q, q])), torch.stack([want, want]))
+    with pytest.raises(NotImplementedError, match="gradients of gradients: kernels have none"):
+        torch.func.grad(lambda q: torch.func.grad(of)(q).sum())(q)
+
+
+def test_kernels_refuse_forward_mode_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flashdelta.backends.interpreting", lambda: True)
+    given = call() | {"backend": "triton"}
+    wanted = re.escape('v: got a tensor with a forward-mode tangent, wanted none (backend="reference" has forward-mode')
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=wanted):
+        fd.chunk_kda(**given | {"v": forward_ad.make_dual(given["v"], given["v"])})
+    with pytest.raises(ValueError, match=wanted):
+        torch.func.jvp(lambda v: total(fd.chunk_kda, given, v=v), (given["v"],), (given["v"],))
+
+
+def test_forward_mode_of_the_reference():
+    given = call()
+    with forward_ad.dual_level():
+        o = total(fd.chunk_kda, given, v=forward_ad.make_dual(given["v"], given["v"]))
+        value, tangent = forward_ad.unpack_dual(o)
+    torch.testing.assert_close(tangent, value)
+
+
+def test_the_recurrence_has_the_gradients_of_the_chunk_form():
+    """Kernels have gradients in chunks; the token recurrence with gradients is a call in chunks to them."""
+    given = call(dtype=torch.bfloat16) | {"backend": "reference"}
+    plain, _ = check(fd.fused_recurrent_kda, **given)
+    given["q"] = given["q"].requires_grad_()
+    problem, t = check(fd.fused_recurrent_kda, **given)
+    assert plain.in_chunks is plain and problem.operation == "recurrent" and problem.in_chunks.operation == "chunk"
+    for backend in (HopperBackend(), TritonBackend()):
+        assert backend.obstacle(problem, t.device) == backend.obstacle(problem.in_chunks, t.device)
+    assert "grad" not in "".join(verdict.reason for verdict in judge(problem, t.device))
+
+
+def test_a_gate_that_nobody_knows_is_taken_by_nobody(monkeypatch: pytest.MonkeyPatch):
+    problem, t = check(fd.chunk_kda, **call(), backend="reference")
+    problem = replace(problem, gate="tanh")
+    for backend in (HopperBackend(), TritonBackend()):
+        monkeypatch.setattr(type(backend), "_device_obstacle", lambda self, device: None, raising=False)
+        monkeypatch.setattr("flashdelta.backends.interpreting", lambda: True)
+        assert backend.obstacle(problem, t.device).startswith("gate 'tanh'; it knows none, softplus,")
+    with pytest.raises(NotImplementedError, match="tanh"):
+        reference_gate.log_decay(problem, t)
+
+
+def test_the_interpreter_declines_bfloat16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flashdelta.backends.interpreting", lambda: True)
+    given = call(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="triton: the interpreter multiplies bfloat16 wrongly"):
+        fd.chunk_kda(**given, backend="triton")
