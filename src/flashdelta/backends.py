@@ -270,8 +270,8 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
     """
-    if name != "auto":
-        backend = next((b for b in BACKENDS if b.name == name), None)
+    if not isinstance(name, str) or name != "auto":
+        backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
         if backend is None:
             raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
         obstacle = backend.obstacle(problem, device)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -172,7 +173,7 @@ REFUSED = {
         bad("-5.5", "a float in [-5, 0)", lower_bound=-5.5),
         bad("0.0", "a float in [-5, 0)", lower_bound=0.0),
         bad("1", "a float in [-5, 0)", lower_bound=1),
-        bad("nan", "a float in [-5, 0)", lower_bound=float("nan")),
+        bad("nan", "a finite float", lower_bound=float("nan")),
         bad("'gelu'", "...'lower_bound'", gate="gelu"),
         bad("'cuda'", "...'reference'", backend="cuda"),
         bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
@@ -191,6 +192,8 @@ REFUSED = {
         mistyped("'-5' (str)", "a float or None", lower_bound="-5"),
         mistyped("True (bool)", "a float or None", lower_bound=True),
         mistyped("tensor([0.]) (Tensor)", "a float or None", scale=zeros(1)),
+        *(bad(f"{scale}", "a finite float or None", scale=scale) for scale in (float("nan"), float("-inf"))),
+        bad("an int beyond floats", "a finite float or None", scale=10**400),
         *no_flags("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
         *no_flags("allow_neg_eigval", "state_v_first"),
         *no_tensors("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
@@ -220,7 +223,10 @@ REFUSED = {
         bad("shape [2, 2, 32, 64]", "... [1, 2, 32, 64]", initial_state=zeros(2, 2, 32, 64)),
         bad("shape [1, 2, 64, 32]", "[N, HV, K, V]", initial_state=zeros(1, 2, 64, 32)),
         bad("shape [2, 32, 64]", "... [1, 2, 32, 64]", initial_state=zeros(2, 32, 64)),
-        bad("'none' with use_gate_in_kernel=True", "one of the two", gate="none"),
+        *(
+            bad("a gate without parameters with use_gate_in_kernel=True", "one of the two", of="gate", gate=gate)
+            for gate in ("none", "logsigmoid")
+        ),
         bad("a tensor with a gate that does not read it", "None", of="A_log", use_gate_in_kernel=False),
         shared("v", out=lambda c: c["v"]),
         shared("v", out=lambda c: c["v"].view(1, 70, 2, 64)[:, :]),
@@ -291,6 +297,7 @@ REFUSED = {
         bad("a tensor without state_pool", "state_pool too", checkpoint_indices=offsets(1)),
         mistyped("dtype torch.float32", "int32 or int64", cu_seqlens_cpu=zeros(2), cu_seqlens=offsets(0, 70)),
         mistyped("2.0 (float)", "'auto'", split=2.0),
+        mistyped("array([1, 2]) (ndarray)", "'auto'", split=np.array([1, 2])),
         mistyped("64.0 (float)", "an int", chunk_size=64.0),
         *no_flags("batch_invariant"),
         *no_flags("safe_gate", "disable_recompute", "return_intermediate_states", value=None),
@@ -305,6 +312,8 @@ REFUSED = {
         bad("shape [2]", "[N + 1] = [6]", cu_seqlens_cpu=offsets(0, 70)),
         bad("[147, 82, 81,", cu_seqlens_cpu=offsets(147, 82, 81, 17, 17, 0)),
         *no_tensors("cu_seqlens_cpu"),
+        mistyped("dtype torch.complex64", "int32 or int64", cu_seqlens_cpu=zeros(6, dtype=torch.complex64)),
+        mistyped("a sparse_coo tensor", "a dense", cu_seqlens_cpu=lambda c: c["cu_seqlens_cpu"].to_sparse()),
     ],
     # ---- state pools
     (FORWARD, "pool"): [
@@ -479,6 +488,8 @@ REFUSED = {
         bad("shape [1, 3, 384]", "... rank 2", mixed_qkv=zeros(1, 3, 384)),
         bad("shape [3, 383]", "... K = 32 and HV * V = 256", mixed_qkv=zeros(3, 383)),
         bad("shape [3, 256]", "[N, 2 * H * K", mixed_qkv=zeros(3, 256)),
+        mistyped("dtype torch.int32", "bfloat16, float16", mixed_qkv=lambda c: c["mixed_qkv"].int()),
+        bad("a tensor that requires grad", mixed_qkv=lambda c: c["mixed_qkv"].clone().requires_grad_()),
         bad("shape [3, 127]", "[N, HV * K] = [3, 128]", g=zeros(3, 127)),
         bad("shape [2, 4]", "[N, HV] = [3, 4]", beta=zeros(2, 4)),
     ],
@@ -496,6 +507,9 @@ REFUSED = {
         bad("device meta", "initial_state's device cpu", num_accepted_tokens=offsets(1, 1, 1, 1).to("meta")),
         bad("strides (0, 32, 4, 1)", "... overlap", initial_state=zeros(1, 2, 8, 4).expand(6, 2, 8, 4)),
         shared("intermediate_states", initial_state=lambda c: c["intermediate_states"][:, 0]),
+        bad("shape [6, 0, 2, 8, 4]", "states of 1 to 8 tokens", intermediate_states=zeros(6, 0, 2, 8, 4)),
+        bad("shape [6, 9, 2, 8, 4]", "states of 1 to 8 tokens", intermediate_states=zeros(6, 9, 2, 8, 4)),
+        mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(6, 2, 8, 4, dtype=FP16)),
         bad("'hopper'", "one that can run this call", backend="hopper"),
         *no_tensors("initial_state"),
         mistyped("NoneType", "a torch.Tensor", num_accepted_tokens=None),
@@ -558,6 +572,9 @@ REFUSED = {
 }
 
 REFUSED_ON_REQUEST = {
+    (CHUNK, "host offsets"): [
+        bad("[0, 17, 18, 81, 82, 147]", "cu_seqlens' offsets", cu_seqlens_cpu=offsets(0, 17, 18, 81, 82, 147)),
+    ],
     (FORWARD, "offsets"): [
         bad("first offset 3", "0", cu_seqlens=offsets(3, 40, 70)),
         bad("first offset -4", "0", cu_seqlens=offsets(-4, 40, 70)),

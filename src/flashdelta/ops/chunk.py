@@ -73,7 +73,7 @@ def chunk_kda(
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
             `lower_bound` needs no promise, and the unbounded `softplus` gate heeds none. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
-        disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, pseudo-values: in 16 bits
+        disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. A call
             with gradients then splits no sequence. Traced calls (`torch.compile`) and the reference compute it again.
         return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable.
@@ -85,9 +85,9 @@ def chunk_kda(
         cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length, and a call
             in which no sequence is long enough to be split leaves out the kernels that would find that out (as does a graph of
             it).
-        A_log: `[HV]` or `[1, 1, HV, 1]`, float32. Read by the gates `softplus` (required) and `lower_bound`; refused with
-            others, which would ignore it.
-        dt_bias: `[HV * K]` or `[HV, K]`, float32. Read by the same gates.
+        A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
+            refused with others, which would ignore it.
+        dt_bias: `[HV * K]` or `[HV, K]`, float32 or dtype of q. Read by the same gates.
         chunk_size: 32 or 64 tokens.
         gate: names the gate directly: `"none"` (g is the log decay), `"softplus"`: `-exp(A_log) softplus(g + dt_bias)`,
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.

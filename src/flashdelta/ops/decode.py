@@ -91,7 +91,8 @@ def recurrent_kda(
             after each token, in row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the index the sequence
             starts from). Their dtype is the pool's.
             `commit` brings the accepted one to the pool.
-        backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
+        backend: `"auto"`, `"hopper"` (one token a sequence, states in bfloat16, V first), `"triton"` or `"reference"`; see
+            `explain`.
 
     Returns:
         `(o [B, T, HV, V], states or None)`; `o` has v's dtype. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
@@ -130,7 +131,8 @@ def commit(
     end, or a count outside `1 .. 1 + S` stores nothing. One launch, no allocation, nothing read on the host.
 
     Args:
-        initial_state: `[slots, HV, V, K]` (or K first), the pool, written in place. Slots may lie any pitch apart.
+        initial_state: `[slots, HV, V, K]` (or K first), float32 or bfloat16: the pool, written in place. Slots may lie any
+            pitch apart.
         intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. No two sequences may have the same.
         num_accepted_tokens: `[N]` int32 or int64.

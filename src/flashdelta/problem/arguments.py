@@ -6,6 +6,7 @@ An `Operation` is a table: a row for each tensor (`Argument`), a check for each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,8 +59,12 @@ def flag_or_none(name: str, value: object) -> None:
 
 
 def number_or_none(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float or None")
+    if not abs(value) <= sys.float_info.max:
+        raise wrong(name, "an int beyond floats" if isinstance(value, int) else value, "a finite float or None")
 
 
 def integer(*values: int) -> Check:
@@ -341,7 +346,7 @@ class Operation:
         t = _canonical_shapes(Tensors(**tensors))
         problem, t = self.problem(call, t)
         if device_checks.enabled():
-            device_checks.check(problem, t, self.name_of)
+            device_checks.check(problem, t, self.name_of, getattr(call, "cu_seqlens_cpu", None))
         return problem, t
 
     def _check_shapes(self, call: Any, sizes: Sizes) -> list[tuple[Argument, Tensor]]:

@@ -27,10 +27,13 @@ def enabled() -> bool:
     return ENABLED and not torch.compiler.is_compiling()
 
 
-def check(problem: Problem, t: Tensors, name_of: NameOf) -> None:
-    """Every index must be null or name a slot, no slot may be written twice, and checkpoints and counts must be possible."""
+def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor | None = None) -> None:
+    """Every index must be null or name a slot, no slot may be written twice, and checkpoints and counts must be possible.
+    `on_host`: the offsets that the host has of `cu_seqlens`."""
     if t.cu_seqlens is not None:
         _check_offsets(t.cu_seqlens, problem)
+        if on_host is not None and on_host.tolist() != t.cu_seqlens.tolist():
+            raise wrong("cu_seqlens_cpu", f"{on_host.tolist()[:8]}", f"cu_seqlens' offsets {t.cu_seqlens.tolist()[:8]}")
     lengths = [problem.T] * problem.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
     claims: dict[str, _Claims] = {
         "source_indices": _Claims(problem.lowest_index, 0 if t.source_pool is None else t.source_pool.shape[0]),
@@ -72,7 +75,7 @@ def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:
 
 
 class _Claims:
-    """Slots as they are handed out: none may be written twice, and none past the end."""
+    """Slots that a call names: none may be written twice, and none past the end."""
 
     def __init__(self, lowest: int, slots: int):
         self.lowest, self.slots = lowest, slots

@@ -70,7 +70,7 @@ def bound(name: str, value: Any) -> None:
 
 def segments(name: str, value: Any) -> None:
     wanted = "'auto', False or a number of segments, at least 1"
-    if value is False or value == "auto":
+    if value is False or (isinstance(value, str) and value == "auto"):
         return
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise mistyped(name, value, wanted)
@@ -167,8 +167,8 @@ GATE_RULES = (
     ),
     Rule(
         "gate",
-        lambda c: c.gate == "none" and c.use_gate_in_kernel,
-        "'none' with use_gate_in_kernel=True",
+        lambda c: c.gate in ("none", "logsigmoid") and c.use_gate_in_kernel,
+        "a gate without parameters with use_gate_in_kernel=True",
         "one of the two",
     ),
     Rule(
@@ -432,6 +432,8 @@ def unmixed(c: Any, sizes: Sizes) -> Any:
 
 
 def check_decode(c: Any, sizes: Sizes) -> None:
+    if "T" not in sizes:  # of mixed_qkv, before its views
+        return
     check_heads(c, sizes, DECODE_HEAD_DIMS)
     T, tokens = sizes["T"], sizes["S1"]
     # of packed sequences the lengths are device data: more tokens than there may be are not looked at
@@ -467,6 +469,8 @@ def needs_targets(c: Any) -> str | None:
 DECODE = Operation(
     "decode",
     (
+        # first: q, k and v are views of it
+        Argument("mixed_qkv", "rows_of_tokens width", INPUT),
         *TOKENS,
         *PARAMETERS,
         Argument(
@@ -483,7 +487,6 @@ DECODE = Operation(
         Argument("source_indices", "N", INDEX),
         Argument("intermediate_states", "rows S1 HV STATE", same_as_pool, dense=3, written=True),
         Argument("intermediate_indices", "N", INDEX),
-        Argument("mixed_qkv", "rows_of_tokens width", INPUT),
         OUT,
     ),
     OPTIONS,
@@ -507,8 +510,8 @@ DECODE = Operation(
 # ---- commit -------------------------------------------------------------------------------------------------------------
 
 
-def floating_point(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (torch.float32, torch.bfloat16, torch.float16, torch.float64), "float32 or bfloat16"
+def any_state(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
+    return (torch.float32, torch.bfloat16, torch.float64), "float32 or bfloat16"
 
 
 def like_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
@@ -518,6 +521,10 @@ def like_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]
 def check_commit(c: Any, sizes: Sizes) -> None:
     if math.prod(c.state_pool.shape[1:]) == 0:
         raise wrong("initial_state", shape_of(c.state_pool), "states with elements")
+    if not 1 <= c.intermediate_states.shape[1] <= DECODE_TOKENS:
+        raise wrong(
+            "intermediate_states", shape_of(c.intermediate_states), f"states of 1 to {DECODE_TOKENS} tokens a row"
+        )
 
 
 def commit_problem(c: Any, t: Tensors) -> Made:
@@ -528,7 +535,7 @@ def commit_problem(c: Any, t: Tensors) -> Made:
 COMMIT = Operation(
     "commit",
     (
-        Argument("state_pool", "slots HV V K", floating_point, required="", dense=3, written=True),
+        Argument("state_pool", "slots HV V K", any_state, required="", dense=3, written=True),
         Argument("intermediate_states", "rows tokens HV V K", like_pool, required="", dense=3),
         Argument("state_indices", "N", INDEX, required=""),
         Argument("num_accepted_tokens", "N", INDEX, required=""),
@@ -631,3 +638,7 @@ WY = Operation(
     canonical=with_chunk_size,
     no_gradients="this is a backward pass: it has none",
 )
+
+
+BY_NAME = {operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT)}
+"""Those that write tensors of the caller's."""

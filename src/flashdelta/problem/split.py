@@ -118,16 +118,18 @@ def gains(longest: int, together: int, room: int, costs: SplitCosts) -> bool:
     return parts_that_pay(longest, together, room, costs) > 1
 
 
-def known_lengths(offsets: object, chunk_size: object, q: object) -> tuple[int, int] | None:
+def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | None:
     """Of sequences whose offsets the host has: a bound from above on the chunks of the longest, and one from below on those of
     all; zeros if it has none. Powers of two, so that not every batch is a kind of call of its own. None for offsets that
     can't be those of tensors like `q`. Any object may be passed: what is no tensor of offsets is for the validation to
     refuse."""
-    if not isinstance(offsets, torch.Tensor) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(offsets) is not torch.Tensor or offsets.layout is not torch.strided:
         return 0, 0
-    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0:
+    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_nested:
         return 0, 0
-    if not isinstance(q, torch.Tensor) or q.dim() != 4 or type(chunk_size) is not int or chunk_size <= 0:
+    if offsets.dtype not in (torch.int32, torch.int64) or type(chunk_size) is not int or chunk_size <= 0:
+        return 0, 0
+    if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         return 0, 0
     values = offsets.tolist()
     chunks = [-(-(end - begin) // chunk_size) for begin, end in itertools.pairwise(values)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..problem.operations import BY_NAME
 from ..problem.problem import BACKWARD, INPUTS, SETTINGS, Problem, Tensors, problem_of
 
 GRADIENTS = INPUTS[:-1]
@@ -36,7 +37,7 @@ class Operator:
     """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
 
     def __init__(self, name: str, roles: tuple[str, ...], results: tuple[str, ...], writes: tuple[str, ...] = ()):
-        self.roles, self.results = roles, results
+        self.roles, self.results, self.writes = roles, results, writes
         kinds = {role: f"Tensor({chr(97 + i)}!)" for i, role in enumerate(writes)}
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in REQUIRED else '?'} {role}" for role in roles)
         returns = ", ".join(f"Tensor {result}" for result in results)
@@ -58,6 +59,8 @@ class Operator:
 
     def run(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
+        if self.writes:  # while a call is traced, no tensor has memory that could be shared
+            BY_NAME[problem.operation].check_overlaps(vars(t))
         found = backends.choose(problem, t.device, backend).build(problem, t).run()
         return self.returned({name: x for name, x in found.items() if x is not t.out}, t)
 
