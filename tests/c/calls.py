@@ -53,7 +53,11 @@ def main() -> None:
         second = wanted.get("stream", 0)
         if wanted["op"].endswith("_workspace"):
             second = None if wanted.get("no_result") else ctypes.byref(found)
+        if "context" in wanted:
+            driver.fake_use_context(wanted["context"])
         statuses = {function(given, second) for _ in range(wanted.get("repeats", 1))}
+        if wanted.get("destroys"):
+            driver.fake_destroy_context(wanted["context"])
         message = library.functions.fd_last_error().decode()
         names = sorted(bindings.STATUS[status] for status in statuses)
         outcomes[i] = {"status": ", ".join(names), "message": message, "bytes": found.value}

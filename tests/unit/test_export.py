@@ -420,6 +420,36 @@ def test_every_stream_has_a_graph_and_the_oldest_goes(exported: Export):
     assert found.counts == {"load": 3, "graph": 81, "set": 0, "destroy": 81 - 64}
 
 
+def test_a_context_that_fills_its_graphs_leaves_others_theirs(exported: Export):
+    """The first evicts graphs of its own alone, the second has as many of its own."""
+    first = [task("prefill_f32", stream=0x1000 * (i + 1), repeats=3) | {"context": 0} for i in range(80)]
+    second = [one | {"context": 1} for one in first]
+    last = [one | {"repeats": 1} for one in (first[-1], first[0], second[-1], second[0])]
+    found = call(exported, [*first, *second, *last])
+    assert graphs_of(found.launches) == [0, 1, 1] * 160 + [1, 0, 1, 0]
+    # the two that were evicted are remembered anew, each in the place of one more graph
+    assert found.counts == {"load": 3, "graph": 160, "set": 0, "destroy": 2 * (80 - 64 + 1)}
+
+
+@pytest.mark.parametrize("places", [1, 200])
+def test_places_of_destroyed_contexts_come_back(exported: Export, places: int):
+    """Every new context has graphs, however many came before it, where the driver gives out their addresses again or not. The
+    stand-in ends the process if a graph of a context that is gone is touched. One context lives on and keeps its graph."""
+    lives = task("prefill_f32") | {"context": 0}
+    calls = [task("prefill_f32", repeats=3) | {"context": 1 + i % places, "destroys": True} for i in range(200)]
+    found = call(exported, [lives, *(x for one in calls for x in (one, lives))])
+    assert graphs_of(found.launches) == [0] + [0, 1, 1, 1] * 200
+    assert found.counts == {"load": 3, "graph": 201, "set": 0, "destroy": 0}
+
+
+def test_a_context_that_died_full_leaves_room(exported: Export):
+    dead = [task("prefill_f32", stream=0x1000 * (i + 1), repeats=2) | {"context": 1} for i in range(64)]
+    dead[-1]["destroys"] = True
+    found = call(exported, [*dead, *(task("prefill_f32", repeats=3) | {"context": i} for i in (0, 1))])
+    assert graphs_of(found.launches) == [0, 1] * 64 + [0, 1, 1] * 2
+    assert found.counts["destroy"] == 0
+
+
 def test_what_is_captured_is_kernels(exported: Export):
     found = call(exported, [task("prefill_f32", repeats=4)], capturing=1)
     assert graphs_of(found.launches) == [0] * 4 and found.counts["graph"] == 0

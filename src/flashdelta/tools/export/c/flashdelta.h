@@ -11,7 +11,7 @@
  * launched: after an error nothing was, but for FD_ERROR_CUDA from a prefill's second or third launch.
  *
  * A prefill that comes again with the same arguments is launched as a CUDA graph, which costs the host less. The library keeps
- * up to 64 of them, for the last calls of each stream and kind.
+ * up to 64 of them for each context, for the last calls of each stream and kind.
  *
  * A call uses the calling thread's current CUDA context, in which memory and stream must live. A kernel's first call on a
  * device loads it: make that call before capturing a CUDA graph. Tensors are dense, row by row, in device memory, and start at
