@@ -27,6 +27,14 @@ class Record(ctypes.Structure):
     )
 
 
+def laid_out(args: ctypes.Structure, struct_size: int | None) -> ctypes.Structure:
+    """The struct, or its first `struct_size` bytes, in front of bytes that are not zero."""
+    whole = ctypes.sizeof(args)
+    args.struct_size = whole if struct_size is None else struct_size
+    content = bytes(args)[: max(args.struct_size, 8)]
+    return type(args).from_buffer(bytearray(content.ljust(whole + 64, b"\xff")))
+
+
 def main() -> None:
     task = json.load(sys.stdin)
     # loaded first under the name libcuda.so.1, it is what the library finds
@@ -47,7 +55,7 @@ def main() -> None:
         """Repeats one call; its last status and message, which are the thread's own."""
         wanted = task["calls"][i]
         kind = bindings.DecodeArgs if "decode" in wanted["op"] else bindings.PrefillArgs
-        args = None if wanted["args"] is None else kind(**wanted["args"])
+        args = None if wanted["args"] is None else laid_out(kind(**wanted["args"]), wanted.get("struct_size"))
         function = getattr(library.functions, f"fd_{wanted['op']}")
         given, found = None if args is None else ctypes.byref(args), ctypes.c_size_t()
         second = wanted.get("stream", 0)

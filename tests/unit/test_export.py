@@ -240,15 +240,82 @@ def test_bad_arguments_are_named_and_launch_nothing(exported: Export, op: str):
     assert found.launches == [] and found.counts["load"] == 0
 
 
-@pytest.mark.parametrize("op", BAD)
-def test_a_struct_of_another_size_is_refused(exported: Export, op: str):
-    kind = bindings.DecodeArgs if op == "decode_bf16" else bindings.PrefillArgs
-    args = kind(**task(op)["args"])
-    args.struct_size -= 8
-    functions = bindings.Library(str(exported.shared)).functions
-    assert getattr(functions, f"fd_{op}")(ctypes.byref(args), None) == bindings.STATUS.index("ERROR_STRUCT")
-    size = ctypes.sizeof(kind)
-    assert functions.fd_last_error().decode() == f"struct_size: got {size - 8}, wanted {size}"
+QUERIES = ("prefill_f32_workspace", "prefill_bf16_workspace")
+
+
+def struct_of(op: str) -> type[ctypes.Structure]:
+    return bindings.DecodeArgs if "decode" in op else bindings.PrefillArgs
+
+
+def of_op(op: str, **changes: object) -> dict:
+    """`task`, for workspace queries, too."""
+    return task(op.removesuffix("_workspace"), **changes) | {"op": op}
+
+
+@pytest.mark.parametrize("op", [*BAD, *QUERIES])
+def test_sizes_that_no_struct_had_are_refused(exported: Export, op: str):
+    whole = ctypes.sizeof(struct_of(op))
+    sizes = [0, 4, 7, 12, whole - 4, whole - 1, whole + 4, whole + 8, 2**32 + whole, 2**64 - 8]
+    found = call(exported, [of_op(op) | {"struct_size": size} for size in sizes])
+    for size, outcome in zip(sizes, found.outcomes, strict=True):
+        wanted = f"struct_size: got {size}, wanted a multiple of 8 from 8 to {whole}"
+        assert (outcome["status"], outcome["message"]) == ("ERROR_STRUCT", wanted)
+    assert found.launches == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"T": 0, "initial_state": 0xA0000}], ids=["whole", "no tokens"])
+@pytest.mark.parametrize("op", [*BAD, *QUERIES])
+def test_members_past_struct_size_are_zero(exported: Export, op: str, changes: dict):
+    """A shorter struct is one whose further members are 0, whatever lies behind it."""
+    if "decode" in op:
+        changes = {"N": 0} if changes else {}
+    whole, full = struct_of(op), of_op(op, **changes)
+    sizes = range(8, ctypes.sizeof(whole) + 1, 8)
+    zeroed = [{name: x for name, x in full["args"].items() if getattr(whole, name).offset < size} for size in sizes]
+    shorter = call(exported, [full | {"struct_size": size} for size in sizes], parameters="recurrence_kernel=20;")
+    longer = call(exported, [full | {"args": args} for args in zeroed], parameters="recurrence_kernel=20;")
+    assert shorter.outcomes == longer.outcomes
+    assert [r | {"image": 0} for r in shorter.launches] == [r | {"image": 0} for r in longer.launches]
+    accepted = shorter.statuses.count("SUCCESS")
+    assert (accepted > 1) == (bool(changes) or op in QUERIES) and 1 <= accepted < len(sizes)
+
+
+def rebuilt(exported: Export, folder: Path, *options: str, edits: dict[str, str] | None = None) -> Export:
+    """The export's shared library with other options of the compiler, and texts replaced that are there once."""
+    texts = {path.name: path.read_text() for path in (*exported.folder.glob("*.[ch]"), exported.bindings)}
+    for old, new in (edits or {}).items():
+        (name,) = (name for name, text in texts.items() if old in text)
+        assert texts[name].count(old) == 1
+        texts[name] = texts[name].replace(old, new)
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    found = Export(folder)
+    first, *others = folder.glob("*.c")
+    linked = ("-I", folder, "-shared", "-fPIC", "-fvisibility=hidden", "-D_POSIX_C_SOURCE=200809L")
+    compile_c(found.shared, first, *others, *linked, *options, "-ldl", "-lpthread", "-lm")
+    return found
+
+
+def test_callers_of_an_older_header_are_served_when_a_struct_has_grown(exported: Export, tmp_path: Path):
+    refused = 'if (a->later != 0)\n        return fd_fail(FD_ERROR_OPTION, "later: got %d", (int)a->later);\n'
+    edits = {
+        "\n} fd_prefill_args;": "\n    int64_t later;\n} fd_prefill_args;",
+        "offsetof(fd_prefill_args, workspace_bytes) + 8": "offsetof(fd_prefill_args, later) + 8",
+        "static fd_status check_options(int op, const fd_prefill_args *a) {\n": (
+            f"static fd_status check_options(int op, const fd_prefill_args *a) {{\n    {refused}"
+        ),
+    }
+    grown = rebuilt(exported, tmp_path / "grown", edits=edits)
+    old, new = ctypes.sizeof(bindings.PrefillArgs), ctypes.sizeof(bindings.PrefillArgs) + 8
+    calls = [task("prefill_f32"), task("prefill_f32") | {"struct_size": new}, task("prefill_f32", repeats=2)]
+    driver = exported.folder.parent / "libcuda.so.1"
+    found = call(grown, calls, driver=driver)
+    assert found.statuses == ["SUCCESS", "ERROR_OPTION", "SUCCESS"]
+    assert found.outcomes[1]["message"] == "later: got -1"  # the struct has it, and it is read
+    assert len(found.launches) == 3 * 3
+    newer = call(exported, [calls[1]])  # the other way round the library is too old
+    assert newer.outcomes[0]["message"] == f"struct_size: got {new}, wanted a multiple of 8 from 8 to {old}"
 
 
 @pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])

@@ -3,11 +3,10 @@
 
 #include "runtime.h"
 
+_Static_assert(offsetof(fd_decode_args, o) + 8 == sizeof(fd_decode_args),
+               "a later member would lie in the padding of this struct");
+
 static fd_status check(const fd_decode_args *a) {
-    if (a == NULL)
-        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an fd_decode_args");
-    if (a->struct_size != sizeof *a)
-        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted %zu", a->struct_size, sizeof *a);
     if (a->K != a->V || (a->K != 64 && a->K != 128))
         return fd_fail(FD_ERROR_UNSUPPORTED, "(K, V): got (%d, %d), wanted (64, 64) or (128, 128)", (int)a->K, (int)a->V);
     FD_TRY(fd_check_size("N", a->N, FD_MOST));
@@ -68,11 +67,13 @@ static fd_values values_of(const fd_decode_args *a) {
 }
 
 fd_status fd_decode_bf16(const fd_decode_args *args, CUstream stream) {
-    FD_TRY(check(args));
-    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, args->K, args->V, 0, args->gate, FD_PRECISION_DEFAULT};
-    int64_t items = args->N * args->H;
+    fd_decode_args a;
+    FD_TRY(fd_take("fd_decode_args", &a, sizeof a, args));
+    FD_TRY(check(&a));
+    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, a.K, a.V, 0, a.gate, FD_PRECISION_DEFAULT};
+    int64_t items = a.N * a.H;
     fd_ready found;
     FD_TRY(fd_find(&wanted, &items, 1, &found));
-    fd_values values = values_of(args);
+    fd_values values = values_of(&a);
     return fd_launch(&found, 1, &values, stream);
 }

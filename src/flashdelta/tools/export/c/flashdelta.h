@@ -29,6 +29,12 @@ extern "C" {
 
 #define FD_VERSION "@VERSION@"
 
+/* Of the binary interface, and the number in the library's SONAME: programs built with this header run with every library that has
+ * the same. Structs only grow at their end, by multiples of 8 bytes, and 0 in a new member means what was done without it. A
+ * caller's struct_size says which members it has: those past it are taken as 0. A size larger than the library knows is refused,
+ * as is one that cuts a member in two. */
+#define FD_ABI 1
+
 #if defined(__GNUC__)
 #define FD_API __attribute__((visibility("default")))
 #else
@@ -40,7 +46,7 @@ typedef struct CUstream_st *CUstream;
 
 typedef enum fd_status {
     FD_SUCCESS = 0,
-    FD_ERROR_STRUCT = 1,       /* struct_size is not the size of the struct that this library knows */
+    FD_ERROR_STRUCT = 1,       /* struct_size is 0, larger than this library's struct, or no multiple of 8 */
     FD_ERROR_NULL_POINTER = 2, /* a pointer that is needed is NULL, or one that must be NULL is not */
     FD_ERROR_SIZE = 3,         /* a size is negative, or larger than a launch can be */
     FD_ERROR_UNSUPPORTED = 4,  /* (K, V, C) for which there are no kernels */

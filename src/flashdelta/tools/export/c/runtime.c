@@ -34,7 +34,7 @@ const char *fd_status_string(fd_status status) {
     case FD_SUCCESS:
         return "success";
     case FD_ERROR_STRUCT:
-        return "struct_size does not fit this library";
+        return "struct_size is no size that the struct has or had";
     case FD_ERROR_NULL_POINTER:
         return "a pointer is missing, or one too many";
     case FD_ERROR_SIZE:
@@ -60,6 +60,19 @@ const char *fd_status_string(fd_status status) {
 }
 
 /* ---- checks ------------------------------------------------------------------------------------------------------------ */
+
+fd_status fd_take(const char *type, void *known, size_t size, const void *args) {
+    size_t given;
+    if (args == NULL)
+        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an %s", type);
+    memcpy(&given, args, sizeof given);
+    /* members are aligned and have at most 8 bytes: a multiple of 8 cuts none in two */
+    if (given < 8 || given > size || given % 8 != 0)
+        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted a multiple of 8 from 8 to %zu", given, size);
+    memset(known, 0, size);
+    memcpy(known, args, given);
+    return FD_SUCCESS;
+}
 
 fd_status fd_check_size(const char *name, int64_t size, int64_t most) {
     if (size < 0 || size > most)
