@@ -217,6 +217,7 @@ BAD_DECODE = {
     "gate": ({"gate": -1}, "ERROR_OPTION", "gate: got -1"),
     "scale": ({"scale": float("nan")}, "ERROR_OPTION", "scale: got "),
     "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", "slot_pitch: got 16, wanted 0 or a multiple of 16, at least"),
+    "negative pitch": ({"H": 0, "slot_pitch": -(2**63)}, "ERROR_OPTION", f"slot_pitch: got {-(2**63)}, wanted 0 or a"),
     "odd pitch": ({"slot_pitch": 3 * 64 * 64 + 1}, "ERROR_OPTION", "slot_pitch: got 12289"),
     **missing("q", "k", "v", "g", "beta", "states", "state_indices", "o"),
     "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states: got 0x7004, wanted a multiple of 16 bytes"),
@@ -288,6 +289,7 @@ def rebuilt(exported: Export, folder: Path, *options: str, edits: dict[str, str]
         assert texts[name].count(old) == 1
         texts[name] = texts[name].replace(old, new)
     folder.mkdir()
+    (folder.parent / "libcuda.so.1").symlink_to(exported.folder.parent / "libcuda.so.1")
     for name, text in texts.items():
         (folder / name).write_text(text)
     found = Export(folder)
@@ -309,13 +311,102 @@ def test_callers_of_an_older_header_are_served_when_a_struct_has_grown(exported:
     grown = rebuilt(exported, tmp_path / "grown", edits=edits)
     old, new = ctypes.sizeof(bindings.PrefillArgs), ctypes.sizeof(bindings.PrefillArgs) + 8
     calls = [task("prefill_f32"), task("prefill_f32") | {"struct_size": new}, task("prefill_f32", repeats=2)]
-    driver = exported.folder.parent / "libcuda.so.1"
-    found = call(grown, calls, driver=driver)
+    found = call(grown, calls)
     assert found.statuses == ["SUCCESS", "ERROR_OPTION", "SUCCESS"]
     assert found.outcomes[1]["message"] == "later: got -1"  # the struct has it, and it is read
     assert len(found.launches) == 3 * 3
     newer = call(exported, [calls[1]])  # the other way round the library is too old
     assert newer.outcomes[0]["message"] == f"struct_size: got {new}, wanted a multiple of 8 from 8 to {old}"
+
+
+# ---- the largest sizes ---------------------------------------------------------------------------------------------------
+
+FLOATS = 2**61 - 1
+"""As many as have addresses of 63 bits."""
+
+MOST = 2**31 - 1
+POOLS = [
+    ({"slots": 2, "slot_pitch": 2**62}, f"slots * slot_pitch: got 2 * {2**62}, wanted at most {FLOATS}"),
+    ({"slots": 2, "slot_pitch": 2**60}, f"slots * slot_pitch: got 2 * {2**60}, wanted at most {FLOATS}"),
+    ({"slots": 1, "slot_pitch": 2**63 - 16}, f"slots * slot_pitch: got 1 * {2**63 - 16}, "),
+    ({"slots": MOST, "slot_pitch": 2**30 + 16}, f"slots * slot_pitch: got {MOST} * {2**30 + 16}, "),
+    ({"slots": MOST, "N": 1, "H": 2**25 - 1}, f"slots * slot_pitch: got {MOST} * {(2**25 - 1) * 64 * 64}, "),
+    ({"slots": MOST, "N": 0, "H": 2**25 - 1}, f"slots * slot_pitch: got {MOST} * {(2**25 - 1) * 64 * 64}, "),
+    ({"slots": 2**63 - 1}, f"slots: got {2**63 - 1}, wanted 0 to {MOST}"),
+    ({"N": MOST, "H": 2**25 - 1}, f"N: got {MOST} with {2**25 - 1} heads, wanted at most 1"),
+    ({"N": 1, "H": 2**63 - 1}, f"H: got {2**63 - 1}, wanted 0 to {2**25 - 1}"),
+]
+SEQUENCES = [
+    ({"B": 2**63 - 1}, f"B: got {2**63 - 1}, wanted 0 to {MOST}"),
+    ({"H": 2**62}, f"H: got {2**62}, wanted 0 to {MOST}"),
+    ({"T": 2**63 - 1}, f"T: got {2**63 - 1}, wanted 0 to {MOST - 32}"),
+    ({"T": -(2**63)}, f"T: got {-(2**63)}, wanted 0 to {MOST - 32}"),
+    ({"B": MOST, "H": MOST}, f"B * H: got {MOST**2} with 3 chunks, wanted at most {2**25 - 1}"),
+    ({"B": MOST, "H": MOST, "T": 0}, f"B * H: got {MOST**2} with 0 chunks"),
+    ({"B": MOST, "H": MOST, "T": MOST - 32}, f"B * H: got {MOST**2} with {2**26 - 1} chunks"),
+    ({"B": 2**13, "H": 2**12, "T": 1}, f"B * H: got {2**25} with 1 chunks"),
+]
+
+
+@pytest.fixture(scope="module")
+def trapping(exported: Export, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """A library in which arithmetic that overflows ends the process."""
+    options = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
+    return rebuilt(exported, tmp_path_factory.mktemp("trapping") / "export", *options)
+
+
+@pytest.mark.parametrize("op", [*BAD, *QUERIES])
+def test_sizes_whose_products_overflow_are_refused(trapping: Export, op: str):
+    cases = POOLS if op == "decode_bf16" else SEQUENCES
+    found = call(trapping, [of_op(op, **changes) for changes, _ in cases])
+    for (changes, said), outcome in zip(cases, found.outcomes, strict=True):
+        assert (outcome["status"], outcome["message"].startswith(said)) == ("ERROR_SIZE", True), (changes, outcome)
+    assert found.launches == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 1, "slot_pitch": 2**61 - 16},
+        {"slots": 2**31 - 1, "slot_pitch": 2**30},
+        {"slots": 0, "slot_pitch": 2**63 - 16},
+        {"slots": 2**23, "N": 1, "H": 2**25 - 1},
+        {"N": 2**25 - 1, "H": 1},
+    ],
+    ids=str,
+)
+def test_the_largest_pools_are_taken(trapping: Export, changes: dict):
+    counts = parameter_counts([sample_decode(64, 64, "none", 90)])
+    asked = task("decode_bf16", **changes)
+    found = call(trapping, [asked], parameters=counts)
+    assert found.statuses == ["SUCCESS"]
+    (record,) = found.launches
+    args = asked["args"]
+    assert record["values"].count(args.get("slot_pitch", args["H"] * 64 * 64)) == 2  # read from, written to
+    assert record["grid"] % (args["N"] * args["H"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "launches"),
+    [
+        ({"B": 1, "H": 1, "T": 2**30 - 32}, 3),
+        ({"B": 1, "H": 2**25 - 1, "T": 32}, 3),
+        ({"B": 2**25 - 1, "H": 1, "T": 0}, 1),
+        ({"B": 0, "H": 2**31 - 1, "T": 2**31 - 33}, 0),
+    ],
+    ids=str,
+)
+def test_the_largest_prefills_are_taken(trapping: Export, sizes: dict, launches: int):
+    asked = task("prefill_f32", **sizes, final_state=0xB0000)
+    (query,) = call(trapping, [of_op("prefill_f32_workspace", **sizes)]).outcomes
+    # q g and k g [C, K], Aqk [C, C], the decay [K] and the state [V, K] of every chunk, in float32
+    chunks = sizes["B"] * sizes["H"] * -(-sizes["T"] // 32)
+    assert query == {"status": "SUCCESS", "message": "", "bytes": chunks * (2 * 32 * 64 + 32 * 32 + 64 + 64 * 64) * 4}
+    asked["args"]["workspace_bytes"] = query["bytes"]
+    found = call(trapping, [asked])
+    assert found.statuses == ["SUCCESS"] and len(found.launches) == launches
+    grids = {record["name"]: record["grid"] for record in found.launches}
+    assert grids.get("prepare_kernel", 0) == chunks
 
 
 @pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])

@@ -6,6 +6,11 @@
 _Static_assert(offsetof(fd_decode_args, o) + 8 == sizeof(fd_decode_args),
                "a later member would lie in the padding of this struct");
 
+/* Floats from one slot to the next. */
+static int64_t pitch_of(const fd_decode_args *a) {
+    return a->slot_pitch != 0 ? a->slot_pitch : a->H * a->V * a->K;
+}
+
 static fd_status check(const fd_decode_args *a) {
     if (a->K != a->V || (a->K != 64 && a->K != 128))
         return fd_fail(FD_ERROR_UNSUPPORTED, "(K, V): got (%d, %d), wanted (64, 64) or (128, 128)", (int)a->K, (int)a->V);
@@ -22,6 +27,11 @@ static fd_status check(const fd_decode_args *a) {
     if (a->slot_pitch != 0 && (a->slot_pitch < content || a->slot_pitch % 16 != 0))
         return fd_fail(FD_ERROR_OPTION, "slot_pitch: got %lld, wanted 0 or a multiple of 16, at least H * V * K = %lld",
                        (long long)a->slot_pitch, (long long)content);
+    /* of every float's address, in bytes; sizes that come first bound all other products */
+    int64_t pitch = pitch_of(a), most = INT64_MAX / (int64_t)sizeof *a->states;
+    if (a->slots > 0 && pitch > most / a->slots)
+        return fd_fail(FD_ERROR_SIZE, "slots * slot_pitch: got %lld * %lld, wanted at most %lld", (long long)a->slots,
+                       (long long)pitch, (long long)most);
     int needed = a->N > 0 && a->H > 0;
     FD_TRY(fd_check_pointer("q", a->q, needed));
     FD_TRY(fd_check_pointer("k", a->k, needed));
@@ -47,8 +57,7 @@ static fd_values values_of(const fd_decode_args *a) {
     of[FD_P_starts].pointer = a->state_indices;
     of[FD_P_start_slots].i32 = of[FD_P_target_slots].i32 = (int32_t)a->slots;
     of[FD_P_has_initial].i32 = of[FD_P_has_final].i32 = 1;
-    of[FD_P_start_pitch].i64 = a->slot_pitch != 0 ? a->slot_pitch : a->H * a->V * a->K;
-    of[FD_P_target_pitch].i64 = of[FD_P_start_pitch].i64;
+    of[FD_P_start_pitch].i64 = of[FD_P_target_pitch].i64 = pitch_of(a);
     of[FD_P_start_row].i32 = 1;
     of[FD_P_most_tokens].i32 = 1;
     of[FD_P_scale].f32 = a->scale == 0.0f ? 1.0f / sqrtf((float)a->K) : a->scale;

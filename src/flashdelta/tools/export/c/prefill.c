@@ -36,7 +36,8 @@ static fd_status check_sizes(const fd_prefill_args *a) {
     FD_TRY(fd_check_size("B", a->B, FD_MOST));
     FD_TRY(fd_check_size("H", a->H, FD_MOST));
     FD_TRY(fd_check_size("T", a->T, FD_MOST - a->C));
-    /* a thread block takes 16 value channels or more: V of them are enough for the slices of a head */
+    /* a thread block takes 16 value channels or more: V of them are enough for the slices of a head; with so few chunks every
+     * later product of sizes stays far below 2^63, too */
     int64_t heads = a->B * a->H, most = FD_MOST / a->V, chunks = (a->T + a->C - 1) / a->C;
     if (heads > most || (chunks > 0 && heads > most / chunks))
         return fd_fail(FD_ERROR_SIZE, "B * H: got %lld with %lld chunks, wanted at most %lld, and as many chunks in all",
