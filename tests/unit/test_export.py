@@ -72,10 +72,26 @@ def test_libraries_export_the_headers_functions_and_need_no_more_than_libc(expor
     assert exported.static.exists()
     dynamic = run("nm", "-D", "--defined-only", exported.shared)
     assert set(re.findall(r" [TBDR] (\w+)", dynamic)) == FUNCTIONS
+    assert set(re.findall(r" \w (\w+)", run("nm", "-g", "--defined-only", exported.static))) == FUNCTIONS
     header = (exported.folder / "flashdelta.h").read_text()
     assert set(re.findall(r"^FD_API .*?(fd_\w+)\(", header, re.MULTILINE)) == FUNCTIONS
     needed = set(re.findall(r"NEEDED.*\[(\w+)", run("readelf", "-d", exported.shared)))
     assert needed <= {"libc", "libm", "libdl", "libpthread", "ld"}
+
+
+def test_files_are_named_by_the_binary_interface(exported: Export):
+    abi = re.search(r"#define FD_ABI (\d+)", (exported.folder / "flashdelta.h").read_text())[1]
+    assert f"soname: [libflashdelta.so.{abi}]" in run("readelf", "-d", exported.shared)
+    assert (exported.shared.parent / f"libflashdelta.so.{abi}").exists()
+    assert exported.shared.resolve().name == f"libflashdelta.so.{abi}.{flashdelta.__version__}"
+    assert exported.static.resolve().name == f"libflashdelta-{abi}.a"
+
+
+def test_installed_are_both_libraries_under_all_their_names(exported: Export, tmp_path: Path):
+    run("cmake", "--install", exported.static.parent, "--prefix", tmp_path)
+    built = {path.name for path in exported.static.parent.glob("libflashdelta*")}
+    assert {path.name for path in tmp_path.rglob("libflashdelta*")} == built and len(built) == 5
+    assert len([*tmp_path.rglob("flashdelta.h")]) == 1
 
 
 def test_nothing_of_the_machine_that_exported_is_left(exported: Export):
@@ -97,7 +113,16 @@ def compile_text(exported: Export, tmp_path: Path) -> Callable[..., Path]:
     return compile_source
 
 
-@pytest.mark.parametrize("language", ["c11", "c++17"])
+def test_a_program_may_have_the_names_that_the_library_hides(exported: Export, compile_text: Callable[..., Path]):
+    own = ("fd_fail", "fd_find", "fd_launch", "fd_take", "fd_check_size", "fd_check_pointer", "fd_kernels")
+    defined = "".join(f"int {name}(void);\nint {name}(void) {{ return 1; }}\n" for name in own)
+    used = " + ".join(f"{name}()" for name in own)
+    wanted = f"{len(own)} && fd_prefill_f32(NULL, NULL) == FD_ERROR_NULL_POINTER"
+    text = f'#include "flashdelta.h"\n{defined}int main(void) {{ return {used} == {wanted} ? 0 : 1; }}\n'
+    run(compile_text(text, exported.static, "-ldl", "-lpthread", "-lm"))
+
+
+@pytest.mark.parametrize("language", ["c90", "c11", "c++17"])
 @pytest.mark.parametrize("before", ['#include "flashdelta.h"', "#include <cuda.h>"], ids=["itself", "cuda.h"])
 def test_header_compiles_after(compile_text: Callable[..., Path], before: str, language: str):
     use = "int used(void);\nint used(void) { return FD_SUCCESS; }\n"
