@@ -39,7 +39,7 @@ struct CUctx_st {
     int destroyed;
 };
 static struct CUctx_st contexts[MOST_CONTEXTS] = {{.id = 7}};
-static unsigned long long last_id = 7;
+static _Atomic unsigned long long last_id = 7;
 static _Thread_local struct CUctx_st *context = contexts;
 
 /* Makes a context current, which is created if it is not there. */

@@ -31,6 +31,7 @@ from flashdelta.tools.export.cubins import (
     prefill_outputs,
     sample_decode,
 )
+from flashdelta.tools.export.write import C_FILES
 from flashdelta.triton.build import prefill, prefill_layout
 from flashdelta.triton.launch import layout
 
@@ -145,6 +146,26 @@ def test_ctypes_structs_have_the_headers_layout(exported: Export, compile_text: 
         assert [part.strip() for part in names] == [field for field, _ in kind._fields_]
     text = '#include <stdio.h>\n#include "flashdelta.h"\nint main(void) {\n' + "\n".join(lines) + "\n}\n"
     assert [int(line) for line in run(compile_text(text)).split()] == want
+
+
+FIRST_MEMBERS = {
+    bindings.PrefillArgs: (
+        "struct_size 0, B 8, H 16, T 24, K 32, V 36, C 40, gate 44, precision 48, scale 52, q 56, k 64, v 72, g 80, beta 88, "
+        "initial_state 96, o 104, w 112, u 120, final_state 128, workspace 136, workspace_bytes 144"
+    ),
+    bindings.DecodeArgs: (
+        "struct_size 0, N 8, H 16, slots 24, K 32, V 36, gate 40, scale 44, q 48, k 56, v 64, g 72, beta 80, states 88, "
+        "slot_pitch 96, state_indices 104, o 112"
+    ),
+}
+"""What callers with the first header of FD_ABI 1 have, and where."""
+
+
+@pytest.mark.parametrize("kind", FIRST_MEMBERS)
+def test_members_keep_their_places_in_a_binary_interface(kind: type[ctypes.Structure]):
+    assert "#define FD_ABI 1\n" in (C_FILES / "flashdelta.h").read_text()
+    places = ", ".join(f"{name} {getattr(kind, name).offset}" for name, _ in kind._fields_)
+    assert places.startswith(FIRST_MEMBERS[kind])
 
 
 def test_numbers_of_the_bindings_are_the_headers(exported: Export):
