@@ -29,10 +29,10 @@ extern "C" {
 
 #define FD_VERSION "@VERSION@"
 
-/* Of the binary interface, and the number in the library's SONAME: programs built with this header run with every library that has
- * the same. Structs only grow at their end, by multiples of 8 bytes, and 0 in a new member means what was done without it. A
- * caller's struct_size says which members it has: those past it are taken as 0. A size larger than the library knows is refused,
- * as is one that cuts a member in two. */
+/* Of the binary interface, and the number in the library's SONAME: a program built with this header runs with every library of the
+ * same number that is not older. Structs only grow at their end, by multiples of 8 bytes, and 0 in a new member means what was
+ * done without it. A caller's struct_size says which members it has: those past it are taken as 0. A size larger than the library
+ * knows is refused, as is one that cuts a member in two. */
 #define FD_ABI 1
 
 #if defined(__GNUC__)
