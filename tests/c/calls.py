@@ -27,6 +27,14 @@ class Record(ctypes.Structure):
     )
 
 
+def laid_out(args: ctypes.Structure, struct_size: int | None) -> ctypes.Structure:
+    """The struct, or its first `struct_size` bytes, in front of bytes that are not zero."""
+    whole = ctypes.sizeof(args)
+    args.struct_size = whole if struct_size is None else struct_size
+    content = bytes(args)[: max(args.struct_size, 8)]
+    return type(args).from_buffer(bytearray(content.ljust(whole + 64, b"\xff")))
+
+
 def main() -> None:
     task = json.load(sys.stdin)
     # loaded first under the name libcuda.so.1, it is what the library finds
@@ -47,13 +55,17 @@ def main() -> None:
         """Repeats one call; its last status and message, which are the thread's own."""
         wanted = task["calls"][i]
         kind = bindings.DecodeArgs if "decode" in wanted["op"] else bindings.PrefillArgs
-        args = None if wanted["args"] is None else kind(**wanted["args"])
+        args = None if wanted["args"] is None else laid_out(kind(**wanted["args"]), wanted.get("struct_size"))
         function = getattr(library.functions, f"fd_{wanted['op']}")
         given, found = None if args is None else ctypes.byref(args), ctypes.c_size_t()
         second = wanted.get("stream", 0)
         if wanted["op"].endswith("_workspace"):
             second = None if wanted.get("no_result") else ctypes.byref(found)
+        if "context" in wanted:
+            driver.fake_use_context(wanted["context"])
         statuses = {function(given, second) for _ in range(wanted.get("repeats", 1))}
+        if wanted.get("destroys"):
+            driver.fake_destroy_context(wanted["context"])
         message = library.functions.fd_last_error().decode()
         names = sorted(bindings.STATUS[status] for status in statuses)
         outcomes[i] = {"status": ", ".join(names), "message": message, "bytes": found.value}

@@ -1,6 +1,7 @@
 /* Stands in for libcuda.so.1: launches nothing, and records what it was asked to. Memory is the host's. */
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +10,7 @@
 #define MOST_LAUNCHES 4096
 #define MOST_PARAMETERS 96
 #define MOST_KERNELS 64
+#define MOST_CONTEXTS 256
 
 typedef struct {
     char name[64];
@@ -30,7 +32,26 @@ static struct {
     const void *image;
 } kernels[MOST_KERNELS];
 static _Atomic int kernel_count;
-static struct CUctx_st *context = (struct CUctx_st *)8;
+
+/* Contexts: a destroyed one's place is that of the next, which has another id, as where the driver frees and allocates. */
+struct CUctx_st {
+    unsigned long long id;
+    int destroyed;
+};
+static struct CUctx_st contexts[MOST_CONTEXTS] = {{.id = 7}};
+static _Atomic unsigned long long last_id = 7;
+static _Thread_local struct CUctx_st *context = contexts;
+
+/* Makes a context current, which is created if it is not there. */
+void fake_use_context(int place) {
+    context = &contexts[place];
+    if (context->id == 0 || context->destroyed)
+        *context = (struct CUctx_st){.id = ++last_id};
+}
+
+void fake_destroy_context(int place) {
+    contexts[place].destroyed = 1;
+}
 
 #define MAY_FAIL(function)                      \
     do {                                        \
@@ -117,11 +138,24 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 typedef struct {
     int count;
     record nodes[4];
+    unsigned long long context; /* the id of the one that was current */
 } chain;
+
+/* A real driver may do anything with a graph whose context is gone. */
+static chain *alive(void *graph) {
+    chain *found = graph;
+    if (context->id != found->context || context->destroyed) {
+        fprintf(stderr, "a graph of context %llu was used in context %llu\n", found->context, context->id);
+        abort();
+    }
+    return found;
+}
 
 CUresult cuCtxGetId(CUcontext given, unsigned long long *id) {
     MAY_FAIL("cuCtxGetId");
-    *id = 7;
+    if (context->destroyed)
+        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    *id = context->id;
     return given == NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -143,7 +177,9 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 
 CUresult cuGraphCreate(CUgraph *graph, unsigned flags) {
     MAY_FAIL("cuGraphCreate");
-    *graph = calloc(1, sizeof(chain));
+    chain *made = calloc(1, sizeof *made);
+    made->context = context->id;
+    *graph = (CUgraph)made;
     return flags == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -156,7 +192,7 @@ static int node_fits(const CUDA_KERNEL_NODE_PARAMS *node) {
 CUresult cuGraphAddKernelNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *before, size_t count,
                               const CUDA_KERNEL_NODE_PARAMS *given) {
     MAY_FAIL("cuGraphAddKernelNode");
-    chain *found = (chain *)graph;
+    chain *found = alive(graph);
     int i = found->count;
     if (!node_fits(given) || count != (size_t)(i > 0) || (i > 0 && (uintptr_t)before[0] != (uintptr_t)i))
         return CUDA_ERROR_INVALID_VALUE;
@@ -169,14 +205,14 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec *run, CUgraph graph, unsigned l
     MAY_FAIL("cuGraphInstantiateWithFlags");
     fake_graph_count++;
     *run = malloc(sizeof(chain));
-    memcpy(*run, graph, sizeof(chain));
+    memcpy(*run, alive(graph), sizeof(chain));
     return flags == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuGraphExecKernelNodeSetParams(CUgraphExec run, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *given) {
     MAY_FAIL("cuGraphExecKernelNodeSetParams");
     fake_set_count++;
-    record *old = &((chain *)run)->nodes[(uintptr_t)node - 1];
+    record *old = &alive(run)->nodes[(uintptr_t)node - 1];
     record new = recorded(given->kern, given->gridDimX, given->blockDimX, given->sharedMemBytes, given->kernelParams);
     if (!node_fits(given) || old->image != new.image)
         return CUDA_ERROR_INVALID_VALUE;
@@ -186,7 +222,7 @@ CUresult cuGraphExecKernelNodeSetParams(CUgraphExec run, CUgraphNode node, const
 
 CUresult cuGraphLaunch(CUgraphExec run, CUstream stream) {
     MAY_FAIL("cuGraphLaunch");
-    const chain *found = (const chain *)run;
+    const chain *found = alive(run);
     for (int i = 0; i < found->count; i++) {
         record one = found->nodes[i];
         one.stream = stream;
@@ -198,12 +234,12 @@ CUresult cuGraphLaunch(CUgraphExec run, CUstream stream) {
 
 CUresult cuGraphExecDestroy(CUgraphExec run) {
     fake_destroy_count++;
-    free(run);
+    free(alive(run));
     return CUDA_SUCCESS;
 }
 
 CUresult cuGraphDestroy(CUgraph graph) {
-    free(graph);
+    free(alive(graph));
     return CUDA_SUCCESS;
 }
 

@@ -31,6 +31,7 @@ from flashdelta.tools.export.cubins import (
     prefill_outputs,
     sample_decode,
 )
+from flashdelta.tools.export.write import C_FILES
 from flashdelta.triton.build import prefill, prefill_layout
 from flashdelta.triton.launch import layout
 
@@ -72,10 +73,26 @@ def test_libraries_export_the_headers_functions_and_need_no_more_than_libc(expor
     assert exported.static.exists()
     dynamic = run("nm", "-D", "--defined-only", exported.shared)
     assert set(re.findall(r" [TBDR] (\w+)", dynamic)) == FUNCTIONS
+    assert set(re.findall(r" \w (\w+)", run("nm", "-g", "--defined-only", exported.static))) == FUNCTIONS
     header = (exported.folder / "flashdelta.h").read_text()
     assert set(re.findall(r"^FD_API .*?(fd_\w+)\(", header, re.MULTILINE)) == FUNCTIONS
     needed = set(re.findall(r"NEEDED.*\[(\w+)", run("readelf", "-d", exported.shared)))
     assert needed <= {"libc", "libm", "libdl", "libpthread", "ld"}
+
+
+def test_files_are_named_by_the_binary_interface(exported: Export):
+    abi = re.search(r"#define FD_ABI (\d+)", (exported.folder / "flashdelta.h").read_text())[1]
+    assert f"soname: [libflashdelta.so.{abi}]" in run("readelf", "-d", exported.shared)
+    assert (exported.shared.parent / f"libflashdelta.so.{abi}").exists()
+    assert exported.shared.resolve().name == f"libflashdelta.so.{abi}.{flashdelta.__version__}"
+    assert exported.static.resolve().name == f"libflashdelta-{abi}.a"
+
+
+def test_installed_are_both_libraries_under_all_their_names(exported: Export, tmp_path: Path):
+    run("cmake", "--install", exported.static.parent, "--prefix", tmp_path)
+    built = {path.name for path in exported.static.parent.glob("libflashdelta*")}
+    assert {path.name for path in tmp_path.rglob("libflashdelta*")} == built and len(built) == 5
+    assert len([*tmp_path.rglob("flashdelta.h")]) == 1
 
 
 def test_nothing_of_the_machine_that_exported_is_left(exported: Export):
@@ -97,7 +114,16 @@ def compile_text(exported: Export, tmp_path: Path) -> Callable[..., Path]:
     return compile_source
 
 
-@pytest.mark.parametrize("language", ["c11", "c++17"])
+def test_a_program_may_have_the_names_that_the_library_hides(exported: Export, compile_text: Callable[..., Path]):
+    own = ("fd_fail", "fd_find", "fd_launch", "fd_take", "fd_check_size", "fd_check_pointer", "fd_kernels")
+    defined = "".join(f"int {name}(void);\nint {name}(void) {{ return 1; }}\n" for name in own)
+    used = " + ".join(f"{name}()" for name in own)
+    wanted = f"{len(own)} && fd_prefill_f32(NULL, NULL) == FD_ERROR_NULL_POINTER"
+    text = f'#include "flashdelta.h"\n{defined}int main(void) {{ return {used} == {wanted} ? 0 : 1; }}\n'
+    run(compile_text(text, exported.static, "-ldl", "-lpthread", "-lm"))
+
+
+@pytest.mark.parametrize("language", ["c90", "c11", "c++17"])
 @pytest.mark.parametrize("before", ['#include "flashdelta.h"', "#include <cuda.h>"], ids=["itself", "cuda.h"])
 def test_header_compiles_after(compile_text: Callable[..., Path], before: str, language: str):
     use = "int used(void);\nint used(void) { return FD_SUCCESS; }\n"
@@ -120,6 +146,26 @@ def test_ctypes_structs_have_the_headers_layout(exported: Export, compile_text: 
         assert [part.strip() for part in names] == [field for field, _ in kind._fields_]
     text = '#include <stdio.h>\n#include "flashdelta.h"\nint main(void) {\n' + "\n".join(lines) + "\n}\n"
     assert [int(line) for line in run(compile_text(text)).split()] == want
+
+
+FIRST_MEMBERS = {
+    bindings.PrefillArgs: (
+        "struct_size 0, B 8, H 16, T 24, K 32, V 36, C 40, gate 44, precision 48, scale 52, q 56, k 64, v 72, g 80, beta 88, "
+        "initial_state 96, o 104, w 112, u 120, final_state 128, workspace 136, workspace_bytes 144"
+    ),
+    bindings.DecodeArgs: (
+        "struct_size 0, N 8, H 16, slots 24, K 32, V 36, gate 40, scale 44, q 48, k 56, v 64, g 72, beta 80, states 88, "
+        "slot_pitch 96, state_indices 104, o 112"
+    ),
+}
+"""What callers with the first header of FD_ABI 1 have, and where."""
+
+
+@pytest.mark.parametrize("kind", FIRST_MEMBERS)
+def test_members_keep_their_places_in_a_binary_interface(kind: type[ctypes.Structure]):
+    assert "#define FD_ABI 1\n" in (C_FILES / "flashdelta.h").read_text()
+    places = ", ".join(f"{name} {getattr(kind, name).offset}" for name, _ in kind._fields_)
+    assert places.startswith(FIRST_MEMBERS[kind])
 
 
 def test_numbers_of_the_bindings_are_the_headers(exported: Export):
@@ -217,6 +263,7 @@ BAD_DECODE = {
     "gate": ({"gate": -1}, "ERROR_OPTION", "gate: got -1"),
     "scale": ({"scale": float("nan")}, "ERROR_OPTION", "scale: got "),
     "small pitch": ({"slot_pitch": 16}, "ERROR_OPTION", "slot_pitch: got 16, wanted 0 or a multiple of 16, at least"),
+    "negative pitch": ({"H": 0, "slot_pitch": -(2**63)}, "ERROR_OPTION", f"slot_pitch: got {-(2**63)}, wanted 0 or a"),
     "odd pitch": ({"slot_pitch": 3 * 64 * 64 + 1}, "ERROR_OPTION", "slot_pitch: got 12289"),
     **missing("q", "k", "v", "g", "beta", "states", "state_indices", "o"),
     "unaligned": ({"states": 0x7004}, "ERROR_ALIGNMENT", "states: got 0x7004, wanted a multiple of 16 bytes"),
@@ -240,15 +287,172 @@ def test_bad_arguments_are_named_and_launch_nothing(exported: Export, op: str):
     assert found.launches == [] and found.counts["load"] == 0
 
 
-@pytest.mark.parametrize("op", BAD)
-def test_a_struct_of_another_size_is_refused(exported: Export, op: str):
-    kind = bindings.DecodeArgs if op == "decode_bf16" else bindings.PrefillArgs
-    args = kind(**task(op)["args"])
-    args.struct_size -= 8
-    functions = bindings.Library(str(exported.shared)).functions
-    assert getattr(functions, f"fd_{op}")(ctypes.byref(args), None) == bindings.STATUS.index("ERROR_STRUCT")
-    size = ctypes.sizeof(kind)
-    assert functions.fd_last_error().decode() == f"struct_size: got {size - 8}, wanted {size}"
+QUERIES = ("prefill_f32_workspace", "prefill_bf16_workspace")
+
+
+def struct_of(op: str) -> type[ctypes.Structure]:
+    return bindings.DecodeArgs if "decode" in op else bindings.PrefillArgs
+
+
+def of_op(op: str, **changes: object) -> dict:
+    """`task`, for workspace queries, too."""
+    return task(op.removesuffix("_workspace"), **changes) | {"op": op}
+
+
+@pytest.mark.parametrize("op", [*BAD, *QUERIES])
+def test_sizes_that_no_struct_had_are_refused(exported: Export, op: str):
+    whole = ctypes.sizeof(struct_of(op))
+    sizes = [0, 4, 7, 12, whole - 4, whole - 1, whole + 4, whole + 8, 2**32 + whole, 2**64 - 8]
+    found = call(exported, [of_op(op) | {"struct_size": size} for size in sizes])
+    for size, outcome in zip(sizes, found.outcomes, strict=True):
+        wanted = f"struct_size: got {size}, wanted a multiple of 8 from 8 to {whole}"
+        assert (outcome["status"], outcome["message"]) == ("ERROR_STRUCT", wanted)
+    assert found.launches == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"T": 0, "initial_state": 0xA0000}], ids=["whole", "no tokens"])
+@pytest.mark.parametrize("op", [*BAD, *QUERIES])
+def test_members_past_struct_size_are_zero(exported: Export, op: str, changes: dict):
+    """A shorter struct is one whose further members are 0, whatever lies behind it."""
+    if "decode" in op:
+        changes = {"N": 0} if changes else {}
+    whole, full = struct_of(op), of_op(op, **changes)
+    sizes = range(8, ctypes.sizeof(whole) + 1, 8)
+    zeroed = [{name: x for name, x in full["args"].items() if getattr(whole, name).offset < size} for size in sizes]
+    shorter = call(exported, [full | {"struct_size": size} for size in sizes], parameters="recurrence_kernel=20;")
+    longer = call(exported, [full | {"args": args} for args in zeroed], parameters="recurrence_kernel=20;")
+    assert shorter.outcomes == longer.outcomes
+    assert [r | {"image": 0} for r in shorter.launches] == [r | {"image": 0} for r in longer.launches]
+    accepted = shorter.statuses.count("SUCCESS")
+    assert (accepted > 1) == (bool(changes) or op in QUERIES) and 1 <= accepted < len(sizes)
+
+
+def rebuilt(exported: Export, folder: Path, *options: str, edits: dict[str, str] | None = None) -> Export:
+    """The export's shared library with other options of the compiler, and texts replaced that are there once."""
+    texts = {path.name: path.read_text() for path in (*exported.folder.glob("*.[ch]"), exported.bindings)}
+    for old, new in (edits or {}).items():
+        (name,) = (name for name, text in texts.items() if old in text)
+        assert texts[name].count(old) == 1
+        texts[name] = texts[name].replace(old, new)
+    folder.mkdir()
+    (folder.parent / "libcuda.so.1").symlink_to(exported.folder.parent / "libcuda.so.1")
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    found = Export(folder)
+    first, *others = folder.glob("*.c")
+    linked = ("-I", folder, "-shared", "-fPIC", "-fvisibility=hidden", "-D_POSIX_C_SOURCE=200809L")
+    compile_c(found.shared, first, *others, *linked, *options, "-ldl", "-lpthread", "-lm")
+    return found
+
+
+def test_callers_of_an_older_header_are_served_when_a_struct_has_grown(exported: Export, tmp_path: Path):
+    refused = 'if (a->later != 0)\n        return fd_fail(FD_ERROR_OPTION, "later: got %d", (int)a->later);\n'
+    edits = {
+        "\n} fd_prefill_args;": "\n    int64_t later;\n} fd_prefill_args;",
+        "offsetof(fd_prefill_args, workspace_bytes) + 8": "offsetof(fd_prefill_args, later) + 8",
+        "static fd_status check_options(int op, const fd_prefill_args *a) {\n": (
+            f"static fd_status check_options(int op, const fd_prefill_args *a) {{\n    {refused}"
+        ),
+    }
+    grown = rebuilt(exported, tmp_path / "grown", edits=edits)
+    old, new = ctypes.sizeof(bindings.PrefillArgs), ctypes.sizeof(bindings.PrefillArgs) + 8
+    calls = [task("prefill_f32"), task("prefill_f32") | {"struct_size": new}, task("prefill_f32", repeats=2)]
+    found = call(grown, calls)
+    assert found.statuses == ["SUCCESS", "ERROR_OPTION", "SUCCESS"]
+    assert found.outcomes[1]["message"] == "later: got -1"  # the struct has it, and it is read
+    assert len(found.launches) == 3 * 3
+    newer = call(exported, [calls[1]])  # the other way round the library is too old
+    assert newer.outcomes[0]["message"] == f"struct_size: got {new}, wanted a multiple of 8 from 8 to {old}"
+
+
+# ---- the largest sizes ---------------------------------------------------------------------------------------------------
+
+FLOATS = 2**61 - 1
+"""As many as have addresses of 63 bits."""
+
+MOST = 2**31 - 1
+POOLS = [
+    ({"slots": 2, "slot_pitch": 2**62}, f"slots * slot_pitch: got 2 * {2**62}, wanted at most {FLOATS}"),
+    ({"slots": 2, "slot_pitch": 2**60}, f"slots * slot_pitch: got 2 * {2**60}, wanted at most {FLOATS}"),
+    ({"slots": 1, "slot_pitch": 2**63 - 16}, f"slots * slot_pitch: got 1 * {2**63 - 16}, "),
+    ({"slots": MOST, "slot_pitch": 2**30 + 16}, f"slots * slot_pitch: got {MOST} * {2**30 + 16}, "),
+    ({"slots": MOST, "N": 1, "H": 2**25 - 1}, f"slots * slot_pitch: got {MOST} * {(2**25 - 1) * 64 * 64}, "),
+    ({"slots": MOST, "N": 0, "H": 2**25 - 1}, f"slots * slot_pitch: got {MOST} * {(2**25 - 1) * 64 * 64}, "),
+    ({"slots": 2**63 - 1}, f"slots: got {2**63 - 1}, wanted 0 to {MOST}"),
+    ({"N": MOST, "H": 2**25 - 1}, f"N: got {MOST} with {2**25 - 1} heads, wanted at most 1"),
+    ({"N": 1, "H": 2**63 - 1}, f"H: got {2**63 - 1}, wanted 0 to {2**25 - 1}"),
+]
+SEQUENCES = [
+    ({"B": 2**63 - 1}, f"B: got {2**63 - 1}, wanted 0 to {MOST}"),
+    ({"H": 2**62}, f"H: got {2**62}, wanted 0 to {MOST}"),
+    ({"T": 2**63 - 1}, f"T: got {2**63 - 1}, wanted 0 to {MOST - 32}"),
+    ({"T": -(2**63)}, f"T: got {-(2**63)}, wanted 0 to {MOST - 32}"),
+    ({"B": MOST, "H": MOST}, f"B * H: got {MOST**2} with 3 chunks, wanted at most {2**25 - 1}"),
+    ({"B": MOST, "H": MOST, "T": 0}, f"B * H: got {MOST**2} with 0 chunks"),
+    ({"B": MOST, "H": MOST, "T": MOST - 32}, f"B * H: got {MOST**2} with {2**26 - 1} chunks"),
+    ({"B": 2**13, "H": 2**12, "T": 1}, f"B * H: got {2**25} with 1 chunks"),
+]
+
+
+@pytest.fixture(scope="module")
+def trapping(exported: Export, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """A library in which arithmetic that overflows ends the process."""
+    options = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
+    return rebuilt(exported, tmp_path_factory.mktemp("trapping") / "export", *options)
+
+
+@pytest.mark.parametrize("op", [*BAD, *QUERIES])
+def test_sizes_whose_products_overflow_are_refused(trapping: Export, op: str):
+    cases = POOLS if op == "decode_bf16" else SEQUENCES
+    found = call(trapping, [of_op(op, **changes) for changes, _ in cases])
+    for (changes, said), outcome in zip(cases, found.outcomes, strict=True):
+        assert (outcome["status"], outcome["message"].startswith(said)) == ("ERROR_SIZE", True), (changes, outcome)
+    assert found.launches == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 1, "slot_pitch": 2**61 - 16},
+        {"slots": 2**31 - 1, "slot_pitch": 2**30},
+        {"slots": 0, "slot_pitch": 2**63 - 16},
+        {"slots": 2**23, "N": 1, "H": 2**25 - 1},
+        {"N": 2**25 - 1, "H": 1},
+    ],
+    ids=str,
+)
+def test_the_largest_pools_are_taken(trapping: Export, changes: dict):
+    counts = parameter_counts([sample_decode(64, 64, "none", 90)])
+    asked = task("decode_bf16", **changes)
+    found = call(trapping, [asked], parameters=counts)
+    assert found.statuses == ["SUCCESS"]
+    (record,) = found.launches
+    args = asked["args"]
+    assert record["values"].count(args.get("slot_pitch", args["H"] * 64 * 64)) == 2  # read from, written to
+    assert record["grid"] % (args["N"] * args["H"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "launches"),
+    [
+        ({"B": 1, "H": 1, "T": 2**30 - 32}, 3),
+        ({"B": 1, "H": 2**25 - 1, "T": 32}, 3),
+        ({"B": 2**25 - 1, "H": 1, "T": 0}, 1),
+        ({"B": 0, "H": 2**31 - 1, "T": 2**31 - 33}, 0),
+    ],
+    ids=str,
+)
+def test_the_largest_prefills_are_taken(trapping: Export, sizes: dict, launches: int):
+    asked = task("prefill_f32", **sizes, final_state=0xB0000)
+    (query,) = call(trapping, [of_op("prefill_f32_workspace", **sizes)]).outcomes
+    # q g and k g [C, K], Aqk [C, C], the decay [K] and the state [V, K] of every chunk, in float32
+    chunks = sizes["B"] * sizes["H"] * -(-sizes["T"] // 32)
+    assert query == {"status": "SUCCESS", "message": "", "bytes": chunks * (2 * 32 * 64 + 32 * 32 + 64 + 64 * 64) * 4}
+    asked["args"]["workspace_bytes"] = query["bytes"]
+    found = call(trapping, [asked])
+    assert found.statuses == ["SUCCESS"] and len(found.launches) == launches
+    grids = {record["name"]: record["grid"] for record in found.launches}
+    assert grids.get("prepare_kernel", 0) == chunks
 
 
 @pytest.mark.parametrize("op", ["prefill_f32", "prefill_bf16"])
@@ -418,6 +622,36 @@ def test_every_stream_has_a_graph_and_the_oldest_goes(exported: Export):
     assert graphs_of(found.launches) == [0, 1, 1] * 80 + [1] * 6 + [0, 1, 1]
     assert [record["stream"] for record in found.launches[:: 3 * 3]] == streams
     assert found.counts == {"load": 3, "graph": 81, "set": 0, "destroy": 81 - 64}
+
+
+def test_a_context_that_fills_its_graphs_leaves_others_theirs(exported: Export):
+    """The first evicts graphs of its own alone, the second has as many of its own."""
+    first = [task("prefill_f32", stream=0x1000 * (i + 1), repeats=3) | {"context": 0} for i in range(80)]
+    second = [one | {"context": 1} for one in first]
+    last = [one | {"repeats": 1} for one in (first[-1], first[0], second[-1], second[0])]
+    found = call(exported, [*first, *second, *last])
+    assert graphs_of(found.launches) == [0, 1, 1] * 160 + [1, 0, 1, 0]
+    # the two that were evicted are remembered anew, each in the place of one more graph
+    assert found.counts == {"load": 3, "graph": 160, "set": 0, "destroy": 2 * (80 - 64 + 1)}
+
+
+@pytest.mark.parametrize("places", [1, 200])
+def test_places_of_destroyed_contexts_come_back(exported: Export, places: int):
+    """Every new context has graphs, however many came before it, where the driver gives out their addresses again or not. The
+    stand-in ends the process if a graph of a context that is gone is touched. One context lives on and keeps its graph."""
+    lives = task("prefill_f32") | {"context": 0}
+    calls = [task("prefill_f32", repeats=3) | {"context": 1 + i % places, "destroys": True} for i in range(200)]
+    found = call(exported, [lives, *(x for one in calls for x in (one, lives))])
+    assert graphs_of(found.launches) == [0] + [0, 1, 1, 1] * 200
+    assert found.counts == {"load": 3, "graph": 201, "set": 0, "destroy": 0}
+
+
+def test_a_context_that_died_full_leaves_room(exported: Export):
+    dead = [task("prefill_f32", stream=0x1000 * (i + 1), repeats=2) | {"context": 1} for i in range(64)]
+    dead[-1]["destroys"] = True
+    found = call(exported, [*dead, *(task("prefill_f32", repeats=3) | {"context": i} for i in (0, 1))])
+    assert graphs_of(found.launches) == [0, 1] * 64 + [0, 1, 1] * 2
+    assert found.counts["destroy"] == 0
 
 
 def test_what_is_captured_is_kernels(exported: Export):

@@ -3,11 +3,15 @@
 
 #include "runtime.h"
 
+_Static_assert(offsetof(fd_decode_args, o) + 8 == sizeof(fd_decode_args),
+               "a later member would lie in the padding of this struct");
+
+/* Floats from one slot to the next. */
+static int64_t pitch_of(const fd_decode_args *a) {
+    return a->slot_pitch != 0 ? a->slot_pitch : a->H * a->V * a->K;
+}
+
 static fd_status check(const fd_decode_args *a) {
-    if (a == NULL)
-        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an fd_decode_args");
-    if (a->struct_size != sizeof *a)
-        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted %zu", a->struct_size, sizeof *a);
     if (a->K != a->V || (a->K != 64 && a->K != 128))
         return fd_fail(FD_ERROR_UNSUPPORTED, "(K, V): got (%d, %d), wanted (64, 64) or (128, 128)", (int)a->K, (int)a->V);
     FD_TRY(fd_check_size("N", a->N, FD_MOST));
@@ -23,6 +27,11 @@ static fd_status check(const fd_decode_args *a) {
     if (a->slot_pitch != 0 && (a->slot_pitch < content || a->slot_pitch % 16 != 0))
         return fd_fail(FD_ERROR_OPTION, "slot_pitch: got %lld, wanted 0 or a multiple of 16, at least H * V * K = %lld",
                        (long long)a->slot_pitch, (long long)content);
+    /* of every float's address, in bytes; sizes that come first bound all other products */
+    int64_t pitch = pitch_of(a), most = INT64_MAX / (int64_t)sizeof *a->states;
+    if (a->slots > 0 && pitch > most / a->slots)
+        return fd_fail(FD_ERROR_SIZE, "slots * slot_pitch: got %lld * %lld, wanted at most %lld", (long long)a->slots,
+                       (long long)pitch, (long long)most);
     int needed = a->N > 0 && a->H > 0;
     FD_TRY(fd_check_pointer("q", a->q, needed));
     FD_TRY(fd_check_pointer("k", a->k, needed));
@@ -48,8 +57,7 @@ static fd_values values_of(const fd_decode_args *a) {
     of[FD_P_starts].pointer = a->state_indices;
     of[FD_P_start_slots].i32 = of[FD_P_target_slots].i32 = (int32_t)a->slots;
     of[FD_P_has_initial].i32 = of[FD_P_has_final].i32 = 1;
-    of[FD_P_start_pitch].i64 = a->slot_pitch != 0 ? a->slot_pitch : a->H * a->V * a->K;
-    of[FD_P_target_pitch].i64 = of[FD_P_start_pitch].i64;
+    of[FD_P_start_pitch].i64 = of[FD_P_target_pitch].i64 = pitch_of(a);
     of[FD_P_start_row].i32 = 1;
     of[FD_P_most_tokens].i32 = 1;
     of[FD_P_scale].f32 = a->scale == 0.0f ? 1.0f / sqrtf((float)a->K) : a->scale;
@@ -68,11 +76,13 @@ static fd_values values_of(const fd_decode_args *a) {
 }
 
 fd_status fd_decode_bf16(const fd_decode_args *args, CUstream stream) {
-    FD_TRY(check(args));
-    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, args->K, args->V, 0, args->gate, FD_PRECISION_DEFAULT};
-    int64_t items = args->N * args->H;
+    fd_decode_args a;
+    FD_TRY(fd_take("fd_decode_args", &a, sizeof a, args));
+    FD_TRY(check(&a));
+    fd_variant wanted = {FD_DECODE_BF16, FD_DECODE, a.K, a.V, 0, a.gate, FD_PRECISION_DEFAULT};
+    int64_t items = a.N * a.H;
     fd_ready found;
     FD_TRY(fd_find(&wanted, &items, 1, &found));
-    fd_values values = values_of(args);
+    fd_values values = values_of(&a);
     return fd_launch(&found, 1, &values, stream);
 }

@@ -11,7 +11,7 @@
  * launched: after an error nothing was, but for FD_ERROR_CUDA from a prefill's second or third launch.
  *
  * A prefill that comes again with the same arguments is launched as a CUDA graph, which costs the host less. The library keeps
- * up to 64 of them, for the last calls of each stream and kind.
+ * up to 64 of them for each context, for the last calls of each stream and kind.
  *
  * A call uses the calling thread's current CUDA context, in which memory and stream must live. A kernel's first call on a
  * device loads it: make that call before capturing a CUDA graph. Tensors are dense, row by row, in device memory, and start at
@@ -29,6 +29,12 @@ extern "C" {
 
 #define FD_VERSION "@VERSION@"
 
+/* Of the binary interface, and the number in the library's SONAME: a program built with this header runs with every library of the
+ * same number that is not older. Structs only grow at their end, by multiples of 8 bytes, and 0 in a new member means what was
+ * done without it. A caller's struct_size says which members it has: those past it are taken as 0. A size larger than the library
+ * knows is refused, as is one that cuts a member in two. */
+#define FD_ABI 1
+
 #if defined(__GNUC__)
 #define FD_API __attribute__((visibility("default")))
 #else
@@ -40,7 +46,7 @@ typedef struct CUstream_st *CUstream;
 
 typedef enum fd_status {
     FD_SUCCESS = 0,
-    FD_ERROR_STRUCT = 1,       /* struct_size is not the size of the struct that this library knows */
+    FD_ERROR_STRUCT = 1,       /* struct_size is 0, larger than this library's struct, or no multiple of 8 */
     FD_ERROR_NULL_POINTER = 2, /* a pointer that is needed is NULL, or one that must be NULL is not */
     FD_ERROR_SIZE = 3,         /* a size is negative, or larger than a launch can be */
     FD_ERROR_UNSUPPORTED = 4,  /* (K, V, C) for which there are no kernels */

@@ -4,6 +4,9 @@
 
 #include "runtime.h"
 
+_Static_assert(offsetof(fd_prefill_args, workspace_bytes) + 8 == sizeof(fd_prefill_args),
+               "a later member would lie in the padding of this struct");
+
 /* What the stages leave for each other, one part after another: of every chunk w, qg, kg [C, K], inverse, Aqk [C, C], and decay [K]
  * in float32. In float32, w is the caller's, there is no inverse, and the last part is the state before every chunk, h [V, K]. */
 typedef struct {
@@ -26,10 +29,6 @@ static layout layout_of(int op, const fd_prefill_args *a, int64_t chunks) {
 }
 
 static fd_status check_sizes(const fd_prefill_args *a) {
-    if (a == NULL)
-        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an fd_prefill_args");
-    if (a->struct_size != sizeof *a)
-        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted %zu", a->struct_size, sizeof *a);
     if (a->K != a->V || (a->K != 64 && a->K != 128) || (a->C != 32 && a->C != 64))
         return fd_fail(FD_ERROR_UNSUPPORTED,
                        "(K, V, C): got (%d, %d, %d), wanted one of (64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64)",
@@ -37,7 +36,8 @@ static fd_status check_sizes(const fd_prefill_args *a) {
     FD_TRY(fd_check_size("B", a->B, FD_MOST));
     FD_TRY(fd_check_size("H", a->H, FD_MOST));
     FD_TRY(fd_check_size("T", a->T, FD_MOST - a->C));
-    /* a thread block takes 16 value channels or more: V of them are enough for the slices of a head */
+    /* a thread block takes 16 value channels or more: V of them are enough for the slices of a head; with so few chunks every
+     * later product of sizes stays far below 2^63, too */
     int64_t heads = a->B * a->H, most = FD_MOST / a->V, chunks = (a->T + a->C - 1) / a->C;
     if (heads > most || (chunks > 0 && heads > most / chunks))
         return fd_fail(FD_ERROR_SIZE, "B * H: got %lld with %lld chunks, wanted at most %lld, and as many chunks in all",
@@ -77,11 +77,13 @@ static fd_status check_pointers(int op, const fd_prefill_args *a, size_t workspa
     return FD_SUCCESS;
 }
 
-static fd_status workspace(int op, const fd_prefill_args *a, size_t *bytes) {
-    FD_TRY(check_sizes(a));
+static fd_status workspace(int op, const fd_prefill_args *args, size_t *bytes) {
+    fd_prefill_args a;
+    FD_TRY(fd_take("fd_prefill_args", &a, sizeof a, args));
+    FD_TRY(check_sizes(&a));
     if (bytes == NULL)
         return fd_fail(FD_ERROR_NULL_POINTER, "bytes: got NULL, wanted where to write the number");
-    *bytes = layout_of(op, a, (a->T + a->C - 1) / a->C).bytes;
+    *bytes = layout_of(op, &a, (a.T + a.C - 1) / a.C).bytes;
     return FD_SUCCESS;
 }
 
@@ -132,7 +134,10 @@ static fd_values values_of(const fd_prefill_args *a, const layout *at, int64_t c
  * triton/recurrence.py. */
 #define FEW 16
 
-static fd_status prefill(int op, const fd_prefill_args *a, CUstream stream) {
+static fd_status prefill(int op, const fd_prefill_args *args, CUstream stream) {
+    fd_prefill_args taken;
+    const fd_prefill_args *a = &taken;
+    FD_TRY(fd_take("fd_prefill_args", &taken, sizeof taken, args));
     FD_TRY(check_sizes(a));
     FD_TRY(check_options(op, a));
     int64_t chunks = (a->T + a->C - 1) / a->C, heads = a->B * a->H;

@@ -34,7 +34,7 @@ const char *fd_status_string(fd_status status) {
     case FD_SUCCESS:
         return "success";
     case FD_ERROR_STRUCT:
-        return "struct_size does not fit this library";
+        return "struct_size is no size that the struct has or had";
     case FD_ERROR_NULL_POINTER:
         return "a pointer is missing, or one too many";
     case FD_ERROR_SIZE:
@@ -60,6 +60,19 @@ const char *fd_status_string(fd_status status) {
 }
 
 /* ---- checks ------------------------------------------------------------------------------------------------------------ */
+
+fd_status fd_take(const char *type, void *known, size_t size, const void *args) {
+    size_t given;
+    if (args == NULL)
+        return fd_fail(FD_ERROR_NULL_POINTER, "args: got NULL, wanted an %s", type);
+    memcpy(&given, args, sizeof given);
+    /* members are aligned and have at most 8 bytes: a multiple of 8 cuts none in two */
+    if (given < 8 || given > size || given % 8 != 0)
+        return fd_fail(FD_ERROR_STRUCT, "struct_size: got %zu, wanted a multiple of 8 from 8 to %zu", given, size);
+    memset(known, 0, size);
+    memcpy(known, args, given);
+    return FD_SUCCESS;
+}
 
 fd_status fd_check_size(const char *name, int64_t size, int64_t most) {
     if (size < 0 || size > most)
@@ -364,21 +377,44 @@ static fd_status launch_alone(const fd_ready *ready, const fd_values *values, CU
  * remembered, the same one again makes the graph. After `VARIETY` different ones on a stream no further graph is made, and the
  * one that was used longest ago takes a new call's arguments, which costs more than its launch. */
 typedef struct {
-    unsigned long long context; /* 0: nothing here */
     CUstream stream;
     unsigned count;
     fd_ready kernels[FD_LAUNCHES];
     fd_values values;
     void *graph, *nodes[FD_LAUNCHES], *run; /* `run` NULL: not made yet */
-    uint64_t used;
+    uint64_t used;                          /* 0: nothing here */
 } chain;
 
 #define VARIETY 8
 #define CHAINS (8 * VARIETY)
+#define CONTEXTS 64
 
-static chain chains[CHAINS];
+/* A context's chains. */
+typedef struct {
+    unsigned long long context;
+    uint64_t used; /* 0: nobody's */
+    chain chains[CHAINS];
+} table;
+
+static table tables[CONTEXTS];
 static uint64_t chain_calls;
 static pthread_mutex_t chains_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* A context's own table: nobody else's chains make room for a call. A context that is new gets a free one, or else the one of the
+ * context used longest ago, so that those of destroyed contexts come back. Nothing tells whether that one was destroyed (an id is
+ * never used again; to ask the driver about a dead handle is undefined), so its graphs are left to the driver as they are. */
+static table *table_of(unsigned long long context) {
+    table *found = tables;
+    for (table *t = tables; t < tables + CONTEXTS; t++) {
+        if (t->used != 0 && t->context == context)
+            return t;
+        if (t->used < found->used)
+            found = t;
+    }
+    memset(found, 0, sizeof *found);
+    found->context = context;
+    return found;
+}
 
 static int same_kernels(const chain *c, const fd_ready *kernels, unsigned count) {
     int same = c->count == count;
@@ -403,38 +439,30 @@ static void forget(chain *c) {
 }
 
 /* The chain of this call, or of `VARIETY` others of its kernels the one that was used longest ago; if there are fewer, a new one,
- * where there is room or instead of the one of this context that was used longest ago. It has the call's arguments; where it was
- * `taken` from another call, its graph has not. */
-static chain *chain_of(unsigned long long context, const fd_ready *kernels, unsigned count, const fd_values *values,
-                       CUstream stream, int *taken) {
-    chain *place = NULL, *oldest = NULL, *oldest_alike = NULL;
+ * where there is room or instead of the one that was used longest ago. It has the call's arguments; where it was `taken` from
+ * another call, its graph has not. */
+static chain *chain_of(chain *chains, const fd_ready *kernels, unsigned count, const fd_values *values, CUstream stream,
+                       int *taken) {
+    chain *place = chains, *oldest_alike = NULL;
     unsigned alike = 0;
-    *taken = 0;
     for (chain *c = chains; c < chains + CHAINS; c++) {
-        if (place == NULL && c->context == 0)
+        if (c->used < place->used)
             place = c;
-        if (c->context != context)
-            continue;
-        if (oldest == NULL || c->used < oldest->used)
-            oldest = c;
         if (c->stream != stream || !same_kernels(c, kernels, count))
             continue;
-        if (same_arguments(c, kernels, values))
+        if (same_arguments(c, kernels, values)) {
+            *taken = 0;
             return c;
+        }
         alike++;
         if (oldest_alike == NULL || c->used < oldest_alike->used)
             oldest_alike = c;
     }
-    if (alike == VARIETY) {
+    *taken = alike == VARIETY;
+    if (*taken) {
         place = oldest_alike;
-        *taken = 1;
     } else {
-        if (place == NULL)
-            place = oldest;
-        if (place == NULL)
-            return NULL;
         forget(place);
-        place->context = context;
         place->stream = stream;
         place->count = count;
     }
@@ -492,11 +520,10 @@ static int launch_chain(const fd_ready *kernels, unsigned count, const fd_values
     /* a graph cannot be launched into a stream that is being captured */
     if (driver.is_capturing(stream, &capturing) != 0 || capturing || driver.context_id(NULL, &context) != 0)
         return 0;
-    chain *c = chain_of(context, kernels, count, values, stream, &taken);
-    if (c == NULL)
-        return 0;
+    table *own = table_of(context);
+    chain *c = chain_of(own->chains, kernels, count, values, stream, &taken);
     int first = c->used == 0;
-    c->used = ++chain_calls;
+    c->used = own->used = ++chain_calls;
     if (first)
         return 0;
     int result = 0;

@@ -5,6 +5,8 @@
 #include "flashdelta.h"
 #include "parameters.h"
 
+_Static_assert(sizeof(size_t) == 8, "sizes of memory are computed in 64 bits");
+
 enum fd_operator { FD_PREFILL_F32, FD_PREFILL_BF16, FD_DECODE_BF16 };
 enum fd_stage { FD_PREPARE, FD_RECURRENCE, FD_OUTPUT, FD_DECODE, FD_RECURRENCE_WIDE };
 
@@ -65,6 +67,9 @@ fd_status fd_find(const fd_variant *variants, const int64_t *items, unsigned cou
 
 /* Launches the kernels one after another, leaving out those without programs. */
 fd_status fd_launch(const fd_ready *kernels, unsigned count, const fd_values *values, CUstream stream);
+
+/* Copies a caller's struct into `known`, of `size` bytes. Members past the caller's struct_size are 0. */
+fd_status fd_take(const char *type, void *known, size_t size, const void *args);
 
 /* Checks that hold for several operators. */
 fd_status fd_check_size(const char *name, int64_t size, int64_t most);
