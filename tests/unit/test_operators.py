@@ -365,6 +365,22 @@ def test_warmup_refuses_what_the_operator_refuses():
         fd.warmup(torch.matmul, device="cpu")
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", torch.device("meta")])
+def test_warmup_refuses_a_device_that_is_not_there(device: object):
+    with pytest.raises(ValueError, match=rf"^device: got '{device}', wanted "):
+        fd.warmup(fd.chunk_kda, [(32, 32)], device=device)
+    with pytest.raises(TypeError, match=r"^device: got NoneType, wanted a torch.device or its name"):
+        fd.warmup(fd.chunk_kda, [(32, 32)], device=None)
+
+
+def test_warmup_without_a_gpu_refuses_its_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(
+        ValueError, match=r"^device: got 'cuda', wanted cpu or one of the 0 CUDA devices that torch sees"
+    ):
+        fd.warmup(fd.chunk_kda)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is what this asks about")
 def test_explain_judges_another_device_than_the_tensors():
     call = {name: x for name, x in on_meta(make_call(BY_NAME["one_head"])).items() if name in TOKEN_TENSORS}

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..problem.operations import PARAMETRIC_GATES
 from ..problem.problem import GateName
 from .call import CALLS, public_call
+from .devices import find_device
 
 
 def warmup(
@@ -60,18 +61,20 @@ def warmup(
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
         speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
         dt_bias: whether calls with a gate that reads one pass one.
-        device: where to run.
+        device: where to run. On a CPU the calls run, but nothing is compiled.
         The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
     Returns:
         The number of calls made.
 
     Raises:
-        ValueError, TypeError: as `op` itself would.
+        ValueError, TypeError: as `op` itself would, or a device that is not there: on a machine without a GPU, where nothing
+            can be compiled, the default is refused.
     """
     kind = public_call(op).operation.name
     if kind not in ("chunk", "recurrent", "decode"):
         raise ValueError(f"op: got {op.__name__}, wanted chunk_kda, fused_recurrent_kda or recurrent_kda")
+    device = find_device(device)
     parametric = gate in PARAMETRIC_GATES
     calls = 0
     make = functools.partial(torch.zeros, device=device)
@@ -104,7 +107,7 @@ def warmup(
     if kind == "decode":
         ways = [(True, (False, False))]
     for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
-        for B, T, H, N in _warm_sizes(kind, is_packed, V, torch.device(device)):
+        for B, T, H, N in _warm_sizes(kind, is_packed, V, device):
             rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
             index = make(N, dtype=state_indices_dtype)
@@ -123,7 +126,7 @@ def warmup(
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, (B, T, H, K, V), state, index, offsets, backend)
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
     return calls
 
