@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from flashdelta.tools.compile import in_processes
+
 pytestmark = pytest.mark.slow
 
 INTERRUPTED = "flashdelta: interrupted"
@@ -102,3 +104,10 @@ def test_ctrl_c_ends_an_export_at_once(seconds: float, tmp_path: Path):
     while runs(process.pid):  # multiprocessing's own helpers end soon after
         assert time.monotonic() - began < 30
         time.sleep(0.1)
+
+
+def test_an_error_does_not_wait_for_what_still_compiles():
+    began = time.monotonic()
+    with pytest.raises(TypeError):
+        list(in_processes(time.sleep, [("no number",), (120.0,)], 2))
+    assert time.monotonic() - began < 60
