@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -371,6 +372,23 @@ def test_warmup_refuses_a_device_that_is_not_there(device: object):
         fd.warmup(fd.chunk_kda, [(32, 32)], device=device)
     with pytest.raises(TypeError, match=r"^device: got NoneType, wanted a torch.device or its name"):
         fd.warmup(fd.chunk_kda, [(32, 32)], device=None)
+
+
+BAD_WARMUPS = [
+    *(
+        (name, value)
+        for name in ("packed", "initial_state", "state_pool", "checkpoints")
+        for value in (True, None, (1,), ())
+    ),
+    *(("head_dims", value) for value in (64, (64, 64), [], [(64,)], [(64, "a")])),
+    *((name, "bf16") for name in ("dtype", "g_dtype", "beta_dtype", "state_dtype", "cu_seqlens_dtype")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_WARMUPS)
+def test_warmup_names_what_it_cannot_vary(name: str, value: object):
+    with pytest.raises(TypeError, match=rf"^{name}: got {re.escape(repr(value))}, wanted "):
+        fd.warmup(fd.chunk_kda, **{"head_dims": [(32, 32)], "device": "cpu", name: value})
 
 
 def test_warmup_without_a_gpu_refuses_its_default(monkeypatch: pytest.MonkeyPatch):
