@@ -1,5 +1,8 @@
 """GPU kernels for Kimi Delta Attention (KDA) in readable Python."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import kernels
 from .ops.chunk import chunk_kda
 from .ops.decode import commit, recurrent_kda
@@ -7,6 +10,9 @@ from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
 from .runtime.explain import Explanation, explain
 from .runtime.warmup import warmup
+
+if TYPE_CHECKING:
+    from . import nn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +23,18 @@ __all__ = [
     "fused_recurrent_kda",
     "kda_prefill",
     "kernels",
+    "nn",
     "recurrent_kda",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`flashdelta.nn` is imported when it is first asked for: operators alone need no modules."""
+    if name == "nn":
+        return import_module(f"{__name__}.nn")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,5 @@
 """`python -m flashdelta` is the command line too."""
 
-from .tools.cli import main
+from flashdelta_command import main
 
 main()

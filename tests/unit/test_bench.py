@@ -696,7 +696,12 @@ def test_markdown_has_the_same_cells(tmp_path):
 def drawn(monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     found = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: found.append(self.axes[0]))
+
+    def save(self, path, **_):
+        found.append(self.axes[0])
+        path.touch()
+
+    monkeypatch.setattr(figure.Figure, "savefig", save)
     return found
 
 

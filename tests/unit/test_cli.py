@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
+import signal
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 import flashdelta
 from flashdelta import backends
 from flashdelta.backends import ReferenceBackend
-from flashdelta.tools import cli
+from flashdelta.problem import device_checks
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ from flashdelta.testing.inputs import make_call
 from flashdelta.tools.bench import pages, report
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.views import VIEWS
-from flashdelta.tools.cli import demo
+from flashdelta.tools.cli import bench, demo
 from flashdelta.tools.cli.app import app
 from flashdelta.tools.cli.demo import DemoResult
 from flashdelta.tools.cli.verify import CASES, run_verify
@@ -80,6 +81,14 @@ def test_doctor_says_why_a_backend_cannot_run():
     assert "self-check passed" in result.stdout
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_doctor_says_whether_calls_check_values(enabled, monkeypatch):
+    monkeypatch.setattr(device_checks, "ENABLED", enabled)
+    assert json.loads(run("doctor", "--device", "cpu", "--json").stdout)["FLASHDELTA_CHECK"] is enabled
+    line = next(x for x in run("doctor", "--device", "cpu").stdout.splitlines() if "FLASHDELTA_CHECK" in x)
+    assert line.split()[1].startswith("on" if enabled else "off") and "read once, when flashdelta is imported" in line
+
+
 def test_doctor_fails_on_a_wrong_backend(wrong_backend):
     result = run("doctor", "--device", "cpu", "--json")
     assert result.exit_code == 1
@@ -93,13 +102,22 @@ def test_verify_passes_with_the_reference():
     result = run("verify", "--quick", "--device", "cpu", "--backend", "reference")
     assert result.exit_code == 0, result.stdout
     checks = 2 * sum(not is_long(case) for case, _ in CASES)
-    assert f"all {checks} checks passed" in result.stdout
+    assert result.stdout.endswith(f"all {checks} checks passed (reference)\n")
+
+
+def test_verify_on_a_cpu_says_what_nobody_checked():
+    result = run("verify", "--quick", "--device", "cpu")
+    assert result.exit_code == 0
+    *_, passed, unchecked = result.stdout.splitlines()
+    assert passed.endswith("checks passed (reference)")
+    assert unchecked == "not checked, as they can't run on cpu: hopper, triton"
 
 
 def test_verify_json_lists_what_was_not_supported():
     result = run("verify", "--quick", "--device", "cpu", "--json")
     report = json.loads(result.stdout)
     assert report["passed"] and result.exit_code == 0
+    assert (report["checked"], report["not_checked"]) == (["reference"], ["hopper", "triton"])
     assert {row["status"] for row in report["rows"] if row["backend"] == "reference"} == {"passed"}
     assert {row["status"] for row in report["rows"] if row["backend"] == "triton"} == {"not supported"}
 
@@ -182,17 +200,78 @@ REFUSED = {
     "export --out out --arch=sm_90 --size=64,64,16": "size: got '64,64,16', wanted one of 64,64,32",
     "export --out out --arch=sm_90 --gate=softplus": "gate: got 'softplus', wanted one of none",
     "export --out out --arch=sm_90 --precision=tf32": "precision: got 'tf32', wanted one of ieee",
+    f"export --out {__file__}/out --arch=sm_90": f"out: got {__file__}/out, wanted a folder that can be written",
+    f"bench startup --json {__file__}/x.json": f"json: got {__file__}/x.json, wanted a file that can be written",
+    "bench startup --json /dev/null": "json: got /dev/null, wanted a file",
+    f"bench show {pages.RESULTS}/wy-hopper-h200.json --plot {__file__}/x.png": f"plot: got {__file__}/x.png, wanted a file",
 }
+"""The frame breaks lines, long paths too: spaces do not count."""
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """What takes long must not begin."""
+
+    def begin(*arguments, **named):
+        raise AssertionError("must not begin")
+
+    monkeypatch.setattr("flashdelta.tools.cli.bench.run", begin)
+    monkeypatch.setattr("flashdelta.tools.cli.export.compile_kernels", begin)
 
 
 @pytest.mark.parametrize("command", REFUSED, ids=lambda command: command.replace(str(ROOT), ""))
-def test_wrong_commands_are_refused_and_write_nothing(command, tmp_path, monkeypatch):
+def test_wrong_commands_are_refused_and_write_nothing(command, tmp_path, monkeypatch, no_work):
     monkeypatch.chdir(tmp_path)
     result = run(*command.split(" "))
     assert result.exit_code == 2
     # the frame may break the line anywhere
-    assert REFUSED[command] in " ".join(result.stderr.replace("│", " ").split())
+    assert "".join(REFUSED[command].split()) in "".join(result.stderr.replace("│", " ").split())
     assert not any(tmp_path.iterdir())
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"flashdelta {flashdelta.__version__}\n")
+
+
+WORK = {
+    "doctor": "doctor.examine",
+    "verify": "verify.run_verify",
+    "demo": "demo.run_demo",
+    "export --out out --arch=sm_90": "export.compile_kernels",
+    "bench startup --device cpu": "bench.run",
+    "bench show " + str(pages.RESULTS / "decode-h200.json"): "bench.load",
+}
+"""Commands, and where they spend their time."""
+
+
+@pytest.mark.parametrize("command", WORK, ids=lambda command: command.replace(str(ROOT), ""))
+def test_ctrl_c_leaves_one_line_and_no_file(command, tmp_path, monkeypatch):
+    def work(*arguments, **named):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(f"flashdelta.tools.cli.{WORK[command]}", work)
+    monkeypatch.setattr("flashdelta.tools.cli.bench.default_path", lambda *names: tmp_path / "x.json")
+    monkeypatch.chdir(tmp_path)
+    result = run(*command.split(" "))
+    said = result.stderr.splitlines()
+    # export and bench have said what they do
+    assert (result.exit_code, said[-1]) == (130, "flashdelta: interrupted")
+    assert len(said) == 1 + (command.startswith(("export", "bench startup")))
+    assert not any(tmp_path.iterdir())
+
+
+def test_bench_says_at_once_what_it_does(tmp_path, monkeypatch, capsys):
+    def measure(benchmark, setup, path, rows, progress, **facts):
+        said = capsys.readouterr().err
+        assert said.startswith(
+            "Time the first calls of a fresh process, with the kernel cache empty and then filled, on cpu; "
+        )
+        return report.load(next(pages.RESULTS.glob("startup-*.json")))
+
+    monkeypatch.setattr("flashdelta.tools.cli.bench.run", measure)
+    bench.run_benchmark("startup", device="cpu", json=tmp_path / "x.json")
+    assert f"saved to {tmp_path / 'x.json'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -225,8 +304,6 @@ def test_bench_show_plots(tmp_path):
 
 def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
     """Options as typed arrive where they belong."""
-    from flashdelta.tools.cli import bench
-
     asked = {}
 
     def measure(benchmark, setup, path, rows, progress, **facts):
@@ -248,10 +325,14 @@ def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
     assert len(asked["rows"]) == 23 and asked["path"].name.startswith("prefill-nvidia-h200-")
 
 
-def test_main_without_typer_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "flashdelta.tools.cli.app")
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    assert exit.value.code == 2
-    assert "pip install 'flashdelta[cli]'" in capsys.readouterr().err
+def test_export_is_silent_about_warnings_of_triton(monkeypatch, recwarn):
+    from flashdelta.tools.export import cubins
+
+    def compile(source, target, options):
+        warnings.warn("the default changes in Triton 3.10", stacklevel=1)
+        raise InterruptedError
+
+    monkeypatch.setattr(cubins.triton, "compile", compile)
+    with pytest.raises(InterruptedError):
+        cubins.compile_kernel(cubins.wanted_kernels(["decode_bf16"], [(64, 64, 32)], ["none"])[0], 90)
+    assert not recwarn.list

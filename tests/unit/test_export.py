@@ -22,16 +22,18 @@ from flashdelta.problem.operations import PREFILL_SIZES
 from flashdelta.problem.problem import Problem, Result, Tensors
 from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Workspace
-from flashdelta.tools.export import bindings, compile_kernels, cubins, wanted_kernels, write
+from flashdelta.tools.export import bindings, cubins
 from flashdelta.tools.export.cubins import (
     Wanted,
     compile_kernel,
+    compile_kernels,
     parameters_of,
     prefill_call,
     prefill_outputs,
     sample_decode,
+    wanted_kernels,
 )
-from flashdelta.tools.export.write import C_FILES
+from flashdelta.tools.export.write import C_FILES, write
 from flashdelta.triton.build import prefill, prefill_layout
 from flashdelta.triton.launch import layout
 

@@ -39,6 +39,17 @@ def test_import_is_quick_and_brings_no_compiler():
 
 
 @pytest.mark.slow
+def test_nn_is_imported_when_it_is_asked_for():
+    code = (
+        "import sys, flashdelta as fd\n"
+        "assert 'nn' in dir(fd) and 'flashdelta.nn' not in sys.modules\n"
+        "print(fd.nn.KimiDeltaAttention.__name__, hasattr(fd, 'no_such_name'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["KimiDeltaAttention", "False"]
+
+
+@pytest.mark.slow
 def test_import_without_numpy_says_nothing():
     _, _, said = imported("sys.modules['numpy'] = None")
     assert said == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -363,6 +364,39 @@ def test_warmup_refuses_what_the_operator_refuses():
         fd.warmup(fd.chunk_kda, [(48, 64)], device="cpu")
     with pytest.raises(ValueError, match=r"^op: got"):
         fd.warmup(torch.matmul, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", torch.device("meta")])
+def test_warmup_refuses_a_device_that_is_not_there(device: object):
+    with pytest.raises(ValueError, match=rf"^device: got '{device}', wanted "):
+        fd.warmup(fd.chunk_kda, [(32, 32)], device=device)
+    with pytest.raises(TypeError, match=r"^device: got NoneType, wanted a torch.device or its name"):
+        fd.warmup(fd.chunk_kda, [(32, 32)], device=None)
+
+
+BAD_WARMUPS = [
+    *(
+        (name, value)
+        for name in ("packed", "initial_state", "state_pool", "checkpoints")
+        for value in (True, None, (1,), ())
+    ),
+    *(("head_dims", value) for value in (64, (64, 64), [], [(64,)], [(64, "a")])),
+    *((name, "bf16") for name in ("dtype", "g_dtype", "beta_dtype", "state_dtype", "cu_seqlens_dtype")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_WARMUPS)
+def test_warmup_names_what_it_cannot_vary(name: str, value: object):
+    with pytest.raises(TypeError, match=rf"^{name}: got {re.escape(repr(value))}, wanted "):
+        fd.warmup(fd.chunk_kda, **{"head_dims": [(32, 32)], "device": "cpu", name: value})
+
+
+def test_warmup_without_a_gpu_refuses_its_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(
+        ValueError, match=r"^device: got 'cuda', wanted cpu or one of the 0 CUDA devices that torch sees"
+    ):
+        fd.warmup(fd.chunk_kda)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is what this asks about")

@@ -1,7 +1,8 @@
 """What FLASHDELTA_CHECK=1 verifies: the values of tensors that live on the device, read on the host (a synchronisation).
 
 Without it a call reads none of them, and bad values lead nowhere outside the tensors. The variable is read once, when the
-package is imported: asking the environment costs half a microsecond a call.
+package is imported, and a change after that does nothing: asking the environment at every call costs 0.8 us, a flag 0.02 us.
+`flashdelta doctor` says which it is.
 """
 
 from __future__ import annotations

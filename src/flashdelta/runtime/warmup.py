@@ -12,6 +12,7 @@ from torch import Tensor
 from ..problem.operations import PARAMETRIC_GATES
 from ..problem.problem import GateName
 from .call import CALLS, public_call
+from .devices import find_device
 
 
 def warmup(
@@ -60,18 +61,20 @@ def warmup(
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
         speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
         dt_bias: whether calls with a gate that reads one pass one.
-        device: where to run.
+        device: where to run. On a CPU the calls run, but nothing is compiled.
         The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
     Returns:
         The number of calls made.
 
     Raises:
-        ValueError, TypeError: as `op` itself would.
+        ValueError, TypeError: as `op` itself would; no values for an argument to take; or a device that is not there (on a
+            machine without a GPU, where nothing can be compiled, the default).
     """
-    kind = public_call(op).operation.name
-    if kind not in ("chunk", "recurrent", "decode"):
-        raise ValueError(f"op: got {op.__name__}, wanted chunk_kda, fused_recurrent_kda or recurrent_kda")
+    kind = _kind(op)
+    device = find_device(device)
+    _check_dtypes(dtype=dtype, g_dtype=g_dtype or dtype, beta_dtype=beta_dtype or dtype, state_dtype=state_dtype)
+    _check_dtypes(cu_seqlens_dtype=cu_seqlens_dtype, state_indices_dtype=state_indices_dtype)
     parametric = gate in PARAMETRIC_GATES
     calls = 0
     make = functools.partial(torch.zeros, device=device)
@@ -98,13 +101,15 @@ def warmup(
         )
         calls += 1
 
-    plain = list(itertools.product(initial_state, output_final_state))
-    pooled = list(itertools.product(has_initial_state, checkpoints))
-    ways = [(is_pool, way) for is_pool in state_pool for way in (pooled if is_pool else plain)]
+    plain = _combinations(initial_state=initial_state, output_final_state=output_final_state)
+    pooled = _combinations(has_initial_state=has_initial_state, checkpoints=checkpoints)
+    pools = _combinations(state_pool=state_pool)
+    ways = [(is_pool, way) for (is_pool,) in pools for way in (pooled if is_pool else plain)]
     if kind == "decode":
         ways = [(True, (False, False))]
-    for (K, V), is_packed, (is_pool, way) in itertools.product(head_dims, packed, ways):
-        for B, T, H, N in _warm_sizes(kind, is_packed, V, torch.device(device)):
+    layouts = itertools.product(_pairs(head_dims), _combinations(packed=packed))
+    for ((K, V), (is_packed,)), (is_pool, way) in itertools.product(layouts, ways):
+        for B, T, H, N in _warm_sizes(kind, is_packed, V, device):
             rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
             index = make(N, dtype=state_indices_dtype)
@@ -123,9 +128,40 @@ def warmup(
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, (B, T, H, K, V), state, index, offsets, backend)
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
     return calls
+
+
+def _kind(op: Callable) -> str:
+    kind = public_call(op).operation.name
+    if kind not in ("chunk", "recurrent", "decode"):
+        raise ValueError(f"op: got {op.__name__}, wanted chunk_kda, fused_recurrent_kda or recurrent_kda")
+    return kind
+
+
+def _check_dtypes(**dtypes: object) -> None:
+    for name, x in dtypes.items():
+        if not isinstance(x, torch.dtype):
+            raise TypeError(f"{name}: got {x!r}, wanted a torch.dtype")
+
+
+def _combinations(**flags: Iterable[bool]) -> list[tuple[bool, ...]]:
+    """Of the values that each of the flags may take."""
+    found = []
+    for name, values in flags.items():
+        found.append(list(values) if isinstance(values, Iterable) else [])
+        if not found[-1] or not all(isinstance(x, bool) for x in found[-1]):
+            raise TypeError(f"{name}: got {values!r}, wanted the values it may take, such as (False, True)")
+    return list(itertools.product(*found))
+
+
+def _pairs(head_dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found = list(head_dims) if isinstance(head_dims, Iterable) else []
+    fits = (isinstance(x, (tuple, list)) and len(x) == 2 and all(isinstance(n, int) for n in x) for x in found)
+    if not found or not all(fits):
+        raise TypeError(f"head_dims: got {head_dims!r}, wanted pairs (K, V), such as [(128, 128)]")
+    return found
 
 
 WARM_MANY = 160

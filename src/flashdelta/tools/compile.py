@@ -9,11 +9,13 @@ places where Hopper code waits for asynchronous MMAs, instructions, and the seco
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import re
+import signal
 import struct
 import subprocess
 import tempfile
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, Literal
 
 import torch
@@ -473,9 +475,29 @@ def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) ->
     if min(jobs, len(tasks)) <= 1:
         yield from itertools.starmap(work, tasks)
         return
+    others = set(active_children())
     # not forked: PyTorch has threads
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(work, *zip(*tasks))
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn"))
+    try:
+        with _without_interrupts():
+            results = pool.map(work, *zip(*tasks))
+        yield from results
+    except BaseException:  # Ctrl-C among them: what is being compiled is not waited for
+        for process in set(active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started here never see Ctrl-C, which each would answer with a traceback: it ends them through this one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main() -> None:

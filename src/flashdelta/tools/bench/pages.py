@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from ..files import whole_file
 from .report import View, cells, headline, load, markdown_table, short, summary
 from .views import VIEWS
 from .workloads import value
@@ -103,4 +104,5 @@ def page(path: Path) -> str:
 
 def write() -> None:
     for path in PAGES:
-        path.write_text(page(path))
+        with whole_file(path) as unfinished:
+            unfinished.write_text(page(path))

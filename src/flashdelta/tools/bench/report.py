@@ -10,7 +10,6 @@ import datetime
 import importlib.util
 import json
 import math
-import os
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import whole_file
 from .workloads import value
 
 WIDTH = 80
@@ -58,10 +58,8 @@ def _strict(x: object) -> Any:
 
 def save(document: dict, path: Path) -> None:
     """Writes the document so that `path` always holds a whole one, however the process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(to_json(document) + "\n")
-    os.replace(unfinished, path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(to_json(document) + "\n")
 
 
 def load(path: Path) -> dict:
@@ -315,7 +313,8 @@ class Plot:
         axes.set(xlabel="tokens T", ylabel="ms", title=f"{self.title}, B = 1, H = {self.heads}, K = V = 128, bf16")
         axes.grid(which="both", alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as unfinished:
+            figure.savefig(unfinished, dpi=150)
 
 
 def kernel_name(name: str) -> str:
@@ -345,4 +344,5 @@ class KernelPlot:
         axes.set_xticks([0, 1], ["FLA", "flashdelta"])
         axes.set_xlim(-0.5, 2.1)
         axes.set(ylabel="ms", title=f"Forward and backward by kernel, {rows[0]['name']}, K = V = 128, bf16")
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as unfinished:
+            figure.savefig(unfinished, dpi=150)

@@ -35,6 +35,7 @@ from ...testing.inputs import make_call, meta_call, on_meta
 from ...testing.oracle import TOLERANCE, relative_error
 from ...triton.build import build as build_triton
 from ..compile import Variant, resource_usage, source
+from ..files import whole_folder
 from . import workloads
 from .checks import GRADIENT_TOLERANCE, Errors, fault
 from .contenders import Contender, Setup, Work, decode_calls, state_bytes
@@ -197,27 +198,27 @@ def compile_rows(
     rows: Sequence[ToolchainRow], folder: Path, progress: Callable[[str], None] = lambda line: None
 ) -> dict:
     """Compiles every launch of the rows for `ARCH`; the manifest, which is saved with the machine code."""
-    folder.mkdir(parents=True, exist_ok=True)
     kernels: dict[str, dict] = {}
-    for row in rows:
-        with torch.no_grad():
-            launches = call_of(row, META).launches
-        for launch in launches:
-            found = specialized(launch)
-            key = key_of(found, launch.options())
-            if launch.ctas <= 0 or key in kernels:
-                continue
-            compiled = triton.compile(found, target=GPUTarget("cuda", ARCH, 32), options=launch.options())
-            cubin = compiled.asm["cubin"]
-            registers, spills = resource_usage(cubin)
-            file = f"{compiled.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.cubin"
-            (folder / file).write_bytes(cubin)
-            kernels[key] = {"file": file, "entry": compiled.name, "registers": registers, "spill_bytes": spills}
-            kernels[key] |= {"shared_bytes": compiled.metadata.shared, "traits": traits(compiled)}
-            progress(f"{row.name}: {compiled.name}, {registers} registers, {spills} B spilled, {len(cubin)} B")
-    manifest = {"triton": triton.__version__, "ptxas": ptxas_version(), "commit": git_commit(), "arch": ARCH}
-    manifest |= {"text": text_of_kernels(), "kernels": kernels}
-    save(manifest, folder / MANIFEST)
+    with whole_folder("folder", folder) as unfinished:
+        for row in rows:
+            with torch.no_grad():
+                launches = call_of(row, META).launches
+            for launch in launches:
+                found = specialized(launch)
+                key = key_of(found, launch.options())
+                if launch.ctas <= 0 or key in kernels:
+                    continue
+                compiled = triton.compile(found, target=GPUTarget("cuda", ARCH, 32), options=launch.options())
+                cubin = compiled.asm["cubin"]
+                registers, spills = resource_usage(cubin)
+                file = f"{compiled.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.cubin"
+                (unfinished / file).write_bytes(cubin)
+                kernels[key] = {"file": file, "entry": compiled.name, "registers": registers, "spill_bytes": spills}
+                kernels[key] |= {"shared_bytes": compiled.metadata.shared, "traits": traits(compiled)}
+                progress(f"{row.name}: {compiled.name}, {registers} registers, {spills} B spilled, {len(cubin)} B")
+        manifest = {"triton": triton.__version__, "ptxas": ptxas_version(), "commit": git_commit(), "arch": ARCH}
+        manifest |= {"text": text_of_kernels(), "kernels": kernels}
+        save(manifest, unfinished / MANIFEST)
     return manifest
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-NEEDS = ("typer", "rich")
+INSTALL = {
+    **dict.fromkeys(("typer", "rich", "safetensors", "numpy"), "'flashdelta[cli]'"),
+    "triton": "triton",
+}
+"""Packages that a command may lack, and what pip is asked for."""
 
 
 def main() -> None:
-    """Runs the command line; without the packages it needs, says how to install them and exits with 2."""
+    """Runs the command line; without a package that it needs, says how to install it and exits with 2."""
+    if os.environ.get("NO_COLOR"):  # typer and rich would obey these first
+        os.environ.pop("FORCE_COLOR", None)
+        os.environ.pop("PY_COLORS", None)
     try:
         from .app import app
+
+        app()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in NEEDS:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in INSTALL:
             raise
-        print(f"flashdelta: {error.name} is not installed; run: pip install 'flashdelta[cli]'", file=sys.stderr)
+        print(f"flashdelta: {missing} is not installed; run: pip install {INSTALL[missing]}", file=sys.stderr)
         sys.exit(2)
-    app()
 
 
 __all__ = ["main"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,15 +13,29 @@ from typing import Annotated, Any, NoReturn, Optional
 import torch
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from ... import backends
+from ... import __version__, backends
+from ...runtime.devices import find_device
 from ..bench.benchmarks import BENCHMARKS
+from ..bench.environment import default_device
 from ..bench.report import to_json
-from .device import find_device
+
+
+class Commands(TyperGroup):
+    """The commands; Ctrl-C ends each with one line. typer would say nothing, or "Aborted" by its version."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("flashdelta: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
     name="flashdelta",
-    help="Kimi Delta Attention kernels: check this machine, verify results, measure speed.",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -56,7 +71,7 @@ def _backend(name: str) -> str:
 
 def _device(name: Optional[str]) -> str:
     with _bad_parameters():
-        return str(find_device(name))
+        return str(default_device() if name is None else find_device(name))
 
 
 Backend = Annotated[str, typer.Option(callback=_backend, help="auto, or a backend by name.")]
@@ -64,6 +79,21 @@ Device = Annotated[
     Optional[str], typer.Option(callback=_device, help="Where to run.", show_default="the GPU if there is one")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"flashdelta {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Kimi Delta Attention kernels: check this machine, verify results, measure speed."""
 
 
 @app.command()

@@ -27,6 +27,7 @@ from ..bench.timing import Timer, host_us
 from ..bench.views import PLOTS, VIEWS
 from ..bench.workloads import select
 from ..export.bindings import Library
+from ..files import require_writable
 
 STDOUT = Path("-")
 
@@ -55,7 +56,8 @@ def run_benchmark(name: str, **given: Any) -> bool:
     """Runs and reports a benchmark; whether every row was right.
 
     Raises:
-        ValueError: no GPU, a row name that fits nothing, a folder that does not fit, or a plot without matplotlib.
+        ValueError: no GPU, a row name that fits nothing, a folder that does not fit, a file that can't be written, or a plot
+            without matplotlib.
     """
     benchmark, options = benchmark_of(name), Options(**given)
     few = benchmark.quick if options.quick or "quick" not in benchmark.options else ()
@@ -66,7 +68,8 @@ def run_benchmark(name: str, **given: Any) -> bool:
     if name != "startup" and device.type != "cuda":
         raise ValueError(f"device: got {device}, wanted an NVIDIA GPU (bench {name} measures full-size calls)")
     if options.plot is not None:
-        require_matplotlib()  # before the measuring, not after it
+        require_matplotlib()  # this and files are asked for before the measuring, not after it
+        require_writable("plot", options.plot)
     if name == "split":
         let_fla_split()
     setup, facts = _setup(benchmark, device, options)
@@ -77,6 +80,8 @@ def run_benchmark(name: str, **given: Any) -> bool:
     found, path, view = gpu(device), options.json, VIEWS[name]
     if path in (None, STDOUT):
         path = default_path(name, options.backend, str(found["name"]) if found else None)
+    require_writable("json", path)
+    _say(f"{benchmark.help}, on {device}; a line for each row once it is measured")
     document = run(benchmark, setup, path, chosen, lambda row: _say(progress_line(row, view)), **facts)
     print(to_json(document) if options.json == STDOUT else show(document, view, options.wide))
     _say(f"saved to {path}")
@@ -134,4 +139,5 @@ def show_results(path: Path, plot: Path | None, wide: bool = False) -> None:
     if plot is not None:
         if document["benchmark"] not in PLOTS:
             raise ValueError(f"plot: got a {document['benchmark']} result, wanted one of: {', '.join(PLOTS)}")
+        require_writable("plot", plot)
         PLOTS[document["benchmark"]].draw(document, plot)

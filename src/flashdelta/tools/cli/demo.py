@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
 from ...problem.errors import wrong
+from ...runtime.devices import find_device
+from ..bench.environment import default_device
 from ..bench.timing import synchronize
-from .device import find_device
 
 DEFAULT_PROMPT = (
     "A function is called with its arguments in parentheses. When the function returns, the value of the call is the "
@@ -88,7 +89,7 @@ def run_demo(
         raise wrong("prompt", "an empty text", "at least one character")
     if tokens < 1:
         raise wrong("tokens", tokens, "at least 1")
-    place = find_device(device)
+    place = default_device() if device is None else find_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     prompt_tokens = encode(prompt)[None].to(place)
     model = load_demo_model(place, dtype, backend)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 import flashdelta
 
+from ...problem import device_checks
 from ...testing.cases import BF16
 from ...testing.inputs import make_call
 from ...testing.oracle import TOLERANCE, truth
@@ -31,6 +32,7 @@ def examine(device: torch.device) -> dict:
     ]
     return {
         "environment": environment(device),
+        "FLASHDELTA_CHECK": device_checks.ENABLED,
         "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
         "self_check": self_check(call),
     }
@@ -57,6 +59,8 @@ def show(report: dict, console: Console) -> None:
         facts.add_row("GPU", f"{gpu['name']}, {gpu['capability']}, {gpu['memory_gib']} GiB, {gpu['sms']} SMs")
     facts.add_row("driver", found["driver"] or "[dim]no NVIDIA driver[/dim]")
     facts.add_row("CUDA of torch", found["cuda"] or "[dim]built without CUDA[/dim]")
+    checks = "on: calls read indices and offsets on the host" if report["FLASHDELTA_CHECK"] else "off"
+    facts.add_row("FLASHDELTA_CHECK", f"{checks} (read once, when flashdelta is imported)")
     console.print(facts)
     console.print()
     for verdict in report["backends"]["verdicts"]:

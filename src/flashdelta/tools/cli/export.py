@@ -14,14 +14,16 @@ from ...problem.errors import wrong
 from ...problem.operations import PRECISIONS, PREFILL_GATES, PREFILL_SIZES
 from ...problem.problem import DEFAULT_PRECISION
 from ...triton.launch import SHARED_MEMORY
-from ..export import OPS, compile_kernels, wanted_kernels, write
+from ..export.cubins import OPS, compile_kernels, wanted_kernels
+from ..export.write import write
+from ..files import whole_folder
 
 
 def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[str]], jobs: int | None) -> None:
     """Compiles and writes what was chosen, everything where nothing was (of precisions: the default one).
 
     Raises:
-        ValueError: a choice that there is not; the message names it.
+        ValueError: a choice that there is not, or a folder that can't be written; the message names it.
     """
     sizes = {",".join(map(str, size)): size for size in PREFILL_SIZES}
     wanted = wanted_kernels(
@@ -33,9 +35,10 @@ def run_export(out: Path, arches: Sequence[str], choice: Mapping[str, Sequence[s
     numbers = {f"sm_{arch}": arch for arch in SHARED_MEMORY}
     chosen = _chosen("arch", {"arch": arches}, list(numbers), numbers.__getitem__)
     log = Console(stderr=True, highlight=False)
-    log.print(f"compiling {len(wanted)} kernels for {', '.join(arches)}", soft_wrap=True)
-    kernels = compile_kernels(wanted, chosen, jobs)
-    files = write(kernels, out, flashdelta.__version__)
+    with whole_folder("out", out) as unfinished:
+        log.print(f"compiling {len(wanted)} kernels for {', '.join(arches)}", soft_wrap=True)
+        kernels = compile_kernels(wanted, chosen, jobs)
+        files = write(kernels, unfinished, flashdelta.__version__)
     size = sum(len(kernel.cubin) for kernel in kernels)
     log.print(f"{len(files)} files in {out}, {size / 2**20:.1f} MiB of machine code", soft_wrap=True)
     log.print(f"next: cmake -S {out} -B {out / 'build'} && cmake --build {out / 'build'}", soft_wrap=True)

@@ -38,25 +38,31 @@ def run_verify(
     Args:
         backend: only this one (`"auto"`: whatever is chosen); otherwise every one that can run the call.
         quick: leave out the long cases.
-        progress: show a progress bar on stderr.
+        progress: show a progress bar on stderr, if that is a terminal.
 
     Returns:
-        `environment`, `rows` (a row per case, operator and backend) and `passed`. It passes if at least one row ran and
-        none is past its tolerance, NaN or an exception.
+        `environment`, `rows` (a row per case, operator and backend), `checked` and `not_checked` (the backends of which a row
+        ran, and the others) and `passed`. It passes if at least one row ran and none is past its tolerance, NaN or an
+        exception.
     """
     chosen = [(case, dtype) for case, dtype in cases if not (quick and is_long(case))]
     names = [b.name for b in backends.BACKENDS] if backend is None else [backend]
     rows: list[dict] = []
-    with Progress(console=Console(stderr=True), transient=True, disable=not progress) as bar, torch.inference_mode():
+    stderr = Console(stderr=True)
+    hidden = not (progress and stderr.is_terminal)  # elsewhere the bar would leave an empty line
+    with Progress(console=stderr, transient=True, disable=hidden) as bar, torch.inference_mode():
         task = bar.add_task("verify", total=len(chosen))
         for case, dtype in chosen:
             bar.update(task, description=case.name)
             rows += _rows(case, dtype, device, names)
             bar.advance(task)
     ran = [row for row in rows if row["status"] != "not supported"]
+    checked = [name for name in names if any(row["backend"] == name for row in ran)]
     return {
         "environment": environment(device),
         "rows": rows,
+        "checked": checked,
+        "not_checked": [name for name in names if name not in checked],
         "passed": bool(ran) and all(row["status"] == "passed" for row in ran),
     }
 
@@ -102,7 +108,7 @@ def _error(case: Case, x: Tensor, want: Tensor) -> float:
 
 
 def show(report: dict, console: Console) -> None:
-    """Prints the table, what went wrong in full, and a last line that says whether all passed."""
+    """Prints the table, what went wrong in full, and last lines that say whether all passed, and what nobody checked."""
     rows = report["rows"]
     ran = [row for row in rows if row["status"] != "not supported"]
     table = [["case", "operator", "dtype", "backend", "o", "state", "limit", ""]]
@@ -121,10 +127,13 @@ def show(report: dict, console: Console) -> None:
         of_backend = [row for row in skipped if row["backend"] == backend]
         reasons = "; ".join(dict.fromkeys(row["problem"] for row in of_backend))
         console.print(f"{backend}: {len(of_backend)} calls not supported ({reasons})", markup=False, highlight=False)
-    failed = sum(row["status"] != "passed" for row in ran)
+    failed, of = sum(row["status"] != "passed" for row in ran), ", ".join(report["checked"])
     if not ran:
         console.print("[red]nothing was checked[/red]")
     elif failed:
-        console.print(f"[red]{failed} of {len(ran)} checks failed[/red]", highlight=False)
+        console.print(f"[red]{failed} of {len(ran)} checks failed[/red] ({of})", highlight=False)
     else:
-        console.print(f"[green]all {len(ran)} checks passed[/green]", highlight=False)
+        console.print(f"[green]all {len(ran)} checks passed[/green] ({of})", highlight=False)
+    if report["not_checked"]:
+        device, others = report["environment"]["device"], ", ".join(report["not_checked"])
+        console.print(f"[yellow]not checked[/yellow], as they can't run on {device}: {others}", highlight=False)

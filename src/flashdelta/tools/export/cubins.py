@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -188,7 +189,8 @@ def parameters_of(launch: Launch) -> tuple[tuple[str, str], ...]:
 def compile_kernel(wanted: Wanted, arch: int) -> Kernel:
     """Raises a RuntimeError if the kernel is not as c/ launches it, or does not fit the GPU."""
     launch = wanted.launch(arch)
-    with knobs.compilation.scope():
+    with knobs.compilation.scope(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Triton's are for who writes kernels, not for who exports them
         knobs.compilation.disable_line_info = True  # the names of source files on the machine that exports are in it
         compiled = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options())
     parameters = parameters_of(launch)

@@ -1,26 +1,26 @@
-"""The device that a command runs on."""
+"""Devices by name."""
 
 from __future__ import annotations
 
 import torch
 
-from ...problem.errors import wrong
-from ..bench.environment import default_device
+from ..problem.errors import wrong
 
 
-def find_device(name: str | None) -> torch.device:
-    """The device of that name; None takes a GPU where there is one.
+def find_device(name: torch.device | str) -> torch.device:
+    """The device of that name.
 
     Raises:
+        TypeError: no name.
         ValueError: a name of no device, or a device that is not there.
     """
-    if name is None:
-        return default_device()
+    if not isinstance(name, (str, torch.device)):
+        raise TypeError(f"device: got {type(name).__name__}, wanted a torch.device or its name")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise wrong("device", repr(name), "a device such as cuda, cuda:1 or cpu") from error
     gpus = torch.cuda.device_count()
     if device.type not in ("cuda", "cpu") or (device.type == "cuda" and (device.index or 0) >= gpus):
-        raise wrong("device", repr(name), f"cpu or one of the {gpus} CUDA devices that torch sees")
+        raise wrong("device", repr(str(name)), f"cpu or one of the {gpus} CUDA devices that torch sees")
     return device

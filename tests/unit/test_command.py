@@ -1,0 +1,113 @@
+"""The command in processes of its own: Ctrl-C, missing packages, colours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashdelta.tools.compile import in_processes
+
+pytestmark = pytest.mark.slow
+
+INTERRUPTED = "flashdelta: interrupted"
+START = "from flashdelta_command import main; main()"
+
+
+def command(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """Runs the command after the statements `before`."""
+    process = [sys.executable, "-c", f"{before}\n{START}", *arguments]
+    return subprocess.run(process, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+WITHOUT = {
+    "typer": ("doctor --device cpu", "'flashdelta[cli]'"),
+    "rich": ("doctor --device cpu", "'flashdelta[cli]'"),
+    "safetensors": ("demo --device cpu --tokens 1", "'flashdelta[cli]'"),
+    "triton": ("export --out out --arch sm_90", "triton"),
+}
+"""By package: a command that needs it, and what pip is to install."""
+
+
+@pytest.mark.parametrize("package", WITHOUT)
+def test_a_missing_package_is_named_in_one_line(package: str):
+    line, wanted = WITHOUT[package]
+    done = command(*line.split(" "), before=f"import sys; sys.modules[{package!r}] = None")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"flashdelta: {package} is not installed; run: pip install {wanted}\n"
+
+
+@pytest.mark.parametrize("line", ["doctor --device cpu", "bench show benchmarks/results/decode-h200.json"])
+def test_what_needs_no_triton_runs_without(line: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    done = command(*line.split(" "), before="import sys; sys.modules['triton'] = None")
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_color_wins_over_force_color():
+    line = ("doctor", "--device", "nowhere")
+    forced = command(*line, FORCE_COLOR="1", PY_COLORS="1", NO_COLOR="")
+    plain = command(*line, FORCE_COLOR="1", PY_COLORS="1", NO_COLOR="1")
+    assert "\x1b" in forced.stderr and "\x1b" not in plain.stderr
+    assert "got 'nowhere'" in plain.stderr
+
+
+IN_AN_IMPORT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {name!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("name", ["torch", "flashdelta.tools.cli", "typer", "flashdelta.tools.cli.verify"])
+def test_ctrl_c_while_modules_are_imported(name: str):
+    done = command("verify", "--device", "cpu", before=IN_AN_IMPORT.format(name=name))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{INTERRUPTED}\n")
+
+
+def runs(group: int) -> bool:
+    """Whether any process of the group does."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seconds", [0.3, 6.0], ids=["processes start", "kernels compile"])
+def test_ctrl_c_ends_an_export_at_once(seconds: float, tmp_path: Path):
+    """As a terminal does it: all processes are told."""
+    line = ("export", "--out", str(tmp_path / "out"), "--arch", "sm_90", "--jobs", "2")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, *line], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert process.stderr.readline().startswith("compiling 34 kernels")
+    time.sleep(seconds)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, f"{INTERRUPTED}\n")
+    assert time.monotonic() - began < 20
+    assert not (tmp_path / "out").exists()
+    while runs(process.pid):  # multiprocessing's own helpers end soon after
+        assert time.monotonic() - began < 30
+        time.sleep(0.1)
+
+
+def test_an_error_does_not_wait_for_what_still_compiles():
+    began = time.monotonic()
+    with pytest.raises(TypeError):
+        list(in_processes(time.sleep, [("no number",), (120.0,)], 2))
+    assert time.monotonic() - began < 60

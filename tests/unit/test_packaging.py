@@ -1,0 +1,72 @@
+"""The source distribution holds all that its users build and test with; the wheel, the package and the command."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
+MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def build(what: str, tree: Path, out: Path) -> Path:
+    """Builds in `tree` as pip would, but with the setuptools that is here: it needs no network."""
+    subprocess.run([sys.executable, "-c", BUILD, f"build_{what}", str(out)], cwd=tree, check=True, capture_output=True)
+    (found,) = out.iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's files, as building leaves some of its own beside them."""
+    found = tmp_path_factory.mktemp("tree")
+    for name in FILES:
+        shutil.copy(ROOT / name, found)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, found / name, ignore=MADE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def unpacked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", tree, out)) as file:
+        file.extractall(out, filter="data")
+    (found,) = (path for path in out.iterdir() if path.is_dir())
+    return found
+
+
+def files(folder: Path) -> set[str]:
+    found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    return {str(path) for path in found if not any(part.endswith(".egg-info") for part in path.parts)}
+
+
+def test_the_source_distribution_is_the_repository(tree: Path, unpacked: Path):
+    assert files(unpacked) - {"PKG-INFO", "setup.cfg"} == files(tree)
+
+
+def test_tests_of_the_source_distribution_run(unpacked: Path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_architecture.py"]
+    done = subprocess.run(
+        command, cwd=unpacked, env={"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_wheel_is_made_of_the_source_distribution(tree: Path, unpacked: Path, tmp_path: Path):
+    with zipfile.ZipFile(build("wheel", unpacked, tmp_path)) as file:
+        names = {name for name in file.namelist() if ".dist-info" not in name}
+        (entry,) = (file.read(name).decode() for name in file.namelist() if name.endswith("entry_points.txt"))
+    assert names == {name.removeprefix("src/") for name in files(tree) if name.startswith("src/")}
+    assert "flashdelta = flashdelta_command:main" in entry
