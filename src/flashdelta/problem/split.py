@@ -125,7 +125,9 @@ def known_lengths(offsets: object, chunk_size: object, q: object) -> tuple[int, 
     refuse."""
     if not isinstance(offsets, torch.Tensor) or torch.compiler.is_compiling():
         return 0, 0
-    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0:
+    if offsets.layout is not torch.strided or offsets.is_nested or offsets.dtype not in (torch.int32, torch.int64):
+        return 0, 0
+    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.numel() == 0:
         return 0, 0
     if not isinstance(q, torch.Tensor) or q.dim() != 4 or type(chunk_size) is not int or chunk_size <= 0:
         return 0, 0
