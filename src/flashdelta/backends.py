@@ -265,10 +265,11 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
     """
+    # the comparison of an array with a name is an array
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
     if name != "auto":
-        backend = next((b for b in BACKENDS if b.name == name), None)
-        if backend is None:
-            raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+        backend = next(b for b in BACKENDS if b.name == name)
         obstacle = backend.obstacle(problem, device)
         if obstacle:
             raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")

@@ -204,7 +204,7 @@ def inside(context: Callable[[Case], contextlib.AbstractContextManager]) -> Call
 
 def forward_mode(case: Case) -> None:
     """The tangent of `o` must not vanish."""
-    x = case.call["v"].detach()
+    x = case.call["v"].detach().contiguous()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         result = case.spec.function(**case.call | {"v": dual})
@@ -222,7 +222,7 @@ def transformed(transform: Callable) -> Callable[[Case], None]:
     """A transform of `torch.func` that yields the gradient of `sum(o)` with respect to v."""
 
     def test(case: Case) -> None:
-        x = case.call["v"].detach()
+        x = case.call["v"].detach().contiguous()
         found = transform(lambda v: first(case.spec.function(**case.call | {"v": v})), x)
         ones = torch.ones(case.call["v"].shape)
         want = truth.gradients_of(case.call, ones, None)["v"]
@@ -232,7 +232,7 @@ def transformed(transform: Callable) -> Callable[[Case], None]:
 
 
 def mapped(case: Case) -> None:
-    x = case.call["v"].detach()
+    x = case.call["v"].detach().contiguous()
     found = torch.func.vmap(lambda v: first(case.spec.function(**case.call | {"v": v})))(torch.stack([x, x]))
     for claim in case.claims:
         if claim.target == RESULTS[case.spec.op][0]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,6 +181,7 @@ REFUSED = {
         bad("nan", "a float in [-5, 0)", lower_bound=float("nan")),
         bad("'gelu'", "...'lower_bound'", gate="gelu"),
         bad("'cuda'", "...'reference'", backend="cuda"),
+        bad("array([0., 0.])", "one of", backend=np.zeros(2)),
         bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
         *(
             bad("device meta", "q's device cpu", **{name: lambda c, name=name: c[name].to("meta")})
