@@ -527,6 +527,8 @@ def draw_spec(seed: int, number: int, device: torch.device) -> Spec:
     op = pick(variant, *((name, weight) for name, (_, weight) in OPERATORS.items()))
     spec = DRAWS[op](op, draw, variant, doubles=not on_gpu)
     choices = ("auto", "auto", "triton") if on_gpu else ("auto", "reference")
+    if op == "fused_recurrent_kda" and spec.grad:
+        choices = ("auto",)
     spec.options["backend"] = draw.choice(choices)
     return spec
 

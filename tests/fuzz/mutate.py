@@ -19,7 +19,7 @@ from flashdelta.testing.oracle import relative_error
 
 from . import truth
 from .draw import RESULTS, Spec
-from .modes import Case, run, tolerance
+from .modes import Case, Wanted, run, tolerance
 
 # ---- odd arguments --------------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,6 @@ TENSORS: dict[str, list[Callable[[Tensor, Random], Any]]] = {
     ],
 }
 """What may become of a tensor."""
-
-TOO_LONG = ("cu_seqlens",)
 
 
 def odd_tensor(draw: Random, x: Tensor, others: dict[str, Tensor]) -> Any:
@@ -312,18 +310,16 @@ def check(spec: Spec, device: torch.device, seed: int) -> str:
     said = ", ".join(f"{name}={described(x)}" for name, x in changes.items())
     with attributed(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return judge(case, case.call | changes, frozenset(changes), seed)
+        return judge(case, case.call | changes, frozenset(changes))
 
 
-def judge(case: Case, call: dict, odd: frozenset[str], seed: int) -> str:
+def judge(case: Case, call: dict, odd: frozenset[str]) -> str:
     try:
         with torch.set_grad_enabled(case.spec.grad):
             results = run(case.spec, call)
     except (ValueError, TypeError) as error:
         if not names_argument(error, case.spec):
             raise AssertionError(f"refused without a name: {type(error).__name__}: {error}") from error
-        case.odd = odd
-        case.claims = []
         for name, memory in case.contents.memories.items():
             if memory.changed(case.before[name], []):
                 raise AssertionError(f"{name}: written by a call that was refused") from error
@@ -336,13 +332,12 @@ def judge(case: Case, call: dict, odd: frozenset[str], seed: int) -> str:
 def accepted(case: Case, call: dict, odd: frozenset[str], results: dict, after: dict[str, Tensor]) -> str:
     case.restore()
     fresh = {name: x for name, x in call.items() if name in odd and name in case.spec.written() | {"out", "output"}}
-    case.odd, case.call, case.claims = odd, call, None
+    case.odd, case.call, case.wanted = odd, call, Wanted(None)
     # what was written of an odd argument that lies elsewhere can't be put back: only results count then
     with contextlib.suppress(truth.Undefined):
         found = truth.claims_of(case.spec.op, call)
-        case.claims = [claim for claim in found if claim.target not in fresh] if fresh else found
-        if fresh.keys() & {"state_pool", "initial_state"}:
-            case.claims = None
+        if not fresh.keys() & {"state_pool", "initial_state"}:
+            case.wanted = Wanted([claim for claim in found if claim.target not in fresh])
     for name, memory in case.contents.memories.items():
         memory.bytes.copy_(after[name])
     case.hold(results)

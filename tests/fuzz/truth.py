@@ -366,11 +366,20 @@ def wy_chunk(c: dict, b: int, span: slice, row: int, head: int) -> list[Tensor]:
     return [dq, dk, dv, dbeta, dg, padded]
 
 
+def padding(x: Tensor, used: int) -> list[int]:
+    """For `F.pad`: tokens behind the first `used` ones."""
+    return [0, 0] * (x.dim() - 2) + [0, x.shape[1] - used]
+
+
 def gradients(c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
     """Of `<do, o> + <dht, final_state>` by autograd through the recurrence; rows of no sequence are zero."""
-    leaves = {name: c[name].requires_grad_() for name in LEAVES if c.get(name) is not None}
+    if c.get("cu_seqlens") is not None:
+        # NaN may stand in rows of no sequence, and 0 times NaN is NaN
+        used = int(c["cu_seqlens"][-1])
+        c |= {name: F.pad(c[name][:, :used], padding(c[name], used)) for name in ("q", "k", "v", "g", "beta")}
+    leaves = {name: c[name].clone().requires_grad_() for name in LEAVES if c.get(name) is not None}
     total = torch.zeros((), dtype=torch.float64)
-    for claim in chunk(c):
+    for claim in chunk(c | leaves):
         if claim.target == "o":
             total = total + (claim.want * do[claim.index]).sum()
         elif claim.target == "final_state" and dht is not None:

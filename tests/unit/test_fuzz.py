@@ -15,7 +15,7 @@ from ..fuzz import draw, modes, runner
 from ..fuzz.memory import LAYOUTS, Memory, token_place
 
 CPU = torch.device("cpu")
-CASES = 24
+CASES = 12
 
 
 def run(*arguments: str) -> int:
