@@ -29,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full record gate compile-all gpu-test lint format bench clean
+.PHONY: help demo check test test-full record gate compile-all gpu-test fuzz lint format bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,12 @@ compile-all: $(STAMP) $(OLDEST_STAMP) $(BETWEEN) ## compile everything from noth
 
 gpu-test: $(STAMP) ## run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -q -m gpu
+
+SECONDS ?= 60
+SEED ?= 0
+JOBS ?= 4
+fuzz: $(STAMP) ## random and mutated calls for SECONDS, drawn from SEED, on the GPU if there is one
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
 lint: $(STAMP) ## check style, formatting and types
 	@$(BIN)/ruff check .

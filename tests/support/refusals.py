@@ -141,6 +141,11 @@ def nested(call: dict) -> Tensor:
     return torch.nested.nested_tensor([call["q"], call["q"]])
 
 
+def nested_offsets() -> Tensor:
+    """Of rank 1, as offsets are."""
+    return torch.nested.nested_tensor([torch.tensor(0), torch.tensor(70)])
+
+
 def shared(other: str, **changes: object) -> tuple:
     return bad(f"memory shared with {other}", "memory of its own", **changes)
 
@@ -176,6 +181,7 @@ REFUSED = {
         bad("nan", "a finite float", lower_bound=float("nan")),
         bad("'gelu'", "...'lower_bound'", gate="gelu"),
         bad("'cuda'", "...'reference'", backend="cuda"),
+        bad("array([0., 0.])", "one of", backend=np.zeros(2)),
         bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
         *(
             bad("device meta", "q's device cpu", **{name: lambda c, name=name: c[name].to("meta")})
@@ -311,6 +317,8 @@ REFUSED = {
         bad("device meta", "device cpu", cu_seqlens_cpu=offsets(*range(6)).to("meta")),
         bad("shape [2]", "[N + 1] = [6]", cu_seqlens_cpu=offsets(0, 70)),
         bad("[147, 82, 81,", cu_seqlens_cpu=offsets(147, 82, 81, 17, 17, 0)),
+        mistyped("dtype torch.complex64", "int32 or int64", cu_seqlens_cpu=offsets(*range(6)).to(torch.complex64)),
+        mistyped("a nested tensor", "a dense (strided) one", cu_seqlens_cpu=lambda c: nested_offsets()),
         *no_tensors("cu_seqlens_cpu"),
         mistyped("dtype torch.complex64", "int32 or int64", cu_seqlens_cpu=zeros(6, dtype=torch.complex64)),
         mistyped("a sparse_coo tensor", "a dense", cu_seqlens_cpu=lambda c: c["cu_seqlens_cpu"].to_sparse()),

@@ -66,6 +66,13 @@ def test_batch_rows_are_sequences(parts: int):
     assert_plan_is_the_whole(tensors, torch.full((3,), parts))
 
 
+def test_split_batch_rows_have_the_states_before_every_chunk():
+    rows = [split_inputs(100, seed, dtype=FP64) for seed in range(3)]
+    call = {name: torch.cat([row[name] for row in rows]) for name in rows[0]} | {"chunk_size": CHUNK}
+    whole, found = (fd.chunk_kda(**call, return_intermediate_states=True, split=parts)[2] for parts in (False, 2))
+    _close(found, whole)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_split_with_a_pool_and_checkpoints(parts: int):
     whole, cut_up = forced(split_pool_call(), FP64), forced(split_pool_call(), FP64)

@@ -194,6 +194,9 @@ def intermediate_states(problem: Problem, before: torch.Tensor, slots: ChunkSlot
     Packed: `NT` is the bound `T // C + N`, the chunks of all sequences lie one after another without gaps, and the rows
     past the last chunk are zero.
     """
+    if slots is not None and not problem.packed:
+        # the slots of batch rows follow one another
+        return before[:, 0].unflatten(0, (problem.B, problem.slots))
     if slots is not None:
         used = slots.valid.any(-1)
         # used slots keep their order; unused ones go to a row past the end

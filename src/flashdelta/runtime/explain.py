@@ -52,7 +52,7 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     device = tensors.device if device is None else torch.device(device)
     verdicts = tuple(backends.judge(problem, device))
     name = named.get("backend", "auto")
-    if name == "auto" and not any(v.supported for v in verdicts):
+    if isinstance(name, str) and name == "auto" and not any(v.supported for v in verdicts):
         return Explanation(None, verdicts)
     chosen = backends.choose(problem, device, name)
     segments = None

@@ -1,0 +1,428 @@
+"""How a drawn call is run: plain, repeated, refilled, from a CUDA graph, on two streams, from threads, beside neighbours."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+from flashdelta.testing.oracle import assert_close, poisoned_memory, relative_error, same_bits
+
+from . import truth
+from .draw import RESULTS, Contents, Spec
+
+ROUNDINGS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 256, torch.float64: 2**16}
+"""How many times the rounding error of its dtype a result may be off. In 16 bits operands are rounded once, and sums are in
+float32. In float32 what adds up are the sums and the exponentials themselves."""
+
+GRADIENTS = 2
+"""Twice as much for gradients, which go through the recurrence twice."""
+
+GRADIENT = "gradient of "
+"""Begins the names of gradients among results."""
+
+LARGE = 1e6
+"""Results beyond this are undefined: keys that are not normalised let a state grow without end."""
+
+Results = dict[str, Tensor]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return ROUNDINGS[dtype] * torch.finfo(dtype).eps / 2
+
+
+# ---- a call -------------------------------------------------------------------------------------------------------------
+
+
+def run(spec: Spec, call: dict, incoming: dict[str, Tensor] | None = None) -> Results:
+    """The call's results by name; with gradients, those of its inputs too."""
+    if incoming is None:
+        with torch.no_grad():
+            found = spec.function(**call)
+    else:
+        names = [name for name in truth.LEAVES if name in call]
+        leaves = {name: call[name].detach().requires_grad_() for name in names}
+        found = spec.function(**call | leaves)
+    results = dict(zip(RESULTS[spec.op], found if isinstance(found, tuple) else ()))
+    results = {name: x for name, x in results.items() if x is not None}
+    if incoming is None:
+        return results
+    outputs = [name for name in ("o", "final_state") if name in results and results[name].requires_grad]
+    if not outputs:
+        return {name: x.detach() for name, x in results.items()}
+    given = [incoming[name] for name in outputs]
+    grads = torch.autograd.grad([results[name] for name in outputs], list(leaves.values()), given, allow_unused=True)
+    named = {GRADIENT + name: x for name, x in zip(leaves, grads) if x is not None}
+    return {name: x.detach() for name, x in results.items()} | named
+
+
+def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
+    """Shapes are the call's: `o` is like v, and the final state lies as the options say."""
+    v, q = call["v"], call["q"]
+    N = q.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
+    inner = (v.shape[3], q.shape[3]) if call.get("state_v_first") else (q.shape[3], v.shape[3])
+    state = call.get("initial_state")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    source = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).to(q.device)
+
+    final = drawn(N, v.shape[2], *inner, dtype=wide if state is None else state.dtype)
+    return {"o": drawn(*v.shape, dtype=v.dtype), "final_state": final}
+
+
+@dataclass
+class Wanted:
+    """What must come out: None of a call that has no defined result. Gradients are worked out when they are asked for."""
+
+    claims: list[truth.Claim] | None
+    gradients: dict[str, Tensor] | None = None
+
+
+class Case:
+    """A drawn call with contents, and what must come out. `known`: what must, by the seed of the contents."""
+
+    odd: frozenset[str] = frozenset()
+    """Arguments that are not the contents' own."""
+
+    def __init__(self, spec: Spec, device: torch.device, seed: int, known: dict[int, Wanted] | None = None):
+        self.spec, self.contents = spec, Contents(spec, device, seed)
+        self.known = {} if known is None else known
+        self.judge(self.contents.call(), seed)
+
+    def judge(self, call: dict, seed: int) -> None:
+        """Works out what must come out of the call, from its tensors as they are."""
+        self.call = call
+        self.before = {name: memory.bytes.clone() for name, memory in self.contents.memories.items()}
+        self.incoming = incoming_of(self.spec, self.call, seed) if self.spec.grad else None
+        if seed not in self.known:
+            claims = None
+            with contextlib.suppress(truth.Undefined):
+                claims = truth.claims_of(self.spec.op, self.call)
+            self.known[seed] = Wanted(claims)
+        self.wanted = self.known[seed]
+
+    @property
+    def claims(self) -> list[truth.Claim] | None:
+        return self.wanted.claims
+
+    def twin(self, seed: int, device: torch.device) -> Case:
+        """The call with other contents in other memory."""
+        return Case(self.spec, device, seed, self.known)
+
+    def refill(self, seed: int) -> None:
+        self.contents.fill(seed)
+        self.judge(self.contents.call(), seed)
+
+    def restore(self) -> None:
+        """What the call has written goes back."""
+        for name, memory in self.contents.memories.items():
+            memory.bytes.copy_(self.before[name])
+
+    def run(self) -> Results:
+        return run(self.spec, self.call, self.incoming)
+
+    def hold(self, results: Results) -> None:
+        """Fails where a result is off, or a byte changed that must stay."""
+        written = self.spec.written()
+        claims = self.claims
+        for name, memory in self.contents.memories.items():
+            free: list[tuple] = []
+            if name in ("out", "output") or (name in written and claims is None):
+                free = [()]
+            elif name in written:
+                free = [claim.index for claim in claims if claim.target == name]
+            if name in self.odd & written:
+                free = [()]
+            if memory.changed(self.before[name], free):
+                raise AssertionError(f"{name}: bytes changed that the call must not write")
+        for name in ("out", "output"):
+            if name in self.call and "o" in results and results["o"].data_ptr() != self.call[name].data_ptr():
+                raise AssertionError(f"{name}: the result lies elsewhere")
+        if claims is None:
+            return
+        hold_claims(self.spec, self.call, claims, results)
+        if any(name.startswith(GRADIENT) for name in results):
+            self.hold_gradients(results)
+
+    def hold_gradients(self, results: Results) -> None:
+        grads = self.incoming
+        final = grads["final_state"] if "final_state" in results else None
+        if self.wanted.gradients is None:
+            self.wanted.gradients = truth.gradients_of(self.call, grads["o"], final)
+        want = self.wanted.gradients
+        most = max((float(x.norm()) for x in want.values()), default=0.0)
+        dtype = self.call["q"].dtype
+        for name, x in want.items():
+            found = results[GRADIENT + name]
+            if found.shape != self.call[name].shape or found.dtype != self.call[name].dtype:
+                raise AssertionError(f"gradient of {name}: {list(found.shape)} in {found.dtype}")
+            allowed = GRADIENTS * (tolerance(dtype) + torch.finfo(found.dtype).eps / 2)
+            error, size = float((found.double().cpu() - x).norm()), float(x.norm())
+            if error <= allowed * (size + 0.1 * most):
+                continue
+            others = (truth.gradients_of(shaken(self.call, n), grads["o"], final) for n in range(SHAKES))
+            slack = SLACK * max(float((other[name] - x).norm()) for other in others)
+            if not error <= allowed * (size + 0.1 * most) + slack:
+                raise AssertionError(
+                    f"gradient of {name}: off by {error:.3g} of {size:.3g}, allowed {allowed:.3g} of it"
+                )
+
+
+def hold_claims(spec: Spec, call: dict, claims: list[truth.Claim], results: Results) -> None:
+    first = call["q"] if call.get("q") is not None else call.get("mixed_qkv", call.get("initial_state"))
+    by_group: dict[object, list[truth.Claim]] = {}
+    for claim in claims:
+        by_group.setdefault(claim.group, []).append(claim)
+    for group, own in by_group.items():
+        # a comparison with NaN is false
+        if group is not None and not all(bool((c.want.abs() <= LARGE).all()) for c in own if c.want is not None):
+            continue
+        for claim in own:
+            if claim.want is None:
+                continue
+            where = results if claim.target in RESULTS[spec.op] else call
+            try:
+                hold_claim(claim, where, first.dtype)
+            except AssertionError:
+                hold_claim(
+                    claim,
+                    where,
+                    first.dtype,
+                    slack_of(spec, call, next(i for i, x in enumerate(claims) if x is claim), claims),
+                )
+
+
+SHAKES, SLACK = 3, 4
+
+
+def shaken(call: dict, seed: int) -> dict:
+    """The call with every operand of a product off by a rounding error."""
+    dtype = next(x.dtype for name, x in call.items() if name in ("q", "mixed_qkv", "initial_state"))
+    # a float32 operand of a matrix product keeps 22 bits at least
+    unit = 2.0**-22 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    source = torch.Generator().manual_seed(seed)
+    found = dict(call)
+    for name, x in call.items():
+        if isinstance(x, Tensor) and x.is_floating_point() and name not in ("g", "A_log", "dt_bias"):
+            noise = torch.randn(x.shape, generator=source, dtype=torch.float64)
+            found[name] = truth.wide(x) * (1 + unit * noise)
+    return found
+
+
+def slack_of(spec: Spec, call: dict, place: int, claims: list[truth.Claim]) -> float:
+    """What rounding the operands once costs this claim: much where terms cancel."""
+    want = claims[place].want
+    others = (truth.claims_of(spec.op, shaken(call, n))[place].want for n in range(SHAKES))
+    return SLACK * max(relative_error(other, want) for other in others)
+
+
+def hold_claim(claim: truth.Claim, where: dict, dtype: torch.dtype, slack: float = 0.0) -> None:
+    name = f"{claim.target}{list(claim.index)}"
+    if claim.target not in where:
+        raise AssertionError(f"{claim.target}: nothing was returned")
+    target = where[claim.target].detach()[claim.index].resolve_conj().resolve_neg().cpu()
+    want = claim.want.expand(target.shape) if claim.want.dim() == 0 else claim.want
+    if claim.exact:
+        if not same_bits(target + 0.0, want.to(target.dtype).contiguous() + 0.0):
+            raise AssertionError(f"{name}: other values than wanted")
+        return
+    allowed = tolerance(dtype) + torch.finfo(target.dtype).eps / 2 + slack
+    if want.norm() == 0.0 and target.isfinite().all() and target.double().norm() == 0.0:
+        return
+    assert_close(name, target.reshape(-1, target.shape[-1]), want.reshape(-1, want.shape[-1]), allowed)
+
+
+def assert_same(found: Results, want: Results, case: Case, why: str) -> None:
+    """To the bit, but for rows of no sequence."""
+    for name in want:
+        same = same_bits(found[name], want[name])
+        if not same and case.claims is not None and name in RESULTS[case.spec.op]:
+            claims = [claim for claim in case.claims if claim.target == name]
+            same = all(same_bits(found[name][c.index], want[name][c.index]) for c in claims)
+        if not same:
+            raise AssertionError(f"{name}: other bits {why}, off by {relative_error(found[name], want[name]):.3g}")
+
+
+def writes(case: Case) -> Results:
+    """What the call wrote into its arguments, where that is defined."""
+    found = {}
+    for number, claim in enumerate(case.claims or ()):
+        if claim.target in case.spec.written() and claim.target not in ("out", "output"):
+            found[f"{claim.target}{number}"] = case.call[claim.target][claim.index].clone()
+    return found
+
+
+def outcome(case: Case) -> Results:
+    """Of a run from the contents as they were."""
+    case.restore()
+    with poisoned_memory():
+        results = {name: x.clone() for name, x in case.run().items()}
+    return results | writes(case)
+
+
+# ---- modes --------------------------------------------------------------------------------------------------------------
+
+Mode = Callable[[Case, torch.device, int], None]
+
+
+def plain(case: Case, device: torch.device, seed: int) -> None:
+    with poisoned_memory():
+        case.hold(case.run())
+
+
+def repeated(case: Case, device: torch.device, seed: int) -> None:
+    """Calls alike, with other tensors and other contents: what is kept of a call is no address and no number."""
+    want = outcome(case)
+    other = case.twin(seed + 1, device)
+    with poisoned_memory():
+        other.hold(other.run())
+    assert_same(outcome(case), want, case, "when repeated")
+
+
+def refilled(case: Case, device: torch.device, seed: int) -> None:
+    """The same tensors with other numbers."""
+    if case.contents.host:
+        return
+    case.refill(seed + 1)
+    with poisoned_memory():
+        case.hold(case.run())
+
+
+def graphed(case: Case, device: torch.device, seed: int) -> None:
+    if device.type != "cuda":
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            case.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.run()
+    for shift in (1, 2):
+        seed_of_replay = seed if case.contents.host else seed + shift
+        fixed = case.incoming
+        case.refill(seed_of_replay)
+        if fixed is not None:  # the graph reads the memory that it was captured with
+            for name, x in fixed.items():
+                x.copy_(case.incoming[name])
+            case.incoming = fixed
+        for name, x in results.items():
+            # zeros of packed `h` past its last chunk are the graph's own to write
+            if name != "h":
+                x.fill_(math.nan)
+        for name in {"out", "output"} & case.contents.memories.keys():
+            case.contents.memories[name].tensor.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        case.hold(results)
+
+
+def streamed(case: Case, device: torch.device, seed: int) -> None:
+    if device.type != "cuda":
+        return
+    cases = [case, case.twin(seed + 1, device)]
+    want = [outcome(each) for each in cases]
+    for each in cases:
+        each.restore()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    found: list[Results] = [{}, {}]
+    for last in (False, True):
+        for i, each in enumerate(cases):
+            with torch.cuda.stream(streams[i]):
+                each.restore()
+                found[i] = {name: x.clone() for name, x in each.run().items()}
+                if last:
+                    found[i] |= writes(each)
+    torch.cuda.synchronize()
+    for each, results, wanted in zip(cases, found, want):
+        assert_same(results, wanted, each, "beside another stream")
+
+
+def threaded(case: Case, device: torch.device, seed: int) -> None:
+    cases = [case, *(case.twin(seed + i, device) for i in (1, 2))]
+    want = [outcome(each) for each in cases]
+    for each in cases:
+        each.restore()
+    torch.cuda.synchronize() if device.type == "cuda" else None
+
+    def one(each: Case) -> Results:
+        stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
+        with stream:
+            found = {name: x.clone() for name, x in each.run().items()} | writes(each)
+            torch.cuda.current_stream().synchronize() if device.type == "cuda" else None
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        for each, results, wanted in zip(cases, pool.map(one, cases), want):
+            assert_same(results, wanted, each, "from threads")
+
+
+def neighboured(case: Case, device: torch.device, seed: int) -> None:
+    """A sequence whose numbers are not finite changes no bit of the others'."""
+    victims = {claim.group for claim in case.claims or () if isinstance(claim.group, int)}
+    if len(victims) < 2 or case.spec.op not in ("chunk_kda", "fused_recurrent_kda", "recurrent_kda"):
+        return
+    if any(0 in place.strides for place in case.spec.places.values()) or "v" not in case.call:
+        return
+
+    def finish() -> Results:
+        # without gradients: those of the neighbours are not the question
+        with poisoned_memory():
+            return {name: x.clone() for name, x in run(case.spec, case.call).items()} | writes(case)
+
+    case.restore()
+    want = finish()
+    victim = Random(seed).choice(sorted(victims))
+    case.restore()
+    sequence = truth.sequences(truth.arguments(case.call))[victim]
+    case.call["v"][sequence.row, sequence.begin : sequence.end] = math.nan
+    found = finish()
+    for number, claim in enumerate(case.claims):
+        if claim.group == victim or claim.target in ("out", "output"):
+            continue
+        if claim.target in RESULTS[case.spec.op]:
+            pair = (found[claim.target][claim.index], want[claim.target][claim.index])
+        else:
+            pair = (found[f"{claim.target}{number}"], want[f"{claim.target}{number}"])
+        if not same_bits(*pair):
+            raise AssertionError(f"{claim.target}{list(claim.index)}: other bits beside a sequence of NaN")
+
+
+MODES: dict[str, Mode] = {
+    "plain": plain,
+    "repeated": repeated,
+    "refilled": refilled,
+    "graph": graphed,
+    "streams": streamed,
+    "threads": threaded,
+    "neighbours": neighboured,
+}
+
+
+@contextlib.contextmanager
+def named(mode: str) -> Iterator[None]:
+    """Says of a failure in which mode it came."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{mode}: {type(error).__name__}: {error}") from error
+
+
+def check(spec: Spec, device: torch.device, seed: int) -> None:
+    """Runs the call in every mode."""
+    known: dict[int, Wanted] = {}
+    for mode, test in MODES.items():
+        with named(mode):
+            test(Case(spec, device, seed, known), device, seed)

@@ -1,0 +1,100 @@
+"""A short run of the fuzzer by the reference, and what shows that it can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.reference import gate
+
+from ..fuzz import draw, modes, runner
+from ..fuzz.memory import LAYOUTS, Memory, token_place
+
+CPU = torch.device("cpu")
+CASES = 12
+
+
+def run(*arguments: str) -> int:
+    return runner.main([*arguments, "--device", "cpu", "--seconds", "600"])
+
+
+@pytest.mark.parametrize("part", runner.PARTS)
+def test_a_short_run_finds_nothing(part: str, tmp_path: Path):
+    file = tmp_path / "fuzz.json"
+    assert run("--part", part, "--cases", str(CASES), "--json", str(file)) == 0
+    document = json.loads(file.read_text())
+    assert document["cases"] == CASES == sum(row["cases"] for row in document["rows"])
+    assert document["seed"] == 0 and document["ran"].startswith("reference alone")
+
+
+def failures(capsys: pytest.CaptureFixture) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m tests.fuzz")]
+
+
+def test_a_failure_prints_the_line_that_reruns_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    exact = gate.beta_of
+    monkeypatch.setattr(gate, "beta_of", lambda problem, t: exact(problem, t) * 1.1)
+    assert run("--part", "calls", "--cases", "8") == 1
+    first = failures(capsys)[0]
+    words = first.split("  #")[0].split()[3:]
+    assert run(*words) == 1
+    monkeypatch.undo()
+    assert run(*words) == 0
+
+
+def first_case(op: str, *, wanted: str | None = None) -> draw.Spec:
+    for number in range(10_000):
+        spec = draw.draw_spec(1, number, CPU)
+        if spec.op == op and (wanted is None or wanted in spec.places) and 0 not in spec.places["q"].shape:
+            return spec
+    raise AssertionError(op)
+
+
+def test_a_byte_beside_a_tensor_shows(monkeypatch: pytest.MonkeyPatch):
+    spec = first_case("chunk_kda", wanted="out")
+    case = modes.Case(spec, CPU, 0)
+    results = case.run()
+    case.hold(results)
+    case.contents.memories["q"].bytes[-1] ^= 1
+    with pytest.raises(AssertionError, match="q: bytes changed"):
+        case.hold(results)
+
+
+def test_a_slot_that_no_sequence_has_must_stay():
+    spec = first_case("fused_recurrent_kda", wanted="state_pool")
+    case = modes.Case(spec, CPU, 0)
+    results = case.run()
+    case.hold(results)
+    stored = {claim.index[0] for claim in case.claims if claim.target == "state_pool"}
+    pool = case.call["state_pool"]
+    for slot in set(range(len(pool))) - stored:
+        pool[slot, 0, 0, 0] += 1
+        with pytest.raises(AssertionError, match="state_pool: bytes changed"):
+            case.hold(results)
+        pool[slot, 0, 0, 0] -= 1
+
+
+@pytest.mark.parametrize("op", draw.OPERATORS)
+def test_each_operation_is_drawn(op: str):
+    drawn = [draw.draw_spec(0, number, CPU) for number in range(200)]
+    assert sum(spec.op == op for spec in drawn) >= 3
+    assert {spec.op for spec in drawn} == set(draw.OPERATORS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_two_elements_share_memory_but_expanded_ones(layout: str):
+    place = token_place(draw.Random(0), (2, 3, 2, 4), torch.float32, layout)
+    memory = Memory(place, CPU)
+    x = torch.arange(48.0).view(2, 3, 2, 4)
+    memory.fill(x)
+    assert torch.equal(memory.tensor, x[:1, :, :1].expand_as(x) if layout == "expanded" else x)
+    assert not memory.changed(memory.bytes.clone(), [])
+
+
+def test_the_operators_are_all_public_ones():
+    public = {fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda, fd.commit, fd.kda_prefill}
+    assert {function for function, _ in draw.OPERATORS.values()} == public | {fd.kernels.chunk_bwd_wy_dqkg}
