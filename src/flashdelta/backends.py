@@ -63,7 +63,7 @@ class Backend:
         raise NotImplementedError
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
-        """Segments that each sequence of so many `chunks [N]` is cut into (`problem/split.py`)."""
+        """Segments that each sequence is cut into, from its `chunks [N]` (`problem/split.py`)."""
         raise NotImplementedError
 
 
@@ -270,10 +270,11 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
     """
-    if not isinstance(name, str) or name != "auto":
-        backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
-        if backend is None:
-            raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+    # an array compared with a name is an array
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"backend: got {name!r}, wanted one of {NAMES}")
+    if name != "auto":
+        backend = next(b for b in BACKENDS if b.name == name)
         obstacle = backend.obstacle(problem, device)
         if obstacle:
             raise ValueError(f"backend: got {name!r}, wanted one that can run this call ({name}: {obstacle})")

@@ -151,7 +151,7 @@ def test_auto_takes_kernels_where_they_can_run():
 
 def test_auto_takes_the_hopper_kernels_on_hopper(model: Case):
     """What the backend declines is skipped in this tier, so that it takes these is a test. Which calls else it must take:
-    `tests/test_hopper_choice.py`."""
+    `tests/unit/test_hopper_choice.py`."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("not a Hopper GPU")
     for lengths in (None, (64, 0, 17)):

@@ -18,24 +18,12 @@ FLOORS = ("ops", "runtime", "backends", "hopper", "triton", "reference", "progra
 """From the top; a module imports from its own floor or from one below. What stands beside them may use all."""
 
 BESIDE = ("nn", "testing", "tools", "kernels", "__init__", "__main__")
-STAGES = {
-    "prepare",
-    "recurrence",
-    "segments",
-    "reverse",
-    "wy",
-    "intra",
-    "decode",
-    "launch",
-    "build",
-    "gradients",
-    "commit",
+SAME = {
+    *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode"),
+    *("launch", "build", "gradients", "chunk", "recurrent", "split", "sequences", "states"),
 }
-"""Operations and stages, whose files have their name in every backend."""
+"""Operations, stages, and what every backend has: a file of such a name is about the same in each."""
 
-SAME = (
-    {"chunk", "recurrent", "prefill", "split", "rounding"} | STAGES | {"bench", "export", "states", "sequences", "math"}
-)
 LONGEST, MOST_ARGUMENTS = 60, 8
 
 

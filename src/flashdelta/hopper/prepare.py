@@ -148,7 +148,7 @@ def make_buffers(dt_bias, KH: gl.constexpr):
     if dt_bias is not None:
         bias = gl.allocate_shared_memory(gl.float32, [KH, 64], FLAT)
     else:
-        bias: gl.constexpr = None
+        bias: gl.constexpr = None  # type: ignore[no-redef]
     return Buffers(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, KH)
 
 

@@ -1,7 +1,7 @@
 """Stage `wy` of the backward pass for Hopper: from states and their gradients to those of values, of what `prepare` left, and
 of its matrices. One CTA of 8 warps per (chunk, value head), or a persistent one per SM.
 
-Contract: as `triton/backward.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
+Contract: as `triton/wy.py`; matrices `M = (I + A)^-1`, `grad_A` and `grad_Aqk` lie by token, `[B, T, HV, 64]`, and states
 chunk by chunk without gaps. With `T = M diag(beta)` nothing needs T itself: `T^T x = beta (M^T x)`.
 
 All operands of a chunk are in shared memory at once; they arrive in the order in which they are needed, and results take

@@ -27,7 +27,7 @@ DEFAULT_PRECISION: Precision = "tf32x3"
 
 
 ABSENT: Any = None
-"""The default of a tensor that some operations have not: all that read it require it."""
+"""Default of roles that only some operations have; code that reads one may assume that it is set."""
 
 
 @dataclass(frozen=True)

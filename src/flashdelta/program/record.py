@@ -198,7 +198,7 @@ class Recorded:
         self.pairs: Sequence[tuple[int, Sequence[int]]] = ()
         """Of tensors, by place, that are written, and those which must not share their memory."""
         self.refuse: Callable[[Sequence[Tensor | None]], None] | None = None
-        """Is told of tensors that do."""
+        """Called with the tensors of a call that overlap; raises."""
         self.apart: dict[int, list[int]] = {}
         """By the address of the first that is written, such as a layer's pool: the addresses last found to be disjoint."""
 

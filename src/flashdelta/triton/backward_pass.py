@@ -36,7 +36,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Scanned:
-    """What `reverse` leaves: gradients of the states after each chunk and of the pseudo-values, `dh` and `dv`, as `h` and
+    """What `reverse` leaves: gradients of the states after each chunk and of `v_new`, `dh` and `dv`, as `h` and
     `v_new`."""
 
     dh: Tensor

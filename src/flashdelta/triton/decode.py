@@ -342,7 +342,7 @@ def decode_config(problem: Problem, capability: int) -> DecodeConfig:
 
 
 def _channels(problem: Problem, elements: int) -> int:
-    """Value channels of a tile of so many elements."""
+    """Value channels of a tile of `elements` elements."""
     return min(problem.V, max(1, elements // problem.K))
 
 

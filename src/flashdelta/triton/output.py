@@ -86,7 +86,7 @@ def output_config(problem: Problem, capability: int) -> OutputConfig:
 
 
 def output(call: StageCall, o: Tensor) -> Launch:
-    """`o` holds the pseudo-values."""
+    """`o` holds `v_new`."""
     problem, workspace = call.problem, call.workspace
     c = output_config(problem, call.arch)
     return Launch(

@@ -14,9 +14,6 @@ ROOT = Path(__file__).resolve().parents[4]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- tables: flashdelta bench pages -->", "<!-- end of tables -->"
 
-LARGE = ("decode", "wy", "split", "classic", "toolchains")
-"""Benchmarks of which a page shows some rows."""
-
 SPLIT_SHOWN = ("8K H4", "32K H4", "128K H4", "2x16K H4", "128K+5x1K H4", "8K H8", "128K H8", "64K+512+256+128 H8")
 WY_SHOWN = ("B1 T512 H32", "B1 T8192 H32", "B2 T8192 H32", "B1 T8192 H8 HV32", "packed random 20 of 16384 H32")
 

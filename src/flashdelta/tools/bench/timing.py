@@ -237,7 +237,7 @@ def gemm_tflop_s(
 
 
 def peak_above(run: Run, device: torch.device) -> int | None:
-    """Bytes that `run` allocates at its peak beyond what was there before; None where nobody counts them."""
+    """Bytes that `run` allocates at its peak beyond what was there before; None where the device does not count them."""
     if device.type != "cuda":
         return None
     synchronize(device)
