@@ -45,7 +45,8 @@ def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: 
 
 
 class Program:
-    """Launches in order, made lazily: a launch and its scratch are freed before the next is made. `copy_out`: a caller's tensor that kernels can't write, which receives the output `o`."""
+    """Launches in order, made lazily: a launch and its scratch are freed before the next is made. `copy_out`: a caller's tensor
+    that kernels can't write, which receives the output `o`."""
 
     def __init__(self, outputs: Outputs, launches: Iterable[Launch], copy_out: Tensor | None = None):
         self.outputs, self.launches, self.copy_out = outputs, launches, copy_out
