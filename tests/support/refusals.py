@@ -182,6 +182,7 @@ REFUSED = {
         bad("'gelu'", "...'lower_bound'", gate="gelu"),
         bad("'cuda'", "...'reference'", backend="cuda"),
         bad("array([0., 0.])", "one of", backend=np.zeros(2)),
+        bad("an int of 1329 bits", "a float or None", scale=10**400),
         bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
         *(
             bad("device meta", "q's device cpu", **{name: lambda c, name=name: c[name].to("meta")})

@@ -6,6 +6,7 @@ An `Operation` is a table: a row for each tensor (`Argument`), a check for each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +51,8 @@ def flag_or_none(name: str, value: object) -> None:
 def number_or_none(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise mistyped(name, value, "a float or None")
+    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp - 1:
+        raise wrong(name, f"an int of {value.bit_length()} bits", "a float or None")
 
 
 def integer(*values: int) -> Check:
