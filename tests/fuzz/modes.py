@@ -27,8 +27,8 @@ GRADIENTS = 2
 GRADIENT = "gradient of "
 """Begins the names of gradients among results."""
 
-LARGE = 1e6
-"""Results beyond this are undefined: keys that are not normalised let a state grow without end."""
+LARGE = 1e4
+"""Results beyond this are undefined: keys that are not normalised let a state grow without end, and float16 ends at 65504."""
 
 Results = dict[str, Tensor]
 

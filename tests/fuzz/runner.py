@@ -23,14 +23,13 @@ from flashdelta.tools.bench.report import new_document, save
 
 from . import modes, mutate
 from .draw import draw_spec
-from .known import known
 
 PARTS = ("calls", "mutations")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a case: `right`, `refused`, `known` or `failed`, with what went wrong."""
+    """Of a case: `right`, `refused` or `failed`, with what went wrong."""
 
     part: str
     number: int
@@ -46,8 +45,7 @@ def run_case(part: str, seed: int, number: int, device: torch.device) -> Outcome
         verdict = (modes if part == "calls" else mutate).check(spec, device, own) or "right"
         return Outcome(part, number, spec.op, verdict)
     except Exception as error:
-        message = str(error)
-        return Outcome(part, number, spec.op, "known" if known(message) else "failed", message)
+        return Outcome(part, number, spec.op, "failed", str(error))
 
 
 def rerun_line(found: Outcome, seed: int, device: torch.device) -> str:
@@ -66,11 +64,10 @@ class Tally:
 
     def add(self, found: Outcome) -> None:
         self.counts[found.part, found.op, found.verdict] += 1
-        if found.verdict in ("failed", "known"):
+        if found.verdict == "failed":
             line = rerun_line(found, self.seed, self.device)
-            self.failures.append({"verdict": found.verdict, "message": found.message[:400], "rerun": line})
-            if found.verdict == "failed":
-                print(f"{line}  # {found.op}: {' '.join(found.message.split())[:300]}", flush=True)
+            self.failures.append({"message": found.message[:400], "rerun": line})
+            print(f"{line}  # {found.op}: {' '.join(found.message.split())[:300]}", flush=True)
 
     def total(self, verdict: str) -> int:
         return sum(n for (_, _, own), n in self.counts.items() if own == verdict)
@@ -159,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             tally.add(found)
     else:
         run_all(tally, asked.jobs, parts, asked.cases, asked.seconds)
-        verdicts = ", ".join(f"{tally.total(x)} {x}" for x in ("right", "refused", "known", "failed"))
+        verdicts = ", ".join(f"{tally.total(x)} {x}" for x in ("right", "refused", "failed"))
         where = "on the GPU" if tally.device.type == "cuda" else "on the CPU, by the reference alone"
         print(f"seed {asked.seed}: {tally.counts.total()} cases {where}: {verdicts}")
     if asked.json is not None:
