@@ -521,6 +521,7 @@ REFUSED = {
         bad("'hopper'", "one that can run this call", backend="hopper"),
         *no_tensors("initial_state"),
         mistyped("NoneType", "a torch.Tensor", num_accepted_tokens=None),
+        mistyped("NoneType", "a torch.Tensor", intermediate_states=None),
         mistyped(
             "dtype torch.bfloat16",
             "initial_state's dtype torch.float32",

@@ -17,6 +17,7 @@ from flashdelta.program.cache import LaunchCache
 from flashdelta.reference import gate as reference_gate
 from flashdelta.runtime import torch_ops
 from flashdelta.runtime.call import check
+from flashdelta.testing.wy import BY_NAME, make_wy
 
 both = pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
 L2NORM = {"use_qk_l2norm_in_kernel": True}
@@ -65,6 +66,32 @@ def test_tokens_of_no_sequence_do_not_reach_gradients(op: Callable):
         assert torch.equal(x, clean[name]), name
         if x.dim() > 2:
             assert x[:, 30:].eq(0).all(), name
+
+
+@both
+def test_no_sequence_at_all_leaves_no_gradient(op: Callable):
+    given = call() | {"cu_seqlens": torch.tensor([0])}
+    given = {name: x if name == "cu_seqlens" else torch.full_like(x, torch.nan) for name, x in given.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        assert gradient(op, given, name).eq(0).all(), name
+
+
+def test_an_operator_without_gradients_refuses_tangents_by_name():
+    given = make_wy(BY_NAME["packed"], torch.float64)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(ValueError, match="v: got a tensor with a forward-mode tangent, wanted none"),
+    ):
+        fd.kernels.chunk_bwd_wy_dqkg(**given | {"v": forward_ad.make_dual(given["v"], given["v"])})
+
+
+@both
+def test_packed_sequences_in_vmap(op: Callable):
+    given = call() | {"cu_seqlens": torch.tensor([0, 7, 20]), "output_final_state": True}
+    found = torch.func.vmap(lambda v: op(**given | {"v": v}))(torch.stack([given["v"], -given["v"]]))
+    for i, v in enumerate((given["v"], -given["v"])):
+        for x, want in zip(found, op(**given | {"v": v})):
+            torch.testing.assert_close(x[i], want)
 
 
 @both

@@ -521,7 +521,7 @@ def like_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]
 def check_commit(c: Any, sizes: Sizes) -> None:
     if math.prod(c.state_pool.shape[1:]) == 0:
         raise wrong("initial_state", shape_of(c.state_pool), "states with elements")
-    if not 1 <= c.intermediate_states.shape[1] <= DECODE_TOKENS:
+    if not 1 <= sizes.get("tokens", 1) <= DECODE_TOKENS:
         raise wrong(
             "intermediate_states", shape_of(c.intermediate_states), f"states of 1 to {DECODE_TOKENS} tokens a row"
         )

@@ -57,7 +57,7 @@ def l2_normalize(x: torch.Tensor) -> torch.Tensor:
 def without_strays(problem: Problem, t: Tensors) -> Tensors:
     """With zeros for tokens of no sequence. They may hold anything, and a NaN there would reach the gradients of the gate's
     parameters: zero times NaN is NaN."""
-    if not problem.packed or problem.N == 0:
+    if not problem.packed:
         return t
     valid = token_sequences(problem, t).valid[None, :, None]
     wide = {role: torch.where(valid[..., None], getattr(t, role), 0) for role in ("q", "k", "v", "g")}

@@ -37,7 +37,7 @@ def recurrent_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Ten
         S = S + k_i[..., None] * correction[:, :, None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, i], S))
         if sequences is not None and problem.stores_final_state:
-            ends.index_copy_(0, sequences.ends[i : i + 1], S)
+            ends = ends.index_copy(0, sequences.ends[i : i + 1], S)
     o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
     if sequences is not None:
         o = torch.where(sequences.valid[None, :, None, None], o, 0.0)

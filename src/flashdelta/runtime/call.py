@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..problem.arguments import Operation, is_plain
+from ..problem.errors import wrong
 from ..problem.problem import INPUTS, Problem, Tensors
 from ..program.cache import Key, LaunchCache
 from . import autograd, torch_ops
@@ -49,7 +50,7 @@ class Call:
         problem, t = self.operation.check(given)
         backend = backends.choose(problem, t.device, given["backend"])
         tracing = torch.compiler.is_compiling()
-        if not tracing and backend.name != "reference":
+        if not tracing and (backend.name != "reference" or self.operation.no_gradients):
             self.refuse_tangents(t)
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
@@ -69,10 +70,10 @@ class Call:
 
     def refuse_tangents(self, t: Tensors) -> None:
         """Of forward-mode derivatives, which only the reference has."""
+        why = self.operation.no_gradients or 'backend="reference" has forward-mode gradients'
         for role, x in t.present().items() if forward_ad._current_level >= 0 else ():
             if forward_ad.unpack_dual(x).tangent is not None:
-                name, wanted = self.operation.name_of(role), 'none (backend="reference" has forward-mode gradients)'
-                raise ValueError(f"{name}: got a tensor with a forward-mode tangent, wanted {wanted}")
+                raise wrong(self.operation.name_of(role), "a tensor with a forward-mode tangent", f"none ({why})")
 
     def refuse(self, tensors: Sequence[Tensor | None]) -> None:
         """Of a call whose tensors overlap: says which."""
