@@ -69,29 +69,31 @@ def gate_bias(dt_bias, rate, GATE: gl.constexpr):
 @gluon.jit
 def gate_unit(rate, lower_bound, GATE: gl.constexpr):
     """The factor that turns `gate`'s result into a log2 decay."""
+    gl.static_assert(
+        GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
+    )
     if GATE == "lower_bound":
         return lower_bound * LOG2E
     elif GATE == "softplus":
         return -rate
     elif GATE == "logsigmoid":
         return -1.0
-    else:
-        gl.static_assert(GATE == "none", "a gate that kernels do not know")
-        return LOG2E
+    return LOG2E
 
 
 @gluon.jit
 def gate(x, bias, rate, GATE: gl.constexpr):
     """Log2 decay of a step up to `gate_unit`, from `x = g`, `bias` from `gate_bias` and `rate = exp(A_log)`."""
+    gl.static_assert(
+        GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
+    )
     if GATE == "lower_bound":
         return reciprocal(1.0 + exp2(x * (rate * -LOG2E) + bias))
     elif GATE == "softplus":
         return softplus_log2(x + bias)
     elif GATE == "logsigmoid":
         return softplus_log2(-x)
-    else:
-        gl.static_assert(GATE == "none", "a gate that kernels do not know")
-        return x
+    return x
 
 
 @gluon.jit
@@ -102,6 +104,9 @@ def sigmoid(x):
 @gluon.jit
 def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
     """From the gradient of a log decay to that of the gate's input `x = g + dt_bias`, and of `A_log`."""
+    gl.static_assert(
+        GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
+    )
     if GATE == "softplus":
         of_x = sigmoid(x) * grad * -rate
         of_A = softplus_log2(x) * grad * (rate * (-1.0 / LOG2E))
@@ -113,7 +118,6 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
         of_x = sigmoid(-x) * grad
         of_A = of_x * 0.0
     else:
-        gl.static_assert(GATE == "none", "a gate that kernels do not know")
         of_x = grad
         of_A = grad * 0.0
     return of_x, of_A
@@ -121,12 +125,11 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: gl.constexpr):
 
 @gluon.jit
 def beta_value(x, BETA: gl.constexpr):
+    gl.static_assert(BETA == "value" or BETA == "logit" or BETA == "double_logit", "an unknown kind of beta")
     if BETA == "logit":
         x = sigmoid(x)
     elif BETA == "double_logit":
         x = 2.0 * sigmoid(x)
-    else:
-        gl.static_assert(BETA == "value", "a kind of beta that kernels do not know")
     return x
 
 

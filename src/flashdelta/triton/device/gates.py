@@ -31,20 +31,24 @@ def decay_rate(A_log, head, volatile: tl.constexpr = False):
 @triton.jit
 def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
     """Log decay in base 2 from the gate's input `x = g + dt_bias`; `rate = exp(A_log)`."""
+    tl.static_assert(
+        GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
+    )
     if GATE == "softplus":
         return -softplus_log2(x) * rate
     elif GATE == "lower_bound":
         return sigmoid(x * rate) * lower_bound * LOG2E
     elif GATE == "logsigmoid":
         return -softplus_log2(-x)
-    else:
-        tl.static_assert(GATE == "none", "a gate that kernels do not know")
-        return x * LOG2E
+    return x * LOG2E
 
 
 @triton.jit
 def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
     """The gradients of the gate's input `x` and of `A_log`, from that of the (natural) log decay."""
+    tl.static_assert(
+        GATE == "none" or GATE == "softplus" or GATE == "lower_bound" or GATE == "logsigmoid", "an unknown gate"
+    )
     if GATE == "softplus":
         dx = -rate * sigmoid(x) * grad
         dA_log = -rate * (softplus_log2(x) / LOG2E) * grad
@@ -56,7 +60,6 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
         dx = sigmoid(-x) * grad
         dA_log = dx * 0.0
     else:
-        tl.static_assert(GATE == "none", "a gate that kernels do not know")
         dx = grad
         dA_log = grad * 0.0
     return dx, dA_log
@@ -65,24 +68,22 @@ def gate_gradient(x, grad, rate, lower_bound, GATE: tl.constexpr):
 @triton.jit
 def beta_of(x, BETA: tl.constexpr):
     """Beta from the call's input, which is its value, its logit, or the logit of its half."""
+    tl.static_assert(BETA == "value" or BETA == "logit" or BETA == "double_logit", "an unknown kind of beta")
     if BETA == "logit":
         x = sigmoid(x)
     elif BETA == "double_logit":
         x = 2.0 * sigmoid(x)
-    else:
-        tl.static_assert(BETA == "value", "a kind of beta that kernels do not know")
     return x
 
 
 @triton.jit
 def beta_gradient(x, grad, BETA: tl.constexpr):
     """The gradient of the input of `beta_of`, from beta's."""
+    tl.static_assert(BETA == "value" or BETA == "logit" or BETA == "double_logit", "an unknown kind of beta")
     if BETA == "logit":
         s = sigmoid(x)
         grad *= s * (1.0 - s)
     elif BETA == "double_logit":
         s = sigmoid(x)
         grad *= 2.0 * s * (1.0 - s)
-    else:
-        tl.static_assert(BETA == "value", "a kind of beta that kernels do not know")
     return grad
