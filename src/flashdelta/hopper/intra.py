@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
 from ..triton.finish import ByHead
+from ..triton.launch import chunks
 from ..triton.wy import Parts
 from .device.compat import barrier, reinterpret
 from .device.layouts import C, copy_rows, load_rows, row_column, store_rows
@@ -380,7 +381,7 @@ def intra_kernel(
 def intra(problem: Problem, t: Tensors, parts: Parts, heads: ByHead) -> Launch:
     return Launch(
         intra_kernel,
-        problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
+        chunks(problem),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, parts.grad_A, parts.grad_Aqk),
             *(parts.grad_q, parts.grad_k, parts.grad_G, parts.grad_beta),

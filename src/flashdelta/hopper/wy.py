@@ -30,6 +30,7 @@ from triton.language import condition
 from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, dense, sm_count, strides
 from ..program.program import Outputs
+from ..triton.launch import chunks
 from ..triton.wy import Parts, WyOperands
 from .device.compat import barrier, reinterpret
 from .device.layouts import C, copy_rows, row_column, row_partials, store_rows
@@ -443,7 +444,7 @@ def _wy(
     **kinds,
 ) -> Launch:
     """`found`: `grad_q, grad_k, grad_G, grad_v, grad_beta, grad_A, grad_Aqk`. `persistent`: as the kernel's."""
-    items = problem.B * problem.slots * problem.HV if problem.N > 0 else 0
+    tiles = chunks(problem)
     of_rows = stride_div8(x.q, x.k, x.g, x.v, x.do)
     g_d = None
     if persistent:
@@ -451,13 +452,13 @@ def _wy(
         x, found = described(x), (*map(by_token, found[:3]), *found[3:])
     return Launch(
         wy_kernel,
-        min(items, sm_count(x.beta.device)) if persistent else items,
+        min(tiles, sm_count(x.beta.device)) if persistent else tiles,
         (
             *x.arguments(),
             g_d,
             *found,
             *(problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.N, problem.HV, problem.group, problem.slots, rows, items),
+            *(problem.T, problem.N, problem.HV, problem.group, problem.slots, rows, tiles),
             *of_rows,
             *strides(x.beta),
         ),

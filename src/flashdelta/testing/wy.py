@@ -115,12 +115,12 @@ def by_definition(call: dict) -> dict[str, Tensor]:
             M = call["A"][own][:, : end - start].double()
             # to first order (I + A + E)^-1 = M - M E M
             M = M - M @ added[own][:, : end - start] @ M
-            pseudo = M @ (beta[:, None] * (v - (k * g.exp()) @ S))
+            v_new = M @ (beta[:, None] * (v - (k * g.exp()) @ S))
             after = g[-1].exp()[:, None] * S + (k * (g[-1] - g).exp()).T @ call["v_new"][own].double()
             o = scale * (q * g.exp()) @ S
             total = total + sum(
                 (x * grad.double()).sum()
-                for x, grad in ((o, call["do"][own]), (after, grad_S), (pseudo, call["dv"][own]))
+                for x, grad in ((o, call["do"][own]), (after, grad_S), (v_new, call["dv"][own]))
             )
     wanted = [*(leaves[name] for name in ("q", "k", "v", "beta", "g")), added]
     found = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)

@@ -32,7 +32,7 @@ from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms
 from .device.sequences import OFFSETS_AT_A_TIME, chunks_before, own_chunk
 from .device.states import state_offsets
-from .launch import backward_precision
+from .launch import backward_precision, chunks
 
 NORM_BK = tl.constexpr(32)
 """Key channels that an L2 norm adds at a time."""
@@ -459,7 +459,7 @@ def wy_launch(
     c = wy_config(problem, arch)
     return Launch(
         wy_kernel,
-        problem.B * problem.slots * problem.HV if problem.N > 0 else 0,
+        chunks(problem),
         (
             *x.arguments(),
             *found,

@@ -26,15 +26,13 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 import flashdelta
 
-from ...hopper.build import build as build_hopper
 from ...problem.problem import BACKWARD, Problem, Tensors
 from ...program.launch import Launch, capability, start
 from ...runtime.call import check
 from ...testing.cases import BF16
 from ...testing.inputs import make_call, meta_call, on_meta
 from ...testing.oracle import TOLERANCE, relative_error
-from ...triton.build import build as build_triton
-from ..compile import Variant, resource_usage, source
+from ..compile import BUILD, Variant, resource_usage, source
 from ..files import whole_folder
 from . import workloads
 from .checks import GRADIENT_TOLERANCE, Errors, fault
@@ -72,9 +70,6 @@ class Call:
     launches: list[Launch]
     results: list[Tensor]
     states: Tensor | None = None
-
-
-BUILD = {"hopper": build_hopper, "triton": build_triton}
 
 
 def _arguments(row: Row, device: torch.device) -> dict:
