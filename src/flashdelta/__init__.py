@@ -9,6 +9,7 @@ from .ops.decode import commit, recurrent_kda
 from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
 from .runtime.explain import Explanation, explain
+from .runtime.supports import Support, supports
 from .runtime.warmup import warmup
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Explanation",
+    "Support",
     "chunk_kda",
     "commit",
     "explain",
@@ -25,6 +27,7 @@ __all__ = [
     "kernels",
     "nn",
     "recurrent_kda",
+    "supports",
     "warmup",
 ]
 

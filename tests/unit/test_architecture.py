@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "flashdelta"
 FLOORS = ("ops", "runtime", "backends", "hopper", "triton", "reference", "program", "problem")
 """From the top; a module imports from its own floor or from one below. What stands beside them may use all."""
 
-BESIDE = ("nn", "testing", "tools", "kernels", "__init__", "__main__")
+BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__main__")
 SAME = {
     *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode"),
     *("launch", "build", "gradients", "chunk", "recurrent", "split", "sequences", "states"),

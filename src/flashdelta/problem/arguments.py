@@ -307,8 +307,9 @@ class Operation:
     def by_role(self, given: Mapping[str, object]) -> dict[str, Any]:
         return {self.role_of_name.get(name, name): x for name, x in given.items()}
 
-    def check(self, given: Mapping[str, object]) -> tuple[Problem, Tensors]:
-        """Validates a call, whose arguments are `given` by the caller's names.
+    def check(self, given: Mapping[str, object], *, dry: bool = False) -> tuple[Problem, Tensors]:
+        """Validates a call, whose arguments are `given` by the caller's names. A `dry` check copies and reads nothing on a
+        device; its tensors may not be run on.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -342,10 +343,10 @@ class Operation:
         self.check_overlaps(vars(call))
         if torch.is_grad_enabled():
             self._check_gradients(call, present)
-        tensors = {argument.role: resolved(x) for argument, x in present if argument.role in NO_TENSORS}
+        tensors = {argument.role: x if dry else resolved(x) for argument, x in present if argument.role in NO_TENSORS}
         t = _canonical_shapes(Tensors(**tensors))
         problem, t = self.problem(call, t)
-        if device_checks.enabled():
+        if device_checks.enabled() and not dry:
             device_checks.check(problem, t, self.name_of, getattr(call, "cu_seqlens_cpu", None))
         return problem, t
 

@@ -30,7 +30,8 @@ class Call:
     """The calls of a public function. It passes its tensors and its options, each in the order of its signature."""
 
     def __init__(self, operation: Operation, function: Callable[..., Any]):
-        parameters = inspect.signature(function).parameters.values()
+        self.signature = inspect.signature(function)
+        parameters = self.signature.parameters.values()
         self.operation, self.function, self.kind = operation, function, operation.name
         self.tensors = tuple(p.name for p in parameters if "Tensor" in str(p.annotation))
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
@@ -47,11 +48,8 @@ class Call:
 
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
-        problem, t = self.operation.check(given)
-        backend = backends.choose(problem, t.device, given["backend"])
+        problem, t, backend = self.check(given)
         tracing = torch.compiler.is_compiling()
-        if not tracing and (backend.name != "reference" or self.operation.no_gradients):
-            self.refuse_tangents(t)
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
         if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
@@ -67,6 +65,23 @@ class Call:
             program.recorded.pairs, program.recorded.refuse = self.pairs, self.refuse
             CACHE.keep(key, program.recorded)
         return results
+
+    def check(
+        self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
+    ) -> tuple[Problem, Tensors, backends.Backend]:
+        """Validates the arguments, and chooses the backend: for `device`, or where the tensors are. `dry`: as in
+        `Operation.check`."""
+        problem, t = self.operation.check(given, dry=dry)
+        backend = backends.choose(problem, device or t.device, given["backend"])
+        if not torch.compiler.is_compiling() and (backend.name != "reference" or self.operation.no_gradients):
+            self.refuse_tangents(t)
+        return problem, t, backend
+
+    def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
+        """All arguments by name, with the defaults of those left out."""
+        bound = self.signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        return bound.arguments
 
     def refuse_tangents(self, t: Tensors) -> None:
         """Of forward-mode derivatives, which only the reference has."""
@@ -91,6 +106,4 @@ def public_call(op: Callable[..., Any]) -> Call:
 def check(op: Callable[..., Any], *arguments: object, **named: object) -> tuple[Problem, Tensors]:
     """Validates a public function's arguments, and runs nothing."""
     call = public_call(op)
-    bound = inspect.signature(op).bind(*arguments, **named)
-    bound.apply_defaults()
-    return call.operation.check(bound.arguments)
+    return call.operation.check(call.bind(arguments, named))

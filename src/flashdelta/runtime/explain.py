@@ -11,20 +11,27 @@ from .. import backends
 from ..backends import Verdict
 from ..problem.arguments import is_plain
 from ..reference.sequences import chunks_of
-from .call import check
+from .call import public_call
+from .supports import Support, answer_of
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `explain`: `chosen` backend (None if none can run the call) and every backend's verdict; of `chunk_kda` on
-    it, how many `segments` each sequence is cut into (None where the lengths can't be read)."""
+    """The answer of `explain`: what `supports` says, every backend's verdict, and of `chunk_kda` how many `segments` each
+    sequence is cut into (None where the lengths can't be read)."""
 
-    chosen: str | None
+    support: Support
     verdicts: tuple[Verdict, ...]
     segments: tuple[int, ...] | None = None
 
+    @property
+    def chosen(self) -> str:
+        """The backend that runs the call."""
+        assert self.support.backend is not None
+        return self.support.backend
+
     def __str__(self) -> str:
-        lines = [f"runs on: {self.chosen or 'no backend'}"]
+        lines = [f"runs on: {self.chosen}"]
         if self.segments is not None:
             split = f"segments of the sequences: {', '.join(map(str, self.segments))}"
             lines.append("  " + (split if max(self.segments, default=1) > 1 else "sequences stay whole"))
@@ -48,14 +55,13 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     Raises:
         ValueError, TypeError: as `op` itself would.
     """
-    problem, tensors = check(op, *arguments, **named)
-    device = tensors.device if device is None else torch.device(device)
-    verdicts = tuple(backends.judge(problem, device))
-    name = named.get("backend", "auto")
-    if isinstance(name, str) and name == "auto" and not any(v.supported for v in verdicts):
-        return Explanation(None, verdicts)
-    chosen = backends.choose(problem, device, name)
+    call = public_call(op)
+    given = call.bind(arguments, named)
+    device = None if device is None else torch.device(device)
+    problem, t, chosen = call.check(given, device=device)
+    support = answer_of(problem, device or t.device, chosen)
+    verdicts = tuple(backends.judge(problem, device or t.device))
     segments = None
-    if problem.operation == "chunk" and is_plain(tensors.q) and tensors.q.device.type == device.type != "meta":
-        segments = tuple(chosen.parts(problem, chunks_of(problem, tensors), device).tolist())
-    return Explanation(chosen.name, verdicts, segments)
+    if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == (device or t.device).type != "meta":
+        segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist())
+    return Explanation(support, verdicts, segments)

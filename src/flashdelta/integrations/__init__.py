@@ -1,0 +1,31 @@
+"""Frameworks whose calls can run on flashdelta: `import flashdelta.integrations.<name>` turns one on (docs/integrations.md).
+
+Nothing here imports a framework before it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+NAMES = ("fla",)
+
+State = Literal["active", "possible", "off", "not installed", "unknown version"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where an integration stands. `version`: of the framework, None where there is none. `reason`: what is replaced, how to
+    turn it on, or why it can't be."""
+
+    name: str
+    state: State
+    version: str | None
+    reason: str
+
+
+def status(name: str) -> Status:
+    """Where the integration stands in this process. Imports the framework, if there is one, and turns nothing on."""
+    found: Status = import_module(f"{__name__}._{name}").status()
+    return found

@@ -1,0 +1,313 @@
+"""FLA (flash-linear-attention) 0.5 and 0.6 on flashdelta: its KDA functions, and with them its models, NeMo's, and those of
+Hugging Face that take `chunk_kda` from it.
+
+FLA asks its registered backends before every call: a verifier says whether a backend takes it. Ours takes calls all of whose
+arguments it knows and a kernel supports; FLA runs the others. On a CPU, where FLA has nothing to run, the reference takes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from typing import Any
+
+import torch
+
+from .. import chunk_kda, fused_recurrent_kda, kernels, supports
+from . import Status
+
+ENVIRONMENT = "FLA_FLASHDELTA"
+"""`FLA_FLASHDELTA=0` turns the integration off. Read at every call, as FLA reads its own switches."""
+
+READ = ("0.5.0", "0.5.1", "0.5.2", "0.6.0")
+"""Versions of fla-core that this was written and tested against. Others run if the signatures below are theirs."""
+
+GATE_ARGUMENTS = ("A_log", "dt_bias", "lower_bound")
+"""FLA reads them with `use_gate_in_kernel` alone."""
+
+PRIORITY = 2
+"""Lower comes first; FLA's own backends have 3 and more."""
+
+
+class Unfit(Exception):
+    """Why FLA keeps a call."""
+
+
+@dataclass
+class Adapter:
+    """How calls of a function of FLA's become calls of ours.
+
+    `taken`: FLA's arguments that ours has, by its names. `renamed`: the same under another name. `ignored`: what only FLA's
+    kernels need. `constant`: what only ours needs. An argument that is None counts as left out, and one that is in none of
+    these leaves the call to FLA.
+    """
+
+    op: Callable[..., Any]
+    taken: frozenset[str]
+    ignored: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    constant: Mapping[str, Any] = field(default_factory=dict)
+    refusal: Callable[[dict[str, Any]], str | None] = lambda call: None
+    parameters: tuple[str, ...] = ()
+    """FLA's, in its order, as installed."""
+
+    def read(self, function: Callable[..., Any]) -> str | None:
+        """Takes over the signature of FLA's function, or says how it differs from those that were read."""
+        parameters = inspect.signature(function).parameters.values()
+        named = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        strange = {*named} - self.taken - self.ignored - {*self.renamed} - UNTAKEN
+        missing = REQUIRED - {*named}
+        if strange or missing:
+            what = f"has parameters {', '.join(sorted(strange))}" if strange else f"lacks {', '.join(sorted(missing))}"
+            return f"{function.__name__} {what}"
+        self.parameters = named
+        return None
+
+    def fit(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Our arguments."""
+        given = dict(zip(self.parameters, arguments), **named) if arguments else named
+        if len(given) != len(arguments) + len(named):
+            raise Unfit("more positional arguments than parameters")
+        call: dict[str, Any] = dict(self.constant)
+        for name, x in given.items():
+            if x is None or name in self.ignored:
+                continue
+            ours = name if name in self.taken else self.renamed.get(name)
+            if ours is None or ours in call:
+                raise Unfit(f"{name}: flashdelta.{self.op.__name__} has no such argument")
+            call[ours] = x
+        if not call.get("use_gate_in_kernel"):
+            for name in GATE_ARGUMENTS:
+                call.pop(name, None)
+        reason = self.refusal(call)
+        if reason is not None:
+            raise Unfit(reason)
+        return call
+
+    def verify(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[bool, str | None]:
+        """FLA's question: whether we take the call, and why not."""
+        try:
+            call = self.fit(arguments, named)
+        except Unfit as reason:
+            return False, str(reason)
+        ok, backend, why = supports(self.op, **call)
+        if backend == "reference" and not call["q"].is_cpu:
+            return False, why
+        return ok, None if ok else why
+
+
+def chunk_refusal(call: dict[str, Any]) -> str | None:
+    """What FLA itself refuses, with messages of its own."""
+    state = call.get("initial_state")
+    if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16:
+        return "initial_state: bfloat16; FLA takes float32"
+    if call.get("safe_gate") and call.get("use_gate_in_kernel") and "lower_bound" not in call:
+        return "safe_gate: True with a gate that has no lower_bound"
+    if call.get("return_intermediate_states") and not torch.is_inference_mode_enabled():
+        return "return_intermediate_states: True outside of inference mode"
+    return None
+
+
+def recurrent_refusal(call: dict[str, Any]) -> str | None:
+    # FLA's default is to write into initial_state
+    return "inplace_final_state: True" if call.pop("inplace_final_state", True) else None
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+REQUIRED = words("q k v g beta scale cu_seqlens")
+COMMON = """q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel
+    use_beta_sigmoid_in_kernel allow_neg_eigval lower_bound state_v_first cu_seqlens A_log dt_bias"""
+OLD_NAMES = {"transpose_state_layout": "state_v_first"}
+UNTAKEN = words("cp_context ssm_state_indices num_accepted_tokens")
+"""FLA's arguments that leave a call to it, unless they are None."""
+
+CHUNK = Adapter(
+    chunk_kda,
+    words(f"{COMMON} safe_gate disable_recompute return_intermediate_states cu_seqlens_cpu chunk_size"),
+    # every launch of ours can be captured, with any number of sequences
+    ignored=words("use_graph max_num_seqs"),
+    renamed=OLD_NAMES,
+    refusal=chunk_refusal,
+)
+RECURRENT = Adapter(
+    fused_recurrent_kda,
+    words(f"{COMMON} inplace_final_state out"),
+    renamed=OLD_NAMES,
+    refusal=recurrent_refusal,
+)
+WY = Adapter(
+    kernels.chunk_bwd_wy_dqkg,
+    words("q k v v_new g beta A h do dh dv scale state_v_first cu_seqlens chunk_size"),
+    ignored=words("chunk_indices chunk_offsets use_graph"),
+    renamed=OLD_NAMES,
+    constant={"use_exp2": True},
+)
+
+
+def run_chunk(*arguments: Any, **named: Any) -> Any:
+    call = CHUNK.fit(arguments, named)
+    if call.get("return_intermediate_states") and "cu_seqlens" in call:
+        # FLA's h has a row for each chunk there is, which only the host can tell
+        call.setdefault("cu_seqlens_cpu", call["cu_seqlens"].cpu())
+    return chunk_kda(**call)
+
+
+def run_recurrent(*arguments: Any, **named: Any) -> Any:
+    call = RECURRENT.fit(arguments, named)
+    if "initial_state" in call:
+        call["initial_state"] = call["initial_state"].float()  # FLA returns float32 whatever it gets
+    return fused_recurrent_kda(**call)
+
+
+def run_wy(*arguments: Any, **named: Any) -> Any:
+    return kernels.chunk_bwd_wy_dqkg(**WY.fit(arguments, named))
+
+
+# ---- in FLA's registries ------------------------------------------------------------------------------------------------
+
+
+def backend_class(base: type) -> type:
+    """Our backend, derived from FLA's base class."""
+
+    class FlashDelta(base):  # type: ignore[misc]
+        """KDA by flashdelta."""
+
+        backend_type = package_name = "flashdelta"
+        env_var = ENVIRONMENT
+        priority = PRIORITY
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return True
+
+        @classmethod
+        def is_enabled(cls) -> bool:
+            return is_on()
+
+        def verify(self, function_name: str, *arguments: Any, **named: Any) -> tuple[bool, str | None]:
+            adapter = ADAPTERS.get(function_name)
+            return (False, "not ours") if adapter is None else adapter.verify(arguments, named)
+
+        chunk_kda = staticmethod(run_chunk)
+        fused_recurrent_kda_fwd = staticmethod(run_recurrent)
+        chunk_kda_bwd_wy_dqkg_fused = staticmethod(run_wy)
+
+    return FlashDelta
+
+
+ADAPTERS = {"chunk_kda": CHUNK, "fused_recurrent_kda_fwd": RECURRENT, "chunk_kda_bwd_wy_dqkg_fused": WY}
+
+
+class _State:
+    """Of this process."""
+
+    enabled = False
+    registered = False
+    obstacle: str | None = None
+    warned = False
+
+
+def is_on() -> bool:
+    return _State.enabled and os.environ.get(ENVIRONMENT, "1") != "0"
+
+
+def enable() -> None:
+    """Lets FLA's calls run on flashdelta. Where FLA is not what this was read against, warns once and does nothing.
+
+    Raises:
+        ImportError: FLA is not installed.
+    """
+    _prepare()
+    if _State.obstacle is not None:
+        if not _State.warned:
+            _State.warned = True
+            warnings.warn(f"flashdelta does not replace FLA {version()}: {_State.obstacle}", stacklevel=2)
+        return
+    _State.enabled = True
+
+
+def disable() -> None:
+    """Leaves every call to FLA again."""
+    _State.enabled = False
+
+
+def status() -> Status:
+    """Where the integration stands. Imports FLA, and turns nothing on."""
+    found = version()
+    if found is None:
+        return Status("fla", "not installed", None, "pip install flash-linear-attention")
+    try:
+        _prepare()
+    except Exception as error:  # FLA's own, such as a Triton that it does not run with
+        return Status("fla", "unknown version", found, f"its import fails: {error}")
+    if _State.obstacle is not None:
+        return Status("fla", "unknown version", found, _State.obstacle)
+    if os.environ.get(ENVIRONMENT, "1") == "0":
+        return Status("fla", "off", found, f"{ENVIRONMENT}=0")
+    if _State.enabled:
+        return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}")
+    return Status("fla", "possible", found, "import flashdelta.integrations.fla")
+
+
+def version() -> str | None:
+    try:
+        return metadata.version("fla-core")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _prepare() -> None:
+    """Registers our backend, which takes no call before it is enabled; or notes what is in the way."""
+    if _State.registered or _State.obstacle is not None:
+        return
+    if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        _State.obstacle = "FLA_DISABLE_BACKEND_DISPATCH=1"
+        return
+    import_module("fla")
+    try:
+        functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for where, name in SEAMS}
+        differences = [difference for name, f in functions.items() if (difference := ADAPTERS[name].read(f))]
+        if not differences:
+            _register(functions["chunk_kda"])
+    except (ImportError, AttributeError) as error:
+        differences = [str(error)]
+    _State.obstacle = "; ".join(differences) or None
+    _State.registered = not differences
+
+
+SEAMS = (
+    ("chunk", "chunk_kda"),
+    ("fused_recurrent", "fused_recurrent_kda_fwd"),
+    ("chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
+)
+"""Files of `fla.ops.kda`, and functions in them."""
+
+
+def _register(function: Callable[..., Any]) -> None:
+    registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
+    backend = backend_class(registry.BaseBackend)
+    if hasattr(registry, "register"):
+        registry.register(function)(backend)
+        registry.register("kda")(backend)
+    else:
+        _register_by_operation(backend())
+
+
+def _register_by_operation(backend: object) -> None:
+    """With FLA 0.5, which has one registry an operation, and asks none for `fused_recurrent_kda_fwd`."""
+    import_module("fla.ops.kda.backends").kda_registry.register(backend)
+    module = import_module("fla.ops.kda.fused_recurrent")
+    theirs = module.fused_recurrent_kda_fwd
+
+    def fused_recurrent_kda_fwd(*arguments: Any, **named: Any) -> Any:
+        takes = is_on() and RECURRENT.verify(arguments, named)[0]
+        return (run_recurrent if takes else theirs)(*arguments, **named)
+
+    setattr(module, theirs.__name__, fused_recurrent_kda_fwd)
