@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import flashdelta
 from flashdelta.testing.oracle import relative_error
 
 from . import truth
@@ -314,6 +315,14 @@ def check(spec: Spec, device: torch.device, seed: int) -> str:
 
 
 def judge(case: Case, call: dict, odd: frozenset[str]) -> str:
+    with torch.set_grad_enabled(case.spec.grad):
+        support = flashdelta.supports(case.spec.function, **call)
+    verdict = judged(case, call, odd)
+    assert support.ok is (verdict == "right"), f"{verdict}, but supports says {support}"
+    return verdict
+
+
+def judged(case: Case, call: dict, odd: frozenset[str]) -> str:
     try:
         with torch.set_grad_enabled(case.spec.grad):
             results = run(case.spec, call)

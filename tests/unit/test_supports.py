@@ -1,0 +1,161 @@
+"""`supports` says what the operator would do, without doing it."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashdelta as fd
+from flashdelta.problem import device_checks
+from flashdelta.runtime import supports as module
+from flashdelta.testing.inputs import TOKEN_TENSORS
+
+from ..support.refusals import REFUSED, Refusal, good_call, refusals
+
+wy = fd.kernels.chunk_bwd_wy_dqkg
+GOOD = (
+    *((op, start) for op in (fd.chunk_kda, fd.fused_recurrent_kda) for start in ("plain", "pool")),
+    *((fd.recurrent_kda, "paged"), (fd.commit, "plain"), (fd.kda_prefill, "plain"), (wy, "plain")),
+)
+every_operator = pytest.mark.parametrize(("op", "start"), GOOD)
+
+
+@pytest.fixture(autouse=True)
+def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_answers", {})
+
+
+@every_operator
+def test_a_good_call_is_supported_and_explained(op: Callable, start: str):
+    call = good_call(op, start)
+    answers = [fd.supports(op, **call) for _ in range(3)]
+    explanation = fd.explain(op, **call)
+    assert answers == [explanation.support] * 3
+    assert answers[0] and answers[0].ok and answers[0].backend == explanation.chosen == "reference"
+    assert "hopper: device type 'cpu'" in answers[0].reason
+    assert fd.supports(op, **call, backend="reference").reason == answers[0].reason
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("refusal", refusals(REFUSED))
+def test_what_is_refused_is_not_supported(refusal: Refusal):
+    good, call = refusal.calls()
+    assert fd.supports(refusal.op, **good)
+    answers = [fd.supports(refusal.op, **call) for _ in range(2)]
+    assert answers[0] == answers[1] and not answers[0] and answers[0].backend is None
+
+    def raised(**arguments: object) -> None:
+        raise refusal.error(answers[0].reason)
+
+    refusal.expect(raised, call)
+
+
+def test_other_questions_are_answered():
+    call = good_call(fd.chunk_kda, "plain")
+    assert "wanted one of flashdelta." in fd.supports(print, **call).reason
+    assert fd.supports(fd.chunk_kda, **{name: x for name, x in call.items() if name != "k"}).reason.endswith("'k'")
+    assert "'sclae'" in fd.supports(fd.chunk_kda, **call, sclae=1.0).reason
+    tokens = [call.pop(name) for name in TOKEN_TENSORS]
+    assert fd.supports(fd.chunk_kda, *tokens, **call).ok
+    assert "positional" in fd.supports(fd.chunk_kda, *tokens, 0.5).reason
+    assert not fd.supports(fd.chunk_kda, *tokens, **call, backend="hopper")
+
+
+def test_the_fastest_backend_needs_no_reason(monkeypatch: pytest.MonkeyPatch):
+    for backend in (fd.backends.HopperBackend, fd.backends.TritonBackend):
+        monkeypatch.setattr(backend, "obstacle", lambda self, problem, device: None)
+    call = good_call(fd.chunk_kda, "plain")
+    assert fd.supports(fd.chunk_kda, **call) == (True, "hopper", "")
+    assert fd.supports(fd.chunk_kda, **call, backend="reference").backend == "reference"
+
+
+def test_a_repeated_question_sees_what_its_key_does_not():
+    call = good_call(fd.recurrent_kda, "paged") | {
+        "output": torch.empty_like(good_call(fd.recurrent_kda, "paged")["v"])
+    }
+    assert fd.supports(fd.recurrent_kda, **call) and fd.supports(fd.recurrent_kda, **call)
+    assert len(module._answers) == 1
+    assert "memory shared with v" in fd.supports(fd.recurrent_kda, **call | {"output": call["v"]}).reason
+    negative = torch.complex(call["output"], call["output"]).conj().imag
+    assert negative.is_neg() and negative.stride() != call["output"].stride()
+    assert "negative bit" in fd.supports(fd.recurrent_kda, **call | {"output": negative}).reason
+    call["q"].requires_grad_()
+    assert "requires grad" in fd.supports(fd.recurrent_kda, **call).reason
+    with torch.no_grad():
+        assert fd.supports(fd.recurrent_kda, **call)
+    assert fd.supports(fd.recurrent_kda, **call | {"update_state": 1}).reason.startswith("update_state: got 1 (int)")
+
+
+def test_offsets_on_the_host_are_read():
+    call = good_call(fd.chunk_kda, "packed")
+    right, wrong = call["cu_seqlens"].clone(), call["cu_seqlens"] + 1
+    for _ in range(2):
+        assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right)
+        assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=wrong)
+
+
+def test_tangents_are_seen():
+    call = good_call(fd.kda_prefill, "plain")
+    assert fd.supports(fd.kda_prefill, **call)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(call["q"], torch.ones_like(call["q"]))
+        assert "forward-mode tangent" in fd.supports(fd.kda_prefill, **call | {"q": dual}).reason
+
+
+class OnlyViews(TorchDispatchMode):
+    """Fails at an operation that returns memory of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, arguments: tuple = (), named: dict | None = None) -> object:
+        assert all(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns), func
+        return func(*arguments, **named or {})
+
+
+@every_operator
+def test_nothing_is_read_or_allocated(op: Callable, start: str, monkeypatch: pytest.MonkeyPatch):
+    """With FLASHDELTA_CHECK=1, too. Fake tensors have no values to read."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    call = good_call(op, start)
+    with OnlyViews():
+        assert fd.supports(op, **call)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
+        assert fd.supports(op, **fake)
+    assert fd.supports(op, **{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()})
+
+
+@every_operator
+def test_traced_questions_are_answered(op: Callable, start: str):
+    call = good_call(op, start)
+    given = torch.ones(3)
+
+    def answered(x: Tensor) -> tuple:
+        good, bad = fd.supports(op, **call), fd.supports(op, **call, backend="none")
+        return (x + 1 if good and not bad else x), good.backend, bad.reason
+
+    found, backend, reason = torch.compile(answered, fullgraph=True, backend="eager")(given)
+    assert found.tolist() == [2.0] * 3 and backend == "reference" and reason.startswith("backend: got 'none'")
+
+
+def test_answers_are_forgotten_before_they_fill_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    call = good_call(fd.chunk_kda, "plain")
+    for scale in range(1, 12):
+        assert fd.supports(fd.chunk_kda, **call, scale=float(scale))
+        assert len(module._answers) <= 3
+
+
+@pytest.mark.parametrize(("op", "start"), [(fd.chunk_kda, "softplus"), (fd.recurrent_kda, "paged")])
+def test_a_repeated_question_takes_microseconds(op: Callable, start: str):
+    call = good_call(op, start)
+    assert fd.supports(op, **call)
+    seconds = min(timeit.repeat(lambda: fd.supports(op, **call), number=100, repeat=50)) / 100
+    # 6 to 9 us on an idle core; tests share theirs
+    assert seconds < 25e-6
