@@ -22,6 +22,9 @@ TRITON_OLDEST ?= triton==3.6.0
 TRITONS_BETWEEN ?= 3.7.0 3.7.1 3.8.0
 BETWEEN := $(foreach version,$(TRITONS_BETWEEN),$(VENV)/triton-$(version))
 
+# versions of FLA beside the newest, which is in the environment itself
+FLA_OLDER := $(foreach version,0.5.0 0.5.2,$(VENV)/fla-$(version))
+
 SHELL := /bin/bash
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))
 # one thread a process: the tensors are tiny
@@ -40,10 +43,10 @@ demo: $(STAMP) ## let a small KDA model write, on this machine
 check: lint $(STAMP) ## style, types and unit tests, in two minutes
 	@$(TIMED) $(PYTEST) -m 'not gpu and not slow'
 
-test: $(STAMP) $(OLDEST_STAMP) ## all that needs no GPU: unit tests, and of kernels what changed since it was recorded
+test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all that needs no GPU: unit tests, and of kernels what changed since it was recorded
 	@$(TIMED) $(PYTEST)
 
-test-full: $(STAMP) $(OLDEST_STAMP) ## the same with every kernel interpreted and compiled, changed or not
+test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every kernel interpreted and compiled, changed or not
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
 	@$(MAKE) compile-all
 
@@ -98,3 +101,6 @@ $(OLDEST_STAMP): $(STAMP)
 
 $(BETWEEN): $(VENV)/triton-%: $(STAMP)
 	@$(PIP) install --no-deps --upgrade --target $@ 'triton==$*'
+
+$(FLA_OLDER): $(VENV)/fla-%: $(STAMP)
+	@$(PIP) install --no-deps --upgrade --target $@ 'fla-core==$*' 'flash-linear-attention==$*'

@@ -1,0 +1,480 @@
+"""FLA's functions, and Hugging Face's Kimi-Linear on them, by flashdelta on a CPU: against plain recurrences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashdelta.testing.oracle import relative_error
+
+pytest.importorskip("fla")
+pytest.importorskip("transformers")
+
+# FLA says that it finds no GPU
+warnings.filterwarnings("ignore", message="Triton is not supported")
+
+from flashdelta import integrations  # noqa: E402
+from flashdelta.integrations import _fla  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+H, K, T = 2, 32, 20
+TOLERANCE = 2e-5
+"""Of float32 results, relative to the largest."""
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    _fla.enable()
+    yield
+    _fla.disable()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of our operators, as FLA's calls reach them."""
+    found: list[str] = []
+
+    def count(name: str, op: Callable) -> Callable:
+        def run(*arguments: Any, **named: Any) -> Any:
+            found.append(name)
+            return op(*arguments, **named)
+
+        return run
+
+    for name in ("chunk_kda", "fused_recurrent_kda"):
+        monkeypatch.setattr(_fla, name, count(name, getattr(_fla, name)))
+    return found
+
+
+# ---- plain definitions --------------------------------------------------------------------------------------------------
+
+
+def plain_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """FLA's arguments, token by token in float64; states V first if asked for."""
+    dtype, HV = q.dtype, v.shape[2]
+    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
+    A_log, dt_bias, bound = (options.get(name) for name in ("A_log", "dt_bias", "lower_bound"))
+    if options.get("use_gate_in_kernel"):
+        g = g if dt_bias is None else g + dt_bias.double().view(HV, -1)
+        rate = torch.ones(HV, 1) if A_log is None else A_log.double().exp().view(HV, 1)
+        g = -rate * F.softplus(g) if bound is None else bound * torch.sigmoid(rate * g)
+    if options.get("use_beta_sigmoid_in_kernel"):
+        beta = beta.sigmoid() * (2 if options.get("allow_neg_eigval") else 1)
+    if options.get("use_qk_l2norm_in_kernel"):
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q * (options.get("scale") or K**-0.5), k))
+    offsets, start, v_first = (options.get(x) for x in ("cu_seqlens", "initial_state", "state_v_first"))
+    spans = [(b, 0, q.shape[1]) for b in range(len(q))]
+    spans = spans if offsets is None else [(0, *x) for x in itertools.pairwise(offsets.tolist())]
+    o, states = [[] for _ in q], []
+    for n, (b, begin, end) in enumerate(spans):
+        S = torch.zeros(HV, K, v.shape[3], dtype=torch.float64) if start is None else start[n].double()
+        S = S.transpose(1, 2) if start is not None and v_first else S
+        for t in range(begin, end):
+            S = S * g[b, t].exp()[..., None]
+            new = beta[b, t, :, None] * (v[b, t] - torch.einsum("hk,hkv->hv", k[b, t], S))
+            S = S + k[b, t][..., None] * new[:, None]
+            o[b].append(torch.einsum("hk,hkv->hv", q[b, t], S))
+        states.append(S.transpose(1, 2) if v_first else S)
+    return torch.stack([torch.stack(row) for row in o]).to(dtype), torch.stack(states).float()
+
+
+def tokens(HV: int = H, B: int = 1, T: int = T) -> dict[str, Tensor]:
+    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, K), "g": (B, T, HV, K), "beta": (B, T, HV)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def near(found: Any, want: Any, tolerance: float = TOLERANCE) -> None:
+    assert relative_error(found, want) < tolerance
+
+
+# ---- FLA's functions ----------------------------------------------------------------------------------------------------
+
+GATES = {
+    "softplus": {},
+    "bounded": {"lower_bound": -5.0},
+    "safe": {"lower_bound": -5.0, "safe_gate": True},
+}
+LAYERS = [*itertools.product(("chunk", "fused_recurrent"), GATES, *[(False, True)] * 4)]
+
+
+@pytest.mark.parametrize(("mode", "gate", "negative", "cached", "packed", "grouped"), LAYERS)
+def test_what_the_layer_passes(
+    mode: str, gate: str, negative: bool, cached: bool, packed: bool, grouped: bool, counted: list[str]
+):
+    """Every combination of FLA's `KimiDeltaAttention`, names and values."""
+    from fla.ops import kda
+
+    torch.manual_seed(0)
+    HV = 2 * H if grouped else H
+    call: dict[str, Any] = tokens(HV, 1 if packed else 2)
+    call |= {"A_log": torch.rand(HV), "dt_bias": torch.randn(HV * K), "allow_neg_eigval": negative}
+    call |= {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
+    call |= {"cu_seqlens": torch.tensor([0, 7, 7, T]) if packed else None, "state_v_first": True}
+    states = torch.randn(3 if packed else 2, HV, K, K) if cached else None
+    call |= {"initial_state": states, "output_final_state": cached, "lower_bound": None, **GATES[gate]}
+    if mode == "chunk":
+        call.setdefault("safe_gate", False)
+    else:
+        call.pop("safe_gate", None)
+    o, state = getattr(kda, f"{mode}_kda")(**call)
+    want_o, want_state = plain_kda(**call)
+    near(o, want_o)
+    assert (state is None) is not cached
+    if cached:
+        near(state, want_state)
+    assert counted == [f"{mode}_kda"]
+
+
+def test_positions_old_names_and_what_only_fla_needs(counted: list[str]):
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    torch.manual_seed(0)
+    x = tokens()
+    x["g"] = -x["g"].abs()
+    start = torch.randn(1, H, K, K)
+    want = plain_kda(**x, scale=0.3, initial_state=start, use_qk_l2norm_in_kernel=True, state_v_first=True)
+    named = {"use_graph": True, "max_num_seqs": 1, "lower_bound": -7.0, "A_log": torch.rand(3), "cp_context": None}
+    old = {"transpose_state_layout": True}
+    found = chunk_kda(*x.values(), 0.3, start, True, True, **named, **old)
+    with pytest.warns(DeprecationWarning):
+        again = fused_recurrent_kda(*x.values(), None, None, 0.3, start, True, True, **old)
+    for got in (found, again):
+        near(got[0], want[0])
+        near(got[1], want[1])
+    assert counted == ["chunk_kda", "fused_recurrent_kda"]
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_states_of_chunks(packed: bool):
+    """FLA's `h` has a row for each chunk that there is."""
+    from fla.ops.kda import chunk_kda
+
+    torch.manual_seed(0)
+    x = tokens(T=150)
+    x["g"] = -x["g"].abs()
+    offsets = [0, 70, 70, 150] if packed else [0, 150]
+    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor(offsets) if packed else None}
+    with torch.inference_mode():
+        _, _, h = chunk_kda(**x, **options, return_intermediate_states=True)
+    rows = []
+    for begin, end in itertools.pairwise(offsets):
+        for stop in range(begin, end, 64):
+            part = {name: y[:, begin:stop] for name, y in x.items()}
+            rows.append(plain_kda(**part, use_qk_l2norm_in_kernel=True)[1][0] if stop > begin else torch.zeros(H, K, K))
+    assert h.shape == (1, len(rows), H, K, K)
+    near(h[0], torch.stack(rows))
+
+
+LEFT_TO_FLA = {
+    "unknown": ({"flag": True}, "flag"),
+    "context": ({"cp_context": SimpleNamespace(cu_seqlens=torch.tensor([0, T]), cu_seqlens_cpu=None)}, "cp_context"),
+    "bound": ({"use_gate_in_kernel": True, "lower_bound": -9.0}, "lower_bound"),
+    "safe": ({"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(H)}, "safe_gate"),
+    "training": ({"return_intermediate_states": True}, "return_intermediate_states"),
+    "state": ({"initial_state": torch.zeros(1, H, K, K, dtype=torch.bfloat16)}, "initial_state"),
+    "sigmoid": ({"allow_neg_eigval": True}, "allow_neg_eigval"),
+    "names": ({"state_v_first": True, "transpose_state_layout": True}, "transpose_state_layout"),
+    "widths": ({"q": torch.randn(1, T, H, 48), "k": torch.randn(1, T, H, 48), "g": -torch.rand(1, T, H, 48)}, "q"),
+    "dtypes": ({"beta": torch.rand(1, T, H, dtype=torch.bfloat16)}, "beta"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_FLA)
+def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]):
+    from fla.ops.kda import chunk, chunk_kda
+
+    changes, argument = LEFT_TO_FLA[name]
+    reached: list[tuple] = []
+    monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *x: reached.append(x))
+    call = tokens() | changes
+    takes, reason = _fla.CHUNK.verify((), call)
+    assert not takes and reason.startswith(argument)
+    try:
+        chunk_kda(**call)
+    except (ValueError, AssertionError) as error:  # FLA's own refusals
+        assert "FLA" not in str(error)
+    else:
+        assert len(reached) == 1
+    assert counted == []
+
+
+def test_the_recurrence_is_left_to_fla_where_it_writes_into_states():
+    x = tokens()
+    states = torch.zeros(1, H, K, K)
+    assert not _fla.RECURRENT.verify((), x | {"initial_state": states})[0]
+    assert not _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "ssm_state_indices": states})[0]
+    assert _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "initial_state": states})[0]
+    assert not _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "beta": torch.rand(1, T, H, K)})[0]
+
+
+def test_mistakes_are_named_by_fla():
+    from fla.ops.kda import chunk_kda
+
+    x = tokens()
+    with pytest.raises(TypeError, match="multiple values for argument 'q'"):
+        chunk_kda(*x.values(), q=x["q"])
+    with pytest.raises(TypeError, match="'beta'"):
+        chunk_kda(*[*x.values()][:4])
+
+
+def test_a_stage_of_calls_that_fla_keeps():
+    """FLA's hook for the backward of the WY step, whose gradients must be those of our operator."""
+    from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
+
+    import flashdelta as fd
+    from flashdelta.testing.wy import BY_NAME, make_wy
+
+    call = make_wy(BY_NAME["plain"], torch.float32)
+    want = fd.kernels.chunk_bwd_wy_dqkg(**call | {"use_exp2": True})
+    call.pop("use_exp2", None)
+    found = chunk_kda_bwd_wy_dqkg_fused(**call, chunk_indices=torch.zeros(3, 2))
+    assert all(torch.equal(x, y) for x, y in zip(found, want))
+
+
+# ---- on and off ---------------------------------------------------------------------------------------------------------
+
+
+def test_on_and_off(counted: list[str], monkeypatch: pytest.MonkeyPatch):
+    from fla.ops.kda import chunk, chunk_kda
+
+    monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *x: counted.append("FLA"))
+    x = tokens()
+    chunk_kda(**x)
+    _fla.disable()
+    assert integrations.status("fla").state == "possible"
+    chunk_kda(**x)
+    _fla.enable()
+    chunk_kda(**x)
+    monkeypatch.setenv(_fla.ENVIRONMENT, "0")
+    assert integrations.status("fla").state == "off"
+    chunk_kda(**x)
+    monkeypatch.delenv(_fla.ENVIRONMENT)
+    chunk_kda(**x)
+    assert counted == ["chunk_kda", "FLA", "chunk_kda", "FLA", "chunk_kda"]
+    assert integrations.status("fla").state == "active"
+
+
+OTHER_VERSIONS = {
+    "more": ("def chunk_kda(q, k, v, g, beta, scale, cu_seqlens, causal=True): ...", "has parameters causal"),
+    "fewer": ("def chunk_kda(q, k, v, g, beta, scale): ...", "lacks cu_seqlens"),
+    "none": ("", "has no attribute 'chunk_kda'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VERSIONS)
+def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With a warning, once."""
+    from fla.ops.kda import chunk
+
+    source, what = OTHER_VERSIONS[name]
+    found: dict[str, Any] = {}
+    exec(source, found)
+    monkeypatch.setattr(
+        _fla, "_State", type("_State", (), dict(vars(_fla._State)) | {"registered": False, "enabled": False})
+    )
+    if source:
+        monkeypatch.setattr(chunk, "chunk_kda", found["chunk_kda"])
+    else:
+        monkeypatch.delattr(chunk, "chunk_kda")
+    with pytest.warns(UserWarning, match=what):
+        _fla.enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fla.enable()
+    status = integrations.status("fla")
+    assert status.state == "unknown version" and what in status.reason and not _fla.is_on()
+
+
+def test_importing_the_package_imports_no_framework():
+    code = (
+        "import sys, flashdelta, flashdelta.integrations as i; print({'fla', 'transformers'} & {*sys.modules}, i.NAMES)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set() ('fla',)\n"
+
+
+# ---- Hugging Face's Kimi-Linear -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def modeling() -> Any:
+    from transformers.models.kimi_linear import modeling_kimi_linear
+
+    return modeling_kimi_linear
+
+
+def kimi(dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny model: two KDA layers, one of latent attention; dense and with experts."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 16}
+    heads = {f"num_{x}": 2 for x in ("attention_heads", "key_value_heads", "experts_per_tok")}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
+    linear = {"linear_head_dim": K, "linear_num_heads": H, "num_local_experts": 4}
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    config = KimiLinearConfig(
+        **sizes, **heads, **latent, **linear, num_hidden_layers=3, layer_types=layers, pad_token_id=0, eos_token_id=60
+    )
+    model = KimiLinearForCausalLM(config).to(dtype)
+    for layer in model.model.layers[::2]:
+        torch.nn.init.uniform_(layer.self_attn.forget_gate.A_log, 0, 1.5)
+        torch.nn.init.normal_(layer.self_attn.forget_gate.dt_bias)
+    return model
+
+
+def ids_of(*shape: int) -> Tensor:
+    return torch.randint(1, 60, shape, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and every gradient."""
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids, **named).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def by_torch(modeling: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Gives the model transformers' own PyTorch code for KDA."""
+
+    def switch() -> None:
+        for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
+            monkeypatch.setattr(modeling, name, getattr(modeling, name).__wrapped__)
+
+    return switch
+
+
+def padded(ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    return mask
+
+
+def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float = 1e-4) -> None:
+    assert math.isclose(found[0], want[0], rel_tol=tolerance)
+    assert found[1].keys() == want[1].keys()
+    for name, x in want[1].items():
+        assert relative_error(found[1][name], x) < tolerance, name
+
+
+@pytest.mark.parametrize("masked", (False, True))
+def test_kimi_linear_trains_alike(masked: bool, by_torch: Callable, counted: list[str]):
+    model, ids = kimi(), ids_of(2, 70)
+    options = {"attention_mask": padded(ids)} if masked else {}
+    found = step(model, ids, **options)
+    assert counted == ["chunk_kda"] * 2
+    by_torch()
+    hold(found, step(model, ids, **options))
+    assert len(counted) == 2 and any("A_log" in name for name in found[1])
+
+
+def test_kimi_linear_generates_alike(by_torch: Callable, counted: list[str]):
+    """Token by token, every step's scores."""
+    model, ids = kimi().eval(), ids_of(2, 11)
+
+    def generated() -> Any:
+        options = {
+            "max_new_tokens": 12,
+            "min_new_tokens": 12,
+            "do_sample": False,
+            "attention_mask": torch.ones_like(ids),
+        }
+        return model.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
+
+    found = generated()
+    assert counted == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 22
+    by_torch()
+    want = generated()
+    assert torch.equal(found.sequences, want.sequences)
+    near(torch.stack(found.logits), torch.stack(want.logits), 1e-4)
+    # and as one pass over the whole text
+    logits = model(input_ids=found.sequences).logits[:, 10:-1]
+    near(torch.stack(found.logits, 1), logits, 1e-4)
+
+
+def test_checkpointing_changes_nothing(counted: list[str]):
+    model, ids = kimi(), ids_of(2, 70)
+    plain = step(model, ids)
+    model.gradient_checkpointing_enable()
+    model.train()
+    hold(step(model, ids), plain, 1e-6)
+    assert counted == ["chunk_kda"] * 6
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled_models_run_alike(backend: str, counted: list[str]):
+    torch._dynamo.reset()
+    model, ids = kimi(), ids_of(1, 70)
+    plain = step(model, ids)
+    hold(
+        step(torch.compile(model, backend=backend), ids), (plain[0], {f"_orig_mod.{x}": y for x, y in plain[1].items()})
+    )
+    assert counted == ["chunk_kda"] * 4
+
+
+def test_autocast(by_torch: Callable, counted: list[str]):
+    model, ids = kimi(), ids_of(1, 70)
+    exact = step(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = step(model, ids)
+    assert counted == ["chunk_kda"] * 4
+    by_torch()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = step(model, ids)
+    for name, x in exact[1].items():
+        ours, theirs = (relative_error(y[1][name], x) for y in (found, want))
+        assert ours < 1.5 * theirs + 0.02, name
+
+
+# ---- FLA 0.5 ------------------------------------------------------------------------------------------------------------
+
+OLD = """
+import torch
+import flashdelta.integrations.fla
+from flashdelta import integrations
+from fla.ops.kda import chunk_kda
+torch.manual_seed(0)
+q, k, v, g = (torch.randn(1, 90, 2, 32) for _ in "qkvg")
+beta, A_log, dt_bias = torch.rand(1, 90, 2), torch.rand(2), torch.randn(64)
+options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0)
+o, state = chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **options, safe_gate=True, output_final_state=True)
+import flashdelta as fd
+want = fd.fused_recurrent_kda(q, k, v, g, beta, **options, output_final_state=True)
+assert torch.allclose(o, want[0], atol=1e-5) and torch.allclose(state, want[1], atol=1e-5)
+from fla.ops.kda import fused_recurrent as f
+again = f.fused_recurrent_kda_fwd(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True, inplace_final_state=False)
+assert torch.equal(again[0], want[0]) and torch.equal(again[1], want[1])
+status = integrations.status("fla")
+print(status.version, status.state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ("0.5.0", "0.5.2"))
+def test_fla_05(version: str):
+    """In a process of its own: with the Triton that it runs with."""
+    triton = Path(os.environ.get("FLASHDELTA_TRITON_OLDEST", "missing"))
+    old = triton.parent / f"fla-{version}"
+    if not old.is_dir() or not triton.is_dir():
+        pytest.skip("make test installs FLA 0.5 and the oldest Triton")
+    path = os.pathsep.join(map(str, (ROOT / "src", old, triton)))
+    environment = os.environ | {"PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", OLD], capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout == f"{version} active\n"
