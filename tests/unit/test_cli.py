@@ -74,6 +74,15 @@ def test_doctor_json():
     assert {v["name"] for v in report["backends"]["verdicts"]} == {b.name for b in backends.BACKENDS}
 
 
+def test_doctor_lists_integrations(monkeypatch):
+    from flashdelta.integrations import _fla
+
+    monkeypatch.setattr(_fla, "version", lambda: None)
+    (found,) = json.loads(run("doctor", "--device", "cpu", "--json").stdout)["integrations"]
+    assert (found["name"], found["state"], found["version"]) == ("fla", "not installed", None)
+    assert "integration fla: not installed; pip install" in run("doctor", "--device", "cpu").stdout
+
+
 def test_doctor_says_why_a_backend_cannot_run():
     result = run("doctor", "--device", "cpu")
     assert result.exit_code == 0

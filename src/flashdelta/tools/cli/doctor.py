@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.table import Table
 
 import flashdelta
 
+from ... import integrations
 from ...problem import device_checks
 from ...testing.cases import BF16
 from ...testing.inputs import make_call
@@ -23,7 +26,8 @@ TYPICAL = model("typical", "what a model calls, and small", 2, T=130)
 
 
 def examine(device: torch.device) -> dict:
-    """The environment, every backend's verdict on a typical bf16 call, and a self-check of the `auto` backend."""
+    """The environment, every backend's verdict on a typical bf16 call, a self-check of the `auto` backend, and what frameworks
+    can run on flashdelta."""
     call = make_call(TYPICAL, BF16, device)
     explanation = flashdelta.explain(flashdelta.chunk_kda, **call)
     verdicts = [
@@ -35,7 +39,14 @@ def examine(device: torch.device) -> dict:
         "FLASHDELTA_CHECK": device_checks.ENABLED,
         "backends": {"chosen": explanation.chosen, "verdicts": verdicts},
         "self_check": self_check(call),
+        "integrations": integrated(),
     }
+
+
+def integrated() -> list[dict]:
+    with warnings.catch_warnings():  # of frameworks that look for a GPU as they are imported
+        warnings.simplefilter("ignore")
+        return [asdict(integrations.status(name)) for name in integrations.NAMES]
 
 
 @torch.no_grad()
@@ -68,6 +79,9 @@ def show(report: dict, console: Console) -> None:
         chosen = " (auto takes it)" if verdict["name"] == report["backends"]["chosen"] else ""
         console.print(f"backend {verdict['name']}: {can}{chosen}; {verdict['reason']}", highlight=False)
     console.print(_verdict(report["self_check"]), highlight=False)
+    for found in report["integrations"]:
+        version = f" {found['version']}" if found["version"] else ""
+        console.print(f"integration {found['name']}{version}: {found['state']}; {found['reason']}", highlight=False)
 
 
 def _verdict(check: dict) -> str:

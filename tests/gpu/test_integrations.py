@@ -1,0 +1,206 @@
+"""Models of FLA and of Hugging Face at real widths: on flashdelta their errors are not above those of FLA's kernels."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta.testing.cases import BF16
+from flashdelta.testing.oracle import relative_error
+
+from .calls import KIMI, gpu_call
+
+pytestmark = pytest.mark.gpu
+
+pytest.importorskip("fla")
+pytest.importorskip("transformers")
+
+from flashdelta.integrations import _fla  # noqa: E402
+
+WIDTH, HEADS, VOCABULARY = 2304, 32, 512
+ALLOWED, ALLOWED_OF_FEW, ALLOWED_ON_AVERAGE = 1.1, 1.5, 1.02
+"""Of FLA's error: of a tensor, of one with so few elements that chance decides, and the geometric mean over all."""
+
+FEW = 1000
+
+
+@pytest.fixture(autouse=True)
+def switched() -> Iterator[None]:
+    _fla.enable()
+    yield
+    _fla.disable()
+
+
+def fla_model(**options: Any) -> Any:
+    from fla.models import KDAConfig, KDAForCausalLM
+
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_heads": HEADS,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+    }
+    return KDAForCausalLM(KDAConfig(**sizes, fuse_cross_entropy=False, **options))
+
+
+def kimi_model() -> Any:
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    dense = {"mlp_layer_types": ["dense"] * 3, "layer_types": layers, "num_hidden_layers": 3}
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = KimiLinearForCausalLM(KimiLinearConfig(**dense, **tokens))
+    for layer in model.model.layers[::2]:
+        gate = layer.self_attn.forget_gate
+        torch.nn.init.uniform_(gate.A_log, 0, 2.7)
+        torch.nn.init.normal_(gate.dt_bias, -4, 1)
+    return model
+
+
+MODELS = {
+    "FLA": fla_model,
+    "FLA, bounded": functools.partial(fla_model, safe_gate=True, lower_bound=-5.0),
+    "Hugging Face": kimi_model,
+}
+
+
+def cast(model: Any) -> Any:
+    """As it is trained and served: bfloat16, but for the gate's parameters."""
+    gate = {name: p.data.float() for name, p in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
+    model.to(BF16)
+    for name, p in model.named_parameters():
+        if name in gate:
+            p.data = gate[name]
+    return model
+
+
+def exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KDA by the reference, for models in float32."""
+    for name in ("chunk_kda", "fused_recurrent_kda"):
+        monkeypatch.setattr(_fla, name, functools.partial(getattr(_fla, name), backend="reference"))
+
+
+def trained(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Scores and all gradients."""
+    model.zero_grad(set_to_none=True)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    return {"logits": out.logits.detach().float()} | {
+        name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@torch.no_grad()
+def generated(model: Any, ids: Tensor, prompt: int) -> dict[str, Tensor]:
+    """Scores token by token after a prompt, of given tokens."""
+    model.eval()
+    out = model(input_ids=ids[:, :prompt], use_cache=True)
+    found = [out.logits[:, -1:]]
+    for t in range(prompt, ids.shape[1]):
+        out = model(input_ids=ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits)
+    return {"logits": torch.cat(found, 1).float()}
+
+
+def hold(run: Callable[[Any], dict[str, Tensor]], make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = make().cuda()
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    cast(model)
+    ours = run(model)
+    _fla.disable()
+    theirs = run(model)
+    _fla.enable()
+    with monkeypatch.context() as patch:
+        exactly(patch)
+        model.float().load_state_dict(
+            {name: x.to(BF16).float() if x.is_floating_point() else x for name, x in weights.items()}
+        )
+        for name, p in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                p.data = weights[name]
+        exact = run(model)
+    assert ours.keys() == theirs.keys() == exact.keys()
+    ratios = []
+    for name, x in exact.items():
+        error, fla_error = relative_error(ours[name], x), relative_error(theirs[name], x)
+        print(f"{name}: ours {error:.3g}, FLA {fla_error:.3g}")
+        assert error <= (ALLOWED if x.numel() > FEW else ALLOWED_OF_FEW) * fla_error, name
+        ratios.append(error / fla_error)
+    assert statistics.geometric_mean(ratios) <= ALLOWED_ON_AVERAGE
+
+
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, 1000), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@every_model
+def test_training(make: Callable, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
+    reached: list[str] = []
+    chunk = _fla.chunk_kda
+    monkeypatch.setattr(_fla, "chunk_kda", lambda **call: (reached.append("chunk"), chunk(**call))[1])
+    hold(functools.partial(trained, ids=ids), make, monkeypatch)
+    assert len(reached) == 4
+
+
+@every_model
+@pytest.mark.parametrize("prompt", (40, 200))
+def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
+    """FLA's layer takes its recurrence for the prompt, too, if it is short."""
+    hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), make, monkeypatch)
+
+
+@every_model
+def test_compiled_and_checkpointed(make: Callable, ids: Tensor):
+    torch.manual_seed(0)
+    plain = cast(make().cuda())
+    want = trained(plain, ids)
+    compiled = trained(torch.compile(plain), ids)
+    plain.gradient_checkpointing_enable()
+    checkpointed = trained(plain, ids)
+    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) == 0.0
+    found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
+    assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
+
+
+def test_packed_states_of_chunks():
+    """FLA's `h`, whose rows are the chunks there are."""
+    from fla.ops.kda import chunk_kda
+
+    call = gpu_call(fd.chunk_kda, KIMI, BF16, "auto")
+    offsets = torch.tensor([0, 100, 100, call["q"].shape[1]], device="cuda")
+    named = {name: call[name][:1] for name in ("q", "k", "v", "beta")} | {"g": -call["g"][:1].float().abs()}
+    with torch.inference_mode():
+        _, _, h = chunk_kda(**named, cu_seqlens=offsets, return_intermediate_states=True, use_qk_l2norm_in_kernel=True)
+        _fla.disable()
+        _, _, want = chunk_kda(
+            **named, cu_seqlens=offsets, return_intermediate_states=True, use_qk_l2norm_in_kernel=True
+        )
+    assert h.shape == want.shape and relative_error(h, want.double()) < 0.02
+
+
+def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():
+    call = gpu_call(fd.chunk_kda, KIMI, BF16, "auto")
+    assert fd.supports(fd.chunk_kda, **call)
+    graph, seen = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        x = call["q"] + 1
+        seen += [fd.supports(fd.chunk_kda, **call), fd.supports(fd.chunk_kda, **call, scale=0.25)]
+    graph.replay()
+    assert all(seen) and x.shape == call["q"].shape
+    seconds = min(timeit.repeat(lambda: fd.supports(fd.chunk_kda, **call), number=50, repeat=200)) / 50
+    print(f"supports: {seconds * 1e6:.1f} us")
+    assert seconds < 10e-6
