@@ -11,7 +11,7 @@ from flashdelta.testing.cases import BF16, FP32, case_id
 from flashdelta.testing.decoding import BY_NAME, STEPS, Step
 from flashdelta.triton import decode
 
-from ..support.decoding_checks import check_commit, check_step
+from ..support.decoding_checks import REPLAYED, check_commit, check_replay, check_rounds, check_step
 from ..unit.test_decode import commit_call
 
 
@@ -38,6 +38,16 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
     check_commit(commit_call(state, rows), "triton")
     if rows is not None:
         check_commit(commit_call(state, rows) | {"null_index": "non_positive"}, "triton")
+
+
+@pytest.mark.parametrize("step", REPLAYED, ids=case_id)
+def test_replay(step: Step):
+    # the interpreter fuses no sums but those that say so
+    check_replay(step, FP32, "triton", tolerance=1e-6 if step.state == FP32 else 1e-2)
+
+
+def test_rounds_of_replay():
+    check_rounds(6, "triton")
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):

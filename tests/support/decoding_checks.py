@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.decoding import WRITTEN, Step, amid, expected, make_step, memory_of, untouched
+from flashdelta.testing.decoding import BY_NAME, STEPS, WRITTEN, Step, amid, expected, make_step, memory_of, untouched
 from flashdelta.testing.inputs import Source
 from flashdelta.testing.oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
 
@@ -89,6 +89,59 @@ def check_commit(call: dict, backend: str) -> None:
     assert same_bits(memory_of(pool), want)
 
 
+def replay_buffer(step: Step, device: str = "cpu", gap: int = 12) -> torch.Tensor:
+    """Of as many rows as the step's buffer of states has: NaN wherever nothing may be read, and no token recorded."""
+    rows = step.slots if step.rows == "slots" else 3
+    shape = (rows, 1 + (step.spec or 0), step.HV, 2 * step.K + step.V + 4)
+    x = amid(Source(torch.float32, device, 0), torch.float32, shape, gap)
+    memory_of(x).fill_(torch.nan)
+    x[:, 0, :, -4:] = 0
+    return x
+
+
+def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cpu", tolerance: float = 0.0) -> None:
+    """A read-only verification into a replay buffer, and its commit, against the same into states: to the bit, unless something
+    else is tolerated. A sequence whose count is past its tokens keeps its state, and so do all at a second commit."""
+    if dtype == torch.float64:
+        step = replace(step, state=dtype)
+    call = make_step(step, dtype, device) | {"backend": backend}
+    records = replay_buffer(step, device).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    before = memory_of(records).clone()
+    outputs = [torch.zeros(*output_shape(step), step.HV, step.V, dtype=dtype, device=device) for _ in range(2)]
+    for output, buffer in zip(outputs, (call["intermediate_states"], records)):
+        fd.recurrent_kda(**call | {"output": output, "intermediate_states": buffer})
+    assert same_bits(*outputs)
+    from_source = step.source is not None
+    pool = call["initial_state_source" if from_source else "initial_state"]
+    slots = call.get("initial_state_indices" if from_source else "ssm_state_indices")
+    slots = torch.arange(step.N, device=device) if slots is None else slots
+    rows = set(call.get("intermediate_state_indices", slots).tolist()) & {*range(len(records))}
+    outside = untouched(records, rows)
+    assert same_bits(memory_of(records)[outside], before[outside])
+    lengths = torch.tensor(step.lengths or (step.T,) * step.B, device=device)
+    shared = {
+        "ssm_state_indices": slots,
+        "state_v_first": step.v_first,
+        "null_index": step.null_index,
+        "backend": backend,
+    }
+    if "intermediate_state_indices" in call:
+        shared["intermediate_state_indices"] = call["intermediate_state_indices"]
+    for accepted in (lengths, lengths.clamp(max=1), lengths + 1, torch.zeros_like(lengths) - 1):
+        fd.recurrent_kda(**call | {"intermediate_states": records})
+        states = torch.where(accepted > lengths, -1, accepted)
+        pools = pool.clone(), pool.clone()
+        fd.commit(pools[0], call["intermediate_states"], num_accepted_tokens=states, **shared)
+        for _ in range(2):
+            fd.commit(pools[1], records, num_accepted_tokens=accepted, **shared)
+            if tolerance:
+                assert_close("pool", pools[1].float(), pools[0].double(), tolerance)
+            else:
+                assert same_bits(*pools)
+            kept = (accepted < 1) | (accepted > lengths)
+            assert same_bits(pools[1][slots[kept].long()], pool[slots[kept].long()])
+
+
 def accepted_steps(call: dict, accepted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The accepted tokens of a read-only verification as steps one by one: each step's outputs, and the pool they leave."""
     plain = {name: x for name, x in call.items() if not name.startswith("intermediate")}
@@ -99,3 +152,54 @@ def accepted_steps(call: dict, accepted: torch.Tensor) -> tuple[list[torch.Tenso
         one["ssm_state_indices"] = torch.where(accepted > i, call["ssm_state_indices"], -1)
         outputs.append(fd.recurrent_kda(**one)[0])
     return outputs, plain["initial_state"]
+
+
+_VERIFIED = [step for step in STEPS if step.rows is not None]
+REPLAYED = [
+    *_VERIFIED,
+    *(replace(BY_NAME["verify"], name=f"drafts_{S}", T=1 + S, spec=S, B=2, indices=(3, 1), H=1, HV=2) for S in (7, 16)),
+    replace(BY_NAME["verify"], name="softplus_bf16", gate="softplus", beta="double_logit", state=BF16, v_first=False),
+    replace(BY_NAME["verify"], name="K256", K=256, V=256, H=1, HV=1, B=1, indices=(2,)),
+    replace(BY_NAME["verify"], name="K1", K=1, V=2, H=1, HV=3),
+    replace(BY_NAME["verify_rows"], name="mixed", layout="mixed_rows", state=torch.float32, v_first=True, H=2, HV=4),
+]
+"""Steps whose verification may go to a replay buffer."""
+
+
+def check_rounds(
+    rounds: int, backend: str, device: str = "cpu", state: torch.dtype = torch.float32, S: int = 5
+) -> None:
+    """Verification, random acceptance and replay, over and over: the pool is that of the accepted tokens one by one. Not every
+    sequence is verified in each round; one that is not keeps its state, whatever is accepted of it."""
+    N, HV, K, V = 4, 2, 32, 32
+    draw = torch.Generator().manual_seed(rounds)
+    dtype = torch.float32
+    pool = torch.randn(N + 1, HV, V, K, generator=draw).to(device, state)
+    want = pool.clone().float()
+    records = torch.zeros(N + 2, 1 + S, HV, 2 * K + V + 4, device=device)
+    rows = torch.tensor([4, 1, 0, 5], device=device, dtype=torch.int32)
+    gate = {"gate": "lower_bound", "lower_bound": -5.0, "A_log": torch.zeros(HV, device=device)}
+    options = gate | {"beta_is_logit": True, "backend": backend}
+    for _ in range(rounds):
+        lengths = torch.randint(0, 2 + S, (N,), generator=draw)
+        offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+        slots = torch.randperm(N + 1, generator=draw)[:N].to(device, torch.int32)
+        accepted = torch.randint(0, 3 + S, (N,), generator=draw)
+        total = int(lengths.sum())
+        shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+        x = {name: torch.randn(1, total, *shape, generator=draw).to(device, dtype) for name, shape in shapes.items()}
+        verify = {"num_spec_tokens": S, "update_state": False, "cu_seqlens": offsets, "ssm_state_indices": slots}
+        buffer = {"intermediate_states": records, "intermediate_state_indices": rows}
+        fd.recurrent_kda(**x, **options, initial_state=pool, **verify, **buffer)
+        counts = accepted.to(device, torch.int32)
+        fd.commit(pool, records, slots, counts, intermediate_state_indices=rows, backend=backend)
+        for n in range(N):
+            if 1 <= accepted[n] <= lengths[n]:
+                begin = int(offsets[n])
+                part = {name: y[:, begin : begin + int(accepted[n])] for name, y in x.items()}
+                slot = int(slots[n])
+                start = {"initial_state": want[slot : slot + 1], "output_final_state": True, "state_v_first": True}
+                renamed = options | {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+                del renamed["beta_is_logit"]
+                want[slot] = fd.fused_recurrent_kda(**part, **renamed, **start)[1][0].to(state).float()
+    assert_close("pool", pool.float(), want, 1e-5 if state == torch.float32 else 2e-2)

@@ -418,10 +418,13 @@ REFUSED = {
     ],
     (DECODE, "T8"): [
         bad(
-            "9 tokens a sequence",
-            "at most 8",
+            "18 tokens a sequence",
+            "at most 17",
             of="q",
-            **{name: lambda c, n=name: torch.cat([c[n], c[n][:, :1]], dim=1) for name in ("q", "k", "v", "g", "beta")},
+            **{
+                name: lambda c, n=name: torch.cat([c[n], c[n], c[n][:, :2]], dim=1)
+                for name in ("q", "k", "v", "g", "beta")
+            },
         ),
     ],
     (DECODE, "packed"): [
@@ -438,7 +441,7 @@ REFUSED = {
     ],
     # ---- speculative tokens
     (DECODE, "spec"): [
-        *(bad(str(n), "1 to 7", num_spec_tokens=n) for n in (0, -1, 8)),
+        *(bad(str(n), "1 to 16", num_spec_tokens=n) for n in (0, -1, 17)),
         bad("3 tokens a sequence", "1 + num_spec_tokens = 2", of="q", num_spec_tokens=1),
         bad("shape [3, 3]", "[N] = [3]", of="ssm_state_indices", num_spec_tokens=None, num_accepted_tokens=None),
         bad("None", "... [3, 3] (num_spec_tokens needs it)", ssm_state_indices=None),
@@ -467,7 +470,10 @@ REFUSED = {
         ),
         bad("shape [8, 2, 2, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 2, 2, 64, 32)),
         bad("shape [8, 3, 1, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 3, 1, 64, 32)),
-        bad("shape [8, 2, 64, 32]", "... rank 5", intermediate_states=zeros(8, 2, 64, 32)),
+        bad("shape [8, 2, 64, 32]", "...2 * K + V + 4] = [8, 3, 2, 132]", intermediate_states=zeros(8, 2, 64, 32)),
+        bad("shape [8, 3, 132]", "... rank 5", intermediate_states=zeros(8, 3, 132)),
+        mistyped("dtype torch.float64", "torch.float32", intermediate_states=zeros(8, 3, 2, 132).double()),
+        bad("strides (1584, 528, 264, 2)", "slots that are dense", intermediate_states=zeros(8, 3, 2, 264)[..., ::2]),
         shared("initial_state", intermediate_states=ROWS.view(8, 3, 2, 64, 32), initial_state=ROWS),
         bad("shape [2]", "[N] = [3]", intermediate_state_indices=offsets(0, 1)),
         mistyped(
@@ -514,9 +520,19 @@ REFUSED = {
         bad("'none'", "...'negative'", null_index="none"),
         bad("device meta", "initial_state's device cpu", num_accepted_tokens=offsets(1, 1, 1, 1).to("meta")),
         bad("strides (0, 32, 4, 1)", "... overlap", initial_state=zeros(1, 2, 8, 4).expand(6, 2, 8, 4)),
-        shared("intermediate_states", initial_state=lambda c: c["intermediate_states"][:, 0]),
-        bad("shape [6, 0, 2, 8, 4]", "states of 1 to 8 tokens", intermediate_states=zeros(6, 0, 2, 8, 4)),
-        bad("shape [6, 9, 2, 8, 4]", "states of 1 to 8 tokens", intermediate_states=zeros(6, 9, 2, 8, 4)),
+        shared("initial_state", of="intermediate_states", initial_state=lambda c: c["intermediate_states"][:, 0]),
+        bad("shape [6, 0, 2, 8, 4]", "states of 1 to 17 tokens", intermediate_states=zeros(6, 0, 2, 8, 4)),
+        bad("shape [6, 18, 2, 8, 4]", "states of 1 to 17 tokens", intermediate_states=zeros(6, 18, 2, 8, 4)),
+        bad("shape [6, 3, 2, 19]", "...2 * K + V + 4] = [6, 3, 2, 20]", intermediate_states=zeros(6, 3, 2, 19)),
+        bad("shape [6, 3, 1, 20]", "...2 * K + V + 4] = [6, 3, 2, 20]", intermediate_states=zeros(6, 3, 1, 20)),
+        bad(
+            "shape [6, 3, 2, 20]",
+            "...2 * K + V + 4] = [6, 3, 2, 24]",
+            of="intermediate_states",
+            state_v_first=False,
+            intermediate_states=zeros(6, 3, 2, 20),
+        ),
+        mistyped("dtype torch.bfloat16", "torch.float32", intermediate_states=zeros(6, 3, 2, 20, dtype=BF16)),
         mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(6, 2, 8, 4, dtype=FP16)),
         bad("'hopper'", "one that can run this call", backend="hopper"),
         *no_tensors("initial_state"),
@@ -616,10 +632,10 @@ REFUSED_ON_REQUEST = {
     ],
     (DECODE, "packed"): [
         bad(
-            "a sequence of 9 tokens",
-            "at most 8",
-            cu_seqlens=offsets(0, 1, 1, 1, 10),
-            **{name: lambda c, n=name: c[n].repeat_interleave(4, dim=1) for name in ("q", "k", "v", "g", "beta")},
+            "a sequence of 18 tokens",
+            "at most 17",
+            cu_seqlens=offsets(0, 1, 1, 1, 19),
+            **{name: lambda c, n=name: c[n].repeat_interleave(8, dim=1) for name in ("q", "k", "v", "g", "beta")},
         ),
     ],
     (DECODE, "spec"): [

@@ -33,7 +33,7 @@ from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import judge, run
 from flashdelta.tools.bench.timing import Effort, Timing, sustained, take_turns
 from flashdelta.tools.bench.views import PLOTS, VIEWS
-from flashdelta.tools.bench.workloads import UNBOUNDED, Bound, Row, decode_row, fp32_row, model, select
+from flashdelta.tools.bench.workloads import UNBOUNDED, Bound, Row, decode_row, fp32_row, model, select, verify_row
 from flashdelta.tools.export.bindings import FlashdeltaError, PrefillArgs
 
 from ..support.timers import FakeTimer
@@ -57,6 +57,8 @@ ROWS = {
         decode_row(3, H=1, HV=2, K=32, gate="none", v_first=False, peers=True),
         decode_row(3, H=1, HV=2, K=32, S=3),
         decode_row(1, H=1, HV=2, K=32),
+        decode_row(3, H=2, HV=2, K=32),
+        verify_row(3, 2, 3, K=32, peers=True),
     ],
     "train": [
         Row(GROUPED, "train", TRAIN_BOUNDS),
@@ -76,7 +78,8 @@ def stand_in(name):
 
     def decode(*, inplace_final_state, use_beta_sigmoid_in_kernel, out, **call):
         assert inplace_final_state and use_beta_sigmoid_in_kernel
-        flashdelta.recurrent_kda(**call, beta_is_logit=True, output=out)
+        drafts = call["ssm_state_indices"].shape[1] - 1 if call["ssm_state_indices"].dim() == 2 else None
+        flashdelta.recurrent_kda(**call, beta_is_logit=True, output=out, num_spec_tokens=drafts)
 
     def wy(*, chunk_indices, **call):
         return flashdelta.kernels.chunk_bwd_wy_dqkg(**call, use_exp2=True, backend="reference")

@@ -13,7 +13,15 @@ from flashdelta.testing.decoding import BY_NAME, STEPS, Step, expected, make_ste
 from flashdelta.testing.inputs import HARD, Source
 from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.decoding_checks import accepted_steps, check_commit, check_step, commit_call
+from ..support.decoding_checks import (
+    REPLAYED,
+    accepted_steps,
+    check_commit,
+    check_replay,
+    check_rounds,
+    check_step,
+    commit_call,
+)
 
 FP64 = torch.float64
 
@@ -55,6 +63,22 @@ def test_verification_and_commit_are_the_accepted_steps():
     fd.commit(call["initial_state"], call["intermediate_states"], call["ssm_state_indices"], accepted)
     assert_close("pool", call["initial_state"], pool, 1e-6)
     assert_close("o", o[1], torch.cat([x[1] for x in outputs]), 1e-6)
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
+@pytest.mark.parametrize("step", REPLAYED, ids=case_id)
+def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
+    if dtype == FP64 and step.state == BF16:
+        pytest.skip("records are float32 then")
+    check_replay(step, dtype, "reference")
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
+    check_rounds(200, "reference", state=state)
 
 
 # ---- laws -----------------------------------------------------------------------------------------------------------

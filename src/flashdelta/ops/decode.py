@@ -42,7 +42,7 @@ def recurrent_kda(
     intermediate_state_indices: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    r"""One step of decoding: one to eight tokens a sequence, from states in a pool to states in a pool.
+    r"""One step of decoding: one to seventeen tokens a sequence, from states in a pool to states in a pool.
 
     The recurrence of `chunk_kda` (Kimi Linear, arXiv 2510.26692, eq. 1), token by token in float32; a state in bfloat16 is
     read, updated in float32 and rounded once. Arguments as in FlashInfer's `recurrent_kda`, whose defaults these are: states
@@ -54,7 +54,7 @@ def recurrent_kda(
 
     Args:
         q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
-            most 8 tokens a sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
+            most 17 tokens a sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
         g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
         beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
@@ -71,11 +71,11 @@ def recurrent_kda(
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, never falling. Lengths
-            0 to 8 (to `1 + num_spec_tokens`); further tokens of a sequence are not looked at. A sequence without tokens leaves
+            0 to 17 (to `1 + num_spec_tokens`); further tokens of a sequence are not looked at. A sequence without tokens leaves
             its slots alone. Rows of `o` of no sequence are undefined.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. With `num_spec_tokens`, `[N, 1 + num_spec_tokens]`: the
             slot that receives the state after each token. Any strides. No two states may be stored to one slot.
-        num_spec_tokens: `S` in 1 to 7: verify `1 + S` tokens a sequence (packed: up to) in one launch.
+        num_spec_tokens: `S` in 1 to 16: verify `1 + S` tokens a sequence (packed: up to) in one launch.
         num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: the sequence starts from slot
             `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
             makes it null. None: 1 everywhere.
@@ -89,8 +89,10 @@ def recurrent_kda(
         update_state: with False the pool is only read; `ssm_state_indices` is `[N]` then.
         intermediate_states: `[slots, 1 + S, HV, V, K]`, with `update_state=False` and `num_spec_tokens`: receives the state
             after each token, in row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the index the sequence
-            starts from). Their dtype is the pool's.
-            `commit` brings the accepted one to the pool.
+            starts from). Their dtype is the pool's. `commit` brings the accepted one to the pool. Or a replay buffer
+            `[rows, 1 + S, HV, 2 K + V + 4]`, float32, zeros at first: receives what each token changes, for `commit` to
+            replay, in some 2 % of the memory. Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with
+            `S_t = diag(exp(g)) S_(t-1) + k u^T`; the last four numbers of the first token say how many are recorded.
         backend: `"auto"`, `"hopper"` (one token a sequence, states in bfloat16, V first), `"triton"` or `"reference"`; see
             `explain`.
 
@@ -122,28 +124,33 @@ def commit(
     *,
     intermediate_state_indices: Tensor | None = None,
     null_index: NullIndex = "negative",
+    state_v_first: bool = True,
     backend: str = "auto",
 ) -> None:
     """Brings the state after each sequence's last accepted token to the pool: the second half of a read-only verification
     (`recurrent_kda` with `update_state=False`).
 
-    `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`. A null index, one past the
-    end, or a count outside `1 .. 1 + S` stores nothing. One launch, no allocation, nothing read on the host.
+    `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
+    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, to the same bits. A null index,
+    one past the end, or a count outside `1 .. 1 + S` stores nothing. A record is good for one commit: it is empty then, until
+    the row's sequence is verified again, and a count past what is recorded stores nothing. One launch, no allocation, nothing
+    read on the host.
 
     Args:
         initial_state: `[slots, HV, V, K]` (or K first), float32 or bfloat16: the pool, written in place. Slots may lie any
             pitch apart.
-        intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype.
+        intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype; or the replay buffer
+            `[rows, 1 + S, HV, 2 K + V + 4]`, float32.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. No two sequences may have the same.
         num_accepted_tokens: `[N]` int32 or int64.
         intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index.
-        null_index, backend: as in `recurrent_kda`.
+        null_index, state_v_first, backend: as in `recurrent_kda`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
-    _commit.run(tensors, (null_index, backend))
+    _commit.run(tensors, (null_index, state_v_first, backend))
 
 
 _call = Call(operations.DECODE, recurrent_kda)

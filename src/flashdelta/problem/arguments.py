@@ -154,7 +154,7 @@ class Argument:
     on_host: bool = False
 
 
-WORDS = {"S1": "1 + num_spec_tokens", "N1": "N + 1", "C": "chunk_size"}
+WORDS = {"S1": "1 + num_spec_tokens", "N1": "N + 1", "C": "chunk_size", "RECORD": "2 * K + V + 4"}
 """Symbols that read otherwise in messages."""
 
 

@@ -31,7 +31,19 @@ from .arguments import (
     wide_or_first,
 )
 from .errors import wrong
-from .problem import DECODE_TOKENS, SETTINGS, GateName, NullIndex, Precision, PrefillGate, Problem, Tensors, problem_of
+from .problem import (
+    DECODE_TOKENS,
+    SETTINGS,
+    GateName,
+    NullIndex,
+    Precision,
+    PrefillGate,
+    Problem,
+    Tensors,
+    has_records,
+    problem_of,
+    record_width,
+)
 from .split import AUTO, known_lengths
 
 GATES: tuple[str, ...] = get_args(GateName)
@@ -435,6 +447,7 @@ def check_decode(c: Any, sizes: Sizes) -> None:
     if "T" not in sizes:  # of mixed_qkv, before its views
         return
     check_heads(c, sizes, DECODE_HEAD_DIMS)
+    bind_record(sizes)
     T, tokens = sizes["T"], sizes["S1"]
     # of packed sequences the lengths are device data: more tokens than there may be are not looked at
     if c.cu_seqlens is None and tokens not in (1, T):
@@ -444,11 +457,18 @@ def check_decode(c: Any, sizes: Sizes) -> None:
         raise wrong("q", f"{T} tokens a sequence", wanted)
 
 
+def bind_record(sizes: Sizes) -> None:
+    if "K" in sizes and "V" in sizes:
+        sizes["RECORD"] = record_width(sizes["K"], sizes["V"])
+
+
 def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    """`commit` copies them there."""
+    """`commit` copies them there, or replays records of float32 (float64 for float64 states)."""
     pool, name = (
         (c.state_pool, "initial_state") if c.state_pool is not None else (c.source_pool, "initial_state_source")
     )
+    if has_records(c):
+        return only_wide(pool.dtype, c)
     return (pool.dtype,), f"{name}'s dtype {pool.dtype}"
 
 
@@ -485,7 +505,7 @@ DECODE = Operation(
         Argument("num_accepted_tokens", "N", INDEX),
         Argument("source_pool", "sources HV STATE", state, dense=3),
         Argument("source_indices", "N", INDEX),
-        Argument("intermediate_states", "rows S1 HV STATE", same_as_pool, dense=3, written=True),
+        Argument("intermediate_states", ("rows S1 HV STATE", "rows S1 HV RECORD"), same_as_pool, dense=3, written=True),
         Argument("intermediate_indices", "N", INDEX),
         OUT,
     ),
@@ -514,13 +534,10 @@ def any_state(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]
     return (torch.float32, torch.bfloat16, torch.float64), "float32 or bfloat16"
 
 
-def like_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (first,), f"initial_state's dtype {first}"
-
-
 def check_commit(c: Any, sizes: Sizes) -> None:
     if math.prod(c.state_pool.shape[1:]) == 0:
         raise wrong("initial_state", shape_of(c.state_pool), "states with elements")
+    bind_record(sizes)
     if not 1 <= sizes.get("tokens", 1) <= DECODE_TOKENS:
         raise wrong(
             "intermediate_states", shape_of(c.intermediate_states), f"states of 1 to {DECODE_TOKENS} tokens a row"
@@ -528,15 +545,24 @@ def check_commit(c: Any, sizes: Sizes) -> None:
 
 
 def commit_problem(c: Any, t: Tensors) -> Made:
-    tokens = c.intermediate_states.shape[1]
-    return problem_of(t, operation="commit", scale=1.0, null_index=c.null_index, spec_tokens=tokens - 1), t
+    settings = dict(
+        null_index=c.null_index, state_v_first=c.state_v_first, spec_tokens=c.intermediate_states.shape[1] - 1
+    )
+    return problem_of(t, operation="commit", scale=1.0, **settings), t
 
 
 COMMIT = Operation(
     "commit",
     (
-        Argument("state_pool", "slots HV V K", any_state, required="", dense=3, written=True),
-        Argument("intermediate_states", "rows tokens HV V K", like_pool, required="", dense=3),
+        Argument("state_pool", "slots HV STATE", any_state, required="", dense=3, written=True),
+        Argument(
+            "intermediate_states",
+            ("rows tokens HV STATE", "rows tokens HV RECORD"),
+            same_as_pool,
+            required="",
+            dense=3,
+            written=True,
+        ),
         Argument("state_indices", "N", INDEX, required=""),
         Argument("num_accepted_tokens", "N", INDEX, required=""),
         Argument("intermediate_indices", "N", INDEX),

@@ -19,8 +19,11 @@ AUTO = 0
 BACKWARD = "_backward"
 """Ends the name of an operation whose program is the backward pass of one."""
 
-DECODE_TOKENS = 8
-"""Tokens that `recurrent_kda` takes of a sequence at most."""
+DECODE_TOKENS = 17
+"""Tokens that `recurrent_kda` takes of a sequence at most: a token and sixteen drafts."""
+
+RECORD_COUNTS = 4
+"""Numbers that end a replay record. Those of the first token say how many are recorded, each to a slice of value channels."""
 
 DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""
@@ -142,8 +145,8 @@ class Problem(Settings):
     packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both.
     `has_initial_state`: the caller passed `initial_state`. `pool_slots` is the pool's size (0 without one) and
     `checkpoints` the number `M` of checkpoints each sequence may have. `has_intermediate`: the caller passed
-    `intermediate_states`. `rows`: of `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose
-    dtypes, with A's, are `state_dtype`, `state_grad_dtype` and `A_dtype`.
+    `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of `intermediate_states`, or chunks that `h` and
+    `dh` of stage WY hold of a batch row, whose dtypes, with A's, are `state_dtype`, `state_grad_dtype` and `A_dtype`.
     """
 
     B: int = 0
@@ -166,6 +169,7 @@ class Problem(Settings):
     pool_slots: int = 0
     checkpoints: int = 0
     has_intermediate: bool = False
+    has_records: bool = False
     rows: int = 0
     packed: bool = False
     requires_grad: bool = False
@@ -195,6 +199,11 @@ class Problem(Settings):
     def stores_each_state(self) -> bool:
         """Whether the state after every token goes somewhere, and not only the final one."""
         return self.has_intermediate or (self.spec_tokens > 0 and self.update_state)
+
+    @property
+    def record_width(self) -> int:
+        """Numbers of a token and head in a replay buffer."""
+        return record_width(self.K, self.V)
 
     @property
     def stores_final_state(self) -> bool:
@@ -250,19 +259,31 @@ class Problem(Settings):
         return found
 
 
+def record_width(K: int, V: int) -> int:
+    """`exp(g)` and `k` `[K]`, what the token writes `[V]`, counts."""
+    return 2 * K + V + RECORD_COUNTS
+
+
 def number_of_sequences(t: Tensors) -> int:
     return t.q.shape[0] if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+
+
+def has_records(t: Tensors) -> bool:
+    """Whether `intermediate_states` is a replay buffer, `[rows, 1 + S, HV, record_width]`, and not of states."""
+    return t.intermediate_states is not None and t.intermediate_states.dim() == 4
 
 
 def problem_of(t: Tensors, **settings: Any) -> Problem:
     """The problem of tensors already validated."""
     if t.q is None:  # commit
         assert t.state_pool is not None and t.state_indices is not None and t.intermediate_states is not None
-        states = t.intermediate_states
-        sizes = dict(N=t.state_indices.shape[0], HV=states.shape[2], V=states.shape[3], K=states.shape[4])
-        dtype = t.state_pool.dtype
-        pool = dict(has_pool=True, pool_slots=t.state_pool.shape[0], has_intermediate=True, rows=states.shape[0])
-        return Problem(**settings, **sizes, **pool, dtype=dtype, state_dtype=dtype)
+        rows, pool = t.intermediate_states.shape[0], t.state_pool
+        K, V = pool.shape[:1:-1] if settings["state_v_first"] else pool.shape[2:]
+        given = dict(
+            has_pool=True, pool_slots=pool.shape[0], has_intermediate=True, has_records=has_records(t), rows=rows
+        )
+        sizes = dict(N=t.state_indices.shape[0], HV=pool.shape[1], K=K, V=V)
+        return Problem(**settings, **sizes, **given, dtype=pool.dtype, state_dtype=pool.dtype)
     B, T, H, K = t.q.shape
     wide = torch.float64 if t.q.dtype == torch.float64 else torch.float32
     state = next((x for x in (t.state_pool, t.source_pool, t.initial_state, t.h) if x is not None), None)
@@ -289,6 +310,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
         checkpoints=0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1],
         has_intermediate=scratch is not None,
+        has_records=has_records(t),
         rows=t.h.shape[1] if t.h is not None else 0 if scratch is None else scratch.shape[0],
         packed=t.cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import RECORD_COUNTS, Problem, Tensors
 from .gate import elementwise_inputs
 from .sequences import lengths_of, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
@@ -41,6 +41,8 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
     begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t).clamp(max=problem.most_tokens)
     starts = _starts(problem, t)
     S, outputs = starts.states, []
+    if problem.has_records:
+        _record_counts(problem, t, starts, lengths)
     for i in range(min(problem.T, problem.most_tokens) if problem.N > 0 else 0):
         at = (begins + i).clamp(max=len(v) - 1)  # [N]
         inside = starts.live & (i < lengths)
@@ -50,7 +52,9 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
         S = torch.where(inside[:, None, None, None], updated, S)
         o = torch.einsum("nhk,nhkv->nhv", q[at], S)
         outputs.append(torch.where(inside[:, None, None], o, 0.0))
-        if problem.stores_each_state:
+        if problem.has_records:
+            _record(problem, t, starts, i, inside, (decay[at], k[at], correction))
+        elif problem.stores_each_state:
             _store_after(problem, t, starts, i, inside, S)
     if problem.has_pool and problem.update_state and not problem.stores_each_state:
         rule, index = own_slots(problem, t) if t.state_indices is None else (problem, t.state_indices)
@@ -96,10 +100,32 @@ def _store_after(problem: Problem, t: Tensors, starts: Starts, i: int, inside: t
     if problem.update_state:
         store(problem, t.state_pool, t.state_indices[:, i], inside, S)
     else:
-        rule, rows = starts.rule, starts.index
-        if t.intermediate_indices is not None:
-            rule, rows = any_row(problem), t.intermediate_indices
+        rule, rows = _row(problem, t, starts)
         store(rule, t.intermediate_states[:, i], rows, inside, S)
+
+
+def _row(problem: Problem, t: Tensors, starts: Starts) -> tuple[Problem, torch.Tensor]:
+    """The rows of `intermediate_states`, and the rule by which they are null."""
+    if t.intermediate_indices is not None:
+        return any_row(problem), t.intermediate_indices
+    return starts.rule, starts.index
+
+
+def _record_counts(problem: Problem, t: Tensors, starts: Starts, lengths: torch.Tensor) -> None:
+    """How many tokens of each sequence its row will hold: none of a null one."""
+    counts = t.intermediate_states[:, 0, :, -RECORD_COUNTS:]
+    values = torch.where(starts.live, lengths, 0).to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
+    rule, rows = _row(problem, t, starts)
+    store_rows(rule, counts, rows, torch.ones_like(starts.live), values)
+
+
+def _record(
+    problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, token: tuple[torch.Tensor, ...]
+) -> None:
+    """Stores what the `i`-th token changes: `exp(g)`, `k` and `v_new`."""
+    records = t.intermediate_states[:, i, :, :-RECORD_COUNTS]
+    rule, rows = _row(problem, t, starts)
+    store_rows(rule, records, rows, inside, torch.cat(token, dim=-1).to(records.dtype))
 
 
 def _by_token(
@@ -117,13 +143,25 @@ def _by_token(
 
 
 def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
-    """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state."""
+    """`pool[slot_n] <- intermediate[row_n, accepted_n - 1]` for every `n` whose indices and count name a state. Of a replay
+    buffer that is the slot's state after the first `accepted_n` tokens recorded in the row, which is empty then."""
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()
     if problem.rows == 0 or states.shape[1] == 0:
         return {}
     rows = t.state_indices if t.intermediate_indices is None else t.intermediate_indices
     row, named = named_slots(any_row(problem), rows, states)
     known = named & (accepted >= 1) & (accepted <= problem.most_tokens)
+    if problem.has_records:
+        counts = states[:, 0, :, -RECORD_COUNTS:]
+        known &= accepted <= counts[row].flatten(1).amin(1)
+        S = from_layout(problem, gathered(problem, t.state_pool, t.state_indices, known))
+        for i in range(problem.most_tokens):
+            decay, k, v_new, _ = states[row, i].split((problem.K, problem.K, problem.V, RECORD_COUNTS), dim=-1)
+            updated = decay[..., None] * S + k[..., None] * v_new[..., None, :]
+            S = torch.where((i < accepted)[:, None, None, None], updated, S)
+        store(problem, t.state_pool, t.state_indices, known, S)
+        store_rows(any_row(problem), counts, rows, named, torch.zeros_like(counts[row]))
+        return {}
     values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
     store_rows(problem, t.state_pool, t.state_indices, known, values)
     return {}

@@ -85,7 +85,7 @@ FORWARD = Operator("kda_forward", INPUTS, RESULTS)
 FORWARD_OUT = Operator(
     "kda_forward_out", (*INPUTS, *POOL, "out"), RESULTS, writes=("state_pool", "out", "intermediate_states")
 )
-COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool",))
+COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
 
 

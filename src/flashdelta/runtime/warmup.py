@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem.operations import PARAMETRIC_GATES
-from ..problem.problem import GateName
+from ..problem.problem import GateName, record_width
 from .call import CALLS, public_call
 from .devices import find_device
 
@@ -127,7 +127,7 @@ def warmup(
                 states = {"initial_state": state if has_state else None, "output_final_state": final}
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
-                _warm_verification(call, (B, T, H, K, V), state, index, offsets, backend)
+                _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return calls
@@ -189,11 +189,11 @@ def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> lis
 
 def _warm_verification(
     call: Callable,
+    commit: Callable,
     sizes: tuple[int, int, int, int, int],
     state: Tensor,
     index: Tensor,
     offsets: Tensor | None,
-    backend: str,
 ) -> None:
     """Of one sequence of two tokens: with counts of accepted ones and without, and read-only."""
     one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
@@ -201,12 +201,14 @@ def _warm_verification(
     tokens = {"num_spec_tokens": 1, "initial_state": state, "cu_seqlens": offsets}
     for accepted in (None, one):
         call(*sizes, **tokens, ssm_state_indices=slots, num_accepted_tokens=accepted)
-    rows = state.new_zeros(1, 2, *state.shape[1:])
-    for own in (None, index):
+    *_, H, K, V = sizes
+    records = state.new_zeros(1, 2, H, record_width(K, V), dtype=torch.float32)
+    for own, rows in itertools.product((None, index), (state.new_zeros(1, 2, *state.shape[1:]), records)):
         states = {"intermediate_states": rows, "intermediate_state_indices": own}
         call(*sizes, **tokens, ssm_state_indices=index, update_state=False, **states)
-        _commit()(state, rows, index, one, intermediate_state_indices=own, backend=backend)
+        commit(state, rows, index, one, intermediate_state_indices=own)
 
 
-def _commit() -> Callable:
-    return next(function for function, call in CALLS.items() if call.operation.name == "commit")
+def _commit(v_first: bool, backend: str) -> Callable:
+    function = next(function for function, call in CALLS.items() if call.operation.name == "commit")
+    return functools.partial(function, state_v_first=v_first, backend=backend)

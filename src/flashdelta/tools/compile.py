@@ -44,7 +44,7 @@ from ..ops.decode import commit, recurrent_kda
 from ..ops.prefill_fp32 import kda_prefill
 from ..ops.recurrent import fused_recurrent_kda
 from ..problem.operations import PREFILL_SIZES
-from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors
+from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
 from ..program.launch import Launch
 from ..runtime.call import check
 from ..testing.cases import Case
@@ -84,8 +84,9 @@ Call = tuple[Callable, Given]
 @dataclass(frozen=True)
 class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
-    of `decode` alone, `precision` of `prefill`; `operation="commit"` takes the dtype and layout of states only, `"wy"`
-    (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that leaves what its backward pass needs."""
+    of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `operation="commit"`
+    takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
+    leaves what its backward pass needs."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -103,6 +104,7 @@ class Variant:
     g_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
+    records: bool = False
     split: str | int = "auto"
     backward: bool = False
     kept: bool = False
@@ -159,8 +161,13 @@ class Variant:
         N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
         drafts = {"spec": S, "accepted": (1,) * N, "indices": ((0,) * tokens,) * N} if S else {"indices": (0,) * N}
         lengths = (tokens,) * N if self.packed else None
-        step = Step(**self._shape(), **drafts, B=N, T=tokens, lengths=lengths, slots=4)
-        return recurrent_kda, on_meta(make_step(step, self.dtype))
+        if self.records:
+            drafts = {"spec": S, "update": False, "indices": (0,) * N, "rows": "slots"}
+        call = make_step(Step(**self._shape(), **drafts, B=N, T=tokens, lengths=lengths, slots=4), self.dtype)
+        return recurrent_kda, on_meta(call | ({"intermediate_states": self._records(tokens)} if self.records else {}))
+
+    def _records(self, tokens: int) -> torch.Tensor:
+        return _make(torch.float32)(4, tokens, self.heads, record_width(self.K, self.V))
 
     def _prefill(self) -> Call:
         call = self._sequences()
@@ -171,8 +178,10 @@ class Variant:
     def _commit(self) -> Call:
         make, index = _make(self.state_dtype), _make(torch.int32)
         pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
+        states = self._records(2) if self.records else states
         names = ("initial_state", "intermediate_states", "ssm_state_indices", "num_accepted_tokens")
-        return commit, dict(zip(names, (pool, states, index(2), index(2)))) | {"null_index": "negative"}
+        options = {"null_index": "negative", "state_v_first": self.state_v_first}
+        return commit, dict(zip(names, (pool, states, index(2), index(2)))) | options
 
     def _wy(self) -> Call:
         make, wide = _make(self.dtype), _make(torch.float32)
@@ -272,7 +281,17 @@ VARIANTS = (
     _step("K128 V128 packed, V first", state_v_first=True),
     _step("K128 V128 speculative, V first", state_v_first=True, spec_tokens=3),
     _step("K256 V256 speculative, K first", K=256, V=256, spec_tokens=7, gate="none"),
+    _step("K128 V128 replay, V first", state_v_first=True, spec_tokens=7, records=True, packed=False),
+    _step("K64 V64 replay packed, K first", K=64, V=64, spec_tokens=3, records=True, gate="softplus"),
     Variant("commit fp32", operation="commit"),
+    Variant("commit replay fp32, V first", operation="commit", records=True, state_v_first=True),
+    Variant(
+        "commit replay bf16, V first", operation="commit", records=True, state_v_first=True, state_dtype=torch.bfloat16
+    ),
+    Variant("commit replay fp32, K first", operation="commit", records=True),
+    Variant(
+        "commit replay K256 V256 fp32, V first", operation="commit", K=256, V=256, records=True, state_v_first=True
+    ),
     *(
         _prefill(f"K{K} V{V} chunk {C}, {precision}", K=K, V=V, chunk_size=C, precision=precision)
         for precision in ("tf32x3", "ieee")

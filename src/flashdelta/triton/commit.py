@@ -1,18 +1,25 @@
-"""Stage `commit`: of each sequence's intermediate states, the one after its last accepted token goes to its slot of the pool.
+"""Stage `commit`: the state after each sequence's last accepted token goes to its slot of the pool, from a buffer that has the
+state after every token, or from one that has what every token changed.
 
-Contract (`reference.decode.commit` is the definition): `pool[slot_n] <- intermediate[row_n, accepted_n - 1]`. A count outside
-`[1, tokens]`, or an index that names nothing, copies nothing. One CTA per (sequence, `BLOCK` elements of a state).
+Contract (`reference.decode.commit` is the definition): `pool[slot_n] <- intermediate[row_n, accepted_n - 1]`, or for the first
+`accepted_n` records of the row
+
+    S <- diag(exp(g_t)) S + k_t u_t^T
+
+on the slot's state. A count outside `[1, tokens]` or past what is recorded, or an index that names nothing, stores nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import RECORD_COUNTS, Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs
-from .device.states import named_slot
+from .device.states import everywhere, named_slot, state_offsets
 
 
 @triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens"])
@@ -32,6 +39,7 @@ def commit_kernel(
     row_step: tl.int64,
     BLOCK: tl.constexpr,
 ):
+    """Copies states. One CTA per (sequence, `BLOCK` elements of a state)."""
     blocks = tl.cdiv(size, BLOCK)
     n = tl.program_id(0) // blocks
     count = tl.load(accepted + n).to(tl.int64)
@@ -47,24 +55,97 @@ def commit_kernel(
         tl.store(initial_state + slot * slot_pitch + inside, state, mask=mask)
 
 
+@triton.jit
+def load_record(records, there, key, value, K: tl.constexpr):
+    """`exp(g)` and `k` `[K]`, `u` `[BV]` of a token; zeros if it is not `there`."""
+    exp_g = tl.load(records + key, mask=everywhere(key, there), other=0.0)
+    k = tl.load(records + K + key, mask=everywhere(key, there), other=0.0)
+    return exp_g, k, tl.load(records + 2 * K + value, mask=everywhere(value, there), other=0.0)
+
+
+@triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
+def replay_kernel(
+    initial_state,
+    records,
+    slot_indices,
+    row_indices,
+    accepted,
+    lowest,
+    slots,
+    rows,
+    tokens,
+    HV,
+    slot_pitch: tl.int64,
+    row_pitch: tl.int64,
+    row_step: tl.int64,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    """`S <- diag(exp(g_t)) S + k_t u_t^T` for the accepted tokens. One CTA per (sequence, value head, slice of `BV` value
+    channels). Each has a count of its own, which it clears: no other CTA may still have to read it."""
+    slices: tl.constexpr = V // BV
+    slice_ = tl.program_id(0) % slices
+    head = (tl.program_id(0) // slices % HV).to(tl.int64)
+    n = tl.program_id(0) // slices // HV
+    count = tl.load(accepted + n).to(tl.int64)
+    slot, named = named_slot(slot_indices, n, lowest, slots)
+    row = slot
+    exists = named & (slot < rows)
+    if row_indices is not None:
+        row, exists = named_slot(row_indices, n, 0, rows)
+    if exists:
+        records += row * row_pitch + head * (2 * K + V + COUNTS)
+        counts = records + 2 * K + V
+        recorded = tl.load(counts + slice_)
+        if named & (count >= 1) & (count <= tokens) & (count.to(tl.float32) <= recorded):
+            key = tl.arange(0, K)
+            value = slice_ * BV + tl.arange(0, BV)
+            states = initial_state + slot * slot_pitch + head * (K * V) + state_offsets(0, value, key, K, V, V_FIRST)
+            token = load_record(records, True, key, value, K)
+            state = tl.load(states).to(tl.float32)
+            for t in range(0, count):
+                exp_g, k, u = token
+                # ahead of the update, which it does not wait for
+                token = load_record(records + (t + 1) * row_step, t + 1 < count, key, value, K)
+                # as `decode` is compiled: a product, then one fused sum
+                state = tl.fma(u[:, None], k[None, :], state * exp_g[None, :])
+            tl.store(states, state.to(initial_state.dtype.element_ty))
+        tl.debug_barrier()  # all warps have read the count
+        each = tl.arange(0, COUNTS)
+        tl.store(counts + each, 0.0, mask=each % slices == slice_)
+
+
 COMMIT_BLOCK = 4096
 """Elements a CTA of `commit` copies."""
 
 
+@dataclass(frozen=True)
+class ReplayConfig:
+    """`BV`: value channels a CTA, of which a head has at most `RECORD_COUNTS` slices."""
+
+    BV: int
+    num_warps: int
+
+
+def replay_config(problem: Problem) -> ReplayConfig:
+    """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 64 registers a thread."""
+    BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
+    return ReplayConfig(BV, num_warps=max(1, min(8, BV * problem.K // 2048)))
+
+
 def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    block, size = COMMIT_BLOCK, problem.HV * problem.V * problem.K
     assert t.state_pool is not None and t.intermediate_states is not None
-    return [
-        Launch(
-            commit_kernel,
-            problem.N * -(-size // block),
-            (
-                *(t.state_pool, t.intermediate_states),
-                *(t.state_indices, t.intermediate_indices, t.num_accepted_tokens),
-                *(problem.lowest_index, problem.pool_slots, problem.rows, problem.most_tokens, size),
-                *(t.state_pool.stride(0), *t.intermediate_states.stride()[:2]),
-            ),
-            dict(BLOCK=block),
-            num_warps=4,
-        )
-    ]
+    tensors = (t.state_pool, t.intermediate_states, t.state_indices, t.intermediate_indices, t.num_accepted_tokens)
+    limits = (problem.lowest_index, problem.pool_slots, problem.rows, problem.most_tokens)
+    pitches = (t.state_pool.stride(0), *t.intermediate_states.stride()[:2])
+    if problem.has_records:
+        c = replay_config(problem)
+        constants = dict(K=problem.K, V=problem.V, BV=c.BV, V_FIRST=problem.state_v_first, COUNTS=RECORD_COUNTS)
+        ctas = problem.N * problem.HV * (problem.V // c.BV)
+        return [Launch(replay_kernel, ctas, (*tensors, *limits, problem.HV, *pitches), constants, c.num_warps)]
+    size = problem.HV * problem.V * problem.K
+    ctas = problem.N * -(-size // COMMIT_BLOCK)
+    return [Launch(commit_kernel, ctas, (*tensors, *limits, size, *pitches), dict(BLOCK=COMMIT_BLOCK), num_warps=4)]

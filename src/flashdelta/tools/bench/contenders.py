@@ -20,6 +20,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
+from ...problem.problem import record_width
 from ...testing import prefills
 from ...testing.cases import BF16, FP32, Case
 from ...testing.decoding import Step, make_step
@@ -372,6 +373,8 @@ def fla_step(function: Callable, call: dict, slots: Tensor) -> object:
 
 def decode(row: Row, setup: Setup) -> Work:
     step: Any = row.call
+    if not step.update:
+        return verify(row, setup)
     call, slots = decode_calls(step, setup)
     some = slots[0][:CHECKED]
     flat = some.flatten().long()
@@ -413,6 +416,92 @@ def decode(row: Row, setup: Setup) -> Work:
     shape |= {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec or 0}
     errors = functools.partial(checks.errors, (o, exact["initial_state"]), ("o", "state"))
     return Work(contenders, errors, shape, decode_bytes(step), len(slots))
+
+
+@dataclass
+class Verification:
+    """Drafts verified read-only and the accepted ones committed, through a buffer of records or of states. `slots`: of each
+    launch and token."""
+
+    step: Any
+    setup: Setup
+
+    def __post_init__(self) -> None:
+        self.call, self.slots = decode_calls(replace(self.step, update=True, rows=None), self.setup)
+        N, S1, self.pool = self.step.N, self.step.T, self.call["initial_state"]
+        self.records = self.pool.new_zeros(N, S1, self.step.HV, record_width(self.step.K, self.step.V), dtype=FP32)
+        self.states = self.pool.new_empty(N, S1, *self.pool.shape[1:])
+        self.starts = [x[:, 0].contiguous() for x in self.slots]
+        counts = torch.randint(1, S1 + 1, (N,), generator=torch.Generator().manual_seed(0))
+        self.accepted, rows = (x.int().to(self.pool.device) for x in (counts, torch.arange(N)))
+        self.options = {"intermediate_state_indices": rows, "backend": self.setup.backend}
+        self.some = self.slots[0][:CHECKED].flatten().long()
+        self.before = self.pool[self.some]
+
+    def verify(self, buffer: Tensor, starts: Tensor) -> None:
+        verified = {"update_state": False, "ssm_state_indices": starts, "intermediate_states": buffer}
+        fd.recurrent_kda(**self.call | verified, **self.options)
+
+    def commit(self, buffer: Tensor, starts: Tensor) -> None:
+        """Verified first."""
+        self.verify(buffer, starts)
+        fd.commit(self.pool, buffer, starts, self.accepted, state_v_first=self.step.v_first, **self.options)
+
+    def last(self, slots: Tensor) -> Tensor:
+        """Of the first sequences, the slot of the last accepted token."""
+        return slots[:CHECKED].gather(1, self.accepted[:CHECKED, None].long() - 1)[:, 0].long()
+
+    def contender(self, run: Callable[[Tensor], object], slots: Sequence[Tensor], ends: Tensor) -> Contender:
+        """`run` by launch. Checked are the first sequences' outputs, and their states, which lie in the slots `ends`."""
+
+        def checked() -> Results:
+            self.call["output"].fill_(torch.nan)
+            run(slots[0])
+            found = self.pool[ends]
+            self.pool[self.some] = self.before
+            return self.call["output"][:CHECKED], found
+
+        def launch_all() -> Results:
+            for x in slots:
+                run(x)
+            return ()
+
+        return Contender(launch_all, DECODE_TOLERANCE, checked, graph="only")
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """What is checked, by the reference in float64."""
+        call = float64({**self.call, "initial_state": self.before})
+        call |= {name: call[name][:CHECKED] for name in ("q", "k", "v", "g", "beta")} | {"output": None}
+        slots = torch.arange(len(self.some), device=self.pool.device).view(-1, self.step.T)
+        o, _ = fd.recurrent_kda(**call, ssm_state_indices=slots, backend="reference")
+        return o, call["initial_state"][self.last(slots)]
+
+
+def verify(row: Row, setup: Setup) -> Work:
+    """By replay ("ours"), from a state a token ("states"), and by FLA, which stores a state a token in slots of the pool and
+    needs no commit. "verify" is ours without its commit, with which it is checked."""
+    step: Any = row.call
+    both = Verification(step, setup)
+    starts, ends = both.starts, both.starts[0][:CHECKED].long()
+    replays = both.contender(functools.partial(both.commit, both.records), starts, ends)
+    alone = both.contender(functools.partial(both.verify, both.records), starts, ends)
+    contenders = {
+        "ours": replays,
+        "states": both.contender(functools.partial(both.commit, both.states), starts, ends),
+        "verify": replace(alone, checked=replays.checked),
+        "fla": setup.peer(
+            "fla_decode",
+            row,
+            lambda f: both.contender(lambda x: fla_step(f, both.call, x), both.slots, both.last(both.slots[0])),
+        ),
+    }
+    shape = {name: getattr(step, name) for name in ("N", "H", "HV", "K", "gate", "v_first")}
+    shape |= {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec}
+    facts = {"scratch_bytes": {"ours": both.records.nbytes, "states": both.states.nbytes}}
+    # the verification reads a state, the commit reads and writes it
+    moved = 3 * step.N * state_bytes(step) + 2 * both.records.nbytes
+    errors = functools.partial(checks.errors, both.exact(), ("o", "state"))
+    return Work(contenders, errors, shape, moved, len(both.slots), facts=facts)
 
 
 # ---- float32 ---------------------------------------------------------------------------------------------------------

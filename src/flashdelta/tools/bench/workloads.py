@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...testing.cases import BF16, BOUNDED, FP32, Case
@@ -66,6 +66,12 @@ QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] =
     "row": (
         "<= {:g}x {row}",
         lambda row, other: quotient(value(row, "ours.ms.median"), value(other, "ours.ms.median")),
+    ),
+    "states": ("<= {:g} of a state a token", lambda row, other: value(row, "ours.ms.median/states.ms.median")),
+    "scratch": ("<= {:g} of its scratch", lambda row, other: value(row, "scratch_bytes.ours/scratch_bytes.states")),
+    "step": (
+        "verify <= {:g}x {row}",
+        lambda row, other: quotient(value(row, "verify.ms.median"), value(other, "ours.ms.median")),
     ),
     "float32": ("<= {:g} of FLA's on float32", lambda row, other: quotient(1.0, value(row, "speedup"))),
     "error": ("error <= {:g} of FLA's", lambda row, other: value(row, "ours.error.o/fla.error.o")),
@@ -326,6 +332,19 @@ def decode_row(
     return Row(step, "decode", bounds, peers, host)
 
 
+def verify_row(N: int, H: int, S: int, state: str = "fp32", *, K: int = 128, peers: bool = False) -> Row:
+    """`S` drafts verified read-only, and the accepted ones committed."""
+    bare, step = (decode_row(N, state, H=H, HV=H, K=K, S=drafts).call for drafts in (0, S))
+    bounds = {
+        7: (Bound("states", 0.5), Bound("scratch", 0.05)) if N == 32 else (),
+        3: (Bound("step", 1.25, row=bare.name),),
+    }
+    named = replace(
+        step, name=f"verify {step.name}", why="verification and commit, by replay", update=False, rows="slots"
+    )
+    return Row(named, "decode", bounds.get(S, ()), peers)
+
+
 def _models(batches: Sequence[int]) -> list[Row]:
     return [
         decode_row(N, state, bounds=_decode_bounds(N, state), peers=True, host=N in (1, 32))
@@ -357,6 +376,10 @@ DECODE = (
         for state, N in itertools.product(STATES, (1, 32, 128, 256))
     ),
     *(decode_row(N, state, why=DRAFTS, S=S) for state, N, S in itertools.product(STATES, (32, 128), (1, 3, 7))),
+    *(
+        verify_row(N, H, S, state, peers=H == 32)
+        for state, H, N, S in itertools.product(STATES, (12, 32), (8, 32, 128), (3, 7, 15))
+    ),
 )
 """FLA takes part where its compile times stay small: it compiles anew for other heads and kinds of N."""
 
