@@ -457,8 +457,8 @@ o, state = chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **options, safe_gate=True, o
 import flashdelta as fd
 want = fd.fused_recurrent_kda(q, k, v, g, beta, **options, output_final_state=True)
 assert torch.allclose(o, want[0], atol=1e-5) and torch.allclose(state, want[1], atol=1e-5)
-from fla.ops.kda import fused_recurrent as f
-again = f.fused_recurrent_kda_fwd(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True, inplace_final_state=False)
+from fla.ops.kda import fused_recurrent_kda
+again = fused_recurrent_kda(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True)
 assert torch.equal(again[0], want[0]) and torch.equal(again[1], want[1])
 status = integrations.status("fla")
 print(status.version, status.state)
