@@ -20,7 +20,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
 
 from flashdelta.backends import NAMES
 from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, save_model
@@ -39,7 +39,9 @@ ASSET = Path(__file__).parents[1] / "src/flashdelta/tools/cli/assets/tiny_lm.saf
 CONFIG = LanguageModelConfig(hidden_size=160, num_layers=3, num_heads=2, num_v_heads=2, head_v_dim=64, mlp_size=384)
 PROMPT = "The value of an expression is "
 HELD_OUT_EVERY = 20
-WARMUP_STEPS = 100
+SETTINGS = ("steps", "batch", "length", "rate", "seed", "backend", "device")
+"""Options that a record names."""
+
 ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\t": " "})
 
 
@@ -70,14 +72,14 @@ def batches(tokens: Tensor, batch: int, length: int, generator: torch.Generator)
     return tokens[start[:, None] + torch.arange(length + 1)]
 
 
-def loss_of(model: KdaLanguageModel, windows: Tensor) -> Tensor:
-    """Nats per character of the next-token prediction over `windows [B, length + 1]`."""
-    logits, _ = model(windows[:, :-1])
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    """Nats per character of the next-token prediction over `windows [B, length + 1]`. Logits are the model's first result."""
+    logits = model(windows[:, :-1])[0]
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
-def validation_loss(model: KdaLanguageModel, tokens: Tensor, batch: int, length: int) -> float:
+def validation_loss(model: nn.Module, tokens: Tensor, batch: int, length: int) -> float:
     """The loss over all held-out text, in windows that meet end to end."""
     count = (len(tokens) - 1) // length
     windows = tokens[: count * length + 1].unfold(0, length + 1, length).to(model.device)
@@ -85,21 +87,21 @@ def validation_loss(model: KdaLanguageModel, tokens: Tensor, batch: int, length:
     return float(sum(losses)) / count
 
 
-def optimizer_of(model: KdaLanguageModel, rate: float) -> torch.optim.AdamW:
-    """AdamW; weight decay only where a matrix multiplies."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+def optimizer_of(model: nn.Module, rate: float) -> torch.optim.AdamW:
+    """AdamW; weight decay only where a matrix multiplies. An axis of one does not count: some models keep a rate a head so."""
+    matrices = [p for p in model.parameters() if p.squeeze().dim() >= 2]
+    others = [p for p in model.parameters() if p.squeeze().dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.97))
 
 
-def schedule(steps: int) -> Callable[[int], float]:
+def schedule(steps: int, warmup: int) -> Callable[[int], float]:
     """Linear warm-up, then a cosine down to a fiftieth."""
 
     def factor(step: int) -> float:
-        if step < WARMUP_STEPS:
-            return (step + 1) / WARMUP_STEPS
-        done = (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1)
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(steps - warmup, 1)
         return 0.02 + 0.49 * (1 + math.cos(math.pi * done))
 
     return factor
@@ -108,7 +110,7 @@ def schedule(steps: int) -> Callable[[int], float]:
 @dataclass
 class Record:
     """Losses in nats per character: of every step, and held out by the step after which they were taken. `text` is how many
-    characters there are to train on, and held out."""
+    characters there are to train on, and held out. `seconds` is how long the steps after the first took."""
 
     console: Console
     text: tuple[int, int]
@@ -116,23 +118,26 @@ class Record:
     train: list[Tensor] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
     shown: int = 0
-
-    def header(self) -> None:
-        self.console.print(f"{'step':>6} {'train':>7} {'held out':>9} {'seconds':>8}")
+    seconds: float = 0.0
 
     def line(self, held_out: float) -> None:
         """Prints the mean of the steps since the line before."""
+        if not self.held_out:
+            self.console.print(f"{'step':>6} {'train':>7} {'held out':>9} {'seconds':>8}")
         step = len(self.train)
         mean = float(torch.stack(self.train[self.shown :]).mean())
         self.held_out[step], self.shown = held_out, step
         self.console.print(f"{step:>6} {mean:>7.3f} {held_out:>9.3f} {time.monotonic() - self.start:>8.0f}")
 
-    def as_json(self, options: argparse.Namespace) -> dict:
-        named = ("steps", "batch", "length", "rate", "seed", "backend", "device")
+    def speed(self, options: argparse.Namespace) -> float:
+        """Characters a second, of all steps but the first."""
+        return (len(self.train) - 1) * options.batch * options.length / self.seconds
+
+    def as_json(self, options: argparse.Namespace, settings: Sequence[str] = SETTINGS) -> dict:
         return {
-            "settings": {name: getattr(options, name) for name in named},
+            "settings": {name: getattr(options, name) for name in settings},
             "text": list(self.text),
-            "held_out": {str(step): loss for step, loss in self.held_out.items()},
+            "held_out": {str(step): round(loss, 5) for step, loss in self.held_out.items()},
             "train": [round(float(loss), 5) for loss in torch.stack(self.train).tolist()],
         }
 
@@ -163,42 +168,51 @@ def smooth(losses: list[float], width: int = 20) -> Tensor:
     return torch.tensor(losses).unfold(0, width, 1).mean(1)
 
 
-def plot(found: dict, reference: dict | None, path: Path) -> None:
+def plot(found: dict, reference: dict | None, path: Path, title: str = "") -> None:
     """Training and held-out losses against the step, the reference's beside them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()
-    for run, name, color in ((reference, "reference", "gray"), (found, found["settings"]["backend"], "C0")):
+    for run, color in ((reference, "gray"), (found, "C0")):
         if run is None:
             continue
+        name = run["settings"]["backend"]
         if len(run["train"]) >= 20:
             means = smooth(run["train"])
             label = f"{name}: training, means of 20 steps"
             axes.plot(range(20, 20 + len(means)), means, color=color, alpha=0.6, label=label)
         steps = [int(step) for step in run["held_out"]]
         axes.plot(steps, list(run["held_out"].values()), "o--", color=color, label=f"{name}: held out")
-    axes.set(xlabel="step", ylabel="nats per character", title="Training the demo's model")
+    axes.set(xlabel="step", ylabel="nats per character", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
 
 
-def train(options: argparse.Namespace, console: Console) -> tuple[KdaLanguageModel, Record]:
-    """Trains and returns the model; saves it at every evaluation, so that an interrupted run leaves a usable file."""
-    torch.manual_seed(options.seed)
+def now(device: str) -> float:
+    """The time at which the device is done with what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+Save = Callable[[], None]
+
+
+def fit(model: nn.Module, options: argparse.Namespace, console: Console, save: Save | None = None) -> Record:
+    """Trains on random windows of the text. Saves at every evaluation, so that an interrupted run leaves a usable file."""
     generator = torch.Generator().manual_seed(options.seed)
     tokens, held_out = corpus(options.text)
-    # chunks of 32: the reference's work and memory grow with the square of the chunk
-    model = KdaLanguageModel(CONFIG, chunk_size=32, backend=options.backend).to(options.device)
+    if options.length >= min(len(tokens), len(held_out)):
+        raise ValueError(f"length: got {options.length}, wanted less than the {len(held_out)} characters held out")
     size = sum(p.numel() for p in model.parameters())
     console.print(f"{len(tokens):,} characters, {len(held_out):,} held out; {size:,} parameters")
     optimizer = optimizer_of(model, options.rate)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(options.steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(options.steps, options.warmup))
     kind = torch.device(options.device).type
     half = torch.autocast(kind, torch.bfloat16, enabled=options.autocast)
     record = Record(console, (len(tokens), len(held_out)))
-    record.header()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("training", total=options.steps)
         for step in range(1, options.steps + 1):
@@ -212,36 +226,83 @@ def train(options: argparse.Namespace, console: Console) -> tuple[KdaLanguageMod
             scheduler.step()
             record.train.append(loss.detach())
             progress.advance(task)
+            if step == 1:
+                begin = now(options.device)  # kernels are compiled
             if step % options.every == 0 or step == options.steps:
+                record.seconds += now(options.device) - begin
                 with half:
                     record.line(validation_loss(model, held_out, options.batch, options.length))
-                if options.out is not None:
-                    save_model(model, options.out)
-    return model, record
+                if save is not None:
+                    save()
+                begin = now(options.device)
+    return record
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--batch", type=int, default=6, help="sequences a step")
-    parser.add_argument("--length", type=int, default=192, help="characters a sequence")
+def train(options: argparse.Namespace, console: Console) -> tuple[KdaLanguageModel, Record]:
+    torch.manual_seed(options.seed)
+    # chunks of 32: the reference's work and memory grow with the square of the chunk
+    model = KdaLanguageModel(CONFIG, chunk_size=32, backend=options.backend).to(options.device)
+    return model, fit(model, options, console, lambda: save_model(model, options.out))
+
+
+def count(text: str) -> int:
+    if (found := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {found}, wanted 1 or more")
+    return found
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """With the options of `fit` and of `report`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=count, default=1400)
+    parser.add_argument("--batch", type=count, default=6, help="sequences a step")
+    parser.add_argument("--length", type=count, default=192, help="characters a sequence")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--warmup", type=count, default=100, help="steps up to the peak")
+    parser.add_argument("--every", type=count, default=100, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ASSET)
     parser.add_argument("--text", type=Path, action="append", default=[], help="another text file (repeatable)")
-    parser.add_argument("--backend", choices=NAMES, default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--autocast", action=argparse.BooleanOptionalAction, help="activations in bfloat16 (default: on a GPU)"
     )
     parser.add_argument("--losses", type=Path, help="write the losses to this JSON file")
-    parser.add_argument("--compare", type=Path, help="such a file of the reference")
+    parser.add_argument("--compare", type=Path, help="such a file of the run to compare with")
     parser.add_argument("--plot", type=Path, help="draw the losses into this file")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
+    on_gpu = torch.device(options.device).type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error(f"--device: got {options.device}, and PyTorch finds no GPU")
+    if options.compare is not None and not options.compare.is_file():
+        parser.error(f"--compare: there is no file {options.compare}")
     if options.autocast is None:
-        options.autocast = torch.device(options.device).type == "cuda"
+        options.autocast = on_gpu
     return options
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ASSET)
+    parser.add_argument("--backend", choices=NAMES, default="auto")
+    return parsed(parser, arguments)
+
+
+def report(losses: dict, options: argparse.Namespace, console: Console, title: str) -> int:
+    """Writes the losses, draws them and compares them, as the options say. The exit code: 1 if they are worse."""
+    reference = json.loads(options.compare.read_text()) if options.compare else None
+    if options.losses is not None:
+        options.losses.write_text(json.dumps(losses) + "\n")
+    if options.plot is not None:
+        plot(losses, reference, options.plot, title)
+    if reference is None:
+        return 0
+    close, said = compare(losses, reference)
+    console.print(said)
+    return 0 if close else 1
 
 
 def main() -> None:
@@ -252,16 +313,7 @@ def main() -> None:
     continuation = model.eval().generate(prompt, 300, temperature=0.5, generator=generator)
     console.print(f"\n{PROMPT}{decode(continuation[0])}", markup=False)
     console.print(f"\nsaved {options.out} ({options.out.stat().st_size / 2**20:.2f} MiB)")
-    losses = record.as_json(options)
-    reference = json.loads(options.compare.read_text()) if options.compare else None
-    if options.losses is not None:
-        options.losses.write_text(json.dumps(losses) + "\n")
-    if options.plot is not None:
-        plot(losses, reference, options.plot)
-    if reference is not None:
-        close, said = compare(losses, reference)
-        console.print(said)
-        sys.exit(0 if close else 1)
+    sys.exit(report(record.as_json(options), options, console, "Training the demo's model"))
 
 
 if __name__ == "__main__":

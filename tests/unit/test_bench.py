@@ -119,6 +119,8 @@ def fla_utilities(monkeypatch):
 
 RESULTS_FILES = sorted(pages.RESULTS.glob("*.json"))
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
+UNMEASURED = {"models"}
+"""Benchmarks without a result yet."""
 
 
 BYTES = {"decode": contenders.decode_bytes, "wy": training.wy_bytes, "fp32": contenders.fp32_bytes}
@@ -127,7 +129,7 @@ BYTES = {"decode": contenders.decode_bytes, "wy": training.wy_bytes, "fp32": con
 
 def shape_of(call):
     """The sizes of a call, by the names that a result has for them."""
-    shape = {name: getattr(call, name) for name in vars(call).keys() & {*"NBHKV", "HV", "gate", "v_first"}}
+    shape = {name: getattr(call, name) for name in vars(call).keys() & {*"NBHKV", "HV", "gate", "v_first", "hidden"}}
     if isinstance(call, Step):
         return shape | {"N": call.N, "state": {FP32: "fp32", BF16: "bf16"}[call.state], "S": call.spec or 0}
     return shape | {"T": call.tokens, "lengths": list(call.lengths or ()), "C": call.chunk_size}
@@ -143,18 +145,19 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
     recorded = [document["ceilings"] | row for document in documents for row in document["rows"]]
     for found in recorded:
         row = rows[found["name"]]
-        if name != "train":
+        if name not in ("train", "models"):
             size = BYTES.get(name, contenders.forward_bytes)(row.call)
             assert found["floor_ms"] == pytest.approx(size / found["copy_tb_s"] / 1e9, rel=1e-3)
         assert found["table"] == row.table and found["shape"].items() <= shape_of(row.call).items()
         assert [*found["bounds"]] == [x.words for x in row.bounds if x.backend in (None, found.get("backend"))]
     wanted = TABLES[name].quick if name == "kernels" else rows
-    assert {row["name"] for row in recorded} == {*wanted} and rows.keys() >= {*TABLES[name].quick}
+    assert {row["name"] for row in recorded} == ({*wanted} if name not in UNMEASURED else set())
+    assert rows.keys() >= {*TABLES[name].quick}
 
 
 def test_quick_rows():
     quick = {name: len(benchmark.quick) for name, benchmark in BENCHMARKS.items() if "quick" in benchmark.options}
-    assert quick == {"decode": 9, "train": 2, "wy": 4, "fp32": 4}
+    assert quick == {"decode": 9, "train": 2, "wy": 4, "fp32": 4, "models": 12}
 
 
 def test_pools_of_decoding_fit_the_memory_for_them():
@@ -422,7 +425,8 @@ def test_other_libraries_take_part(tmp_path):
     assert "bounded gates" in rows[1]["flash_kda"]["problem"] and "can't" in rows[0]["cula"]["problem"]
 
 
-def test_absent_libraries_say_why(tmp_path):
+def test_absent_libraries_say_why(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, contenders.PEERS["fla"][0], None)  # it may be here
     document = dry_run(tmp_path, peers=False)
     assert (document["rows"][0]["speedup"], document["rows"][0]["fla"]["problem"]) == (None, "FLA is not here")
     text = report.show(document, VIEWS["prefill"])

@@ -297,7 +297,9 @@ def test_bench_startup_writes_and_prints(tmp_path):
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_bench_show_prints_a_saved_result(name, tmp_path):
-    path = next(pages.RESULTS.glob(f"{name}-*h200.json"))
+    path = next(pages.RESULTS.glob(f"{name}-*h200.json"), None)
+    if path is None:
+        pytest.skip("no GPU has measured it yet")
     result = run("bench", "show", str(path), "--wide")
     assert result.exit_code == 0 and report.load(path)["rows"][0]["name"] in result.stdout
     assert len(result.stdout) > len(run("bench", "show", str(path)).stdout) or name in ("startup", "toolchains")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,17 +308,20 @@ def test_importing_the_package_imports_no_framework():
     assert found.stdout == "set() ('fla',)\n"
 
 
-# ---- Hugging Face's Kimi-Linear -----------------------------------------------------------------------------------------
+# ---- models -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def modeling() -> Any:
-    from transformers.models.kimi_linear import modeling_kimi_linear
+def kda(**options: Any) -> Any:
+    """FLA's own model, tiny, with everything fused that it fuses by default."""
+    from fla.models import KDAConfig, KDAForCausalLM
 
-    return modeling_kimi_linear
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_heads": H, "head_dim": K, "pad_token_id": 0, "eos_token_id": 60}
+    return KDAForCausalLM(KDAConfig(**sizes, **heads, **options))
 
 
-def kimi(dtype: torch.dtype = torch.float32) -> Any:
+def kimi() -> Any:
     """A tiny model: two KDA layers, one of latent attention; dense and with experts."""
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
@@ -330,11 +334,20 @@ def kimi(dtype: torch.dtype = torch.float32) -> Any:
     config = KimiLinearConfig(
         **sizes, **heads, **latent, **linear, num_hidden_layers=3, layer_types=layers, pad_token_id=0, eos_token_id=60
     )
-    model = KimiLinearForCausalLM(config).to(dtype)
+    model = KimiLinearForCausalLM(config)
     for layer in model.model.layers[::2]:
         torch.nn.init.uniform_(layer.self_attn.forget_gate.A_log, 0, 1.5)
         torch.nn.init.normal_(layer.self_attn.forget_gate.dt_bias)
     return model
+
+
+MODELS = {
+    "Kimi-Linear": kimi,
+    "FLA": kda,
+    "FLA, bounded": partial(kda, safe_gate=True, lower_bound=-5.0, num_v_heads=2 * H, allow_neg_eigval=True),
+    "FLA, plain": partial(kda, use_short_conv=False, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False),
+}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
 def ids_of(*shape: int) -> Tensor:
@@ -346,24 +359,27 @@ def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=ids, **named).loss
     loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {name.removeprefix("_orig_mod."): x for name, x in grads.items()}
 
 
 @pytest.fixture
-def by_torch(modeling: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Gives the model transformers' own PyTorch code for KDA."""
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Gives FLA's layer a plain recurrence for KDA, and transformers' its own PyTorch code."""
+    from fla.layers import kda as layer
+    from transformers.models.kimi_linear import modeling_kimi_linear
+
+    def plain(**call: Any) -> tuple[Tensor, Tensor | None]:
+        o, state = plain_kda(**call)
+        return o, state if call["output_final_state"] else None
 
     def switch() -> None:
+        for name in ("chunk_kda", "fused_recurrent_kda"):
+            monkeypatch.setattr(layer, name, plain)
         for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
-            monkeypatch.setattr(modeling, name, getattr(modeling, name).__wrapped__)
+            monkeypatch.setattr(modeling_kimi_linear, name, getattr(modeling_kimi_linear, name).__wrapped__)
 
     return switch
-
-
-def padded(ids: Tensor) -> Tensor:
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    return mask
 
 
 def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float = 1e-4) -> None:
@@ -373,68 +389,79 @@ def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float =
         assert relative_error(found[1][name], x) < tolerance, name
 
 
-@pytest.mark.parametrize("masked", (False, True))
-def test_kimi_linear_trains_alike(masked: bool, by_torch: Callable, counted: list[str]):
-    model, ids = kimi(), ids_of(2, 70)
-    options = {"attention_mask": padded(ids)} if masked else {}
+@every_model
+@pytest.mark.parametrize("padded", (False, True))
+def test_models_train_alike(make: Callable, padded: bool, plainly: Callable, counted: list[str]):
+    """The loss, and the gradient of every parameter."""
+    model, ids = make(), ids_of(2, 70)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask} if padded else {}
     found = step(model, ids, **options)
     assert counted == ["chunk_kda"] * 2
-    by_torch()
+    plainly()
     hold(found, step(model, ids, **options))
     assert len(counted) == 2 and any("A_log" in name for name in found[1])
 
 
-def test_kimi_linear_generates_alike(by_torch: Callable, counted: list[str]):
+def test_packed_sequences_train_alike(plainly: Callable):
+    model, ids = kda(), ids_of(1, 90)
+    offsets = torch.tensor([0, 25, 90])
+    found = step(model, ids, cu_seqlens=offsets)
+    plainly()
+    hold(found, step(model, ids, cu_seqlens=offsets))
+
+
+@every_model
+def test_models_generate_alike(make: Callable, plainly: Callable, counted: list[str]):
     """Token by token, every step's scores."""
-    model, ids = kimi().eval(), ids_of(2, 11)
+    model, ids = make().eval(), ids_of(2, 11)
 
     def generated() -> Any:
-        options = {
-            "max_new_tokens": 12,
-            "min_new_tokens": 12,
-            "do_sample": False,
-            "attention_mask": torch.ones_like(ids),
-        }
-        return model.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
+        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+        return model.generate(ids, **options, attention_mask=torch.ones_like(ids), **asked)
 
+    asked = {"return_dict_in_generate": True, "output_logits": True}
     found = generated()
-    assert counted == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 22
-    by_torch()
+    # FLA's layer takes its recurrence for short prompts, too
+    assert counted == (["chunk_kda"] if make is kimi else ["fused_recurrent_kda"]) * 2 + ["fused_recurrent_kda"] * 22
+    plainly()
     want = generated()
     assert torch.equal(found.sequences, want.sequences)
     near(torch.stack(found.logits), torch.stack(want.logits), 1e-4)
     # and as one pass over the whole text
-    logits = model(input_ids=found.sequences).logits[:, 10:-1]
+    with torch.no_grad():
+        logits = model(input_ids=found.sequences).logits[:, 10:-1]
     near(torch.stack(found.logits, 1), logits, 1e-4)
 
 
-def test_checkpointing_changes_nothing(counted: list[str]):
-    model, ids = kimi(), ids_of(2, 70)
+@every_model
+def test_checkpointing_changes_nothing(make: Callable, counted: list[str]):
+    model, ids = make().train(), ids_of(2, 70)
     plain = step(model, ids)
     model.gradient_checkpointing_enable()
-    model.train()
     hold(step(model, ids), plain, 1e-6)
     assert counted == ["chunk_kda"] * 6
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
-def test_compiled_models_run_alike(backend: str, counted: list[str]):
+@pytest.mark.slow
+@pytest.mark.parametrize("make", (kimi, kda), ids=("Kimi-Linear", "FLA"))
+def test_compiled_models_run_alike(make: Callable, counted: list[str]):
     torch._dynamo.reset()
-    model, ids = kimi(), ids_of(1, 70)
+    model, ids = make(), ids_of(1, 70)
     plain = step(model, ids)
-    hold(
-        step(torch.compile(model, backend=backend), ids), (plain[0], {f"_orig_mod.{x}": y for x, y in plain[1].items()})
-    )
+    hold(step(torch.compile(model, backend="aot_eager"), ids), plain)
     assert counted == ["chunk_kda"] * 4
 
 
-def test_autocast(by_torch: Callable, counted: list[str]):
-    model, ids = kimi(), ids_of(1, 70)
+@every_model
+def test_autocast(make: Callable, plainly: Callable, counted: list[str]):
+    model, ids = make(), ids_of(1, 70)
     exact = step(model, ids)
     with torch.autocast("cpu", torch.bfloat16):
         found = step(model, ids)
     assert counted == ["chunk_kda"] * 4
-    by_torch()
+    plainly()
     with torch.autocast("cpu", torch.bfloat16):
         want = step(model, ids)
     for name, x in exact[1].items():
@@ -457,8 +484,8 @@ o, state = chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **options, safe_gate=True, o
 import flashdelta as fd
 want = fd.fused_recurrent_kda(q, k, v, g, beta, **options, output_final_state=True)
 assert torch.allclose(o, want[0], atol=1e-5) and torch.allclose(state, want[1], atol=1e-5)
-from fla.ops.kda import fused_recurrent as f
-again = f.fused_recurrent_kda_fwd(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True, inplace_final_state=False)
+from fla.ops.kda import fused_recurrent_kda
+again = fused_recurrent_kda(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True)
 assert torch.equal(again[0], want[0]) and torch.equal(again[1], want[1])
 status = integrations.status("fla")
 print(status.version, status.state)

@@ -11,6 +11,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from .. import chunk_kda, fused_recurrent_kda, kernels, supports
 from . import Status
+from .patches import Patches
 
 ENVIRONMENT = "FLA_FLASHDELTA"
 """`FLA_FLASHDELTA=0` turns the integration off. Read at every call, as FLA reads its own switches."""
@@ -211,7 +213,8 @@ class _State:
     enabled = False
     registered = False
     obstacle: str | None = None
-    warned = False
+    warned: bool = False
+    patches = Patches()
 
 
 def is_on() -> bool:
@@ -226,16 +229,24 @@ def enable() -> None:
     """
     _prepare()
     if _State.obstacle is not None:
-        if not _State.warned:
-            _State.warned = True
-            warnings.warn(f"flashdelta does not replace FLA {version()}: {_State.obstacle}", stacklevel=2)
-        return
-    _State.enabled = True
+        _warn(_State.obstacle)
+    elif not _State.enabled:
+        _State.enabled = True
+        if not torch.cuda.is_available():
+            _replace_modules()
 
 
 def disable() -> None:
     """Leaves every call to FLA again."""
     _State.enabled = False
+    _State.patches.restore()
+
+
+def _warn(difference: str) -> None:
+    """Once."""
+    if not _State.warned:
+        _State.warned = True
+        warnings.warn(f"flashdelta does not replace this of FLA {version()}: {difference}", stacklevel=3)
 
 
 def status() -> Status:
@@ -311,3 +322,18 @@ def _register_by_operation(backend: object) -> None:
         return (run_recurrent if takes else theirs)(*arguments, **named)
 
     setattr(module, theirs.__name__, fused_recurrent_kda_fwd)
+
+
+def _replace_modules() -> None:
+    """FLA's convolutions, norms and losses, which have nothing to run on a CPU."""
+    from .fla_cpu import on_cpu, replacements
+
+    found, left = replacements()
+    for module, name, ours in found:
+        _State.patches.set(module, name, on_cpu(ours, getattr(module, name)))
+    if left:
+        _warn("; ".join(left))
+    utils = import_module("fla.utils")
+    theirs = utils.custom_device_ctx
+    if theirs.__module__ == "fla.utils":  # 0.5, which asks torch.cpu for the device of no index
+        _State.patches.set(utils, theirs.__name__, lambda index: nullcontext() if index is None else theirs(index))

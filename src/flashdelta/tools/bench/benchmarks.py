@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import contenders, startup, workloads
+from . import contenders, models, startup, workloads
 from .runner import Benchmark
 from .timing import Effort, float32_ceilings
 from .workloads import quotient, value
@@ -32,6 +32,13 @@ def fp32_extra(row: dict, document: dict) -> dict:
             "products": products * row["flop"] / ms / 1e9 / document["ceilings"][ceiling],
         }
     return {"shares": shares}
+
+
+def models_extra(row: dict, document: dict) -> dict:
+    """The GPU time of the kernels, and what share of its layer's the KDA part's is."""
+    layer = next((x for x in document["rows"] if x["name"] == f"{row['name'].removesuffix(' KDA')} block"), None)
+    ms = {name: sum(x["ms"] for x in value(row, f"{name}.kernels") or ()) or None for name in ("ours", "fla")}
+    return {"kernel_ms": ms, "share": {name: quotient(x, value(layer, f"kernel_ms.{name}")) for name, x in ms.items()}}
 
 
 COMMON = ("backend", "json", "rows", "fla", "no_fla", "repeats", "device", "wide")
@@ -127,6 +134,16 @@ BENCHMARKS = {
             derive=fp32_extra,
             ceilings=float32_ceilings,
             options=("json", "rows", "fla", "no_fla", "quick", "library", "repeats", "device", "wide"),
+        ),
+        Benchmark(
+            "models",
+            "Time layers of FLA and Hugging Face on flashdelta and on FLA, whole and the KDA part",
+            workloads.MODELS,
+            models.models,
+            quick=tuple(row.name for row in workloads.MODELS if row.call.B == 1 and row.call.T <= 8192),
+            derive=models_extra,
+            grad=models.session,
+            options=("json", "rows", "fla", "no_fla", "quick", "repeats", "device", "wide"),
         ),
         Benchmark(
             "startup",

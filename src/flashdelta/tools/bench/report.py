@@ -90,6 +90,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "x": lambda x: f"{x:.2f}x",
     "%": lambda x: f"{x:.0%}",
     "e": lambda x: f"{float(x):.1e}".replace("e-0", "e-"),
+    "largest": lambda x: FORMS["e"](max(x.values())),
     "i": lambda x: f"{x:.0f}",
     "s": str,
     "met": lambda x: "yes" if x else "NO",

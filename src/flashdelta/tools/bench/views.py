@@ -245,6 +245,37 @@ FP32 = View(
     summary=fp32_summary,
 )
 
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def models_summary(document: dict) -> list[str]:
+    """The ratios of whole layers, and of their KDA parts."""
+    parts = {part: [row for row in document["rows"] if row["name"].endswith(part)] for part in ("block", "KDA")}
+    ratios = [(f"{part}, {title}", path, rows) for part, rows in parts.items() for title, path in View.ratios]
+    return [mean(title, [value(row, path) for row in rows]) for title, path, rows in ratios]
+
+
+MODELS = View(
+    (
+        Column("on ms", "ours.ms.median"),
+        Column("off ms", "fla.ms.median"),
+        *RATIOS,
+        Column("kernels", "kernel_ms.fla/kernel_ms.ours", "x"),
+        Column("share", "share.ours", "%"),
+        Column("share off", "share.fla", "%", wide=True),
+        *SUSTAINED,
+        *(
+            Column(f"{who} kernels ms", f"kernel_ms.{name}", wide=True)
+            for name, who in (("ours", "ours"), ("fla", "FLA"))
+        ),
+        *both("largest error {}", "error", "largest"),
+        BOUND,
+        MET,
+    ),
+    ratios=(),
+    summary=models_summary,
+)
+
 # ---- startup, toolchains ---------------------------------------------------------------------------------------------
 
 STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
@@ -297,6 +328,7 @@ VIEWS = {
     "train": TRAIN,
     "wy": WY,
     "fp32": FP32,
+    "models": MODELS,
     "startup": STARTUP,
     "toolchains": TOOLCHAINS,
 }

@@ -414,3 +414,46 @@ FP32_SIZES = {
 """`(B, H, T)`."""
 
 PREFILL_FP32 = tuple(fp32_row(why, *size, K, C) for K, C in ((64, 32), (128, 64)) for size, why in FP32_SIZES.items())
+
+# ---- layers of models ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block(Case):
+    """A call of a layer with KDA in it, of `framework`. `step`: "prefill", "train", or "decode" of one token behind a prompt.
+    `part`: the whole "block", or the "KDA" of it. Sizes are those of Kimi-Linear-48B."""
+
+    framework: str
+    step: str
+    part: str
+    hidden: int = 2304
+    prompt: int = 16
+    H: int = 32
+    HV: int = 32
+    K: int = 128
+    V: int = 128
+
+
+STEPS: tuple[tuple[str, str, dict[str, int], float | None], ...] = (
+    ("prefill 8K", "a prompt", {"T": 8192}, 2.5),
+    ("prefill 64K", "a long prompt", {"T": 65536}, 2.5),
+    ("train 4x2048", "a training step over short sequences", {"B": 4, "T": 2048}, 2.2),
+    ("train 1x8192", "as many tokens in one sequence", {"T": 8192}, 2.2),
+    *((f"decode {B}", "a token for each sequence", {"B": B, "T": 1}, None) for B in (1, 32, 256)),
+)
+"""Name, reason, sizes, and how many times as fast the KDA part must be."""
+
+
+def block_row(name: str, why: str, part: str, bound: float | None, **sizes: Any) -> Row:
+    """`name`: framework, step and size."""
+    framework, step, *_ = name.split()
+    call = Block(f"{name} {part}", why, framework=framework, step=step, part=part, **sizes)
+    return Row(call, step, () if bound is None else (Bound("speedup", bound),))
+
+
+MODELS = tuple(
+    block_row(f"{framework} {step}", why, part, bound, **sizes)
+    for framework, (step, why, sizes, must) in itertools.product(("FLA", "HF"), STEPS)
+    for part, bound in (("block", 1.0), ("KDA", must))
+)
+"""28 rows: 2 frameworks x 7 steps x 2 parts, a KDA part after its block."""
