@@ -31,6 +31,7 @@ from flashdelta.testing.wy import make_wy
 from flashdelta.tools.compile import ARCHITECTURES, BUILD, backward_of
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
+from ..support.decoding_checks import REPLAYED, replay_buffer
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
 from ..unit.test_decode import commit_call
@@ -128,6 +129,12 @@ def cases() -> Iterator[Traced]:
             yield Traced(f"decode {step.name}, hopper", fd.recurrent_kda, make_step(wide, BF16), "hopper")
     for state in (FP32, BF16):
         yield Traced(f"commit {state}", fd.commit, commit_call(state))
+    for step in REPLAYED:
+        records = {"intermediate_states": replay_buffer(step)}
+        yield Traced(f"decode {step.name} by replay, triton", fd.recurrent_kda, make_step(step, BF16) | records)
+    for v_first in (True, False):
+        call = commit_call() | {"intermediate_states": torch.zeros(6, 3, 2, 20 if v_first else 24)}
+        yield Traced(f"commit by replay, {'V' if v_first else 'K'} first", fd.commit, call | {"state_v_first": v_first})
     sizes = [replace(sized(PLAIN, size), name=f"at {size}") for size in SIZES]
     for case in [*PREFILLS, *sizes]:
         for precision in PRECISIONS:

@@ -42,7 +42,7 @@ RESULTS = {
 }
 
 WRITTEN = ("out", "output", "state_pool", "initial_state", "intermediate_states")
-"""Arguments that a call may write; `initial_state` in decoding alone, `intermediate_states` not in `commit`."""
+"""Arguments that a call may write; `initial_state` in decoding alone."""
 
 VARIANTS = 120
 """For which kernels are compiled, on a GPU. The CPU compiles nothing, and draws from a thousand times as many."""
@@ -72,7 +72,7 @@ class Spec:
         self.places[name], self.numbers[name] = place, numbers
 
     def written(self) -> set[str]:
-        inputs = {"commit": {"intermediate_states"}, "recurrent_kda": set()}.get(self.op, {"initial_state"})
+        inputs = {"commit": set(), "recurrent_kda": set()}.get(self.op, {"initial_state"})
         if self.options.get("update_state") is False:
             inputs = {"initial_state"}
         return {name for name in self.places if name in WRITTEN} - inputs
@@ -342,9 +342,9 @@ def pool_of_sequences(
 
 def decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
     spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
-    spec_tokens = pick(variant, (None, 3), (1, 1), (3, 1))
-    s = sizes_of(draw, variant, (16, 32, 64, 128), 8)
-    most = 1 + spec_tokens if spec_tokens else 8
+    spec_tokens = pick(variant, (None, 3), (1, 1), (3, 1), (16, 0.5))
+    s = sizes_of(draw, variant, (16, 32, 64, 128), 17)
+    most = 1 + spec_tokens if spec_tokens else 17
     if s.packed:
         s.T = draw.randint(0, s.N * most)
     else:
@@ -418,7 +418,10 @@ def states_of_decoding(
         spec.add("ssm_state_indices", dense((s.N,), kinds), distinct(s.N, slots))
         if spec_tokens is not None:
             rows = s.N + draw.choice((0, 2))
-            add_pool(draw, spec, "intermediate_states", rows, (S1, *inner), dtype)
+            if chance(variant, 0.5):
+                add_records(draw, spec, rows, S1, (s.HV, s.K, s.V))
+            else:
+                add_pool(draw, spec, "intermediate_states", rows, (S1, *inner), dtype)
             spec.add("intermediate_state_indices", dense((s.N,), kinds), distinct(s.N, rows))
         return
     shape = (s.N,) if spec_tokens is None else (s.N, S1)
@@ -433,13 +436,32 @@ def states_of_decoding(
         spec.add("num_accepted_tokens", dense((s.N,), kinds), counts)
 
 
+def add_records(draw: Random, spec: Spec, rows: int, tokens: int, sizes: tuple[int, int, int]) -> None:
+    """A replay buffer that holds records of some tokens."""
+    HV, K, V = sizes
+    add_pool(draw, spec, "intermediate_states", rows, (tokens, HV, 2 * K + V + 4), FP32)
+    normal = spec.numbers["intermediate_states"]
+
+    def numbers(source: torch.Generator) -> Tensor:
+        x = normal(source)
+        x[..., :K] = x[..., :K].abs().clamp(max=1)
+        x[..., -4:] = torch.randint(0, tokens + 1, (rows, 1, 1, 1), generator=source).to(x.dtype)
+        return x
+
+    spec.numbers["intermediate_states"] = numbers
+
+
 def committing(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    spec, N, tokens = Spec(op, {}), draw.choice((0, 1, 3, 6)), draw.choice((1, 2, 4, 8))
+    spec, N, tokens = Spec(op, {}), draw.choice((0, 1, 3, 6)), draw.choice((1, 2, 4, 17))
     inner = (draw.choice((1, 2, 3)), variant.choice((32, 64, 128)), variant.choice((32, 64, 128)))
     dtype, kinds = variant.choice((FP32, BF16)), index_dtype(variant)
     slots = N + draw.choice((0, 1, 3))
     add_pool(draw, spec, "initial_state", slots, inner, dtype)
-    add_pool(draw, spec, "intermediate_states", slots, (tokens, *inner), dtype)
+    if chance(variant, 0.5):
+        v_first = spec.options["state_v_first"] = chance(variant, 0.5)
+        add_records(draw, spec, slots, tokens, inner if not v_first else (inner[0], inner[2], inner[1]))
+    else:
+        add_pool(draw, spec, "intermediate_states", slots, (tokens, *inner), dtype)
     spec.add("ssm_state_indices", dense((N,), kinds), distinct(N, slots))
     counts = lambda source: torch.randint(-1, tokens + 2, (N,), generator=source)  # noqa: E731
     spec.add("num_accepted_tokens", dense((N,), kinds), counts)

@@ -14,8 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_TOKENS = 8
+MOST_TOKENS = 17
 """Tokens that a call of `recurrent_kda` looks at of a sequence."""
+
+COUNTS = 4
+"""Numbers at the end of a record in a replay buffer."""
 
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 """Inputs that take gradients."""
@@ -133,6 +136,21 @@ class Slots:
     def inner(self, S: Tensor) -> Tensor:
         return S.mT if self.v_first else S
 
+    @property
+    def is_replay_buffer(self) -> bool:
+        return self.pool is not None and self.pool.dim() == 4
+
+    def record(self, row: int, length: int, decays: Tensor, width: int) -> None:
+        """Of a row of a replay buffer: how many tokens it holds, and their decays. How `k u^T` is split is not said."""
+        K = decays.shape[-1]
+        parts = [(0, slice(-COUNTS, None), torch.tensor(float(length)).double())]
+        for i in range(length):
+            parts += [(i, slice(0, K), decays[i]), (i, slice(K, width - COUNTS), None)]
+        for i, part, want in parts:
+            key = (row, i, part.start)
+            exact, want = part.start < 0, None if key in self.claims else want
+            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact)
+
     def store(self, place: tuple[int, ...], S: Tensor, group: object, exact: bool = False) -> None:
         want = None if place in self.claims else self.inner(S)
         self.claims[place] = Claim(self.target, place, want, exact, group)
@@ -221,16 +239,26 @@ def decode(c: dict) -> list[Claim]:
                 index = n if c.get("ssm_state_indices") is None else int(c["ssm_state_indices"][n])
                 if c.get("ssm_state_indices") is None or pool.has(index):
                     pool.store((index,), S, n)
-            if scratch.pool is not None:
-                rows = c.get("intermediate_state_indices")
-                row = own if rows is None else int(rows[n])
+            if scratch.pool is not None and not scratch.is_replay_buffer:
                 # the index that the sequence starts from has the pool's null rule already
+                row = row_of(c, n, own)
                 if scratch.has(row):
                     for i, after in enumerate(states[1:]):
                         scratch.store((row, i), after, n)
+        if scratch.is_replay_buffer:
+            row = row_of(c, n, own if begin is not None or c.get("intermediate_state_indices") is not None else -1)
+            if scratch.has(row):
+                held = length if begin is not None else 0
+                decays = tokens[3][s.row, s.begin : s.begin + held].exp()
+                scratch.record(row, held, decays, scratch.pool.shape[3])
         if c.get("output_final_state") and pool.pool is None:
             claims.append(Claim("final_state", (n,), pool.inner(S), group=n))
     return [*claims, *pool.claims.values(), *scratch.claims.values()]
+
+
+def row_of(c: dict, n: int, own: int) -> int:
+    rows = c.get("intermediate_state_indices")
+    return own if rows is None else int(rows[n])
 
 
 def start(c: dict, n: int, pool: Slots, source: Slots, most: int) -> tuple[Tensor | None, int]:
@@ -275,14 +303,35 @@ def unmixed(c: dict) -> dict:
 
 
 def commit(c: dict) -> list[Claim]:
-    pool = Slots("initial_state", c["initial_state"], c.get("null_index", "negative"))
+    pool = Slots("initial_state", c["initial_state"], c.get("null_index", "negative"), c.get("state_v_first", True))
     rows = Slots("intermediate_states", c["intermediate_states"])
+    if rows.is_replay_buffer:
+        return replayed(c, pool, rows)
+    pool.v_first = False  # copies know no layout
     for n, index in enumerate(c["ssm_state_indices"].tolist()):
         given = c.get("intermediate_state_indices")
         row, accepted = index if given is None else int(given[n]), int(c["num_accepted_tokens"][n])
         if pool.has(index) and rows.has(row) and 1 <= accepted <= rows.pool.shape[1]:
             pool.store((index,), rows.pool[row, accepted - 1], n, exact=True)
     return [*pool.claims.values()]
+
+
+def replayed(c: dict, pool: Slots, rows: Slots) -> list[Claim]:
+    """Each record is good for one commit."""
+    V, K = c["initial_state"].shape[2:] if pool.v_first else c["initial_state"].shape[:1:-1]
+    for n, index in enumerate(c["ssm_state_indices"].tolist()):
+        row, accepted = row_of(c, n, index), int(c["num_accepted_tokens"][n])
+        if not rows.has(row) or (c.get("intermediate_state_indices") is None and not pool.has(index)):
+            continue
+        recorded = rows.pool[row, 0, :, -COUNTS:].min()
+        if pool.has(index) and 1 <= accepted <= min(recorded, rows.pool.shape[1]):
+            S = pool.read(index)
+            for token in rows.pool[row, :accepted]:
+                decay, k, u = token[:, :-COUNTS].split((K, K, V), dim=1)
+                S = decay[..., None] * S + k[..., None] * u[:, None]
+            pool.store((index,), S, n)
+        rows.record(row, 0, torch.empty(0, 0), 0)
+    return [*pool.claims.values(), *rows.claims.values()]
 
 
 def prefill(c: dict) -> list[Claim]:

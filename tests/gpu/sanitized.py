@@ -24,6 +24,7 @@ from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.triton import decode as triton_decode
 
+from ..support.decoding_checks import REPLAYED, check_replay
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from .calls import KIMI, UNBOUNDED, on_gpu
@@ -48,7 +49,7 @@ WY_CASES = [
 ]
 
 DECODE_RACES = (
-    *("paged", "k_first", "bf16", "bf16_k_first", "packed_8", "spec", "K256"),
+    *("paged", "k_first", "bf16", "bf16_k_first", "packed_17", "spec", "K256"),
     *("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16"),
 )
 
@@ -133,6 +134,10 @@ def main() -> None:
         triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few
         for call in decode_calls(backend, races):
             ran += run(fd.recurrent_kda, on_device(call), backend)
+    if backend == "triton" and not backward:
+        for step in REPLAYED[:2] if races else REPLAYED:
+            check_replay(step, BF16, backend, "cuda")
+            ran += 1
     if backward:
         ran += run_backward(backend, races)
     torch.cuda.synchronize()

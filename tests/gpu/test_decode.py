@@ -16,7 +16,7 @@ from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_
 from flashdelta.testing.inputs import TOKEN_TENSORS, narrow
 from flashdelta.testing.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 
-from ..support.decoding_checks import accepted_steps, check_step
+from ..support.decoding_checks import REPLAYED, accepted_steps, check_replay, check_rounds, check_step, replay_buffer
 from .calls import CALLS_TO_A_REPLAY, compilations, gpu_call, peer
 from .calls import KIMI as PROMPT
 
@@ -194,6 +194,56 @@ def test_verification_and_commit_are_steps_one_by_one(state: torch.dtype, backen
     assert_close("pool", call["initial_state"][kept], pool[kept], tolerance)
 
 
+REPLAYS = [
+    *REPLAYED,
+    replace(VERIFY, name="kimi"),
+    replace(VERIFY, name="kimi_fp32", state=FP32, gate="softplus", v_first=False),
+    replace(VERIFY, name="many", B=70, T=8, spec=7, indices=tuple(range(70)), slots=71, gap=512),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("step", REPLAYS, ids=case_id)
+def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
+    """To the bit: both kernels round alike."""
+    check_replay(step, dtype, "triton", "cuda")
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
+    check_rounds(200, "triton", "cuda", state=state)
+
+
+def test_a_captured_round_replays_with_other_slots_and_counts():
+    """Verification and commit in one graph."""
+    step = replace(VERIFY, name="captured", state=FP32, indices=(0, 5, 7))
+    call, records = make_step(step, BF16, "cuda"), replay_buffer(step, "cuda")
+    pool, slots, accepted = call["initial_state"], call["ssm_state_indices"], torch.ones_like(call["ssm_state_indices"])
+    call |= {"intermediate_states": records, "output": torch.empty_like(call["v"])}
+
+    def both() -> None:
+        fd.recurrent_kda(**call)
+        fd.commit(pool, records, slots, accepted, state_v_first=step.v_first)
+
+    both()
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    for indices, counts in (((3, 1, 9), (4, 2, 1)), ((11, -1, 2), (3, 3, 5)), ((0, 0 - 2, 40), (1, 1, 1))):
+        start = torch.randn_like(pool)
+        for name in ("q", "k", "v", "g", "beta"):
+            call[name].normal_()
+        slots.copy_(torch.tensor(indices))
+        accepted.copy_(torch.tensor(counts))
+        pool.copy_(start)
+        graph.replay()
+        found = pool.clone()
+        pool.copy_(start)
+        both()
+        assert same_bits(found, pool) and not same_bits(pool, start)
+
+
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("v_first", [True, False])
 def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dtype, backend: str):
@@ -216,6 +266,8 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
     with compilations() as names:
         for step in steps:
             fd.recurrent_kda(**make_step(step, BF16, "cuda"), backend=backend)
+        if backend == "triton":
+            check_replay(replace(VERIFY, v_first=v_first, state=state), BF16, backend, "cuda")
     assert names == []
 
 

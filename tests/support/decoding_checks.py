@@ -157,7 +157,7 @@ def accepted_steps(call: dict, accepted: torch.Tensor) -> tuple[list[torch.Tenso
 _VERIFIED = [step for step in STEPS if step.rows is not None]
 REPLAYED = [
     *_VERIFIED,
-    *(replace(BY_NAME["verify"], name=f"drafts_{S}", T=1 + S, spec=S, B=2, indices=(3, 1), H=1, HV=2) for S in (7, 16)),
+    replace(BY_NAME["verify_16"], name="drafts_16", state=torch.float32, HV=2),
     replace(BY_NAME["verify"], name="softplus_bf16", gate="softplus", beta="double_logit", state=BF16, v_first=False),
     replace(BY_NAME["verify"], name="K256", K=256, V=256, H=1, HV=1, B=1, indices=(2,)),
     replace(BY_NAME["verify"], name="K1", K=1, V=2, H=1, HV=3),

@@ -119,7 +119,7 @@ def test_a_constant_decay_is_the_gated_delta_rule():
 
 @pytest.mark.parametrize("hard", ["same_keys", "g-50", "pinned", "zero_rows", "g-1e4"])
 def test_hard_inputs_are_finite_and_right(hard: str):
-    step = replace(BY_NAME["T8"], gate="lower_bound" if hard == "pinned" else "none", beta="value", state=FP64)
+    step = replace(BY_NAME["T17"], gate="lower_bound" if hard == "pinned" else "none", beta="value", state=FP64)
     call = make_step(step, FP64)
     HARD[hard]({name: call[name] for name in ("q", "k", "v", "g", "beta")}, Source(FP64, "cpu", 0))
     want = expected(step, call)

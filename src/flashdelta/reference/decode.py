@@ -148,8 +148,9 @@ def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
     states, accepted = t.intermediate_states, t.num_accepted_tokens.long()
     if problem.rows == 0 or states.shape[1] == 0:
         return {}
-    rows = t.state_indices if t.intermediate_indices is None else t.intermediate_indices
-    row, named = named_slots(any_row(problem), rows, states)
+    own = t.intermediate_indices is not None
+    rule, rows = (any_row(problem), t.intermediate_indices) if own else (problem, t.state_indices)
+    row, named = named_slots(rule, rows, states)
     known = named & (accepted >= 1) & (accepted <= problem.most_tokens)
     if problem.has_records:
         counts = states[:, 0, :, -RECORD_COUNTS:]
@@ -160,7 +161,7 @@ def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
             updated = decay[..., None] * S + k[..., None] * v_new[..., None, :]
             S = torch.where((i < accepted)[:, None, None, None], updated, S)
         store(problem, t.state_pool, t.state_indices, known, S)
-        store_rows(any_row(problem), counts, rows, named, torch.zeros_like(counts[row]))
+        store_rows(rule, counts, rows, named, torch.zeros_like(counts[row]))
         return {}
     values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
     store_rows(problem, t.state_pool, t.state_indices, known, values)

@@ -53,7 +53,7 @@ class Step(Case):
         return self.B
 
 
-ONE_DRAFT, TWO_DRAFTS, THREE_DRAFTS = ({"T": 1 + S, "spec": S} for S in (1, 2, 3))
+ONE_DRAFT, TWO_DRAFTS, THREE_DRAFTS, SIXTEEN_DRAFTS = ({"T": 1 + S, "spec": S} for S in (1, 2, 3, 16))
 PACKED_VERIFY = {"lengths": (3, 0, 2), "spec": 2, "update": False, "indices": (3, 2, 1)}
 
 STEPS = [
@@ -73,9 +73,9 @@ STEPS = [
     Step("own_final", "the pool is returned", indices=None, slots=3, final=True, state=BF16),
     Step("no_state", "states start at zero and are returned", state=None, indices=None, T=3, final=True),
     Step("dropped", "nothing kept at all", state=None, indices=None),
-    Step("T8", "as many tokens as there may be", B=2, T=8, indices=(1, 0)),
+    Step("T17", "as many tokens as there may be", B=2, T=17, indices=(1, 0)),
     Step("packed", "lengths 0 and 1", lengths=(1, 0, 1, 1), indices=(3, 1, 0, 5), offsets_dtype=INT64),
-    Step("packed_8", "lengths 0 to 8", lengths=(3, 0, 8, 1), indices=(3, 1, 0, 5), v_first=False),
+    Step("packed_17", "lengths 0 to 17", lengths=(3, 0, 17, 1), indices=(3, 1, 0, 5), v_first=False),
     Step(
         "padded",
         "a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
@@ -121,6 +121,25 @@ STEPS = [
         state=BF16,
         v_first=False,
         gap=8,
+    ),
+    Step(
+        "spec_16",
+        "as many drafts as there may be",
+        **SIXTEEN_DRAFTS,
+        B=2,
+        indices=(tuple(range(17)), tuple(range(33, 16, -1))),
+        accepted=(16, 17),
+        slots=34,
+    ),
+    Step(
+        "spec_16_packed",
+        "the same, and fewer, in one row of q, k, v",
+        lengths=(17, 2, 0),
+        spec=16,
+        layout="mixed_rows",
+        indices=(tuple(range(17)), tuple(range(17, 34)), (-1,) * 17),
+        slots=34,
+        state=BF16,
     ),
     Step("spec_first", "without counts the start is the first slot", **ONE_DRAFT, B=2, indices=((0, 1), (3, 2))),
     Step(
@@ -180,6 +199,7 @@ STEPS = [
         rows=(0, 1, -1),
         null_index="non_positive",
     ),
+    Step("verify_16", "sixteen", **SIXTEEN_DRAFTS, B=2, update=False, indices=(3, 1), rows="slots", state=BF16),
     Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
     Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
 ]
