@@ -99,7 +99,14 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     portable = {kernel for kernel, variant in kernels if not variant.startswith("hopper ")}
     forward, split = {"prepare_kernel", "recurrence_kernel"}, {"transitions_kernel", "compose_kernel"}
     backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "finish_kernel"}
-    alone = {"prepare_bounded_kernel", "output_kernel", "plan_kernel", "decode_kernel", "commit_kernel"}
+    alone = {
+        "prepare_bounded_kernel",
+        "output_kernel",
+        "plan_kernel",
+        "decode_kernel",
+        "commit_kernel",
+        "replay_kernel",
+    }
     assert portable == forward | split | backward | alone
     # `prepare` plans, and composition is the portable one
     assert hopper == (forward | split | backward | {"decode_kernel"} if arch == 90 else set())

@@ -24,6 +24,7 @@ GROUPS: dict[str, list[str]] = {
         "test_decode.py::test_step[paged]",
         "test_decode.py::test_step[spec_packed]",
         "test_decode.py::test_commit[(1, 0, 5, 2)-torch.float32]",
+        "test_decode.py::test_replay[verify]",
         "test_wy.py::test_results_are_the_reference[grouped-sliced]",
     ],
     "chunk-1": ["test_kernels.py::test_chunk_fp32 1/2"],

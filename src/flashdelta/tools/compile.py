@@ -281,8 +281,8 @@ VARIANTS = (
     _step("K128 V128 packed, V first", state_v_first=True),
     _step("K128 V128 speculative, V first", state_v_first=True, spec_tokens=3),
     _step("K256 V256 speculative, K first", K=256, V=256, spec_tokens=7, gate="none"),
-    _step("K128 V128 replay, V first", state_v_first=True, spec_tokens=7, records=True, packed=False),
-    _step("K64 V64 replay packed, K first", K=64, V=64, spec_tokens=3, records=True, gate="softplus"),
+    _step("replay K128 V128, V first", state_v_first=True, spec_tokens=7, records=True, packed=False),
+    _step("replay K64 V64 packed, K first", K=64, V=64, spec_tokens=3, records=True, gate="softplus"),
     Variant("commit fp32", operation="commit"),
     Variant("commit replay fp32, V first", operation="commit", records=True, state_v_first=True),
     Variant(
