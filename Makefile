@@ -23,7 +23,7 @@ TRITONS_BETWEEN ?= 3.7.0 3.7.1 3.8.0
 BETWEEN := $(foreach version,$(TRITONS_BETWEEN),$(VENV)/triton-$(version))
 
 # versions of FLA beside the newest, which is in the environment itself
-FLA_OLDER := $(foreach version,0.5.0 0.5.2,$(VENV)/fla-$(version))
+FLA_OLDER := $(foreach version,0.5.0 0.5.1 0.5.2,$(VENV)/fla-$(version))
 
 SHELL := /bin/bash
 export FLASHDELTA_TRITON_OLDEST := $(abspath $(OLDEST))

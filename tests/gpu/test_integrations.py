@@ -16,6 +16,7 @@ import flashdelta as fd
 from flashdelta.testing.cases import BF16
 from flashdelta.testing.oracle import relative_error
 
+from ..support.refusals import good_call
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,13 @@ def switched() -> Iterator[None]:
     _fla.enable()
     yield
     _fla.disable()
+
+
+OTHERS = [
+    *((fd.recurrent_kda, good_call(fd.recurrent_kda, start)) for start in ("paged", "spec", "mixed")),
+    *((op, good_call(op, "plain")) for op in (fd.commit, fd.kda_prefill, fd.kernels.chunk_bwd_wy_dqkg)),
+    (fd.chunk_kda, good_call(fd.chunk_kda, "pool")),
+]
 
 
 def fla_model(**options: Any) -> Any:
@@ -128,7 +136,8 @@ def hold(run: Callable[[Any], dict[str, Tensor]], make: Callable, monkeypatch: p
         for name, p in model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
                 p.data = weights[name]
-        exact = run(model)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            exact = run(model)
     assert ours.keys() == theirs.keys() == exact.keys()
     ratios = []
     for name, x in exact.items():
@@ -171,7 +180,7 @@ def test_compiled_and_checkpointed(make: Callable, ids: Tensor):
     compiled = trained(torch.compile(plain), ids)
     plain.gradient_checkpointing_enable()
     checkpointed = trained(plain, ids)
-    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) == 0.0
+    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 1e-3
     found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
 
@@ -201,6 +210,8 @@ def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():
         seen += [fd.supports(fd.chunk_kda, **call), fd.supports(fd.chunk_kda, **call, scale=0.25)]
     graph.replay()
     assert all(seen) and x.shape == call["q"].shape
-    seconds = min(timeit.repeat(lambda: fd.supports(fd.chunk_kda, **call), number=50, repeat=200)) / 50
-    print(f"supports: {seconds * 1e6:.1f} us")
-    assert seconds < 10e-6
+    for op, asked in ((fd.chunk_kda, call), *OTHERS):
+        given = {name: x.cuda() if isinstance(x, Tensor) and x.device.type == "cpu" else x for name, x in asked.items()}
+        seconds = min(timeit.repeat(lambda op=op, given=given: fd.supports(op, **given), number=50, repeat=200)) / 50
+        print(f"supports({op.__name__}): {seconds * 1e6:.1f} us")
+        assert seconds < 10e-6

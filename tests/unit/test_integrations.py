@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("chunk_kda", "fused_recurrent_kda"):
         monkeypatch.setattr(_fla, name, count(name, getattr(_fla, name)))
     return found
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
 
 
 # ---- plain definitions --------------------------------------------------------------------------------------------------
@@ -185,6 +192,10 @@ LEFT_TO_FLA = {
     "context": ({"cp_context": SimpleNamespace(cu_seqlens=torch.tensor([0, T]), cu_seqlens_cpu=None)}, "cp_context"),
     "bound": ({"use_gate_in_kernel": True, "lower_bound": -9.0}, "lower_bound"),
     "safe": ({"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(H)}, "safe_gate"),
+    "graph": (
+        {"use_graph": True, "return_intermediate_states": True, "cu_seqlens": torch.tensor([0, T])},
+        "use_graph",
+    ),
     "training": ({"return_intermediate_states": True}, "return_intermediate_states"),
     "state": ({"initial_state": torch.zeros(1, H, K, K, dtype=torch.bfloat16)}, "initial_state"),
     "sigmoid": ({"allow_neg_eigval": True}, "allow_neg_eigval"),
@@ -195,10 +206,12 @@ LEFT_TO_FLA = {
 
 
 @pytest.mark.parametrize("name", LEFT_TO_FLA)
-def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]):
+def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str], stack: ExitStack):
     from fla.ops.kda import chunk, chunk_kda
 
     changes, argument = LEFT_TO_FLA[name]
+    if name == "graph":
+        stack.enter_context(torch.inference_mode())
     reached: list[tuple] = []
     monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *x: reached.append(x))
     call = tokens() | changes
@@ -220,6 +233,35 @@ def test_the_recurrence_is_left_to_fla_where_it_writes_into_states():
     assert not _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "ssm_state_indices": states})[0]
     assert _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "initial_state": states})[0]
     assert not _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "beta": torch.rand(1, T, H, K)})[0]
+
+
+def test_states_of_any_dtype_are_returned_in_float32(counted: list[str]):
+    """As by FLA's kernel of the recurrence."""
+    from fla.ops.kda import fused_recurrent_kda
+
+    torch.manual_seed(0)
+    x = tokens()
+    x["g"] = -x["g"].abs()
+    start = torch.randn(1, H, K, K).bfloat16()
+    o, state = fused_recurrent_kda(**x, initial_state=start, output_final_state=True)
+    want_o, want_state = plain_kda(**x, initial_state=start.float())
+    assert state.dtype == torch.float32 and counted == ["fused_recurrent_kda"]
+    near(o, want_o)
+    near(state, want_state)
+
+
+def test_the_reference_takes_no_calls_from_a_gpu():
+    """The meta device stands for one that no kernel of ours runs on."""
+    x = {name: y.to("meta") for name, y in tokens().items()}
+    takes, reason = _fla.CHUNK.verify((), x)
+    assert not takes and "hopper: device type 'meta'" in reason
+    assert _fla.CHUNK.verify((), tokens())[0]
+
+
+def test_ours_comes_before_flash_kda():
+    from fla.ops.kda.backends.flash_kda import FlashKDABackend
+
+    assert FlashKDABackend.priority > _fla.PRIORITY
 
 
 def test_mistakes_are_named_by_fla():
@@ -267,6 +309,37 @@ def test_on_and_off(counted: list[str], monkeypatch: pytest.MonkeyPatch):
     chunk_kda(**x)
     assert counted == ["chunk_kda", "FLA", "chunk_kda", "FLA", "chunk_kda"]
     assert integrations.status("fla").state == "active"
+
+
+def test_modules_are_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch):
+    from fla.modules.norm import layernorm
+
+    ours = layernorm.rms_norm
+    _fla.enable()
+    assert layernorm.rms_norm is ours
+    monkeypatch.setenv(_fla.ENVIRONMENT, "0")
+    with pytest.raises(RuntimeError, match="driver"):  # FLA's own, which wants a GPU
+        layernorm.rms_norm(torch.ones(2, 8), torch.ones(8), None)
+    monkeypatch.delenv(_fla.ENVIRONMENT)
+    layernorm.rms_norm(torch.ones(2, 8), torch.ones(8), None)
+    _fla.disable()
+    theirs = layernorm.rms_norm
+    assert theirs is not ours
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _fla.enable()
+    assert layernorm.rms_norm is theirs  # FLA's kernels run there
+
+
+def test_without_dispatch_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    import fla.backends
+
+    _fla.disable()
+    monkeypatch.setattr(fla.backends, "_DISPATCH_DISABLED", True)
+    fresh = dict(vars(_fla._State)) | {"registered": False, "enabled": False}
+    monkeypatch.setattr(_fla, "_State", type("_State", (), fresh))
+    with pytest.warns(UserWarning, match=_fla.DISPATCH_OFF):
+        _fla.enable()
+    assert integrations.status("fla").state == "off" and not _fla.is_on()
 
 
 OTHER_VERSIONS = {
@@ -493,7 +566,7 @@ print(status.version, status.state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ("0.5.0", "0.5.2"))
+@pytest.mark.parametrize("version", ("0.5.0", "0.5.1", "0.5.2"))
 def test_fla_05(version: str):
     """In a process of its own: with the Triton that it runs with."""
     triton = Path(os.environ.get("FLASHDELTA_TRITON_OLDEST", "missing"))

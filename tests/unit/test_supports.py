@@ -84,8 +84,8 @@ def test_a_repeated_question_sees_what_its_key_does_not():
     assert fd.supports(fd.recurrent_kda, **call) and fd.supports(fd.recurrent_kda, **call)
     assert len(module._answers) == 1
     assert "memory shared with v" in fd.supports(fd.recurrent_kda, **call | {"output": call["v"]}).reason
-    negative = torch.complex(call["output"], call["output"]).conj().imag
-    assert negative.is_neg() and negative.stride() != call["output"].stride()
+    negative = torch._neg_view(call["output"])
+    assert negative.is_neg() and negative.stride() == call["output"].stride()
     assert "negative bit" in fd.supports(fd.recurrent_kda, **call | {"output": negative}).reason
     call["q"].requires_grad_()
     assert "requires grad" in fd.supports(fd.recurrent_kda, **call).reason
@@ -94,12 +94,47 @@ def test_a_repeated_question_sees_what_its_key_does_not():
     assert fd.supports(fd.recurrent_kda, **call | {"update_state": 1}).reason.startswith("update_state: got 1 (int)")
 
 
+class Own(Tensor):
+    """Of a class of its own, which may answer otherwise each time."""
+
+
+def test_what_is_kept_and_what_is_not():
+    call = good_call(fd.chunk_kda, "plain")
+    assert not {"batch_invariant", "backend"} & {*call}
+    assert fd.supports(fd.chunk_kda, **call, batch_invariant=True)
+    assert not fd.supports(fd.chunk_kda, **call, backend=True)  # the same value by another name
+    kept = len(module._answers)
+    fd.supports(fd.chunk_kda, **call | {"q": call["q"].as_subclass(Own)})
+    fd.supports(fd.chunk_kda, **call, scale=[1.0])
+    assert len(module._answers) == kept
+    refused = call | {"q": call["q"].flatten()}
+    assert not fd.supports(fd.chunk_kda, **refused) and len(module._answers) == kept + 1  # and kept
+    assert "dense (strided)" in fd.supports(fd.chunk_kda, **call | {"q": call["q"].flatten(2).to_mkldnn()}).reason
+    assert fd.supports([], **call).reason.startswith("op: got []")
+
+
+def test_inside_transforms_the_answer_is_the_call_s():
+    call = good_call(fd.chunk_kda, "plain")
+    asked = []
+
+    def run(q: Tensor) -> Tensor:
+        asked.append(fd.supports(fd.chunk_kda, **call | {"q": q, "out": torch.empty_like(call["v"])}))
+        return q
+
+    torch.func.vmap(run)(call["q"][None])
+    assert not asked[0] and asked[0].reason
+
+
 def test_offsets_on_the_host_are_read():
     call = good_call(fd.chunk_kda, "packed")
     right, wrong = call["cu_seqlens"].clone(), call["cu_seqlens"] + 1
     for _ in range(2):
         assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=wrong)
+        assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right.to("meta"))
+    kept = len(module._answers)
+    other = torch.tensor([0, *[int(right[-1])] * (len(right) - 1)], dtype=right.dtype)
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=other) and len(module._answers) == kept
 
 
 def test_tangents_are_seen():

@@ -26,7 +26,9 @@ ENVIRONMENT = "FLA_FLASHDELTA"
 """`FLA_FLASHDELTA=0` turns the integration off. Read at every call, as FLA reads its own switches."""
 
 READ = ("0.5.0", "0.5.1", "0.5.2", "0.6.0")
-"""Versions of fla-core that this was written and tested against. Others run if the signatures below are theirs."""
+"""Versions of fla-core that this was written and tested against. Others run if their signatures are those of these."""
+
+DISPATCH_OFF = "FLA_DISABLE_BACKEND_DISPATCH=1"
 
 GATE_ARGUMENTS = ("A_log", "dt_bias", "lower_bound")
 """FLA reads them with `use_gate_in_kernel` alone."""
@@ -53,7 +55,9 @@ class Adapter:
     ignored: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
     constant: Mapping[str, Any] = field(default_factory=dict)
-    refusal: Callable[[dict[str, Any]], str | None] = lambda call: None
+    refusal: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] = lambda call, given: None
+    """Why FLA keeps a call, of our arguments and FLA's."""
+
     parameters: tuple[str, ...] = ()
     """FLA's, in its order, as installed."""
 
@@ -73,7 +77,7 @@ class Adapter:
         """Our arguments."""
         given = dict(zip(self.parameters, arguments), **named) if arguments else named
         if len(given) != len(arguments) + len(named):
-            raise Unfit("more positional arguments than parameters")
+            raise Unfit("an argument twice, or more of them than parameters")
         call: dict[str, Any] = dict(self.constant)
         for name, x in given.items():
             if x is None or name in self.ignored:
@@ -85,7 +89,7 @@ class Adapter:
         if not call.get("use_gate_in_kernel"):
             for name in GATE_ARGUMENTS:
                 call.pop(name, None)
-        reason = self.refusal(call)
+        reason = self.refusal(call, given)
         if reason is not None:
             raise Unfit(reason)
         return call
@@ -102,21 +106,24 @@ class Adapter:
         return ok, None if ok else why
 
 
-def chunk_refusal(call: dict[str, Any]) -> str | None:
+def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     """What FLA itself refuses, with messages of its own."""
     state = call.get("initial_state")
     if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16:
         return "initial_state: bfloat16; FLA takes float32"
     if call.get("safe_gate") and call.get("use_gate_in_kernel") and "lower_bound" not in call:
         return "safe_gate: True with a gate that has no lower_bound"
-    if call.get("return_intermediate_states") and not torch.is_inference_mode_enabled():
-        return "return_intermediate_states: True outside of inference mode"
+    if call.get("return_intermediate_states"):
+        if not torch.is_inference_mode_enabled():
+            return "return_intermediate_states: True outside of inference mode"
+        if given.get("use_graph") and "cu_seqlens" in call:
+            return "use_graph: True with return_intermediate_states and cu_seqlens; FLA's h then has rows for chunks to come"
     return None
 
 
-def recurrent_refusal(call: dict[str, Any]) -> str | None:
+def recurrent_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     # FLA's default is to write into initial_state
-    return "inplace_final_state: True" if call.pop("inplace_final_state", True) else None
+    return "inplace_final_state: True" if given.get("inplace_final_state", True) else None
 
 
 def words(text: str) -> frozenset[str]:
@@ -140,7 +147,8 @@ CHUNK = Adapter(
 )
 RECURRENT = Adapter(
     fused_recurrent_kda,
-    words(f"{COMMON} inplace_final_state out"),
+    words(f"{COMMON} out"),
+    ignored=words("inplace_final_state"),
     renamed=OLD_NAMES,
     refusal=recurrent_refusal,
 )
@@ -155,9 +163,9 @@ WY = Adapter(
 
 def run_chunk(*arguments: Any, **named: Any) -> Any:
     call = CHUNK.fit(arguments, named)
-    if call.get("return_intermediate_states") and "cu_seqlens" in call:
+    if call.get("return_intermediate_states") and "cu_seqlens" in call and "cu_seqlens_cpu" not in call:
         # FLA's h has a row for each chunk there is, which only the host can tell
-        call.setdefault("cu_seqlens_cpu", call["cu_seqlens"].cpu())
+        call["cu_seqlens_cpu"] = call["cu_seqlens"].cpu()
     return chunk_kda(**call)
 
 
@@ -217,6 +225,11 @@ class _State:
     patches = Patches()
 
 
+def is_enabled() -> bool:
+    """By this process, whatever the environment says."""
+    return _State.enabled
+
+
 def is_on() -> bool:
     return _State.enabled and os.environ.get(ENVIRONMENT, "1") != "0"
 
@@ -231,9 +244,9 @@ def enable() -> None:
     if _State.obstacle is not None:
         _warn(_State.obstacle)
     elif not _State.enabled:
-        _State.enabled = True
         if not torch.cuda.is_available():
             _replace_modules()
+        _State.enabled = True
 
 
 def disable() -> None:
@@ -246,20 +259,21 @@ def _warn(difference: str) -> None:
     """Once."""
     if not _State.warned:
         _State.warned = True
-        warnings.warn(f"flashdelta does not replace this of FLA {version()}: {difference}", stacklevel=3)
+        known = f"it was written for {', '.join(READ)}"
+        warnings.warn(f"flashdelta leaves FLA {version()} as it is ({known}): {difference}", stacklevel=3)
 
 
 def status() -> Status:
     """Where the integration stands. Imports FLA, and turns nothing on."""
     found = version()
-    if found is None:
+    if found is None and not _State.enabled:
         return Status("fla", "not installed", None, "pip install flash-linear-attention")
     try:
         _prepare()
     except Exception as error:  # FLA's own, such as a Triton that it does not run with
         return Status("fla", "unknown version", found, f"its import fails: {error}")
     if _State.obstacle is not None:
-        return Status("fla", "unknown version", found, _State.obstacle)
+        return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
     if os.environ.get(ENVIRONMENT, "1") == "0":
         return Status("fla", "off", found, f"{ENVIRONMENT}=0")
     if _State.enabled:
@@ -278,15 +292,15 @@ def _prepare() -> None:
     """Registers our backend, which takes no call before it is enabled; or notes what is in the way."""
     if _State.registered or _State.obstacle is not None:
         return
-    if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
-        _State.obstacle = "FLA_DISABLE_BACKEND_DISPATCH=1"
-        return
     import_module("fla")
     try:
         functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for where, name in SEAMS}
         differences = [difference for name, f in functions.items() if (difference := ADAPTERS[name].read(f))]
+        registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
+        if registry._DISPATCH_DISABLED:
+            differences = [DISPATCH_OFF]
         if not differences:
-            _register(functions["chunk_kda"])
+            _register(functions["chunk_kda"], registry)
     except (ImportError, AttributeError) as error:
         differences = [str(error)]
     _State.obstacle = "; ".join(differences) or None
@@ -301,8 +315,7 @@ SEAMS = (
 """Files of `fla.ops.kda`, and functions in them."""
 
 
-def _register(function: Callable[..., Any]) -> None:
-    registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
+def _register(function: Callable[..., Any], registry: Any) -> None:
     backend = backend_class(registry.BaseBackend)
     if hasattr(registry, "register"):
         registry.register(function)(backend)
@@ -330,7 +343,7 @@ def _replace_modules() -> None:
 
     found, left = replacements()
     for module, name, ours in found:
-        _State.patches.set(module, name, on_cpu(ours, getattr(module, name)))
+        _State.patches.set(module, name, on_cpu(ours, getattr(module, name), is_on))
     if left:
         _warn("; ".join(left))
     utils = import_module("fla.utils")

@@ -351,14 +351,16 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(owner.forward).parameters)[1:]  # an autograd function's `apply`: all but its context
 
 
-def on_cpu(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is `ours` if its first tensor is on a CPU, else `theirs`, with the arguments untouched."""
+def on_cpu(
+    ours: Callable[..., Any], theirs: Callable[..., Any], is_on: Callable[[], bool] = lambda: True
+) -> Callable[..., Any]:
+    """A function that is `ours` if its first tensor is on a CPU and `is_on()`, else `theirs`, with the arguments untouched."""
 
     @wraps(theirs)
     def choose(*args: Any, **kwargs: Any) -> Any:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor):
-                return (ours if x.device.type == "cpu" else theirs)(*args, **kwargs)
+                return (ours if x.device.type == "cpu" and is_on() else theirs)(*args, **kwargs)
         return theirs(*args, **kwargs)
 
     return choose

@@ -97,8 +97,9 @@ class Call:
 
 
 def public_call(op: Callable[..., Any]) -> Call:
-    if op not in CALLS:
-        names = ", ".join(f"flashdelta.{function.__name__}" for function in CALLS)
+    if not callable(op) or op not in CALLS:
+        places = ((f, "kernels." if call.kind == "wy" else "") for f, call in CALLS.items())
+        names = ", ".join(f"flashdelta.{place}{function.__name__}" for function, place in places)
         raise ValueError(f"op: got {op!r}, wanted one of {names}")
     return CALLS[op]
 

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from .. import backends
 from ..problem.arguments import PLAIN, extent
 from ..problem.problem import Problem
-from .call import Call, public_call
+from ..problem.split import known_lengths
+from .call import public_call
 
 
 class Support(NamedTuple):
@@ -32,10 +33,10 @@ class Support(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    support: Support
+    """`written`: tensors that the call writes, by place and bytes, and those which must not share their memory."""
 
+    support: Support
     written: list[tuple[int, int, list[tuple[int, int]]]]
-    """Tensors that the call writes, by place and bytes, and those which must not share their memory."""
 
 
 MOST = 4096
@@ -63,53 +64,63 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     try:
         key = _key(op, arguments, named, tensors)
         answer = _answers.get(key)
-    except (RuntimeError, TypeError, AttributeError):  # what can't be hashed, or has no strides, is not kept
+        if answer is not None and not _shares(answer, tensors):
+            return answer.support
+    # what can't be hashed, or has no strides or no memory of its own, is asked about anew each time
+    except (RuntimeError, TypeError, ValueError, AttributeError):
         return _ask(op, arguments, named)
-    if answer is None:
-        support = _ask(op, arguments, named)
+    support = _ask(op, arguments, named)
+    written = _written(op, arguments, named, tensors) if answer is None else []
+    # a refusal may be for memory that is shared, which the key doesn't know
+    if answer is None and (support.ok or not written):
         if len(_answers) >= MOST:
             _answers.clear()
-        # a refusal may be for shared memory, which the key doesn't know
-        if support.ok:
-            _answers[key] = _Answer(support, _written(op, arguments, named, tensors))
-        return support
-    if answer.written:
-        addresses = [x.data_ptr() for x in tensors]
-        for place, nbytes, others in answer.written:
-            begin = addresses[place]
-            end = begin + nbytes
-            for other, size in others:
-                if addresses[other] < end and begin < addresses[other] + size:
-                    return _ask(op, arguments, named)
-            if tensors[place].is_neg():
-                return _ask(op, arguments, named)
-    return answer.support
+        _answers[key] = _Answer(support, written)
+    return support
 
 
 def _key(op: Callable, arguments: Sequence, named: Mapping, tensors: list[Tensor]) -> tuple:
     """All that the answer depends on but addresses. Adds the call's tensors to `tensors`."""
     grad = torch.is_grad_enabled()
-    found: list = [op, grad, len(arguments), tuple(named)]
+    found: list = [op, len(arguments), tuple(named)]
     for values in (arguments, named.values()):
         for x in values:
             kind = type(x)
             if kind in PLAIN:
-                found += x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, grad and x.requires_grad
+                strides = x.is_contiguous() or x.stride()
+                found += x.shape, strides, x.dtype, x.device, x.layout, grad and x.requires_grad
                 tensors.append(x)
             elif isinstance(x, Tensor):
                 raise TypeError  # a subclass may answer otherwise each time
             else:
                 found += kind, x
-    if "cu_seqlens_cpu" in named and named["cu_seqlens_cpu"] is not None:
-        found += named["cu_seqlens_cpu"].tolist()
+    offsets = named.get("cu_seqlens_cpu")
+    if offsets is not None:
+        q = arguments[0] if arguments else named.get("q")
+        if known_lengths(offsets, named.get("chunk_size", 64), q) is None:
+            raise ValueError  # the refusal names them
     return tuple(found)
+
+
+def _shares(answer: _Answer, tensors: list[Tensor]) -> bool:
+    """Whether a tensor that is written lies in another's memory, or stands for the negative of its own."""
+    addresses = [x.data_ptr() for x in tensors] if answer.written else []
+    for place, nbytes, others in answer.written:
+        begin = addresses[place]
+        end = begin + nbytes
+        for other, size in others:
+            if addresses[other] < end and begin < addresses[other] + size:
+                return True
+        if tensors[place].is_neg():
+            return True
+    return False
 
 
 def _ask(op: Callable, arguments: Sequence, named: Mapping) -> Support:
     try:
         call = public_call(op)
         problem, t, backend = call.check(call.bind(arguments, named), dry=True)
-    except (TypeError, ValueError) as refusal:
+    except (TypeError, ValueError, RuntimeError) as refusal:
         return Support(False, None, str(refusal))
     return answer_of(problem, t.device, backend)
 
@@ -121,8 +132,11 @@ def answer_of(problem: Problem, device: torch.device, chosen: backends.Backend) 
 
 
 def _written(op: Callable, arguments: Sequence, named: Mapping, tensors: list[Tensor]) -> list:
-    call: Call = public_call(op)
-    given = call.operation.by_role(call.bind(arguments, named))
+    try:
+        call = public_call(op)
+        given = call.operation.by_role(call.bind(arguments, named))
+    except (TypeError, ValueError):  # such a call is refused
+        return []
     place = {role: i for role, x in given.items() for i, other in enumerate(tensors) if other is x}
     found = []
     for role, others in call.operation.overlaps.items():

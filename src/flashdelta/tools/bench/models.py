@@ -94,7 +94,7 @@ def layer_of(case: Block, device: torch.device) -> Layer:
 @contextlib.contextmanager
 def session() -> Iterator[None]:
     """With gradients, and with the integration as it was before once all is over."""
-    was_on, before = _fla.is_on(), os.environ.pop(_fla.ENVIRONMENT, None)
+    was_on, before = _fla.is_enabled(), os.environ.pop(_fla.ENVIRONMENT, None)
     try:
         with torch.enable_grad():
             yield
