@@ -140,16 +140,16 @@ class Slots:
     def is_replay_buffer(self) -> bool:
         return self.pool is not None and self.pool.dim() == 4
 
-    def record(self, row: int, length: int, decays: Tensor, width: int) -> None:
+    def record(self, row: int, length: int, decays: Tensor, group: object) -> None:
         """Of a row of a replay buffer: how many tokens it holds, and their decays. How `k u^T` is split is not said."""
         K = decays.shape[-1]
         parts = [(0, slice(-COUNTS, None), torch.tensor(float(length)).double())]
         for i in range(length):
-            parts += [(i, slice(0, K), decays[i]), (i, slice(K, width - COUNTS), None)]
+            parts += [(i, slice(0, K), decays[i]), (i, slice(K, self.pool.shape[3] - COUNTS), None)]
         for i, part, want in parts:
             key = (row, i, part.start)
             exact, want = part.start < 0, None if key in self.claims else want
-            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact)
+            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact, group)
 
     def store(self, place: tuple[int, ...], S: Tensor, group: object, exact: bool = False) -> None:
         want = None if place in self.claims else self.inner(S)
@@ -250,7 +250,7 @@ def decode(c: dict) -> list[Claim]:
             if scratch.has(row):
                 held = length if begin is not None else 0
                 decays = tokens[3][s.row, s.begin : s.begin + held].exp()
-                scratch.record(row, held, decays, scratch.pool.shape[3])
+                scratch.record(row, held, decays, n)
         if c.get("output_final_state") and pool.pool is None:
             claims.append(Claim("final_state", (n,), pool.inner(S), group=n))
     return [*claims, *pool.claims.values(), *scratch.claims.values()]
@@ -330,7 +330,7 @@ def replayed(c: dict, pool: Slots, rows: Slots) -> list[Claim]:
                 decay, k, u = token[:, :-COUNTS].split((K, K, V), dim=1)
                 S = decay[..., None] * S + k[..., None] * u[:, None]
             pool.store((index,), S, n)
-        rows.record(row, 0, torch.empty(0, 0), 0)
+        rows.record(row, 0, torch.empty(0, 0), n)
     return [*pool.claims.values(), *rows.claims.values()]
 
 
