@@ -414,6 +414,43 @@ def kimi() -> Any:
     return model
 
 
+TINY = {
+    **{"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 16, "kv_lora_rank": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "v_head_dim": 16, "qk_nope_head_dim": 16},
+    **{"num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 60},
+}
+
+
+def ling() -> Any:
+    from transformers import BailingHybridConfig, BailingHybridForCausalLM
+
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    experts = {"num_local_experts": 4, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0}
+    return BailingHybridForCausalLM(BailingHybridConfig(**TINY, **layers, **experts, head_dim=K, qk_rope_head_dim=8))
+
+
+class Headed(torch.nn.Module):
+    """GLM's text model, whose head comes with the one that sees images, too."""
+
+    def __init__(self) -> None:
+        from transformers import Glm5NextTextConfig, Glm5NextTextModel
+
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2, "q_lora_rank": 16}
+        heads = {"linear_head_dim": K, "linear_num_heads": H}
+        self.model = Glm5NextTextModel(Glm5NextTextConfig(**TINY, **layers, **heads, use_cache=False))
+        self.head = torch.nn.Linear(TINY["hidden_size"], TINY["vocab_size"])
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **named: Any) -> SimpleNamespace:
+        logits = self.head(self.model(input_ids=input_ids, **named).last_hidden_state)
+        return SimpleNamespace(loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+
+TRAINED = {"Ling": ling, "GLM": Headed}
+"""Others that take KDA from FLA."""
+
 MODELS = {
     "Kimi-Linear": kimi,
     "FLA": kda,
@@ -440,6 +477,8 @@ def step(model: Any, ids: Tensor, **named: Any) -> tuple[float, dict[str, Tensor
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Gives FLA's layer a plain recurrence for KDA, and transformers' its own PyTorch code."""
     from fla.layers import kda as layer
+    from transformers.models.bailing_hybrid import modeling_bailing_hybrid
+    from transformers.models.glm5_next import modeling_glm5_next
     from transformers.models.kimi_linear import modeling_kimi_linear
 
     def plain(**call: Any) -> tuple[Tensor, Tensor | None]:
@@ -449,8 +488,9 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def switch() -> None:
         for name in ("chunk_kda", "fused_recurrent_kda"):
             monkeypatch.setattr(layer, name, plain)
-        for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
-            monkeypatch.setattr(modeling_kimi_linear, name, getattr(modeling_kimi_linear, name).__wrapped__)
+        for file in (modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next):
+            for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
+                monkeypatch.setattr(file, name, getattr(file, name).__wrapped__)
 
     return switch
 
@@ -462,7 +502,7 @@ def hold(found: tuple[float, dict], want: tuple[float, dict], tolerance: float =
         assert relative_error(found[1][name], x) < tolerance, name
 
 
-@every_model
+@pytest.mark.parametrize("make", [*MODELS.values(), *TRAINED.values()], ids=[*MODELS, *TRAINED])
 @pytest.mark.parametrize("padded", (False, True))
 def test_models_train_alike(make: Callable, padded: bool, plainly: Callable, counted: list[str]):
     """The loss, and the gradient of every parameter."""
