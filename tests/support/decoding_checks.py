@@ -188,6 +188,7 @@ def check_rounds(
         total = int(lengths.sum())
         shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
         x = {name: torch.randn(1, total, *shape, generator=draw).to(device, dtype) for name, shape in shapes.items()}
+        x["g"] -= 8.0  # memories of hundreds of tokens, so that a round long ago still counts
         verify = {"num_spec_tokens": S, "update_state": False, "cu_seqlens": offsets, "ssm_state_indices": slots}
         buffer = {"intermediate_states": records, "intermediate_state_indices": rows}
         fd.recurrent_kda(**x, **options, initial_state=pool, **verify, **buffer)

@@ -91,8 +91,10 @@ def recurrent_kda(
             after each token, in row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the index the sequence
             starts from). Their dtype is the pool's. `commit` brings the accepted one to the pool. Or a replay buffer
             `[rows, 1 + S, HV, 2 K + V + 4]`, float32, zeros at first: receives what each token changes, for `commit` to
-            replay, in some 2 % of the memory. Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with
-            `S_t = diag(exp(g)) S_(t-1) + k u^T`; the last four numbers of the first token say how many are recorded.
+            replay, in 2.4 % of the memory of float32 states with K = V = 128. No two sequences may name one row of it, null
+            ones and those without tokens neither: these empty their row, so padding must have a row below 0. Of a token and
+            head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T`; the last four
+            numbers of the first token say how many are recorded.
         backend: `"auto"`, `"hopper"` (one token a sequence, states in bfloat16, V first), `"triton"` or `"reference"`; see
             `explain`.
 
@@ -132,8 +134,8 @@ def commit(
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
     first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, to the same bits. A null index,
-    one past the end, or a count outside `1 .. 1 + S` stores nothing. A record is good for one commit: it is empty then, until
-    the row's sequence is verified again, and a count past what is recorded stores nothing. One launch, no allocation, nothing
+    one past the end, or a count outside `1 .. 1 + S` stores nothing. A record is good for one commit, which empties every row
+    that it names, whatever the count: commit each row that was verified. A count past what is recorded stores nothing. One launch, no allocation, nothing
     read on the host.
 
     Args:

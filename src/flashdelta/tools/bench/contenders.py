@@ -451,7 +451,13 @@ class Verification:
         """Of the first sequences, the slot of the last accepted token."""
         return slots[:CHECKED].gather(1, self.accepted[:CHECKED, None].long() - 1)[:, 0].long()
 
-    def contender(self, run: Callable[[Tensor], object], slots: Sequence[Tensor], ends: Tensor) -> Contender:
+    def contender(
+        self,
+        run: Callable[[Tensor], object],
+        slots: Sequence[Tensor],
+        ends: Tensor,
+        tolerance: float = DECODE_TOLERANCE,
+    ) -> Contender:
         """`run` by launch. Checked are the first sequences' outputs, and their states, which lie in the slots `ends`."""
 
         def checked() -> Results:
@@ -466,7 +472,7 @@ class Verification:
                 run(x)
             return ()
 
-        return Contender(launch_all, DECODE_TOLERANCE, checked, graph="only")
+        return Contender(launch_all, tolerance, checked, graph="only")
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """What is checked, by the reference in float64."""
@@ -492,7 +498,9 @@ def verify(row: Row, setup: Setup) -> Work:
         "fla": setup.peer(
             "fla_decode",
             row,
-            lambda f: both.contender(lambda x: fla_step(f, both.call, x), both.slots, both.last(both.slots[0])),
+            lambda f: both.contender(
+                lambda x: fla_step(f, both.call, x), both.slots, both.last(both.slots[0]), PEER_TOLERANCE
+            ),
         ),
     }
     shape = {name: getattr(step, name) for name in ("N", "H", "HV", "K", "gate", "v_first")}
