@@ -135,8 +135,8 @@ def commit(
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
     first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, to the same bits. A null index,
     one past the end, or a count outside `1 .. 1 + S` stores nothing. A record is good for one commit, which empties every row
-    that it names, whatever the count: commit each row that was verified. A count past what is recorded stores nothing. One launch, no allocation, nothing
-    read on the host.
+    that it names, whatever the count: commit each row that was verified. A count past what is recorded stores nothing. One
+    launch, no allocation, nothing read on the host.
 
     Args:
         initial_state: `[slots, HV, V, K]` (or K first), float32 or bfloat16: the pool, written in place. Slots may lie any
