@@ -352,6 +352,22 @@ def decode_calls(step: Step, setup: Setup) -> tuple[dict, list[Tensor]]:
     return call, [each[i % rows] for i in range(launches)]
 
 
+def decode_shape(step: Step) -> dict[str, object]:
+    shape = {name: getattr(step, name) for name in ("N", "H", "HV", "K", "gate", "v_first")}
+    return shape | {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec or 0}
+
+
+def launch_all(run: Callable[[Tensor], object], slots: Sequence[Tensor]) -> Callable[[], Results]:
+    """A graph's launches, each on slots of its own; it returns nothing, as what it writes is checked by one of them."""
+
+    def run_each() -> Results:
+        for each in slots:
+            run(each)
+        return ()
+
+    return run_each
+
+
 FLA_DECODE = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
     *("initial_state", "state_v_first", "use_qk_l2norm_in_kernel"),
@@ -389,13 +405,8 @@ def decode(row: Row, setup: Setup) -> Work:
         return call["output"][:CHECKED], after
 
     def contender(run: Callable[[Tensor], object], tolerance: float) -> Contender:
-        def launch_all() -> Results:
-            for each in slots:
-                run(each)
-            return ()
-
         host = {"host_us": lambda: run(slots[0])} if row.host else {}
-        return Contender(launch_all, tolerance, lambda: checked(run), graph="only", host=host)
+        return Contender(launch_all(run, slots), tolerance, lambda: checked(run), graph="only", host=host)
 
     def ours(slots: Tensor) -> object:
         return fd.recurrent_kda(**call, ssm_state_indices=slots, backend=setup.backend)
@@ -412,10 +423,8 @@ def decode(row: Row, setup: Setup) -> Work:
     exact |= {name: exact[name][:CHECKED] for name in ("q", "k", "v", "g", "beta")} | {"output": None}
     own = torch.arange(len(flat), device=flat.device).view(some.shape)
     o, _ = fd.recurrent_kda(**exact, ssm_state_indices=own, backend="reference")
-    shape = {name: getattr(step, name) for name in ("N", "H", "HV", "K", "gate", "v_first")}
-    shape |= {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec or 0}
     errors = functools.partial(checks.errors, (o, exact["initial_state"]), ("o", "state"))
-    return Work(contenders, errors, shape, decode_bytes(step), len(slots))
+    return Work(contenders, errors, decode_shape(step), decode_bytes(step), len(slots))
 
 
 @dataclass
@@ -467,12 +476,7 @@ class Verification:
             self.pool[self.some] = self.before
             return self.call["output"][:CHECKED], found
 
-        def launch_all() -> Results:
-            for x in slots:
-                run(x)
-            return ()
-
-        return Contender(launch_all, tolerance, checked, graph="only")
+        return Contender(launch_all(run, slots), tolerance, checked, graph="only")
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """What is checked, by the reference in float64."""
@@ -503,13 +507,11 @@ def verify(row: Row, setup: Setup) -> Work:
             ),
         ),
     }
-    shape = {name: getattr(step, name) for name in ("N", "H", "HV", "K", "gate", "v_first")}
-    shape |= {"state": "fp32" if step.state == FP32 else "bf16", "S": step.spec}
     facts = {"scratch_bytes": {"ours": both.records.nbytes, "states": both.states.nbytes}}
     # the verification reads a state, the commit reads and writes it
     moved = 3 * step.N * state_bytes(step) + 2 * both.records.nbytes
     errors = functools.partial(checks.errors, both.exact(), ("o", "state"))
-    return Work(contenders, errors, shape, moved, len(both.slots), facts=facts)
+    return Work(contenders, errors, decode_shape(step), moved, len(both.slots), facts=facts)
 
 
 # ---- float32 ---------------------------------------------------------------------------------------------------------
