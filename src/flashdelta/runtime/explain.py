@@ -59,9 +59,10 @@ def explain(op: Callable, *arguments: object, device: torch.device | str | None 
     given = call.bind(arguments, named)
     device = None if device is None else torch.device(device)
     problem, t, chosen = call.check(given, device=device)
-    support = answer_of(problem, device or t.device, chosen)
-    verdicts = tuple(backends.judge(problem, device or t.device))
+    device = device or t.device
+    support = answer_of(problem, device, chosen)
+    verdicts = tuple(backends.judge(problem, device))
     segments = None
-    if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == (device or t.device).type != "meta":
+    if problem.operation == "chunk" and is_plain(t.q) and t.q.device.type == device.type != "meta":
         segments = tuple(chosen.parts(problem, chunks_of(problem, t), t.device).tolist())
     return Explanation(support, verdicts, segments)
