@@ -109,7 +109,7 @@ def step(state, row_v, token):
     along_q = tl.sum(state * row_q[None, :], axis=1)
     correction = beta * (row_v.to(tl.float32) - norm_k * along_k)
     written = norm_k * correction
-    state += written[:, None] * row_k[None, :]  # one fused sum, as in `commit`
+    state = tl.fma(written[:, None], row_k[None, :], state)  # as in `commit`
     return state, norm_q * (along_q + overlap * correction), written
 
 
