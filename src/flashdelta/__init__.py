@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import kernels
 from .ops.chunk import chunk_kda
-from .ops.decode import commit, recurrent_kda
+from .ops.decode import commit, recurrent_kda, replay_buffer
 from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
 from .runtime.explain import Explanation, explain
@@ -27,6 +27,7 @@ __all__ = [
     "kernels",
     "nn",
     "recurrent_kda",
+    "replay_buffer",
     "supports",
     "warmup",
 ]

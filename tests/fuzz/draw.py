@@ -439,13 +439,14 @@ def states_of_decoding(
 def add_records(draw: Random, spec: Spec, rows: int, tokens: int, sizes: tuple[int, int, int]) -> None:
     """A replay buffer that holds records of some tokens."""
     HV, K, V = sizes
-    add_pool(draw, spec, "intermediate_states", rows, (tokens, HV, 2 * K + V + 4), FP32)
+    width, counts = fd.replay_buffer(0, 1, 1, K, V).shape[-1], 2 * K + V
+    add_pool(draw, spec, "intermediate_states", rows, (tokens, HV, width), FP32)
     normal = spec.numbers["intermediate_states"]
 
     def numbers(source: torch.Generator) -> Tensor:
         x = normal(source)
         x[..., :K] = x[..., :K].abs().clamp(max=1)
-        x[..., -4:] = torch.randint(0, tokens + 1, (rows, 1, 1, 1), generator=source).to(x.dtype)
+        x[..., counts : counts + 4] = torch.randint(0, tokens + 1, (rows, 1, 1, 1), generator=source).to(x.dtype)
         return x
 
     spec.numbers["intermediate_states"] = numbers

@@ -17,9 +17,6 @@ from torch import Tensor
 MOST_TOKENS = 17
 """Tokens that a call of `recurrent_kda` looks at of a sequence."""
 
-COUNTS = 4
-"""Numbers at the end of a record in a replay buffer."""
-
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 """Inputs that take gradients."""
 
@@ -119,6 +116,11 @@ def of(sequence: Sequence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x[sequence.row, sequence.begin : sequence.end] for x in tensors)
 
 
+def counts_of(K: int, V: int) -> slice:
+    """Where a replay record has its counts."""
+    return slice(2 * K + V, 2 * K + V + 4)
+
+
 class Slots:
     """What a call stores in a pool. A slot that it stores twice may hold anything."""
 
@@ -140,15 +142,15 @@ class Slots:
     def is_replay_buffer(self) -> bool:
         return self.pool is not None and self.pool.dim() == 4
 
-    def record(self, row: int, length: int, decays: Tensor, group: object) -> None:
+    def record(self, row: int, decays: Tensor | list, K: int, V: int, group: object) -> None:
         """Of a row of a replay buffer: how many tokens it holds, and their decays. How `k u^T` is split is not said."""
-        K = decays.shape[-1]
-        parts = [(0, slice(-COUNTS, None), torch.tensor(float(length)).double())]
+        counts, length = counts_of(K, V), len(decays)
+        parts = [(0, counts, torch.tensor(float(length)).double())]
         for i in range(length):
-            parts += [(i, slice(0, K), decays[i]), (i, slice(K, self.pool.shape[3] - COUNTS), None)]
+            parts += [(i, slice(0, K), decays[i]), (i, slice(K, counts.start), None)]
         for i, part, want in parts:
             key = (row, i, part.start)
-            exact, want = part.start < 0, None if key in self.claims else want
+            exact, want = part == counts, None if key in self.claims else want
             self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact, group)
 
     def store(self, place: tuple[int, ...], S: Tensor, group: object, exact: bool = False) -> None:
@@ -245,12 +247,9 @@ def decode(c: dict) -> list[Claim]:
                 if scratch.has(row):
                     for i, after in enumerate(states[1:]):
                         scratch.store((row, i), after, n)
-        if scratch.is_replay_buffer:
-            row = row_of(c, n, own if begin is not None or c.get("intermediate_state_indices") is not None else -1)
-            if scratch.has(row):
-                held = length if begin is not None else 0
-                decays = tokens[3][s.row, s.begin : s.begin + held].exp()
-                scratch.record(row, held, decays, n)
+        if scratch.is_replay_buffer and begin is not None and scratch.has(row_of(c, n, own)):
+            decays = tokens[3][s.row, s.begin : s.begin + length].exp()
+            scratch.record(row_of(c, n, own), decays, decays.shape[-1], tokens[2].shape[-1], n)
         if c.get("output_final_state") and pool.pool is None:
             claims.append(Claim("final_state", (n,), pool.inner(S), group=n))
     return [*claims, *pool.claims.values(), *scratch.claims.values()]
@@ -321,16 +320,16 @@ def replayed(c: dict, pool: Slots, rows: Slots) -> list[Claim]:
     V, K = c["initial_state"].shape[2:] if pool.v_first else c["initial_state"].shape[:1:-1]
     for n, index in enumerate(c["ssm_state_indices"].tolist()):
         row, accepted = row_of(c, n, index), int(c["num_accepted_tokens"][n])
-        if not rows.has(row) or (c.get("intermediate_state_indices") is None and not pool.has(index)):
+        if not rows.has(row) or not pool.has(index):
             continue
-        recorded = rows.pool[row, 0, :, -COUNTS:].min()
-        if pool.has(index) and 1 <= accepted <= min(recorded, rows.pool.shape[1]):
+        recorded = rows.pool[row, 0, :, counts_of(K, V)].min()
+        if 1 <= accepted <= min(recorded, rows.pool.shape[1]):
             S = pool.read(index)
             for token in rows.pool[row, :accepted]:
-                decay, k, u = token[:, :-COUNTS].split((K, K, V), dim=1)
+                decay, k, u = token[:, : 2 * K + V].split((K, K, V), dim=1)
                 S = decay[..., None] * S + k[..., None] * u[:, None]
             pool.store((index,), S, n)
-        rows.record(row, 0, torch.empty(0, 0), n)
+        rows.record(row, [], K, V, n)
     return [*pool.claims.values(), *rows.claims.values()]
 
 

@@ -16,7 +16,15 @@ from flashdelta.testing.decoding import BY_NAME, SINGLE_BF16, STEPS, Step, make_
 from flashdelta.testing.inputs import TOKEN_TENSORS, narrow
 from flashdelta.testing.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 
-from ..support.decoding_checks import REPLAYED, accepted_steps, check_replay, check_rounds, check_step, replay_buffer
+from ..support.decoding_checks import (
+    REPLAYED,
+    accepted_steps,
+    check_replay,
+    check_rounds,
+    check_rows_of_records,
+    check_step,
+    replay_buffer,
+)
 from .calls import CALLS_TO_A_REPLAY, compilations, gpu_call, peer
 from .calls import KIMI as PROMPT
 
@@ -212,6 +220,10 @@ def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
     check_rounds(200, "triton", "cuda", state=state)
+
+
+def test_which_rows_of_records_are_written_and_emptied():
+    check_rows_of_records("triton", "cuda")
 
 
 def test_a_captured_round_replays_with_other_slots_and_counts():

@@ -11,7 +11,14 @@ from flashdelta.testing.cases import BF16, FP32, case_id
 from flashdelta.testing.decoding import BY_NAME, STEPS, Step
 from flashdelta.triton import decode
 
-from ..support.decoding_checks import REPLAYED, check_commit, check_replay, check_rounds, check_step
+from ..support.decoding_checks import (
+    REPLAYED,
+    check_commit,
+    check_replay,
+    check_rounds,
+    check_rows_of_records,
+    check_step,
+)
 from ..unit.test_decode import commit_call
 
 
@@ -48,6 +55,10 @@ def test_replay(step: Step):
 
 def test_rounds_of_replay():
     check_rounds(6, "triton")
+
+
+def test_which_rows_of_records_are_written_and_emptied():
+    check_rows_of_records("triton")
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):

@@ -89,14 +89,19 @@ def check_commit(call: dict, backend: str) -> None:
     assert same_bits(memory_of(pool), want)
 
 
-def replay_buffer(step: Step, device: str = "cpu", gap: int = 12) -> torch.Tensor:
+def replay_buffer(step: Step, device: str = "cpu", gap: int = 16) -> torch.Tensor:
     """Of as many rows as the step's buffer of states has: NaN wherever nothing may be read, and no token recorded."""
     rows = step.slots if step.rows == "slots" else 3
-    shape = (rows, 1 + (step.spec or 0), step.HV, 2 * step.K + step.V + 4)
-    x = amid(Source(torch.float32, device, 0), torch.float32, shape, gap)
+    plain = fd.replay_buffer(rows, step.spec, step.HV, step.K, step.V)
+    x = amid(Source(torch.float32, device, 0), torch.float32, plain.shape, gap)
     memory_of(x).fill_(torch.nan)
-    x[:, 0, :, -4:] = 0
+    x[:, 0, :, counts_of(step.K, step.V)] = 0
     return x
+
+
+def counts_of(K: int, V: int) -> slice:
+    """Where a record has the numbers that say how many tokens are recorded."""
+    return slice(2 * K + V, 2 * K + V + 4)
 
 
 def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cpu", tolerance: float = 0.0) -> None:
@@ -118,7 +123,7 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     rows = set(call.get("intermediate_state_indices", slots).tolist()) & {*range(len(records))}
     outside = untouched(records, rows)
     assert same_bits(memory_of(records)[outside], before[outside])
-    lengths = torch.tensor(step.lengths or (step.T,) * step.B, device=device)
+    lengths = torch.tensor(step.lengths or (step.T,) * step.B, device=device, dtype=torch.int32)
     shared = {
         "ssm_state_indices": slots,
         "state_v_first": step.v_first,
@@ -138,8 +143,9 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
                 assert_close("pool", pools[1].float(), pools[0].double(), tolerance)
             else:
                 assert same_bits(*pools)
-            kept = (accepted < 1) | (accepted > lengths)
-            assert same_bits(pools[1][slots[kept].long()], pool[slots[kept].long()])
+            kept = slots[(accepted < 1) | (accepted > lengths)].long()
+            kept = kept[(kept >= 0) & (kept < len(pool))]
+            assert same_bits(pools[1][kept], pool[kept])
 
 
 def accepted_steps(call: dict, accepted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -176,7 +182,7 @@ def check_rounds(
     dtype = torch.float32
     pool = torch.randn(N + 1, HV, V, K, generator=draw).to(device, state)
     want = pool.clone().float()
-    records = torch.zeros(N + 2, 1 + S, HV, 2 * K + V + 4, device=device)
+    records = fd.replay_buffer(N + 2, S, HV, K, V, device=device)
     rows = torch.tensor([4, 1, 0, 5], device=device, dtype=torch.int32)
     gate = {"gate": "lower_bound", "lower_bound": -5.0, "A_log": torch.zeros(HV, device=device)}
     options = gate | {"beta_is_logit": True, "backend": backend}
@@ -204,3 +210,37 @@ def check_rounds(
                 del renamed["beta_is_logit"]
                 want[slot] = fd.fused_recurrent_kda(**part, **renamed, **start)[1][0].to(state).float()
     assert_close("pool", pool.float(), want, 1e-5 if state == torch.float32 else 2e-2)
+
+
+def check_rows_of_records(backend: str, device: str = "cpu") -> None:
+    """Whose row a verification writes and a commit empties: a null sequence's neither, one's without tokens both."""
+    S, HV, K, V = 2, 2, 32, 32
+    draw = torch.Generator().manual_seed(0)
+    lengths, slots = (
+        (3, 0, 2, 5, 1),
+        (1, 2, -1, 0, 7),
+    )  # of the fourth three tokens are looked at; slot 7 is past the end
+    index = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+    x = {name: torch.randn(1, 11, *shape, generator=draw).to(device) for name, shape in shapes.items()}
+    options = {"gate": "logsigmoid", "beta_is_logit": True, "backend": backend}
+    pool = torch.randn(4, HV, V, K, generator=draw).to(device)
+    records = fd.replay_buffer(5, S, HV, K, V, device=device)
+    counts = records[:, 0, :, counts_of(K, V)]
+    counts.copy_(torch.tensor([1.0, 3.0, 2.0, 0.0, 3.0])[:, None, None].expand_as(counts))
+    before, start, rows = records.clone(), pool.clone(), index(0, 1, 2, 3, 4)
+    offsets = index(0, *torch.tensor(lengths).cumsum(0).tolist())
+    verify = {"num_spec_tokens": S, "update_state": False, "cu_seqlens": offsets, "ssm_state_indices": index(*slots)}
+    buffer = {"intermediate_states": records, "intermediate_state_indices": rows}
+    fd.recurrent_kda(**x, **options, initial_state=pool, **verify, **buffer)
+    assert same_bits(pool, start) and same_bits(records[[2, 4]], before[[2, 4]])
+    assert [row.unique().tolist() for row in counts[[0, 1, 3]]] == [[3.0], [0.0], [3.0]]
+    verified = records.clone()
+    fd.commit(pool, records, index(*slots), index(2, 1, 2, 3, 1), intermediate_state_indices=rows, backend=backend)
+    assert same_bits(records[[2, 4]], verified[[2, 4]]) and counts[[0, 1, 3]].eq(0).all()
+    assert same_bits(pool[2:], start[2:])
+    for slot, begin, accepted in ((1, 0, 2), (0, 5, 3)):
+        part = {name: y[:, begin : begin + accepted] for name, y in x.items()}
+        want = start[slot : slot + 1].clone()
+        fd.recurrent_kda(**part, **options, initial_state=want, cu_seqlens=index(0, accepted))
+        assert_close("pool", pool[slot], want[0].double(), 1e-5)

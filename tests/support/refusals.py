@@ -24,7 +24,7 @@ from flashdelta.testing.prefills import PLAIN, prefill_call
 from flashdelta.testing.wy import BY_NAME as WY_CASES
 from flashdelta.testing.wy import make_wy
 
-from .decoding_checks import commit_call
+from .decoding_checks import commit_call, counts_of
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 CHUNK = (fd.chunk_kda,)
@@ -113,7 +113,7 @@ def good_call(op: Callable, start: str) -> dict:
     if op is fd.recurrent_kda:
         return make_step(STEPS["paged" if start == "plain" else start])
     if op is fd.commit:
-        return commit_call()
+        return commit_of_records() if start == "records" else commit_call()
     if op is fd.kda_prefill:
         return prefill_call(replace(PLAIN, T=70)) | {"scale": 1}
     if op is wy:
@@ -121,6 +121,15 @@ def good_call(op: Callable, start: str) -> dict:
     case, more = MORE.get(start, (start, {}))
     call = make_call(replace(CASES[case], h=False, final=False)) | copy.deepcopy(more)
     return call if op is fd.chunk_kda else as_recurrent(call)
+
+
+def commit_of_records() -> dict:
+    """Three tokens recorded in row 4, one in row 1, of the slots' own."""
+    call = commit_call() | {"intermediate_states": fd.replay_buffer(6, 2, 2, 4, 8)}
+    for row, recorded in ((4, 3), (1, 1)):
+        call["intermediate_states"][row, 0, :, counts_of(4, 8)] = recorded
+    call["num_accepted_tokens"] = offsets(2, 1, 0, 1)
+    return call
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
@@ -467,10 +476,10 @@ REFUSED = {
         ),
         bad("shape [8, 2, 2, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 2, 2, 64, 32)),
         bad("shape [8, 3, 1, 64, 32]", "... [8, 3, 2, 64, 32]", intermediate_states=zeros(8, 3, 1, 64, 32)),
-        bad("shape [8, 2, 64, 32]", "...2 * K + V + 4] = [8, 3, 2, 132]", intermediate_states=zeros(8, 2, 64, 32)),
+        bad("shape [8, 2, 64, 32]", "... multiple of 16] = [8, 3, 2, 144]", intermediate_states=zeros(8, 2, 64, 32)),
         bad("shape [8, 3, 132]", "... rank 5", intermediate_states=zeros(8, 3, 132)),
-        mistyped("dtype torch.float64", "torch.float32", intermediate_states=zeros(8, 3, 2, 132).double()),
-        bad("strides (1584, 528, 264, 2)", "slots that are dense", intermediate_states=zeros(8, 3, 2, 264)[..., ::2]),
+        mistyped("dtype torch.float64", "torch.float32", intermediate_states=zeros(8, 3, 2, 144).double()),
+        bad("strides (1728, 576, 288, 2)", "slots that are dense", intermediate_states=zeros(8, 3, 2, 288)[..., ::2]),
         shared("initial_state", intermediate_states=ROWS.view(8, 3, 2, 64, 32), initial_state=ROWS),
         bad("shape [2]", "[N] = [3]", intermediate_state_indices=offsets(0, 1)),
         mistyped(
@@ -520,16 +529,17 @@ REFUSED = {
         shared("initial_state", of="intermediate_states", initial_state=lambda c: c["intermediate_states"][:, 0]),
         bad("shape [6, 0, 2, 8, 4]", "states of 1 to 17 tokens", intermediate_states=zeros(6, 0, 2, 8, 4)),
         bad("shape [6, 18, 2, 8, 4]", "states of 1 to 17 tokens", intermediate_states=zeros(6, 18, 2, 8, 4)),
-        bad("shape [6, 3, 2, 19]", "...2 * K + V + 4] = [6, 3, 2, 20]", intermediate_states=zeros(6, 3, 2, 19)),
-        bad("shape [6, 3, 1, 20]", "...2 * K + V + 4] = [6, 3, 2, 20]", intermediate_states=zeros(6, 3, 1, 20)),
+        bad("shape [6, 3, 2, 20]", "...2 * K + V + 4 up to", intermediate_states=zeros(6, 3, 2, 20)),
+        bad("shape [6, 3, 1, 32]", "... multiple of 16] = [6, 3, 2, 32]", intermediate_states=zeros(6, 3, 1, 32)),
         bad(
-            "shape [6, 3, 2, 20]",
-            "...2 * K + V + 4] = [6, 3, 2, 24]",
+            "shape [6, 3, 2, 32]",
+            "... multiple of 16] = [6, 3, 2, 48]",
             of="intermediate_states",
             state_v_first=False,
-            intermediate_states=zeros(6, 3, 2, 20),
+            initial_state=zeros(6, 2, 16, 4),
+            intermediate_states=zeros(6, 3, 2, 32),
         ),
-        mistyped("dtype torch.bfloat16", "torch.float32", intermediate_states=zeros(6, 3, 2, 20, dtype=BF16)),
+        mistyped("dtype torch.bfloat16", "torch.float32", intermediate_states=zeros(6, 3, 2, 32, dtype=BF16)),
         mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(6, 2, 8, 4, dtype=FP16)),
         bad("'hopper'", "one that can run this call", backend="hopper"),
         *no_tensors("initial_state"),
@@ -637,6 +647,23 @@ REFUSED_ON_REQUEST = {
     ],
     (DECODE, "spec"): [
         bad("4", "1 to 3", num_accepted_tokens=offsets(1, 4, 1)),
+    ],
+    (DECODE, "verify"): [
+        bad("slot 3 again", "another slot", ssm_state_indices=offsets(3, -1, 3)),
+        bad("slot 5 again", "another slot", intermediate_state_indices=offsets(5, 0, 5)),
+        bad("index 8", "... 8 slots", intermediate_state_indices=offsets(5, 0, 8)),
+    ],
+    (COMMIT, "records"): [
+        bad("3", "at most the 1 tokens that row 1 has recorded", num_accepted_tokens=offsets(2, 3, 0, 1)),
+        bad(
+            "1",
+            "at most the 0 tokens that row 5 ",
+            num_accepted_tokens=offsets(1, 1, 1, 1),
+            intermediate_state_indices=offsets(4, 1, 5, 3),
+        ),
+        bad("slot 1 again", "another slot", intermediate_state_indices=offsets(4, 1, 1, 3)),
+        bad("index 6", "... 6 slots", of="intermediate_state_indices", intermediate_state_indices=offsets(4, 1, 6, 3)),
+        bad("slot 4 again", "another slot", ssm_state_indices=offsets(4, 1, 4, -1)),
     ],
     (DECODE, "source"): [
         bad("index 7", "... 7 slots", initial_state_indices=offsets(1, 7, 1)),

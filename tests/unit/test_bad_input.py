@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, 
 def test_values_on_the_device_are_refused_on_request(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_checks, "ENABLED", True)
     good, call = refusal.calls()
-    refusal.op(**good)
+    refusal.op(**deepcopy(good))
     refusal.expect(refusal.op, call)
 
 
@@ -134,6 +135,9 @@ def test_without_a_request_they_touch_nothing_outside_the_tensors(refusal: Refus
         if refusal.op is fd.chunk_kda:
             call["return_intermediate_states"] = True
     results = refusal.op(**call)
+    if refusal.op is fd.commit:
+        assert results is None
+        return
     assert results[0].shape[:2] == call["v"].shape[:2]
     if refusal.start == "offsets":
         assert results[0].shape == call["v"].shape

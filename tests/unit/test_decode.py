@@ -19,6 +19,7 @@ from ..support.decoding_checks import (
     check_commit,
     check_replay,
     check_rounds,
+    check_rows_of_records,
     check_step,
     commit_call,
 )
@@ -79,6 +80,10 @@ def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
     check_rounds(200, "reference", state=state)
+
+
+def test_which_rows_of_records_are_written_and_emptied():
+    check_rows_of_records("reference")
 
 
 # ---- laws -----------------------------------------------------------------------------------------------------------

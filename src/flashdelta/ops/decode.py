@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..problem import operations
-from ..problem.problem import GateName, NullIndex
+from ..problem.arguments import integer
+from ..problem.errors import wrong
+from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Call
 
 
@@ -89,12 +92,9 @@ def recurrent_kda(
         update_state: with False the pool is only read; `ssm_state_indices` is `[N]` then.
         intermediate_states: `[slots, 1 + S, HV, V, K]`, with `update_state=False` and `num_spec_tokens`: receives the state
             after each token, in row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the index the sequence
-            starts from). Their dtype is the pool's. `commit` brings the accepted one to the pool. Or a replay buffer
-            `[rows, 1 + S, HV, 2 K + V + 4]`, float32, zeros at first: receives what each token changes, for `commit` to
-            replay, in 2.4 % of the memory of float32 states with K = V = 128. No two sequences may name one row of it, null
-            ones and those without tokens neither: these empty their row, so padding must have a row below 0. Of a token and
-            head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T`; the last four
-            numbers of the first token say how many are recorded.
+            starts from). Their dtype is the pool's. `commit` brings the accepted one to the pool. Or a buffer made by
+            `replay_buffer`: receives what each token changes, for `commit` to replay, in 2.4 % of the memory of float32 states
+            with K = V = 128. No two sequences may name one row of it; null ones leave theirs alone, whatever it is.
         backend: `"auto"`, `"hopper"` (one token a sequence, states in bfloat16, V first), `"triton"` or `"reference"`; see
             `explain`.
 
@@ -134,15 +134,14 @@ def commit(
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
     first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, to the same bits. A null index,
-    one past the end, or a count outside `1 .. 1 + S` stores nothing. A record is good for one commit, which empties every row
-    that it names, whatever the count: commit each row that was verified. A count past what is recorded stores nothing. One
-    launch, no allocation, nothing read on the host.
+    one past the end, or a count outside `1 .. 1 + S` stores nothing, and neither does a count past what is recorded. A record
+    is good for one commit: every sequence that has a slot empties its row, whatever the count. Commit each row that was
+    verified, before it is verified again or given to another sequence. One launch, no allocation, nothing read on the host.
 
     Args:
         initial_state: `[slots, HV, V, K]` (or K first), float32 or bfloat16: the pool, written in place. Slots may lie any
             pitch apart.
-        intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype; or the replay buffer
-            `[rows, 1 + S, HV, 2 K + V + 4]`, float32.
+        intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype; or the replay buffer, see `replay_buffer`.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. No two sequences may have the same.
         num_accepted_tokens: `[N]` int32 or int64.
         intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index.
@@ -153,6 +152,41 @@ def commit(
     """
     tensors = (initial_state, intermediate_states, ssm_state_indices, num_accepted_tokens, intermediate_state_indices)
     _commit.run(tensors, (null_index, state_v_first, backend))
+
+
+def replay_buffer(
+    rows: int, num_spec_tokens: int, HV: int, K: int, V: int, *, device: torch.device | str | None = None
+) -> Tensor:
+    """An empty replay buffer for `recurrent_kda(intermediate_states=...)`: a row for each sequence of `1 + num_spec_tokens`
+    tokens that awaits its `commit`.
+
+    Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,
+    arXiv 2510.26692, eq. 1), then four numbers, which of the row's first token say how many tokens are recorded. Rows of a
+    larger buffer may lie any pitch apart; a multiple of 16 numbers spares compilations.
+
+    Args:
+        rows: how many; at most as many sequences are verified at once.
+        num_spec_tokens: `S` in 1 to 16.
+        HV, K, V: value heads, key and value channels.
+        device: of the buffer; PyTorch's default device by default.
+
+    Returns:
+        `[rows, 1 + num_spec_tokens, HV, width]` float32, zeros; `width` is `2 K + V + 4` up to a multiple of 16.
+
+    Raises:
+        ValueError, TypeError: a number that does not fit.
+    """
+    for name, value, highest in (
+        ("rows", rows, None),
+        ("num_spec_tokens", num_spec_tokens, DECODE_TOKENS - 1),
+        *((name, value, None) for name, value in (("HV", HV), ("K", K), ("V", V))),
+    ):
+        integer()(name, value)
+        lowest = 0 if name == "rows" else 1
+        if value < lowest or (highest is not None and value > highest):
+            raise wrong(name, value, f"{lowest} or more" if highest is None else f"{lowest} to {highest}")
+    shape = (rows, 1 + num_spec_tokens, HV, record_width(K, V))
+    return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 _call = Call(operations.DECODE, recurrent_kda)

@@ -141,7 +141,7 @@ class Argument:
     product, and `STATE` a state's two dimensions in the call's layout. Alternatives stand in a tuple, and what depends on other
     arguments is a function of them. `required`: None for an argument that may be left out, else why it may not be, or a
     function that says so. `dense`: how many of the last dimensions must be contiguous. `written`: the call writes it, so that
-    it must have memory of its own (but that in `shares`). `on_host`: it lies on the CPU.
+    it must have memory of its own (but that in `shares`); a function says which calls do. `on_host`: it lies on the CPU.
     """
 
     role: str
@@ -149,12 +149,17 @@ class Argument:
     dtype: Dtypes
     required: str | Callable[[Any], str | None] | None = None
     dense: int = 0
-    written: bool = False
+    written: bool | Callable[[Any], bool] = False
     shares: tuple[str, ...] = ()
     on_host: bool = False
 
 
-WORDS = {"S1": "1 + num_spec_tokens", "N1": "N + 1", "C": "chunk_size", "RECORD": "2 * K + V + 4"}
+WORDS = {
+    "S1": "1 + num_spec_tokens",
+    "N1": "N + 1",
+    "C": "chunk_size",
+    "RECORD": "2 * K + V + 4 up to a multiple of 16",
+}
 """Symbols that read otherwise in messages."""
 
 
@@ -334,12 +339,13 @@ class Operation:
         present = self._check_shapes(call, sizes)
         self._check_dtypes_and_devices(call, present)
         for argument, x in present:
-            if argument.written and is_negative(x):
+            written = argument.written(call) if callable(argument.written) else argument.written
+            if written and is_negative(x):
                 raise wrong(
                     self.name_of(argument.role), "a view with the negative bit", "memory to be written as it is"
                 )
-            if argument.dense or argument.written:
-                check_strides(self.name_of(argument.role), x, argument.dense, argument.written)
+            if argument.dense or written:
+                check_strides(self.name_of(argument.role), x, argument.dense, written)
         self.check_overlaps(vars(call))
         if torch.is_grad_enabled():
             self._check_gradients(call, present)

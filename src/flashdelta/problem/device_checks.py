@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from .errors import wrong
-from .problem import Problem, Tensors
+from .problem import Problem, Tensors, record_counts
 
 CHECKPOINT_MULTIPLE = 16
 
@@ -36,11 +36,6 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         if on_host is not None and on_host.tolist() != t.cu_seqlens.tolist():
             raise wrong("cu_seqlens_cpu", f"{on_host.tolist()[:8]}", f"cu_seqlens' offsets {t.cu_seqlens.tolist()[:8]}")
     lengths = [problem.T] * problem.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
-    claims: dict[str, _Claims] = {
-        "source_indices": _Claims(problem.lowest_index, 0 if t.source_pool is None else t.source_pool.shape[0]),
-        # rows of a scratch buffer are null only below 0
-        "intermediate_indices": _Claims(0, problem.rows),
-    }
     pool = _Claims(problem.lowest_index, problem.pool_slots)
     if t.num_accepted_tokens is not None:
         _check_counts(t.num_accepted_tokens, lengths, problem)
@@ -50,10 +45,12 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
             for i, index in enumerate(row):
                 stored = problem.update_state and (i < length if len(row) > 1 else length > 0)
                 pool.claim(name_of("state_indices"), index, stored or problem.operation == "commit")
-    for role, rows_of in claims.items():
-        indices = getattr(t, role)
-        for index, length in zip(() if indices is None else indices.tolist(), lengths):
-            rows_of.claim(name_of(role), index, stored=role == "intermediate_indices" and length > 0)
+    if t.source_pool is not None and t.source_indices is not None:
+        source = _Claims(problem.lowest_index, t.source_pool.shape[0])
+        for index in t.source_indices.tolist():
+            source.claim(name_of("source_indices"), index, stored=False)
+    if problem.has_intermediate:
+        _check_rows(problem, t, lengths, name_of)
     if t.checkpoint_offsets is not None and t.checkpoint_indices is not None:
         _check_checkpoints(t.checkpoint_offsets, t.checkpoint_indices, lengths, pool)
 
@@ -96,6 +93,31 @@ def _check_counts(counts: torch.Tensor, lengths: list[int], problem: Problem) ->
     for count, length in zip(counts.tolist(), lengths):
         if length > 0 and not 1 <= count <= problem.most_tokens:
             raise wrong("num_accepted_tokens", count, f"1 to {problem.most_tokens}")
+
+
+def _check_rows(problem: Problem, t: Tensors, lengths: list[int], name_of: NameOf) -> None:
+    """Of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a record has."""
+    if t.source_pool is not None:
+        role, pool, given = "source_indices", t.source_pool, t.source_indices
+    else:
+        role, pool, given = "state_indices", t.state_pool, t.state_indices
+    starts = [*range(problem.N)] if given is None else given.tolist()
+    lowest = 0 if given is None else problem.lowest_index
+    rows, claims = starts, _Claims(lowest, problem.rows)
+    if t.intermediate_indices is not None:  # null only below 0
+        role, rows, claims = "intermediate_indices", t.intermediate_indices.tolist(), _Claims(0, problem.rows)
+    for n, (start, row) in enumerate(zip(starts, rows)):
+        live = lowest <= start < pool.shape[0]
+        # a commit empties the records that it names
+        written = problem.has_records or (problem.operation == "decode" and lengths[n] > 0)
+        claims.claim(name_of(role), row, stored=live and written)
+        if problem.operation == "commit" and problem.has_records and live and row >= claims.lowest:
+            count, recorded = (
+                int(t.num_accepted_tokens[n]),
+                int(record_counts(problem, t.intermediate_states)[row].min()),
+            )
+            if count > recorded:
+                raise wrong("num_accepted_tokens", count, f"at most the {recorded} tokens that row {row} has recorded")
 
 
 def _check_checkpoints(offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims) -> None:

@@ -561,7 +561,7 @@ COMMIT = Operation(
             same_as_pool,
             required="",
             dense=3,
-            written=True,
+            written=has_records,  # which a commit empties
         ),
         Argument("state_indices", "N", INDEX, required=""),
         Argument("num_accepted_tokens", "N", INDEX, required=""),

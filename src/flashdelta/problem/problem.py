@@ -23,7 +23,10 @@ DECODE_TOKENS = 17
 """Tokens that `recurrent_kda` takes of a sequence at most: a token and sixteen drafts."""
 
 RECORD_COUNTS = 4
-"""Numbers that end a replay record. Those of the first token say how many are recorded, each to a slice of value channels."""
+"""Numbers after a replay record. Those of the first token say how many are recorded, each to a slice of value channels."""
+
+RECORD_MULTIPLE = 16
+"""Of the width of replay records. With any number of heads strides are multiples of 16 then, so that kernels compile once."""
 
 DEFAULT_PRECISION: Precision = "tf32x3"
 """21 mantissa bits or more, on tensor cores; true float32 products run on the ordinary units."""
@@ -201,11 +204,6 @@ class Problem(Settings):
         return self.has_intermediate or (self.spec_tokens > 0 and self.update_state)
 
     @property
-    def record_width(self) -> int:
-        """Numbers of a token and head in a replay buffer."""
-        return record_width(self.K, self.V)
-
-    @property
     def stores_final_state(self) -> bool:
         """Whether final states go anywhere: to the caller, or to the pool."""
         return self.output_final_state or self.has_pool
@@ -260,8 +258,14 @@ class Problem(Settings):
 
 
 def record_width(K: int, V: int) -> int:
-    """`exp(g)` and `k` `[K]`, what the token writes `[V]`, counts."""
-    return 2 * K + V + RECORD_COUNTS
+    """Numbers of a token and head in a replay buffer: `exp(g)` and `k` `[K]`, what the token writes `[V]`, counts."""
+    return -(-(2 * K + V + RECORD_COUNTS) // RECORD_MULTIPLE) * RECORD_MULTIPLE
+
+
+def record_counts(problem: Problem, records: Tensor) -> Tensor:
+    """How many tokens each row of a replay buffer has recorded, `[rows, HV, 4]`, as a view."""
+    begin = 2 * problem.K + problem.V
+    return records[:, 0, :, begin : begin + RECORD_COUNTS]
 
 
 def number_of_sequences(t: Tensors) -> int:

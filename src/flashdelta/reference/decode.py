@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..problem.problem import RECORD_COUNTS, Problem, Tensors
+from ..problem.problem import Problem, Tensors, record_counts
 from .gate import elementwise_inputs
 from .sequences import lengths_of, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
@@ -112,20 +112,26 @@ def _row(problem: Problem, t: Tensors, starts: Starts) -> tuple[Problem, torch.T
 
 
 def _record_counts(problem: Problem, t: Tensors, starts: Starts, lengths: torch.Tensor) -> None:
-    """How many tokens of each sequence its row will hold: none of a null one."""
-    counts = t.intermediate_states[:, 0, :, -RECORD_COUNTS:]
-    values = torch.where(starts.live, lengths, 0).to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
+    """How many tokens of each sequence its row will hold."""
+    counts = record_counts(problem, t.intermediate_states)
+    values = lengths.to(counts.dtype)[:, None, None].expand(-1, *counts.shape[1:])
     rule, rows = _row(problem, t, starts)
-    store_rows(rule, counts, rows, torch.ones_like(starts.live), values)
+    store_rows(rule, counts, rows, starts.live, values)
 
 
 def _record(
     problem: Problem, t: Tensors, starts: Starts, i: int, inside: torch.Tensor, token: tuple[torch.Tensor, ...]
 ) -> None:
     """Stores what the `i`-th token changes: `exp(g)`, `k` and `v_new`."""
-    records = t.intermediate_states[:, i, :, :-RECORD_COUNTS]
     rule, rows = _row(problem, t, starts)
-    store_rows(rule, records, rows, inside, torch.cat(token, dim=-1).to(records.dtype))
+    for part, values in zip(record_parts(problem, t.intermediate_states[:, i]), token):
+        store_rows(rule, part, rows, inside, values.to(part.dtype))
+
+
+def record_parts(problem: Problem, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`exp(g)`, `k` and `v_new` of replay records `[.., record_width]`, as views."""
+    sizes = [problem.K, problem.K, problem.V]
+    return records[..., : sum(sizes)].split(sizes, dim=-1)
 
 
 def _by_token(
@@ -153,15 +159,16 @@ def commit(problem: Problem, t: Tensors) -> dict[str, torch.Tensor]:
     row, named = named_slots(rule, rows, states)
     known = named & (accepted >= 1) & (accepted <= problem.most_tokens)
     if problem.has_records:
-        counts = states[:, 0, :, -RECORD_COUNTS:]
+        counts = record_counts(problem, states)
         known &= accepted <= counts[row].flatten(1).amin(1)
+        verified = named & named_slots(problem, t.state_indices, t.state_pool)[1]
         S = from_layout(problem, gathered(problem, t.state_pool, t.state_indices, known))
         for i in range(problem.most_tokens):
-            decay, k, v_new, _ = states[row, i].split((problem.K, problem.K, problem.V, RECORD_COUNTS), dim=-1)
+            decay, k, v_new = record_parts(problem, states[row, i])
             updated = decay[..., None] * S + k[..., None] * v_new[..., None, :]
             S = torch.where((i < accepted)[:, None, None, None], updated, S)
         store(problem, t.state_pool, t.state_indices, known, S)
-        store_rows(rule, counts, rows, named, torch.zeros_like(counts[row]))
+        store_rows(rule, counts, rows, verified, torch.zeros_like(counts[row]))
         return {}
     values = states[row, (accepted - 1).clamp(0, problem.most_tokens - 1)]
     store_rows(problem, t.state_pool, t.state_indices, known, values)

@@ -85,14 +85,17 @@ FORWARD = Operator("kda_forward", INPUTS, RESULTS)
 FORWARD_OUT = Operator(
     "kda_forward_out", (*INPUTS, *POOL, "out"), RESULTS, writes=("state_pool", "out", "intermediate_states")
 )
-COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool", "intermediate_states"))
+COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool",))
+COMMIT_RECORDS = Operator("kda_commit_records", COMMIT, (), writes=("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
 
 
 def operator_of(problem: Problem, t: Tensors) -> Operator:
     """The one that declares what the call writes."""
-    if problem.operation in ("commit", "wy"):
-        return COMMIT_STATES if problem.operation == "commit" else BACKWARD_WY
+    if problem.operation == "wy":
+        return BACKWARD_WY
+    if problem.operation == "commit":
+        return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
     return FORWARD if t.out is None and not problem.has_pool and t.source_pool is None else FORWARD_OUT
 
 

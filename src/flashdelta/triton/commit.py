@@ -19,7 +19,19 @@ import triton.language as tl
 from ..problem.problem import RECORD_COUNTS, Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs
-from .device.states import everywhere, named_slot, state_offsets
+from .device.records import COUNTS, load_record, record_counts, record_width
+from .device.states import named_slot, state_offsets
+
+
+@triton.jit
+def slot_and_row(slot_indices, row_indices, n, lowest, slots, rows):
+    """Of sequence `n`: its slot of the pool, its row of the buffer, and whether there are both."""
+    slot, named = named_slot(slot_indices, n, lowest, slots)
+    row = slot
+    exists = slot < rows
+    if row_indices is not None:
+        row, exists = named_slot(row_indices, n, 0, rows)  # a scratch buffer has no reserved row
+    return slot, row, named & exists
 
 
 @triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens"])
@@ -43,24 +55,12 @@ def commit_kernel(
     blocks = tl.cdiv(size, BLOCK)
     n = tl.program_id(0) // blocks
     count = tl.load(accepted + n).to(tl.int64)
-    slot, named = named_slot(slot_indices, n, lowest, slots)
-    row = slot
-    exists = slot < rows
-    if row_indices is not None:
-        row, exists = named_slot(row_indices, n, 0, rows)  # a scratch buffer has no reserved row
-    if named & exists & (count >= 1) & (count <= tokens):
+    slot, row, named = slot_and_row(slot_indices, row_indices, n, lowest, slots, rows)
+    if named & (count >= 1) & (count <= tokens):
         inside = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         mask = inside < size
         state = tl.load(intermediate_states + row * row_pitch + (count - 1) * row_step + inside, mask=mask)
         tl.store(initial_state + slot * slot_pitch + inside, state, mask=mask)
-
-
-@triton.jit
-def load_record(records, there, key, value, K: tl.constexpr):
-    """`exp(g)` and `k` `[K]`, `u` `[BV]` of a token; zeros if it is not `there`."""
-    exp_g = tl.load(records + key, mask=everywhere(key, there), other=0.0)
-    k = tl.load(records + K + key, mask=everywhere(key, there), other=0.0)
-    return exp_g, k, tl.load(records + 2 * K + value, mask=everywhere(value, there), other=0.0)
 
 
 @triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
@@ -82,7 +82,6 @@ def replay_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     V_FIRST: tl.constexpr,
-    COUNTS: tl.constexpr,
 ):
     """`S <- diag(exp(g_t)) S + k_t u_t^T` for the accepted tokens. One CTA per (sequence, value head, slice of `BV` value
     channels). Each has a count of its own, which it clears: no other CTA may still have to read it."""
@@ -91,16 +90,12 @@ def replay_kernel(
     head = (tl.program_id(0) // slices % HV).to(tl.int64)
     n = tl.program_id(0) // slices // HV
     count = tl.load(accepted + n).to(tl.int64)
-    slot, named = named_slot(slot_indices, n, lowest, slots)
-    row = slot
-    exists = named & (slot < rows)
-    if row_indices is not None:
-        row, exists = named_slot(row_indices, n, 0, rows)
-    if exists:
-        records += row * row_pitch + head * (2 * K + V + COUNTS)
-        counts = records + 2 * K + V
+    slot, row, named = slot_and_row(slot_indices, row_indices, n, lowest, slots, rows)
+    if named:
+        records += row * row_pitch + head * record_width(K, V)
+        counts = record_counts(records, K, V)
         recorded = tl.load(counts + slice_)
-        if named & (count >= 1) & (count <= tokens) & (count.to(tl.float32) <= recorded):
+        if (count >= 1) & (count <= tokens) & (count.to(tl.float32) <= recorded):
             key = tl.arange(0, K)
             value = slice_ * BV + tl.arange(0, BV)
             states = initial_state + slot * slot_pitch + head * (K * V) + state_offsets(0, value, key, K, V, V_FIRST)
@@ -143,7 +138,7 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     pitches = (t.state_pool.stride(0), *t.intermediate_states.stride()[:2])
     if problem.has_records:
         c = replay_config(problem)
-        constants = dict(K=problem.K, V=problem.V, BV=c.BV, V_FIRST=problem.state_v_first, COUNTS=RECORD_COUNTS)
+        constants = dict(K=problem.K, V=problem.V, BV=c.BV, V_FIRST=problem.state_v_first)
         ctas = problem.N * problem.HV * (problem.V // c.BV)
         return [Launch(replay_kernel, ctas, (*tensors, *limits, problem.HV, *pitches), constants, c.num_warps)]
     size = problem.HV * problem.V * problem.K

@@ -27,11 +27,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import RECORD_COUNTS, Problem, Tensors
+from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.norms import L2_EPS
+from .device.records import COUNTS, record_counts, record_width, store_record
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import or_empty
@@ -43,7 +44,6 @@ SCALARS = (
 )
 """Arguments that the kernel is not specialised for."""
 
-COUNTS = tl.constexpr(RECORD_COUNTS)
 CHANNELS_A_THREAD = tl.constexpr(4)
 """Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
 over which sums run (docs/tuning.md)."""
@@ -115,13 +115,10 @@ def step(state, row_v, token):
 
 @triton.jit
 def record(records, stored, slice_, key, value, token, written, K: tl.constexpr):
-    """Stores what a token changed, for `commit` to replay: `exp(g)`, `k` as it came, and `written`, of which each CTA has a
-    slice. `exp(g) state + k written^T` repeats the update to the bit."""
+    """Stores what a token changed, for `commit` to replay: `k` is as it came, so that `exp(g) state + k written^T` repeats the
+    update to the bit."""
     _, row_k, exp_g, _, _, _, _ = token
-    once = stored & (slice_ == 0)
-    tl.store(records + key, exp_g, mask=everywhere(key, once))
-    tl.store(records + K + key, row_k, mask=everywhere(key, once))
-    tl.store(records + 2 * K + value, written, mask=everywhere(value, stored))
+    store_record(records, stored, slice_, key, value, exp_g, row_k, written, K)
 
 
 @triton.jit
@@ -296,14 +293,14 @@ def decode_kernel(
         slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
     if EACH == 3:
         row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
-        if targets is None and starts is not None:
-            _, has_row = named_slot(starts, n * start_row, lowest, tl.minimum(start_slots, target_slots))
-        final_state += row * target_pitch + head * (2 * K + V + COUNTS)
-        # of a null sequence none is recorded, so that no commit replays what the row held
-        count = tl.where(live, end - begin, 0).to(tl.float32)
+        if starts is not None:  # a null sequence leaves its row alone
+            _, named = named_slot(starts, n * start_row, lowest, start_slots)
+            has_row &= named
+        final_state += row * target_pitch + head * record_width(K, V)
+        count = tl.where(there, end - begin, 0).to(tl.float32)
         counts = tl.arange(0, COUNTS)
-        tl.store(final_state + 2 * K + V + counts, count, mask=everywhere(counts, has_row & (slice_ == 0)))
-        has_row &= live
+        tl.store(record_counts(final_state, K, V) + counts, count, mask=everywhere(counts, has_row & (slice_ == 0)))
+        has_row &= there
     else:
         final_state += head * (K * V)
     if not EACH:

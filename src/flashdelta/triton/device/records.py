@@ -1,0 +1,39 @@
+"""Replay records: what a token changes of a head's state, `S_t = diag(exp(g)) S_(t-1) + k u^T`, in `record_width` numbers.
+
+`exp(g)` `[K]`, `k` `[K]`, `u` `[V]`, then counts. Those of a row's first token say how many tokens are recorded, each to one
+slice of the value channels, so that CTAs may clear them without waiting for one another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...problem import problem
+from .states import everywhere
+
+COUNTS = tl.constexpr(problem.RECORD_COUNTS)
+record_width = triton.constexpr_function(problem.record_width)
+
+
+@triton.jit
+def store_record(records, stored, slice_, key, value, exp_g, k, u, K: tl.constexpr):
+    """`exp(g)` and `k` by the CTA of the first slice, `u` by each its own."""
+    once = stored & (slice_ == 0)
+    tl.store(records + key, exp_g, mask=everywhere(key, once))
+    tl.store(records + K + key, k, mask=everywhere(key, once))
+    tl.store(records + 2 * K + value, u, mask=everywhere(value, stored))
+
+
+@triton.jit
+def load_record(records, there, key, value, K: tl.constexpr):
+    """`exp(g)` and `k` `[K]`, `u` `[BV]` of a token; zeros if it is not `there`."""
+    exp_g = tl.load(records + key, mask=everywhere(key, there), other=0.0)
+    k = tl.load(records + K + key, mask=everywhere(key, there), other=0.0)
+    return exp_g, k, tl.load(records + 2 * K + value, mask=everywhere(value, there), other=0.0)
+
+
+@triton.jit
+def record_counts(records, K: tl.constexpr, V: tl.constexpr):
+    """Where the counts of a row and head begin."""
+    return records + 2 * K + V
