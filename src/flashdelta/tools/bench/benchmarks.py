@@ -13,11 +13,11 @@ PROMPTS = ("fla", "flash_kda", "cula")
 
 
 def decode_extra(row: dict, document: dict) -> dict:
-    """Time a token against the row without speculative tokens."""
+    """Time a token against a step without speculative tokens: the row's own, or another row."""
     S = row["shape"]["S"]
-    bare = row["name"].removeprefix("verify ").removesuffix(f" S{S}")
-    base = next((x for x in document["rows"] if S and x["name"] == bare), None)
-    cost = quotient(value(row, "ours.ms.median"), value(base, "ours.ms.median"))
+    base = next((x for x in document["rows"] if S and x["name"] == row["name"].removesuffix(f" S{S}")), None)
+    bare = value(row, "bare.ms.median") or value(base, "ours.ms.median")
+    cost = quotient(value(row, "ours.ms.median"), bare)
     return {"token_cost": None if cost is None else cost / (1 + S)}
 
 
@@ -96,7 +96,6 @@ BENCHMARKS = {
             ),
             effort=Effort(rounds=7, min_rounds=3, budget_ms=100.0, warmup_ms=2.0),
             derive=decode_extra,
-            over={"states_over_ours": ("states", "ours")},
             peers=("fla_decode",),
             options=(*COMMON, "quick"),
         ),

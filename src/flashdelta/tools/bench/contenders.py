@@ -488,17 +488,26 @@ class Verification:
 
 
 def verify(row: Row, setup: Setup) -> Work:
-    """By replay ("ours"), from a state a token ("states"), and by FLA, which stores a state a token in slots of the pool and
-    needs no commit. "verify" is ours without its commit, with which it is checked."""
+    """By replay ("ours"); with a state a token, in a buffer ("states"), or in slots of the pool, where no commit is needed
+    ("slots", and FLA). "verify" is ours without its commit, "bare" a step of one token; they are checked as ours is."""
     step: Any = row.call
     both = Verification(step, setup)
     starts, ends = both.starts, both.starts[0][:CHECKED].long()
     replays = both.contender(functools.partial(both.commit, both.records), starts, ends)
     alone = both.contender(functools.partial(both.verify, both.records), starts, ends)
+    bare = {name: both.call[name][:, :1].clone() for name in ("q", "k", "v", "g", "beta", "output")}
+    bare = {**both.call, **bare, "num_spec_tokens": None, "backend": setup.backend}
+    one = both.contender(lambda x: fd.recurrent_kda(**bare, ssm_state_indices=x), starts, ends)
     contenders = {
         "ours": replays,
         "states": both.contender(functools.partial(both.commit, both.states), starts, ends),
+        "slots": both.contender(
+            lambda x: fd.recurrent_kda(**both.call, ssm_state_indices=x, backend=setup.backend),
+            both.slots,
+            both.last(both.slots[0]),
+        ),
         "verify": replace(alone, checked=replays.checked),
+        "bare": replace(one, checked=replays.checked),
         "fla": setup.peer(
             "fla_decode",
             row,
