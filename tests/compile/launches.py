@@ -133,7 +133,7 @@ def cases() -> Iterator[Traced]:
         records = {"intermediate_states": replay_buffer(step)}
         yield Traced(f"decode {step.name} by replay, triton", fd.recurrent_kda, make_step(step, BF16) | records)
     for v_first in (True, False):
-        call = commit_call() | {"intermediate_states": torch.zeros(6, 3, 2, 20 if v_first else 24)}
+        call = commit_call() | {"intermediate_states": fd.replay_buffer(6, 2, 2, *((4, 8) if v_first else (8, 4)))}
         yield Traced(f"commit by replay, {'V' if v_first else 'K'} first", fd.commit, call | {"state_v_first": v_first})
     sizes = [replace(sized(PLAIN, size), name=f"at {size}") for size in SIZES]
     for case in [*PREFILLS, *sizes]:
