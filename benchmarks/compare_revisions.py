@@ -93,11 +93,12 @@ def trained(call: dict) -> dict:
     return call
 
 
-def decode(N: int, H: int = 32) -> dict:
-    pool = torch.zeros(N, H, 128, 128, device="cuda", dtype=BF16)
-    indices = torch.arange(N, device="cuda").int()
-    options = {"beta_is_logit": True, "initial_state": pool, "ssm_state_indices": indices}
-    return tokens(N, 1, H) | gated(H) | options
+def decode(N: int, H: int = 32, S: int = 0, state: torch.dtype = BF16, **others: object) -> dict:
+    """With `S` drafts, the state after each token goes to a slot of its own."""
+    pool = torch.zeros(N * (1 + S), H, 128, 128, device="cuda", dtype=state)
+    indices = torch.arange(N * (1 + S), device="cuda").int().view((N, 1 + S) if S else (N,))
+    options = {"beta_is_logit": True, "initial_state": pool, "ssm_state_indices": indices, "num_spec_tokens": S or None}
+    return tokens(N, 1 + S, H) | gated(H) | options | others
 
 
 def verify(N: int = 4, H: int = 4) -> dict:
@@ -167,6 +168,10 @@ GPU = {
     "prefill 8x1K H32, pool": ("prefill", lambda: prefill(8192, 32, 8)),
     "decode 64": ("decode", lambda: decode(64)),
     "decode 256": ("decode", lambda: decode(256)),
+    "decode 128, fp32": ("decode", lambda: decode(128, state=torch.float32)),
+    "decode 128, K first": ("decode", lambda: decode(128, state_v_first=False)),
+    "decode 32, 3 drafts": ("decode", lambda: decode(32, S=3)),
+    "recurrent 8x64 H32": ("recurrent", lambda: prefill(512, 32, 8)),
     "prefill fp32 4K H32": ("prefill fp32", lambda: float32(4096, 32)),
     "wy 8K H32": ("wy", lambda: wy(8192, 32)),
     "wy 8K H32, V first": ("wy", lambda: wy(8192, 32, state_v_first=True)),

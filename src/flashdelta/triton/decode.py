@@ -107,9 +107,10 @@ def step(state, row_v, token):
     state = state * exp_g[None, :]
     along_k = tl.sum(state * row_k[None, :], axis=1)
     along_q = tl.sum(state * row_q[None, :], axis=1)
-    correction = beta * (row_v.to(tl.float32) - norm_k * along_k)
+    # fused by name, here and below: what is recorded is worked out again in another layout, and must have the same bits
+    correction = beta * tl.fma(along_k, -norm_k, row_v.to(tl.float32))
     written = norm_k * correction
-    state = tl.fma(written[:, None], row_k[None, :], state)  # as in `commit`
+    state = tl.fma(written[:, None], row_k[None, :], state)
     return state, norm_q * (along_q + overlap * correction), written
 
 
