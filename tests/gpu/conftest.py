@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from filelock import FileLock
+from triton.runtime.autotuner import Autotuner
 
 from flashdelta.backends import BACKENDS
 
@@ -43,6 +44,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def gpu() -> None:
     assert torch.cuda.is_available(), "the GPU tier needs an NVIDIA GPU that PyTorch can see"
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLA's kernels run in the first of their configurations, on which their errors don't depend: to choose among them takes
+    FLA minutes. No result of a tuning is kept, so that benchmarks on this machine choose for themselves."""
+    first = property(lambda self: vars(self)["configs"][:1], lambda self, configs: vars(self).update(configs=configs))
+    monkeypatch.setattr(Autotuner, "configs", first, raising=False)
 
 
 @pytest.fixture

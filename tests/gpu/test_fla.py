@@ -16,7 +16,6 @@ from .calls import KIMI, gpu_call, peer
 
 pytestmark = pytest.mark.gpu
 
-# 32 heads of 128: the shape for which ready autotuning results are easiest to have; others make FLA tune for a minute.
 CASES = [
     replace(KIMI, name="fixed", H=32, HV=32, T=2048),
     replace(KIMI, name="packed", H=32, HV=32, lengths=(1300, 547, 0, 201)),

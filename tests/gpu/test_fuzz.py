@@ -8,7 +8,7 @@ from ..fuzz import runner
 
 pytestmark = pytest.mark.gpu
 
-CASES = {"calls": 60, "mutations": 200}
+CASES = {"calls": 20, "mutations": 60}
 
 
 @pytest.mark.parametrize("part", runner.PARTS)

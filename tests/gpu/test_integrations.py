@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import flashdelta as fd
 from flashdelta.testing.cases import BF16
 from flashdelta.testing.oracle import relative_error
 
+from ..support.pace import MOST_YARDSTICKS, pace
 from ..support.refusals import good_call
 from .calls import KIMI, gpu_call
 
@@ -212,6 +212,6 @@ def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():
     assert all(seen) and x.shape == call["q"].shape
     for op, asked in ((fd.chunk_kda, call), *OTHERS):
         given = {name: x.cuda() if isinstance(x, Tensor) and x.device.type == "cpu" else x for name, x in asked.items()}
-        seconds = min(timeit.repeat(lambda op=op, given=given: fd.supports(op, **given), number=50, repeat=200)) / 50
-        print(f"supports({op.__name__}): {seconds * 1e6:.1f} us")
-        assert seconds < 10e-6
+        ratio, seconds = pace(lambda op=op, given=given: fd.supports(op, **given))
+        print(f"supports({op.__name__}): {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
+        assert ratio < MOST_YARDSTICKS

@@ -18,7 +18,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, sequence_calls
 
 from ..support.gradients import INPUTS, gradients, incoming
 from ..unit.test_training import example
-from .calls import KIMI, gpu_call
+from .calls import CALLS_TO_A_REPLAY, KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ in bfloat16 was up to 0.7 % from itself in float32."""
 
 
 def test_a_short_run_lies_on_the_reference(tmp_path: Path):
-    module = example()
+    module = example("train_tiny_lm")
 
     def losses(*arguments: str) -> torch.Tensor:
         options = module.parse(["--steps", "300", "--device", "cuda", "--out", str(tmp_path / "model"), *arguments])
@@ -55,6 +55,18 @@ def test_parameters_and_their_gradients_stay_in_float32():
     assert y.dtype == torch.bfloat16
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in module.parameters())
     assert all(p.grad.abs().max() > 0 for p in module.parameters())
+
+
+def test_inference_tensors_are_refused_by_name(backend: str):
+    """By a replay, too."""
+    call = gpu_call(fd.chunk_kda, KIMI, backend=backend) | {"return_intermediate_states": False}
+    call["q"].requires_grad_()
+    with torch.inference_mode():
+        k = call["k"].clone()
+    for _ in range(CALLS_TO_A_REPLAY):
+        with pytest.raises(ValueError, match="k: got an inference tensor"):
+            fd.chunk_kda(**call | {"k": k})
+        fd.chunk_kda(**call)
 
 
 def test_checkpointed_activations_give_the_same_bits():

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from flashdelta.testing.oracle import relative_error
 
+from ..support.pace import MOST_YARDSTICKS, pace
+
 pytest.importorskip("fla")
 pytest.importorskip("transformers")
 
@@ -248,6 +250,30 @@ def test_states_of_any_dtype_are_returned_in_float32(counted: list[str]):
     assert state.dtype == torch.float32 and counted == ["fused_recurrent_kda"]
     near(o, want_o)
     near(state, want_state)
+
+
+def test_a_repeated_question_is_answered_at_once(monkeypatch: pytest.MonkeyPatch):
+    x = tokens()
+    assert _fla.CHUNK.verify((), x)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(_fla.Adapter, "fit", None)
+        ratio, _ = pace(lambda: _fla.CHUNK.verify((), x))
+    assert ratio < MOST_YARDSTICKS
+    states = x | {"return_intermediate_states": True}
+    for _ in range(2):
+        assert not _fla.CHUNK.verify((), states)[0]
+        with torch.inference_mode():
+            assert _fla.CHUNK.verify((), states)[0]
+
+
+@pytest.mark.parametrize("by_name", (True, False))
+def test_offsets_on_the_host_are_read_for_each_answer(by_name: bool):
+    x = tokens() | {"cu_seqlens": torch.tensor([0, T])}
+    for end, takes in ((T, True), (T + 1, False), (T, True)):
+        call = x | {"cu_seqlens_cpu": torch.tensor([0, end])}
+        before = _fla.CHUNK.parameters[: _fla.CHUNK.parameters.index("cu_seqlens_cpu") + 1]
+        arguments = () if by_name else tuple(call.get(name) for name in before)
+        assert _fla.CHUNK.verify(arguments, call if by_name else {})[0] is takes
 
 
 def test_the_reference_takes_no_calls_from_a_gpu():

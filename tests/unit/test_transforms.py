@@ -134,10 +134,14 @@ def test_a_view_with_the_negative_bit_is_not_written():
         fd.chunk_kda(**given, out=torch._neg_view(torch.zeros_like(given["v"])))
 
 
+class Weight(torch.nn.Parameter): ...
+
+
 def test_the_launch_cache_takes_no_negative_and_no_dual_tensors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     cache, x = LaunchCache(), torch.zeros(4)
     assert cache.find("call", (x,))[1] is not None
+    assert cache.find("call", (Weight(x),))[1] is not None
     assert cache.find("call", (torch._neg_view(x),))[1] is None
     with forward_ad.dual_level():
         assert cache.find("call", (forward_ad.make_dual(x, x),))[1] is None

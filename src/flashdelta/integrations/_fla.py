@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .. import chunk_kda, fused_recurrent_kda, kernels, supports
+from .. import chunk_kda, fused_recurrent_kda, kernels
+from ..runtime.supports import Asked, Support, ask, remembered
 from . import Status
 from .patches import Patches
 
@@ -41,7 +42,7 @@ class Unfit(Exception):
     """Why FLA keeps a call."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Adapter:
     """How calls of a function of FLA's become calls of ours.
 
@@ -96,14 +97,23 @@ class Adapter:
 
     def verify(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[bool, str | None]:
         """FLA's question: whether we take the call, and why not."""
+        if HOST_OFFSETS in self.parameters[: len(arguments)]:  # an answer is kept by what it knows by name
+            arguments, named = (), dict(zip(self.parameters, arguments), **named)
+        ok, _, why = remembered(Adapter.ask, self, arguments, named)
+        return ok, None if ok else why
+
+    def ask(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Asked:
         try:
             call = self.fit(arguments, named)
         except Unfit as reason:
-            return False, str(reason)
-        ok, backend, why = supports(self.op, **call)
-        if backend == "reference" and not call["q"].is_cpu:
-            return False, why
-        return ok, None if ok else why
+            return Support(False, None, str(reason)), (), ()
+        support, passed, pairs = ask(self.op, (), call)
+        if support.backend == "reference" and not call["q"].is_cpu:
+            support = support._replace(ok=False)
+        return support, passed, pairs
+
+
+HOST_OFFSETS = "cu_seqlens_cpu"
 
 
 def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
@@ -231,7 +241,11 @@ def is_enabled() -> bool:
 
 
 def is_on() -> bool:
-    return _State.enabled and os.environ.get(ENVIRONMENT, "1") != "0"
+    return _State.enabled and not is_forbidden()
+
+
+def is_forbidden() -> bool:
+    return os.environ.get(ENVIRONMENT, "1") == "0"
 
 
 def enable() -> None:
@@ -274,7 +288,7 @@ def status() -> Status:
         return Status("fla", "unknown version", found, f"its import fails: {error}")
     if _State.obstacle is not None:
         return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
-    if os.environ.get(ENVIRONMENT, "1") == "0":
+    if is_forbidden():
         return Status("fla", "off", found, f"{ENVIRONMENT}=0")
     if _State.enabled:
         return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}")

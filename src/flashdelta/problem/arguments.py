@@ -7,7 +7,7 @@ An `Operation` is a table: a row for each tensor (`Argument`), a check for each 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +20,22 @@ from .problem import ROLES, Problem, Tensors
 
 CPU = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Classes of tensors whose work needs no dispatcher."""
+"""The usual classes of tensors that are plain."""
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether `x` is no tensor subclass (fake, functional, ...), whose work must go through the dispatcher."""
-    return type(x) in PLAIN
+def is_plain(x: object) -> bool:
+    """Whether `x` is a tensor whose class leaves its work as it is. That of others (fake, functional, ...) must go through the
+    dispatcher. Subclasses of parameters are plain unless they say otherwise."""
+    kind = type(x)
+    return kind in PLAIN or (
+        getattr(kind, "__torch_function__", None) is torch._C._disabled_torch_function_impl
+        and getattr(kind, "__torch_dispatch__", None) is torch._C._disabled_torch_dispatch_impl
+    )
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether `x` is a `DTensor`. Of whoever has one its module is imported, which takes long."""
+    return isinstance(x, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def is_negative(x: Tensor) -> bool:
@@ -213,6 +223,8 @@ def check_tensor(name: str, x: object) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").lstrip("_")
         raise TypeError(f"{name}: got a {kind} tensor, wanted a dense (strided) one")
+    if not is_plain(x) and is_distributed(x):
+        raise TypeError(f"{name}: got a DTensor, wanted the part of it that is here (to_local())")
 
 
 def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
@@ -230,6 +242,13 @@ def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
         if stride < span:
             raise wrong(name, f"strides {x.stride()}", "memory of its own for every element (they must not overlap)")
         span += stride * (size - 1)
+
+
+def check_saved(inputs: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuses what can't be saved for a backward pass."""
+    for name, x in inputs if not torch.compiler.is_compiling() else ():
+        if x is not None and x.is_inference():
+            raise wrong(name, "an inference tensor with inputs that require grad", "torch.no_grad() or a clone of it")
 
 
 def extent(x: Tensor) -> int:
@@ -428,6 +447,7 @@ class Operation:
         if call.out is not None:
             got = "a tensor that requires grad" if call.out.requires_grad else "a tensor with inputs that require grad"
             raise wrong("out", got, "one that takes no gradient, and None when an input requires grad")
+        check_saved((self.name_of(argument.role), x) for argument, x in present)
 
 
 class _Names(dict):

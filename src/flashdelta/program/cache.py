@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..problem import device_checks
-from ..problem.arguments import PLAIN
+from ..problem.arguments import PLAIN, is_plain
 
 
 class Entry(Protocol):
@@ -56,7 +56,7 @@ class LaunchCache(Generic[E]):
                 if x is None:
                     found.append(None)
                     addresses.append(0)
-                elif type(x) in PLAIN and not x.is_neg():
+                elif (type(x) in PLAIN or is_plain(x)) and not x.is_neg():
                     # flat, and the device as a number: all this is most of the host time of a repeated call
                     index, address = x.get_device(), x.data_ptr()
                     found += x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15

@@ -15,6 +15,7 @@ from .decode import commit, decode_kda
 from .prefill import prefill
 from .recurrent import recurrent_kda
 from .rounding import rounding_error
+from .states import writing
 from .wy import chunk_bwd_wy_dqkg
 
 __all__ = ["chunk_bwd_wy_dqkg", "chunk_kda", "commit", "decode_kda", "prefill", "recurrent_kda", "rounding_error"]
@@ -50,7 +51,10 @@ FORWARDS = {"chunk": chunk_kda, "recurrent": recurrent_kda, "decode": decode_kda
 
 def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     o, final_state, h = FORWARDS[problem.operation](problem, t)
-    found = {"o": o if t.out is None else t.out.copy_(o), "final_state": final_state, "h": h}
+    if t.out is not None:
+        with writing(t.out):
+            o = t.out.copy_(o)
+    found = {"o": o, "final_state": final_state, "h": h}
     return {name: x for name, x in found.items() if x is not None}
 
 

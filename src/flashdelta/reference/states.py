@@ -6,6 +6,7 @@ tokens stores nothing.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 import torch
@@ -93,4 +94,10 @@ def store_rows(
     stored = stored & named
     row = torch.where(stored, torch.arange(len(index), device=index.device), stored.long().argmax())
     slot = slot[row]
-    pool.index_copy_(0, slot, torch.where(stored.any(), values[row], pool[slot]))
+    with writing(pool):
+        pool.index_copy_(0, slot, torch.where(stored.any(), values[row], pool[slot]))
+
+
+def writing(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Lets PyTorch write to `x`, as a kernel may: outside of inference mode it writes to no tensor made inside."""
+    return torch.inference_mode() if x.is_inference() else contextlib.nullcontext()

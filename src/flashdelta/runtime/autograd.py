@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..backends import Backend, Recording
-from ..problem.arguments import resolved
+from ..problem.arguments import check_saved, resolved
 from ..problem.problem import BACKWARD, INPUTS, Problem, Tensors
 from ..program.cache import LaunchCache
 
@@ -52,7 +52,11 @@ class Differentiable:
             x = inputs[role]
             if x is not None and x.shape != shape:
                 inputs[role] = x.reshape(shape)
-        return self.apply(*inputs.values())
+        try:
+            return self.apply(*inputs.values())
+        except RuntimeError:
+            check_saved(inputs.items())
+            raise
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
         """`o` and `final_state` of canonical inputs, with the gradients that these require."""

@@ -22,6 +22,9 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 CACHE: LaunchCache[Any] = LaunchCache()
 
+Pairs = Sequence[tuple[int, Sequence[int]]]
+"""Of tensors, by place, that a call writes, and those which must not share their memory."""
+
 CALLS: dict[Callable[..., Any], Call] = {}
 """By public function."""
 
@@ -36,7 +39,9 @@ class Call:
         self.tensors = tuple(p.name for p in parameters if "Tensor" in str(p.annotation))
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
-        self.pairs = [(place[role], [place[other] for other in others]) for role, others in operation.overlaps.items()]
+        self.pairs: Pairs = [
+            (place[role], [place[other] for other in others]) for role, others in operation.overlaps.items()
+        ]
         CALLS[function] = self
 
     def run(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends
-from ..problem.arguments import PLAIN, extent
+from ..problem.arguments import PLAIN, extent, is_plain
 from ..problem.problem import Problem
 from ..problem.split import known_lengths
-from .call import public_call
+from .call import Pairs, public_call
 
 
 class Support(NamedTuple):
@@ -33,16 +33,22 @@ class Support(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """`written`: tensors that the call writes, by place and bytes, and those which must not share their memory."""
+    """Of calls whose tensors pass the `guards`, PyTorch's own of traced code: all the same but for addresses and contents.
+    `written`: tensors that the call writes, by place and bytes, and those which must not share their memory."""
 
+    guards: Any
     support: Support
-    written: list[tuple[int, int, list[tuple[int, int]]]]
+    written: Sequence[tuple[int, int, list[tuple[int, int]]]]
 
 
-MOST = 4096
-"""Answers that are kept."""
+Asked = tuple[Support, Sequence[object], Pairs]
+"""An answer, the call's tensors, and which of them are written."""
 
-_answers: dict[tuple, _Answer] = {}
+MOST, MOST_ALIKE = 4096, 16
+"""Kinds of calls, and answers to calls of a kind, that are kept."""
+
+_answers: dict[tuple, list[_Answer]] = {}
+"""By all that the answer depends on but the tensors; the newest first."""
 
 
 def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
@@ -58,71 +64,89 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
     Returns:
         `Support(ok, backend, reason)`.
     """
+    return remembered(ask, op, arguments, named)
+
+
+def remembered(
+    question: Callable[[Any, Sequence, Mapping], Asked], asked: Hashable, arguments: Sequence, named: Mapping
+) -> Support:
+    """The answer to `question(asked, arguments, named)`, or the one that calls like this got before."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return _ask(op, arguments, named)
+        return question(asked, arguments, named)[0]
     tensors: list[Tensor] = []
+    addresses: list[int] = []
+    known = False
     try:
-        key = _key(op, arguments, named, tensors)
-        answer = _answers.get(key)
-        if answer is not None and not _shares(answer, tensors):
-            return answer.support
-    # what can't be hashed, or has no strides or no memory of its own, is asked about anew each time
+        kind = _kind(asked, arguments, named, tensors, addresses)
+        alike = _answers.get(kind, ())
+        for answer in alike:
+            if answer.guards.check(*tensors):
+                if not _shares(answer, addresses):
+                    return answer.support
+                known = True
+        guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    # what can't be hashed or has no memory of its own is asked about anew each time
     except (RuntimeError, TypeError, ValueError, AttributeError):
-        return _ask(op, arguments, named)
-    support = _ask(op, arguments, named)
-    written = _written(op, arguments, named, tensors) if answer is None else []
-    # a refusal may be for memory that is shared, which the key doesn't know
-    if answer is None and (support.ok or not written):
+        return question(asked, arguments, named)[0]
+    support, passed, pairs = question(asked, arguments, named)
+    written = _written(passed, pairs, tensors)
+    # a refusal may be for memory that is shared, which the guards don't know
+    if not known and (support.ok or not written):
         if len(_answers) >= MOST:
             _answers.clear()
-        _answers[key] = _Answer(support, written)
+        _answers[kind] = [_Answer(guards, support, written), *alike[: MOST_ALIKE - 1]]
     return support
 
 
-def _key(op: Callable, arguments: Sequence, named: Mapping, tensors: list[Tensor]) -> tuple:
-    """All that the answer depends on but addresses. Adds the call's tensors to `tensors`."""
-    grad = torch.is_grad_enabled()
-    found: list = [op, len(arguments), tuple(named)]
-    for values in (arguments, named.values()):
-        for x in values:
-            kind = type(x)
-            if kind in PLAIN:
-                strides = x.is_contiguous() or x.stride()
-                found += x.shape, strides, x.dtype, x.device, x.layout, grad and x.requires_grad
-                tensors.append(x)
-            elif isinstance(x, Tensor):
-                raise TypeError  # a subclass may answer otherwise each time
-            else:
-                found += kind, x
+OPTIONS = frozenset((type(None), bool, int, float, str))
+"""Types of what is certainly no tensor."""
+
+
+def _kind(asked: Hashable, arguments: Sequence, named: Mapping, tensors: list[Tensor], addresses: list[int]) -> tuple:
+    """All that the answer depends on but the tensors, which are added to `tensors`."""
+    found: list = [asked, len(arguments), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *named]
+    for x in (*arguments, *named.values()):
+        kind = type(x)
+        if kind in PLAIN or (kind not in OPTIONS and is_plain(x)):
+            found.append(kind)
+            tensors.append(x)
+            addresses.append(x.data_ptr())
+            if x.is_nested:  # the guards of what has no strides end the process; sparse tensors have no address
+                raise TypeError
+        elif kind in OPTIONS or not isinstance(x, Tensor):
+            found += kind, x
+        else:
+            raise TypeError  # of a class that may answer otherwise each time
     offsets = named.get("cu_seqlens_cpu")
     if offsets is not None:
         q = arguments[0] if arguments else named.get("q")
-        if known_lengths(offsets, named.get("chunk_size", 64), q) is None:
+        if known_lengths(offsets, named.get("chunk_size") or 64, q) is None:
             raise ValueError  # the refusal names them
     return tuple(found)
 
 
-def _shares(answer: _Answer, tensors: list[Tensor]) -> bool:
-    """Whether a tensor that is written lies in another's memory, or stands for the negative of its own."""
-    addresses = [x.data_ptr() for x in tensors] if answer.written else []
+def _shares(answer: _Answer, addresses: list[int]) -> bool:
+    """Whether a tensor that is written lies in another's memory."""
     for place, nbytes, others in answer.written:
         begin = addresses[place]
-        end = begin + nbytes
         for other, size in others:
-            if addresses[other] < end and begin < addresses[other] + size:
+            if -size < addresses[other] - begin < nbytes:
                 return True
-        if tensors[place].is_neg():
-            return True
     return False
 
 
-def _ask(op: Callable, arguments: Sequence, named: Mapping) -> Support:
+def ask(op: Callable, arguments: Sequence, named: Mapping) -> Asked:
+    """What `supports` answers, worked out anew."""
+    passed: list[object] = []
+    pairs: Pairs = ()
     try:
         call = public_call(op)
-        problem, t, backend = call.check(call.bind(arguments, named), dry=True)
+        given = call.bind(arguments, named)
+        passed, pairs = [given[name] for name in call.tensors], call.pairs
+        problem, t, backend = call.check(given, dry=True)
     except (TypeError, ValueError, RuntimeError) as refusal:
-        return Support(False, None, str(refusal))
-    return answer_of(problem, t.device, backend)
+        return Support(False, None, str(refusal)), passed, pairs
+    return answer_of(problem, t.device, backend), passed, pairs
 
 
 def answer_of(problem: Problem, device: torch.device, chosen: backends.Backend) -> Support:
@@ -131,16 +155,12 @@ def answer_of(problem: Problem, device: torch.device, chosen: backends.Backend) 
     return Support(True, chosen.name, "; ".join(reasons))
 
 
-def _written(op: Callable, arguments: Sequence, named: Mapping, tensors: list[Tensor]) -> list:
-    try:
-        call = public_call(op)
-        given = call.operation.by_role(call.bind(arguments, named))
-    except (TypeError, ValueError):  # such a call is refused
-        return []
-    place = {role: i for role, x in given.items() for i, other in enumerate(tensors) if other is x}
+def _written(passed: Sequence[object], pairs: Pairs, tensors: list[Tensor]) -> list:
+    """As `_Answer` has them, where each tensor that was `passed` is one of `tensors`."""
+    places = [next((i for i, other in enumerate(tensors) if other is x), None) for x in passed]
     found = []
-    for role, others in call.operation.overlaps.items():
-        if role in place:
-            rest = [(place[other], extent(given[other])) for other in others if other in place]
-            found.append((place[role], extent(given[role]), rest))
+    for writes, others in pairs:
+        if (place := places[writes]) is not None:
+            rest = [(i, extent(tensors[i])) for i in (places[other] for other in others) if i is not None]
+            found.append((place, extent(tensors[place]), rest))
     return found

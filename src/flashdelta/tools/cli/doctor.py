@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
@@ -44,7 +45,9 @@ def examine(device: torch.device) -> dict:
 
 
 def integrated() -> list[dict]:
-    with warnings.catch_warnings():  # of frameworks that look for a GPU as they are imported
+    stderr = Console(stderr=True)
+    waiting = stderr.status("importing frameworks (seconds)") if stderr.is_terminal else nullcontext()
+    with waiting, warnings.catch_warnings():  # of frameworks that look for a GPU as they are imported
         warnings.simplefilter("ignore")
         return [asdict(integrations.status(name)) for name in integrations.NAMES]
 
