@@ -138,13 +138,14 @@ def shape_of(call):
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
     """The results fix what each row is: a changed row needs a new measurement."""
-    rows = {row.name: row for row in TABLES[name].rows}
+    rows, more = ({row.name: row for row in found} for found in (TABLES[name].rows, TABLES[name].more))
     assert len(rows) == len(TABLES[name].rows) and all(row.why for row in rows.values())
+    assert len(more) == len(TABLES[name].more) and not rows.keys() & more.keys()
     documents = [report.load(path) for path in RESULTS_FILES]
     documents = [document for document in documents if document["benchmark"] == name]
     recorded = [document["ceilings"] | row for document in documents for row in document["rows"]]
     for found in recorded:
-        row = rows[found["name"]]
+        row = (rows | more)[found["name"]]
         if name not in ("train", "models"):
             size = BYTES.get(name, contenders.forward_bytes)(row.call)
             assert found["floor_ms"] == pytest.approx(size / found["copy_tb_s"] / 1e9, rel=1e-3)
@@ -152,7 +153,7 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
         assert [*found["bounds"]] == [x.words for x in row.bounds if x.backend in (None, found.get("backend"))]
     wanted = TABLES[name].quick if name == "kernels" else rows
     measured = {x for x in wanted if name not in UNMEASURED or not x.startswith(UNMEASURED[name])}
-    assert {row["name"] for row in recorded} == measured
+    assert {row["name"] for row in recorded} - more.keys() == measured
     assert rows.keys() >= {*TABLES[name].quick}
 
 
@@ -180,6 +181,27 @@ def test_select_by_name_or_part_of_it():
     assert select(workloads.PREFILL, []) == list(workloads.PREFILL)
     with pytest.raises(ValueError, match=r"'H13'.*T8192 H12"):
         select(workloads.PREFILL, ["H13"])
+
+
+def test_more_rows_are_selected_by_what_only_they_are_called():
+    rows, more = BENCHMARKS["prefill"].rows, BENCHMARKS["prefill"].more
+    assert select(rows, [], more) == list(rows) and select(rows, ["H64"], more) == select(rows, ["H64"])
+    assert [row.name for row in select(rows, ["T8192 H64, slow gates"], more)] == ["T8192 H64, slow gates"]
+    assert {row.call.memory for row in select(rows, ["slow gates"], more)} == {"slow"}
+    with pytest.raises(ValueError, match=r"'quick gates'.*T8192 H12, slow gates"):
+        select(rows, ["quick gates"], more)
+
+
+@pytest.mark.parametrize("name", ["prefill", "split", "train"])
+def test_every_row_with_a_bounded_gate_has_both_kinds_of_gates(name):
+    benchmark = BENCHMARKS[name]
+    bounded = {row.name: row for row in benchmark.rows if row.call.gate == "lower_bound"}
+    assert len(bounded) >= 6 and len(benchmark.more) == 2 * len(bounded)
+    for row in benchmark.more:
+        like, _, kind = row.name.removesuffix(" gates").rpartition(", ")
+        changes = {"name": row.name, "why": workloads.GATES[kind], "memory": kind}
+        assert row.call == replace(bounded[like].call, **changes)
+        assert row.table == bounded[like].table and not row.bounds
 
 
 # ---- bytes and FLOP ----------------------------------------------------------------------------------------------------

@@ -334,6 +334,8 @@ def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
     assert setup.peer_rows == {"GVA T8192 H16 HV64"} and set(setup.peers) == {"fla", "flash_kda", "cula"}
     assert bench.run_benchmark("prefill", device="cuda", no_fla=True) and asked["setup"].peers == {}
     assert len(asked["rows"]) == 23 and asked["path"].name.startswith("prefill-nvidia-h200-")
+    assert bench.run_benchmark("prefill", device="cuda", no_fla=True, rows=["T1024 H64", "H64, slow gates"])
+    assert asked["rows"][0] == "T1024 H64" and len(asked["rows"]) == 8
 
 
 def test_export_is_silent_about_warnings_of_triton(monkeypatch, recwarn):
