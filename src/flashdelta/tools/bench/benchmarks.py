@@ -9,7 +9,7 @@ from .runner import Benchmark
 from .timing import Effort, float32_ceilings
 from .workloads import quotient, value, with_gates
 
-PROMPTS = ("fla", "flash_kda", "cula")
+PROMPTS = ("fla", "flash_kda", "cula", "cudnn")
 
 
 def decode_extra(row: dict, document: dict) -> dict:
@@ -54,6 +54,16 @@ BENCHMARKS = {
             more=with_gates(workloads.PREFILL),
             peers=PROMPTS,
             options=(*COMMON, "plot"),
+        ),
+        Benchmark(
+            "shards",
+            "Time ten shards of shipped models, by CUDA graph, with random and with slow gates",
+            workloads.SHARDS,
+            contenders.prefill,
+            effort=Effort(rounds=50),
+            prefer="graph_ms",
+            peers=("cudnn", "flash_kda"),
+            options=COMMON,
         ),
         Benchmark(
             "classic",
@@ -110,6 +120,7 @@ BENCHMARKS = {
             quick=("B1 T8192 H32", "packed 20 random H32"),
             effort=Effort(rounds=20),
             grad=torch.enable_grad,
+            peers=("fla", "cudnn"),
             options=(*COMMON, "quick", "plot"),
         ),
         Benchmark(

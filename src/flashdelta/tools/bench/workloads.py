@@ -284,6 +284,24 @@ def _split(name: str, H: int) -> Row:
 SPLIT = tuple(_split(name, H) for H in (4, 8) for name in SPLIT_BATCHES)
 """52 rows: 26 batches x 2 numbers of heads."""
 
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def _shard(T: int, H: int, N: int) -> Row:
+    sizes: dict[str, Any] = {"lengths": uniform_lengths(N, T)} if N > 1 else {"T": T}
+    name = f"T{T} H{H}" + (f" N{N}" if N > 1 else "")
+    return Row(model(name, "", H, state=FP32, v_first=True, **sizes), "shards")
+
+
+SHARDS = with_gates(
+    [
+        *(_shard(2048, 12, 1), _shard(2048, 16, 1), _shard(4096, 8, 1), _shard(4096, 12, 1), _shard(8192, 12, 4)),
+        *(_shard(8192, 16, 1), _shard(1024, 4, 1), _shard(3072, 10, 1), _shard(8192, 24, 1), _shard(16384, 16, 8)),
+    ]
+)
+"""The shapes that cuDNN's kernels were tuned on, parts of shipped models: T tokens in N sequences of one length, each of which
+goes on from a state. 10 shapes x 2 kinds of gates."""
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
