@@ -84,9 +84,12 @@ def stand_in(name):
     def wy(*, chunk_indices, **call):
         return flashdelta.kernels.chunk_bwd_wy_dqkg(**call, use_exp2=True, backend="reference")
 
-    def flash_kda(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, final_state, cu_seqlens):
+    def flash_kda(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, final_state, cu_seqlens, initial_state=None
+    ):
         call = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "use_gate_in_kernel": True}
         call |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "output_final_state": True}
+        call["initial_state"] = initial_state
         o, state = flashdelta.chunk_kda(
             q, k, v, g, beta, scale=scale, cu_seqlens=cu_seqlens, state_v_first=True, **call
         )
@@ -119,7 +122,7 @@ def fla_utilities(monkeypatch):
 
 RESULTS_FILES = sorted(pages.RESULTS.glob("*.json"))
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
-UNMEASURED = {"models": "", "decode": "verify "}
+UNMEASURED = {"models": "", "shards": "", "decode": "verify "}
 """Rows without a result yet: how their names begin, by benchmark."""
 
 
@@ -138,13 +141,14 @@ def shape_of(call):
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
     """The results fix what each row is: a changed row needs a new measurement."""
-    rows = {row.name: row for row in TABLES[name].rows}
+    rows, more = ({row.name: row for row in found} for found in (TABLES[name].rows, TABLES[name].more))
     assert len(rows) == len(TABLES[name].rows) and all(row.why for row in rows.values())
+    assert len(more) == len(TABLES[name].more) and not rows.keys() & more.keys()
     documents = [report.load(path) for path in RESULTS_FILES]
     documents = [document for document in documents if document["benchmark"] == name]
     recorded = [document["ceilings"] | row for document in documents for row in document["rows"]]
     for found in recorded:
-        row = rows[found["name"]]
+        row = (rows | more)[found["name"]]
         if name not in ("train", "models"):
             size = BYTES.get(name, contenders.forward_bytes)(row.call)
             assert found["floor_ms"] == pytest.approx(size / found["copy_tb_s"] / 1e9, rel=1e-3)
@@ -152,7 +156,7 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
         assert [*found["bounds"]] == [x.words for x in row.bounds if x.backend in (None, found.get("backend"))]
     wanted = TABLES[name].quick if name == "kernels" else rows
     measured = {x for x in wanted if name not in UNMEASURED or not x.startswith(UNMEASURED[name])}
-    assert {row["name"] for row in recorded} == measured
+    assert {row["name"] for row in recorded} - more.keys() == measured
     assert rows.keys() >= {*TABLES[name].quick}
 
 
@@ -180,6 +184,48 @@ def test_select_by_name_or_part_of_it():
     assert select(workloads.PREFILL, []) == list(workloads.PREFILL)
     with pytest.raises(ValueError, match=r"'H13'.*T8192 H12"):
         select(workloads.PREFILL, ["H13"])
+
+
+def test_more_rows_are_selected_by_what_only_they_are_called():
+    rows, more = BENCHMARKS["prefill"].rows, BENCHMARKS["prefill"].more
+    assert select(rows, [], more) == list(rows) and select(rows, ["H64"], more) == select(rows, ["H64"])
+    assert [row.name for row in select(rows, ["T8192 H64, slow gates"], more)] == ["T8192 H64, slow gates"]
+    assert {row.call.memory for row in select(rows, ["slow gates"], more)} == {"slow"}
+    with pytest.raises(ValueError, match=r"'quick gates'.*T8192 H12, slow gates"):
+        select(rows, ["quick gates"], more)
+
+
+@pytest.mark.parametrize("name", ["prefill", "split", "train"])
+def test_every_row_with_a_bounded_gate_has_both_kinds_of_gates(name):
+    benchmark = BENCHMARKS[name]
+    bounded = {row.name: row for row in benchmark.rows if row.call.gate == "lower_bound"}
+    assert len(bounded) >= 6 and len(benchmark.more) == 2 * len(bounded)
+    for row in benchmark.more:
+        like, _, kind = row.name.removesuffix(" gates").rpartition(", ")
+        changes = {"name": row.name, "why": workloads.GATES[kind], "memory": kind}
+        assert row.call == replace(bounded[like].call, **changes)
+        assert row.table == bounded[like].table and not row.bounds
+
+
+def test_shards_are_ten_shapes_with_both_kinds_of_gates():
+    calls = [row.call for row in workloads.SHARDS]
+    assert len(calls) == 20 and {case.memory for case in calls} == set(workloads.GATES)
+    assert sum(case.tokens for case in calls) == 2 * 57344 and {case.sequences for case in calls} == {1, 4, 8}
+    assert all(case.state == FP32 and case.v_first and len(set(case.lengths or ())) <= 1 for case in calls)
+
+
+def test_slow_gates_remember_2_to_1000_tokens_spread_over_the_logarithm():
+    call = make_call(model("slow", "", 8, T=4096, memory="slow"))
+    memory = -1.0 / contenders.made_ready(call, model("slow", "", 8))["g"].mean(0).flatten()
+    assert 1.8 < memory.min() < 2.6 and 800 < memory.max() < 1200
+    places = (memory / 2).log() / math.log(500)  # of the logarithm, from 0 to 1
+    wanted = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
+    torch.testing.assert_close(places.quantile(wanted), wanted, rtol=0, atol=0.06)
+
+
+def test_random_gates_forget_within_a_token():
+    case = model("random", "", 8, T=1024, memory="random")
+    assert (contenders.made_ready(make_call(case), case)["g"].mean(0) + 2.5).abs().max() < 0.2
 
 
 # ---- bytes and FLOP ----------------------------------------------------------------------------------------------------
@@ -426,12 +472,98 @@ def test_other_libraries_take_part(tmp_path):
     assert "bounded gates" in rows[1]["flash_kda"]["problem"] and "can't" in rows[0]["cula"]["problem"]
 
 
+def cudnn(q, k, v, g, beta, cu_seqlens, *, plan_name, output_final_state, initial_state=None, **gate):
+    """What cuDNN's operator takes on Hopper, computed by the reference."""
+    assert q.dim() == g.dim() == 3 and beta.dim() == 2 and cu_seqlens.dtype == torch.int32 and q.dtype == BF16
+    flags = {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate"}
+    assert not gate or gate.keys() == flags | {"a_log", "dt_bias", "gate_lower_bound"}
+    if gate:
+        assert plan_name == "kda_hopper_cuda" and all(gate.pop(name) for name in flags)
+        assert gate["a_log"].shape == v.shape[1:2] and gate["dt_bias"].shape == g.shape[1:]
+        given = {"A_log": gate["a_log"], "dt_bias": gate["dt_bias"], "lower_bound": gate["gate_lower_bound"]}
+        given |= dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+    else:
+        assert plan_name in ("kda_hopper_cuda", "kda_hopper") and g.dtype == beta.dtype == FP32
+        given = {"use_qk_l2norm_in_kernel": False}
+    given |= {"initial_state": initial_state, "state_v_first": True, "output_final_state": output_final_state}
+    tensors = (x[None] for x in (q, k, v, g, beta))
+    o, state = flashdelta.chunk_kda(*tensors, cu_seqlens=cu_seqlens.long(), **given, backend="reference")
+    return o[0], state if output_final_state else o.new_empty(0)
+
+
+WIDE = model("wide", "K = V = 128", 2, T=40)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(WIDE, B=2),
+        replace(WIDE, lengths=(33, 0, 20)),
+        replace(WIDE, state=FP32, v_first=True, lengths=(17, 16)),
+        replace(WIDE, state=FP32, memory="slow"),
+    ],
+    ids=["rows", "packed", "state", "keys first"],
+)
+def test_both_engines_of_cudnn_get_the_same_call(tmp_path, graphs, case):
+    document = dry_run(tmp_path, "shards", [Row(case, "shards")], {"cudnn": cudnn, "flash_kda": stand_in("flash_kda")})
+    (row,) = document["rows"]
+    for name in ("ours", *contenders.CUDNN, "flash_kda"):
+        assert row[name]["problem"] is None and row[name]["graph_ms"]["median"] == row[name]["ms"]["median"] == 2.0
+        assert row[name]["error"]["o"] < 8e-3 and row[name]["error"]["state"] < 8e-3
+    text = report.show(document, VIEWS["shards"])
+    assert "cuDNN CuTe/ours, graph: 1.00x" in text and "cuDNN/ours, sustained: 1.00x" in text
+
+
+def test_cudnn_says_what_it_cannot_run(tmp_path):
+    rows = [SMALL, Row(replace(WIDE, H=1), "prefill"), Row(replace(WIDE, **UNBOUNDED), "prefill")]
+    small, grouped, unbounded = dry_run(tmp_path, rows=rows, peers={"cudnn": cudnn})["rows"]
+    assert {small[name]["problem"] for name in contenders.CUDNN} == {"cuDNN takes K = V = 128"}
+    assert grouped["cudnn"]["ms"] and grouped["cudnn_ready"]["ms"]
+    assert grouped["cudnn_cute"]["problem"] == "cuDNN CuTe takes as many value as key heads"
+    assert "bounded gates" in unbounded["cudnn"]["problem"] and unbounded["cudnn_cute"]["ms"]
+
+
+def test_a_call_that_cudnn_refused_leaves_no_graph_behind(tmp_path, monkeypatch):
+    def refuse(**call):
+        fprop_cache[call["plan_name"]] = "a graph of any plan"
+        raise RuntimeError(f"no {call['plan_name']} plan for this graph")
+
+    fprop_cache = {}
+    monkeypatch.setattr(sys.modules[__name__], "fprop_cache", fprop_cache, raising=False)
+    (row,) = dry_run(tmp_path, rows=[Row(WIDE, "prefill")], peers={"cudnn": refuse})["rows"]
+    assert row["cudnn_cute"]["problem"] == "RuntimeError: no kda_hopper plan for this graph" and not fprop_cache
+
+
+def test_cudnn_trains_from_ready_inputs(tmp_path):
+    cases = [WIDE, replace(WIDE, lengths=(33, 0, 20)), replace(WIDE, H=1), replace(WIDE, **UNBOUNDED)]
+    rows = [Row(replace(case, final=False), "train") for case in cases]
+    document = dry_run(tmp_path, "train", rows, {"cudnn": cudnn})
+    for row in (document["rows"][i] for i in (0, 1, 3)):
+        for name in ("cudnn", "cudnn_ready"):
+            assert row[name]["problem"] is None and row[name]["ms"] and row[name]["forward_ms"]
+            assert set(row[name]["error"]) == set(training.LEAVES) and max(row[name]["error"].values()) < 2e-2
+    assert "the backward of cuDNN takes as many value as key heads" in document["rows"][2]["cudnn"]["problem"]
+    assert "cuDNN ready/ours: 1.00x" in report.show(document, VIEWS["train"])
+
+
+def test_shards_fit_80_columns(tmp_path, graphs):
+    document = dry_run(tmp_path, "shards", [Row(WIDE, "shards")], {"cudnn": cudnn})
+    (row,) = document["rows"]
+    for name in ("ours", *contenders.CUDNN):
+        row[name]["graph_ms"] = {"median": 0.1234}
+    row["name"] = max((x.name for x in workloads.SHARDS), key=len)
+    text = report.show(document, VIEWS["shards"])
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert "ours us  cuDNN us  ready us  CuTe us  ratio\n" in text
+
+
 def test_absent_libraries_say_why(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, contenders.PEERS["fla"][0], None)  # it may be here
     document = dry_run(tmp_path, peers=False)
     assert (document["rows"][0]["speedup"], document["rows"][0]["fla"]["problem"]) == (None, "FLA is not here")
     text = report.show(document, VIEWS["prefill"])
     assert "no FLA time in every row: FLA is not here" in text and "no cuLA time in every row: not asked for" in text
+    assert "no cuDNN time in every row: not asked for" in text and "cuDNN ready" not in text
     assert "no module named" in contenders.find("flash_kda").lower() and "pip install" in contenders.find("fla")
 
 

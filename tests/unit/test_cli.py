@@ -202,7 +202,7 @@ REFUSED = {
     **{f"{command} --backend cuda": KNOWN for command in WITH_BACKEND},
     **{f"doctor --device {name}": f"device: got '{name}', wanted " for name in ("gpu", "meta", "cuda:99")},
     **{f"bench {name} --device cpu": "wanted an NVIDIA GPU" for name in BENCHMARKS if name != "startup"},
-    f"bench show {ROOT}/examples/tiny_lm_losses.json": "wanted a JSON file of one of: prefill, classic, split, kernels, decode",
+    f"bench show {ROOT}/examples/tiny_lm_losses.json": "wanted a JSON file of one of: prefill, classic, shards, split, kernels",
     "bench show " + str(pages.RESULTS / "decode-h200.json") + " --plot plot.png": "got a decode result",
     "export --out out --arch=sm_75": "arch: got 'sm_75', wanted one of sm_80, sm_86",
     "export --out out --arch=sm_90 --op=prefill": "op: got 'prefill', wanted one of prefill_f32",
@@ -331,9 +331,11 @@ def test_a_benchmark_runs_by_its_command(monkeypatch, tmp_path):
     assert asked["rows"] == ["T8192 H64", "GVA T8192 H16 HV64"] and asked["path"] == tmp_path / "x.json"
     setup = asked["setup"]
     assert (setup.backend, setup.effort.rounds, setup.effort.min_rounds) == ("hopper", 3, 3)
-    assert setup.peer_rows == {"GVA T8192 H16 HV64"} and set(setup.peers) == {"fla", "flash_kda", "cula"}
+    assert setup.peer_rows == {"GVA T8192 H16 HV64"} and set(setup.peers) == {*BENCHMARKS["prefill"].peers}
     assert bench.run_benchmark("prefill", device="cuda", no_fla=True) and asked["setup"].peers == {}
     assert len(asked["rows"]) == 23 and asked["path"].name.startswith("prefill-nvidia-h200-")
+    assert bench.run_benchmark("prefill", device="cuda", no_fla=True, rows=["T1024 H64", "H64, slow gates"])
+    assert asked["rows"][0] == "T1024 H64" and len(asked["rows"]) == 8
 
 
 def test_export_is_silent_about_warnings_of_triton(monkeypatch, recwarn):

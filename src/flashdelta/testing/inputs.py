@@ -131,10 +131,22 @@ def _new(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
     return (source.uniform(HV) * 15 + 1).log(), 0.5 * source.normal(HV, K)
 
 
-MEMORY = {"short": _short, "long": _long, "new": _new}
+def _random(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    return 0.0 * source.uniform(HV), 0.0 * source.uniform(HV, K)
+
+
+def _slow(source: Source, HV: int, K: int) -> tuple[Tensor, Tensor]:
+    A_log = -0.5 * source.uniform(HV)
+    rate, memory = A_log.exp()[:, None], 2.0 * 500.0 ** source.uniform(HV, K)
+    # by the mean decay: exp(rate * x) of a normal x is exp(rate ** 2 / 2) in the mean
+    return A_log, (1.0 / (5.0 * memory)).logit() / rate - 0.5 * rate
+
+
+MEMORY = {"short": _short, "long": _long, "new": _new, "random": _random, "slow": _slow}
 """`A_log` and `dt_bias` by how long channels remember. "short": tens of tokens. "long": some forget within a token and others
 remember hundreds, so an error in the state that passes between chunks shows in the outputs. "new": as models are initialised,
-all gone after a few tokens."""
+all gone after a few tokens. "random": no parameters, so that all is gone within a token. "slow": under a bound of -5, channels
+remember 2 to 1,000 tokens, spread evenly over the logarithm."""
 
 
 def initial_state(source: Source, case: Case) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from . import contenders, models, startup, workloads
 from .runner import Benchmark
 from .timing import Effort, float32_ceilings
-from .workloads import quotient, value
+from .workloads import quotient, value, with_gates
 
-PROMPTS = ("fla", "flash_kda", "cula")
+PROMPTS = ("fla", "flash_kda", "cula", "cudnn")
 
 
 def decode_extra(row: dict, document: dict) -> dict:
@@ -51,8 +51,19 @@ BENCHMARKS = {
             "Time the forward over whole prompts beside other libraries, with errors and floor",
             workloads.PREFILL,
             contenders.prefill,
+            more=with_gates(workloads.PREFILL),
             peers=PROMPTS,
             options=(*COMMON, "plot"),
+        ),
+        Benchmark(
+            "shards",
+            "Time ten shards of shipped models, by CUDA graph, with random and with slow gates",
+            workloads.SHARDS,
+            contenders.prefill,
+            effort=Effort(rounds=50),
+            prefer="graph_ms",
+            peers=("cudnn", "flash_kda"),
+            options=COMMON,
         ),
         Benchmark(
             "classic",
@@ -68,6 +79,7 @@ BENCHMARKS = {
             "Time long sequences over few heads, split and whole, beside FLA with its own split",
             workloads.SPLIT,
             contenders.split,
+            more=with_gates(workloads.SPLIT),
             effort=Effort(rounds=20),
             # by CUDA graph, as launches take longer than short sequences
             over={"gain": ("whole", "ours"), "cu_seqlens_cpu_gain": ("whole", "cu_seqlens_cpu")},
@@ -104,9 +116,11 @@ BENCHMARKS = {
             "Time training steps beside FLA, with memory, errors of all gradients, and kernels",
             workloads.TRAIN,
             contenders.train,
+            more=with_gates(workloads.TRAIN),
             quick=("B1 T8192 H32", "packed 20 random H32"),
             effort=Effort(rounds=20),
             grad=torch.enable_grad,
+            peers=("fla", "cudnn"),
             options=(*COMMON, "quick", "plot"),
         ),
         Benchmark(

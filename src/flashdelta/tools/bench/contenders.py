@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,10 +100,14 @@ class Setup:
         """Whether there are CUDA graphs."""
         return self.device.type == "cuda"
 
+    def found(self, name: str, row: Row) -> Any:
+        """The peer's function, or why it takes no part in this row."""
+        asked = row.peers and (self.peer_rows is None or row.name in self.peer_rows)
+        return self.peers.get(name, "not asked for") if asked else "not asked for"
+
     def peer(self, name: str, row: Row, make: Callable[[Any], Contender | str]) -> Contender | str:
         """What `make` makes of the peer's function; else why it takes no part in this row."""
-        asked = row.peers and (self.peer_rows is None or row.name in self.peer_rows)
-        found = self.peers.get(name, "not asked for") if asked else "not asked for"
+        found = self.found(name, row)
         return found if isinstance(found, str) else make(found)
 
 
@@ -114,18 +119,23 @@ PEERS = {
     "fla_wy": ("fla.ops.kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused"),
     "flash_kda": ("flash_kda", "fwd"),
     "cula": ("cula.kda", "kda_prefill_hopper"),
+    "cudnn": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
 }
 """Module and function. FLA's public decode takes no indices of states, so its launcher is called."""
 
 TITLES = {
+    "ours": "ours",
     "fla": "FLA",
     "fla_bf16": "FLA bf16",
     "flash_kda": "FlashKDA",
     "cula": "cuLA",
+    "cudnn": "cuDNN",
+    "cudnn_ready": "cuDNN ready",
+    "cudnn_cute": "cuDNN CuTe",
     "whole": "whole",
     "c": "C library",
 }
-INSTALL = {"fla": "; pip install 'flashdelta[bench]'"}
+INSTALL = {"fla": "; pip install 'flashdelta[bench]'", "cudnn": "; pip install nvidia-cudnn-frontend"}
 OURS_ONLY = ("backend", "chunk_size", "return_intermediate_states", "split", "cu_seqlens_cpu")
 """Arguments of `chunk_kda` that FLA's has not."""
 
@@ -151,6 +161,12 @@ def shared(call: dict) -> dict:
     return {name: x for name, x in call.items() if name not in OURS_ONLY}
 
 
+def values_first(call: dict, case: Case) -> Tensor | None:
+    """The initial state as `[V, K]`."""
+    state = call.get("initial_state")
+    return state if state is None or case.v_first else state.mT.contiguous()
+
+
 def flash_kda(forward: Callable, call: dict, case: Case) -> Contender | str:
     """FlashKDA writes into buffers, states `[V, K]`."""
     if case.gate != "lower_bound" or case.H != case.HV or (case.K, case.V) != (128, 128):
@@ -161,10 +177,12 @@ def flash_kda(forward: Callable, call: dict, case: Case) -> Contender | str:
         state = call["v"].new_empty(case.sequences, case.HV, case.V, case.K, dtype=FP32)
         tensors = [call[name] for name in ("q", "k", "v", "g", "beta")]
         gate = call["A_log"], call["dt_bias"].view(case.HV, case.K), case.lower_bound
-        forward(*tensors, case.K**-0.5, out, *gate, final_state=state, cu_seqlens=call.get("cu_seqlens"))
-        return out, state.mT
+        carried = {} if initial is None else {"initial_state": initial}
+        forward(*tensors, case.K**-0.5, out, *gate, final_state=state, cu_seqlens=call.get("cu_seqlens"), **carried)
+        return out, state if case.v_first else state.mT
 
-    return Contender(run)
+    initial = values_first(call, case)
+    return Contender(run, graph="too")
 
 
 def cula(prefill: Callable, call: dict, case: Case) -> Contender | str:
@@ -177,6 +195,76 @@ def cula(prefill: Callable, call: dict, case: Case) -> Contender | str:
     if "cu_seqlens" in call:
         given["cu_seqlens"] = call["cu_seqlens"].int()
     return Contender(lambda: prefill(beta=call["beta"].float().sigmoid(), **given))
+
+
+# ---- cuDNN -----------------------------------------------------------------------------------------------------------
+
+CUDNN = {"cudnn": "kda_hopper_cuda", "cudnn_ready": "kda_hopper_cuda", "cudnn_cute": "kda_hopper"}
+"""The engine of each contender. "cudnn" gets what we get. The others get ready inputs, which are made before the time is taken:
+the CuTe engine takes no others, and cuDNN's own figures are of such."""
+
+
+def made_ready(call: dict, case: Case) -> dict[str, Any]:
+    """Norms, gate and sigmoid by PyTorch, in float32; q and k are rounded again."""
+    raw = call["g"].float() + call["dt_bias"].view(case.HV, case.K)
+    rate = call["A_log"].exp()[:, None]
+    bounded = case.gate == "lower_bound"
+    g = case.lower_bound * (rate * raw).sigmoid() if bounded else -rate * torch.nn.functional.softplus(raw)
+    q, k = (torch.nn.functional.normalize(call[name].float(), dim=-1).to(call[name].dtype) for name in ("q", "k"))
+    return tokens_of({"q": q, "k": k, "v": call["v"], "g": g, "beta": call["beta"].float().sigmoid()})
+
+
+def as_given(call: dict, case: Case) -> dict[str, Any]:
+    """With norms, gate and sigmoid in the kernel."""
+    flags = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate")
+    gate = {"a_log": call["A_log"], "dt_bias": call["dt_bias"].view(case.HV, case.K)}
+    return tokens_of(call) | gate | {"gate_lower_bound": case.lower_bound, **dict.fromkeys(flags, True)}
+
+
+def tokens_of(call: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The tokens of all sequences in a row."""
+    return {name: call[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+
+
+def bind_cudnn(op: Callable, name: str, call: dict, case: Case) -> Callable[[Mapping[str, Any]], Results]:
+    """Its operator by its inputs. States are `[V, K]`."""
+    offsets = call.get("cu_seqlens", torch.arange(case.sequences + 1, device=call["q"].device) * case.T)
+    initial = {} if "initial_state" not in call else {"initial_state": values_first(call, case)}
+    fixed = {"cu_seqlens": offsets.int(), **initial, "output_final_state": case.final, "plan_name": CUDNN[name]}
+
+    def run(inputs: Mapping[str, Any]) -> Results:
+        try:
+            o, state = op(**inputs, **fixed)
+        except Exception:
+            # a refused graph stays among its graphs, where the next call would find it and run it by another engine
+            getattr(sys.modules[op.__module__], "fprop_cache", {}).clear()
+            raise
+        return o.view(call["v"].shape), state if case.v_first or not case.final else state.mT
+
+    return run
+
+
+def cudnn_refusal(name: str, case: Case, training: bool = False) -> str | None:
+    """Why it can't run the row, if it can't."""
+    if (case.K, case.V) != (128, 128):
+        return "cuDNN takes K = V = 128"
+    if case.H != case.HV and (training or name == "cudnn_cute"):
+        return f"{'the backward of cuDNN' if training else TITLES[name]} takes as many value as key heads"
+    if case.gate != "lower_bound" and name == "cudnn" and not training:
+        return "cuDNN takes bounded gates, or log decays"
+    return None
+
+
+def cudnn_prefills(row: Row, setup: Setup, call: dict) -> dict[str, Contender | str]:
+    """Its contenders; where it is not here just the first, which says so."""
+    op, case = setup.found("cudnn", row), row.call
+    if isinstance(op, str):
+        return {"cudnn": op}
+    ready, made = made_ready(call, case), {}
+    for name in CUDNN:
+        run = functools.partial(bind_cudnn(op, name, call, case), as_given(call, case) if name == "cudnn" else ready)
+        made[name] = cudnn_refusal(name, case) or Contender(run, graph="too")
+    return made
 
 
 # ---- prefill, classic, split, kernels --------------------------------------------------------------------------------
@@ -221,6 +309,7 @@ def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
         "fla": setup.peer("fla", row, lambda f: Contender(functools.partial(f, **shared(call)))),
         "flash_kda": setup.peer("flash_kda", row, lambda f: flash_kda(f, call, case)),
         "cula": setup.peer("cula", row, lambda f: cula(f, call, case)),
+        **cudnn_prefills(row, setup, call),
     }
     facts = {
         "reference": f"{'chunked' if chunked else 'recurrence'}, float64",
@@ -258,8 +347,8 @@ def train(row: Row, setup: Setup) -> Work:
     call, grad_o = training_inputs(case, setup.device)
     want = true_gradients(call, grad_o, case)
 
-    def contender(op: Callable, tolerance: float) -> Contender:
-        leaves = [call[name] for name in LEAVES]
+    def contender(op: Callable, tolerance: float, inputs: Mapping[str, Any] = call) -> Contender:
+        leaves = [inputs[name] for name in LEAVES if name in inputs]
 
         def both() -> Results:
             return torch.autograd.grad(op()[0], leaves, grad_o)
@@ -267,9 +356,23 @@ def train(row: Row, setup: Setup) -> Work:
         forward = {"forward_ms": lambda: op()[0]}
         return Contender(both, tolerance, more=forward, memory=True, describe=profiling.times)
 
+    def cudnn() -> dict[str, Contender | str]:
+        """Its backward takes ready inputs only: "cudnn" makes them in each call, "cudnn_ready" starts from them."""
+        op = setup.found("cudnn", row)
+        refusal = op if isinstance(op, str) else cudnn_refusal("cudnn", case, training=True)
+        if refusal:
+            return {"cudnn": refusal}
+        run = bind_cudnn(op, "cudnn", call, case)
+        ready = {name: x.detach().requires_grad_() for name, x in made_ready(call, case).items()}
+        whole = contender(lambda: run(made_ready(call, case)), PEER_TOLERANCE)
+        alone = contender(lambda: run(ready), PEER_TOLERANCE, ready)
+        # its gradients are of other inputs, and so are checked where they reach ours
+        return {"cudnn": whole, "cudnn_ready": replace(alone, checked=whole.call, memory=False)}
+
     contenders = {
         "ours": contender(functools.partial(fd.chunk_kda, **call, backend=setup.backend), checks.GRADIENT_TOLERANCE),
         "fla": setup.peer("fla", row, lambda f: contender(functools.partial(f, **shared(call)), PEER_TOLERANCE)),
+        **cudnn(),
     }
     heads = ", ".join(map(str, checks.checked_heads(case)))
     facts = {"reference": f"float64 autograd, query/key heads {heads}", "backend": setup.backend}

@@ -13,7 +13,7 @@ import torch
 
 import flashdelta
 
-PACKAGES = {"torch": "torch", "triton": "triton", "fla": "flash-linear-attention"}
+PACKAGES = {"torch": "torch", "triton": "triton", "fla": "flash-linear-attention", "cudnn": "nvidia-cudnn-frontend"}
 """Name of the module, name of the distribution."""
 
 

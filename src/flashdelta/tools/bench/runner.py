@@ -73,10 +73,10 @@ class Benchmark:
     """A table of rows and what makes the calls of one: `make`, at once or part by part; or `measure`, which yields rows of the
     document.
 
-    `quick`: names of rows; taken by themselves where there is no option of that name. `prefer`: the time whose ratio is the
-    row's where both libraries have it. `over`: further ratios by name. `derive`: what else a finished row tells, given the
-    document. `profiled_calls`: how many the profile of a contender is of (None: as many as samples). `options`: those of its
-    command.
+    `more`: rows that are measured only when asked for. `quick`: names of rows; taken by themselves where there is no option of
+    that name. `prefer`: the time whose ratio is the row's where both libraries have it. `over`: further ratios by name.
+    `derive`: what else a finished row tells, given the document. `profiled_calls`: how many the profile of a contender is of
+    (None: as many as samples). `options`: those of its command.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Benchmark:
     rows: Sequence[Any]
     make: Callable[[Any, Setup], Work | Iterable[Work]] | None = None
     measure: Callable[[Any, Setup], Iterable[dict]] | None = None
+    more: Sequence[Any] = ()
     quick: tuple[str, ...] = ()
     effort: Effort = DEFAULT_EFFORT
     prefer: str = "ms"

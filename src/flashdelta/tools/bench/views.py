@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from .contenders import GRADIENTS, TITLES
+from .contenders import CUDNN, GRADIENTS, TITLES
 from .report import Column, KernelPlot, Plot, View, kernel_name, mean, short
 from .training import LEAVES
 from .workloads import value
@@ -24,25 +24,52 @@ def both(title: str, keys: str, form: str = "", scale: float = 1.0) -> tuple[Col
 OURS, FLA = Column("ours ms", "ours.ms.median"), Column("FLA ms", "fla.ms.median")
 SUSTAINED = both("{} sustained ms", "sustained_ms")
 ERRORS = both("error {}: o, state", "error.o error.state", "e")
-PEERS = (
-    *(Column(f"{TITLES[name]} ms", f"{name}.ms.median", wide=True) for name in ("flash_kda", "cula")),
-    *(Column(f"{TITLES[name]} sustained ms", f"{name}.sustained_ms", wide=True) for name in ("flash_kda", "cula")),
-)
-PEER_TITLES = tuple((name, TITLES[name]) for name in ("fla", "flash_kda", "cula"))
+TIMES = {"": "ms.median", "graph ": "graph_ms.median", "sustained ": "sustained_ms"}
+"""Paths by what is said of a time."""
 
+
+def times_of(names: Sequence[str], unit: str, paths: Mapping[str, str], scale: float = 1.0) -> tuple[Column, ...]:
+    """Wide columns of times of libraries."""
+    return tuple(
+        Column(f"{TITLES[name]} {said}{unit}", f"{name}.{path}", scale=scale, wide=True)
+        for said, path in paths.items()
+        for name in names
+    )
+
+
+def errors_of(names: Sequence[str], results: Sequence[str]) -> tuple[Column, ...]:
+    """Wide columns of errors of libraries."""
+    return tuple(
+        Column(
+            f"error {TITLES[name]}: {', '.join(results)}",
+            " ".join(f"{name}.error.{x}" for x in results),
+            "e",
+            wide=True,
+        )
+        for name in names
+    )
+
+
+def ratios(names: Sequence[str], paths: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Times of libraries over ours."""
+    return tuple(
+        (f"{TITLES[name]}/ours{', ' if said else ''}{said.strip()}", f"{name}.{path}/ours.{path}")
+        for name in names
+        for said, path in paths.items()
+    )
+
+
+OTHERS = ("flash_kda", "cula", *CUDNN)
+"""Beside FLA."""
+
+PEERS = (*times_of(OTHERS, "ms", TIMES), *errors_of(OTHERS, ("o", "state")))
+PEER_TITLES = tuple((name, TITLES[name]) for name in ("fla", *OTHERS))
 
 ABSOLUTE = (
     *both("o {}: RMSE, max", "rmse.o max_error.o", "e"),
     *both("state {}: RMSE, max", "rmse.state max_error.state", "e"),
 )
-PEER_RATIOS = (
-    *View.ratios,
-    *(
-        (f"{title}/ours{how}", f"{name}.{key}/ours.{key}")
-        for name, title in PEER_TITLES[1:]
-        for key, how in (("ms.median", ""), ("sustained_ms", ", sustained"))
-    ),
-)
+PEER_RATIOS = (*View.ratios, *ratios(OTHERS, TIMES))
 PREFILL = View(
     (
         *(OURS, Column("graph", "ours.graph_ms.median"), FLA, *RATIOS, *SUSTAINED, *FLOOR),
@@ -50,6 +77,24 @@ PREFILL = View(
     ),
     titles=PEER_TITLES,
     ratios=PEER_RATIOS,
+)
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+US = 1e3
+AT_SHARDS = (*CUDNN, "flash_kda")
+EAGER = {"eager ": "ms.median", "sustained ": "sustained_ms"}
+SHARDS = View(
+    (
+        *(Column(f"{TITLES[x].split()[-1]} us", f"{x}.graph_ms.median", scale=US) for x in ("ours", *CUDNN)),
+        Column("ratio", "cudnn.graph_ms.median/ours.graph_ms.median", "x"),
+        Column("FlashKDA us", "flash_kda.graph_ms.median", scale=US, wide=True),
+        *times_of(("ours", *AT_SHARDS), "us", EAGER, US),
+        Column("floor us", "floor_ms", scale=US, wide=True),
+        *errors_of(("ours", *AT_SHARDS), ("o", "state")),
+    ),
+    titles=tuple((name, TITLES[name]) for name in AT_SHARDS),
+    ratios=ratios(AT_SHARDS, {"graph ": "graph_ms.median", **EAGER}),
 )
 
 # ---- split -----------------------------------------------------------------------------------------------------------
@@ -82,6 +127,7 @@ SPLIT = View(
         Column("floor ms", "floor_ms", wide=True),
         *ERRORS,
         Column("error whole: o, state", "whole.error.o whole.error.state", "e", wide=True),
+        *PEERS,
     ),
     titles=(*PEER_TITLES, ("whole", "whole")),
     ratios=PEER_RATIOS,
@@ -136,7 +182,6 @@ KERNELS = View(
 
 # ---- decode ----------------------------------------------------------------------------------------------------------
 
-US = 1e3
 VERIFYING = {
     "states": "a state a token and commit",
     "slots": "a state a token in slots",
@@ -184,11 +229,16 @@ def by_result(title: str, key: str, names: Sequence[str]) -> tuple[Column, ...]:
     return both(f"{title} {{}}: {' '.join(names)}", " ".join(f"{key}.{name}" for name in names), "e")
 
 
+AT_TRAINING = ("cudnn", "cudnn_ready")
+TRAIN_TITLES = tuple((name, TITLES[name]) for name in ("fla", *AT_TRAINING))
+COLD_AND_WARM = {said: path for said, path in TIMES.items() if said != "graph "}
+
+
 def train_summary(document: dict) -> list[str]:
     """The longest kernels of each row."""
     lines = []
     for row in document["rows"]:
-        for name, title in (("ours", "ours"), ("fla", "FLA")):
+        for name, title in (("ours", "ours"), *TRAIN_TITLES):
             kernels = value(row, f"{name}.kernels")
             if kernels:
                 total = sum(kernel["ms"] for kernel in kernels)
@@ -209,9 +259,14 @@ TRAIN = View(
         *both("GiB {}", "peak_bytes", scale=GIB),
         Column("memory", "ours.peak_above_bytes/fla.peak_above_bytes"),
         *by_result("error", "error", LEAVES),
+        *times_of(AT_TRAINING, "ms", {"fwd ": "forward_ms.median", **COLD_AND_WARM}),
+        Column("GiB cuDNN", "cudnn.peak_bytes", scale=GIB, wide=True),
+        *errors_of(("cudnn",), LEAVES),
         BOUND,
         MET,
     ),
+    titles=TRAIN_TITLES,
+    ratios=(*View.ratios, *ratios(AT_TRAINING, COLD_AND_WARM)),
     summary=train_summary,
 )
 WY = View(
@@ -343,6 +398,7 @@ TOOLCHAINS = View(
 VIEWS = {
     "prefill": PREFILL,
     "classic": PREFILL,
+    "shards": SHARDS,
     "split": SPLIT,
     "kernels": KERNELS,
     "decode": DECODE,

@@ -106,21 +106,24 @@ class Row:
         return self.call.why
 
 
-def select(rows: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+def select(rows: Sequence[Any], texts: Sequence[str], more: Sequence[Any] = ()) -> list[Any]:
     """The rows that any of `texts` picks; all of them if there are none. A text that is the name of a row picks that one, any
-    other text the rows whose name contains it.
+    other text the rows whose name contains it; of `more` only a text that picks none of `rows`.
 
     Raises:
         ValueError: a text that picks no row.
     """
-    names = [row.name for row in rows]
+    if not texts:
+        return list(rows)
     picked: set[str] = set()
     for text in texts:
-        found = {text} & set(names) or {name for name in names if text in name}
+        found: set[str] = set()
+        for names in ({row.name for row in rows}, {row.name for row in more}):
+            found = found or {text} & names or {name for name in names if text in name}
         if not found:
-            raise ValueError(f"rows: {text!r} matches none of: " + "; ".join(names))
+            raise ValueError(f"rows: {text!r} matches none of: " + "; ".join(row.name for row in (*rows, *more)))
         picked |= found
-    return [row for row in rows if not texts or row.name in picked]
+    return [row for row in (*rows, *more) if row.name in picked]
 
 
 def model(name: str, why: str, H: int, **changes: Any) -> Case:
@@ -130,6 +133,23 @@ def model(name: str, why: str, H: int, **changes: Any) -> Case:
 
 
 UNBOUNDED = {"gate": "softplus", "lower_bound": None, "safe": False}
+
+GATES = {
+    "random": "as benchmarks draw them: all is forgotten within a token",
+    "slow": "as models train to: channels remember 2 to 1,000 tokens",
+}
+"""Kinds of bounded gates, by the name of their memory."""
+
+
+def with_gates(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows with a bounded gate once more, with gates of each kind. They have no bounds to meet."""
+    bounded = [row for row in rows if row.call.gate == "lower_bound"]
+    return tuple(
+        Row(replace(row.call, name=f"{row.name}, {kind} gates", why=why, memory=kind), row.table)
+        for kind, why in GATES.items()
+        for row in bounded
+    )
+
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +283,24 @@ def _split(name: str, H: int) -> Row:
 
 SPLIT = tuple(_split(name, H) for H in (4, 8) for name in SPLIT_BATCHES)
 """52 rows: 26 batches x 2 numbers of heads."""
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def _shard(T: int, H: int, N: int) -> Row:
+    sizes: dict[str, Any] = {"lengths": uniform_lengths(N, T)} if N > 1 else {"T": T}
+    name = f"T{T} H{H}" + (f" N{N}" if N > 1 else "")
+    return Row(model(name, "", H, state=FP32, v_first=True, **sizes), "shards")
+
+
+SHARDS = with_gates(
+    [
+        *(_shard(2048, 12, 1), _shard(2048, 16, 1), _shard(4096, 8, 1), _shard(4096, 12, 1), _shard(8192, 12, 4)),
+        *(_shard(8192, 16, 1), _shard(1024, 4, 1), _shard(3072, 10, 1), _shard(8192, 24, 1), _shard(16384, 16, 8)),
+    ]
+)
+"""The shapes that cuDNN's kernels were tuned on, parts of shipped models: T tokens in N sequences of one length, each of which
+goes on from a state. 10 shapes x 2 kinds of gates."""
 
 # ---- training --------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,8 @@ def run_benchmark(name: str, **given: Any) -> bool:
     """
     benchmark, options = benchmark_of(name), Options(**given)
     few = benchmark.quick if options.quick or "quick" not in benchmark.options else ()
-    chosen = select(select(benchmark.rows, () if options.rows and not options.quick else few), options.rows or ())
+    usual = select(benchmark.rows, () if options.rows and not options.quick else few)
+    chosen = select(usual, options.rows or (), benchmark.more)
     if options.compiles:
         return _compile(chosen, options.folder)
     device = torch.device(options.device)
