@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ def test_there_are_snippets():
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_snippet_runs(code: str):
     exec(compile(code, "snippet", "exec"), {})
+    if "flashdelta.integrations.fla" in sys.modules:  # its import enables it
+        del sys.modules["flashdelta.integrations.fla"]
+        sys.modules["flashdelta.integrations._fla"].disable()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
