@@ -37,12 +37,15 @@ def chunk_kda(
     gate: GateName | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    final_state: Tensor | None = None,
     state_pool: Tensor | None = None,
     state_indices: Tensor | None = None,
     null_index: NullIndex = "negative",
     has_initial_state: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_every: int | None = None,
     split: str | bool | int = "auto",
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -123,20 +126,20 @@ def chunk_kda(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (
-        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, state_pool,
-        state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices,
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, final_state,
+        state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices, checkpoint_states,
     )  # fmt: skip
     options = (
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
-        chunk_size, gate, backend, null_index, split, batch_invariant,
+        chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant,
     )  # fmt: skip
     known = None if cu_seqlens_cpu is None else known_lengths(cu_seqlens_cpu, chunk_size, q)
     found = _call.run(tensors, options, known)
     if not return_intermediate_states:
         return found["o"], found.get("final_state")
     h = found["h"]
-    if cu_seqlens_cpu is not None:
+    if cu_seqlens_cpu is not None and checkpoint_offsets is None:
         h = h[:, : int(((cu_seqlens_cpu.diff() + chunk_size - 1) // chunk_size).sum())]
     return found["o"], found.get("final_state"), h
 

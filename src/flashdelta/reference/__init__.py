@@ -50,8 +50,9 @@ FORWARDS = {"chunk": chunk_kda, "recurrent": recurrent_kda, "decode": decode_kda
 
 def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     o, final_state, h = FORWARDS[problem.operation](problem, t)
-    found = {"o": o if t.out is None else t.out.copy_(o), "final_state": final_state, "h": h}
-    return {name: x for name, x in found.items() if x is not None}
+    found = {"o": o, "final_state": final_state, "h": h}
+    given = t.given()
+    return {name: given[name].copy_(x) if name in given else x for name, x in found.items() if x is not None}
 
 
 @contextlib.contextmanager
