@@ -330,11 +330,12 @@ def check_chunks(c: Any, sizes: Sizes) -> None:
     if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
         wanted = "at least 1" if buffer else f"1 to {MAX_CHECKPOINTS}"
         raise wrong("checkpoint_offsets", f"{M} checkpoints", f"{wanted} a sequence")
+    # of packed sequences the rows are device data, and those past the end are not stored
     if c.checkpoint_every is not None and c.cu_seqlens is None and "rows" in sizes:
-        wanted = sizes["B"] * -(-sizes["T"] // c.checkpoint_every)
-        if sizes["rows"] < wanted:
-            each = f"B * ceil(T / checkpoint_every) = {wanted}"
-            raise wrong("checkpoint_states", f"{sizes['rows']} rows", f"at least {each}")
+        least = sizes["B"] * -(-sizes["T"] // c.checkpoint_every)
+        if sizes["rows"] < least:
+            wanted = f"at least B * ceil(T / checkpoint_every) = {least}"
+            raise wrong("checkpoint_states", f"{sizes['rows']} rows", wanted)
 
 
 def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:

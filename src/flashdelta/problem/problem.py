@@ -107,8 +107,8 @@ class Settings:
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
     `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one
-    checkpoint of a sequence to the next, 0 without them. `null_index` says which pool indices
-    name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
+    checkpoint of a sequence to the next, 0 for none. `null_index` says which pool indices name no slot: those below 0, or
+    0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
     (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
@@ -151,12 +151,13 @@ class Problem(Settings):
     """A call, validated. Symbols as in docs/algorithm.md.
 
     `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when
-    packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both.
-    `has_initial_state`: the caller passed `initial_state`. `final_dtype` is that of
-    the caller's `final_state`, else the same. `pool_slots` is the pool's size (0 without one) and `checkpoints` the number
-    `M` of offsets each sequence may have. `checkpoint_rows`: of `checkpoint_states`, None without. `has_intermediate`: the caller passed
-    `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of `intermediate_states`, or chunks that `h` and
-    `dh` of stage WY hold of a batch row, whose dtypes, with A's, are `state_dtype`, `state_grad_dtype` and `A_dtype`.
+    packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both; `final_dtype`
+    that of the final state, which is another where the caller's `final_state` has it.
+    `has_initial_state`: the caller passed `initial_state`. `pool_slots` is the pool's size (0 without one) and
+    `checkpoints` the number `M` of offsets each sequence may have. `checkpoint_rows`: of `checkpoint_states`, None without
+    one. `has_intermediate`: the caller passed `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of
+    `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
+    `state_dtype`, `state_grad_dtype` and `A_dtype`.
     """
 
     B: int = 0

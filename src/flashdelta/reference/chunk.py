@@ -129,7 +129,8 @@ def chunk_kda(
     problem: Problem, t: Tensors, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
-    states go there, and the states at checkpoints there or to a buffer of their own. `parts [N]`: how many segments each sequence is cut into (`split.py`)."""
+    states go there, and the states at checkpoints there or to a buffer of their own. `parts [N]`: how many segments each
+    sequence is cut into (`split.py`)."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
     cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
     slots = chunk_slots(problem, t) if cuts and not empty else None
@@ -177,9 +178,7 @@ def chunk_kda(
     return o, final, h
 
 
-def regular_checkpoints(
-    problem: Problem, t: Tensors, slots: ChunkSlots | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every chunk slot, and batch row: the row of `checkpoint_states` for the state before its chunk, and whether it goes
     there. A sequence's rows lie one after another, and so do the sequences'."""
     each = problem.checkpoint_every // problem.chunk_size

@@ -22,7 +22,8 @@ GRADIENTS = INPUTS[:-1]
 """All inputs but `cu_seqlens`."""
 
 POOL = (
-    *("state_pool", "state_indices", "has_initial_state", "checkpoint_offsets", "checkpoint_indices", "checkpoint_states"),
+    *("state_pool", "state_indices", "has_initial_state"),
+    *("checkpoint_offsets", "checkpoint_indices", "checkpoint_states"),
     *("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices"),
 )
 COMMIT = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")

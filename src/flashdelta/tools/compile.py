@@ -101,6 +101,8 @@ class Variant:
     intermediate: bool = False
     pool: bool = False
     checkpoints: bool = False
+    every: int | None = None
+    buffer: torch.dtype | None = None
     g_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
@@ -148,6 +150,10 @@ class Variant:
         if self.pool:
             call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
             call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
+        if self.buffer is not None:
+            call["checkpoint_states"] = _make(self.buffer)(*self._states(4))
+        if self.every is not None:
+            call["checkpoint_every"] = self.every
         if self.checkpoints:
             call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
         return call
@@ -229,6 +235,7 @@ def _hopper_step(K: int, gate: str) -> Variant:
 
 
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
+REGULAR: Given = {"every": 64, "buffer": torch.float32}
 
 VARIANTS = (
     Variant("bf16 K128 V128 bounded"),

@@ -102,8 +102,8 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
 
 
 def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:
-    """Where states at checkpoints are stored, as kernels take it: offsets and indices; a buffer of their own, chunks from one to
-    the next where they are regular, and the buffer's rows and pitch."""
+    """Where states at checkpoints are stored, as kernels take it: offsets and indices; a buffer of their own, chunks from one
+    checkpoint to the next where they are regular, and the buffer's rows and pitch."""
     buffer, every, rows, pitch = t.checkpoint_states, None, None, None
     if buffer is not None:
         rows = buffer.shape[0]
