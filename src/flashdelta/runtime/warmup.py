@@ -112,45 +112,56 @@ def warmup(
         calls += 1
 
     plain = _combinations(initial_state=initial_state, output_final_state=output_final_state)
-    given = _combinations(final_state=final_state)
-    plain = [(*way, own) for way in plain for (own,) in (given if way[1] else [(False,)])]
-    buffers = [kind for (has,) in _combinations(checkpoint_states=checkpoint_states) for kind in BUFFERS[has]]
-    if kind != "chunk":
-        buffers = ["none"]
+    plain = _with_final_state(plain, _combinations(final_state=final_state))
     pooled = _combinations(has_initial_state=has_initial_state, checkpoints=checkpoints)
     pools = _combinations(state_pool=state_pool)
     ways = [(is_pool, way) for (is_pool,) in pools for way in (pooled if is_pool else plain)]
+    buffers = [name for (has,) in _combinations(checkpoint_states=checkpoint_states) for name in BUFFERS[has]]
     if kind == "decode":
         ways = [(True, (False, False))]
     layouts = itertools.product(_pairs(head_dims), _combinations(packed=packed))
-    for ((K, V), (is_packed,)), (is_pool, way), buffer in itertools.product(layouts, ways, buffers):
+    kinds = itertools.product(layouts, ways, buffers if kind == "chunk" else ["none"])
+    for ((K, V), (is_packed,)), (is_pool, way), buffer in kinds:
         for B, T, H, N in _warm_sizes(kind, is_packed, V, device):
             rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
             index = make(N, dtype=state_indices_dtype)
             index[1:] = -1
             offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
-            if kind == "decode":
-                states = {"initial_state": state, "ssm_state_indices": index}
-            elif is_pool:
-                has_flags, has_checkpoints = way
-                has_checkpoints &= buffer == "none"
-                states = {"state_pool": state, "state_indices": index}
-                states |= {"has_initial_state": make(N, dtype=torch.bool)} if has_flags else {}
-                states |= dict.fromkeys(MARKS, index) if has_checkpoints else {}
-            else:
-                has_state, final, own = way
-                states = {"initial_state": state if has_state else None, "output_final_state": final}
-                states |= {"final_state": torch.empty_like(state)} if final and own else {}
+            states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
                 states["checkpoint_states"] = make(-(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
-                states |= {"checkpoint_every": EVERY} if buffer == "regular" else dict.fromkeys(MARKS, index)
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return calls
+
+
+def _with_final_state(ways: list[tuple[bool, ...]], given: list[tuple[bool, ...]]) -> list[tuple[bool, ...]]:
+    """Whether the caller passes one matters only where a final state is asked for."""
+    return [(*way, own) for way in ways for (own,) in (given if way[1] else [(False,)])]
+
+
+def _states(
+    kind: str, is_pool: bool, way: tuple[bool, ...], buffer: str, state: Tensor, index: Tensor
+) -> dict[str, object]:
+    """Arguments about states, but for a buffer of checkpoints itself."""
+    if kind == "decode":
+        return {"initial_state": state, "ssm_state_indices": index}
+    marked = buffer == "offsets"
+    if is_pool:
+        has_flags, has_checkpoints = way
+        states: dict[str, object] = {"state_pool": state, "state_indices": index}
+        states |= {"has_initial_state": torch.zeros_like(index, dtype=torch.bool)} if has_flags else {}
+        marked |= has_checkpoints and buffer == "none"
+    else:
+        has_state, final, own = way
+        states = {"initial_state": state if has_state else None, "output_final_state": final}
+        states |= {"final_state": torch.empty_like(state)} if own else {}
+    marks = dict.fromkeys(("checkpoint_offsets", "checkpoint_indices"), index) if marked else {}
+    return states | marks | ({"checkpoint_every": EVERY} if buffer == "regular" else {})
 
 
 def _kind(op: Callable) -> str:
@@ -183,8 +194,6 @@ def _pairs(head_dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         raise TypeError(f"head_dims: got {head_dims!r}, wanted pairs (K, V), such as [(128, 128)]")
     return found
 
-
-MARKS = ("checkpoint_offsets", "checkpoint_indices")
 
 BUFFERS = {False: ["none"], True: ["offsets", "regular"]}
 """Kinds of calls without and with a buffer for checkpoints."""
