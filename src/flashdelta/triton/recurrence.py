@@ -50,8 +50,23 @@ def checkpoint_slot(offsets, indices, n, span, spans, end, lowest, pool_slots):
 
 
 @triton.jit
+def regular_spans(chunk, begin, end, every, C: tl.constexpr):
+    """How many spans the tokens `[begin, end)` have, from chunk `chunk` of their sequence on, where one starts before every
+    `every` chunks."""
+    stop = chunk + ((end - begin + C - 1) // C).to(tl.int32)
+    return (stop + every - 1) // every - chunk // every
+
+
+@triton.jit
+def regular_extent(chunk, start, end, every, C: tl.constexpr):
+    """`span_extent` of the span that goes on at chunk `chunk` of the sequence, which is at token `start`."""
+    stop = tl.minimum(start + (every - chunk % every) * C, end)
+    return stop, ((stop - start + C - 1) // C).to(tl.int32)
+
+
+@triton.jit
 def regular_row(first_row, chunk, every, rows):
-    """The row for the state before chunk `chunk` of a sequence whose checkpoints lie `every` chunks apart, from row
+    """The row for the state before chunk `chunk` of a sequence with a checkpoint before every `every` chunks, from row
     `first_row` on, and whether to store it."""
     row = first_row + chunk // every
     return row, ((chunk % every == 0) & (row < rows)).to(tl.int32)
@@ -62,11 +77,11 @@ def regular_row(first_row, chunk, every, rows):
 #     w, qg, kg [C, K]   inverse, Aqk [C, C]   v [C, BV]   decay [K]        `STAGES` pipeline stages of loads
 #              |
 #     for each chunk:                                                         (for each checkpoint span)
-#         S^T [BV, K] -> h, the row of the regular checkpoint
+#         S^T [BV, K] -> h
 #         v_new^T [BV, C]  = v^T inverse^T - S^T w^T      -> v_new            (u^T instead of v^T inverse^T)
 #         o^T     [BV, C]  = S^T qg^T + v_new^T Aqk^T     -> o
 #         S^T     [BV, K]  = S^T diag(decay) + v_new^T kg
-#     S^T -> the slot of the checkpoint
+#     S^T -> the slot of the checkpoint (of a regular one before the span's chunks)
 #     S^T -> final state
 @triton.jit(
     do_not_specialize=[
@@ -160,9 +175,10 @@ def recurrence_kernel(
             h_row = span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C, OFFSETS_AT_A_TIME)
     if checkpoint_every is not None:
         checkpoint_row = rows_before(cu_seqlens, n, T, checkpoint_every * C, OFFSETS_AT_A_TIME)
-        first_chunk = 0
+        own_chunk = (n * 0).to(tl.int32)
         if first_segment is not None:
-            first_chunk = first
+            own_chunk += first
+        spans = regular_spans(own_chunk, begin, end, checkpoint_every, C)
     if checkpoint_states is None:
         at_checkpoints = final_state
         pitch = state_pitch
@@ -202,7 +218,13 @@ def recurrence_kernel(
     start = begin
     first_slot = chunk_slot
     for span in range(0, spans):
-        stop, chunks = span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C)
+        if checkpoint_every is None:
+            stop, chunks = span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C)
+        else:
+            # spans of chunks that there are anyway: in the loop below a store would take shared memory from the loads
+            stop, chunks = regular_extent(own_chunk, start, end, checkpoint_every, C)
+            there, due = regular_row(checkpoint_row, own_chunk, checkpoint_every, checkpoint_rows)
+            store_state(checkpoint_states, there * pitch + in_slot, state, due)
         low = 0
         high = chunks
         if first_segment is not None and checkpoint_offsets is not None:
@@ -214,9 +236,6 @@ def recurrence_kernel(
             if h is not None:
                 h_at = state_offsets(((h_row + i) * HV + head) * K * V, value, key, K, V, H_V_FIRST)
                 tl.store(h + h_at, state.to(h.dtype.element_ty))
-            if checkpoint_every is not None:
-                there, due = regular_row(checkpoint_row, first_chunk + i, checkpoint_every, checkpoint_rows)
-                store_state(checkpoint_states, there * pitch + in_slot, state, due)
             tile_w = tl.load(w + chunk * C * K + tile)
             if u is None:
                 tile_inverse = tl.load(inverse + chunk * C * C + square)
@@ -259,6 +278,11 @@ def recurrence_kernel(
                 # by the segment that the last chunk before the checkpoint is in
                 reached *= ((first < chunk_slot - first_slot) & (chunk_slot - first_slot <= last)).to(tl.int32)
             store_state(at_checkpoints, there * pitch + in_slot, state, reached)
+            start = stop
+        if checkpoint_every is not None:
+            chunk_slot += chunks
+            own_chunk += chunks
+            h_row += chunks
             start = stop
     store_state(final_state, own * state_pitch + in_slot, state, stored)
 
