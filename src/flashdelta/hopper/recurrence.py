@@ -161,9 +161,9 @@ def compute(
                 h_row = slot + tile.first
         if checkpoint_every is not None:
             next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C).to(gl.int32)
-            chunk = (tile.first + iteration * 0).to(gl.int32)
-            next_row += (chunk + checkpoint_every - 1) // checkpoint_every
-            to_checkpoint = checkpoint_every - 1 - (chunk + checkpoint_every - 1) % checkpoint_every
+            passed = tile.first + checkpoint_every - 1
+            next_row += passed // checkpoint_every
+            to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
         own, read, stored = sequence_slot(
             *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
             *(lowest, pool_slots, has_initial, has_final),
@@ -213,9 +213,9 @@ def compute(
                 if checkpoint_every is not None:
                     if to_checkpoint == 0:
                         if next_row < checkpoint_rows:
-                            at = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
+                            in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
                             row_states = at_checkpoints + (next_row * pitch + head * (K * V))
-                            store_halves(row_states, at, NEXT, state0, state1, 1, K)
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
                         next_row += 1
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
@@ -272,9 +272,9 @@ def compute(
                             *(stop - tile.begin, lowest_checkpoint, most_checkpoints),
                         )
                         if reached != 0:
-                            at = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
+                            in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
                             row_states = at_checkpoints + (there * pitch + head * (K * V))
-                            store_halves(row_states, at, NEXT, state0, state1, 1, K)
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
                         span += 1
                         stop = scheduler.span_stop(tile, span, start)
             v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])

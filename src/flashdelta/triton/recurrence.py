@@ -175,10 +175,10 @@ def recurrence_kernel(
             h_row = span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C, OFFSETS_AT_A_TIME)
     if checkpoint_every is not None:
         checkpoint_row = rows_before(cu_seqlens, n, T, checkpoint_every * C, OFFSETS_AT_A_TIME)
-        own_chunk = (n * 0).to(tl.int32)
+        first_chunk = 0
         if first_segment is not None:
-            own_chunk += first
-        spans = regular_spans(own_chunk, begin, end, checkpoint_every, C)
+            first_chunk = first
+        spans = regular_spans(first_chunk, begin, end, checkpoint_every, C)
     if checkpoint_states is None:
         at_checkpoints = final_state
         pitch = state_pitch
@@ -222,6 +222,8 @@ def recurrence_kernel(
             stop, chunks = span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C)
         else:
             # spans of chunks that there are anyway: in the loop below a store would take shared memory from the loads
+            # a counter that starts at 0, Triton 3.6 takes for the constant 0
+            own_chunk = first_chunk + (chunk_slot - first_slot).to(tl.int32)
             stop, chunks = regular_extent(own_chunk, start, end, checkpoint_every, C)
             there, due = regular_row(checkpoint_row, own_chunk, checkpoint_every, checkpoint_rows)
             store_state(checkpoint_states, there * pitch + in_slot, state, due)
@@ -281,7 +283,6 @@ def recurrence_kernel(
             start = stop
         if checkpoint_every is not None:
             chunk_slot += chunks
-            own_chunk += chunks
             h_row += chunks
             start = stop
     store_state(final_state, own * state_pitch + in_slot, state, stored)

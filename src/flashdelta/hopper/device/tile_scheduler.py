@@ -158,10 +158,11 @@ class TileScheduler:
     def first_span(self, tile):
         """The checkpoint span of the work tile's first chunk, the chunk's first token, and the past-the-last token of the
         span."""
-        span = tile.n.to(gl.int32) * 0
-        start = tile.begin
+        # 0: an integer that a loop carries from the constant 0, Triton 3.6 takes for that constant
+        span = gl.minimum(self.T, 0)
+        start = tile.begin + span
         stop = self.span_stop(tile, span, start)
-        chunks = tile.first + (start * 0).to(gl.int32)
+        chunks = tile.first + span
         while (chunks * C >= stop - start) & (span + 1 < tile.num_spans):
             chunks -= ((stop - start + C - 1) // C).to(gl.int32)
             start = stop
