@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.decoding import memory_of
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import (
+    as_recurrent,
     assert_close,
     covered_tokens,
     one_rounding,
@@ -135,6 +136,7 @@ def test_a_repeated_call_has_its_own_buffers(buffer_case: BufferCase, backend: s
 @pytest.mark.parametrize("buffer_case", MODELS[:2], ids=buffer_id)
 def test_a_graph_replays_with_other_lengths_and_rows(buffer_case: BufferCase, backend: str):
     call = gpu_buffer_call(buffer_case, BF16, backend)
+    fd.chunk_kda(**call)
     with no_synchronisation():
         fd.chunk_kda(**call)
     graph, _ = captured(lambda: fd.chunk_kda(**call))
@@ -202,19 +204,19 @@ def test_nan_stays_in_its_sequence(backend: str):
         assert same_bits(call["checkpoint_states"][rows], clean["checkpoint_states"][rows])
 
 
+SEVERAL = replace(KIMI, lengths=(20, 0, 3), state=BF16, v_first=True, final=False)
+
+
+@pytest.mark.parametrize("case", [SEVERAL, replace(SEVERAL, lengths=None, B=300, T=1)], ids=["several", "one each"])
 @pytest.mark.parametrize("final", [FP32, BF16], ids=str)
-def test_recurrent_writes_a_final_state(final: torch.dtype, backend: str):
-    """Of many tokens, and of one each with states as Hopper's own kernel has them."""
-    many = replace(KIMI, lengths=(20, 0, 3), state=BF16, v_first=True, final=False)
-    for case in (many, replace(many, lengths=None, B=300, T=1)):
-        call = gpu_buffer_call(BufferCase("final", "", case, final=final), BF16, backend)
-        call = {name: x for name, x in call.items() if name not in ("split", "chunk_size", "safe_gate")}
-        call.pop("return_intermediate_states")
-        want = buffer_truth(call)
-        for _ in range(CALLS_TO_A_REPLAY):
-            call["final_state"].fill_(torch.nan)
-            with poisoned_memory():
-                o, state = fd.fused_recurrent_kda(**call)
-            assert state is call["final_state"]
-            assert_close("o", o, want.o, tolerance_of(call))
-            assert_close("final_state", state, want.final, tolerance_of(call) + one_rounding(final))
+def test_recurrent_writes_a_final_state(final: torch.dtype, case: Case, backend: str):
+    """Of several tokens, and of one each with states as Hopper's own kernel has them."""
+    call = as_recurrent(gpu_buffer_call(BufferCase("final", "", case, final=final), BF16, backend))
+    want = buffer_truth(call)
+    for _ in range(CALLS_TO_A_REPLAY):
+        call["final_state"].fill_(torch.nan)
+        with poisoned_memory():
+            o, state = fd.fused_recurrent_kda(**call)
+        assert state is call["final_state"]
+        assert_close("o", o, want.o, tolerance_of(call))
+        assert_close("final_state", state, want.final, tolerance_of(call) + one_rounding(final))
