@@ -159,7 +159,7 @@ class HopperBackend(Backend):
             return "no recurrence; it has the chunk form and steps of decoding"
         if problem.T != 1 or problem.packed or problem.stores_each_state:
             return "several tokens a sequence; token by token it takes one"
-        if problem.state_dtype != torch.bfloat16 or not problem.state_v_first:
+        if {problem.state_dtype, problem.final_dtype} != {torch.bfloat16} or not problem.state_v_first:
             layout = "V" if problem.state_v_first else "K"
             return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
         return self._head_obstacle(problem)

@@ -31,6 +31,8 @@ from flashdelta.testing.wy import make_wy
 from flashdelta.tools.compile import ARCHITECTURES, BUILD, backward_of
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
+from ..support.buffers import CASES as BUFFERS
+from ..support.buffers import SPLITS, buffer_call
 from ..support.decoding_checks import REPLAYED, replay_buffer
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from ..support.split_cases import LENGTHS, split_call, split_pool_call
@@ -116,6 +118,11 @@ def cases() -> Iterator[Traced]:
         if takes_hopper(on_gpu(pool.case)):
             call = pool_call(replace(pool, case=on_gpu(pool.case)), BF16)
             yield Traced(f"pool {pool.name}, hopper", fd.chunk_kda, call, "hopper")
+    for buffer_case in BUFFERS + SPLITS:
+        yield Traced(f"buffer {buffer_case.name}, triton", fd.chunk_kda, buffer_call(buffer_case, BF16))
+        if takes_hopper(on_gpu(buffer_case.case)):
+            call = buffer_call(replace(buffer_case, case=on_gpu(buffer_case.case)), BF16)
+            yield Traced(f"buffer {buffer_case.name}, hopper", fd.chunk_kda, call, "hopper")
     for parts in (2, 5, "auto"):
         calls = {str(lengths): split_call(lengths) for lengths in LENGTHS} | {"pool": split_pool_call()}
         for name, call in calls.items():

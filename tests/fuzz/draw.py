@@ -41,7 +41,7 @@ RESULTS = {
     "chunk_bwd_wy_dqkg": ("dq", "dk", "dv", "dbeta", "dg", "dA"),
 }
 
-WRITTEN = ("out", "output", "state_pool", "initial_state", "intermediate_states")
+WRITTEN = ("out", "output", "final_state", "state_pool", "initial_state", "intermediate_states", "checkpoint_states")
 """Arguments that a call may write; `initial_state` in decoding alone."""
 
 VARIANTS = 120
@@ -280,6 +280,12 @@ def whole_sequences(op: str, draw: Random, variant: Random, doubles: bool) -> Sp
         spec.options["output_final_state"] = True
     if chunked:
         chunk_options(draw, variant, spec, s, kind)
+        if not spec.grad:
+            checkpoint_buffer(draw, variant, spec, s, inner, dtype)
+    if spec.options.get("output_final_state") and not spec.grad and chance(variant, 0.4):
+        final = variant.choice((FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16))
+        spec.add("final_state", dense((s.N, *inner), final), lambda source: torch.full((s.N, *inner), math.nan))
+        spec.options["output_final_state"] = chance(draw, 0.5)
     if not spec.grad and chance(draw, 0.4):
         shape = (s.B, s.T, s.HV, s.V)
         layout = draw.choice(("dense", "padded", "odd_offset", "head_first"))
@@ -300,6 +306,43 @@ def chunk_options(draw: Random, variant: Random, spec: Spec, s: Sizes, kind: str
         spec.options["batch_invariant"] = True
     if s.packed and chance(draw, 0.3):
         spec.on_host["cu_seqlens_cpu"] = "cu_seqlens"
+
+
+def checkpoint_buffer(
+    draw: Random, variant: Random, spec: Spec, s: Sizes, inner: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """For the checkpoints that the call has already, or for others."""
+    kind = pick(variant, ("none", 3), ("regular", 1), ("offsets", 1))
+    states = variant.choice((FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16))
+    if kind == "none":
+        return
+    if "checkpoint_offsets" in spec.places:
+        # its indices are those of the pool's slots
+        add_pool(draw, spec, "checkpoint_states", spec.places["state_pool"].shape[0], inner, states)
+    elif kind == "regular":
+        n = draw.choice((64, 64, 128, 192))
+        most = s.T // n + s.N if s.packed else s.B * -(-s.T // n)
+        rows = draw.randint(0, most + 1) if s.packed else most + draw.choice((0, 0, 2))
+        spec.options["checkpoint_every"] = n
+        add_pool(draw, spec, "checkpoint_states", rows, inner, states)
+    else:
+        M = draw.choice((1, 1, 2, 12))
+        rows = s.N * M + draw.choice((0, 1, 3))
+        add_pool(draw, spec, "checkpoint_states", rows, inner, states)
+        shape, own = (s.N,) if M == 1 and chance(draw, 0.5) else (s.N, M), index_dtype(variant)
+        indices = distinct(s.N * M, rows)
+        spec.add("checkpoint_offsets", dense(shape, own), offsets_inside(s, M, shape))
+        spec.add("checkpoint_indices", dense(shape, own), lambda source: indices(source).reshape(shape))
+
+
+def offsets_inside(s: Sizes, M: int, shape: tuple[int, ...]) -> Numbers:
+    """Of checkpoints: multiples of 16 in order, some twice."""
+
+    def offsets(source: torch.Generator) -> Tensor:
+        found = torch.randint(0, max(s.T // 16, 1) + 1, (s.N, M), generator=source) * 16
+        return found.sort(dim=1).values.reshape(shape)
+
+    return offsets
 
 
 def pool_of_sequences(
@@ -331,12 +374,7 @@ def pool_of_sequences(
         spec.add("has_initial_state", dense((s.N,), torch.bool), flags)
     if M > 0:
         shape = (s.N,) if M == 1 and chance(draw, 0.5) else (s.N, M)
-
-        def offsets(source: torch.Generator) -> Tensor:
-            found = torch.randint(0, max(s.T // 16, 1) + 1, (s.N, M), generator=source) * 16
-            return found.sort(dim=1).values.reshape(shape)
-
-        spec.add("checkpoint_offsets", dense(shape, kind), offsets)
+        spec.add("checkpoint_offsets", dense(shape, kind), offsets_inside(s, M, shape))
         spec.add("checkpoint_indices", dense(shape, kind), columns(s.N * (1 + M), s.N, *shape))
 
 

@@ -143,8 +143,9 @@ class Case:
                 free = [()]
             if memory.changed(self.before[name], free):
                 raise AssertionError(f"{name}: bytes changed that the call must not write")
-        for name in ("out", "output"):
-            if name in self.call and "o" in results and results["o"].data_ptr() != self.call[name].data_ptr():
+        for name, result in (("out", "o"), ("output", "o"), ("final_state", "final_state")):
+            given, found = self.call.get(name), results.get(result)
+            if given is not None and found is not None and found.data_ptr() != given.data_ptr():
                 raise AssertionError(f"{name}: the result lies elsewhere")
         if claims is None:
             return

@@ -165,8 +165,9 @@ def chunk(c: dict) -> list[Claim]:
         raise Undefined("a decay beyond the promise")
     v_first = bool(c.get("state_v_first"))
     pool = Slots("state_pool", c.get("state_pool"), c.get("null_index", "negative"), v_first)
+    buffer = Slots("checkpoint_states", c.get("checkpoint_states"), "negative", v_first)
     heads, K, V = tokens[0].shape[2], tokens[0].shape[3], tokens[2].shape[3]
-    claims, before = [], []
+    claims, before, first_row = [], [], 0
     for s in sequences(c):
         S = torch.zeros(heads, K, V, dtype=torch.float64)
         if c.get("initial_state") is not None:
@@ -177,34 +178,49 @@ def chunk(c: dict) -> list[Claim]:
                 S = pool.read(index)
         o, states = states_after(S, of(s, tokens))
         claims.append(Claim("o", (s.row, slice(s.begin, s.end)), o, group=s.number))
-        if c.get("output_final_state"):
+        if c.get("output_final_state") or c.get("final_state") is not None:
             claims.append(Claim("final_state", (s.number,), pool.inner(states[-1]), group=s.number))
+        cuts = checkpoints(c, s)
         if pool.pool is not None and s.length > 0:
-            store_states(c, pool, s, states)
-        grid = range(0, s.length, c.get("chunk_size", 64))
+            store(pool, s, states, [(int(c["state_indices"][s.number]), s.length)])
+        if s.length > 0:
+            target = pool if buffer.pool is None else buffer
+            store(target, s, states, [(index, cut) for index, cut, asked in cuts if asked])
+        every = c.get("checkpoint_every")
+        if buffer.pool is not None and every is not None:
+            rows = [*enumerate(range(0, s.length, every), first_row)]
+            store(buffer, s, states, rows)
+            first_row += len(rows)
+        own = [0, *(cut for _, cut, _ in cuts), s.length]
+        grid = [i for a, b in itertools.pairwise(own) for i in range(a, b, c.get("chunk_size", 64))]
         before += [(s.row, place, states[i], s.number) for place, i in enumerate(grid)]
     if c.get("return_intermediate_states"):
-        packed = c.get("cu_seqlens") is not None
+        packed, zero = c.get("cu_seqlens") is not None, torch.zeros((), dtype=torch.float64)
         for place, (row, own, S, number) in enumerate(before):
             claims.append(Claim("h", (row, place if packed else own), pool.inner(S), group=number))
-        if packed:
-            claims.append(Claim("h", (0, slice(len(before), None)), torch.zeros((), dtype=torch.float64), exact=True))
-    return [*claims, *pool.claims.values()]
+        for row in range(c["q"].shape[0]):
+            used = sum(own == row for own, *_ in before)
+            claims.append(Claim("h", (row, slice(used, None)), zero, exact=True))
+    return [*claims, *pool.claims.values(), *buffer.claims.values()]
 
 
-def store_states(c: dict, pool: Slots, s: Sequence, states: list[Tensor]) -> None:
-    """The final state and those at checkpoints, where their indices name slots."""
-    places = [(int(c["state_indices"][s.number]), s.length)]
-    if c.get("checkpoint_offsets") is not None:
-        cut = 0
-        offsets, indices = (c[f"checkpoint_{name}"][s.number].reshape(-1).tolist() for name in ("offsets", "indices"))
-        for offset, index in zip(offsets, indices):
-            cut = min(max(offset, cut), s.length)
-            if 0 < offset == cut:
-                places.append((index, offset))
+def checkpoints(c: dict, s: Sequence) -> list[tuple[int, int, bool]]:
+    """Of each offset: its index, where it cuts the sequence, and whether it asks for the state there."""
+    if c.get("checkpoint_offsets") is None:
+        return []
+    found, cut = [], 0
+    offsets, indices = (c[f"checkpoint_{name}"][s.number].reshape(-1).tolist() for name in ("offsets", "indices"))
+    for offset, index in zip(offsets, indices):
+        cut = min(max(offset, cut), s.length)
+        found.append((index, cut, 0 < offset == cut))
+    return found
+
+
+def store(slots: Slots, s: Sequence, states: list[Tensor], places: list[tuple[int, int]]) -> None:
+    """States after so many tokens, where their indices name slots."""
     for index, length in places:
-        if pool.has(index):
-            pool.store((index,), states[length], s.number)
+        if slots.has(index):
+            slots.store((index,), states[length], s.number)
 
 
 def decode(c: dict) -> list[Claim]:

@@ -45,6 +45,7 @@ GROUPS: dict[str, list[str]] = {
     ],
     "pool-1": ["test_pool.py::test_chunk 1/2", "test_pool.py::test_chunk_fp16"],
     "pool-2": ["test_pool.py::test_chunk 2/2", "test_pool.py"],
+    "buffers": ["test_buffers.py"],
     "split": ["test_split.py"],
     "decode": ["test_decode.py"],
     "prefill": ["test_prefill.py"],

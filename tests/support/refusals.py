@@ -99,6 +99,25 @@ MORE = {
         "bounded",
         POOL_OF_THREE | {"checkpoint_offsets": offsets(16, 0, 16), "checkpoint_indices": offsets(3, 9, -1)},
     ),
+    "final": ("bounded", {"final_state": zeros(1, 2, 32, 64)}),
+    "buffer": (
+        "bounded",
+        {"checkpoint_states": zeros(4, 2, 32, 64), "checkpoint_offsets": offsets(16), "checkpoint_indices": offsets(2)},
+    ),
+    "regular": ("bounded", {"checkpoint_states": zeros(4, 2, 32, 64), "checkpoint_every": 64}),
+    "three in a buffer": (
+        "bounded",
+        {
+            "cu_seqlens": offsets(0, 20, 20, 60),
+            "checkpoint_states": zeros(4, 2, 32, 64),
+            "checkpoint_offsets": offsets(16, 0, 16),
+            "checkpoint_indices": offsets(0, 9, -1),
+        },
+    ),
+    "packed in a buffer": (
+        "bounded",
+        {"cu_seqlens": offsets(0, 65, 65, 70), "checkpoint_states": zeros(3, 2, 32, 64), "checkpoint_every": 64},
+    ),
     "offsets": ("bounded", {"cu_seqlens": offsets(0, 20, 20, 60)}),
     "host offsets": ("packed", {"cu_seqlens_cpu": offsets(0, 17, 17, 81, 82, 147)}),
     "ones": ("state", {"scale": 1, "split": 1, "output_final_state": True}),
@@ -135,6 +154,8 @@ def commit_of_records() -> dict:
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 ROWS = zeros(24, 2, 64, 32)
+ROWS_K_FIRST = zeros(24, 2, 32, 64)
+NEEDS_GRAD = zeros(1, 70, 2, 32).requires_grad_()
 
 
 def first_elements(x: Tensor, *shape: int) -> Tensor:
@@ -144,6 +165,12 @@ def first_elements(x: Tensor, *shape: int) -> Tensor:
 
 def heads(H: int) -> Callable[[dict], Tensor]:
     return lambda call: call["q"][:, :, :1].expand(-1, -1, H, -1)
+
+
+def sharing(name: str, *shape: int) -> dict:
+    """A `final_state`, and another argument that begins in its memory."""
+    memory = zeros(2 * torch.Size(shape).numel())
+    return {name: first_elements(memory, *shape), "final_state": first_elements(memory, 1, 2, 32, 64)}
 
 
 def nested(call: dict) -> Tensor:
@@ -167,8 +194,9 @@ def no_flags(*names: str, value: object = 1) -> list[tuple]:
     return [mistyped(f"{value} ({type(value).__name__})", "a bool", **{name: value}) for name in names]
 
 
-def marks(offset: object, index: object) -> dict:
-    return {"checkpoint_offsets": torch.tensor(offset), "checkpoint_indices": torch.tensor(index)}
+def marks(offset: object, index: object, dtype: torch.dtype | None = None) -> dict:
+    values = {"checkpoint_offsets": offset, "checkpoint_indices": index}
+    return {name: torch.tensor(x, dtype=dtype) for name, x in values.items()}
 
 
 REFUSED = {
@@ -308,8 +336,14 @@ REFUSED = {
             return_intermediate_states=True,
             q=zeros(1, 70, 2, 32).requires_grad_(),
         ),
-        bad("a tensor without state_pool", "state_pool too", checkpoint_offsets=offsets(16)),
-        bad("a tensor without state_pool", "state_pool too", checkpoint_indices=offsets(1)),
+        *(
+            bad("a tensor without state_pool and checkpoint_states", "one of these", **{name: offsets(1)})
+            for name in ("checkpoint_offsets", "checkpoint_indices")
+        ),
+        bad("a tensor without checkpoint_offsets and checkpoint_every", "one of these", checkpoint_states=ROWS),
+        bad("a number without checkpoint_states", "checkpoint_states too", checkpoint_every=64),
+        *(bad(str(n), "a multiple of 64 up to 2^30", checkpoint_every=n) for n in (0, -64, 32, 100, 2**31, 10**400)),
+        *(mistyped(f"{x!r}", "an int or None", checkpoint_every=x) for x in (True, 64.0, "64")),
         mistyped("dtype torch.float32", "int32 or int64", cu_seqlens_cpu=zeros(2), cu_seqlens=offsets(0, 70)),
         mistyped("2.0 (float)", "'auto'", split=2.0),
         mistyped("array([1, 2]) (ndarray)", "'auto'", split=np.array([1, 2])),
@@ -380,8 +414,55 @@ REFUSED = {
             )
             for M in (0, 9)
         ),
-        bad("True with checkpoint_offsets", "one of the two", return_intermediate_states=True),
         mistyped("dtype torch.float32", "int32 or int64", checkpoint_offsets=zeros(1)),
+        shared("state_pool", checkpoint_states=lambda c: c["state_pool"]),
+        bad("a number with checkpoint_offsets", "one of the two", checkpoint_every=64, checkpoint_states=ROWS_K_FIRST),
+    ],
+    # ---- buffers of the caller's
+    (FORWARD, "final"): [
+        bad("shape [1, 2, 64, 32]", "[N, HV, K, V] = [1, 2, 32, 64]", final_state=zeros(1, 2, 64, 32)),
+        bad("shape [1, 2, 32, 64]", "[N, HV, V, K] = [1, 2, 64, 32]", of="final_state", state_v_first=True),
+        bad("shape [2, 2, 32, 64]", "... [1, 2, 32, 64]", final_state=zeros(2, 2, 32, 64)),
+        bad("shape [2, 32, 64]", "... (rank 4)", final_state=zeros(2, 32, 64)),
+        bad("strides (4096, 1, 128, 2)", "a contiguous tensor", final_state=zeros(1, 32, 64, 2).permute(0, 3, 1, 2)),
+        bad(
+            "strides (4096, 0, 64, 1)",
+            "a contiguous tensor",
+            final_state=zeros(1, 2, 32, 64)[:, :1].expand(1, 2, 32, 64),
+        ),
+        bad("device meta", "q's device cpu", final_state=zeros(1, 2, 32, 64, device="meta")),
+        mistyped("dtype torch.float16", "float32 or bfloat16", final_state=zeros(1, 2, 32, 64, dtype=FP16)),
+        *no_tensors("final_state"),
+        shared("out", of="final_state", **sharing("out", 1, 70, 2, 64)),
+        shared("v", final_state=lambda c: first_elements(c["v"], 1, 2, 32, 64)),
+        shared("initial_state", final_state=lambda c: c["final_state"], initial_state=lambda c: c["final_state"]),
+        bad("a tensor with state_pool", "None", **POOL_OF_ONE | {"final_state": zeros(1, 2, 32, 64)}, of="final_state"),
+        bad("a tensor with inputs that require grad", "None, or torch.no_grad()", of="final_state", q=NEEDS_GRAD),
+        bad("a tensor that requires grad", "None", final_state=zeros(1, 2, 32, 64).requires_grad_()),
+    ],
+    (CHUNK, "buffer"): [
+        bad("None with checkpoint_offsets", "both", checkpoint_indices=None),
+        bad("shape [24, 2, 64, 32]", "[rows, HV, K, V] = [24, 2, 32, 64]", checkpoint_states=ROWS),
+        bad("shape [4, 2, 32, 64]", "[rows, HV, V, K] = [4, 2, 64, 32]", of="checkpoint_states", state_v_first=True),
+        bad("shape [2, 32, 64]", "... rank 4", checkpoint_states=zeros(2, 32, 64)),
+        bad("strides (8192, 4096, 128, 2)", "... dense", checkpoint_states=zeros(4, 2, 32, 128)[..., ::2]),
+        bad(
+            "strides (0, 2048, 64, 1)",
+            "... must not overlap",
+            checkpoint_states=zeros(1, 2, 32, 64).expand(4, 2, 32, 64),
+        ),
+        bad("device meta", "q's device cpu", checkpoint_states=zeros(4, 2, 32, 64, device="meta")),
+        mistyped("dtype torch.float16", "float32 or bfloat16", checkpoint_states=zeros(4, 2, 32, 64, dtype=FP16)),
+        *no_tensors("checkpoint_states"),
+        shared("initial_state", of="checkpoint_states", initial_state=lambda c: c["checkpoint_states"][:1]),
+        shared("checkpoint_states", final_state=lambda c: c["checkpoint_states"][1:2]),
+        bad("0 checkpoints", "at least 1", of="checkpoint_offsets", **marks([[]], [[]], torch.int64)),
+        bad("a tensor with inputs that require grad", "None, or torch.no_grad()", of="checkpoint_states", q=NEEDS_GRAD),
+        bad("a tensor that requires grad", "None", checkpoint_states=zeros(4, 2, 32, 64).requires_grad_()),
+    ],
+    (CHUNK, "regular"): [
+        bad("1 rows", "at least B * ceil(T / checkpoint_every) = 2", checkpoint_states=zeros(1, 2, 32, 64)),
+        bad("0 rows", "at least", of="checkpoint_states", checkpoint_every=128, checkpoint_states=zeros(0, 2, 32, 64)),
     ],
     # ---- recurrent_kda
     (DECODE, "plain"): [
@@ -632,6 +713,15 @@ REFUSED_ON_REQUEST = {
             of="checkpoint_offsets",
             **marks(((0, 0), (0, 0), (32, 16)), ((0, 0), (0, 0), (3, -1))),
         ),
+    ],
+    (CHUNK, "three in a buffer"): [
+        bad("index 9", "... buffer's 4 rows", of="checkpoint_indices", **marks((16, 0, 0), (9, 0, 0))),
+        bad("row 3 again", "another row", of="checkpoint_indices", **marks((16, 0, 16), (3, 0, 3))),
+        bad("offset 24", "a multiple of 16", of="checkpoint_offsets", **marks((24, 0, 0), (3, 0, 0))),
+        bad("offset 32", "... 20 tokens", of="checkpoint_offsets", **marks((32, 0, 0), (3, 0, 0))),
+    ],
+    (CHUNK, "packed in a buffer"): [
+        bad("2 rows", "one for each of the 3 checkpoints", checkpoint_states=zeros(2, 2, 32, 64)),
     ],
     (DECODE, "plain"): [
         bad("index 8", "... 8 slots", ssm_state_indices=offsets(1, 8, 0)),

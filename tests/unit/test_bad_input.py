@@ -66,7 +66,16 @@ def test_a_hint_about_speed_is_never_refused():
 # ---- signatures -----------------------------------------------------------------------------------------------------
 
 OF_OTHERS = ("sclae", "use_qk_l2norm", "transpose_state_layout", "head_first", "cp_context")
-OF_CHUNKS = ("safe_gate", "chunk_size", "return_intermediate_states", "cu_seqlens_cpu", "checkpoint_offsets", "split")
+OF_CHUNKS = (
+    "checkpoint_states",
+    "checkpoint_every",
+    "safe_gate",
+    "chunk_size",
+    "return_intermediate_states",
+    "cu_seqlens_cpu",
+    "checkpoint_offsets",
+    "split",
+)
 UNKNOWN = {
     fd.chunk_kda: OF_OTHERS,
     fd.fused_recurrent_kda: (*OF_OTHERS, *OF_CHUNKS),

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ..problem.problem import Problem
 from ..program.launch import Launch
-from ..triton.launch import StageCall, state_arguments
+from ..triton.launch import StageCall, checkpoint_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -42,7 +42,7 @@ from .device.math import mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
-from .device.tile_scheduler import TileScheduler, chunks_before
+from .device.tile_scheduler import TileScheduler, chunks_before, rows_before, span_chunks_before
 from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
@@ -87,7 +87,6 @@ def compute(
     o_s,
     outputs,
     states,
-    pool,
     starting,
     scheduler,
     strides,
@@ -113,8 +112,19 @@ def compute(
                  last o, decay S                                          round S and o
     """
     o, h, v_new = outputs
-    initial_state, final_state, state_pitch, has_initial, has_final = states
-    state_indices, has_initial_state, checkpoint_indices, lowest, pool_slots = pool
+    initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints = states
+    state_indices, has_initial_state, lowest, pool_slots = pool
+    checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch = checkpoints
+    if checkpoint_states is None:
+        at_checkpoints = final_state
+        pitch = state_pitch
+        lowest_checkpoint = lowest
+        most_checkpoints = pool_slots
+    else:
+        at_checkpoints = checkpoint_states
+        pitch = checkpoint_pitch.to(gl.int64)
+        lowest_checkpoint = 0
+        most_checkpoints = checkpoint_rows
     carry, semaphore, starts = starting
     HV = scheduler.HV
     SLICES: gl.constexpr = V // BV
@@ -140,8 +150,20 @@ def compute(
         tile = scheduler.tile(k, segments)
         head, start, slot = tile.head, tile.begin, tile.slot
         h_row = slot
-        if h is not None and scheduler.cu_seqlens is not None:
-            h_row = chunks_before(scheduler.cu_seqlens, tile.n, scheduler.T) + tile.first
+        if h is not None:
+            if scheduler.cu_seqlens is not None:
+                if scheduler.checkpoint_offsets is None:
+                    h_row = chunks_before(scheduler.cu_seqlens, tile.n, scheduler.T) + tile.first
+                else:
+                    h_row = span_chunks_before(scheduler, tile) + tile.first
+            elif scheduler.checkpoint_offsets is not None:
+                # the slot is the sequence's first one, whatever its segment
+                h_row = slot + tile.first
+        if checkpoint_every is not None:
+            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C).to(gl.int32)
+            passed = tile.first + checkpoint_every - 1
+            next_row += passed // checkpoint_every
+            to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
         own, read, stored = sequence_slot(
             *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
             *(lowest, pool_slots, has_initial, has_final),
@@ -172,72 +194,89 @@ def compute(
             ahead = ring.wait(iteration)
             v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
             v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
-            for span in range(0, tile.num_spans):
-                stop, chunks, low, high = scheduler.span(tile, span, start, slot)
-                for i in range(low, high):
-                    s = iteration % ring.STAGES
-                    if h is not None:
-                        h_at = state_offsets(
-                            wide(h_row + iteration - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
-                        )
-                        gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
-                        if KH == 2:
-                            gl.store(h + h_at + H_NEXT, to_lines(state1.to(h.dtype.element_ty)))
-                    left0 = as_left(state0)
+            # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
+            if scheduler.checkpoint_offsets is not None:
+                span, start, stop = scheduler.first_span(tile)
+            low = 0
+            high = total
+            if scheduler.checkpoint_offsets is None:
+                stop, _chunks, low, high = scheduler.span(tile, 0, start, slot)
+            for i in range(low, high):
+                s = iteration % ring.STAGES
+                if h is not None:
+                    h_at = state_offsets(
+                        wide(h_row + iteration - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
+                    )
+                    gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                     if KH == 2:
-                        left1 = as_left(state1)
-                    # w is stored negated: v_new comes out of one accumulator, which holds inverse v
-                    v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
-                    if KH == 2:
-                        v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-                    out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
-                    if KH == 2:
-                        out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
-                    if o is not None:
-                        store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                    state0 = state0 * ring.decays(s, 0, ACC)
-                    if KH == 2:
-                        state1 = state1 * ring.decays(s, 1, ACC)
-                    v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
-                    v_new_left = as_left(v_new_t)
-                    out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
-                    state0 = mma(v_new_left, ring.tile(s, KG), state0)
-                    if KH == 2:
-                        state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
-                    if v_new is not None:
-                        token = start + i * C
-                        store_transposed(
-                            *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
-                            *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
-                        )
-                    # the last chunk does its own `inverse v` again, which nobody uses
-                    iteration += 1
-                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
-                    v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                    v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
-                    if KH == 2:
-                        state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
-                            1, deps=[state0, state1, out, v_new_left, left0, left1]
-                        )
-                    else:
-                        state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
-                    ring.release(s)
-                    done = out.to(gl.bfloat16)
+                        gl.store(h + h_at + H_NEXT, to_lines(state1.to(h.dtype.element_ty)))
+                if checkpoint_every is not None:
+                    if to_checkpoint == 0:
+                        if next_row < checkpoint_rows:
+                            in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
+                            row_states = at_checkpoints + (next_row * pitch + head * (K * V))
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
+                        next_row += 1
+                        to_checkpoint = checkpoint_every
+                    to_checkpoint -= 1
+                left0 = as_left(state0)
+                if KH == 2:
+                    left1 = as_left(state1)
+                # w is stored negated: v_new comes out of one accumulator, which holds inverse v
+                v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
+                if KH == 2:
+                    v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+                out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
+                if KH == 2:
+                    out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
+                if o is not None:
+                    store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+                state0 = state0 * ring.decays(s, 0, ACC)
+                if KH == 2:
+                    state1 = state1 * ring.decays(s, 1, ACC)
+                v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
+                v_new_left = as_left(v_new_t)
+                out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
+                state0 = mma(v_new_left, ring.tile(s, KG), state0)
+                if KH == 2:
+                    state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+                if v_new is not None:
+                    token = start + i * C
+                    store_transposed(
+                        *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
+                        *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
+                    )
+                # the last chunk does its own `inverse v` again, which nobody uses
+                iteration += 1
+                ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+                v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
+                if KH == 2:
+                    state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
+                        1, deps=[state0, state1, out, v_new_left, left0, left1]
+                    )
+                else:
+                    state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
+                ring.release(s)
+                done = out.to(gl.bfloat16)
+                if scheduler.checkpoint_offsets is None:
                     done_token = start + i * C
                     done_count = (stop - done_token).to(gl.int32)
-                if scheduler.checkpoint_offsets is not None:
-                    there, reached = checkpoint_slot(
-                        *(scheduler.checkpoint_offsets, checkpoint_indices, tile.n, span, tile.num_spans),
-                        *(stop - tile.begin, lowest, pool_slots),
-                    )
-                    slot += chunks
-                    if scheduler.first_segment is not None:
-                        # by the segment that the last chunk before the checkpoint is in
-                        passed = slot - tile.slot
-                        reached *= ((tile.first < passed) & ((tile.stop == 0) | (passed <= tile.stop))).to(gl.int32)
-                    at = there * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-                    store_halves(final_state, at, NEXT, state0, state1, reached, K)
-                    start = stop
+                else:
+                    done_token = start
+                    done_count = (stop - start).to(gl.int32)
+                    start = gl.minimum(start + C, stop)
+                    while (start == stop) & (span + 1 < tile.num_spans):
+                        there, reached = checkpoint_slot(
+                            *(scheduler.checkpoint_offsets, checkpoint_indices, tile.n, span, tile.num_spans),
+                            *(stop - tile.begin, lowest_checkpoint, most_checkpoints),
+                        )
+                        if reached != 0:
+                            in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
+                            row_states = at_checkpoints + (there * pitch + head * (K * V))
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
+                        span += 1
+                        stop = scheduler.span_stop(tile, span, start)
             v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
@@ -266,6 +305,8 @@ SCALARS = (
     "HV",
     "slots",
     "checkpoints",
+    "checkpoint_every",
+    "checkpoint_rows",
     *_STRIDES,
 )
 """Arguments whose values leave the machine code as it is."""
@@ -282,6 +323,10 @@ def recurrence_kernel(
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
+    checkpoint_states,
+    checkpoint_every,
+    checkpoint_rows,
+    checkpoint_pitch,
     carry,
     semaphores,
     first_segment,
@@ -328,12 +373,13 @@ def recurrence_kernel(
     in_v = (v_batch, v_token, v_head)
     in_o = (o_batch, o_token, o_head)
     outputs = (o, h, v_new)
-    states = (initial_state, final_state, state_pitch, has_initial, has_final)
-    pool = (state_indices, has_initial_state, checkpoint_indices, lowest, pool_slots)
+    pool = (state_indices, has_initial_state, lowest, pool_slots)
+    at_checkpoints = (checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch)
+    states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints)
     starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
-            (compute, (ring, o_s, outputs, states, pool, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST)),
+            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST)),
             (load, (tiles_d, decay, v, ring, scheduler, in_v, K)),
         ],
         [1],
@@ -373,7 +419,7 @@ def recurrence(
             tiles(workspace["tiles"]),
             workspace["decay"],
             *(t.v, o, h, v_new),
-            *(t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(t.cu_seqlens, *checkpoint_arguments(problem, t)),
             *workspace.select("carry", "semaphores", "first_segment", "starts"),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),

@@ -37,12 +37,15 @@ def chunk_kda(
     gate: GateName | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    final_state: Tensor | None = None,
     state_pool: Tensor | None = None,
     state_indices: Tensor | None = None,
     null_index: NullIndex = "negative",
     has_initial_state: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_every: int | None = None,
     split: str | bool | int = "auto",
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -93,6 +96,9 @@ def chunk_kda(
             `"lower_bound"`: `lower_bound * sigmoid(exp(A_log) (g + dt_bias))`, `"logsigmoid"`: `log sigmoid(g)`.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
+        final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
+            contiguous: written and returned instead of a new final state; `output_final_state` then goes without saying. Must
+            not share memory with another argument (`state_pool` updates states in place), and takes no gradients.
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
             `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
@@ -103,11 +109,23 @@ def chunk_kda(
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
             True everywhere.
-        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool`: the state after so many tokens of the sequence
-            is stored too. 0 means none; others must be multiples of 16 that rise in a row, at most the sequence's length
-            (where the state is the final one), and M at most 8. Offsets past the end are ignored. The chunk grid of a sequence
-            starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the results.
-        checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`.
+        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so many
+            tokens of the sequence is stored too. 0 means none; others must be multiples of 16 that rise in a row, at most the
+            sequence's length (where the state is the final one), and M at most 8 in a pool. Offsets past the end are ignored.
+            The chunk grid of a sequence starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes
+            no bit of the results.
+        checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`. With
+            `checkpoint_states` its rows, null if below 0 (row 0 is a row under any `null_index`) or past the end.
+        checkpoint_states: `[rows, HV, K, V]` (`[rows, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever other states
+            have: a buffer that receives the checkpoints, with or without `state_pool`. Dense inside a row; rows may lie any
+            pitch apart, and those of no checkpoint stay as they are. Must not share memory with another argument. Takes no
+            gradients.
+        checkpoint_every: a multiple of 64, with `checkpoint_states` and without offsets: the states before tokens 0, n, 2n, ...
+            of each sequence are stored, `ceil(L / n)` of a sequence of L tokens, none of an empty one. A sequence's rows lie
+            one after another, and so do the sequences' (as `h` has chunks); row `b ceil(T / n) + i` without `cu_seqlens`. No
+            bit of the results changes. Rows past the end of the buffer are not stored: packed sequences need at most
+            `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer than `B ceil(T / n)` are
+            refused.
         split: into how many segments, that run at the same time, each sequence is cut (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay, which few heads and long
             sequences do. Results differ in rounding.
@@ -117,26 +135,33 @@ def chunk_kda(
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
         `final_state` is None unless asked for; `h [B, NT, HV, K, V]` (or V first) has `NT = ceil(T / chunk_size)`. Packed,
         the chunks of all sequences follow one another, and `NT` is their number if `cu_seqlens_cpu` is given, else the
-        bound `T // chunk_size + N`, with zeros in the rows past the last chunk.
+        bound `T // chunk_size + N`, with zeros in the rows past the last chunk. `checkpoint_offsets` `[N, M]` cut chunks, all
+        of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
+        zeros past the last chunk.
+
+        Beside its results a call of kernels takes `S HV ((3 C K + 2 C C) b + 4 K)` bytes while it runs, where `C` is
+        `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be: `B` times, or packed once, the
+        bounds `NT` above. The backend `hopper` takes up to `36864 K + 1024` more, and sequences cut into `G` segments in
+        all `4 G HV K (K + 2 V) + 4 (N + 1)` more.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
     tensors = (
-        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, state_pool,
-        state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices,
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, final_state,
+        state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices, checkpoint_states,
     )  # fmt: skip
     options = (
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
-        chunk_size, gate, backend, null_index, split, batch_invariant,
+        chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant,
     )  # fmt: skip
     known = None if cu_seqlens_cpu is None else known_lengths(cu_seqlens_cpu, chunk_size, q)
     found = _call.run(tensors, options, known)
     if not return_intermediate_states:
         return found["o"], found.get("final_state")
     h = found["h"]
-    if cu_seqlens_cpu is not None:
+    if cu_seqlens_cpu is not None and checkpoint_offsets is None:
         h = h[:, : int(((cu_seqlens_cpu.diff() + chunk_size - 1) // chunk_size).sum())]
     return found["o"], found.get("final_state"), h
 

@@ -31,6 +31,7 @@ def fused_recurrent_kda(
     gate: GateName | None = None,
     backend: str = "auto",
     out: Tensor | None = None,
+    final_state: Tensor | None = None,
     state_pool: Tensor | None = None,
     state_indices: Tensor | None = None,
     null_index: NullIndex = "negative",
@@ -45,8 +46,8 @@ def fused_recurrent_kda(
         `(o [B, T, HV, V], final_state or None)`.
     """
     tensors = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, state_pool, state_indices,
-        has_initial_state,
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, final_state, state_pool,
+        state_indices, has_initial_state,
     )  # fmt: skip
     options = (
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,

@@ -444,6 +444,11 @@ class Operation:
             raise wrong("state_pool", "a tensor with inputs that require grad", wanted)
         if getattr(call, "return_intermediate_states", False):
             raise wrong("return_intermediate_states", "True with inputs that require grad", "torch.no_grad()")
+        for role in ("final_state", "checkpoint_states"):
+            x = getattr(call, role, None)
+            if x is not None:
+                kind = "that requires grad" if x.requires_grad else "with inputs that require grad"
+                raise wrong(role, f"a tensor {kind}", "None, or torch.no_grad() (it is written in place)")
         if call.out is not None:
             got = "a tensor that requires grad" if call.out.requires_grad else "a tensor with inputs that require grad"
             raise wrong("out", got, "one that takes no gradient, and None when an input requires grad")

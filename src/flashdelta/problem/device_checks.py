@@ -51,8 +51,14 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
             source.claim(name_of("source_indices"), index, stored=False)
     if problem.has_intermediate:
         _check_rows(problem, t, lengths, name_of)
+    buffer = None if problem.checkpoint_rows is None else _Claims(0, problem.checkpoint_rows, "buffer's", "rows")
     if t.checkpoint_offsets is not None and t.checkpoint_indices is not None:
-        _check_checkpoints(t.checkpoint_offsets, t.checkpoint_indices, lengths, pool)
+        _check_checkpoints(t.checkpoint_offsets, t.checkpoint_indices, lengths, buffer or pool)
+    if problem.checkpoint_every > 0 and problem.checkpoint_rows is not None:
+        rows = sum(-(-length // problem.checkpoint_every) for length in lengths)
+        if rows > problem.checkpoint_rows:
+            wanted = f"one for each of the {rows} checkpoints"
+            raise wrong("checkpoint_states", f"{problem.checkpoint_rows} rows", wanted)
 
 
 def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:
@@ -73,19 +79,20 @@ def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:
 
 
 class _Claims:
-    """Slots that a call names: none may be written twice, and none past the end."""
+    """Slots that a call names, or rows: none may be written twice, and none past the end."""
 
-    def __init__(self, lowest: int, slots: int):
-        self.lowest, self.slots = lowest, slots
+    def __init__(self, lowest: int, slots: int, whose: str = "pool's", called: str = "slots"):
+        self.lowest, self.slots, self.whose, self.called = lowest, slots, whose, called
         self.written: set[int] = set()
 
     def claim(self, argument: str, index: int, stored: bool) -> None:
         if index >= self.slots:
-            raise wrong(argument, f"index {index}", f"indices below the pool's {self.slots} slots")
+            raise wrong(argument, f"index {index}", f"indices below the {self.whose} {self.slots} {self.called}")
         if index < self.lowest or not stored:
             return
         if index in self.written:
-            raise wrong(argument, f"slot {index} again", "another slot for every state that is stored")
+            one = self.called.removesuffix("s")
+            raise wrong(argument, f"{one} {index} again", f"another {one} for every state that is stored")
         self.written.add(index)
 
 

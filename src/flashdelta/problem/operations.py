@@ -68,7 +68,13 @@ MAX_SEGMENTS = 1024
 """Of a sequence."""
 
 MAX_CHECKPOINTS = 8
-"""Checkpoints a sequence may have: each adds a chunk slot to every sequence."""
+"""Checkpoints a sequence may have in a pool: each adds a chunk slot to every sequence."""
+
+EVERY = 64
+"""Regular checkpoints lie a multiple of so many tokens apart: a boundary of chunks of either size."""
+
+MOST_TOKENS_APART = 2**30
+"""Tokens from one to the next at the most."""
 
 
 # ---- options ------------------------------------------------------------------------------------------------------------
@@ -100,6 +106,15 @@ def spec_tokens(name: str, value: Any) -> None:
         raise wrong(name, value, f"1 to {most}, or None without speculative tokens")
 
 
+def tokens_apart(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise mistyped(name, value, "an int or None")
+    if not EVERY <= value <= MOST_TOKENS_APART or value % EVERY != 0:
+        raise wrong(name, value, f"a multiple of {EVERY} up to 2^30, or None")
+
+
 OPTIONS = {
     "scale": number_or_none,
     "lower_bound": bound,
@@ -108,6 +123,7 @@ OPTIONS = {
     "null_index": one_of(*NULL_INDICES),
     "split": segments,
     "num_spec_tokens": spec_tokens,
+    "checkpoint_every": tokens_apart,
     "precision": one_of(*PRECISIONS),
 }
 """All others are flags."""
@@ -141,6 +157,16 @@ def together(role: str, other: str) -> Rule:
         lambda c: getattr(c, role) is None and getattr(c, other) is not None,
         f"None with {{{other}}}",
         "both or neither",
+    )
+
+
+def without(role: str, others: tuple[str, ...], got: str, wanted: str) -> Rule:
+    """`role` makes no sense without any of the others."""
+    return Rule(
+        role,
+        lambda c: getattr(c, role) is not None and all(getattr(c, other) is None for other in others),
+        got,
+        wanted,
     )
 
 
@@ -197,6 +223,12 @@ POOL_RULES = (
     *(needs(role, "state_pool") for role in ("state_indices", "has_initial_state")),
     excludes("state_pool", "initial_state"),
     Rule(
+        "final_state",
+        lambda c: c.state_pool is not None and c.final_state is not None,
+        "a tensor with state_pool",
+        "None (the pool receives the final states)",
+    ),
+    Rule(
         "output_final_state",
         lambda c: c.state_pool is not None and c.output_final_state,
         "True with state_pool",
@@ -207,13 +239,28 @@ POOL_RULES = (
 )
 
 CHECKPOINT_RULES = (
-    *(needs(role, "state_pool") for role in ("checkpoint_offsets", "checkpoint_indices")),
+    *(
+        without(
+            role,
+            ("state_pool", "checkpoint_states"),
+            "a tensor without state_pool and checkpoint_states",
+            "one of these, which receives the checkpoints",
+        )
+        for role in ("checkpoint_offsets", "checkpoint_indices")
+    ),
     together("checkpoint_offsets", "checkpoint_indices"),
     together("checkpoint_indices", "checkpoint_offsets"),
+    without(
+        "checkpoint_states",
+        ("checkpoint_offsets", "checkpoint_every"),
+        "a tensor without checkpoint_offsets and checkpoint_every",
+        "one of these",
+    ),
+    without("checkpoint_every", ("checkpoint_states",), "a number without checkpoint_states", "checkpoint_states too"),
     Rule(
-        "return_intermediate_states",
-        lambda c: c.checkpoint_offsets is not None and c.return_intermediate_states,
-        "True with checkpoint_offsets",
+        "checkpoint_every",
+        lambda c: c.checkpoint_every is not None and c.checkpoint_offsets is not None,
+        "a number with checkpoint_offsets",
         "one of the two",
     ),
     needs("cu_seqlens_cpu", "cu_seqlens"),
@@ -256,9 +303,11 @@ SEQUENCES = (
     Argument("has_initial_state", "N", BOOL),
 )
 OUT = Argument("out", "B T HV V", like_first, dense=1, written=True)
+FINAL = Argument("final_state", "N HV STATE", state, dense=4, written=True)
 CHECKPOINTS = (
     Argument("checkpoint_offsets", ("N", "N M"), INDEX),
     Argument("checkpoint_indices", lambda c: "N" if c.checkpoint_offsets.dim() == 1 else "N M", INDEX),
+    Argument("checkpoint_states", "rows HV STATE", state, dense=3, written=True),
 )
 
 
@@ -277,8 +326,16 @@ def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) ->
 
 def check_chunks(c: Any, sizes: Sizes) -> None:
     check_heads(c, sizes)
-    if not 1 <= sizes.get("M", 1) <= MAX_CHECKPOINTS:
-        raise wrong("checkpoint_offsets", f"{sizes['M']} checkpoints", f"1 to {MAX_CHECKPOINTS} a sequence")
+    M, buffer = sizes.get("M", 1), c.checkpoint_states is not None
+    if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
+        wanted = "at least 1" if buffer else f"1 to {MAX_CHECKPOINTS}"
+        raise wrong("checkpoint_offsets", f"{M} checkpoints", f"{wanted} a sequence")
+    # of packed sequences the rows are device data, and those past the end are not stored
+    if c.checkpoint_every is not None and c.cu_seqlens is None and "rows" in sizes:
+        least = sizes["B"] * -(-sizes["T"] // c.checkpoint_every)
+        if sizes["rows"] < least:
+            wanted = f"at least B * ceil(T / checkpoint_every) = {least}"
+            raise wrong("checkpoint_states", f"{sizes['rows']} rows", wanted)
 
 
 def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
@@ -300,6 +357,8 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
         beta_kind=logits if c.use_beta_sigmoid_in_kernel else "value",
         l2norm=bool(c.use_qk_l2norm_in_kernel),
         state_v_first=bool(c.state_v_first),
+        output_final_state=c.output_final_state or options.get("final_state") is not None,
+        checkpoint_every=options.get("checkpoint_every") or 0,
         split=AUTO if split == "auto" else 1 if split is False else split,
         longest_chunks=bounds[0],
         all_chunks=bounds[1],
@@ -312,7 +371,7 @@ UNNAMED = {"state_v_first": flag_or_none, "use_qk_l2norm_in_kernel": flag_or_non
 
 CHUNK = Operation(
     "chunk",
-    (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), OUT),
+    (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), OUT, FINAL),
     OPTIONS | UNNAMED,
     (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES),
     functools.partial(kda_problem, operation="chunk"),
@@ -320,7 +379,7 @@ CHUNK = Operation(
 )
 RECURRENT = Operation(
     "recurrent",
-    (*SEQUENCES, OUT),
+    (*SEQUENCES, OUT, FINAL),
     OPTIONS | UNNAMED,
     (*GATE_RULES, *POOL_RULES),
     functools.partial(kda_problem, operation="recurrent"),

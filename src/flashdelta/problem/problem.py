@@ -55,6 +55,7 @@ class Tensors:
     has_initial_state: Tensor | None = None
     checkpoint_offsets: Tensor | None = None
     checkpoint_indices: Tensor | None = None
+    checkpoint_states: Tensor | None = None
     # of decoding
     num_accepted_tokens: Tensor | None = None
     source_pool: Tensor | None = None
@@ -70,11 +71,17 @@ class Tensors:
     dh: Tensor = ABSENT
     dht: Tensor | None = None
     workspace: Tensor | None = None
-    # what the caller wants written
+    # what the caller wants written, and gets back
     out: Tensor | None = None
+    final_state: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
         return {name: x for name in ROLES if (x := getattr(self, name)) is not None}
+
+    def given(self) -> dict[str, Tensor]:
+        """Results by name that are tensors of the caller's."""
+        found = {"o": self.out, "final_state": self.final_state}
+        return {name: x for name, x in found.items() if x is not None}
 
     @property
     def device(self) -> torch.device:
@@ -102,8 +109,9 @@ class Settings:
     """The part of a problem that no tensor tells. An option of a public function that has the name of a field here is one.
 
     `beta_kind` is `"value"`, `"logit"` (sigmoid in the kernel) or `"double_logit"` (2 sigmoid, the `[0, 2)` range).
-    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `null_index` says which pool indices
-    name no slot: those below 0, or 0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
+    `safe_gate` is true when every step's log decay is known to lie in `[-5, 0]`. `checkpoint_every`: tokens from one
+    checkpoint of a sequence to the next, 0 for none. `null_index` says which pool indices name no slot: those below 0, or
+    0 too. `split` is the number of segments of a sequence, 1 for whole ones, or `AUTO`
     (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
@@ -120,6 +128,7 @@ class Settings:
     chunk_size: int = 64
     output_final_state: bool = False
     return_intermediate_states: bool = False
+    checkpoint_every: int = 0
     state_v_first: bool = False
     null_index: str = "negative"
     spec_tokens: int = 0
@@ -145,11 +154,13 @@ class Problem(Settings):
     """A call, validated. Symbols as in docs/algorithm.md.
 
     `B, T, H, HV, K, V` are the tensor sizes and `N` the number of sequences (`B`, or `len(cu_seqlens) - 1` when
-    packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both.
+    packed). `state_dtype` is the dtype of the initial and the final state, or of the pool that holds both; `final_dtype`
+    that of the final state, which is another where the caller's `final_state` has it.
     `has_initial_state`: the caller passed `initial_state`. `pool_slots` is the pool's size (0 without one) and
-    `checkpoints` the number `M` of checkpoints each sequence may have. `has_intermediate`: the caller passed
-    `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of `intermediate_states`, or chunks that `h` and
-    `dh` of stage WY hold of a batch row, whose dtypes, with A's, are `state_dtype`, `state_grad_dtype` and `A_dtype`.
+    `checkpoints` the number `M` of offsets each sequence may have. `checkpoint_rows`: of `checkpoint_states`, None without
+    one. `has_intermediate`: the caller passed `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of
+    `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
+    `state_dtype`, `state_grad_dtype` and `A_dtype`.
     """
 
     B: int = 0
@@ -163,6 +174,7 @@ class Problem(Settings):
     g_dtype: torch.dtype = torch.float32
     beta_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
+    final_dtype: torch.dtype = torch.float32
     state_grad_dtype: torch.dtype = torch.float32
     A_dtype: torch.dtype = torch.float32
     has_A_log: bool = False
@@ -171,6 +183,7 @@ class Problem(Settings):
     has_pool: bool = False
     pool_slots: int = 0
     checkpoints: int = 0
+    checkpoint_rows: int | None = None
     has_intermediate: bool = False
     has_records: bool = False
     rows: int = 0
@@ -226,6 +239,11 @@ class Problem(Settings):
         return 1 if self.null_index == "non_positive" else 0
 
     @property
+    def lowest_checkpoint(self) -> int:
+        """The same of checkpoints. In a buffer of their own no row is reserved."""
+        return self.lowest_index if self.checkpoint_rows is None else 0
+
+    @property
     def inner_state(self) -> tuple[int, int]:
         return (self.V, self.K) if self.state_v_first else (self.K, self.V)
 
@@ -250,10 +268,11 @@ class Problem(Settings):
             return {name: Result(shape, self.dtype) for name, shape in shapes.items()}
         found = {"o": Result((*tokens, self.V), self.dtype)}
         if self.output_final_state:
-            found["final_state"] = Result(self.state_shape, self.state_dtype)
+            found["final_state"] = Result(self.state_shape, self.final_dtype)
         if self.return_intermediate_states:
-            # rows past the last chunk of packed sequences stay zero
-            found["h"] = Result((self.B, self.slots, self.HV, *self.inner_state), self.dtype, zeroed=self.packed)
+            # rows past the last chunk of packed sequences stay zero, and of a batch row that has fewer checkpoints
+            zeroed = self.packed or self.checkpoints > 0
+            found["h"] = Result((self.B, self.slots, self.HV, *self.inner_state), self.dtype, zeroed=zeroed)
         return found
 
 
@@ -290,7 +309,9 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         return Problem(**settings, **sizes, **given, dtype=pool.dtype, state_dtype=pool.dtype)
     B, T, H, K = t.q.shape
     wide = torch.float64 if t.q.dtype == torch.float64 else torch.float32
-    state = next((x for x in (t.state_pool, t.source_pool, t.initial_state, t.h) if x is not None), None)
+    states = (t.state_pool, t.source_pool, t.initial_state, t.h, t.final_state)
+    state = next((x for x in states if x is not None), None)
+    state_dtype = wide if state is None else state.dtype
     scratch = t.intermediate_states
     return Problem(
         **settings,
@@ -304,7 +325,8 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         dtype=t.q.dtype,
         g_dtype=t.g.dtype,
         beta_dtype=t.beta.dtype,
-        state_dtype=wide if state is None else state.dtype,
+        state_dtype=state_dtype,
+        final_dtype=state_dtype if t.final_state is None else t.final_state.dtype,
         state_grad_dtype=wide if t.dh is None else t.dh.dtype,
         A_dtype=wide if t.A is None else t.A.dtype,
         has_A_log=t.A_log is not None,
@@ -313,6 +335,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         has_pool=t.state_pool is not None,
         pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
         checkpoints=0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1],
+        checkpoint_rows=None if t.checkpoint_states is None else t.checkpoint_states.shape[0],
         has_intermediate=scratch is not None,
         has_records=has_records(t),
         rows=t.h.shape[1] if t.h is not None else 0 if scratch is None else scratch.shape[0],

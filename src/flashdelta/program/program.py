@@ -23,11 +23,11 @@ class Outputs(dict[str, Tensor]):
 
     @classmethod
     def of(cls, problem: Problem, t: Tensors) -> Outputs:
-        """All results of a call; `o` is the caller's own tensor if it passed one."""
-        outputs = cls(t.device)
+        """All results of a call, some of which may be tensors of the caller's."""
+        outputs, given = cls(t.device), t.given()
         for name, result in problem.results().items():
-            if name == "o" and t.out is not None:
-                outputs["o"] = t.out
+            if name in given:
+                outputs[name] = given[name]
             else:
                 outputs.allocate(name, result)
         return outputs

@@ -51,10 +51,11 @@ FORWARDS = {"chunk": chunk_kda, "recurrent": recurrent_kda, "decode": decode_kda
 
 def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
     o, final_state, h = FORWARDS[problem.operation](problem, t)
-    if t.out is not None:
-        with writing(t.out):
-            o = t.out.copy_(o)
     found = {"o": o, "final_state": final_state, "h": h}
+    given = t.given()
+    for name, x in given.items():
+        with writing(x):
+            found[name] = x.copy_(found[name])
     return {name: x for name, x in found.items() if x is not None}
 
 

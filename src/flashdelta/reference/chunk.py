@@ -25,7 +25,7 @@ import torch
 from ..problem.problem import Problem, Tensors
 from ..problem.split import NO_COSTS, planned_parts
 from .gate import elementwise_inputs
-from .sequences import ChunkSlots, chunk_slots
+from .sequences import ChunkSlots, chunk_slots, lengths_of
 from .split import Transition, cut, identity, starts
 from .states import states_in, states_out, store_checkpoints, store_final
 
@@ -129,7 +129,8 @@ def chunk_kda(
     problem: Problem, t: Tensors, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`(o [B, T, HV, V], final_state or None, h or None)`; `h` holds the state before every chunk. With a pool, the final
-    states and the states at checkpoints go there. `parts [N]`: how many segments each sequence is cut into (`split.py`)."""
+    states go there, and the states at checkpoints there or to a buffer of their own. `parts [N]`: how many segments each
+    sequence is cut into (`split.py`)."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
     cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
     slots = chunk_slots(problem, t) if cuts and not empty else None
@@ -156,14 +157,17 @@ def chunk_kda(
         after.append(S)
     o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), problem, slots).to(t.v.dtype)
     last = initial if empty else S
-    if slots is not None and problem.stores_final_state:
+    if slots is not None and (problem.stores_final_state or problem.checkpoints > 0):
         states = torch.stack(after)[:, 0]
         last = states[slots.last]
         if problem.checkpoints > 0:
-            store_checkpoints(problem, t, states[slots.reached], slots.stored)
+            reached = states[slots.reached].flatten(0, 1)
+            store_checkpoints(problem, t, t.checkpoint_indices.flatten(), slots.stored.flatten(), reached)
+    if problem.checkpoint_every > 0 and not empty:
+        store_checkpoints(problem, t, *regular_checkpoints(problem, t, slots), torch.stack(before).flatten(0, 1))
     if problem.has_pool:
         store_final(problem, t, last)
-    final = states_out(problem, last, problem.state_dtype) if problem.output_final_state else None
+    final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
     h = None
     if problem.return_intermediate_states:
         if empty:
@@ -172,6 +176,21 @@ def chunk_kda(
             h = intermediate_states(problem, torch.stack(before), slots)
         h = states_out(problem, h, problem.dtype)
     return o, final, h
+
+
+def regular_checkpoints(problem: Problem, t: Tensors, slots: ChunkSlots | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every chunk slot, and batch row: the row of `checkpoint_states` for the state before its chunk, and whether it goes
+    there. A sequence's rows lie one after another, and so do the sequences'."""
+    each = problem.checkpoint_every // problem.chunk_size
+    rows = (lengths_of(problem, t) + problem.checkpoint_every - 1) // problem.checkpoint_every
+    before = rows.cumsum(0) - rows
+    if slots is None:
+        chunk = torch.arange(problem.slots, device=rows.device)[:, None]
+        first, used = before, torch.ones_like(rows, dtype=torch.bool)
+    else:
+        chunk = torch.arange(problem.B * problem.slots, device=rows.device) - slots.opening[slots.sequence]
+        first, used = before[slots.sequence], slots.valid.any(-1)
+    return (first + chunk // each).flatten(), (used & (chunk % each == 0)).flatten()
 
 
 def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> torch.Tensor:
@@ -191,11 +210,12 @@ def from_chunks(o: torch.Tensor, problem: Problem, slots: ChunkSlots | None) -> 
 def intermediate_states(problem: Problem, before: torch.Tensor, slots: ChunkSlots | None) -> torch.Tensor:
     """The state before every chunk, `[S, B, HV, K, V] -> [B, NT, HV, K, V]`.
 
-    Packed: `NT` is the bound `T // C + N`, the chunks of all sequences lie one after another without gaps, and the rows
+    Packed: `NT` is the bound `T // C + N (1 + M)`, the chunks of all sequences lie one after another without gaps, and the rows
     past the last chunk are zero.
     """
     if slots is not None and not problem.packed:
         # the slots of batch rows follow one another
+        before = torch.where(slots.valid.any(-1).view(-1, *[1] * (before.dim() - 1)), before, 0.0)
         return before[:, 0].unflatten(0, (problem.B, problem.slots))
     if slots is not None:
         used = slots.valid.any(-1)

@@ -44,5 +44,5 @@ def recurrent_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Ten
     last = S if ends is None else ends[:-1]
     if problem.has_pool:
         store_final(problem, t, last)
-    final = states_out(problem, last, problem.state_dtype) if problem.output_final_state else None
+    final = states_out(problem, last, problem.final_dtype) if problem.output_final_state else None
     return o.to(t.v.dtype), final, None

@@ -7,6 +7,7 @@ tokens stores nothing.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -61,9 +62,15 @@ def store_final(problem: Problem, t: Tensors, final: torch.Tensor) -> None:
     store(problem, t.state_pool, t.state_indices, lengths_of(problem, t) > 0, final)
 
 
-def store_checkpoints(problem: Problem, t: Tensors, states: torch.Tensor, stored: torch.Tensor) -> None:
-    """The states at checkpoints `[N, M, HV, K, V]` to their slots of the pool, where `stored [N, M]`."""
-    store(problem, t.state_pool, t.checkpoint_indices.flatten(), stored.flatten(), states.flatten(0, 1))
+def store_checkpoints(
+    problem: Problem, t: Tensors, index: torch.Tensor, stored: torch.Tensor, states: torch.Tensor
+) -> None:
+    """The states `[M, HV, K, V]` to the slots `index [M]` of the pool, where `stored`; or to rows of a buffer of their own,
+    which are null only below 0."""
+    if t.checkpoint_states is None:
+        store(problem, t.state_pool, index, stored, states)
+    else:
+        store(replace(problem, null_index="negative"), t.checkpoint_states, index, stored, states)
 
 
 def named_slots(problem: NullRule, index: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

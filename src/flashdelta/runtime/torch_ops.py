@@ -22,7 +22,8 @@ GRADIENTS = INPUTS[:-1]
 """All inputs but `cu_seqlens`."""
 
 POOL = (
-    *("state_pool", "state_indices", "has_initial_state", "checkpoint_offsets", "checkpoint_indices"),
+    *("state_pool", "state_indices", "has_initial_state"),
+    *("checkpoint_offsets", "checkpoint_indices", "checkpoint_states"),
     *("num_accepted_tokens", "source_pool", "source_indices", "intermediate_states", "intermediate_indices"),
 )
 COMMIT = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
@@ -62,15 +63,15 @@ class Operator:
         if self.writes:  # while a call is traced, no tensor has memory that could be shared
             BY_NAME[problem.operation].check_overlaps(vars(t))
         found = backends.choose(problem, t.device, backend).build(problem, t).run()
-        return self.returned({name: x for name, x in found.items() if x is not t.out}, t)
+        given = t.given()
+        return self.returned({name: x for name, x in found.items() if name not in given}, t)
 
     def pretend(self, *arguments: Any) -> Any:
         problem, t, _ = self.unpacked(arguments)
         like = t.state_pool if t.q is None else t.q
         assert like is not None
-        found = {name: like.new_empty(x.shape, dtype=x.dtype) for name, x in problem.results().items()}
-        if t.out is not None:
-            del found["o"]
+        results, given = problem.results(), t.given()
+        found = {name: like.new_empty(x.shape, dtype=x.dtype) for name, x in results.items() if name not in given}
         return self.returned(found, t)
 
     def returned(self, found: Mapping[str, Tensor], t: Tensors) -> Any:
@@ -82,9 +83,8 @@ class Operator:
 
 RESULTS = ("o", "final_state", "h")
 FORWARD = Operator("kda_forward", INPUTS, RESULTS)
-FORWARD_OUT = Operator(
-    "kda_forward_out", (*INPUTS, *POOL, "out"), RESULTS, writes=("state_pool", "out", "intermediate_states")
-)
+WRITTEN = ("state_pool", "out", "final_state", "checkpoint_states", "intermediate_states")
+FORWARD_OUT = Operator("kda_forward_out", (*INPUTS, *POOL, "out", "final_state"), RESULTS, writes=WRITTEN)
 COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool",))
 COMMIT_RECORDS = Operator("kda_commit_records", COMMIT, (), writes=("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
@@ -96,7 +96,8 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
         return BACKWARD_WY
     if problem.operation == "commit":
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
-    return FORWARD if t.out is None and not problem.has_pool and t.source_pool is None else FORWARD_OUT
+    beside = (*WRITTEN, "source_pool")
+    return FORWARD if all(getattr(t, role) is None for role in beside) else FORWARD_OUT
 
 
 def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
@@ -111,8 +112,7 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
     transformed = operator is FORWARD and torch._C._are_functorch_transforms_active()
     found = (_Transformed.apply if transformed else operator.call)(*operator.arguments(problem, t, backend))
     results = dict(zip(operator.results, found if operator.results else ()))
-    if t.out is not None:
-        results["o"] = t.out
+    results |= t.given()
     return {name: results[name] for name in problem.results()}
 
 

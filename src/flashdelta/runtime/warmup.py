@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..problem.operations import PARAMETRIC_GATES
+from ..problem.operations import EVERY, PARAMETRIC_GATES
 from ..problem.problem import GateName, record_width
 from .call import CALLS, public_call
 from .devices import find_device
@@ -30,6 +30,9 @@ def warmup(
     state_pool: Iterable[bool] = (False,),
     has_initial_state: Iterable[bool] = (False, True),
     checkpoints: Iterable[bool] = (False,),
+    final_state: Iterable[bool] = (False,),
+    checkpoint_states: Iterable[bool] = (False,),
+    checkpoint_dtype: torch.dtype | None = None,
     state_indices_dtype: torch.dtype = torch.int32,
     speculative: bool = False,
     gate: GateName = "lower_bound",
@@ -54,10 +57,14 @@ def warmup(
         op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`. The last is called over a pool, with slots by index: options
             about initial and final states, flags and checkpoints do not count, `state_pool` does not either.
         head_dims: pairs `(K, V)`.
-        dtype, g_dtype, beta_dtype, state_dtype: of q/k/v, g and beta (default: `dtype`), and the states.
+        dtype, g_dtype, beta_dtype, state_dtype, checkpoint_dtype: of q/k/v, g and beta (default: `dtype`), the states, and
+            checkpoints in a buffer of their own (default: `state_dtype`).
         packed, initial_state, output_final_state: the values each may take; every combination is compiled.
         state_pool: whether calls pass one; `initial_state` and `output_final_state` then count for calls without one, and
             `has_initial_state` and `checkpoints` say whether those with one pass flags and checkpoints.
+        final_state: whether calls that return a final state pass a tensor for it, of `state_dtype`.
+        checkpoint_states: whether calls of `chunk_kda` pass a buffer for checkpoints; those that do are compiled with offsets
+            and with regular ones.
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
         speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
         dt_bias: whether calls with a gate that reads one pass one.
@@ -74,7 +81,10 @@ def warmup(
     kind = _kind(op)
     device = find_device(device)
     _check_dtypes(dtype=dtype, g_dtype=g_dtype or dtype, beta_dtype=beta_dtype or dtype, state_dtype=state_dtype)
-    _check_dtypes(cu_seqlens_dtype=cu_seqlens_dtype, state_indices_dtype=state_indices_dtype)
+    checkpoint_dtype = checkpoint_dtype or state_dtype
+    _check_dtypes(
+        checkpoint_dtype=checkpoint_dtype, cu_seqlens_dtype=cu_seqlens_dtype, state_indices_dtype=state_indices_dtype
+    )
     parametric = gate in PARAMETRIC_GATES
     calls = 0
     make = functools.partial(torch.zeros, device=device)
@@ -102,35 +112,56 @@ def warmup(
         calls += 1
 
     plain = _combinations(initial_state=initial_state, output_final_state=output_final_state)
+    plain = _with_final_state(plain, _combinations(final_state=final_state))
     pooled = _combinations(has_initial_state=has_initial_state, checkpoints=checkpoints)
     pools = _combinations(state_pool=state_pool)
     ways = [(is_pool, way) for (is_pool,) in pools for way in (pooled if is_pool else plain)]
+    buffers = [name for (has,) in _combinations(checkpoint_states=checkpoint_states) for name in BUFFERS[has]]
     if kind == "decode":
         ways = [(True, (False, False))]
     layouts = itertools.product(_pairs(head_dims), _combinations(packed=packed))
-    for ((K, V), (is_packed,)), (is_pool, way) in itertools.product(layouts, ways):
+    kinds = itertools.product(layouts, ways, buffers if kind == "chunk" else ["none"])
+    for ((K, V), (is_packed,)), (is_pool, way), buffer in kinds:
         for B, T, H, N in _warm_sizes(kind, is_packed, V, device):
             rows = 1 if is_pool else N  # all sequences of a pool but the first are null: one slot is enough
             state = make((rows, H, V, K) if state_v_first else (rows, H, K, V), dtype=state_dtype)
             index = make(N, dtype=state_indices_dtype)
             index[1:] = -1
             offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
-            if kind == "decode":
-                states = {"initial_state": state, "ssm_state_indices": index}
-            elif is_pool:
-                has_flags, has_checkpoints = way
-                states = {"state_pool": state, "state_indices": index}
-                states |= {"has_initial_state": make(N, dtype=torch.bool)} if has_flags else {}
-                states |= {"checkpoint_offsets": index, "checkpoint_indices": index} if has_checkpoints else {}
-            else:
-                has_state, final = way
-                states = {"initial_state": state if has_state else None, "output_final_state": final}
+            states = _states(kind, is_pool, way, buffer, state, index)
+            if buffer != "none":
+                states["checkpoint_states"] = make(-(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return calls
+
+
+def _with_final_state(ways: list[tuple[bool, ...]], given: list[tuple[bool, ...]]) -> list[tuple[bool, ...]]:
+    """Whether the caller passes one matters only where a final state is asked for."""
+    return [(*way, own) for way in ways for (own,) in (given if way[1] else [(False,)])]
+
+
+def _states(
+    kind: str, is_pool: bool, way: tuple[bool, ...], buffer: str, state: Tensor, index: Tensor
+) -> dict[str, object]:
+    """Arguments about states, but for a buffer of checkpoints itself."""
+    if kind == "decode":
+        return {"initial_state": state, "ssm_state_indices": index}
+    marked = buffer == "offsets"
+    if is_pool:
+        has_flags, has_checkpoints = way
+        states: dict[str, object] = {"state_pool": state, "state_indices": index}
+        states |= {"has_initial_state": torch.zeros_like(index, dtype=torch.bool)} if has_flags else {}
+        marked |= has_checkpoints and buffer == "none"
+    else:
+        has_state, final, own = way
+        states = {"initial_state": state if has_state else None, "output_final_state": final}
+        states |= {"final_state": torch.empty_like(state)} if own else {}
+    marks = dict.fromkeys(("checkpoint_offsets", "checkpoint_indices"), index) if marked else {}
+    return states | marks | ({"checkpoint_every": EVERY} if buffer == "regular" else {})
 
 
 def _kind(op: Callable) -> str:
@@ -162,6 +193,10 @@ def _pairs(head_dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     if not found or not all(fits):
         raise TypeError(f"head_dims: got {head_dims!r}, wanted pairs (K, V), such as [(128, 128)]")
     return found
+
+
+BUFFERS = {False: ["none"], True: ["offsets", "regular"]}
+"""Kinds of calls without and with a buffer for checkpoints."""
 
 
 WARM_MANY = 160

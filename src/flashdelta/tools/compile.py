@@ -84,7 +84,8 @@ Call = tuple[Callable, Given]
 @dataclass(frozen=True)
 class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
-    of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `operation="commit"`
+    of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
+    `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
     leaves what its backward pass needs."""
 
@@ -101,6 +102,8 @@ class Variant:
     intermediate: bool = False
     pool: bool = False
     checkpoints: bool = False
+    every: int | None = None
+    buffer: torch.dtype | None = None
     g_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
     spec_tokens: int = 0
@@ -148,6 +151,10 @@ class Variant:
         if self.pool:
             call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
             call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
+        if self.buffer is not None:
+            call["checkpoint_states"] = _make(self.buffer)(*self._states(4))
+        if self.every is not None:
+            call["checkpoint_every"] = self.every
         if self.checkpoints:
             call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
         return call
@@ -229,6 +236,8 @@ def _hopper_step(K: int, gate: str) -> Variant:
 
 
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
+REGULAR: Given = {"every": 64, "buffer": torch.float32}
+IN_A_BUFFER: Given = {"checkpoints": True, "buffer": torch.float32}
 
 VARIANTS = (
     Variant("bf16 K128 V128 bounded"),
@@ -239,6 +248,9 @@ VARIANTS = (
     Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),
     Variant("bf16 K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
     Variant("bf16 K128 V128 unbounded, pool with checkpoints", gate="softplus", **CHECKPOINTS),
+    Variant("bf16 K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    Variant("bf16 K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    Variant("bf16 K128 V128 regular checkpoints, fixed length, split", packed=False, split=4, **REGULAR),
     Variant("bf16 K128 V128 split", split=4),
     Variant("bf16 K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
     Variant("bf16 K256 V256 split, fixed length", K=256, V=256, packed=False, split=4),
@@ -309,6 +321,19 @@ VARIANTS = (
     _hopper("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
     _hopper("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
     _hopper("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    _hopper("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    _hopper("K128 V128 checkpoints in a buffer, intermediate states", intermediate=True, **IN_A_BUFFER),
+    _hopper("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    _hopper("K128 V128 regular checkpoints", **REGULAR),
+    _hopper(
+        "K128 V128 regular checkpoints in bf16, V first",
+        state_v_first=True,
+        every=64,
+        buffer=torch.bfloat16,
+        packed=False,
+    ),
+    _hopper("K128 V128 stream-K, regular checkpoints, V first", heads=96, state_v_first=True, **REGULAR),
+    _hopper("K128 V128 split, regular checkpoints, V first", split=4, state_v_first=True, **REGULAR),
     _hopper("K128 V128 split", split=4),
     _hopper("K128 V128 split, fixed length", split=4, packed=False),
     _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),

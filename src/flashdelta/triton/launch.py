@@ -101,6 +101,19 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
     )
 
 
+def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:
+    """Where states at checkpoints are stored, as kernels take it: offsets and indices; a buffer of their own, chunks from one
+    checkpoint to the next where they are regular, and the buffer's rows and pitch."""
+    buffer, every, rows, pitch = t.checkpoint_states, None, None, None
+    if buffer is not None:
+        rows = buffer.shape[0]
+        # a dimension of one row may have any stride
+        pitch = buffer.stride(0) if rows > 1 else problem.HV * problem.K * problem.V
+        if problem.checkpoint_every > 0:
+            every = problem.checkpoint_every // problem.chunk_size
+    return t.checkpoint_offsets, t.checkpoint_indices, buffer, every, rows, pitch
+
+
 def or_empty(problem: Problem, t: Tensors, *states: Tensor | None) -> list[Tensor]:
     """The states, with one empty tensor for all that the call does not have."""
     absent = t.v.new_empty(0, dtype=problem.state_dtype) if any(x is None for x in states) else None

@@ -26,20 +26,50 @@ from torch import Tensor
 from ..problem.problem import Problem
 from ..program.launch import Launch, strides
 from .device.mma import dot
-from .device.segments import part_of_span, place_segment, segment_of
-from .device.sequences import OFFSETS_AT_A_TIME, chunks_before, own_work_tile, sequence_chunk_slots, span_extent
+from .device.segments import part_of_span, place_segment, segment_of, span_chunks_before
+from .device.sequences import (
+    OFFSETS_AT_A_TIME,
+    chunks_before,
+    own_work_tile,
+    rows_before,
+    sequence_chunk_slots,
+    span_extent,
+)
 from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
-from .launch import SHARED_MEMORY, StageCall, precision, state_arguments
+from .launch import SHARED_MEMORY, StageCall, checkpoint_arguments, precision, state_arguments
 
 
 @triton.jit
 def checkpoint_slot(offsets, indices, n, span, spans, end, lowest, pool_slots):
-    """The pool slot for the state at the end of a checkpoint span, and whether to store it: only if the offset is the end."""
+    """The slot for the state at the end of a checkpoint span, and whether to store it: only if the offset is the end."""
     i = n * (spans - 1) + tl.minimum(span, spans - 2)
     offset = tl.load(offsets + i)
     slot, named = named_slot(indices, i, lowest, pool_slots)
     stored = named & (span < spans - 1) & (offset > 0) & (offset == end)
     return slot, stored.to(tl.int32)
+
+
+@triton.jit
+def regular_spans(chunk, begin, end, every, C: tl.constexpr):
+    """How many spans the tokens `[begin, end)` have, from chunk `chunk` of their sequence on, where one starts before every
+    `every` chunks."""
+    stop = chunk + ((end - begin + C - 1) // C).to(tl.int32)
+    return (stop + every - 1) // every - chunk // every
+
+
+@triton.jit
+def regular_extent(chunk, start, end, every, C: tl.constexpr):
+    """`span_extent` of the span that goes on at chunk `chunk` of the sequence, which is at token `start`."""
+    stop = tl.minimum(start + (every - chunk % every) * C, end)
+    return stop, ((stop - start + C - 1) // C).to(tl.int32)
+
+
+@triton.jit
+def regular_row(first_row, chunk, every, rows):
+    """The row for the state before chunk `chunk` of a sequence with a checkpoint before every `every` chunks, from row
+    `first_row` on, and whether to store it."""
+    row = first_row + chunk // every
+    return row, ((chunk % every == 0) & (row < rows)).to(tl.int32)
 
 
 # One CTA, tiles [rows, columns], transposed as they are held; S^T stays in registers from chunk to chunk:
@@ -51,11 +81,12 @@ def checkpoint_slot(offsets, indices, n, span, spans, end, lowest, pool_slots):
 #         v_new^T [BV, C]  = v^T inverse^T - S^T w^T      -> v_new            (u^T instead of v^T inverse^T)
 #         o^T     [BV, C]  = S^T qg^T + v_new^T Aqk^T     -> o
 #         S^T     [BV, K]  = S^T diag(decay) + v_new^T kg
-#     S^T -> the pool slot of the checkpoint
+#     S^T -> the slot of the checkpoint (of a regular one before the span's chunks)
 #     S^T -> final state
 @triton.jit(
     do_not_specialize=[
         *("T", "N", "HV", "chunk_slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
+        *("checkpoint_every", "checkpoint_rows"),
     ]
 )
 def recurrence_kernel(
@@ -73,6 +104,10 @@ def recurrence_kernel(
     cu_seqlens,
     checkpoint_offsets,
     checkpoint_indices,
+    checkpoint_states,
+    checkpoint_every,
+    checkpoint_rows,
+    checkpoint_pitch,
     first_segment,
     starts,
     initial_state,
@@ -106,7 +141,8 @@ def recurrence_kernel(
     """`S <- diag(decay) S + kg^T v_new`, and all else of the stage's contract.
 
     With `first_segment [N + 1]` a CTA scans a segment instead of a sequence, from the state in `starts [G, HV, V, K]`. States
-    may be slots of a pool (`device/states.py`); those at checkpoints go to the slots that `checkpoint_indices` names. `h`: the
+    may be slots of a pool (`device/states.py`); those at checkpoints go to the slots that `checkpoint_indices` names, of the
+    pool or of `checkpoint_states`; with `checkpoint_every` those before every so many chunks go to rows of the latter. `h`: the
     state before each chunk. With `v_new [B, T, HV, V]` (backward pass, fp32 prefill) that is kept as well.
     """
     if first_segment is None:
@@ -131,9 +167,28 @@ def recurrence_kernel(
     H_V_FIRST: tl.constexpr = V_FIRST if v_new is None else True
     h_row = chunk_slot
     if h is not None and cu_seqlens is not None and v_new is None:
-        h_row = chunks_before(cu_seqlens, n, T, C, OFFSETS_AT_A_TIME)
+        if checkpoint_offsets is None:
+            h_row = chunks_before(cu_seqlens, n, T, C, OFFSETS_AT_A_TIME)
+            if first_segment is not None:
+                h_row += first
+        else:
+            h_row = span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C, OFFSETS_AT_A_TIME)
+    if checkpoint_every is not None:
+        checkpoint_row = rows_before(cu_seqlens, n, T, checkpoint_every * C, OFFSETS_AT_A_TIME)
+        first_chunk = 0
         if first_segment is not None:
-            h_row += first
+            first_chunk = first
+        spans = regular_spans(first_chunk, begin, end, checkpoint_every, C)
+    if checkpoint_states is None:
+        at_checkpoints = final_state
+        pitch = state_pitch
+        lowest_checkpoint = lowest
+        most_checkpoints = pool_slots
+    else:
+        at_checkpoints = checkpoint_states
+        pitch = checkpoint_pitch.to(tl.int64)
+        lowest_checkpoint = 0
+        most_checkpoints = checkpoint_rows
     dtype = w.dtype.element_ty
 
     row = tl.arange(0, C)
@@ -163,7 +218,15 @@ def recurrence_kernel(
     start = begin
     first_slot = chunk_slot
     for span in range(0, spans):
-        stop, chunks = span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C)
+        if checkpoint_every is None:
+            stop, chunks = span_extent(checkpoint_offsets, n, span, spans, start, begin, end, C)
+        else:
+            # spans of chunks that there are anyway: in the loop below a store would take shared memory from the loads
+            # a counter that starts at 0, Triton 3.6 takes for the constant 0
+            own_chunk = first_chunk + (chunk_slot - first_slot).to(tl.int32)
+            stop, chunks = regular_extent(own_chunk, start, end, checkpoint_every, C)
+            there, due = regular_row(checkpoint_row, own_chunk, checkpoint_every, checkpoint_rows)
+            store_state(checkpoint_states, there * pitch + in_slot, state, due)
         low = 0
         high = chunks
         if first_segment is not None and checkpoint_offsets is not None:
@@ -207,13 +270,20 @@ def recurrence_kernel(
                 tl.store(o + o_at, tl.trans(out).to(o.dtype.element_ty), mask=valid)
         if checkpoint_offsets is not None:
             there, reached = checkpoint_slot(
-                checkpoint_offsets, checkpoint_indices, n, span, spans, stop - begin, lowest, pool_slots
+                *(checkpoint_offsets, checkpoint_indices, n, span, spans, stop - begin),
+                *(lowest_checkpoint, most_checkpoints),
             )
             chunk_slot += chunks
+            if h is not None:
+                h_row += chunks
             if first_segment is not None:
                 # by the segment that the last chunk before the checkpoint is in
                 reached *= ((first < chunk_slot - first_slot) & (chunk_slot - first_slot <= last)).to(tl.int32)
-            store_state(final_state, there * state_pitch + in_slot, state, reached)
+            store_state(at_checkpoints, there * pitch + in_slot, state, reached)
+            start = stop
+        if checkpoint_every is not None:
+            chunk_slot += chunks
+            h_row += chunks
             start = stop
     store_state(final_state, own * state_pitch + in_slot, state, stored)
 
@@ -305,7 +375,7 @@ def recurrence(
         (segments or problem.N) * problem.HV * (problem.V // c.BV),
         (
             *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
-            *(v, o, h, v_new, u, t.cu_seqlens, t.checkpoint_offsets, t.checkpoint_indices),
+            *(v, o, h, v_new, u, t.cu_seqlens, *checkpoint_arguments(problem, t)),
             *workspace.select("first_segment", "starts"),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),

@@ -18,6 +18,7 @@ from .layouts import BV, C
 from .portable import (
     chunk_of_sequence,
     chunk_slots,
+    chunks_of,
     clamp_bounds,
     first_slot,
     locate_segment,
@@ -149,6 +150,27 @@ class TileScheduler:
         return end, chunks, low, high
 
     @gluon.jit
+    def span_stop(self, tile, i, start):
+        """The past-the-last token of the sequence's checkpoint span `i`, from token `start` on."""
+        return span_extent(self.checkpoint_offsets, tile.n, i, tile.num_spans, start, tile.begin, tile.end, C)[0]
+
+    @gluon.jit
+    def first_span(self, tile):
+        """The checkpoint span of the work tile's first chunk, the chunk's first token, and the past-the-last token of the
+        span."""
+        # 0: an integer that a loop carries from the constant 0, Triton 3.6 takes for that constant
+        span = gl.minimum(self.T, 0)
+        start = tile.begin + span
+        stop = self.span_stop(tile, span, start)
+        chunks = tile.first + span
+        while (chunks * C >= stop - start) & (span + 1 < tile.num_spans):
+            chunks -= ((stop - start + C - 1) // C).to(gl.int32)
+            start = stop
+            span += 1
+            stop = self.span_stop(tile, span, start)
+        return span, start + chunks * C, stop
+
+    @gluon.jit
     def chunks(self, tile):
         """How many chunks the work tile has."""
         slot = tile.slot
@@ -244,6 +266,37 @@ def chunks_before(cu_seqlens, n, T):
         end = gl.load(cu_seqlens + m + 1, mask=m < n, other=0)
         begin, end = clamp_bounds(begin, end, T, gl.int32)
         total += gl.sum((end - begin + C - 1) // C)
+    return total
+
+
+@gluon.jit
+def rows_before(cu_seqlens, n, T, tokens):
+    """Where rows that each stand for so many tokens of a sequence lie without gaps: the first row of sequence `n`."""
+    if cu_seqlens is None:
+        total = n * ((T + tokens - 1) // tokens)
+    else:
+        total = n * 0
+        lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        for base in range(0, n, 128):
+            m = base + lane
+            begin = gl.load(cu_seqlens + m, mask=m < n, other=0)
+            end = gl.load(cu_seqlens + m + 1, mask=m < n, other=0)
+            begin, end = clamp_bounds(begin, end, T, gl.int32)
+            total += gl.sum((end - begin + tokens - 1) // tokens)
+    return total
+
+
+@gluon.jit
+def span_chunks_before(scheduler, tile):
+    """`chunks_before` of sequences that checkpoints cut."""
+    total = tile.n * 0
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for base in range(0, tile.n, 128):
+        m = base + lane
+        chunks = chunks_of(
+            m, scheduler.cu_seqlens, scheduler.checkpoint_offsets, tile.num_spans, scheduler.N, scheduler.T, C
+        )
+        total += gl.sum(gl.where(m < tile.n, chunks, 0))
     return total
 
 

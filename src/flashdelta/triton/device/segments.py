@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sequences import locate_sequence, sequence_chunk_slots, span_end
+from .sequences import locate_sequence, sequence_bounds, sequence_chunk_slots, span_end
 
 
 @triton.jit
@@ -24,6 +24,19 @@ def sequence_chunks(checkpoint_offsets, n, spans, length, C: tl.constexpr):
             chunks += (end - start + C - 1) // C
             start = end
     return chunks
+
+
+@triton.jit
+def span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C: tl.constexpr, BLOCK: tl.constexpr):
+    """`chunks_before` of sequences that checkpoints cut."""
+    total = n * 0
+    for base in range(0, n, BLOCK):
+        m = base + tl.arange(0, BLOCK)
+        inside = tl.minimum(m, n - 1)
+        begin, end = sequence_bounds(cu_seqlens, inside, T)
+        chunks = sequence_chunks(checkpoint_offsets, inside, spans, end - begin, C)
+        total += tl.sum(tl.where(m < n, chunks, 0))
+    return total
 
 
 @triton.jit

@@ -196,3 +196,19 @@ def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
         begin, end = clamp_bounds(begin, end, T)
         total += tl.sum((end - begin + C - 1) // C)
     return total
+
+
+@triton.jit
+def rows_before(cu_seqlens, n, T, tokens, BLOCK: tl.constexpr):
+    """Where rows that each stand for so many tokens of a sequence lie without gaps: the first row of sequence `n`."""
+    if cu_seqlens is None:
+        total = n * ((T + tokens - 1) // tokens)
+    else:
+        total = n * 0
+        for base in range(0, n, BLOCK):
+            m = base + tl.arange(0, BLOCK)
+            begin = tl.load(cu_seqlens + m, mask=m < n, other=0)
+            end = tl.load(cu_seqlens + m + 1, mask=m < n, other=0)
+            begin, end = clamp_bounds(begin, end, T)
+            total += tl.sum((end - begin + tokens - 1) // tokens)
+    return total

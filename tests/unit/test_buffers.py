@@ -1,0 +1,174 @@
+"""Checkpoints and final states in buffers of the caller's: the reference against calls by hand, the operators, replays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.problem import device_checks
+from flashdelta.runtime.call import check
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.decoding import memory_of
+from flashdelta.testing.oracle import (
+    TOLERANCE,
+    as_recurrent,
+    assert_close,
+    covered_tokens,
+    same_bits,
+    state_tolerance,
+)
+
+from ..support.buffers import (
+    BY_NAME,
+    CASES,
+    SPLITS,
+    BufferCase,
+    buffer_call,
+    buffer_id,
+    buffer_truth,
+    by_pieces,
+    untouched_rows,
+    with_memory_of_its_own,
+)
+from .conftest import Started
+
+FINAL = [BY_NAME[name] for name in ("only_final", "only_final_bf16", "no_tokens", "no_sequences")]
+
+
+def without_checkpoints(call: dict) -> dict:
+    return {name: x for name, x in call.items() if not name.startswith("checkpoint")}
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float64], ids=str)
+@pytest.mark.parametrize("buffer_case", CASES + SPLITS, ids=buffer_id)
+def test_call_is_the_recurrence(buffer_case: BufferCase, dtype: torch.dtype):
+    call = buffer_call(buffer_case, dtype)
+    want, pieces = buffer_truth(call), by_pieces(fd.chunk_kda, call)
+    tokens, given = covered_tokens(call), {name: call.get(name) for name in ("checkpoint_states", "final_state")}
+    before = None if given["checkpoint_states"] is None else memory_of(given["checkpoint_states"]).clone()
+    results = fd.chunk_kda(**call)
+    assert_close("o", results[0][:, tokens], want.o[:, tokens], TOLERANCE[dtype])
+    assert results[1] is given["final_state"]
+    if results[1] is not None:
+        assert_close("final_state", results[1], want.final, state_tolerance(dtype, results[1].dtype))
+    if before is not None:
+        buffer, untouched = given["checkpoint_states"], untouched_rows(call, want)
+        assert same_bits(memory_of(buffer)[untouched], before[untouched])
+        assert_close("checkpoint_states", buffer, want.buffer, state_tolerance(dtype, buffer.dtype))
+    if want.pool is not None:
+        assert_close("state_pool", call["state_pool"], want.pool, state_tolerance(dtype, FP32))
+    if pieces.h is not None:
+        assert_close("h", results[2], pieces.h, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", [x.name for x in CASES + SPLITS if x.every is not None])
+def test_regular_checkpoints_change_no_bit(name: str):
+    call = buffer_call(BY_NAME[name])
+    want = fd.chunk_kda(**without_checkpoints(with_memory_of_its_own(call)))
+    found = fd.chunk_kda(**call)
+    assert len(found) == len(want)
+    assert all(same_bits(x, y) for x, y in zip(found, want))
+
+
+def test_regular_checkpoints_are_rows_of_h():
+    call = buffer_call(BY_NAME["every_64"])
+    *_, h = fd.chunk_kda(**call)
+    assert same_bits(call["checkpoint_states"], h[0])
+
+
+def test_a_buffer_has_what_a_pool_would():
+    """At the same offsets, in the same slots."""
+    call = buffer_call(BY_NAME["at_offsets"])
+    pool = call["checkpoint_states"].clone()
+    N = len(call["initial_state"])
+    indices = torch.arange(N) + len(pool)
+    pooled = {name: x for name, x in call.items() if name not in ("initial_state", "checkpoint_states")}
+    pooled |= {"state_pool": torch.cat([pool, call["initial_state"]]), "state_indices": indices}
+    fd.chunk_kda(**pooled)
+    fd.chunk_kda(**call)
+    assert same_bits(call["checkpoint_states"], pooled["state_pool"][: len(pool)])
+
+
+@pytest.mark.parametrize("buffer_case", FINAL, ids=buffer_id)
+@pytest.mark.parametrize("op", [fd.chunk_kda, fd.fused_recurrent_kda])
+def test_a_final_state_is_what_is_returned_without(op, buffer_case: BufferCase):
+    call = without_checkpoints(buffer_call(buffer_case))
+    call = call if op is fd.chunk_kda else as_recurrent(call)
+    given = call.pop("final_state")
+    want = op(**call | {"output_final_state": True})[1]
+    for asked in (False, True):
+        found = op(**call | {"output_final_state": asked}, final_state=given.fill_(torch.nan))
+        assert found[1] is given
+        narrow = min(given.dtype, want.dtype, key=lambda dtype: dtype.itemsize)
+        assert same_bits(given.to(narrow), want.to(narrow))
+
+
+@pytest.mark.parametrize("name", ["every_packed", "many_offsets", "offsets_pool", "split_every"])
+def test_traced_calls_write_the_buffers(name: str):
+    call = buffer_call(BY_NAME[name])
+    other = with_memory_of_its_own(call)
+    want = fd.chunk_kda(**call)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda arguments: fd.chunk_kda(**arguments), fullgraph=True, backend="aot_eager")
+    found = compiled(other)
+    assert all(same_bits(x, y) for x, y in zip(found, want))
+    for written in ("checkpoint_states", "final_state", "state_pool"):
+        if written in call:
+            assert same_bits(memory_of(call[written]), memory_of(other[written]))
+
+
+@pytest.mark.parametrize("name", ["every_packed", "many_offsets", "only_final"])
+def test_replays_take_other_buffers(name: str, pretended: Started):
+    """Every launch of a replay has the addresses of its own call."""
+    call = buffer_call(BY_NAME[name]) | {"backend": "triton"}
+    calls = [with_memory_of_its_own(call) for _ in range(3)]
+    for i, one in enumerate(calls):
+        pretended.clear()
+        results = fd.chunk_kda(**one)
+        assert set(pretended.anew()) == {i == 0}
+        assert results[1] is one.get("final_state")
+        given = [one[name] for name in ("checkpoint_states", "final_state") if name in one]
+        addresses = [
+            x if isinstance(x, int) else x.data_ptr() for x in pretended[-1][2] if isinstance(x, (int, torch.Tensor))
+        ]
+        assert all(x.data_ptr() in addresses for x in given)
+
+
+def test_problem_of_a_call():
+    problem, _ = check(fd.chunk_kda, **buffer_call(BY_NAME["every_bf16"]))
+    assert (problem.checkpoint_every, problem.checkpoint_rows, problem.checkpoints) == (64, 6, 0)
+    assert (problem.output_final_state, problem.state_dtype, problem.final_dtype) == (True, BF16, BF16)
+    problem, _ = check(fd.chunk_kda, **buffer_call(BY_NAME["only_final"]))
+    assert (problem.checkpoint_rows, problem.state_dtype, problem.final_dtype) == (None, BF16, FP32)
+    problem, _ = check(fd.chunk_kda, **buffer_call(BY_NAME["offsets_pool"]))
+    assert (problem.lowest_index, problem.lowest_checkpoint, problem.checkpoints) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["every_packed", "many_offsets", "offsets_pool"])
+def test_explain_and_supports_write_nothing(name: str):
+    call = buffer_call(BY_NAME[name], BF16)
+    before = memory_of(call["checkpoint_states"]).clone()
+    assert fd.explain(fd.chunk_kda, **call).chosen == "reference"
+    assert fd.supports(fd.chunk_kda, **call)
+    assert same_bits(memory_of(call["checkpoint_states"]), before)
+    shared = call | {"out": call["v"]}
+    assert "out: got memory shared with v" in fd.supports(fd.chunk_kda, **shared).reason
+
+
+def test_warmup_makes_calls_with_buffers():
+    one = {"device": "cpu", "packed": (True,), "initial_state": (True,)}
+    assert fd.warmup(fd.chunk_kda, [(32, 32)], checkpoint_states=(False, True), **one) == 1 + 2
+    assert fd.warmup(fd.chunk_kda, [(32, 32)], final_state=(False, True), output_final_state=(False, True), **one) == 3
+    pools = {"state_pool": (True,), "has_initial_state": (True,), "checkpoints": (True,)}
+    assert fd.warmup(fd.chunk_kda, [(32, 32)], checkpoint_states=(False, True), **one | pools) == 1 + 2
+    assert fd.warmup(fd.fused_recurrent_kda, [(32, 32)], final_state=(True,), **one) == 1
+
+
+@pytest.mark.parametrize("name", ["every_packed", "offsets_pool"])
+def test_good_calls_pass_the_checks_of_device_values(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    call = buffer_call(BY_NAME[name])
+    if name == "offsets_pool":
+        call["checkpoint_indices"] = torch.tensor([0, -3, 5])
+    fd.chunk_kda(**call)
