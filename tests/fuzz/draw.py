@@ -44,8 +44,9 @@ RESULTS = {
 WRITTEN = ("out", "output", "final_state", "state_pool", "initial_state", "intermediate_states", "checkpoint_states")
 """Arguments that a call may write; `initial_state` in decoding alone."""
 
-VARIANTS = 120
-"""For which kernels are compiled, on a GPU. The CPU compiles nothing, and draws from a thousand times as many."""
+VARIANTS = 12
+"""Of a seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles nothing, and
+draws from a thousand times as many."""
 
 Numbers = Callable[[torch.Generator], Tensor]
 """The contents of a tensor."""
@@ -584,7 +585,7 @@ DRAWS = {
 def draw_spec(seed: int, number: int, device: torch.device) -> Spec:
     """The case of that number, which depends on nothing else."""
     draw, on_gpu = Random(f"{seed}/{number}"), device.type == "cuda"
-    variant = Random(f"variant {draw.randrange(VARIANTS if on_gpu else 1000 * VARIANTS)}")
+    variant = Random(f"variant {seed}/{draw.randrange(VARIANTS if on_gpu else 1000 * VARIANTS)}")
     op = pick(variant, *((name, weight) for name, (_, weight) in OPERATORS.items()))
     spec = DRAWS[op](op, draw, variant, doubles=not on_gpu)
     choices = ("auto", "auto", "triton") if on_gpu else ("auto", "reference")
