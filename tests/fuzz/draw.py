@@ -45,8 +45,8 @@ WRITTEN = ("out", "output", "final_state", "state_pool", "initial_state", "inter
 """Arguments that a call may write; `initial_state` in decoding alone."""
 
 VARIANTS = 12
-"""Of a seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles nothing, and
-draws from a thousand times as many."""
+"""Of a seed, for which kernels are compiled on a GPU, in a minute or two; other seeds have others. The CPU compiles nothing,
+and draws from a thousand times as many."""
 
 Numbers = Callable[[torch.Generator], Tensor]
 """The contents of a tensor."""

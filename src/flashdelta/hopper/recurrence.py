@@ -40,9 +40,9 @@ from .device.layouts import (
 )
 from .device.math import mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
-from .device.portable import checkpoint_slot, sequence_slot, state_offsets
+from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
-from .device.tile_scheduler import TileScheduler, chunks_before, rows_before, span_chunks_before
+from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
@@ -115,16 +115,9 @@ def compute(
     initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints = states
     state_indices, has_initial_state, lowest, pool_slots = pool
     checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch = checkpoints
-    if checkpoint_states is None:
-        at_checkpoints = final_state
-        pitch = state_pitch
-        lowest_checkpoint = lowest
-        most_checkpoints = pool_slots
-    else:
-        at_checkpoints = checkpoint_states
-        pitch = checkpoint_pitch.to(gl.int64)
-        lowest_checkpoint = 0
-        most_checkpoints = checkpoint_rows
+    at_checkpoints, pitch, lowest_checkpoint, most_checkpoints = checkpoint_target(
+        *(final_state, state_pitch, lowest, pool_slots, checkpoint_states, checkpoint_pitch, checkpoint_rows)
+    )
     carry, semaphore, starts = starting
     HV = scheduler.HV
     SLICES: gl.constexpr = V // BV
@@ -153,7 +146,7 @@ def compute(
         if h is not None:
             if scheduler.cu_seqlens is not None:
                 if scheduler.checkpoint_offsets is None:
-                    h_row = chunks_before(scheduler.cu_seqlens, tile.n, scheduler.T) + tile.first
+                    h_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, C) + tile.first
                 else:
                     h_row = span_chunks_before(scheduler, tile) + tile.first
             elif scheduler.checkpoint_offsets is not None:

@@ -38,7 +38,7 @@ from .device.layouts import (
 from .device.math import mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.portable import state_offsets
-from .device.tile_scheduler import TileScheduler, chunks_before
+from .device.tile_scheduler import TileScheduler, rows_before
 from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
@@ -116,7 +116,7 @@ def compute(
         chunks = (tokens + C - 1) // C
         first = tile.n * ((T + C - 1) // C)
         if scheduler.cu_seqlens is not None:
-            first = chunks_before(scheduler.cu_seqlens, tile.n, T)
+            first = rows_before(scheduler.cu_seqlens, tile.n, T, C)
         at = state_offsets((tile.n.to(gl.int64) * HV + tile.head) * (K * V), value, key, K, V, V_FIRST)
         state0, state1 = load_halves(grad_final, at, NEXT, has_final, K)
         v_new_tile = grad_v_new + (wide(tile.batch, T) * HV + tile.head) * V + slice_ * BV

@@ -47,7 +47,7 @@ from .device.math import (
 )
 from .device.pipeline import make_channel, next_phase
 from .device.portable import LOG2E, decay_rate
-from .device.tile_scheduler import ChunkTile, chunk_tile, chunks_before, dense_chunk_tile, first_tile, next_tile
+from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
 from .launch import TILE, copyable, describe, stride_div8
 
@@ -187,7 +187,7 @@ def wy_kernel(
         if tile.count <= 0:
             return
         if cu_seqlens is not None:
-            chunk = chunks_before(cu_seqlens, n, T) + (tile.start - begin) // C
+            chunk = rows_before(cu_seqlens, n, T, C) + (tile.start - begin) // C
             if chunk >= rows:
                 return
             tile = ChunkTile(tile.head, chunk, tile.batch, tile.start, tile.count)

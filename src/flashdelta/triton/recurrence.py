@@ -29,13 +29,12 @@ from .device.mma import dot
 from .device.segments import part_of_span, place_segment, segment_of, span_chunks_before
 from .device.sequences import (
     OFFSETS_AT_A_TIME,
-    chunks_before,
     own_work_tile,
     rows_before,
     sequence_chunk_slots,
     span_extent,
 )
-from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
+from .device.states import checkpoint_target, load_state, named_slot, sequence_slot, state_offsets, store_state
 from .launch import SHARED_MEMORY, StageCall, checkpoint_arguments, precision, state_arguments
 
 
@@ -168,7 +167,7 @@ def recurrence_kernel(
     h_row = chunk_slot
     if h is not None and cu_seqlens is not None and v_new is None:
         if checkpoint_offsets is None:
-            h_row = chunks_before(cu_seqlens, n, T, C, OFFSETS_AT_A_TIME)
+            h_row = rows_before(cu_seqlens, n, T, C, OFFSETS_AT_A_TIME)
             if first_segment is not None:
                 h_row += first
         else:
@@ -179,16 +178,9 @@ def recurrence_kernel(
         if first_segment is not None:
             first_chunk = first
         spans = regular_spans(first_chunk, begin, end, checkpoint_every, C)
-    if checkpoint_states is None:
-        at_checkpoints = final_state
-        pitch = state_pitch
-        lowest_checkpoint = lowest
-        most_checkpoints = pool_slots
-    else:
-        at_checkpoints = checkpoint_states
-        pitch = checkpoint_pitch.to(tl.int64)
-        lowest_checkpoint = 0
-        most_checkpoints = checkpoint_rows
+    at_checkpoints, pitch, lowest_checkpoint, most_checkpoints = checkpoint_target(
+        *(final_state, state_pitch, lowest, pool_slots, checkpoint_states, checkpoint_pitch, checkpoint_rows)
+    )
     dtype = w.dtype.element_ty
 
     row = tl.arange(0, C)

@@ -30,7 +30,7 @@ from ..program.program import Outputs, new
 from .device.decays import chunk_decays, sums
 from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms
-from .device.sequences import OFFSETS_AT_A_TIME, chunks_before, own_chunk
+from .device.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from .device.states import state_offsets
 from .launch import backward_precision, chunks
 
@@ -255,7 +255,7 @@ def wy_kernel(
     state = chunk_slot
     if BY_TOKEN and cu_seqlens is not None:
         # a chunk's first token tells how many chunks begin before it
-        state = chunks_before(cu_seqlens, chunk_slot * 0 + N, start, C, OFFSETS_AT_A_TIME)
+        state = rows_before(cu_seqlens, chunk_slot * 0 + N, start, C, OFFSETS_AT_A_TIME)
         count = tl.where(state < rows, count, 0)
     if count <= 0:
         return

@@ -33,6 +33,7 @@ locate_tile = _gluon(_sequences.locate_work_tile)
 span_count = _gluon(_sequences.span_count)
 span_extent = _gluon(_sequences.span_extent)
 
+checkpoint_target = _gluon(_states.checkpoint_target)
 everywhere = _gluon(_states.everywhere)
 load_state = _gluon(_states.load_state)
 sequence_slot = _gluon(_states.sequence_slot)

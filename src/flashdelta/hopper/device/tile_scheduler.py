@@ -256,22 +256,9 @@ def persistent_tile(k, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def chunks_before(cu_seqlens, n, T):
-    """How many chunks the sequences before `n` have: where the chunks of `n` start in a gapless list."""
-    total = n * 0
-    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    for base in range(0, n, 128):
-        m = base + lane
-        begin = gl.load(cu_seqlens + m, mask=m < n, other=0)
-        end = gl.load(cu_seqlens + m + 1, mask=m < n, other=0)
-        begin, end = clamp_bounds(begin, end, T, gl.int32)
-        total += gl.sum((end - begin + C - 1) // C)
-    return total
-
-
-@gluon.jit
 def rows_before(cu_seqlens, n, T, tokens):
-    """Where rows that each stand for so many tokens of a sequence lie without gaps: the first row of sequence `n`."""
+    """Where rows that each stand for so many tokens of a sequence lie without gaps, such as chunks: the first row of
+    sequence `n`."""
     if cu_seqlens is None:
         total = n * ((T + tokens - 1) // tokens)
     else:
@@ -288,7 +275,7 @@ def rows_before(cu_seqlens, n, T, tokens):
 
 @gluon.jit
 def span_chunks_before(scheduler, tile):
-    """`chunks_before` of sequences that checkpoints cut."""
+    """`rows_before` for the chunks of sequences that checkpoints cut."""
     total = tile.n * 0
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     for base in range(0, tile.n, 128):

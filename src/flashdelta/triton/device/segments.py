@@ -28,7 +28,7 @@ def sequence_chunks(checkpoint_offsets, n, spans, length, C: tl.constexpr):
 
 @triton.jit
 def span_chunks_before(cu_seqlens, checkpoint_offsets, n, spans, T, C: tl.constexpr, BLOCK: tl.constexpr):
-    """`chunks_before` of sequences that checkpoints cut."""
+    """`rows_before` for the chunks of sequences that checkpoints cut."""
     total = n * 0
     for base in range(0, n, BLOCK):
         m = base + tl.arange(0, BLOCK)

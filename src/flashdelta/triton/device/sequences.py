@@ -185,22 +185,9 @@ def own_chunk(work_tile, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slot
 
 
 @triton.jit
-def chunks_before(cu_seqlens, n, T, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Chunks of the packed sequences before `n`: the row of `n`'s first chunk where chunks lie without gaps. Reads `BLOCK`
-    offsets at a time."""
-    total = n * 0
-    for base in range(0, n, BLOCK):
-        m = base + tl.arange(0, BLOCK)
-        begin = tl.load(cu_seqlens + m, mask=m < n, other=0)
-        end = tl.load(cu_seqlens + m + 1, mask=m < n, other=0)
-        begin, end = clamp_bounds(begin, end, T)
-        total += tl.sum((end - begin + C - 1) // C)
-    return total
-
-
-@triton.jit
 def rows_before(cu_seqlens, n, T, tokens, BLOCK: tl.constexpr):
-    """Where rows that each stand for so many tokens of a sequence lie without gaps: the first row of sequence `n`."""
+    """Where rows that each stand for so many tokens of a sequence lie without gaps, such as chunks: the first row of sequence
+    `n`. Reads `BLOCK` offsets at a time."""
     if cu_seqlens is None:
         total = n * ((T + tokens - 1) // tokens)
     else:

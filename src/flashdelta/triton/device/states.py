@@ -44,6 +44,23 @@ def named_slot(indices, i, lowest, slots):
 
 
 @triton.jit
+def checkpoint_target(final_state, state_pitch, lowest, slots, checkpoint_states, checkpoint_pitch, checkpoint_rows):
+    """Where checkpoints go, the pitch there, the least index and how many there are: slots of the pool, or rows of a buffer,
+    none of which is reserved."""
+    if checkpoint_states is None:
+        states = final_state
+        pitch = state_pitch
+        least = lowest
+        count = slots
+    else:
+        states = checkpoint_states
+        pitch = checkpoint_pitch.to(tl.int64)
+        least = 0
+        count = checkpoint_rows
+    return states, pitch, least, count
+
+
+@triton.jit
 def sequence_slot(state_indices, has_initial_state, n, tokens, lowest, slots, has_initial, has_final):
     """The row or pool slot of sequence `n`, whether to read the initial state, and whether to store the final one. A sequence
     without tokens leaves its slot alone."""
