@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import kernels
 from .ops.chunk import chunk_kda
+from .ops.convolution import short_convolution
 from .ops.decode import commit, recurrent_kda, replay_buffer
+from .ops.norm import gated_rms_norm
 from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
 from .runtime.explain import Explanation, explain
@@ -23,11 +25,13 @@ __all__ = [
     "commit",
     "explain",
     "fused_recurrent_kda",
+    "gated_rms_norm",
     "kda_prefill",
     "kernels",
     "nn",
     "recurrent_kda",
     "replay_buffer",
+    "short_convolution",
     "supports",
     "warmup",
 ]

@@ -19,6 +19,7 @@ from flashdelta.testing.cases import BY_NAME as CASES
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
 from flashdelta.testing.inputs import make_call
+from flashdelta.testing.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
 from flashdelta.testing.oracle import as_recurrent
 from flashdelta.testing.prefills import PLAIN, prefill_call
 from flashdelta.testing.wy import BY_NAME as WY_CASES
@@ -31,6 +32,7 @@ CHUNK = (fd.chunk_kda,)
 FORWARD = (fd.chunk_kda, fd.fused_recurrent_kda)
 SEQUENCES = (*FORWARD, fd.recurrent_kda)
 DECODE, COMMIT, PREFILL, WY = (fd.recurrent_kda,), (fd.commit,), (fd.kda_prefill,), (wy,)
+NORM, CONVOLUTION = (fd.gated_rms_norm,), (fd.short_convolution,)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,10 @@ def good_call(op: Callable, start: str) -> dict:
         return prefill_call(replace(PLAIN, T=70)) | {"scale": 1}
     if op is wy:
         return make_wy(WY_CASES[start])
+    if op is fd.gated_rms_norm:
+        return make_norm(NORM_BY_NAME[start])
+    if op is fd.short_convolution:
+        return make_convolution(CONVOLUTION_BY_NAME[start])
     case, more = MORE.get(start, (start, {}))
     call = make_call(replace(CASES[case], h=False, final=False)) | copy.deepcopy(more)
     return call if op is fd.chunk_kda else as_recurrent(call)
@@ -149,6 +155,9 @@ def commit_of_records() -> dict:
         call["intermediate_states"][row, 0, :, counts_of(4, 8)] = recorded
     call["num_accepted_tokens"] = offsets(2, 1, 0, 1)
     return call
+
+
+CONVOLUTION_POOL = {"state_pool": zeros(6, 24, 3), "output_final_state": False}
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
@@ -682,6 +691,84 @@ REFUSED = {
         mistyped("True (bool)", "a float or None", scale=True),
         *no_flags("use_exp2"),
     ],
+    # ---- the layer around attention
+    (NORM, "heads"): [
+        bad("shape [2, 9, 3, 16]", "[D0, D1, D2, V] = [2, 9, 3, 32]", z=zeros(2, 9, 3, 16)),
+        bad("shape [9, 3, 32]", "... (rank 4)", z=zeros(9, 3, 32)),
+        bad("shape [16]", "[V] = [32]", weight=zeros(16)),
+        bad("shape [2, 9, 3, 0]", "a last dimension of 1 to 8192", x=zeros(2, 9, 3, 0)),
+        bad("shape [1, 8193]", "a last dimension of 1 to 8192", x=zeros(1, 8193)),
+        bad("device meta", "x's device cpu", weight=zeros(32, device="meta")),
+        mistyped("dtype torch.bfloat16", "x's dtype torch.float32", z=zeros(2, 9, 3, 32, dtype=BF16)),
+        mistyped("dtype torch.float16", "torch.float32 or x's dtype", weight=zeros(32, dtype=FP16)),
+        mistyped("dtype torch.int64", "bfloat16, float16, float32", x=zeros(2, 9, 3, 32, dtype=torch.int64)),
+        mistyped("NoneType", "a torch.Tensor", x=None),
+        mistyped("NoneType", "a torch.Tensor", weight=None),
+        *no_tensors("x", "z", "weight"),
+        bad("0.0", "a finite float above 0", eps=0.0),
+        bad("nan", "a finite float above 0", eps=float("nan")),
+        mistyped("'1' (str)", "a float", eps="1"),
+        bad("'swish'", "one of ('sigmoid', 'silu')", activation="swish"),
+        bad("None", "one of ('sigmoid', 'silu')", activation=None),
+        bad("'cuda'", "one of", backend="cuda"),
+    ],
+    (CONVOLUTION, "plain"): [
+        bad("shape [40, 24]", "[B, T, D], of rank 3", x=zeros(40, 24)),
+        bad("shape [1, 40, 0]", "at least one channel", x=zeros(1, 40, 0)),
+        bad("shape [12, 4]", "[D, W] = [24, 4] or [D, 1, W]", weight=zeros(12, 4)),
+        bad("shape [24, 2, 4]", "...[D, 1, W] = [24, 1, 4]", weight=zeros(24, 2, 4)),
+        bad("shape [24, 1]", "2 to 4 taps", weight=zeros(24, 1)),
+        bad("shape [24, 5]", "2 to 4 taps", weight=zeros(24, 5)),
+        bad("shape [12]", "[D] = [24]", bias=zeros(12)),
+        bad("shape [1, 24, 3]", "[N, D, L] = [2, 24, 3]", initial_state=zeros(1, 24, 3)),
+        bad("shape [2, 3, 24]", "[N, D, L] = [2, 24, 24]", initial_state=zeros(2, 3, 24)),
+        bad("shape [2, 24, 5]", "the last W - 1 = 3 or W = 4 inputs of a channel", initial_state=zeros(2, 24, 5)),
+        bad("batch size 2", "batch size 1 with cu_seqlens", of="x", cu_seqlens=offsets(0, 40)),
+        bad("shape [2, 40, 12]", "[B, T, D] = [2, 40, 24]", out=zeros(2, 40, 12)),
+        bad("strides (40, 1, 80)", "a dense last dimension", out=zeros(24, 2, 40).permute(1, 2, 0)),
+        shared("x", out=lambda c: c["x"]),
+        mistyped("dtype torch.bfloat16", "x's dtype torch.float32", out=zeros(2, 40, 24, dtype=BF16)),
+        mistyped("dtype torch.float16", "torch.float32 or x's dtype", weight=zeros(24, 4, dtype=FP16)),
+        mistyped("dtype torch.float16", "torch.float32 or x's dtype", initial_state=zeros(2, 24, 3, dtype=FP16)),
+        mistyped("NoneType", "a torch.Tensor", weight=None),
+        *no_tensors("x", "weight", "bias", "initial_state", "cu_seqlens", "state_pool", "out"),
+        *no_flags("output_final_state"),
+        bad("'gelu'", "one of ('silu',)", activation="gelu"),
+        bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
+        bad("a tensor without state_pool", "state_pool too", state_indices=offsets(0, 1)),
+        bad("None", "a tensor of shape [N] = [2] (state_pool needs it)", of="state_indices", **CONVOLUTION_POOL),
+        bad(
+            "a tensor with inputs that require grad",
+            "one that takes no gradient, and None",
+            of="out",
+            out=zeros(2, 40, 24),
+            weight=zeros(24, 4).requires_grad_(),
+        ),
+    ],
+    (CONVOLUTION, "packed"): [
+        mistyped("dtype torch.float32", "int32 or int64", cu_seqlens=zeros(7)),
+        bad("shape [7, 1]", "[N + 1]", cu_seqlens=offsets(*range(7))[:, None]),
+        bad("shape [6, 24, 3]", "[N, D, L] = [2, 24, 3]", of="initial_state", cu_seqlens=offsets(0, 7, 66)),
+    ],
+    (CONVOLUTION, "pool"): [
+        bad("True with state_pool", "False (the pool receives the final states)", output_final_state=True),
+        bad("a tensor with initial_state", "one of the two", of="state_pool", initial_state=zeros(6, 24, 3)),
+        bad("shape [6, 24, 5]", "the last W - 1 = 3 or W = 4 inputs", state_pool=zeros(6, 24, 5)),
+        bad("shape [5]", "[N] = [6]", state_indices=offsets(0, 1, 2, 3, 4)),
+        bad(
+            "strides (0, 3, 1)",
+            "memory of its own for every element",
+            state_pool=zeros(1, 24, 3).expand(6, 24, 3),
+        ),
+        shared("x", state_pool=lambda c: first_elements(c["x"], 6, 24, 3)),
+        mistyped("dtype torch.int64", "bool", has_initial_state=offsets(0, 1, 2, 3, 4, 5)),
+        bad(
+            "a tensor with inputs that require grad",
+            "torch.no_grad()",
+            of="state_pool",
+            weight=zeros(24, 4).requires_grad_(),
+        ),
+    ],
 }
 
 REFUSED_ON_REQUEST = {
@@ -757,6 +844,14 @@ REFUSED_ON_REQUEST = {
     ],
     (DECODE, "source"): [
         bad("index 7", "... 7 slots", initial_state_indices=offsets(1, 7, 1)),
+    ],
+    (CONVOLUTION, "packed"): [
+        bad("offsets that fall", cu_seqlens=offsets(0, 7, 7, 8, 43, 42, 61)),
+        bad("last offset 67", "at most T = 66", cu_seqlens=offsets(0, 7, 7, 8, 43, 59, 67)),
+    ],
+    (CONVOLUTION, "step"): [
+        bad("slot 2 again", "another slot", state_indices=offsets(2, 0, -1, 2)),
+        bad("index 6", "... 6 slots", state_indices=offsets(2, 0, 6, 4)),
     ],
     (WY, "packed"): [
         bad("offsets that fall", cu_seqlens=offsets(0, 20, 10, 148)),

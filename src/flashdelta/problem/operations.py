@@ -28,6 +28,7 @@ from .arguments import (
     only_wide,
     shape_of,
     state,
+    wide,
     wide_or_first,
 )
 from .errors import wrong
@@ -35,6 +36,7 @@ from .problem import (
     DECODE_TOKENS,
     SETTINGS,
     GateName,
+    NormGate,
     NullIndex,
     Precision,
     PrefillGate,
@@ -50,6 +52,7 @@ GATES: tuple[str, ...] = get_args(GateName)
 NULL_INDICES: tuple[str, ...] = get_args(NullIndex)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 PREFILL_GATES: tuple[str, ...] = get_args(PrefillGate)
+NORM_GATES: tuple[str, ...] = get_args(NormGate)
 PARAMETRIC_GATES = ("softplus", "lower_bound")
 """Those that read `A_log` and `dt_bias`."""
 
@@ -58,6 +61,12 @@ DECODE_HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNK_SIZES = (32, 64)
 PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
 """`(K, V, C)` of `kda_prefill`."""
+
+MIN_TAPS, MAX_TAPS = 2, 4
+"""Of `short_convolution`."""
+
+MAX_NORM = 8192
+"""Channels of a row that `gated_rms_norm` takes: a CTA holds whole rows."""
 
 LOWEST_BOUND = -5.0
 """Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
@@ -219,20 +228,24 @@ GATE_RULES = (
     parameter("dt_bias"),
 )
 
-POOL_RULES = (
+SLOT_RULES = (
     *(needs(role, "state_pool") for role in ("state_indices", "has_initial_state")),
     excludes("state_pool", "initial_state"),
-    Rule(
-        "final_state",
-        lambda c: c.state_pool is not None and c.final_state is not None,
-        "a tensor with state_pool",
-        "None (the pool receives the final states)",
-    ),
     Rule(
         "output_final_state",
         lambda c: c.state_pool is not None and c.output_final_state,
         "True with state_pool",
         "False (the pool receives the final states)",
+    ),
+)
+
+POOL_RULES = (
+    *SLOT_RULES,
+    Rule(
+        "final_state",
+        lambda c: c.state_pool is not None and c.final_state is not None,
+        "a tensor with state_pool",
+        "None (the pool receives the final states)",
     ),
     unnamed("state_v_first"),
     unnamed("use_qk_l2norm_in_kernel"),
@@ -725,5 +738,94 @@ WY = Operation(
 )
 
 
-BY_NAME = {operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT)}
+# ---- the layer around attention: gated_rms_norm, short_convolution ---------------------------------------------------------
+
+
+def epsilon(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise mistyped(name, value, "a float")
+    if not 0 < value < math.inf:
+        raise wrong(name, value, "a finite float above 0")
+
+
+def rows_shape(c: Any) -> str:
+    """Of any rank: rows of `V` channels."""
+    return " ".join([*(f"D{i}" for i in range(c.x.dim() - 1)), "V"])
+
+
+def like_x(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
+    return (first,), f"x's dtype {first}"
+
+
+def wide_or_x(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
+    return (wide(first), first), f"{wide(first)} or x's dtype {first}"
+
+
+def check_norm(c: Any, sizes: Sizes) -> None:
+    if not 1 <= sizes["V"] <= MAX_NORM:
+        raise wrong("x", shape_of(c.x), f"a last dimension of 1 to {MAX_NORM}")
+
+
+def norm_problem(c: Any, t: Tensors) -> Made:
+    return problem_of(t, operation="gated_rms_norm", activation=c.activation, eps=float(c.eps)), t
+
+
+GATED_RMS_NORM = Operation(
+    "gated_rms_norm",
+    (
+        Argument("x", rows_shape, INPUT, required=""),
+        Argument("z", rows_shape, like_x, required=""),
+        Argument("weight", "V", wide_or_x, required=""),
+    ),
+    {"eps": epsilon, "activation": one_of(*NORM_GATES)},
+    (),
+    norm_problem,
+    check_norm,
+)
+
+
+def check_convolution(c: Any, sizes: Sizes) -> None:
+    if sizes["D"] == 0:
+        raise wrong("x", shape_of(c.x), "at least one channel")
+    if c.cu_seqlens is not None and sizes["B"] != 1:
+        raise wrong("x", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
+    taps = sizes.get("W", MAX_TAPS)
+    if not MIN_TAPS <= taps <= MAX_TAPS:
+        raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
+    if "L" in sizes and sizes["L"] not in (taps - 1, taps):
+        role = "initial_state" if c.state_pool is None else "state_pool"
+        raise wrong(role, shape_of(getattr(c, role)), f"the last W - 1 = {taps - 1} or W = {taps} inputs of a channel")
+
+
+def convolution_problem(c: Any, t: Tensors) -> Made:
+    return problem_of(
+        t,
+        operation="short_convolution",
+        activation="none" if c.activation is None else c.activation,
+        output_final_state=c.output_final_state,
+        null_index=c.null_index,
+    ), t
+
+
+SHORT_CONVOLUTION = Operation(
+    "short_convolution",
+    (
+        Argument("x", "B T D", INPUT, required=""),
+        Argument("cu_seqlens", "N1", INDEX),
+        Argument("weight", ("D W", "D 1 W"), wide_or_x, required=""),
+        Argument("bias", "D", wide_or_x),
+        Argument("initial_state", "N D L", wide_or_x),
+        Argument("state_pool", "slots D L", wide_or_x, written=True),
+        Argument("state_indices", "N", INDEX, required=needs_indices),
+        Argument("has_initial_state", "N", BOOL),
+        Argument("out", "B T D", like_x, dense=1, written=True),
+    ),
+    {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES)},
+    SLOT_RULES,
+    convolution_problem,
+    check_convolution,
+)
+
+
+BY_NAME = {operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION)}
 """Those that write tensors of the caller's."""

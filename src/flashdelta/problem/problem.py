@@ -11,6 +11,7 @@ from torch import Tensor
 GateName = Literal["none", "softplus", "lower_bound", "logsigmoid"]
 NullIndex = Literal["negative", "non_positive"]
 Precision = Literal["ieee", "tf32x3"]
+NormGate = Literal["sigmoid", "silu"]
 PrefillGate = Literal["none", "logsigmoid"]
 
 AUTO = 0
@@ -74,6 +75,11 @@ class Tensors:
     # what the caller wants written, and gets back
     out: Tensor | None = None
     final_state: Tensor | None = None
+    # of the layer around attention: convolution and norm
+    x: Tensor = ABSENT
+    z: Tensor = ABSENT
+    weight: Tensor = ABSENT
+    bias: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
         return {name: x for name in ROLES if (x := getattr(self, name)) is not None}
@@ -84,16 +90,32 @@ class Tensors:
         return {name: x for name, x in found.items() if x is not None}
 
     @property
+    def first(self) -> Tensor:
+        """What a call has first: its queries, the layer's input, or the pool of a commit."""
+        x = next((x for x in (self.q, self.x, self.state_pool) if x is not None), None)
+        assert x is not None
+        return x
+
+    @property
     def device(self) -> torch.device:
         """Where the call runs."""
-        x = self.q if self.q is not None else self.state_pool
-        assert x is not None
-        return x.device
+        return self.first.device
 
 
 ROLES = tuple(f.name for f in fields(Tensors))
 INPUTS = ROLES[: ROLES.index("state_pool")]
 """The tensors of a call that has no pool. None of them is ever written, and all but `cu_seqlens` may take gradients."""
+
+LAYER_INPUTS = {
+    "gated_rms_norm": ("x", "z", "weight"),
+    "short_convolution": ("x", "weight", "bias", "initial_state", "cu_seqlens"),
+}
+"""The same of the layer's operations, by name."""
+
+
+def inputs_of(operation: str) -> tuple[str, ...]:
+    """The inputs of an operation, or of its backward pass."""
+    return LAYER_INPUTS.get(operation.removesuffix(BACKWARD), INPUTS)
 
 
 class Result(NamedTuple):
@@ -115,11 +137,11 @@ class Settings:
     (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
-    row of its own).
+    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm.
     """
 
     operation: str = "chunk"
-    scale: float
+    scale: float = 1.0
     gate: str = "none"
     lower_bound: float | None = None
     safe_gate: bool = False
@@ -140,10 +162,8 @@ class Settings:
     all_chunks: int = 0
     precision: str = DEFAULT_PRECISION
     heads: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        """By name, in the order of the operators' schemas (`runtime/torch_ops.py`)."""
-        return {f.name: getattr(self, f.name) for f in SETTINGS}
+    activation: str = "none"
+    eps: float = 0.0
 
 
 SETTINGS = fields(Settings)
@@ -160,7 +180,8 @@ class Problem(Settings):
     `checkpoints` the number `M` of offsets each sequence may have. `checkpoint_rows`: of `checkpoint_states`, None without
     one. `has_intermediate`: the caller passed `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of
     `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
-    `state_dtype`, `state_grad_dtype` and `A_dtype`.
+    `state_dtype`, `state_grad_dtype` and `A_dtype`. Of the layer's operations: `shape` of the input, `D` channels,
+    `taps` of the convolution's filters, and `state_length` inputs that a state of it holds.
     """
 
     B: int = 0
@@ -189,6 +210,10 @@ class Problem(Settings):
     rows: int = 0
     packed: bool = False
     requires_grad: bool = False
+    shape: tuple[int, ...] = ()
+    D: int = 0
+    taps: int = 0
+    state_length: int = 0
 
     @property
     def group(self) -> int:
@@ -256,6 +281,11 @@ class Problem(Settings):
         tokens = (self.B, self.T, self.HV)
         if self.operation == "commit":
             return {}
+        if self.operation in LAYER_INPUTS:
+            found = {"o": Result(self.shape, self.dtype)}
+            if self.output_final_state:
+                found["final_state"] = Result((self.N, self.D, self.state_length), self.final_dtype)
+            return found
         if self.operation == "wy":
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
             keys, squares = Result((*tokens, self.K), wide), Result((*tokens, self.chunk_size), wide)
@@ -288,7 +318,7 @@ def record_counts(problem: Problem, records: Tensor) -> Tensor:
 
 
 def number_of_sequences(t: Tensors) -> int:
-    return t.q.shape[0] if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+    return t.first.shape[0] if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
 
 
 def has_records(t: Tensors) -> bool:
@@ -298,6 +328,8 @@ def has_records(t: Tensors) -> bool:
 
 def problem_of(t: Tensors, **settings: Any) -> Problem:
     """The problem of tensors already validated."""
+    if t.x is not None:
+        return layer_problem_of(t, **settings)
     if t.q is None:  # commit
         assert t.state_pool is not None and t.state_indices is not None and t.intermediate_states is not None
         rows, pool = t.intermediate_states.shape[0], t.state_pool
@@ -341,4 +373,31 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         rows=t.h.shape[1] if t.h is not None else 0 if scratch is None else scratch.shape[0],
         packed=t.cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),
+    )
+
+
+def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
+    """The same of the layer's operations."""
+    shape = tuple(t.x.shape)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values())
+    given = dict(shape=shape, dtype=t.x.dtype, requires_grad=grad)
+    if t.z is not None:
+        return Problem(**settings, **given, V=shape[-1])
+    state = t.initial_state if t.state_pool is None else t.state_pool
+    state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
+    return Problem(
+        **settings,
+        **given,
+        B=shape[0],
+        T=shape[1],
+        D=shape[2],
+        N=number_of_sequences(t),
+        taps=taps,
+        state_length=taps - 1 if state is None else state.shape[2],
+        state_dtype=state_dtype,
+        final_dtype=state_dtype,
+        has_initial_state=t.initial_state is not None,
+        has_pool=t.state_pool is not None,
+        pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
+        packed=t.cu_seqlens is not None,
     )

@@ -11,14 +11,26 @@ from torch import Tensor
 
 from ..problem.problem import BACKWARD, Problem, Tensors
 from .chunk import chunk_kda
+from .convolution import short_convolution
 from .decode import commit, decode_kda
+from .norm import gated_rms_norm
 from .prefill import prefill
 from .recurrent import recurrent_kda
 from .rounding import rounding_error
 from .states import writing
 from .wy import chunk_bwd_wy_dqkg
 
-__all__ = ["chunk_bwd_wy_dqkg", "chunk_kda", "commit", "decode_kda", "prefill", "recurrent_kda", "rounding_error"]
+__all__ = [
+    "chunk_bwd_wy_dqkg",
+    "chunk_kda",
+    "commit",
+    "decode_kda",
+    "gated_rms_norm",
+    "prefill",
+    "recurrent_kda",
+    "rounding_error",
+    "short_convolution",
+]
 
 
 class Computation:
@@ -46,7 +58,13 @@ def build(problem: Problem, t: Tensors) -> Computation:
     return Computation(OPERATIONS[problem.operation], problem, t)
 
 
-FORWARDS = {"chunk": chunk_kda, "recurrent": recurrent_kda, "decode": decode_kda}
+FORWARDS: dict[str, Callable[[Problem, Tensors], tuple[Tensor, Tensor | None, Tensor | None]]] = {
+    "chunk": chunk_kda,
+    "recurrent": recurrent_kda,
+    "decode": decode_kda,
+    "gated_rms_norm": gated_rms_norm,
+    "short_convolution": short_convolution,
+}
 
 
 def forward(problem: Problem, t: Tensors) -> dict[str, Tensor]:
@@ -92,5 +110,5 @@ OPERATIONS: dict[str, Callable[[Problem, Tensors], dict[str, Tensor]]] = {
     "commit": commit,
     "prefill": prefill,
     "wy": chunk_bwd_wy_dqkg,
-    **{name + BACKWARD: backward for name in ("chunk", "recurrent")},
+    **{name + BACKWARD: backward for name in FORWARDS if name != "decode"},
 }

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..backends import Backend, Recording
 from ..problem.arguments import check_saved, resolved
-from ..problem.problem import BACKWARD, INPUTS, Problem, Tensors
+from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
 
 KEPT = {"workspace": "workspace", "A": "Akk_inv", "h": "h", "v_new": "v_new"}
@@ -38,7 +38,8 @@ class Differentiable:
     ):
         self.problem, self.backend, self.cache, self.records = problem, backend, cache, records
         self.kind = "backward", next(_serials)
-        self.places = [names.index(role) for role in INPUTS] if records else []
+        self.inputs = inputs_of(problem.operation)
+        self.places = [names.index(role) for role in self.inputs] if records else []
         self.recorded: Recording | None = None
 
     def usable(self) -> bool:
@@ -46,10 +47,10 @@ class Differentiable:
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
         """Of tensors as the caller passed them."""
-        inputs = dict(zip(INPUTS, [tensors[i] for i in self.places]))
+        inputs = dict(zip(self.inputs, [tensors[i] for i in self.places]))
         shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
         for role, shape in zip(PARAMETERS, shapes):
-            x = inputs[role]
+            x = inputs.get(role)
             if x is not None and x.shape != shape:
                 inputs[role] = x.reshape(shape)
         try:
@@ -60,13 +61,16 @@ class Differentiable:
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
         """`o` and `final_state` of canonical inputs, with the gradients that these require."""
-        o, final_state = _ChunkKda.apply(self, *inputs)
+        o, final_state = _Differentiated.apply(self, *inputs)
         return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
+
+    def by_role(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
+        return Tensors(**dict(zip(self.inputs, inputs)))  # type: ignore[arg-type]
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         if self.recorded is not None and self.recorded.usable():
             return self.recorded.run(inputs, [0 if x is None else x.data_ptr() for x in inputs])
-        program = self.backend.build(self.problem, Tensors(*inputs))
+        program = self.backend.build(self.problem, self.by_role(inputs))
         results = program.run(inputs if self.records else None)
         self.recorded, self.records = program.recorded, False
         return dict(results)
@@ -80,7 +84,7 @@ class Differentiable:
         if recorded is not None:
             return recorded.run(tensors, addresses)
         left = {role: kept[name] for role, name in KEPT.items() if kept}
-        t = replace(Tensors(*saved), do=grad_o, dht=grad_final, **left)
+        t = replace(self.by_role(saved), do=grad_o, dht=grad_final, **left)
         program = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
         found = program.run(None if known is None else tensors)
         if program.recorded is not None:
@@ -88,7 +92,7 @@ class Differentiable:
         return found
 
 
-class _ChunkKda(torch.autograd.Function):
+class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, call: Differentiable, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         kept = call.forward(inputs)
@@ -106,4 +110,4 @@ class _ChunkKda(torch.autograd.Function):
         again = dict(kept)
         kept.clear()
         found = call.backward(ctx.saved_tensors, grad_o, grad_final, again)
-        return None, *(found.get(role) for role in INPUTS)
+        return None, *(found.get(role) for role in call.inputs)

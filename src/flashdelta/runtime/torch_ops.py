@@ -1,6 +1,6 @@
 """The `torch.library` operators, for calls that are traced (`torch.compile`, fake tensors).
 
-Each takes validated tensors by role, then all `Settings` of the problem, then the backend: the schemas are made of those. A
+Each takes validated tensors by role, then the `Settings` of the problem, then the backend: the schemas are made of those. A
 result that was not asked for is an empty tensor, since a schema has no optional results. Only `kda_prefill::forward`, which
 other programs call by its name, takes a call as its caller made it.
 """
@@ -16,10 +16,7 @@ from torch import Tensor
 
 from .. import backends
 from ..problem.operations import BY_NAME
-from ..problem.problem import BACKWARD, INPUTS, SETTINGS, Problem, Tensors, problem_of
-
-GRADIENTS = INPUTS[:-1]
-"""All inputs but `cu_seqlens`."""
+from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, SETTINGS, Problem, Tensors, problem_of
 
 POOL = (
     *("state_pool", "state_indices", "has_initial_state"),
@@ -28,35 +25,45 @@ POOL = (
 )
 COMMIT = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
 WY = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-REQUIRED = {"q", "k", "v", "g", "beta", *WY[:-1]}
+REQUIRED = {"q", "k", "v", "g", "beta", *WY[:-1], *LAYER_INPUTS["gated_rms_norm"]}
 
-TYPES = {"float": "float", "float | None": "float?", "bool": "bool", "int": "int", "str": "str"}
-SCHEMA = ", ".join(f"{TYPES[str(f.type)]} {f.name}" for f in SETTINGS) + ", str backend"
+TYPES = {f.name: {"float | None": "float?"}.get(str(f.type), str(f.type)) for f in SETTINGS}
+LAYER = ("activation", "eps")
+KDA = tuple(name for name in TYPES if name not in LAYER)
 
 
 class Operator:
-    """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes."""
+    """`torch.ops.flashdelta.<name>`. `writes`: roles of the tensors that it changes. `settings`: the fields that it takes."""
 
-    def __init__(self, name: str, roles: tuple[str, ...], results: tuple[str, ...], writes: tuple[str, ...] = ()):
-        self.roles, self.results, self.writes = roles, results, writes
+    def __init__(
+        self,
+        name: str,
+        roles: tuple[str, ...],
+        results: tuple[str, ...],
+        writes: tuple[str, ...] = (),
+        settings: tuple[str, ...] = KDA,
+    ):
+        self.name, self.roles, self.results, self.writes, self.settings = name, roles, results, writes, settings
         kinds = {role: f"Tensor({chr(97 + i)}!)" for i, role in enumerate(writes)}
         tensors = ", ".join(f"{kinds.get(role, 'Tensor')}{'' if role in REQUIRED else '?'} {role}" for role in roles)
+        self.schema = ", ".join([tensors, *(f"{TYPES[x]} {x}" for x in settings), "str backend"])
         returns = ", ".join(f"Tensor {result}" for result in results)
         qualified = f"flashdelta::{name}"
-        torch.library.define(qualified, f"({tensors}, {SCHEMA}) -> ({returns})")
+        torch.library.define(qualified, f"({self.schema}) -> ({returns})")
         torch.library.impl(qualified, "default")(self.run)
         torch.library.register_fake(qualified)(self.pretend)
         self.call = getattr(torch.ops.flashdelta, name)
 
     def arguments(self, problem: Problem, t: Tensors, backend: str) -> tuple:
-        return (*(getattr(t, role) for role in self.roles), *problem.settings().values(), backend)
+        tensors = (getattr(t, role) for role in self.roles)
+        return (*tensors, *(getattr(problem, name) for name in self.settings), backend)
 
     def unpacked(self, arguments: tuple) -> tuple[Problem, Tensors, str]:
         """The inverse."""
         n = len(self.roles)
         t = Tensors(**dict(zip(self.roles, arguments[:n])))
         *settings, backend = arguments[n:]
-        return problem_of(t, **dict(zip((f.name for f in SETTINGS), settings))), t, backend
+        return problem_of(t, **dict(zip(self.settings, settings))), t, backend
 
     def run(self, *arguments: Any) -> Any:
         problem, t, backend = self.unpacked(arguments)
@@ -68,16 +75,14 @@ class Operator:
 
     def pretend(self, *arguments: Any) -> Any:
         problem, t, _ = self.unpacked(arguments)
-        like = t.state_pool if t.q is None else t.q
-        assert like is not None
         results, given = problem.results(), t.given()
-        found = {name: like.new_empty(x.shape, dtype=x.dtype) for name, x in results.items() if name not in given}
+        found = {name: t.first.new_empty(x.shape, dtype=x.dtype) for name, x in results.items() if name not in given}
         return self.returned(found, t)
 
     def returned(self, found: Mapping[str, Tensor], t: Tensors) -> Any:
         if not self.results:
             return None
-        results = tuple(found[name] if name in found else t.q.new_empty(0) for name in self.results)
+        results = tuple(found[name] if name in found else t.first.new_empty(0) for name in self.results)
         return results if len(results) > 1 else results[0]
 
 
@@ -88,6 +93,21 @@ FORWARD_OUT = Operator("kda_forward_out", (*INPUTS, *POOL, "out", "final_state")
 COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool",))
 COMMIT_RECORDS = Operator("kda_commit_records", COMMIT, (), writes=("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
+NORM = Operator("gated_rms_norm", LAYER_INPUTS["gated_rms_norm"], ("o",), settings=("operation", "activation", "eps"))
+CONVOLUTION_SETTINGS = ("operation", "activation", "output_final_state", "null_index")
+CONVOLUTION = Operator(
+    "short_convolution",
+    LAYER_INPUTS["short_convolution"],
+    ("o", "final_state"),
+    settings=CONVOLUTION_SETTINGS,
+)
+CONVOLUTION_OUT = Operator(
+    "short_convolution_out",
+    (*LAYER_INPUTS["short_convolution"], "state_pool", "state_indices", "has_initial_state", "out"),
+    ("o", "final_state"),
+    writes=("state_pool", "out"),
+    settings=CONVOLUTION_SETTINGS,
+)
 
 
 def operator_of(problem: Problem, t: Tensors) -> Operator:
@@ -96,6 +116,10 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
         return BACKWARD_WY
     if problem.operation == "commit":
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
+    if problem.operation == "gated_rms_norm":
+        return NORM
+    if problem.operation == "short_convolution":
+        return CONVOLUTION if t.state_pool is None and t.out is None else CONVOLUTION_OUT
     beside = (*WRITTEN, "source_pool")
     return FORWARD if all(getattr(t, role) is None for role in beside) else FORWARD_OUT
 
@@ -109,35 +133,58 @@ def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
         options = dict(scale=problem.scale, gate=problem.gate, precision=problem.precision, backend=backend)
         return dict(zip(problem.results(), torch.ops.kda_prefill.forward(*rows, problem.chunk_size, **options)))
     operator = operator_of(problem, t)
-    transformed = operator is FORWARD and torch._C._are_functorch_transforms_active()
-    found = (_Transformed.apply if transformed else operator.call)(*operator.arguments(problem, t, backend))
-    results = dict(zip(operator.results, found if operator.results else ()))
+    arguments = operator.arguments(problem, t, backend)
+    if operator.name in GRADIENTS and torch._C._are_functorch_transforms_active():
+        found = _Transformed.apply(operator, *arguments)
+    else:
+        found = operator.call(*arguments)
+    results = dict(zip(operator.results, found if isinstance(found, (tuple, list)) else (found,)))
     results |= t.given()
     return {name: results[name] for name in problem.results()}
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------------
 
-torch.library.define(
-    "flashdelta::kda_backward",
-    f"(Tensor grad_o, Tensor grad_final, {', '.join(f'Tensor{chr(63) * (r not in REQUIRED)} {r}' for r in INPUTS)}, {SCHEMA})"
-    f" -> ({', '.join(f'Tensor d{role}' for role in GRADIENTS)})",
-)
 
+class Gradients:
+    """`torch.ops.flashdelta.<name>`: the backward pass of the operator `forward`. Takes the gradients of its first two results,
+    then what it takes."""
 
-@torch.library.impl("flashdelta::kda_backward", "default")
-def _backward(grad_o: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    problem, t, backend = FORWARD.unpacked(arguments)
-    problem, t = replace(problem, operation=problem.operation + BACKWARD), replace(t, do=grad_o, dht=grad_final)
-    grads = backends.choose(problem, t.device, backend).build(problem, t).run()
-    return tuple(grads[role].contiguous() if role in grads else t.q.new_empty(0) for role in GRADIENTS)
+    def __init__(self, name: str, forward: Operator):
+        self.forward, self.incoming = forward, len(forward.results[:2])
+        self.roles = tuple(role for role in forward.roles if role != "cu_seqlens")
+        incoming = ", ".join(("Tensor grad_o", "Tensor grad_final")[: self.incoming])
+        returns = ", ".join(f"Tensor d{role}" for role in self.roles)
+        qualified = f"flashdelta::{name}"
+        torch.library.define(qualified, f"({incoming}, {forward.schema}) -> ({returns})")
+        torch.library.impl(qualified, "default")(self.run)
+        torch.library.register_fake(qualified)(self.pretend)
+        self.call = getattr(torch.ops.flashdelta, name)
+        torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
+        torch.library.register_autograd(qualified, _differentiate_again)
 
+    def run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
+        problem = replace(problem, operation=problem.operation + BACKWARD)
+        t = replace(t, **dict(zip(("do", "dht"), arguments[: self.incoming])))
+        grads = backends.choose(problem, t.device, backend).build(problem, t).run()
+        return tuple(grads[role].contiguous() if role in grads else t.first.new_empty(0) for role in self.roles)
 
-@torch.library.register_fake("flashdelta::kda_backward")
-def _backward_fake(grad_o: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    _, t, _ = FORWARD.unpacked(arguments)
-    inputs = (getattr(t, role) for role in GRADIENTS)
-    return tuple(t.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+    def pretend(self, *arguments: Any) -> tuple[Tensor, ...]:
+        _, t, _ = self.forward.unpacked(arguments[self.incoming :])
+        inputs = (getattr(t, role) for role in self.roles)
+        return tuple(t.first.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+    def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        saved = iter(ctx.saved_tensors)
+        arguments = [next(saved) if is_tensor else x for x, is_tensor in zip(ctx.arguments, ctx.is_tensor)]
+        given = (*grads[: self.incoming], *arguments)
+        transformed = torch._C._are_functorch_transforms_active()
+        by_role = dict(
+            zip(self.roles, (_TransformedBackward.apply(self, *given) if transformed else self.call(*given)))
+        )
+        places = zip((*self.forward.roles, *[None] * len(arguments)), ctx.is_tensor)
+        return tuple(by_role.get(role) if is_tensor else None for role, is_tensor in places)
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -146,24 +193,21 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
 
 
-def _differentiate(ctx: Any, grad_o: Tensor, grad_final: Tensor, grad_h: Tensor | None) -> tuple:
-    saved = iter(ctx.saved_tensors)
-    arguments = [next(saved) if is_tensor else x for x, is_tensor in zip(ctx.arguments, ctx.is_tensor)]
-    transformed = torch._C._are_functorch_transforms_active()
-    backward = _TransformedBackward.apply if transformed else torch.ops.flashdelta.kda_backward
-    grads = backward(grad_o, grad_final, *arguments)
-    found = [x if is_tensor else None for x, is_tensor in zip(grads, ctx.is_tensor)]
-    return (*found, *[None] * (len(arguments) - len(found)))
-
-
 def _differentiate_again(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError(
         "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad"
     )
 
 
-torch.library.register_autograd("flashdelta::kda_forward", _differentiate, setup_context=_save_inputs)
-torch.library.register_autograd("flashdelta::kda_backward", _differentiate_again)
+GRADIENTS = {
+    forward.name: Gradients(name, forward)
+    for name, forward in (
+        ("kda_backward", FORWARD),
+        ("gated_rms_norm_backward", NORM),
+        ("short_convolution_backward", CONVOLUTION),
+    )
+}
+"""By the name of the operator."""
 
 # The same inside transforms of `torch.func`, which know nothing of `register_autograd`.
 
@@ -172,19 +216,25 @@ class _Transformed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return FORWARD.call(*arguments)
+    def forward(operator: Operator, *arguments: Any) -> Any:
+        return operator.call(*arguments)
 
-    setup_context = staticmethod(_save_inputs)
-    backward = staticmethod(_differentiate)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.operator = inputs[0]
+        _save_inputs(ctx, inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        return None, *GRADIENTS[ctx.operator.name].differentiate(ctx, *grads)
 
 
 class _TransformedBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return torch.ops.flashdelta.kda_backward(*arguments)
+    def forward(gradients: Gradients, *arguments: Any) -> Any:
+        return gradients.call(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:

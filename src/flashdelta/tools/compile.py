@@ -40,7 +40,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..hopper.build import build as build_hopper
 from ..kernels import chunk_bwd_wy_dqkg
 from ..ops.chunk import chunk_kda
+from ..ops.convolution import short_convolution
 from ..ops.decode import commit, recurrent_kda
+from ..ops.norm import gated_rms_norm
 from ..ops.prefill_fp32 import kda_prefill
 from ..ops.recurrent import fused_recurrent_kda
 from ..problem.operations import PREFILL_SIZES
@@ -115,6 +117,8 @@ class Variant:
     N: int = 2
     heads: int = 2
     offsets: torch.dtype = torch.int32
+    T: int = 256
+    taps: int = 4
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
@@ -203,6 +207,28 @@ class Variant:
         }
         return chunk_bwd_wy_dqkg, given | {"chunk_size": C, "state_v_first": self.state_v_first, "use_exp2": True}
 
+    def _gated_rms_norm(self) -> Call:
+        """`z` is a slice of a fused projection."""
+        make, width = _make(self.dtype), self.heads * self.V
+        z = make(1, self.T, 4 * width)[..., width : 2 * width].unflatten(2, (self.heads, self.V))
+        return gated_rms_norm, {
+            "x": make(1, self.T, self.heads, self.V),
+            "z": z,
+            "weight": _make(torch.float32)(self.V),
+        }
+
+    def _short_convolution(self) -> Call:
+        """Of q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
+        make, index, N = _make(self.dtype), _make(torch.int32), self.N if self.packed else 1
+        D = self.heads * (2 * self.K + self.V)
+        call = {"x": make(1, self.T, 2 * D)[..., :D], "weight": make(D, self.taps), "bias": None}
+        if self.packed:
+            call["cu_seqlens"] = _make(self.offsets)(N + 1)
+        if self.pool:
+            call |= {"state_pool": make(4, self.taps - 1, D).mT, "state_indices": index(N), "bias": make(D)}
+            return short_convolution, call | {"has_initial_state": index(N).bool(), "out": make(1, self.T, D)}
+        return short_convolution, call | {"initial_state": make(N, D, self.taps - 1), "output_final_state": True}
+
 
 def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return functools.partial(torch.empty, dtype=dtype, device="meta")
@@ -210,10 +236,9 @@ def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
 
 def backward_of(problem: Problem, t: Tensors) -> tuple[Problem, Tensors]:
     """The backward pass of a call, with the gradients that come in."""
-    do = torch.empty(t.v.shape, dtype=t.v.dtype, device=t.device)
-    dht = do.new_zeros(0)
-    if problem.output_final_state:
-        dht = do.new_empty(problem.state_shape, dtype=problem.state_dtype)
+    given = {name: torch.empty(x.shape, dtype=x.dtype, device=t.device) for name, x in problem.results().items()}
+    do = given["o"]
+    dht = given["final_state"] if problem.output_final_state else do.new_zeros(0)
     return replace(problem, operation=problem.operation + BACKWARD), replace(t, do=do, dht=dht)
 
 
@@ -223,6 +248,14 @@ def _prefill(name: str, **options: Any) -> Variant:
 
 def _step(name: str, **options: Any) -> Variant:
     return Variant(f"decode {name}", operation="decode", **options)
+
+
+def _norm(name: str, **options: Any) -> Variant:
+    return Variant(f"norm {name}", operation="gated_rms_norm", **options)
+
+
+def _convolution(name: str, **options: Any) -> Variant:
+    return Variant(f"convolution {name}", operation="short_convolution", **options)
 
 
 def _hopper(name: str, **options: Any) -> Variant:
@@ -304,6 +337,15 @@ VARIANTS = (
     Variant(
         "commit replay K256 V256 fp32, V first", operation="commit", K=256, V=256, records=True, state_v_first=True
     ),
+    _norm("bf16 V128"),
+    _norm("fp32 V64", V=64, dtype=torch.float32),
+    _norm("bf16 V128 backward", backward=True),
+    _convolution("bf16 W4"),
+    _convolution("bf16 W4, long", T=2**17, packed=False),
+    _convolution("bf16 W4, pool", pool=True),
+    _convolution("fp32 W3", taps=3, dtype=torch.float32),
+    _convolution("bf16 W4 backward", backward=True),
+    _convolution("bf16 W2 backward, fixed length", taps=2, packed=False, backward=True),
     *(
         _prefill(f"K{K} V{V} chunk {C}, {precision}", K=K, V=V, chunk_size=C, precision=precision)
         for precision in ("tf32x3", "ieee")

@@ -11,10 +11,12 @@ from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability, sm_count
 from ..program.program import Outputs, Program
 from ..program.workspace import Layout, Workspace
-from . import gradients
+from . import convolution, gradients, norm
 from .commit import commit
+from .convolution import short_convolution
 from .decode import decode
 from .launch import StageCall, layout, prepare_inputs
+from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
@@ -25,8 +27,8 @@ from .wy import wy_dqkg
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     """The program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
-    if problem.operation == "chunk" + BACKWARD:
-        return gradients.backward(problem, t, arch)
+    if problem.operation.endswith(BACKWARD):
+        return BACKWARDS[problem.operation.removesuffix(BACKWARD)](problem, t, arch)
     if problem.keeps:
         return gradients.forward(problem, t, arch)
     outputs = Outputs.of(problem, t)
@@ -70,5 +72,14 @@ LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = 
     "commit": commit,
     "prefill": prefill,
     "wy": wy_dqkg,
+    "gated_rms_norm": gated_rms_norm,
+    "short_convolution": short_convolution,
 }
 """The launches of each operation, in order."""
+
+BACKWARDS: dict[str, Callable[[Problem, Tensors, int], Program]] = {
+    "chunk": gradients.backward,
+    "gated_rms_norm": norm.backward,
+    "short_convolution": convolution.backward,
+}
+"""The backward passes."""

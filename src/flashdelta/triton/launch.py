@@ -39,6 +39,8 @@ def prepare_inputs(problem: Problem, t: Tensors) -> Tensors:
         return replace(
             t, **strided(t, ("q", "k", "v", "g", "do")), **densed(t, ("v_new", "A", "h", "dh", "dv", "cu_seqlens"))
         )
+    if problem.shape:  # the layer's operations, which see to it
+        return t
     if problem.operation == "commit":
         return replace(t, **densed(t, ("state_indices", "intermediate_indices", "num_accepted_tokens")))
     chunk = ("state_indices",) if problem.operation == "chunk" else ()

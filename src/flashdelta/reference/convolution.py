@@ -1,0 +1,69 @@
+"""The definition of the short convolution: causal, a filter of `W` taps for each channel.
+
+    o[t] = act(bias + sum_j weight[j] x[t - (W - 1) + j])
+
+Inputs before a sequence's first token are its state's: `state[L + p]` is the input at position `p < 0`. The state after the
+sequence holds its last `L` inputs. Never waits for a device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..problem.problem import Problem, Tensors
+from .gate import compute_dtype
+from .norm import ACTIVATIONS
+from .sequences import offsets_of
+from .states import gathered, named_slots, store_rows
+
+
+def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    """`(o [B, T, D], final_state [N, D, L] or None, None)`. With a pool, the final states go there."""
+    dtype, D, W = compute_dtype(problem), problem.D, problem.taps
+    offsets = offsets_of(problem, t)
+    begins, lengths = offsets[:-1], offsets.diff().clamp(min=0)
+    # a row of zeros at the end, for tokens of no sequence
+    x = torch.cat([t.x.reshape(-1, D).to(dtype), t.x.new_zeros(1, D, dtype=dtype)])
+    states = _initial(problem, t, dtype)
+    token = torch.arange(x.shape[0] - 1, device=x.device)
+    n = torch.searchsorted(offsets, token, right=True) - 1
+    valid = (n >= 0) & (n < problem.N)
+    n = torch.where(valid, n, problem.N)
+    # past the last one, a sequence that has no token
+    position = token - torch.cat([begins, begins.new_zeros(1)])[n]
+    weight = t.weight.reshape(D, W).to(dtype)
+    o = torch.zeros_like(x[:-1]) if t.bias is None else t.bias.to(dtype).expand(len(token), D)
+    for j in range(W):
+        o = o + weight[:, j] * _inputs(x, states, begins, n, position - (W - 1) + j)
+    o = torch.where(valid[:, None], ACTIVATIONS[problem.activation](o), 0.0)
+    o = o.view(problem.shape).to(problem.dtype)
+    if not problem.stores_final_state:
+        return o, None, None
+    sequence = torch.arange(problem.N, device=x.device)
+    last = [_inputs(x, states, begins, sequence, lengths - problem.state_length + j) for j in range(states.shape[2])]
+    final = torch.stack(last, dim=-1).to(problem.final_dtype)
+    if problem.has_pool:
+        assert t.state_pool is not None and t.state_indices is not None
+        store_rows(problem, t.state_pool, t.state_indices, lengths > 0, final)
+        return o, None, None
+    return o, final, None
+
+
+def _initial(problem: Problem, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    """`[N + 1, D, L]`: the last one is of no sequence."""
+    state = t.initial_state
+    if t.state_pool is not None and t.state_indices is not None:
+        named = named_slots(problem, t.state_indices, t.state_pool)[1]
+        read = named if t.has_initial_state is None else named & t.has_initial_state
+        state = gathered(problem, t.state_pool, t.state_indices, read)
+    one = t.x.new_zeros(1, problem.D, problem.state_length, dtype=dtype)
+    return one.expand(problem.N + 1, -1, -1) if state is None else torch.cat([state.to(dtype), one])
+
+
+def _inputs(
+    x: torch.Tensor, states: torch.Tensor, begins: torch.Tensor, n: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """Of sequences `n` the inputs at these positions, `[.., D]`; those below 0 are the states'."""
+    first = torch.cat([begins, begins.new_zeros(1)])[n]
+    at, L = (first + position).clamp(0, x.shape[0] - 1), states.shape[2]
+    return torch.where((position >= 0)[:, None], x[at], states[n, :, (L + position).clamp(0, L - 1)])

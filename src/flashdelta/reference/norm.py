@@ -1,0 +1,18 @@
+"""The definition of the gated RMS norm, `rmsnorm(x) * weight * act(z)` over the last dimension."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..problem.problem import Problem, Tensors
+from .gate import compute_dtype
+
+ACTIVATIONS = {"none": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu}
+
+
+def gated_rms_norm(problem: Problem, t: Tensors) -> tuple[torch.Tensor, None, None]:
+    """`(o, None, None)`."""
+    x, z, weight = (x.to(compute_dtype(problem)) for x in (t.x, t.z, t.weight))
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + problem.eps)
+    return (normed * weight * ACTIVATIONS[problem.activation](z)).to(problem.dtype), None, None

@@ -1,0 +1,250 @@
+"""Calls of `fd.gated_rms_norm` and `fd.short_convolution`, and what they must find, worked out token by token."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = {None: lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu}
+
+
+def normal(source: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=source, dtype=torch.float64)
+
+
+def source_of(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_memory(x: Tensor, rows: int, fill: float = torch.nan) -> Tensor:
+    """The same numbers as a slice of a tensor with so many times the channels, and what lies around them is `fill`."""
+    around = x.new_full((*x.shape[:-1], rows * x.shape[-1]), fill)
+    inside = around[..., x.shape[-1] : 2 * x.shape[-1]]
+    return inside.copy_(x)
+
+
+# ---- gated_rms_norm ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """`sliced`: x and z are slices of larger tensors. `wide`: the weight is in float32 whatever x is in."""
+
+    name: str
+    why: str
+    shape: tuple[int, ...] = (2, 9, 3, 32)
+    activation: str = "sigmoid"
+    sliced: bool = False
+    wide: bool = True
+    eps: float = 1e-5
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NORM_CASES = [
+    NormCase("heads", "batch, tokens, heads"),
+    NormCase("silu", "the other gate, a large epsilon", activation="silu", eps=0.1),
+    NormCase("fused", "slices of a fused projection", sliced=True, wide=False),
+    NormCase("rows", "rows, of an odd number of channels", shape=(37, 17)),
+    NormCase("one", "one row without other dimensions", shape=(5,)),
+    NormCase("deep", "more dimensions than kernels know", shape=(2, 2, 3, 2, 16)),
+    NormCase("many", "rows of many tiles", shape=(3, 50, 4, 128)),
+    NormCase("wide", "long rows", shape=(2, 3, 3000), activation="silu"),
+    NormCase("none", "no row", shape=(0, 4, 32)),
+]
+NORM_BY_NAME = {case.name: case for case in NORM_CASES}
+
+
+def make_norm(case: NormCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
+    """The arguments, drawn in float64 and rounded."""
+    source = source_of(case.name)
+    x, z, weight = (normal(source, *shape) for shape in (case.shape, case.shape, case.shape[-1:]))
+    call: dict = {"x": x.to(dtype).to(device), "z": z.to(dtype).to(device)}
+    if case.sliced:
+        call = {name: in_memory(y, 3) for name, y in call.items()}
+    call["weight"] = weight.to(wide_of(dtype) if case.wide else dtype).to(device)
+    return call | {"eps": case.eps, "activation": case.activation}
+
+
+def normed_by_rows(call: dict) -> Tensor:
+    """Row by row in float64."""
+    x, z, weight = (call[name].double() for name in ("x", "z", "weight"))
+    rows = []
+    for a, b in zip(x.reshape(-1, x.shape[-1]), z.reshape(-1, x.shape[-1])):
+        mean = sum(a * a) / len(a)
+        rows.append(a / (mean + call["eps"]).sqrt() * weight * ACTIVATIONS[call["activation"]](b))
+    return torch.stack(rows).view(x.shape) if rows else torch.zeros_like(x)
+
+
+# ---- short_convolution ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConvolutionCase:
+    """`lengths` of packed sequences, else `B` of `T` tokens. `state`: how many inputs more than `W - 1` a state holds, None
+    without one. `indices`: slots of a pool of `slots`, with `flags` of those that have a state, whose dimensions lie
+    as `order` says: by `"channel"`, or by `"token"`. `like_conv1d`: the weight is `[D, 1, W]`."""
+
+    name: str
+    why: str
+    B: int = 1
+    T: int = 40
+    D: int = 24
+    W: int = 4
+    lengths: tuple[int, ...] | None = None
+    bias: bool = False
+    activation: str | None = "silu"
+    state: int | None = None
+    indices: tuple[int, ...] | None = None
+    flags: tuple[bool, ...] | None = None
+    null_index: str = "negative"
+    slots: int = 6
+    order: str = "channel"
+    sliced: bool = False
+    like_conv1d: bool = False
+    padding: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def N(self) -> int:
+        return self.B if self.lengths is None else len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return self.T if self.lengths is None else sum(self.lengths) + self.padding
+
+
+LENGTHS = (7, 0, 1, 35, 16, 2)
+SIX = {"indices": (3, 1, -1, 0, 9, 5), "state": 0}
+
+CONVOLUTION_CASES = [
+    ConvolutionCase("plain", "sequences side by side", B=2),
+    ConvolutionCase("bias", "a bias, a weight as Conv1d has it", bias=True, like_conv1d=True),
+    ConvolutionCase("linear", "no activation, three taps", activation=None, W=3, bias=True),
+    ConvolutionCase("two", "two taps, many channels", W=2, D=600, T=20),
+    ConvolutionCase("fused", "a slice of a fused projection", B=2, sliced=True, state=0),
+    ConvolutionCase("state", "an initial state, in tokens' order", B=2, state=0, order="token"),
+    ConvolutionCase("fla", "a state of W inputs, as FLA has it", B=2, state=1, bias=True),
+    ConvolutionCase("short", "fewer tokens than taps", B=3, T=2, state=0),
+    ConvolutionCase("packed", "sequences of all lengths, tokens of none", lengths=LENGTHS, state=0, padding=5),
+    ConvolutionCase("packed_fla", "the same with states of W inputs", lengths=LENGTHS, state=1, W=3, bias=True),
+    ConvolutionCase("packed_new", "the same without states", lengths=LENGTHS, W=2),
+    ConvolutionCase("tiles", "sequences of several tiles", lengths=(70, 129, 64), state=0, bias=True),
+    ConvolutionCase("pool", "states in a pool, with null indices", lengths=LENGTHS, **SIX),
+    ConvolutionCase("pool_by_token", "channels innermost", lengths=LENGTHS, order="token", bias=True, **SIX),
+    ConvolutionCase(
+        "pool_flags",
+        "new sequences in old slots, slot 0 reserved",
+        lengths=LENGTHS,
+        flags=(True, True, True, True, True, False),
+        null_index="non_positive",
+        **SIX,
+    ),
+    ConvolutionCase("step", "a token of each sequence, states of W inputs", B=4, T=1, indices=(2, 0, -1, 4), state=1),
+    ConvolutionCase("empty", "no token", T=0, state=0),
+    ConvolutionCase("no_sequence", "offsets of no sequence", lengths=(), padding=3),
+]
+CONVOLUTION_BY_NAME = {case.name: case for case in CONVOLUTION_CASES}
+
+
+def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
+    """The arguments, drawn in float64 and rounded."""
+    source = source_of(case.name)
+    x = normal(source, case.B, case.tokens, case.D).to(dtype).to(device)
+    weight = normal(source, case.D, case.W).to(dtype).to(device)
+    call: dict = {"x": in_memory(x, 3) if case.sliced else x, "weight": weight[:, None] if case.like_conv1d else weight}
+    call["bias"] = normal(source, case.D).to(wide_of(dtype)).to(device) if case.bias else None
+    call["activation"] = case.activation
+    if case.lengths is not None:
+        offsets = [*itertools.accumulate(case.lengths, initial=0)]
+        call["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
+    if case.state is not None:
+        length = case.W - 1 + case.state
+        rows = case.N if case.indices is None else case.slots
+        states = normal(source, rows, length, case.D).to(dtype).to(device).mT
+        states = states.contiguous() if case.order == "channel" else states
+        call["initial_state" if case.indices is None else "state_pool"] = states
+    if case.indices is not None:
+        call["state_indices"] = torch.tensor(case.indices, device=device)
+        call["null_index"] = case.null_index
+        if case.flags is not None:
+            call["has_initial_state"] = torch.tensor(case.flags, device=device)
+    else:
+        call["output_final_state"] = True
+    return call
+
+
+def sequences_of(call: dict) -> list[tuple[int, int, int]]:
+    """Batch row, first and past-the-last token."""
+    if call.get("cu_seqlens") is None:
+        return [(b, 0, call["x"].shape[1]) for b in range(call["x"].shape[0])]
+    return [(0, begin, end) for begin, end in itertools.pairwise(call["cu_seqlens"].tolist())]
+
+
+def convolved_by_tokens(call: dict) -> tuple[Tensor, Tensor]:
+    """Token by token in float64: `o`, with NaN for tokens of no sequence, and the states after all sequences, or the pool."""
+    x, D = call["x"].double(), call["x"].shape[2]
+    weight = call["weight"].double().reshape(D, -1)
+    W = weight.shape[1]
+    pool, initial = call.get("state_pool"), call.get("initial_state")
+    given = initial if pool is None else pool
+    length = W - 1 if given is None else given.shape[2]
+    o, states = torch.full_like(x, torch.nan), []
+    after = None if pool is None else pool.double().clone()
+    for n, (row, begin, end) in enumerate(sequences_of(call)):
+        past, slot = x.new_zeros(length, D), n
+        if pool is not None:
+            slot = int(call["state_indices"][n])
+            lowest = 1 if call["null_index"] == "non_positive" else 0
+            slot = slot if lowest <= slot < pool.shape[0] else -1
+        if given is not None and slot >= 0 and (call.get("has_initial_state") is None or call["has_initial_state"][n]):
+            past = given[slot].double().T
+        inputs = torch.cat([past, x[row, begin:end]])
+        for t in range(begin, end):
+            window = inputs[length + t - begin - (W - 1) : length + t - begin + 1]
+            total = (window * weight.T).sum(0)
+            if call["bias"] is not None:
+                total = total + call["bias"].double()
+            o[row, t] = ACTIVATIONS[call["activation"]](total)
+        last = inputs[len(inputs) - length :].T
+        if after is not None and slot >= 0 and end > begin:
+            after[slot] = last
+        states.append(last)
+    if after is not None:
+        return o, after
+    return o, torch.stack(states) if states else x.new_zeros(0, D, length)
+
+
+DIFFERENTIABLE = ("x", "z", "weight", "bias", "initial_state")
+
+
+def leaves_of(call: dict, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The arguments that take gradients, as leaves that lie as they do."""
+    given = {name: call[name] for name in DIFFERENTIABLE if call.get(name) is not None}
+    return {name: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for name, x in given.items()}
+
+
+def gradients(op, call: dict, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Of inputs, for gradients of the results that are drawn from the results' shapes; 0 for tokens of no sequence."""
+    leaves = leaves_of(call, dtype)
+    found = op(**call | leaves)
+    results = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+    incoming = []
+    for i, x in enumerate(results):
+        grad = normal(source_of(f"gradient {i}"), *x.shape).to(call["x"].dtype).to(x.dtype).to(x.device)
+        if i == 0 and call.get("cu_seqlens") is not None:
+            grad[:, call["cu_seqlens"][-1] :] = 0.0
+        incoming.append(grad)
+    return dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), incoming)))

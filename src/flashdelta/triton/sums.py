@@ -1,0 +1,59 @@
+"""Stage `sums` of the layer's backward passes: gradients of parameters from what each CTA of the stage before has of them.
+
+Rows are added in their order, so that a gradient has the same bits every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..program.launch import Launch
+
+
+@triton.jit(do_not_specialize=["rows", "channels"])
+def sums_kernel(
+    partials,
+    grad_weight,
+    grad_bias,
+    rows,
+    channels,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`partials [rows, TAPS (+ 1), channels]` to `grad_weight [channels, TAPS]`, and the last to `grad_bias [channels]` if
+    there is one. One CTA per `BLOCK` columns."""
+    ALL: tl.constexpr = TAPS if grad_bias is None else TAPS + 1
+    columns = channels * ALL
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, ROWS)
+    inside = (column < columns)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in range(0, rows, ROWS):
+        at = (begin + row).to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(partials + at, mask=(begin + row < rows)[:, None] & inside, other=0.0)
+    found = tl.sum(total, axis=0)
+    tap = column // channels
+    channel = column % channels
+    tl.store(grad_weight + channel * TAPS + tap, found.to(grad_weight.dtype.element_ty), mask=tap < TAPS)
+    if grad_bias is not None:
+        tl.store(grad_bias + channel, found.to(grad_bias.dtype.element_ty), mask=tap == TAPS)
+
+
+ROWS, BLOCK = 128, 32
+"""Of a tile: 128 bytes of each row."""
+
+
+def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> Launch:
+    """`partials [rows, TAPS (+ 1), channels]` in float32."""
+    rows, columns, channels = partials.shape
+    return Launch(
+        sums_kernel,
+        -(-columns * channels // BLOCK),
+        (partials, grad_weight, grad_bias, rows, channels),
+        dict(TAPS=columns - (grad_bias is not None), ROWS=ROWS, BLOCK=BLOCK),
+        num_warps=8,
+        scratch=(partials,),
+    )

@@ -1,0 +1,231 @@
+"""`fd.gated_rms_norm` and `fd.short_convolution` without a GPU: the reference, the operators, the launch cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta import backends
+from flashdelta.runtime.call import check
+from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
+from flashdelta.testing.layer import (
+    CONVOLUTION_BY_NAME,
+    CONVOLUTION_CASES,
+    NORM_BY_NAME,
+    NORM_CASES,
+    ConvolutionCase,
+    NormCase,
+    convolved_by_tokens,
+    gradients,
+    leaves_of,
+    make_convolution,
+    make_norm,
+    normed_by_rows,
+)
+from flashdelta.testing.oracle import same_bits
+
+from .conftest import Started
+
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None]
+
+
+def states_after(call: dict, final: Tensor | None) -> Tensor:
+    return call["state_pool"] if final is None else final
+
+
+# ---- the reference ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=str)
+def test_norm_is_that_of_each_row(case: NormCase):
+    call = make_norm(case, torch.float64)
+    o = fd.gated_rms_norm(**call)
+    assert o.is_contiguous() and o.dtype == torch.float64
+    close(o, normed_by_rows(call))
+
+
+@pytest.mark.parametrize("case", CONVOLUTION_CASES, ids=str)
+def test_convolution_is_that_of_each_token(case: ConvolutionCase):
+    call = make_convolution(case, torch.float64)
+    want, states = convolved_by_tokens(call)
+    o, final = fd.short_convolution(**call)
+    close(o[~want.isnan()], want[~want.isnan()])
+    close(states_after(call, final), states)
+
+
+def test_convolution_is_pytorchs():
+    call = make_convolution(CONVOLUTION_BY_NAME["bias"], torch.float64)
+    x, weight, bias = call["x"].mT, call["weight"], call["bias"]
+    want = torch.nn.functional.conv1d(x, weight, bias, padding=3, groups=x.shape[1])[..., : x.shape[2]]
+    close(fd.short_convolution(**call)[0], torch.nn.functional.silu(want).mT)
+
+
+def test_a_cut_changes_nothing():
+    """Two calls, the second from the first one's state."""
+    call = make_convolution(CONVOLUTION_BY_NAME["state"], torch.float64)
+    whole, last = fd.short_convolution(**call)
+    first, state = fd.short_convolution(**call | {"x": call["x"][:, :13]})
+    second, end = fd.short_convolution(**call | {"x": call["x"][:, 13:], "initial_state": state})
+    close(torch.cat([first, second], dim=1), whole)
+    close(end, last)
+
+
+@pytest.mark.parametrize("case", [NORM_BY_NAME[name] for name in ("silu", "fused", "one", "none")], ids=str)
+def test_gradients_of_the_norm(case: NormCase):
+    call = make_norm(case, torch.float64)
+    leaves = leaves_of(call)
+    assert torch.autograd.gradcheck(lambda *x: fd.gated_rms_norm(**call | dict(zip(leaves, x))), list(leaves.values()))
+
+
+SHORT = {"D": 3, "T": 6}
+CHECKED = [
+    ConvolutionCase("checked", "all inputs", B=2, state=0, bias=True, **SHORT),
+    ConvolutionCase("checked_packed", "packed", lengths=(2, 0, 5, 1), state=1, W=3, D=3, padding=1),
+    ConvolutionCase("checked_linear", "no activation", activation=None, W=2, **SHORT),
+]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=str)
+def test_gradients_of_the_convolution(case: ConvolutionCase):
+    call = make_convolution(case, torch.float64)
+    leaves = leaves_of(call)
+
+    def results(*x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return fd.short_convolution(**call | dict(zip(leaves, x)))
+
+    assert torch.autograd.gradcheck(results, list(leaves.values()))
+
+
+def test_states_are_in_the_dtype_of_the_first():
+    call = make_convolution(CONVOLUTION_BY_NAME["state"], torch.bfloat16)
+    assert fd.short_convolution(**call)[1].dtype == torch.bfloat16
+    assert fd.short_convolution(**call | {"initial_state": call["initial_state"].float()})[1].dtype == torch.float32
+    o, final = fd.short_convolution(**call | {"output_final_state": False})
+    assert final is None and o.dtype == torch.bfloat16
+
+
+def test_output_is_written_where_it_is_asked_for():
+    call = make_convolution(CONVOLUTION_BY_NAME["plain"])
+    want = fd.short_convolution(**call)[0]
+    rows = torch.full((2, 40, 72), torch.nan)
+    out = rows[..., 24:48]
+    found = fd.short_convolution(**call, out=out)[0]
+    assert found is out and same_bits(out, want)
+    assert rows[..., :24].isnan().all() and rows[..., 48:].isnan().all()
+
+
+# ---- operators --------------------------------------------------------------------------------------------------------------
+
+TRACED = [
+    *((fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "fused")),
+    *(
+        (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name]))
+        for name in ("bias", "packed", "pool", "pool_flags", "step")
+    ),
+]
+
+
+def compiled(function: Callable) -> Callable:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def tensors_of(results: object) -> list[Tensor]:
+    return [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
+
+
+@pytest.mark.parametrize(("op", "make"), TRACED)
+def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
+    eager, traced = make(), make()
+    want = tensors_of(op(**eager))
+    found = tensors_of(compiled(lambda call: op(**call))(traced))
+    assert len(want) == len(found) and all(same_bits(x, y) for x, y in zip(found, want))
+    if "state_pool" in eager:
+        assert same_bits(traced["state_pool"], eager["state_pool"])
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        (fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME["heads"])),
+        (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["packed_fla"])),
+        (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["plain"])),
+    ],
+)
+def test_compiles_with_gradients(op: Callable, make: Callable[[], dict]):
+    want = gradients(op, make())
+    function = compiled(lambda call: op(**call))
+    for name, x in gradients(lambda **call: function(call), make()).items():
+        torch.testing.assert_close(x, want[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule")
+@pytest.mark.parametrize("tensor", ["x", "weight"])
+def test_transforms_take_both(tensor: str):
+    for op, call in (
+        (fd.gated_rms_norm, make_norm(NORM_BY_NAME["heads"])),
+        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["packed"])),
+    ):
+
+        def loss(x: Tensor, op=op, call=call) -> Tensor:
+            return tensors_of(op(**call | {tensor: x}))[0].square().sum()
+
+        x = call[tensor].clone().requires_grad_()
+        torch.testing.assert_close(torch.func.grad(loss)(call[tensor]), torch.autograd.grad(loss(x), x)[0])
+
+
+def test_operators_pass_opcheck():
+    calls = [
+        (fd.gated_rms_norm, make_norm(NORM_BY_NAME["rows"]), NORM),
+        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["packed_fla"]), CONVOLUTION),
+        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["pool"]), CONVOLUTION_OUT),
+    ]
+    for op, call, operator in calls:
+        problem, t = check(op, **call)
+        assert operator_of(problem, t) is operator
+        torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))
+
+
+# ---- the road ---------------------------------------------------------------------------------------------------------------
+
+WITH_GRADIENTS = [
+    (fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME["heads"])),
+    (fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME["fused"])),
+    (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["packed_fla"])),
+]
+CALLS = [*WITH_GRADIENTS, (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME["pool_by_token"]))]
+
+
+@pytest.mark.parametrize(("op", "make"), CALLS)
+def test_calls_are_replayed(op: Callable, make: Callable[[], dict], pretended: Started):
+    for i in range(3):
+        pretended.clear()
+        op(**make(), backend="triton")
+        assert pretended.anew() == [i == 0]
+
+
+@pytest.mark.parametrize(("op", "make"), WITH_GRADIENTS)
+def test_gradients_are_replayed(op: Callable, make: Callable[[], dict], pretended: Started):
+    for i in range(3):
+        pretended.clear()
+        call = make()
+        tensors = tensors_of(op(**call | leaves_of(call), backend="triton"))
+        torch.autograd.backward(tensors, [torch.zeros_like(x) for x in tensors])
+        assert pretended.anew() == [i == 0] * 3
+
+
+def test_explain_and_supports_know_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backends, "nvidia_capability", lambda index: (9, 0))
+    monkeypatch.setattr(backends, "has_gluon", lambda: True)
+    for op, make in CALLS:
+        explanation = fd.explain(op, **make(), device="cuda")
+        assert explanation.chosen == "triton" and "layer around attention" in str(explanation)
+        assert fd.supports(op, **make()).backend == "reference"
+    refused = fd.supports(fd.gated_rms_norm, *[torch.zeros(3, 4)] * 3)
+    assert not refused and refused.reason == "weight: got shape [3, 4], wanted [V] = [4] (rank 1)"
