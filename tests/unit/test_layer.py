@@ -32,7 +32,6 @@ from flashdelta.testing.oracle import same_bits
 from .conftest import Started
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None]
 
 
 def states_after(call: dict, final: Tensor | None) -> Tensor:

@@ -89,7 +89,7 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs."""
+    leaves what its backward pass needs. `T` tokens and `taps` are of the layer's convolution and norm."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
