@@ -19,6 +19,7 @@ from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
 from .segments import SPLIT_COSTS, compose, plan, room, transitions
+from .verify import verify
 from .wy import wy_dqkg
 
 
@@ -63,10 +64,15 @@ def prefill_layout(problem: Problem, values: bool) -> Layout:
     return tiles
 
 
+def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Token by token, or into a replay buffer all at once."""
+    return (verify if problem.has_records else decode)(problem, t, arch, outputs)
+
+
 LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = {
     "chunk": chunk,
     "recurrent": decode,
-    "decode": decode,
+    "decode": tokens_of_pool,
     "commit": commit,
     "prefill": prefill,
     "wy": wy_dqkg,

@@ -1,0 +1,352 @@
+"""Stage `verify`: speculative tokens that leave the pool alone and record what each changes, as a chunk. One CTA per (sequence,
+value head, slice of `BV` value channels).
+
+Contract: outputs and records of `reference.decode`. With `G_t` the sum of log decays up to and with token `t`, and `w_t` what a
+token writes, `S_t = diag(exp(g_t)) S_(t-1) + k_t w_t^T`:
+
+    a_t = (exp(G_t) k_t)^T S_0,   A_ts = sum_k k_t k_s exp(G_t - G_s),   s < t
+    b_t = (exp(G_t) q_t)^T S_0,   B_ts = sum_k q_t k_s exp(G_t - G_s),   s <= t
+    w_t = c_t (v_t - d_t (a_t + sum_s A_ts w_s)),   d_t = 1 / |k_t|,   c_t = beta_t d_t
+    o_t = scale / |q_t| (b_t + sum_s B_ts w_s)
+
+So the state is read once, by two matrix products for all tokens, and stays as it came. Nothing else depends on it: while it is
+in flight, a loop over the tokens decays a tile of keys, row `s` of which is `k_s exp(G_t - G_s)` at token `t`, so that
+exponents never are differences; its sums with `k_t` and `q_t` are the rows of A and B. Forward substitution goes on there:
+
+    X = (I + diag(c d) A)^-1,   Y = B X,   w = X r,   o = scale / |q| (b + Y r),   r = c (v - d a)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from ..program.program import Outputs
+from .decode import SCALARS, decode_states, start_slot, target_slot
+from .device.gates import beta_of, decay_rate, log2_decay
+from .device.mma import TF32_HALF, TF32_MASK
+from .device.norms import L2_EPS
+from .device.records import COUNTS, record_counts, record_values, record_width, store_decay_and_key
+from .device.sequences import own_work_tile
+from .device.sub_chunks import pair_mask
+from .device.states import everywhere, named_slot, state_offsets
+
+
+AHEAD = tl.constexpr(2.0**60)
+"""What decayed rows are multiplied by, so that they and their inverses stay within float32: 17 tokens of `exp(-5)` are 2^-123."""
+
+
+@triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
+def two_parts(x):
+    """Float32 `x` as two numbers whose TF32 parts have 22 bits of it: the first is rounded, MMAs truncate the second."""
+    bits = x.to(tl.int32, bitcast=True) + TF32_HALF
+    high = (bits & TF32_MASK).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def products(a, b):
+    """`a b` of operands that come as `two_parts`."""
+    total = tl.dot(a[1], b[0], input_precision="tf32")
+    total = tl.dot(a[0], b[1], acc=total, input_precision="tf32")
+    return tl.dot(a[0], b[0], acc=total, input_precision="tf32")
+
+
+@triton.jit
+def by_warp(rows, SPLIT: tl.constexpr):
+    """Rows `[tokens, channels]` as `[SPLIT, tokens, channels / SPLIT]`."""
+    parts = tl.reshape(rows, [rows.shape[0], SPLIT, rows.shape[1] // SPLIT])
+    return tl.permute(parts, (1, 0, 2))
+
+
+@triton.jit
+def along_rows(state, rows, MMA16: tl.constexpr):
+    """`state rows^T`, `[BV, rows]`. A bfloat16 state is one number of TF32 or bfloat16 (`MMA16`), others are two of TF32; the rows
+    are two of TF32, or three of bfloat16, which are all of their bits."""
+    rows = tl.trans(rows)
+    if MMA16:
+        high = rows.to(tl.bfloat16)
+        rest = rows - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        sums = tl.dot(state, low)
+        sums = tl.dot(state, middle, acc=sums)
+        sums = tl.dot(state, high, acc=sums)
+    elif state.dtype == tl.bfloat16:
+        high, low = two_parts(rows)
+        exact = state.to(tl.float32)
+        sums = tl.dot(exact, low, input_precision="tf32")
+        sums = tl.dot(exact, high, acc=sums, input_precision="tf32")
+    else:
+        sums = products(two_parts(state), two_parts(rows))
+    return sums
+
+
+@triton.jit
+def inverse(A, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """`(I + A)^-1` of a strictly lower `A [COUNT, COUNT]`, by blocks twice as large each time. Between those of `1 << LEVELS` rows and
+    the last, blocks have no corners."""
+    row = tl.arange(0, COUNT)[:, None]
+    column = tl.arange(0, COUNT)[None, :]
+    X = tl.where(row == column, 1.0, tl.where(pair_mask(0, COUNT), -A, 0.0))
+    for level in tl.static_range(1, 6):
+        if (level < LEVELS and 2 << level < COUNT) or 2 << level == COUNT:
+            parts = two_parts(X)
+            corner = products(parts, two_parts(tl.where(pair_mask(level, COUNT), A, 0.0)))
+            X = X - products(two_parts(corner), parts)
+    return X
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def verify_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    o,
+    initial_state,
+    records,
+    starts,
+    targets,
+    accepted,
+    has_initial_state,
+    lowest,
+    start_slots,
+    target_slots,
+    has_initial,
+    has_final,
+    start_pitch: tl.int64,
+    target_pitch: tl.int64,
+    target_step: tl.int64,
+    start_row,
+    start_token,
+    target_row,
+    target_token,
+    most_tokens,
+    scale,
+    lower_bound,
+    T,
+    group,
+    HV,
+    q_batch: tl.int64,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_batch: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    g_batch: tl.int64,
+    g_token: tl.int64,
+    g_head: tl.int64,
+    beta_batch: tl.int64,
+    beta_token: tl.int64,
+    beta_head: tl.int64,
+    o_batch: tl.int64,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MMA16: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    NULL_GIVES_ZERO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """At most `TOKENS` tokens a sequence. Tiles of an MMA have 16 channels and 16 tokens at least, of which those that there are
+    not are zeros."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    BK: tl.constexpr = max(K, 16)
+    ROWS: tl.constexpr = 2 * TOKENS
+    slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
+    count = tl.minimum(end - begin, most_tokens).to(tl.int32)
+    there = count > 0
+    qk_head = (head.to(tl.int32) // group).to(tl.int64)
+    q += batch * q_batch + begin * q_token + qk_head * q_head
+    k += batch * k_batch + begin * k_token + qk_head * k_head
+    v += batch * v_batch + begin * v_token + head * v_head
+    g += batch * g_batch + begin * g_token + head * g_head
+    beta += batch * beta_batch + begin * beta_token + head * beta_head
+    o += batch * o_batch + begin * o_token + head * o_head
+    key = tl.max_contiguous(tl.arange(0, BK), 4)
+    value = slice_ * BV + tl.arange(0, max(BV, 16))
+    of_key = (key < K) if K < BK else key >= 0
+    of_value = (value < (slice_ + 1) * BV) if BV < 16 else value >= 0
+
+    slot, live, read = start_slot(
+        *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
+        *(most_tokens, lowest, start_slots, target_slots, False),
+    )
+    in_slot = state_offsets(0, value, key, K, V, V_FIRST)
+    in_state = everywhere(in_slot, read) & of_value[:, None] & of_key[None, :]
+    state = tl.load(
+        initial_state + (slot * start_pitch + head * (K * V)) + in_slot,
+        mask=in_state,
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
+    if starts is not None:  # a null sequence leaves its row alone
+        _, named = named_slot(starts, n * start_row, lowest, start_slots)
+        has_row &= named
+    records += row * target_pitch + head * record_width(K, V)
+    counts = tl.arange(0, COUNTS)
+    counted = everywhere(counts, has_row & (slice_ == 0))
+    tl.store(record_counts(records, K, V) + counts, count.to(tl.float32), mask=counted)
+    has_row &= there
+
+    rate = decay_rate(A_log, head)
+    bias = tl.zeros([BK], tl.float32)
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + head * K + key, mask=of_key, other=0.0).to(tl.float32)
+    recorded = has_row & (slice_ == 0)
+
+    token = tl.arange(0, TOKENS)
+    is_q = (tl.arange(0, 2) == 1)[:, None]
+    pair = tl.where(is_q, q + token[None, :] * q_token, k + token[None, :] * k_token)  # [2, TOKENS]
+    tile = (token < count)[:, None] & of_key[None, :]
+    tile_kq = tl.load(pair[:, :, None] + key[None, None, :], mask=tile[None, :, :], other=0.0).to(tl.float32)
+    norms = tl.zeros([2, TOKENS], tl.float32) + 1.0
+    if L2NORM:
+        norms = tl.rsqrt(tl.sum(tile_kq * tile_kq, axis=2) + L2_EPS)
+    norms = tl.reshape(norms, [ROWS])
+    row = tl.arange(0, ROWS)
+    own = row % TOKENS
+    known = own < count
+    of_k = row < TOKENS
+    strength = beta_of(tl.load(beta + own * beta_token, mask=known, other=0.0).to(tl.float32), BETA) * norms
+
+    if GATE == "lower_bound":
+        x = tl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+        exp_g = tl.exp2(log2_decay(x + bias[None, :], rate, lower_bound, GATE))
+        in_records = token.to(tl.int64)[:, None] * target_step + key[None, :]
+        stored = everywhere(in_records, recorded) & tile
+        tl.store(records + in_records, exp_g, mask=stored)
+        since = tl.associative_scan(tl.where(tile, exp_g, 1.0), 0, product)
+        rows = tl.reshape(tile_kq * (since * AHEAD)[None, :, :], [ROWS, BK])
+        until = tl.where(is_q[:, :, None], 0.0, tile_kq) * (1.0 / (since * AHEAD))[None, :, :]
+        k_again = tl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+        tl.store(records + K + in_records, k_again, mask=stored)
+        until = two_parts(tl.permute(by_warp(tl.reshape(until, [ROWS, BK]), SPLIT), (0, 2, 1)))
+        pairs = tl.sum(products(two_parts(by_warp(rows, SPLIT)), until), axis=0)
+    else:
+        decayed = tl.zeros([ROWS, BK], tl.float32)
+        rows = decayed
+        pairs = tl.zeros([ROWS, ROWS], tl.float32)
+        since = tl.full([BK], AHEAD, tl.float32)
+        next_k = tl.load(k + key, mask=everywhere(key, there) & of_key, other=0.0)
+        next_q = tl.load(q + key, mask=everywhere(key, there) & of_key, other=0.0)
+        next_g = tl.load(g + key, mask=everywhere(key, there) & of_key, other=0.0)
+        for t in range(0, count):
+            row_k, row_q, row_g = next_k.to(tl.float32), next_q.to(tl.float32), next_g.to(tl.float32)
+            k += k_token
+            q += q_token
+            g += g_token
+            more = everywhere(key, t + 1 < count) & of_key
+            next_k = tl.load(k + key, mask=more, other=0.0)
+            next_q = tl.load(q + key, mask=more, other=0.0)
+            next_g = tl.load(g + key, mask=more, other=0.0)
+            exp_g = tl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
+            stored = everywhere(key, recorded) & of_key
+            tl.store(records + t * target_step + key, exp_g, mask=stored)
+            tl.store(records + t * target_step + K + key, row_k, mask=stored)
+            since *= exp_g
+            here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
+            decayed = tl.where(here_k, row_k[None, :], decayed * exp_g[None, :])
+            rows = tl.where(here_k, (row_k * since)[None, :], tl.where(here_q, (row_q * since)[None, :], rows))
+            pairs = tl.where(here_k, tl.sum(decayed * row_k[None, :], axis=1)[None, :], pairs)
+            pairs = tl.where(here_q, tl.sum(decayed * row_q[None, :], axis=1)[None, :], pairs)
+
+    earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
+    weight = tl.where(of_k, strength * norms, -1.0)
+    solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), ROWS, LEVELS)
+
+    sums = along_rows(state, rows, MMA16)
+    in_tile = known[None, :] & of_value[:, None]
+    of_w = in_tile & of_k[None, :]
+    tile_v = tl.load(v + own[None, :] * v_token + value[:, None], mask=of_w, other=0.0).to(tl.float32)
+    right = strength[None, :] * tile_v - weight[None, :] * (sums * (1 / AHEAD))
+    result = products(two_parts(right), two_parts(tl.trans(solution)))
+    out = result * (norms * scale)[None, :]
+    if NULL_GIVES_ZERO:
+        out = tl.where(live, out, 0.0)
+    in_o = in_tile & (row >= TOKENS)[None, :]
+    tl.store(o + own[None, :] * o_token + value[:, None], out.to(o.dtype.element_ty), mask=in_o)
+    in_records = own.to(tl.int64)[None, :] * target_step + value[:, None]
+    tl.store(record_values(records, K) + in_records, result, mask=of_w & everywhere(in_records, has_row))
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """`BV`: value channels a CTA."""
+
+    BV: int
+    num_warps: int
+
+
+def verify_config(problem: Problem) -> VerifyConfig:
+    """32 KB of states a CTA: half of a head's of 128 x 128 in float32, all in bfloat16."""
+    elements = 8192 if problem.state_dtype == torch.float32 else 16384
+    return VerifyConfig(BV=min(problem.V, max(1, elements // problem.K)), num_warps=4)
+
+
+def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Speculative tokens into a replay buffer."""
+    o, most = outputs["o"], problem.most_tokens
+    c = verify_config(problem)
+    states = decode_states(problem, t, None)
+    overlaps = arch >= 90
+    launch = Launch(
+        verify_kernel,
+        problem.N * problem.HV * (problem.V // c.BV),
+        (
+            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
+            *states.arguments(problem, t),
+            *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.HV // problem.H, problem.HV),
+            *strides(t.q, t.k, t.v, t.g, t.beta, o),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            BV=c.BV,
+            TOKENS=max(8, triton.next_power_of_2(most)),
+            LEVELS=triton.next_power_of_2(most).bit_length() - 1,
+            SPLIT=max(1, min(c.num_warps, problem.K // 16)),
+            MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
+            GATE=problem.gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            V_FIRST=problem.state_v_first,
+            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
+            OVERLAP=overlaps,
+        ),
+        c.num_warps,
+        overlaps=overlaps,
+    )
+    return [launch]
