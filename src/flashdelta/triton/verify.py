@@ -49,6 +49,27 @@ def product(a, b):
 
 
 @triton.jit
+def inverse_norms(rows, L2NORM: tl.constexpr):
+    """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
+    total = tl.sum(rows * rows, axis=1)
+    norms = total * 0.0 + 1.0
+    if L2NORM:
+        norms = tl.rsqrt(total + L2_EPS)
+    return norms
+
+
+@triton.jit
+def stacked(a, b):
+    """The rows of `a`, then those of `b`."""
+    both = tl.join(a, b)
+    if len(a.shape) == 1:
+        result = tl.reshape(tl.permute(both, (1, 0)), [2 * a.shape[0]])
+    else:
+        result = tl.reshape(tl.permute(both, (2, 0, 1)), [2 * a.shape[0], a.shape[1]])
+    return result
+
+
+@triton.jit
 def two_parts(x):
     """Float32 `x` as two numbers whose TF32 parts have 22 bits of it: the first is rounded, MMAs truncate the second."""
     bits = x.to(tl.int32, bitcast=True) + TF32_HALF
@@ -202,7 +223,7 @@ def verify_kernel(
         *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
         *(most_tokens, lowest, start_slots, target_slots, False),
     )
-    in_slot = state_offsets(0, value, key, K, V, V_FIRST)
+    in_slot = state_offsets(0, value, tl.arange(0, BK), K, V, V_FIRST)
     in_state = everywhere(in_slot, read) & of_value[:, None] & of_key[None, :]
     state = tl.load(
         initial_state + (slot * start_pitch + head * (K * V)) + in_slot,
@@ -227,14 +248,10 @@ def verify_kernel(
     recorded = has_row & (slice_ == 0)
 
     token = tl.arange(0, TOKENS)
-    is_q = (tl.arange(0, 2) == 1)[:, None]
-    pair = tl.where(is_q, q + token[None, :] * q_token, k + token[None, :] * k_token)  # [2, TOKENS]
     tile = (token < count)[:, None] & of_key[None, :]
-    tile_kq = tl.load(pair[:, :, None] + key[None, None, :], mask=tile[None, :, :], other=0.0).to(tl.float32)
-    norms = tl.zeros([2, TOKENS], tl.float32) + 1.0
-    if L2NORM:
-        norms = tl.rsqrt(tl.sum(tile_kq * tile_kq, axis=2) + L2_EPS)
-    norms = tl.reshape(norms, [ROWS])
+    tile_k = tl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+    tile_q = tl.load(q + token[:, None] * q_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+    norms = stacked(inverse_norms(tile_k, L2NORM), inverse_norms(tile_q, L2NORM))
     row = tl.arange(0, ROWS)
     own = row % TOKENS
     known = own < count
@@ -247,13 +264,12 @@ def verify_kernel(
         in_records = token.to(tl.int64)[:, None] * target_step + key[None, :]
         stored = everywhere(in_records, recorded) & tile
         tl.store(records + in_records, exp_g, mask=stored)
-        since = tl.associative_scan(tl.where(tile, exp_g, 1.0), 0, product)
-        rows = tl.reshape(tile_kq * (since * AHEAD)[None, :, :], [ROWS, BK])
-        until = tl.where(is_q[:, :, None], 0.0, tile_kq) * (1.0 / (since * AHEAD))[None, :, :]
-        k_again = tl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
-        tl.store(records + K + in_records, k_again, mask=stored)
-        until = two_parts(tl.permute(by_warp(tl.reshape(until, [ROWS, BK]), SPLIT), (0, 2, 1)))
+        tl.store(records + K + in_records, tile_k, mask=stored)
+        since = tl.associative_scan(tl.where(tile, exp_g, 1.0), 0, product) * AHEAD
+        rows = stacked(tile_k * since, tile_q * since)
+        until = two_parts(tl.permute(by_warp(tile_k / since, SPLIT), (0, 2, 1)))
         pairs = tl.sum(products(two_parts(by_warp(rows, SPLIT)), until), axis=0)
+        pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     else:
         decayed = tl.zeros([ROWS, BK], tl.float32)
         rows = decayed
