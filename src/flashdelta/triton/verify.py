@@ -269,11 +269,10 @@ def verify_kernel(
         rows = stacked(tile_k * since, tile_q * since)
         until = two_parts(tl.permute(by_warp(tile_k / since, SPLIT), (0, 2, 1)))
         pairs = tl.sum(products(two_parts(by_warp(rows, SPLIT)), until), axis=0)
-        pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     else:
-        decayed = tl.zeros([ROWS, BK], tl.float32)
-        rows = decayed
-        pairs = tl.zeros([ROWS, ROWS], tl.float32)
+        decayed = tl.zeros([TOKENS, BK], tl.float32)
+        rows = tl.zeros([ROWS, BK], tl.float32)
+        pairs = tl.zeros([ROWS, TOKENS], tl.float32)
         since = tl.full([BK], AHEAD, tl.float32)
         next_k = tl.load(k + key, mask=everywhere(key, there) & of_key, other=0.0)
         next_q = tl.load(q + key, mask=everywhere(key, there) & of_key, other=0.0)
@@ -293,11 +292,12 @@ def verify_kernel(
             tl.store(records + t * target_step + K + key, row_k, mask=stored)
             since *= exp_g
             here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
-            decayed = tl.where(here_k, row_k[None, :], decayed * exp_g[None, :])
+            decayed = tl.where((token == t)[:, None], row_k[None, :], decayed * exp_g[None, :])
             rows = tl.where(here_k, (row_k * since)[None, :], tl.where(here_q, (row_q * since)[None, :], rows))
             pairs = tl.where(here_k, tl.sum(decayed * row_k[None, :], axis=1)[None, :], pairs)
             pairs = tl.where(here_q, tl.sum(decayed * row_q[None, :], axis=1)[None, :], pairs)
 
+    pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
     weight = tl.where(of_k, strength * norms, -1.0)
     solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), ROWS, LEVELS)
@@ -319,16 +319,20 @@ def verify_kernel(
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """`BV`: value channels a CTA."""
+    """`BV`: value channels a CTA. `max_registers`: of a thread, so that more CTAs fit on an SM."""
 
     BV: int
     num_warps: int
+    max_registers: int | None
 
 
 def verify_config(problem: Problem) -> VerifyConfig:
-    """32 KB of states a CTA: half of a head's of 128 x 128 in float32, all in bfloat16."""
-    elements = 8192 if problem.state_dtype == torch.float32 else 16384
-    return VerifyConfig(BV=min(problem.V, max(1, elements // problem.K)), num_warps=4)
+    """32 KB of states a CTA: half of a head's of 128 x 128 in float32, all in bfloat16. Of at most 8 tokens, three or four of
+    these CTAs fit on an SM of Hopper."""
+    wide = problem.state_dtype == torch.float32
+    BV = min(problem.V, max(1, (8192 if wide else 16384) // problem.K))
+    few = problem.most_tokens <= 8
+    return VerifyConfig(BV, num_warps=4, max_registers=(168 if wide else 128) if few else None)
 
 
 def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -363,6 +367,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             OVERLAP=overlaps,
         ),
         c.num_warps,
+        max_registers=c.max_registers,
         overlaps=overlaps,
     )
     return [launch]
