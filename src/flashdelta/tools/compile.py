@@ -290,6 +290,8 @@ VARIANTS = (
         records=True,
         packed=False,
     ),
+    _step("replay of 17 tokens K128 V128, V first", state_v_first=True, spec_tokens=16, records=True, packed=False),
+    _step("replay of 16 tokens K128 V128 unbounded, K first", spec_tokens=15, records=True, gate="softplus"),
     _step("replay K64 V64 packed, K first", K=64, V=64, spec_tokens=3, records=True, gate="softplus"),
     Variant("commit fp32", operation="commit"),
     Variant("commit replay fp32, V first", operation="commit", records=True, state_v_first=True),

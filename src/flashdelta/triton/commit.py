@@ -10,7 +10,8 @@ on the slot's state, as one sum over the tokens from the last on,
 
     S <- diag(exp(G_T)) S + sum_t (exp(G_T - G_t) k_t) u_t^T,   G_t = g_1 + ... + g_t
 
-which needs the state at its end only. A count outside `[1, tokens]` or past what is recorded, or an index that names nothing, stores nothing.
+which needs the state at its end only. A count outside `[1, tokens]` or past what is recorded, or an index that names nothing,
+stores nothing.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ def replay_kernel(
             for t in range(1, count + 1):
                 exp_g, k, u = token
                 records -= row_step
-                token = load_record(records, t < count, of_key, of_value, K)  # ahead of the sum, which it does not wait for
+                token = load_record(
+                    records, t < count, of_key, of_value, K
+                )  # ahead of the sum, which it does not wait for
                 state = tl.fma(u, k * until, state)
                 until *= exp_g
             state = tl.fma(start.to(tl.float32), until, state)
@@ -141,7 +144,7 @@ class ReplayConfig:
 
 
 def replay_config(problem: Problem) -> ReplayConfig:
-    """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread, and the sum in as many."""
+    """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
     return ReplayConfig(BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 

@@ -32,6 +32,7 @@ from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.norms import L2_EPS
+from .device.records import COUNTS, record_counts, record_width, store_record
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import or_empty
@@ -101,16 +102,23 @@ def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BET
 
 @triton.jit
 def step(state, row_v, token):
-    """The state `S^T [BV, K]` after a token, and the token's output `[BV]`. `token`: from `factors`."""
+    """The state `S^T [BV, K]` after a token, the token's output and what it wrote, `u`, `[BV]`. `token`: from `factors`."""
     row_q, row_k, exp_g, norm_q, norm_k, overlap, beta = token
     state = state * exp_g[None, :]
     along_k = tl.sum(state * row_k[None, :], axis=1)
     along_q = tl.sum(state * row_q[None, :], axis=1)
-    # fused by name, here and below: what is recorded is worked out again in another layout, and must have the same bits
+    # fused by name, here and below: what is recorded is worked out again in another layout
     correction = beta * tl.fma(along_k, -norm_k, row_v.to(tl.float32))
     written = norm_k * correction
     state = tl.fma(written[:, None], row_k[None, :], state)
-    return state, norm_q * (along_q + overlap * correction)
+    return state, norm_q * (along_q + overlap * correction), written
+
+
+@triton.jit
+def record(records, stored, slice_, key, value, token, written, K: tl.constexpr):
+    """Stores what a token changed, for `commit` to replay: `k` is as it came."""
+    _, row_k, exp_g, _, _, _, _ = token
+    store_record(records, stored, slice_, key, value, exp_g, row_k, written, K)
 
 
 @triton.jit
@@ -243,8 +251,9 @@ def decode_kernel(
     """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
 
     `SINGLE`: one token a sequence. `EACH`: the state after every token is stored, in slots of the pool or (2) in rows of a
-    scratch buffer. `IN_PLACE`: states are slots of a pool; `TWO_POOLS`: read from one and stored to another. `STREAM`: states
-    need not stay in the L2 cache.
+    scratch buffer; or (3) what every token changes is, in rows of a replay buffer, of more tokens than `verify.py` takes.
+    `IN_PLACE`: states are slots of a pool; `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in
+    the L2 cache.
     """
     if OVERLAP:
         gdc_wait()
@@ -283,11 +292,24 @@ def decode_kernel(
         stored *= live.to(tl.int32)
     if TWO_POOLS and not EACH:
         slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
-    final_state += head * (K * V)
+    if EACH == 3:
+        row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
+        if starts is not None:  # a null sequence leaves its row alone
+            _, named = named_slot(starts, n * start_row, lowest, start_slots)
+            has_row &= named
+        final_state += row * target_pitch + head * record_width(K, V)
+        count = tl.where(there, end - begin, 0).to(tl.float32)
+        counts = tl.arange(0, COUNTS)
+        tl.store(record_counts(final_state, K, V) + counts, count, mask=everywhere(counts, has_row & (slice_ == 0)))
+        has_row &= there
+    else:
+        final_state += head * (K * V)
     if not EACH:
         final_state += slot * target_pitch
 
-    state, out = step(state.to(tl.float32), row_v, first)
+    state, out, written = step(state.to(tl.float32), row_v, first)
+    if EACH == 3:
+        record(final_state, has_row, slice_, key, value, first, written, K)
     if SINGLE:
         if NULL_GIVES_ZERO:
             out = tl.where(live, out, 0.0)
@@ -297,7 +319,7 @@ def decode_kernel(
             if NULL_GIVES_ZERO:
                 out = tl.where(live, out, 0.0)
             tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
-            if EACH:
+            if EACH == 1 or EACH == 2:
                 nth = t - begin
                 index = n * target_row + nth * target_token
                 # a scratch buffer has no reserved row
@@ -309,7 +331,10 @@ def decode_kernel(
                 rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
                 row_v = load_row(v + (t + 1) * v_token, value, more)
                 token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                state, out = step(state, row_v, token)
+                state, out, written = step(state, row_v, token)
+                if EACH == 3:
+                    next_record = final_state + (t + 1 - begin) * target_step
+                    record(next_record, has_row & more, slice_, key, value, token, written, K)
     if not EACH:
         store_tile(final_state, in_slot, state, stored, STREAM)
 
@@ -374,7 +399,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             BETA=problem.beta_kind,
             L2NORM=problem.l2norm,
             V_FIRST=problem.state_v_first,
-            EACH=2 if problem.has_intermediate else problem.stores_each_state,
+            EACH=3 if problem.has_records else 2 if problem.has_intermediate else problem.stores_each_state,
             IN_PLACE=problem.has_pool,
             TWO_POOLS=states.two_pools,
             NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,

@@ -1,5 +1,5 @@
-"""Stage `verify`: speculative tokens that leave the pool alone and record what each changes, as a chunk. One CTA per (sequence,
-value head, slice of `BV` value channels).
+"""Stage `verify`: up to 16 speculative tokens that leave the pool alone and record what each changes, all at once. One CTA per
+(sequence, value head, slice of `BV` value channels).
 
 Contract: outputs and records of `reference.decode`. With `G_t` the sum of log decays up to and with token `t`, and `w_t` what a
 token writes, `S_t = diag(exp(g_t)) S_(t-1) + k_t w_t^T`:
@@ -9,11 +9,17 @@ token writes, `S_t = diag(exp(g_t)) S_(t-1) + k_t w_t^T`:
     w_t = c_t (v_t - d_t (a_t + sum_s A_ts w_s)),   d_t = 1 / |k_t|,   c_t = beta_t d_t
     o_t = scale / |q_t| (b_t + sum_s B_ts w_s)
 
-So the state is read once, by two matrix products for all tokens, and stays as it came. Nothing else depends on it: while it is
-in flight, a loop over the tokens decays a tile of keys, row `s` of which is `k_s exp(G_t - G_s)` at token `t`, so that
-exponents never are differences; its sums with `k_t` and `q_t` are the rows of A and B. Forward substitution goes on there:
+As one system over the rows of k and then those of q, with one inverse and one product with it:
 
-    X = (I + diag(c d) A)^-1,   Y = B X,   w = X r,   o = scale / |q| (b + Y r),   r = c (v - d a)
+    [ I + diag(c d) A   0 ] [ w ]   [ c (v - d a) ]
+    [      -B           I ] [ y ] = [      b      ],   o = scale / |q| y
+
+The state is read once, for one matrix product with the decayed rows, and stays as it came. A, B and the inverse are worked out
+while it is in flight. Bounded decays: `exp(G_t)` and its inverse are within float32, so A and B are one product. Others: a loop
+over the tokens decays a tile of keys, whose row `s` is `k_s exp(G_t - G_s)` at token `t`; its sums with `k_t` and `q_t` are
+rows of A and B. No exponent is a difference.
+
+Products are MMAs of 22 bits or more, so that results differ from those of `decode` by rounding alone.
 """
 
 from __future__ import annotations
@@ -33,14 +39,16 @@ from .decode import SCALARS, decode_states, start_slot, target_slot
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.mma import TF32_HALF, TF32_MASK
 from .device.norms import L2_EPS
-from .device.records import COUNTS, record_counts, record_values, record_width, store_decay_and_key
+from .device.records import COUNTS, record_counts, record_values, record_width
 from .device.sequences import own_work_tile
-from .device.sub_chunks import pair_mask
 from .device.states import everywhere, named_slot, state_offsets
+from .device.sub_chunks import pair_mask
 
+CHUNK_TOKENS = 16
+"""The most tokens of a sequence that are taken at once. Operands of 32 would not fit in shared memory everywhere."""
 
 AHEAD = tl.constexpr(2.0**60)
-"""What decayed rows are multiplied by, so that they and their inverses stay within float32: 17 tokens of `exp(-5)` are 2^-123."""
+"""What decayed rows are multiplied by, to be within float32 as their inverses are: 16 tokens of `exp(-5)` are 2^-116."""
 
 
 @triton.jit
@@ -94,7 +102,7 @@ def by_warp(rows, SPLIT: tl.constexpr):
 
 @triton.jit
 def along_rows(state, rows, MMA16: tl.constexpr):
-    """`state rows^T`, `[BV, rows]`. A bfloat16 state is one number of TF32 or bfloat16 (`MMA16`), others are two of TF32; the rows
+    """`state rows^T`, `[BV, rows]`. A bfloat16 state is one number of TF32 or bfloat16 (`MMA16`), others are two of TF32; rows
     are two of TF32, or three of bfloat16, which are all of their bits."""
     rows = tl.trans(rows)
     if MMA16:
@@ -116,18 +124,27 @@ def along_rows(state, rows, MMA16: tl.constexpr):
 
 
 @triton.jit
-def inverse(A, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """`(I + A)^-1` of a strictly lower `A [COUNT, COUNT]`, by blocks twice as large each time. Between those of `1 << LEVELS` rows and
-    the last, blocks have no corners."""
+def inverse(A, tokens, COUNT: tl.constexpr):
+    """`(I + A)^-1` of a strictly lower `A [COUNT, COUNT]`, by blocks twice as large each time. Halves of it have no more than
+    `tokens` rows that are not zeros, so that larger blocks of those have no corners."""
     row = tl.arange(0, COUNT)[:, None]
     column = tl.arange(0, COUNT)[None, :]
     X = tl.where(row == column, 1.0, tl.where(pair_mask(0, COUNT), -A, 0.0))
-    for level in tl.static_range(1, 6):
-        if (level < LEVELS and 2 << level < COUNT) or 2 << level == COUNT:
-            parts = two_parts(X)
-            corner = products(parts, two_parts(tl.where(pair_mask(level, COUNT), A, 0.0)))
-            X = X - products(two_parts(corner), parts)
+    for level in tl.static_range(1, 5):
+        if 2 << level < COUNT:
+            if tokens > 1 << level:
+                X = with_corners(X, A, level, COUNT)
+        elif 2 << level == COUNT:
+            X = with_corners(X, A, level, COUNT)
     return X
+
+
+@triton.jit
+def with_corners(X, A, level: tl.constexpr, COUNT: tl.constexpr):
+    """The inverse of blocks of `2 << level` rows from those of their halves: `[[x, 0], [c, y]]^-1 = [[X, 0], [-Y c X, Y]]`."""
+    parts = two_parts(X)
+    corner = products(parts, two_parts(tl.where(pair_mask(level, COUNT), A, 0.0)))
+    return X - products(two_parts(corner), parts)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -187,7 +204,6 @@ def verify_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     TOKENS: tl.constexpr,
-    LEVELS: tl.constexpr,
     SPLIT: tl.constexpr,
     MMA16: tl.constexpr,
     GATE: tl.constexpr,
@@ -197,8 +213,8 @@ def verify_kernel(
     NULL_GIVES_ZERO: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """At most `TOKENS` tokens a sequence. Tiles of an MMA have 16 channels and 16 tokens at least, of which those that there are
-    not are zeros."""
+    """At most `TOKENS` tokens a sequence. Tiles of an MMA have at least 16 channels, those of them that do not exist are zeros.
+    `SPLIT`: parts of the key channels, one a warp. `MMA16`: the interpreter has no MMAs of bfloat16."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -300,7 +316,7 @@ def verify_kernel(
     pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
     weight = tl.where(of_k, strength * norms, -1.0)
-    solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), ROWS, LEVELS)
+    solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), most_tokens, ROWS)
 
     sums = along_rows(state, rows, MMA16)
     in_tile = known[None, :] & of_value[:, None]
@@ -337,7 +353,7 @@ def verify_config(problem: Problem) -> VerifyConfig:
 
 def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Speculative tokens into a replay buffer."""
-    o, most = outputs["o"], problem.most_tokens
+    o = outputs["o"]
     c = verify_config(problem)
     states = decode_states(problem, t, None)
     overlaps = arch >= 90
@@ -355,8 +371,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             K=problem.K,
             V=problem.V,
             BV=c.BV,
-            TOKENS=max(8, triton.next_power_of_2(most)),
-            LEVELS=triton.next_power_of_2(most).bit_length() - 1,
+            TOKENS=8 if problem.most_tokens <= 8 else CHUNK_TOKENS,
             SPLIT=max(1, min(c.num_warps, problem.K // 16)),
             MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
             GATE=problem.gate,

@@ -17,9 +17,12 @@ record_width = triton.constexpr_function(problem.record_width)
 
 
 @triton.jit
-def store_decay_and_key(records, stored, exp_g, k, K: tl.constexpr):
-    tl.store(records, exp_g, mask=stored)
-    tl.store(records + K, k, mask=stored)
+def store_record(records, stored, slice_, key, value, exp_g, k, u, K: tl.constexpr):
+    """`exp(g)` and `k` by the CTA of the first slice, `u` by each its own."""
+    once = stored & (slice_ == 0)
+    tl.store(records + key, exp_g, mask=everywhere(key, once))
+    tl.store(records + K + key, k, mask=everywhere(key, once))
+    tl.store(records + 2 * K + value, u, mask=everywhere(value, stored))
 
 
 @triton.jit
