@@ -94,6 +94,25 @@ def products(a, b):
 
 
 @triton.jit
+def channels(first, TILE: tl.constexpr):
+    """The value channels of a tile, and which of them there are: an MMA has 16 at least."""
+    inside = tl.arange(0, max(TILE, 16))
+    return first + inside, inside < TILE
+
+
+@triton.jit
+def load_tile(state, first, read, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, V_FIRST: tl.constexpr):
+    """`TILE` value channels of a state, `[TILE, K]`; zeros where it is not `read`, and in what an MMA has more."""
+    value, of_value = channels(first, TILE)
+    key = tl.arange(0, max(K, 16))
+    at = state_offsets(0, value, key, K, V, V_FIRST)
+    there = everywhere(at, read)
+    if K < 16 or TILE < 16:
+        there &= of_value[:, None] & (key < K)[None, :]
+    return tl.load(state + at, mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def by_warp(rows, SPLIT: tl.constexpr):
     """Rows `[tokens, channels]` as `[SPLIT, tokens, channels / SPLIT]`."""
     parts = tl.reshape(rows, [rows.shape[0], SPLIT, rows.shape[1] // SPLIT])
@@ -203,6 +222,7 @@ def verify_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
     MMA16: tl.constexpr,
@@ -231,22 +251,14 @@ def verify_kernel(
     beta += batch * beta_batch + begin * beta_token + head * beta_head
     o += batch * o_batch + begin * o_token + head * o_head
     key = tl.max_contiguous(tl.arange(0, BK), 4)
-    value = slice_ * BV + tl.arange(0, max(BV, 16))
     of_key = (key < K) if K < BK else key >= 0
-    of_value = (value < (slice_ + 1) * BV) if BV < 16 else value >= 0
 
     slot, live, read = start_slot(
         *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
         *(most_tokens, lowest, start_slots, target_slots, False),
     )
-    in_slot = state_offsets(0, value, tl.arange(0, BK), K, V, V_FIRST)
-    in_state = everywhere(in_slot, read) & of_value[:, None] & of_key[None, :]
-    state = tl.load(
-        initial_state + (slot * start_pitch + head * (K * V)) + in_slot,
-        mask=in_state,
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+    initial_state += slot * start_pitch + head * (K * V)
+    state = load_tile(initial_state, slice_ * BV, read, K, V, TILE, V_FIRST)
     row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
     if starts is not None:  # a null sequence leaves its row alone
         _, named = named_slot(starts, n * start_row, lowest, start_slots)
@@ -318,37 +330,45 @@ def verify_kernel(
     weight = tl.where(of_k, strength * norms, -1.0)
     solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), most_tokens, ROWS)
 
-    sums = along_rows(state, rows, MMA16)
-    in_tile = known[None, :] & of_value[:, None]
-    of_w = in_tile & of_k[None, :]
-    tile_v = tl.load(v + own[None, :] * v_token + value[:, None], mask=of_w, other=0.0).to(tl.float32)
-    right = strength[None, :] * tile_v - weight[None, :] * (sums * (1 / AHEAD))
-    result = products(two_parts(right), two_parts(tl.trans(solution)))
-    out = result * (norms * scale)[None, :]
-    if NULL_GIVES_ZERO:
-        out = tl.where(live, out, 0.0)
-    in_o = in_tile & (row >= TOKENS)[None, :]
-    tl.store(o + own[None, :] * o_token + value[:, None], out.to(o.dtype.element_ty), mask=in_o)
-    in_records = own.to(tl.int64)[None, :] * target_step + value[:, None]
-    tl.store(record_values(records, K) + in_records, result, mask=of_w & everywhere(in_records, has_row))
+    solution = two_parts(tl.trans(solution))
+    of_w = known & of_k
+    of_o = known & (row >= TOKENS)
+    for tile_ in tl.static_range(0, BV, TILE):
+        value, of_value = channels(slice_ * BV + tile_, TILE)
+        tile_v = tl.load(v + own[None, :] * v_token + value[:, None], mask=of_w[None, :] & of_value[:, None], other=0.0)
+        sums = along_rows(state, rows, MMA16)
+        if tile_ + TILE < BV:
+            state = load_tile(initial_state, slice_ * BV + tile_ + TILE, read, K, V, TILE, V_FIRST)
+        right = strength[None, :] * tile_v.to(tl.float32) - weight[None, :] * (sums * (1 / AHEAD))
+        result = products(two_parts(right), solution)
+        out = result * (norms * scale)[None, :]
+        if NULL_GIVES_ZERO:
+            out = tl.where(live, out, 0.0)
+        at = own[None, :] * o_token + value[:, None]
+        tl.store(o + at, out.to(o.dtype.element_ty), mask=of_o[None, :] & of_value[:, None])
+        at = own.to(tl.int64)[None, :] * target_step + value[:, None]
+        recorded = everywhere(at, has_row) & of_w[None, :] & of_value[:, None]
+        tl.store(record_values(records, K) + at, result, mask=recorded)
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """`BV`: value channels a CTA. `max_registers`: of a thread, so that more CTAs fit on an SM."""
+    """`BV`: value channels a CTA, `tile` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
 
     BV: int
+    tile: int
     num_warps: int
     max_registers: int | None
 
 
 def verify_config(problem: Problem) -> VerifyConfig:
-    """32 KB of states a CTA: half of a head's of 128 x 128 in float32, all in bfloat16. Of at most 8 tokens, three or four of
-    these CTAs fit on an SM of Hopper."""
+    """A head's whole state, 32 KB at a time, as A, B and the inverse are the same for all of it. Of at most 8 tokens, three or
+    four of these CTAs fit on an SM of Hopper."""
     wide = problem.state_dtype == torch.float32
-    BV = min(problem.V, max(1, (8192 if wide else 16384) // problem.K))
-    few = problem.most_tokens <= 8
-    return VerifyConfig(BV, num_warps=4, max_registers=(168 if wide else 128) if few else None)
+    tile = min(problem.V, max(1, (8192 if wide else 16384) // problem.K))
+    fits = problem.most_tokens <= 8 and problem.K <= 128
+    cap = (168 if wide else 128) if fits else None
+    return VerifyConfig(min(problem.V, 2 * tile), tile, num_warps=4 if problem.K <= 128 else 8, max_registers=cap)
 
 
 def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -371,6 +391,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             K=problem.K,
             V=problem.V,
             BV=c.BV,
+            TILE=c.tile,
             TOKENS=8 if problem.most_tokens <= 8 else CHUNK_TOKENS,
             SPLIT=max(1, min(c.num_warps, problem.K // 16)),
             MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
