@@ -49,8 +49,7 @@ def test_commit(rows: tuple[int, ...] | None, state: torch.dtype):
 
 @pytest.mark.parametrize("step", REPLAYED, ids=case_id)
 def test_replay(step: Step):
-    # the interpreter fuses no sums but those that say so
-    check_replay(step, FP32, "triton", tolerance=1e-6 if step.state == FP32 else 1e-2)
+    check_replay(step, FP32, "triton")
 
 
 def test_rounds_of_replay():
@@ -66,4 +65,4 @@ def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
     monkeypatch.setattr(decode, "DECODE_FEW", 3)
     options = {"dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
-    assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (6 + 6)
+    assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (10 + 10)

@@ -211,6 +211,10 @@ WARM_LONG_BATCH = (1, 7168, 12, 14)
 """A batch with sequences that may be split, or else leave SMs idle."""
 
 
+WARM_RECORDED = (2, 9, 17)
+"""Tokens of a sequence for whose replay records kernels differ: up to 8, to 16, and more."""
+
+
 def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int, int]]:
     """Batch, tokens, heads and sequences of the calls that `warmup` makes of one kind."""
     if kind == "chunk":
@@ -230,17 +234,19 @@ def _warm_verification(
     index: Tensor,
     offsets: Tensor | None,
 ) -> None:
-    """Of one sequence of two tokens: with counts of accepted ones and without, and read-only."""
+    """Of one sequence: with counts of accepted tokens and without, and read-only."""
     one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
     slots[:, 1] = -1  # a slot may receive one state only
     tokens = {"num_spec_tokens": 1, "initial_state": state, "cu_seqlens": offsets}
     for accepted in (None, one):
         call(*sizes, **tokens, ssm_state_indices=slots, num_accepted_tokens=accepted)
-    *_, H, K, V = sizes
-    records = state.new_zeros(1, 2, H, record_width(K, V), dtype=torch.float32)
-    for own, rows in itertools.product((None, index), (state.new_zeros(1, 2, *state.shape[1:]), records)):
+    B, T, H, K, V = sizes
+    buffers = [state.new_zeros(1, T, *state.shape[1:])]
+    buffers += [state.new_zeros(1, n, H, record_width(K, V), dtype=torch.float32) for n in WARM_RECORDED]
+    for own, rows in itertools.product((None, index), buffers):
+        tokens["num_spec_tokens"] = rows.shape[1] - 1
         states = {"intermediate_states": rows, "intermediate_state_indices": own}
-        call(*sizes, **tokens, ssm_state_indices=index, update_state=False, **states)
+        call(B, rows.shape[1], H, K, V, **tokens, ssm_state_indices=index, update_state=False, **states)
         commit(state, rows, index, one, intermediate_state_indices=own)
 
 

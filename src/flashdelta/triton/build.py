@@ -21,6 +21,7 @@ from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
 from .segments import SPLIT_COSTS, compose, plan, room, transitions
+from .verify import CHUNK_TOKENS, verify
 from .wy import wy_dqkg
 
 
@@ -65,10 +66,16 @@ def prefill_layout(problem: Problem, values: bool) -> Layout:
     return tiles
 
 
+def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Token by token, or into a replay buffer all at once."""
+    at_once = problem.has_records and problem.most_tokens <= CHUNK_TOKENS
+    return (verify if at_once else decode)(problem, t, arch, outputs)
+
+
 LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = {
     "chunk": chunk,
     "recurrent": decode,
-    "decode": decode,
+    "decode": tokens_of_pool,
     "commit": commit,
     "prefill": prefill,
     "wy": wy_dqkg,

@@ -6,7 +6,12 @@ Contract (`reference.decode.commit` is the definition): `pool[slot_n] <- interme
 
     S <- diag(exp(g_t)) S + k_t u_t^T
 
-on the slot's state. A count outside `[1, tokens]` or past what is recorded, or an index that names nothing, stores nothing.
+on the slot's state, as one sum over the tokens from the last on,
+
+    S <- diag(exp(G_T)) S + sum_t (exp(G_T - G_t) k_t) u_t^T,   G_t = g_1 + ... + g_t
+
+which needs the state at its end only. A count outside `[1, tokens]` or past what is recorded, or an index that names nothing,
+stores nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import RECORD_COUNTS, Problem, Tensors
 from ..program.launch import Launch
@@ -82,9 +88,13 @@ def replay_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     V_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`S <- diag(exp(g_t)) S + k_t u_t^T` for the accepted tokens. One CTA per (sequence, value head, slice of `BV` value
     channels). Each has a count of its own, which it clears: no other CTA may still have to read it."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     slices: tl.constexpr = V // BV
     slice_ = tl.program_id(0) % slices
     head = (tl.program_id(0) // slices % HV).to(tl.int64)
@@ -95,18 +105,26 @@ def replay_kernel(
         records += row * row_pitch + head * record_width(K, V)
         counts = record_counts(records, K, V)
         recorded = tl.load(counts + slice_)
+        key = tl.arange(0, K)
+        value = slice_ * BV + tl.arange(0, BV)
+        states = initial_state + slot * slot_pitch + head * (K * V) + state_offsets(0, value, key, K, V, V_FIRST)
+        start = tl.load(states)  # whatever the count: nothing waits for it
         if (count >= 1) & (count <= tokens) & (count.to(tl.float32) <= recorded):
-            key = tl.arange(0, K)
-            value = slice_ * BV + tl.arange(0, BV)
-            states = initial_state + slot * slot_pitch + head * (K * V) + state_offsets(0, value, key, K, V, V_FIRST)
-            token = load_record(records, True, key, value, K)
-            state = tl.load(states).to(tl.float32)
-            for t in range(0, count):
+            # as tiles `[1, K]` and `[BV, 1]`, which threads load as they use them
+            of_key, of_value = key[None, :], value[:, None]
+            records += (count - 1) * row_step
+            token = load_record(records, True, of_key, of_value, K)
+            until = tl.full([1, K], 1.0, tl.float32)
+            state = tl.zeros([BV, K], tl.float32)
+            for t in range(1, count + 1):
                 exp_g, k, u = token
-                # ahead of the update, which it does not wait for
-                token = load_record(records + (t + 1) * row_step, t + 1 < count, key, value, K)
-                # as `decode` is compiled: a product, then one fused sum
-                state = tl.fma(u[:, None], k[None, :], state * exp_g[None, :])
+                records -= row_step
+                token = load_record(
+                    records, t < count, of_key, of_value, K
+                )  # ahead of the sum, which it does not wait for
+                state = tl.fma(u, k * until, state)
+                until *= exp_g
+            state = tl.fma(start.to(tl.float32), until, state)
             tl.store(states, state.to(initial_state.dtype.element_ty))
         tl.debug_barrier()  # all warps have read the count
         each = tl.arange(0, COUNTS)
@@ -126,9 +144,9 @@ class ReplayConfig:
 
 
 def replay_config(problem: Problem) -> ReplayConfig:
-    """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 64 registers a thread."""
+    """16 KB of float32 states a CTA where the slices allow it, as in `decode`, in 32 registers a thread twice."""
     BV = max(-(-problem.V // RECORD_COUNTS), min(problem.V, 4096 // problem.K))
-    return ReplayConfig(BV, num_warps=max(1, min(8, BV * problem.K // 2048)))
+    return ReplayConfig(BV, num_warps=max(1, min(16, BV * problem.K // 1024)))
 
 
 def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -138,9 +156,10 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     pitches = (t.state_pool.stride(0), *t.intermediate_states.stride()[:2])
     if problem.has_records:
         c = replay_config(problem)
-        constants = dict(K=problem.K, V=problem.V, BV=c.BV, V_FIRST=problem.state_v_first)
+        constants = dict(K=problem.K, V=problem.V, BV=c.BV, V_FIRST=problem.state_v_first, OVERLAP=arch >= 90)
         ctas = problem.N * problem.HV * (problem.V // c.BV)
-        return [Launch(replay_kernel, ctas, (*tensors, *limits, problem.HV, *pitches), constants, c.num_warps)]
+        arguments = (*tensors, *limits, problem.HV, *pitches)
+        return [Launch(replay_kernel, ctas, arguments, constants, c.num_warps, overlaps=arch >= 90)]
     size = problem.HV * problem.V * problem.K
     ctas = problem.N * -(-size // COMMIT_BLOCK)
     return [Launch(commit_kernel, ctas, (*tensors, *limits, size, *pitches), dict(BLOCK=COMMIT_BLOCK), num_warps=4)]

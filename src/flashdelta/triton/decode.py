@@ -107,7 +107,7 @@ def step(state, row_v, token):
     state = state * exp_g[None, :]
     along_k = tl.sum(state * row_k[None, :], axis=1)
     along_q = tl.sum(state * row_q[None, :], axis=1)
-    # fused by name, here and below: what is recorded is worked out again in another layout, and must have the same bits
+    # fused by name, here and below: what is recorded is worked out again in another layout
     correction = beta * tl.fma(along_k, -norm_k, row_v.to(tl.float32))
     written = norm_k * correction
     state = tl.fma(written[:, None], row_k[None, :], state)
@@ -116,8 +116,7 @@ def step(state, row_v, token):
 
 @triton.jit
 def record(records, stored, slice_, key, value, token, written, K: tl.constexpr):
-    """Stores what a token changed, for `commit` to replay: `k` is as it came, so that `exp(g) state + k written^T` repeats the
-    update to the bit."""
+    """Stores what a token changed, for `commit` to replay: `k` is as it came."""
     _, row_k, exp_g, _, _, _, _ = token
     store_record(records, stored, slice_, key, value, exp_g, row_k, written, K)
 
@@ -252,8 +251,9 @@ def decode_kernel(
     """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
 
     `SINGLE`: one token a sequence. `EACH`: the state after every token is stored, in slots of the pool or (2) in rows of a
-    scratch buffer; or (3) what every token changes is, in rows of a replay buffer. `IN_PLACE`: states are slots of a pool;
-    `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in the L2 cache.
+    scratch buffer; or (3) what every token changes is, in rows of a replay buffer, of more tokens than `verify.py` takes.
+    `IN_PLACE`: states are slots of a pool; `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in
+    the L2 cache.
     """
     if OVERLAP:
         gdc_wait()

@@ -26,6 +26,12 @@ def store_record(records, stored, slice_, key, value, exp_g, k, u, K: tl.constex
 
 
 @triton.jit
+def record_values(records, K: tl.constexpr):
+    """Where `u` of a token and head begins."""
+    return records + 2 * K
+
+
+@triton.jit
 def load_record(records, there, key, value, K: tl.constexpr):
     """`exp(g)` and `k` `[K]`, `u` `[BV]` of a token; zeros if it is not `there`."""
     exp_g = tl.load(records + key, mask=everywhere(key, there), other=0.0)

@@ -1,0 +1,409 @@
+"""Stage `verify`: up to 16 speculative tokens that leave the pool alone and record what each changes, all at once. One CTA per
+(sequence, value head, slice of `BV` value channels).
+
+Contract: outputs and records of `reference.decode`. With `G_t` the sum of log decays up to and with token `t`, and `w_t` what a
+token writes, `S_t = diag(exp(g_t)) S_(t-1) + k_t w_t^T`:
+
+    a_t = (exp(G_t) k_t)^T S_0,   A_ts = sum_k k_t k_s exp(G_t - G_s),   s < t
+    b_t = (exp(G_t) q_t)^T S_0,   B_ts = sum_k q_t k_s exp(G_t - G_s),   s <= t
+    w_t = c_t (v_t - d_t (a_t + sum_s A_ts w_s)),   d_t = 1 / |k_t|,   c_t = beta_t d_t
+    o_t = scale / |q_t| (b_t + sum_s B_ts w_s)
+
+As one system over the rows of k and then those of q, with one inverse and one product with it:
+
+    [ I + diag(c d) A   0 ] [ w ]   [ c (v - d a) ]
+    [      -B           I ] [ y ] = [      b      ],   o = scale / |q| y
+
+The state is read once, for one matrix product with the decayed rows, and stays as it came. A, B and the inverse are worked out
+while it is in flight. Bounded decays: `exp(G_t)` and its inverse are within float32, so A and B are one product. Others: a loop
+over the tokens decays a tile of keys, whose row `s` is `k_s exp(G_t - G_s)` at token `t`; its sums with `k_t` and `q_t` are
+rows of A and B. No exponent is a difference.
+
+Products are MMAs of 22 bits or more, so that results differ from those of `decode` by rounding alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from ..program.program import Outputs
+from .decode import SCALARS, decode_states, start_slot, target_slot
+from .device.gates import beta_of, decay_rate, log2_decay
+from .device.mma import TF32_HALF, TF32_MASK
+from .device.norms import L2_EPS
+from .device.records import COUNTS, record_counts, record_values, record_width
+from .device.sequences import own_work_tile
+from .device.states import everywhere, named_slot, state_offsets
+from .device.sub_chunks import pair_mask
+
+CHUNK_TOKENS = 16
+"""The most tokens of a sequence that are taken at once. Operands of 32 would not fit in shared memory everywhere."""
+
+AHEAD = tl.constexpr(2.0**60)
+"""What decayed rows are multiplied by, to be within float32 as their inverses are: 16 tokens of `exp(-5)` are 2^-116."""
+
+
+@triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
+def inverse_norms(rows, L2NORM: tl.constexpr):
+    """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
+    total = tl.sum(rows * rows, axis=1)
+    norms = total * 0.0 + 1.0
+    if L2NORM:
+        norms = tl.rsqrt(total + L2_EPS)
+    return norms
+
+
+@triton.jit
+def stacked(a, b):
+    """The rows of `a`, then those of `b`."""
+    both = tl.join(a, b)
+    if len(a.shape) == 1:
+        result = tl.reshape(tl.permute(both, (1, 0)), [2 * a.shape[0]])
+    else:
+        result = tl.reshape(tl.permute(both, (2, 0, 1)), [2 * a.shape[0], a.shape[1]])
+    return result
+
+
+@triton.jit
+def two_parts(x):
+    """Float32 `x` as two numbers whose TF32 parts have 22 bits of it: the first is rounded, MMAs truncate the second."""
+    bits = x.to(tl.int32, bitcast=True) + TF32_HALF
+    high = (bits & TF32_MASK).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def products(a, b):
+    """`a b` of operands that come as `two_parts`."""
+    total = tl.dot(a[1], b[0], input_precision="tf32")
+    total = tl.dot(a[0], b[1], acc=total, input_precision="tf32")
+    return tl.dot(a[0], b[0], acc=total, input_precision="tf32")
+
+
+@triton.jit
+def channels(first, TILE: tl.constexpr):
+    """The value channels of a tile, and which of them there are: an MMA has 16 at least."""
+    inside = tl.arange(0, max(TILE, 16))
+    return first + inside, inside < TILE
+
+
+@triton.jit
+def load_tile(state, first, read, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, V_FIRST: tl.constexpr):
+    """`TILE` value channels of a state, `[TILE, K]`; zeros where it is not `read`, and in what an MMA has more."""
+    value, of_value = channels(first, TILE)
+    key = tl.arange(0, max(K, 16))
+    at = state_offsets(0, value, key, K, V, V_FIRST)
+    there = everywhere(at, read)
+    if K < 16 or TILE < 16:
+        there &= of_value[:, None] & (key < K)[None, :]
+    return tl.load(state + at, mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def by_warp(rows, SPLIT: tl.constexpr):
+    """Rows `[tokens, channels]` as `[SPLIT, tokens, channels / SPLIT]`."""
+    parts = tl.reshape(rows, [rows.shape[0], SPLIT, rows.shape[1] // SPLIT])
+    return tl.permute(parts, (1, 0, 2))
+
+
+@triton.jit
+def along_rows(state, rows, MMA16: tl.constexpr):
+    """`state rows^T`, `[BV, rows]`. A bfloat16 state is one number of TF32 or bfloat16 (`MMA16`), others are two of TF32; rows
+    are two of TF32, or three of bfloat16, which are all of their bits."""
+    rows = tl.trans(rows)
+    if MMA16:
+        high = rows.to(tl.bfloat16)
+        rest = rows - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        sums = tl.dot(state, low)
+        sums = tl.dot(state, middle, acc=sums)
+        sums = tl.dot(state, high, acc=sums)
+    elif state.dtype == tl.bfloat16:
+        high, low = two_parts(rows)
+        exact = state.to(tl.float32)
+        sums = tl.dot(exact, low, input_precision="tf32")
+        sums = tl.dot(exact, high, acc=sums, input_precision="tf32")
+    else:
+        sums = products(two_parts(state), two_parts(rows))
+    return sums
+
+
+@triton.jit
+def inverse(A, tokens, COUNT: tl.constexpr):
+    """`(I + A)^-1` of a strictly lower `A [COUNT, COUNT]`, by blocks twice as large each time. Halves of it have no more than
+    `tokens` rows that are not zeros, so that larger blocks of those have no corners."""
+    row = tl.arange(0, COUNT)[:, None]
+    column = tl.arange(0, COUNT)[None, :]
+    X = tl.where(row == column, 1.0, tl.where(pair_mask(0, COUNT), -A, 0.0))
+    for level in tl.static_range(1, 5):
+        if 2 << level < COUNT:
+            if tokens > 1 << level:
+                X = with_corners(X, A, level, COUNT)
+        elif 2 << level == COUNT:
+            X = with_corners(X, A, level, COUNT)
+    return X
+
+
+@triton.jit
+def with_corners(X, A, level: tl.constexpr, COUNT: tl.constexpr):
+    """The inverse of blocks of `2 << level` rows from those of their halves: `[[x, 0], [c, y]]^-1 = [[X, 0], [-Y c X, Y]]`."""
+    parts = two_parts(X)
+    corner = products(parts, two_parts(tl.where(pair_mask(level, COUNT), A, 0.0)))
+    return X - products(two_parts(corner), parts)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def verify_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    o,
+    initial_state,
+    records,
+    starts,
+    targets,
+    accepted,
+    has_initial_state,
+    lowest,
+    start_slots,
+    target_slots,
+    has_initial,
+    has_final,
+    start_pitch: tl.int64,
+    target_pitch: tl.int64,
+    target_step: tl.int64,
+    start_row,
+    start_token,
+    target_row,
+    target_token,
+    most_tokens,
+    scale,
+    lower_bound,
+    T,
+    group,
+    HV,
+    q_batch: tl.int64,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_batch: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    g_batch: tl.int64,
+    g_token: tl.int64,
+    g_head: tl.int64,
+    beta_batch: tl.int64,
+    beta_token: tl.int64,
+    beta_head: tl.int64,
+    o_batch: tl.int64,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MMA16: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    NULL_GIVES_ZERO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """At most `TOKENS` tokens a sequence. Tiles of an MMA have at least 16 channels, those of them that do not exist are zeros.
+    `SPLIT`: parts of the key channels, one a warp. `MMA16`: the interpreter has no MMAs of bfloat16."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    BK: tl.constexpr = max(K, 16)
+    ROWS: tl.constexpr = 2 * TOKENS
+    slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
+    count = tl.minimum(end - begin, most_tokens).to(tl.int32)
+    there = count > 0
+    qk_head = (head.to(tl.int32) // group).to(tl.int64)
+    q += batch * q_batch + begin * q_token + qk_head * q_head
+    k += batch * k_batch + begin * k_token + qk_head * k_head
+    v += batch * v_batch + begin * v_token + head * v_head
+    g += batch * g_batch + begin * g_token + head * g_head
+    beta += batch * beta_batch + begin * beta_token + head * beta_head
+    o += batch * o_batch + begin * o_token + head * o_head
+    key = tl.max_contiguous(tl.arange(0, BK), 4)
+    of_key = (key < K) if K < BK else key >= 0
+
+    slot, live, read = start_slot(
+        *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
+        *(most_tokens, lowest, start_slots, target_slots, False),
+    )
+    initial_state += slot * start_pitch + head * (K * V)
+    state = load_tile(initial_state, slice_ * BV, read, K, V, TILE, V_FIRST)
+    row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
+    if starts is not None:  # a null sequence leaves its row alone
+        _, named = named_slot(starts, n * start_row, lowest, start_slots)
+        has_row &= named
+    records += row * target_pitch + head * record_width(K, V)
+    counts = tl.arange(0, COUNTS)
+    counted = everywhere(counts, has_row & (slice_ == 0))
+    tl.store(record_counts(records, K, V) + counts, count.to(tl.float32), mask=counted)
+    has_row &= there
+
+    rate = decay_rate(A_log, head)
+    bias = tl.zeros([BK], tl.float32)
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + head * K + key, mask=of_key, other=0.0).to(tl.float32)
+    recorded = has_row & (slice_ == 0)
+
+    token = tl.arange(0, TOKENS)
+    tile = (token < count)[:, None] & of_key[None, :]
+    tile_k = tl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+    tile_q = tl.load(q + token[:, None] * q_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+    norms = stacked(inverse_norms(tile_k, L2NORM), inverse_norms(tile_q, L2NORM))
+    row = tl.arange(0, ROWS)
+    own = row % TOKENS
+    known = own < count
+    of_k = row < TOKENS
+    strength = beta_of(tl.load(beta + own * beta_token, mask=known, other=0.0).to(tl.float32), BETA) * norms
+
+    if GATE == "lower_bound":
+        x = tl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
+        exp_g = tl.exp2(log2_decay(x + bias[None, :], rate, lower_bound, GATE))
+        in_records = token.to(tl.int64)[:, None] * target_step + key[None, :]
+        stored = everywhere(in_records, recorded) & tile
+        tl.store(records + in_records, exp_g, mask=stored)
+        tl.store(records + K + in_records, tile_k, mask=stored)
+        since = tl.associative_scan(tl.where(tile, exp_g, 1.0), 0, product) * AHEAD
+        rows = stacked(tile_k * since, tile_q * since)
+        until = two_parts(tl.permute(by_warp(tile_k / since, SPLIT), (0, 2, 1)))
+        pairs = tl.sum(products(two_parts(by_warp(rows, SPLIT)), until), axis=0)
+    else:
+        decayed = tl.zeros([TOKENS, BK], tl.float32)
+        rows = tl.zeros([ROWS, BK], tl.float32)
+        pairs = tl.zeros([ROWS, TOKENS], tl.float32)
+        since = tl.full([BK], AHEAD, tl.float32)
+        next_k = tl.load(k + key, mask=everywhere(key, there) & of_key, other=0.0)
+        next_q = tl.load(q + key, mask=everywhere(key, there) & of_key, other=0.0)
+        next_g = tl.load(g + key, mask=everywhere(key, there) & of_key, other=0.0)
+        for t in range(0, count):
+            row_k, row_q, row_g = next_k.to(tl.float32), next_q.to(tl.float32), next_g.to(tl.float32)
+            k += k_token
+            q += q_token
+            g += g_token
+            more = everywhere(key, t + 1 < count) & of_key
+            next_k = tl.load(k + key, mask=more, other=0.0)
+            next_q = tl.load(q + key, mask=more, other=0.0)
+            next_g = tl.load(g + key, mask=more, other=0.0)
+            exp_g = tl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
+            stored = everywhere(key, recorded) & of_key
+            tl.store(records + t * target_step + key, exp_g, mask=stored)
+            tl.store(records + t * target_step + K + key, row_k, mask=stored)
+            since *= exp_g
+            here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
+            decayed = tl.where((token == t)[:, None], row_k[None, :], decayed * exp_g[None, :])
+            rows = tl.where(here_k, (row_k * since)[None, :], tl.where(here_q, (row_q * since)[None, :], rows))
+            pairs = tl.where(here_k, tl.sum(decayed * row_k[None, :], axis=1)[None, :], pairs)
+            pairs = tl.where(here_q, tl.sum(decayed * row_q[None, :], axis=1)[None, :], pairs)
+
+    pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
+    earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
+    weight = tl.where(of_k, strength * norms, -1.0)
+    solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), most_tokens, ROWS)
+
+    solution = two_parts(tl.trans(solution))
+    of_w = known & of_k
+    of_o = known & (row >= TOKENS)
+    for tile_ in tl.static_range(0, BV, TILE):
+        value, of_value = channels(slice_ * BV + tile_, TILE)
+        tile_v = tl.load(v + own[None, :] * v_token + value[:, None], mask=of_w[None, :] & of_value[:, None], other=0.0)
+        sums = along_rows(state, rows, MMA16)
+        if tile_ + TILE < BV:
+            state = load_tile(initial_state, slice_ * BV + tile_ + TILE, read, K, V, TILE, V_FIRST)
+        right = strength[None, :] * tile_v.to(tl.float32) - weight[None, :] * (sums * (1 / AHEAD))
+        result = products(two_parts(right), solution)
+        out = result * (norms * scale)[None, :]
+        if NULL_GIVES_ZERO:
+            out = tl.where(live, out, 0.0)
+        at = own[None, :] * o_token + value[:, None]
+        tl.store(o + at, out.to(o.dtype.element_ty), mask=of_o[None, :] & of_value[:, None])
+        at = own.to(tl.int64)[None, :] * target_step + value[:, None]
+        recorded = everywhere(at, has_row) & of_w[None, :] & of_value[:, None]
+        tl.store(record_values(records, K) + at, result, mask=recorded)
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """`BV`: value channels a CTA, `tile` of them at a time. `max_registers`: of a thread, so that more CTAs fit on an SM."""
+
+    BV: int
+    tile: int
+    num_warps: int
+    max_registers: int | None
+
+
+def verify_config(problem: Problem) -> VerifyConfig:
+    """A head's whole state, 32 KB at a time, as A, B and the inverse are the same for all of it. Of at most 8 tokens, three or
+    four of these CTAs fit on an SM of Hopper."""
+    wide = problem.state_dtype == torch.float32
+    tile = min(problem.V, max(1, (8192 if wide else 16384) // problem.K))
+    fits = problem.most_tokens <= 8 and problem.K <= 128
+    cap = (168 if wide else 128) if fits else None
+    return VerifyConfig(min(problem.V, 2 * tile), tile, num_warps=4 if problem.K <= 128 else 8, max_registers=cap)
+
+
+def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Speculative tokens into a replay buffer."""
+    o = outputs["o"]
+    c = verify_config(problem)
+    states = decode_states(problem, t, None)
+    overlaps = arch >= 90
+    launch = Launch(
+        verify_kernel,
+        problem.N * problem.HV * (problem.V // c.BV),
+        (
+            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
+            *states.arguments(problem, t),
+            *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.HV // problem.H, problem.HV),
+            *strides(t.q, t.k, t.v, t.g, t.beta, o),
+        ),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            BV=c.BV,
+            TILE=c.tile,
+            TOKENS=8 if problem.most_tokens <= 8 else CHUNK_TOKENS,
+            SPLIT=max(1, min(c.num_warps, problem.K // 16)),
+            MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
+            GATE=problem.gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            V_FIRST=problem.state_v_first,
+            NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
+            OVERLAP=overlaps,
+        ),
+        c.num_warps,
+        max_registers=c.max_registers,
+        overlaps=overlaps,
+    )
+    return [launch]
