@@ -107,6 +107,11 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "verify_kernel",
         "commit_kernel",
         "replay_kernel",
+        "norm_kernel",
+        "norm_backward_kernel",
+        "convolution_kernel",
+        "convolution_backward_kernel",
+        "sums_kernel",
     }
     assert portable == forward | split | backward | alone
     # `prepare` plans, and composition is the portable one
