@@ -190,18 +190,12 @@ def entries() -> set[record.Entry]:
     return record.read(record.FILE.read_text())
 
 
-COMBINES = {"product"}
-"""What scans combine numbers with: the interpreter does that by itself."""
-
-
 def jit_functions() -> dict[str, bool]:
     """Every Triton function of the portable backend, and whether it is a kernel."""
     found = {}
     for file in (record.ROOT / "src/flashdelta/triton").glob("*.py"):
         for x in ast.parse(file.read_text()).body:
-            if not isinstance(x, ast.FunctionDef) or x.name in COMBINES:
-                continue
-            if any("triton.jit" in ast.unparse(d) for d in x.decorator_list):
+            if isinstance(x, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in x.decorator_list):
                 found[f"{file.relative_to(record.ROOT).as_posix()}:{x.name}"] = x.name.endswith("_kernel")
     return found
 

@@ -113,18 +113,17 @@ def _check_rows(problem: Problem, t: Tensors, lengths: list[int], name_of: NameO
     rows, claims = starts, _Claims(lowest, problem.rows)
     if t.intermediate_indices is not None:  # null only below 0
         role, rows, claims = "intermediate_indices", t.intermediate_indices.tolist(), _Claims(0, problem.rows)
+    counts = t.num_accepted_tokens.tolist() if problem.operation == "commit" and problem.has_records else None
     for n, (start, row) in enumerate(zip(starts, rows)):
         live = lowest <= start < pool.shape[0]
         # a commit empties the records that it names
         written = problem.has_records or (problem.operation == "decode" and lengths[n] > 0)
         claims.claim(name_of(role), row, stored=live and written)
-        if problem.operation == "commit" and problem.has_records and live and row >= claims.lowest:
-            count, recorded = (
-                int(t.num_accepted_tokens[n]),
-                int(record_counts(problem, t.intermediate_states)[row].min()),
-            )
-            if count > recorded:
-                raise wrong("num_accepted_tokens", count, f"at most the {recorded} tokens that row {row} has recorded")
+        if counts is not None and live and row >= claims.lowest:
+            recorded = int(record_counts(problem, t.intermediate_states)[row].min())
+            if counts[n] > recorded:
+                wanted = f"at most the {recorded} tokens that row {row} has recorded"
+                raise wrong("num_accepted_tokens", counts[n], wanted)
 
 
 def _check_checkpoints(offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims) -> None:

@@ -119,9 +119,8 @@ def replay_kernel(
             for t in range(1, count + 1):
                 exp_g, k, u = token
                 records -= row_step
-                token = load_record(
-                    records, t < count, of_key, of_value, K
-                )  # ahead of the sum, which it does not wait for
+                # ahead of the sum, which it does not wait for
+                token = load_record(records, t < count, of_key, of_value, K)
                 state = tl.fma(u, k * until, state)
                 until *= exp_g
             state = tl.fma(start.to(tl.float32), until, state)

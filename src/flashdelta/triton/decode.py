@@ -32,7 +32,7 @@ from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.norms import L2_EPS
-from .device.records import COUNTS, record_counts, record_width, store_record
+from .device.records import COUNTS, record_counts, record_values, record_width, store_decay_and_key
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import or_empty
@@ -118,7 +118,8 @@ def step(state, row_v, token):
 def record(records, stored, slice_, key, value, token, written, K: tl.constexpr):
     """Stores what a token changed, for `commit` to replay: `k` is as it came."""
     _, row_k, exp_g, _, _, _, _ = token
-    store_record(records, stored, slice_, key, value, exp_g, row_k, written, K)
+    store_decay_and_key(records, key, everywhere(key, stored & (slice_ == 0)), exp_g, row_k, K)
+    tl.store(record_values(records, K) + value, written, mask=everywhere(value, stored))
 
 
 @triton.jit
@@ -178,6 +179,38 @@ def target_slot(targets, i, own, lowest, slots):
     else:
         slot, named = named_slot(targets, i, lowest, slots)
     return slot, named
+
+
+@triton.jit
+def open_record(
+    records,
+    starts,
+    targets,
+    n,
+    head,
+    slot,
+    count,
+    slice_,
+    start_row,
+    target_row,
+    target_pitch,
+    lowest,
+    start_slots,
+    target_slots,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """The record of sequence `n` and a head, with the `count` of its tokens stored, and whether they are to be stored. A null
+    sequence leaves its row alone."""
+    row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
+    if starts is not None:
+        _, named = named_slot(starts, n * start_row, lowest, start_slots)
+        has_row &= named
+    records += row * target_pitch + head * record_width(K, V)
+    counts = tl.arange(0, COUNTS)
+    counted = everywhere(counts, has_row & (slice_ == 0))
+    tl.store(record_counts(records, K, V) + counts, count.to(tl.float32), mask=counted)
+    return records, has_row & (count > 0)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -293,15 +326,10 @@ def decode_kernel(
     if TWO_POOLS and not EACH:
         slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
     if EACH == 3:
-        row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
-        if starts is not None:  # a null sequence leaves its row alone
-            _, named = named_slot(starts, n * start_row, lowest, start_slots)
-            has_row &= named
-        final_state += row * target_pitch + head * record_width(K, V)
-        count = tl.where(there, end - begin, 0).to(tl.float32)
-        counts = tl.arange(0, COUNTS)
-        tl.store(record_counts(final_state, K, V) + counts, count, mask=everywhere(counts, has_row & (slice_ == 0)))
-        has_row &= there
+        final_state, has_row = open_record(
+            *(final_state, starts, targets, n, head, slot, tl.where(there, end - begin, 0), slice_),
+            *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, K, V),
+        )
     else:
         final_state += head * (K * V)
     if not EACH:
@@ -382,13 +410,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     launch = Launch(
         decode_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
-        (
-            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
-            *states.arguments(problem, t),
-            *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.HV // problem.H, problem.HV),
-            *strides(t.q, t.k, t.v, t.g, t.beta, o),
-        ),
+        step_arguments(problem, t, states, o),
         dict(
             K=problem.K,
             V=problem.V,
@@ -409,6 +431,17 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
         overlaps=overlaps,
     )
     return [launch]
+
+
+def step_arguments(problem: Problem, t: Tensors, states: DecodeStates, o: Tensor) -> tuple:
+    """What every kernel over tokens of a pool's sequences takes."""
+    return (
+        *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
+        *states.arguments(problem, t),
+        *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
+        *(problem.T, problem.HV // problem.H, problem.HV),
+        *strides(t.q, t.k, t.v, t.g, t.beta, o),
+    )
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,15 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch, strides
+from ..program.launch import Launch
 from ..program.program import Outputs
-from .decode import SCALARS, decode_states, start_slot, target_slot
+from .decode import SCALARS, decode_states, open_record, start_slot, step_arguments
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.mma import TF32_HALF, TF32_MASK
 from .device.norms import L2_EPS
-from .device.records import COUNTS, record_counts, record_values, record_width
+from .device.records import record_values, store_decay_and_key
 from .device.sequences import own_work_tile
-from .device.states import everywhere, named_slot, state_offsets
+from .device.states import everywhere, state_offsets
 from .device.sub_chunks import pair_mask
 
 CHUNK_TOKENS = 16
@@ -49,11 +49,6 @@ CHUNK_TOKENS = 16
 
 AHEAD = tl.constexpr(2.0**60)
 """What decayed rows are multiplied by, to be within float32 as their inverses are: 16 tokens of `exp(-5)` are 2^-116."""
-
-
-@triton.jit
-def product(a, b):
-    return a * b
 
 
 @triton.jit
@@ -259,15 +254,10 @@ def verify_kernel(
     )
     initial_state += slot * start_pitch + head * (K * V)
     state = load_tile(initial_state, slice_ * BV, read, K, V, TILE, V_FIRST)
-    row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
-    if starts is not None:  # a null sequence leaves its row alone
-        _, named = named_slot(starts, n * start_row, lowest, start_slots)
-        has_row &= named
-    records += row * target_pitch + head * record_width(K, V)
-    counts = tl.arange(0, COUNTS)
-    counted = everywhere(counts, has_row & (slice_ == 0))
-    tl.store(record_counts(records, K, V) + counts, count.to(tl.float32), mask=counted)
-    has_row &= there
+    records, has_row = open_record(
+        *(records, starts, targets, n, head, slot, tl.where(there, count, 0), slice_),
+        *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, K, V),
+    )
 
     rate = decay_rate(A_log, head)
     bias = tl.zeros([BK], tl.float32)
@@ -290,10 +280,8 @@ def verify_kernel(
         x = tl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
         exp_g = tl.exp2(log2_decay(x + bias[None, :], rate, lower_bound, GATE))
         in_records = token.to(tl.int64)[:, None] * target_step + key[None, :]
-        stored = everywhere(in_records, recorded) & tile
-        tl.store(records + in_records, exp_g, mask=stored)
-        tl.store(records + K + in_records, tile_k, mask=stored)
-        since = tl.associative_scan(tl.where(tile, exp_g, 1.0), 0, product) * AHEAD
+        store_decay_and_key(records, in_records, everywhere(in_records, recorded) & tile, exp_g, tile_k, K)
+        since = tl.cumprod(tl.where(tile, exp_g, 1.0), 0) * AHEAD
         rows = stacked(tile_k * since, tile_q * since)
         until = two_parts(tl.permute(by_warp(tile_k / since, SPLIT), (0, 2, 1)))
         pairs = tl.sum(products(two_parts(by_warp(rows, SPLIT)), until), axis=0)
@@ -315,9 +303,7 @@ def verify_kernel(
             next_q = tl.load(q + key, mask=more, other=0.0)
             next_g = tl.load(g + key, mask=more, other=0.0)
             exp_g = tl.exp2(log2_decay(row_g + bias, rate, lower_bound, GATE))
-            stored = everywhere(key, recorded) & of_key
-            tl.store(records + t * target_step + key, exp_g, mask=stored)
-            tl.store(records + t * target_step + K + key, row_k, mask=stored)
+            store_decay_and_key(records + t * target_step, key, everywhere(key, recorded) & of_key, exp_g, row_k, K)
             since *= exp_g
             here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
             decayed = tl.where((token == t)[:, None], row_k[None, :], decayed * exp_g[None, :])
@@ -380,13 +366,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     launch = Launch(
         verify_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
-        (
-            *(t.q, t.k, t.v, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, o),
-            *states.arguments(problem, t),
-            *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0),
-            *(problem.T, problem.HV // problem.H, problem.HV),
-            *strides(t.q, t.k, t.v, t.g, t.beta, o),
-        ),
+        step_arguments(problem, t, states, o),
         dict(
             K=problem.K,
             V=problem.V,

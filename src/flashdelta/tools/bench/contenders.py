@@ -21,7 +21,6 @@ from torch import Tensor
 
 import flashdelta as fd
 
-from ...problem.problem import record_width
 from ...testing import prefills
 from ...testing.cases import BF16, FP32, Case
 from ...testing.decoding import Step, make_step
@@ -541,7 +540,8 @@ class Verification:
     def __post_init__(self) -> None:
         self.call, self.slots = decode_calls(replace(self.step, update=True, rows=None), self.setup)
         N, S1, self.pool = self.step.N, self.step.T, self.call["initial_state"]
-        self.records = self.pool.new_zeros(N, S1, self.step.HV, record_width(self.step.K, self.step.V), dtype=FP32)
+        sizes = self.step.HV, self.step.K, self.step.V
+        self.records = fd.replay_buffer(N, S1 - 1, *sizes, device=self.pool.device)
         self.states = self.pool.new_empty(N, S1, *self.pool.shape[1:])
         self.starts = [x[:, 0].contiguous() for x in self.slots]
         counts = torch.randint(1, S1 + 1, (N,), generator=torch.Generator().manual_seed(0))

@@ -17,12 +17,10 @@ record_width = triton.constexpr_function(problem.record_width)
 
 
 @triton.jit
-def store_record(records, stored, slice_, key, value, exp_g, k, u, K: tl.constexpr):
-    """`exp(g)` and `k` by the CTA of the first slice, `u` by each its own."""
-    once = stored & (slice_ == 0)
-    tl.store(records + key, exp_g, mask=everywhere(key, once))
-    tl.store(records + K + key, k, mask=everywhere(key, once))
-    tl.store(records + 2 * K + value, u, mask=everywhere(value, stored))
+def store_decay_and_key(records, at, stored, exp_g, k, K: tl.constexpr):
+    """`exp(g)` and `k`, which are the same for all slices of a head."""
+    tl.store(records + at, exp_g, mask=stored)
+    tl.store(records + K + at, k, mask=stored)
 
 
 @triton.jit
@@ -36,7 +34,7 @@ def load_record(records, there, key, value, K: tl.constexpr):
     """`exp(g)` and `k` `[K]`, `u` `[BV]` of a token; zeros if it is not `there`."""
     exp_g = tl.load(records + key, mask=everywhere(key, there), other=0.0)
     k = tl.load(records + K + key, mask=everywhere(key, there), other=0.0)
-    return exp_g, k, tl.load(records + 2 * K + value, mask=everywhere(value, there), other=0.0)
+    return exp_g, k, tl.load(record_values(records, K) + value, mask=everywhere(value, there), other=0.0)
 
 
 @triton.jit
