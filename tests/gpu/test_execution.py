@@ -7,6 +7,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -322,6 +323,18 @@ def test_two_streams_at_once(kind: Kind, backend: str):
     for each, first in zip(found, want):
         for results in each:
             assert_same_bits(results, first)
+
+
+@pytest.mark.parametrize("tokens", (KIMI.T, KIMI.T - 64), ids=("repeated", "first"))
+def test_a_new_thread_needs_no_cuda_call_of_its_own(tokens: int, backend: str):
+    """All its memory comes from PyTorch's cache."""
+    call = gpu_call(fd.chunk_kda, KIMI, BF16, backend)
+    for _ in range(CALLS_TO_A_REPLAY):
+        fd.chunk_kda(**call)
+    call |= {name: call[name][:, :tokens] for name in ("q", "k", "v", "g", "beta")}
+    with ThreadPoolExecutor(1) as executor:
+        results = executor.submit(fd.chunk_kda, **call).result()
+    assert_same_bits(results, fd.chunk_kda(**call))
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ class Launch:
         if knobs.runtime.interpret or hooked():
             self._run_through_triton()
             return None
-        device = torch.cuda.current_device()
+        device = current_device()
         key = self._key(device)
         compiled = _compiled.get(key)
         if compiled is None:
@@ -112,6 +113,19 @@ def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], arg
     run, call = kernel_call(compiled, grid, arguments)
     call[STREAM] = current_stream(device)
     run(*call)
+
+
+_thread = threading.local()
+
+
+def current_device() -> int:
+    """The thread's device, whose context is made the thread's: tensor maps are encoded in it, and a new thread that has taken
+    its memory from PyTorch's cache has none."""
+    device = torch.cuda.current_device()
+    if getattr(_thread, "device", None) != device:
+        torch.cuda.is_current_stream_capturing()  # any question to the runtime about a stream
+        _thread.device = device
+    return device
 
 
 def current_stream(device: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ..problem.arguments import extent
-from .launch import ARGUMENTS, STREAM, Launch, current_stream, hooked, kernel_call
+from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
 
 MOST_APART = 256
 """Written tensors, such as the pools of a model's layers, of which a recorded program knows that they are disjoint."""
@@ -206,7 +206,7 @@ class Recorded:
         if self.recorder is not None:
             self.replay = self.recorder.replay(self.pairs)
             self.recorder = None
-        return self.replay is not None and torch.cuda.current_device() == self.index and not hooked()
+        return self.replay is not None and current_device() == self.index and not hooked()
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]:
         """The outputs by name, of a program that is `usable`. `addresses` are those of `tensors`, in a list that may be

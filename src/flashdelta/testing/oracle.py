@@ -109,7 +109,8 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+    plain = (x.detach().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    return torch.equal(*(x.view(-1).view(torch.uint8) for x in plain))
 
 
 def float64(call: dict) -> dict:
