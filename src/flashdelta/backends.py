@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .problem.problem import Problem, Tensors
+from .problem.problem import RECORDED_AT_ONCE, Problem, Tensors
 from .problem.split import NO_COSTS, planned_parts
 
 T = TypeVar("T")
@@ -159,10 +159,15 @@ class HopperBackend(Backend):
         """Why it can't run a call token by token."""
         if problem.operation == "commit":
             return "no recurrence; it has the chunk form and steps of decoding"
+        layout = "V" if problem.state_v_first else "K"
+        if problem.has_records:
+            if problem.most_tokens > RECORDED_AT_ONCE or problem.gate != "lower_bound" or not problem.state_v_first:
+                tokens = f"{problem.most_tokens} tokens, gate {problem.gate!r}, states {layout} first"
+                return f"{tokens}; into a replay buffer it takes {RECORDED_AT_ONCE}, 'lower_bound', V first"
+            return self._head_obstacle(problem)
         if problem.T != 1 or problem.packed or problem.stores_each_state:
             return "several tokens a sequence; token by token it takes one"
         if {problem.state_dtype, problem.final_dtype} != {torch.bfloat16} or not problem.state_v_first:
-            layout = "V" if problem.state_v_first else "K"
             return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
         return self._head_obstacle(problem)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -210,16 +211,28 @@ REPLAYS = [
 ]
 
 
+HOPPER_REPLAYS = [
+    *(
+        replace(VERIFY, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state)
+        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16), (FP32, BF16))
+    ),
+    replace(VERIFY, name="packed", lengths=(8, 0, 5), spec=7, H=2, HV=6, beta="double_logit", state=FP32),
+    replace(VERIFY, name="narrow keys", K=64, state=FP32),
+    replace(VERIFY, name="narrow values", V=64),
+    replace(VERIFY, name="narrow", K=64, V=64, T=8, spec=7),
+    replace(VERIFY, name="odd pitch", gap=9, state=FP32),
+]
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", REPLAYS, ids=case_id)
-def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
-    """To the bit: both kernels round alike."""
-    check_replay(step, dtype, "triton", "cuda")
+@pytest.mark.parametrize("step", [*REPLAYS, *HOPPER_REPLAYS], ids=case_id)
+def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend: str):
+    check_replay(step, dtype, backend, "cuda")
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
-    check_rounds(200, "triton", "cuda", state=state)
+def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, backend: str):
+    check_rounds(200, backend, "cuda", state=state, K=64, dtype=BF16)
 
 
 def test_which_rows_of_records_are_written_and_emptied():
@@ -278,8 +291,7 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
     with compilations() as names:
         for step in steps:
             fd.recurrent_kda(**make_step(step, BF16, "cuda"), backend=backend)
-        if backend == "triton":
-            check_replay(replace(VERIFY, v_first=v_first, state=state), BF16, backend, "cuda")
+        check_replay(replace(VERIFY, v_first=v_first, state=state), BF16, backend, "cuda")
     assert names == []
 
 

@@ -18,6 +18,7 @@ from .launch import aligned, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
 from .segments import SPLIT_COSTS, room, transitions
+from .verify import verify
 from .wy import wy_dqkg
 
 
@@ -35,7 +36,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     if problem.operation == "wy":
         return Program(outputs, [wy_dqkg(problem, t, outputs)])
     if problem.operation != "chunk":
-        return Program(outputs, decode(problem, portable.prepare_inputs(problem, t), arch, outputs))
+        stage = verify if problem.has_records else decode
+        return Program(outputs, stage(problem, portable.prepare_inputs(problem, t), arch, outputs))
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 

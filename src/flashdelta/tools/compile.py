@@ -268,6 +268,11 @@ def _hopper_step(K: int, gate: str) -> Variant:
     return _hopper(f"decode K{K} V{K}, {gate}", operation="decode", K=K, V=K, gate=gate, **options)
 
 
+def _hopper_replay(name: str, drafts: int, **options: Any) -> Variant:
+    given = {"packed": False, "state_v_first": True, "records": True} | options
+    return _hopper(f"replay {name}", operation="decode", spec_tokens=drafts, **given)
+
+
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
 REGULAR: Given = {"every": 64, "buffer": torch.float32}
 IN_A_BUFFER: Given = {"checkpoints": True, "buffer": torch.float32}
@@ -399,6 +404,10 @@ VARIANTS = (
     _hopper("K128 V128 kept for the backward pass", kept=True),
     _hopper_step(128, "lower_bound"),
     _hopper_step(64, "softplus"),
+    _hopper_replay("K128 V128", 7),
+    _hopper_replay("K128 V128 bf16", 3, state_dtype=torch.bfloat16),
+    _hopper_replay("of 16 tokens K128 V128", 15, packed=True),
+    _hopper_replay("K64 V64 bf16", 7, K=64, V=64, state_dtype=torch.bfloat16),
     _hopper("wy K128 V128", operation="wy"),
     _hopper("wy K128 V128 fixed length", operation="wy", packed=False),
     _hopper("wy K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import BACKWARD, RECORDED_AT_ONCE, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability, sm_count
 from ..program.program import Outputs, Program
@@ -21,7 +21,7 @@ from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
 from .segments import SPLIT_COSTS, compose, plan, room, transitions
-from .verify import CHUNK_TOKENS, verify
+from .verify import verify
 from .wy import wy_dqkg
 
 
@@ -68,7 +68,7 @@ def prefill_layout(problem: Problem, values: bool) -> Layout:
 
 def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token, or into a replay buffer all at once."""
-    at_once = problem.has_records and problem.most_tokens <= CHUNK_TOKENS
+    at_once = problem.has_records and problem.most_tokens <= RECORDED_AT_ONCE
     return (verify if at_once else decode)(problem, t, arch, outputs)
 
 

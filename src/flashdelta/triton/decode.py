@@ -197,17 +197,17 @@ def open_record(
     lowest,
     start_slots,
     target_slots,
+    counts,
     K: tl.constexpr,
     V: tl.constexpr,
 ):
-    """The record of sequence `n` and a head, with the `count` of its tokens stored, and whether they are to be stored. A null
-    sequence leaves its row alone."""
+    """The record of sequence `n` and a head, with the `count` of its tokens stored in all its `counts`, and whether they are to
+    be stored. A null sequence leaves its row alone."""
     row, has_row = target_slot(targets, n * target_row, slot, 0, target_slots)
     if starts is not None:
         _, named = named_slot(starts, n * start_row, lowest, start_slots)
         has_row &= named
     records += row * target_pitch + head * record_width(K, V)
-    counts = tl.arange(0, COUNTS)
     counted = everywhere(counts, has_row & (slice_ == 0))
     tl.store(record_counts(records, K, V) + counts, count.to(tl.float32), mask=counted)
     return records, has_row & (count > 0)
@@ -328,7 +328,7 @@ def decode_kernel(
     if EACH == 3:
         final_state, has_row = open_record(
             *(final_state, starts, targets, n, head, slot, tl.where(there, end - begin, 0), slice_),
-            *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, K, V),
+            *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, tl.arange(0, COUNTS), K, V),
         )
     else:
         final_state += head * (K * V)

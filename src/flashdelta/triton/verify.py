@@ -32,20 +32,17 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import Problem, Tensors
+from ..problem.problem import RECORDED_AT_ONCE, Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs
 from .decode import SCALARS, decode_states, open_record, start_slot, step_arguments
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.mma import TF32_HALF, TF32_MASK
 from .device.norms import L2_EPS
-from .device.records import record_values, store_decay_and_key
+from .device.records import COUNTS, record_values, store_decay_and_key
 from .device.sequences import own_work_tile
 from .device.states import everywhere, state_offsets
 from .device.sub_chunks import pair_mask
-
-CHUNK_TOKENS = 16
-"""The most tokens of a sequence that are taken at once. Operands of 32 would not fit in shared memory everywhere."""
 
 AHEAD = tl.constexpr(2.0**60)
 """What decayed rows are multiplied by, to be within float32 as their inverses are: 16 tokens of `exp(-5)` are 2^-116."""
@@ -256,7 +253,7 @@ def verify_kernel(
     state = load_tile(initial_state, slice_ * BV, read, K, V, TILE, V_FIRST)
     records, has_row = open_record(
         *(records, starts, targets, n, head, slot, tl.where(there, count, 0), slice_),
-        *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, K, V),
+        *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, tl.arange(0, COUNTS), K, V),
     )
 
     rate = decay_rate(A_log, head)
@@ -372,7 +369,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             V=problem.V,
             BV=c.BV,
             TILE=c.tile,
-            TOKENS=8 if problem.most_tokens <= 8 else CHUNK_TOKENS,
+            TOKENS=8 if problem.most_tokens <= 8 else RECORDED_AT_ONCE,
             SPLIT=max(1, min(c.num_warps, problem.K // 16)),
             MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
             GATE=problem.gate,

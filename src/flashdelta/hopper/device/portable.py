@@ -8,8 +8,10 @@ from triton.runtime.jit import JITFunction
 from ...triton import decode as _decode
 from ...triton import recurrence as _recurrence
 from ...triton import segments as _split
+from ...triton import verify as _verify
 from ...triton.device import gates as _gates
 from ...triton.device import norms as _norms
+from ...triton.device import records as _records
 from ...triton.device import segments as _segments
 from ...triton.device import sequences as _sequences
 from ...triton.device import states as _states
@@ -54,3 +56,11 @@ beta_gradient = _gluon(_gates.beta_gradient)
 DECODE_SCALARS = _decode.SCALARS
 source_slot = _gluon(_decode.start_slot)
 target_slot = _gluon(_decode.target_slot)
+open_record = _gluon(_decode.open_record)
+
+RECORD_COUNTS = _records.COUNTS
+record_values = _gluon(_records.record_values)
+store_decay_and_key = _gluon(_records.store_decay_and_key)
+
+AHEAD = _verify.AHEAD
+two_parts = _gluon(_verify.two_parts)

@@ -1,0 +1,329 @@
+"""Stage `verify` for Hopper: up to 16 speculative tokens with bounded decays, states as `[V, K]`. One CTA per (sequence, value
+head), a thread for each value channel.
+
+Contract, system of equations and products as in `triton/verify.py`. What differs is how data gets to where it is used:
+
+* The state goes from memory to the registers that its MMAs read it from. An MMA sums over keys in any order, so a thread has 16
+  adjacent bytes of a row.
+* Gates, and rows for the MMAs, are worked out by key channel: a thread has all tokens of one.
+* The system is solved by value channel: a thread has all tokens of one, and what couples them is broadcast from shared memory.
+  Substitution takes `TOKENS^2` multiplications, and no inverse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch
+from ..program.program import Outputs
+from ..triton import verify as portable
+from .device.portable import (
+    AHEAD,
+    DECODE_SCALARS,
+    L2_EPS,
+    RECORD_COUNTS,
+    decay_rate,
+    everywhere,
+    exact_beta,
+    exact_log2_decay,
+    locate,
+    open_record,
+    record_values,
+    source_slot,
+    store_decay_and_key,
+    two_parts,
+)
+from .launch import aligned
+
+STEP = gl.constexpr(32)
+"""Key channels of the state that are loaded at a time: 8 MMAs deep, of which a thread has 4 adjacent ones, twice."""
+
+
+@gluon.jit
+def multiply(a, b):
+    return a * b
+
+
+@gluon.jit
+def rows_of(a, b):
+    """`[2 T, K]`: token by token the row of `a`, then that of `b`, `[T, K]`."""
+    return gl.join(a, b).permute((0, 2, 1)).reshape([2 * a.shape[0], a.shape[1]])
+
+
+@gluon.jit
+def store_parts(rows_s, rows):
+    high, low = two_parts(rows)
+    rows_s.index(0).slice(0, rows.shape[0], dim=0).store(high)
+    rows_s.index(1).slice(0, rows.shape[0], dim=0).store(low)
+
+
+@gluon.jit
+def load_parts(rows_s, i: gl.constexpr, transposed: gl.constexpr, layout: gl.constexpr):
+    """Both parts of the `i`-th `STEP` key channels of rows: `[rows, STEP]`, or `[STEP, rows]`."""
+    high, low = rows_s.index(0).slice(i * STEP, STEP, dim=1), rows_s.index(1).slice(i * STEP, STEP, dim=1)
+    if transposed:
+        high, low = high.permute((1, 0)), low.permute((1, 0))
+    return high.load(layout), low.load(layout)
+
+
+@gluon.jit
+def halves(x, layout: gl.constexpr):
+    """Of `[rows, 2 T]` what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
+    a, b = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
+
+
+@gluon.jit
+def column(x, i: gl.constexpr):
+    """Column `i` of rows that each lie in one thread. Integers, because adding a float's zero is an instruction."""
+    at = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    bits = gl.where((at == i)[None, :], x.to(gl.int32, bitcast=True), 0)
+    return gl.sum(bits, axis=1).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def load_keys(state, i: gl.constexpr, read, V: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+    """The `i`-th `STEP` key channels of a state, `[V, STEP]`."""
+    value = gl.arange(0, V, layout=gl.SliceLayout(1, layout))
+    key = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)) + i * STEP
+    at = value[:, None] * K + key[None, :]
+    return gl.load(state + at, mask=everywhere(at, read), other=0.0, eviction_policy="evict_first")
+
+
+@gluon.jit
+def dot3(a, b, acc):
+    """`acc + a b` of operands in `two_parts`."""
+    acc = mma_v2(a[1], b[0], acc, input_precision="tf32")
+    acc = mma_v2(a[0], b[1], acc, input_precision="tf32")
+    return mma_v2(a[0], b[0], acc, input_precision="tf32")
+
+
+@gluon.jit(do_not_specialize=DECODE_SCALARS)
+def verify_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    o,
+    initial_state,
+    records,
+    starts,
+    targets,
+    accepted,
+    has_initial_state,
+    lowest,
+    start_slots,
+    target_slots,
+    has_initial,
+    has_final,
+    start_pitch: gl.int64,
+    target_pitch: gl.int64,
+    target_step: gl.int64,
+    start_row,
+    start_token,
+    target_row,
+    target_token,
+    most_tokens,
+    scale,
+    lower_bound,
+    T,
+    group,
+    HV,
+    q_batch: gl.int64,
+    q_token: gl.int64,
+    q_head: gl.int64,
+    k_batch: gl.int64,
+    k_token: gl.int64,
+    k_head: gl.int64,
+    v_batch: gl.int64,
+    v_token: gl.int64,
+    v_head: gl.int64,
+    g_batch: gl.int64,
+    g_token: gl.int64,
+    g_head: gl.int64,
+    beta_batch: gl.int64,
+    beta_token: gl.int64,
+    beta_head: gl.int64,
+    o_batch: gl.int64,
+    o_token: gl.int64,
+    o_head: gl.int64,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    TOKENS: gl.constexpr,
+    GATE: gl.constexpr,
+    BETA: gl.constexpr,
+    L2NORM: gl.constexpr,
+    NULL_GIVES_ZERO: gl.constexpr,
+):
+    """At most `TOKENS` tokens a sequence, in `V / 32` warps. With `T = TOKENS`, and k above q in rows `2 t` and `2 t + 1`:
+
+        k, q, g  --by key channel-->  rows_s [2, 2 T, K]  exp(G) k and exp(G) q       until_s [2, 16, K]  exp(-G) k
+                                        |      |                                         |
+        state  --4 x [V, 32]--> mma_v2  <------'      '------------> mma_v2 <------------'
+                                  |                                    |
+                                  v  by value channel                  v
+                   a, b [V, T]: substitution            <--   pairs_s [16, 2 T]: A and B transposed
+    """
+    W: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = 2 * TOKENS
+    # by key channel, and by token for the norms
+    row_l: gl.constexpr = gl.BlockedLayout([TOKENS, 1], [1, 32], [1, W], [1, 0])
+    norm_l: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [W, 1], [1, 0])
+    # the state's product, and that of all pairs of tokens
+    sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1], instr_shape=[16, 8])
+    state_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=4)
+    rows_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=4)
+    pairs_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, W], instr_shape=[16, 8])
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=pairs_l, k_width=4)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=pairs_l, k_width=4)
+    # by value channel
+    both_l: gl.constexpr = gl.BlockedLayout([1, ROWS], [32, 1], [W, 1], [1, 0])
+    each_l: gl.constexpr = gl.BlockedLayout([1, TOKENS], [32, 1], [W, 1], [1, 0])
+    # 8 lanes read 64 adjacent bytes of two rows
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, order=[1, 0])
+    # 8 lanes read 16 bytes of a row each
+    exchanged: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, 32 // ROWS), min(8, ROWS // 4), order=[1, 0])
+    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+
+    gdc_wait()
+    gdc_launch_dependents()
+    slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, 1)
+    count = gl.minimum(end - begin, most_tokens).to(gl.int32)
+    there = count > 0
+    qk_head = (head.to(gl.int32) // group).to(gl.int64)
+    q += batch * q_batch + begin * q_token + qk_head * q_head
+    k += batch * k_batch + begin * k_token + qk_head * k_head
+    v += batch * v_batch + begin * v_token + head * v_head
+    g += batch * g_batch + begin * g_token + head * g_head
+    beta += batch * beta_batch + begin * beta_token + head * beta_head
+    o += batch * o_batch + begin * o_token + head * o_head
+
+    slot, live, read = source_slot(
+        *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),
+        *(most_tokens, lowest, start_slots, target_slots, False),
+    )
+    initial_state += slot * start_pitch + head * (K * V)
+    first = load_keys(initial_state, 0, read, V, K, state_l)
+    second = load_keys(initial_state, 1, read, V, K, state_l)
+
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, row_l))
+    key = gl.arange(0, K, layout=gl.SliceLayout(0, row_l))
+    tile = (token < count)[:, None] & (key >= 0)[None, :]
+    tile_g = gl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0)
+    tile_k = gl.load(k + token[:, None] * k_token + key[None, :], mask=tile, other=0.0)
+    tile_q = gl.load(q + token[:, None] * q_token + key[None, :], mask=tile, other=0.0)
+    own = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, norm_l))
+    channel = gl.arange(0, K, layout=gl.SliceLayout(0, norm_l))
+    known = (own < count)[:, None] & (channel >= 0)[None, :]
+    own_k = gl.load(k + own[:, None] * k_token + channel[None, :], mask=known, other=0.0)
+    own_q = gl.load(q + own[:, None] * q_token + channel[None, :], mask=known, other=0.0)
+    own_beta = gl.load(beta + own * beta_token, mask=own < count, other=0.0)
+    value = gl.arange(0, V, layout=gl.SliceLayout(1, each_l))
+    nth = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, each_l))
+    stored = (nth < count)[None, :] & (value >= 0)[:, None]
+    tile_v = gl.load(v + nth[None, :] * v_token + value[:, None], mask=stored, other=0.0)
+    rate = decay_rate(A_log, head)
+    bias = gl.zeros([K], gl.float32, layout=gl.SliceLayout(0, row_l))
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + head * K + key).to(gl.float32)
+    records, recorded = open_record(
+        *(records, starts, targets, n, head, slot, gl.where(there, count, 0), slice_),
+        *(start_row, target_row, target_pitch, lowest, start_slots, target_slots),
+        *(gl.arange(0, RECORD_COUNTS, layout=gl.SliceLayout(1, norm_l)), K, V),
+    )
+
+    tile_k = tile_k.to(gl.float32)
+    exp_g = gl.exp2(exact_log2_decay(tile_g.to(gl.float32) + bias[None, :], rate, lower_bound, GATE))
+    in_records = token.to(gl.int64)[:, None] * target_step + key[None, :]
+    store_decay_and_key(records, in_records, everywhere(in_records, recorded) & tile, exp_g, tile_k, K)
+    since = gl.associative_scan(gl.where(tile, exp_g, 1.0), 0, multiply) * AHEAD
+    rows_s = gl.allocate_shared_memory(gl.float32, [2, ROWS, K], swizzled)
+    store_parts(rows_s, rows_of(tile_k * since, tile_q.to(gl.float32) * since))
+    until_s = gl.allocate_shared_memory(gl.float32, [2, 16, K], swizzled)
+    store_parts(until_s, tile_k / since)
+
+    own_k, own_q = own_k.to(gl.float32), own_q.to(gl.float32)
+    norm_k = gl.full([TOKENS], 1.0, gl.float32, layout=gl.SliceLayout(1, norm_l))
+    norm_q = norm_k
+    if L2NORM:
+        norm_k = gl.rsqrt(gl.sum(own_k * own_k, axis=1) + L2_EPS)
+        norm_q = gl.rsqrt(gl.sum(own_q * own_q, axis=1) + L2_EPS)
+    strength = exact_beta(own_beta.to(gl.float32), BETA) * norm_k
+    factors_s = gl.allocate_shared_memory(gl.float32, [3, TOKENS], lines)
+    factors_s.index(0).store(strength)
+    factors_s.index(1).store(strength * norm_k)
+    factors_s.index(2).store(norm_q * scale)
+
+    pairs = gl.zeros([16, ROWS], gl.float32, layout=pairs_l)
+    for i in gl.static_range(K // STEP):
+        pairs = dot3(load_parts(until_s, i, False, left_l), load_parts(rows_s, i, True, right_l), pairs)
+    pairs_s = gl.allocate_shared_memory(gl.float32, [16, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+    pairs_s.store(pairs)
+
+    sums = gl.zeros([V, ROWS], gl.float32, layout=sums_l)
+    for i in gl.static_range(K // STEP):
+        high, low = load_parts(rows_s, i, True, rows_l)
+        if first.dtype == gl.float32:
+            sums = dot3(two_parts(first), (high, low), sums)
+        else:
+            exact = first.to(gl.float32)
+            sums = mma_v2(exact, low, sums, input_precision="tf32")
+            sums = mma_v2(exact, high, sums, input_precision="tf32")
+        first = second
+        if i + 2 < K // STEP:
+            second = load_keys(initial_state, i + 2, read, V, K, state_l)
+
+    sums_s = gl.allocate_shared_memory(gl.float32, [V, ROWS], exchanged)
+    sums_s.store(sums)
+    along_k, along_q = halves(sums_s.load(both_l), each_l)
+    factor_l: gl.constexpr = gl.SliceLayout(0, each_l)
+    strength, decayed = factors_s.index(0).load(factor_l), factors_s.index(1).load(factor_l)
+    written = strength[None, :] * tile_v.to(gl.float32) - (decayed * (1 / AHEAD))[None, :] * along_k
+    out = along_q * (1 / AHEAD)
+    for s in gl.static_range(TOKENS):
+        A, B = halves(pairs_s.slice(s, 1, dim=0).load(both_l), each_l)
+        of_s = column(written, s)[:, None]
+        # by selection, so that a NaN reaches no earlier token
+        written = gl.where((nth > s)[None, :], written - of_s * (A * decayed[None, :]), written)
+        out = gl.where((nth >= s)[None, :], out + of_s * B, out)
+    out *= factors_s.index(2).load(factor_l)[None, :]
+    if NULL_GIVES_ZERO:
+        out = gl.where(live, out, 0.0)
+    gl.store(o + nth[None, :] * o_token + value[:, None], out.to(o.dtype.element_ty), mask=stored)
+    in_records = nth.to(gl.int64)[None, :] * target_step + value[:, None]
+    gl.store(record_values(records, K) + in_records, written, mask=everywhere(in_records, recorded) & stored)
+
+
+MAX_REGISTERS = {4: 128, 8: 168}
+"""Of a thread, by `TOKENS`: four or three CTAs of four warps fit on an SM."""
+
+
+def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    """Speculative tokens into a replay buffer. Where states lie on no 16 bytes, the portable kernel."""
+    (launch,) = portable.verify(problem, t, arch, outputs)
+    given = dict(zip(verify_kernel.arg_names, launch.arguments))
+    if not aligned(given["initial_state"], 16):
+        return [launch]
+    tokens = next(x for x in (4, 8, 16) if problem.most_tokens <= x)
+    constants = {name: launch.constants[name] for name in ("K", "V", "GATE", "BETA", "L2NORM", "NULL_GIVES_ZERO")}
+    constants = {"K": problem.K, "V": problem.V, "TOKENS": tokens, **constants}
+    return [
+        replace(
+            launch,
+            kernel=verify_kernel,
+            ctas=problem.N * problem.HV,
+            constants=constants,
+            num_warps=problem.V // 32,
+            max_registers=MAX_REGISTERS.get(tokens),
+        )
+    ]
