@@ -151,24 +151,35 @@ class HopperBackend(Backend):
     def _head_obstacle(self, problem: Problem) -> str | None:
         if problem.dtype != torch.bfloat16:
             return f"dtype {problem.dtype}; it computes in bfloat16"
+        return self._width_obstacle(problem)
+
+    def _width_obstacle(self, problem: Problem) -> str | None:
         if problem.K not in self.HEAD_DIMS or problem.V not in self.HEAD_DIMS:
             return f"K = {problem.K}, V = {problem.V}; it takes 64 and 128"
         return None
 
     def _step_obstacle(self, problem: Problem) -> str | None:
         """Why it can't run a call token by token."""
-        if problem.operation == "commit":
-            return "no recurrence; it has the chunk form and steps of decoding"
         layout = "V" if problem.state_v_first else "K"
         if problem.has_records:
-            if problem.most_tokens > RECORDED_AT_ONCE or problem.gate != "lower_bound" or not problem.state_v_first:
-                tokens = f"{problem.most_tokens} tokens, gate {problem.gate!r}, states {layout} first"
-                return f"{tokens}; into a replay buffer it takes {RECORDED_AT_ONCE}, 'lower_bound', V first"
-            return self._head_obstacle(problem)
+            return self._record_obstacle(problem, layout)
+        if problem.operation == "commit":
+            return "no copies of states; it has the chunk form, steps of decoding, and replay"
         if problem.T != 1 or problem.packed or problem.stores_each_state:
             return "several tokens a sequence; token by token it takes one"
         if {problem.state_dtype, problem.final_dtype} != {torch.bfloat16} or not problem.state_v_first:
             return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
+        return self._head_obstacle(problem)
+
+    def _record_obstacle(self, problem: Problem, layout: str) -> str | None:
+        """Why it can't write or replay records."""
+        if problem.most_tokens > RECORDED_AT_ONCE or not problem.state_v_first:
+            found = f"{problem.most_tokens} tokens a record, states {layout} first"
+            return f"{found}; it takes {RECORDED_AT_ONCE}, V first"
+        if problem.operation == "commit":
+            return self._width_obstacle(problem)
+        if problem.gate != "lower_bound":
+            return f"gate {problem.gate!r}; into a replay buffer it takes 'lower_bound'"
         return self._head_obstacle(problem)
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:

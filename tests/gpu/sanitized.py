@@ -24,7 +24,7 @@ from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.triton import decode as triton_decode
 
-from ..support.decoding_checks import REPLAYED, check_replay
+from ..support.decoding_checks import HOPPER_REPLAYED, REPLAYED, check_replay
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from .calls import KIMI, UNBOUNDED, on_gpu
@@ -134,10 +134,10 @@ def main() -> None:
         triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few
         for call in decode_calls(backend, races):
             ran += run(fd.recurrent_kda, on_device(call), backend)
-    if backend == "triton" and not backward:
-        for step in REPLAYED[:2] if races else REPLAYED:
-            check_replay(step, BF16, backend, "cuda")
-            ran += 1
+    replayed = HOPPER_REPLAYED if backend == "hopper" else REPLAYED
+    for step in () if backward else replayed[:2] if races else replayed:
+        check_replay(step, BF16, backend, "cuda")
+        ran += 1
     if backward:
         ran += run_backward(backend, races)
     torch.cuda.synchronize()

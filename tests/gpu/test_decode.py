@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, narrow
 from flashdelta.testing.oracle import assert_close, float64, one_rounding, relative_error, same_bits
 
 from ..support.decoding_checks import (
+    HOPPER_REPLAYED,
     REPLAYED,
     accepted_steps,
     check_replay,
@@ -211,21 +211,8 @@ REPLAYS = [
 ]
 
 
-HOPPER_REPLAYS = [
-    *(
-        replace(VERIFY, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state)
-        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16), (FP32, BF16))
-    ),
-    replace(VERIFY, name="packed", lengths=(8, 0, 5), spec=7, H=2, HV=6, beta="double_logit", state=FP32),
-    replace(VERIFY, name="narrow keys", K=64, state=FP32),
-    replace(VERIFY, name="narrow values", V=64),
-    replace(VERIFY, name="narrow", K=64, V=64, T=8, spec=7),
-    replace(VERIFY, name="odd pitch", gap=9, state=FP32),
-]
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", [*REPLAYS, *HOPPER_REPLAYS], ids=case_id)
+@pytest.mark.parametrize("step", [*REPLAYS, *HOPPER_REPLAYED], ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend: str):
     check_replay(step, dtype, backend, "cuda")
 

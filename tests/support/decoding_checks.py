@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -117,8 +118,8 @@ def counts_of(K: int, V: int) -> slice:
 
 def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
     """A read-only verification into a replay buffer, and its commit, against the same into states, and against the truth. The
-    reference is held to the states' bits, kernels to 1e-6 and one rounding; Hopper's leave the rest to the portable ones. A sequence whose count is past its tokens keeps its
-    state, and so do all at a second commit."""
+    reference is held to the states' bits, kernels to 1e-6 and one rounding; states are the portable kernels' where Hopper's
+    keep records. A sequence whose count is past its tokens keeps its state, and so do all at a second commit."""
     if dtype == torch.float64:
         step = replace(step, state=dtype)
     of_states = "triton" if backend == "hopper" else backend
@@ -143,7 +144,6 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
         "ssm_state_indices": slots,
         "state_v_first": step.v_first,
         "null_index": step.null_index,
-        "backend": of_states,
     }
     if "intermediate_state_indices" in call:
         shared["intermediate_state_indices"] = call["intermediate_state_indices"]
@@ -151,9 +151,9 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
         fd.recurrent_kda(**call | {"intermediate_states": records})
         states = torch.where(accepted > lengths, -1, accepted)
         pools = pool.clone(), pool.clone()
-        fd.commit(pools[0], call["intermediate_states"], num_accepted_tokens=states, **shared)
+        fd.commit(pools[0], call["intermediate_states"], num_accepted_tokens=states, backend=of_states, **shared)
         for _ in range(2):
-            fd.commit(pools[1], records, num_accepted_tokens=accepted, **shared)
+            fd.commit(pools[1], records, num_accepted_tokens=accepted, backend=backend, **shared)
             assert backend != "reference" or same_bits(*pools)
             assert_close("pool", pools[1], pools[0].double(), 1e-6 + one_rounding(pool.dtype))
             kept = slots[(accepted < 1) | (accepted > lengths)].long()
@@ -205,6 +205,20 @@ REPLAYED = [
 ]
 """Steps whose verification may go to a replay buffer."""
 
+_WIDE = replace(BY_NAME["verify"], K=128, V=128, H=2, HV=2, gap=256, v_first=True, state=BF16)
+HOPPER_REPLAYED = [
+    replace(_WIDE, name="packed", lengths=(8, 0, 5), spec=7, HV=6, beta="double_logit", state=torch.float32),
+    replace(_WIDE, name="narrow", K=64, V=64, T=8, spec=7),
+    *(
+        replace(_WIDE, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state)
+        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16), (torch.float32, BF16))
+    ),
+    replace(_WIDE, name="narrow keys", K=64, state=torch.float32),
+    replace(_WIDE, name="narrow values", V=64),
+    replace(_WIDE, name="odd pitch", gap=9, state=torch.float32),
+]
+"""Those that Hopper has kernels for, or nearly."""
+
 
 def check_rounds(
     rounds: int,
@@ -238,7 +252,7 @@ def check_rounds(
         buffer = {"intermediate_states": records, "intermediate_state_indices": rows}
         fd.recurrent_kda(**x, **options | {"backend": backend}, initial_state=pool, **verify, **buffer)
         counts = accepted.to(device, torch.int32)
-        fd.commit(pool, records, slots, counts, intermediate_state_indices=rows, backend=options["backend"])
+        fd.commit(pool, records, slots, counts, intermediate_state_indices=rows, backend=backend)
         for n in range(N):
             if 1 <= accepted[n] <= lengths[n]:
                 begin = int(offsets[n])

@@ -13,6 +13,7 @@ from ..triton import launch as portable
 from ..triton.launch import StageCall
 from ..triton.segments import compose
 from . import gradients
+from .commit import commit
 from .decode import decode
 from .launch import aligned, layout, prepare_inputs
 from .prepare import prepare
@@ -36,7 +37,7 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     if problem.operation == "wy":
         return Program(outputs, [wy_dqkg(problem, t, outputs)])
     if problem.operation != "chunk":
-        stage = verify if problem.has_records else decode
+        stage = commit if problem.operation == "commit" else verify if problem.has_records else decode
         return Program(outputs, stage(problem, portable.prepare_inputs(problem, t), arch, outputs))
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 

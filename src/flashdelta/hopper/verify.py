@@ -23,6 +23,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs
 from ..triton import verify as portable
+from .device.math import dot3, multiply, store_parts
 from .device.portable import (
     AHEAD,
     DECODE_SCALARS,
@@ -46,21 +47,9 @@ STEP = gl.constexpr(32)
 
 
 @gluon.jit
-def multiply(a, b):
-    return a * b
-
-
-@gluon.jit
 def rows_of(a, b):
     """`[2 T, K]`: token by token the row of `a`, then that of `b`, `[T, K]`."""
     return gl.join(a, b).permute((0, 2, 1)).reshape([2 * a.shape[0], a.shape[1]])
-
-
-@gluon.jit
-def store_parts(rows_s, rows):
-    high, low = two_parts(rows)
-    rows_s.index(0).slice(0, rows.shape[0], dim=0).store(high)
-    rows_s.index(1).slice(0, rows.shape[0], dim=0).store(low)
 
 
 @gluon.jit
@@ -94,14 +83,6 @@ def load_keys(state, i: gl.constexpr, read, V: gl.constexpr, K: gl.constexpr, la
     key = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)) + i * STEP
     at = value[:, None] * K + key[None, :]
     return gl.load(state + at, mask=everywhere(at, read), other=0.0, eviction_policy="evict_first")
-
-
-@gluon.jit
-def dot3(a, b, acc):
-    """`acc + a b` of operands in `two_parts`."""
-    acc = mma_v2(a[1], b[0], acc, input_precision="tf32")
-    acc = mma_v2(a[0], b[1], acc, input_precision="tf32")
-    return mma_v2(a[0], b[0], acc, input_precision="tf32")
 
 
 @gluon.jit(do_not_specialize=DECODE_SCALARS)
@@ -167,12 +148,12 @@ def verify_kernel(
 ):
     """At most `TOKENS` tokens a sequence, in `V / 32` warps. With `T = TOKENS`, and k above q in rows `2 t` and `2 t + 1`:
 
-        k, q, g  --by key channel-->  rows_s [2, 2 T, K]  exp(G) k and exp(G) q       until_s [2, 16, K]  exp(-G) k
-                                        |      |                                         |
-        state  --4 x [V, 32]--> mma_v2  <------'      '------------> mma_v2 <------------'
-                                  |                                    |
-                                  v  by value channel                  v
-                   a, b [V, T]: substitution            <--   pairs_s [16, 2 T]: A and B transposed
+    k, q, g  --by key channel-->  rows_s [2, 2 T, K]  exp(G) k and exp(G) q       until_s [2, 16, K]  exp(-G) k
+                                    |      |                                         |
+    state  --4 x [V, 32]--> mma_v2  <------'      '------------> mma_v2 <------------'
+                              |                                    |
+                              v  by value channel                  v
+               a, b [V, T]: substitution            <--   pairs_s [16, 2 T]: A and B transposed
     """
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = 2 * TOKENS

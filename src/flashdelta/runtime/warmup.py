@@ -211,8 +211,8 @@ WARM_LONG_BATCH = (1, 7168, 12, 14)
 """A batch with sequences that may be split, or else leave SMs idle."""
 
 
-WARM_RECORDED = (2, 9, 17)
-"""Tokens of a sequence for whose replay records kernels differ: up to 8, to 16, and more."""
+WARM_RECORDED = (4, 8, 16, 17)
+"""Tokens of a sequence up to which one kernel serves for replay records."""
 
 
 def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> list[tuple[int, int, int, int]]:

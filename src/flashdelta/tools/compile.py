@@ -273,6 +273,11 @@ def _hopper_replay(name: str, drafts: int, **options: Any) -> Variant:
     return _hopper(f"replay {name}", operation="decode", spec_tokens=drafts, **given)
 
 
+def _hopper_commit(name: str, **options: Any) -> Variant:
+    given = {"state_v_first": True, "records": True} | options
+    return _hopper(f"commit of records {name}", operation="commit", **given)
+
+
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
 REGULAR: Given = {"every": 64, "buffer": torch.float32}
 IN_A_BUFFER: Given = {"checkpoints": True, "buffer": torch.float32}
@@ -408,6 +413,8 @@ VARIANTS = (
     _hopper_replay("K128 V128 bf16", 3, state_dtype=torch.bfloat16),
     _hopper_replay("of 16 tokens K128 V128", 15, packed=True),
     _hopper_replay("K64 V64 bf16", 7, K=64, V=64, state_dtype=torch.bfloat16),
+    _hopper_commit("K128 V128"),
+    _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
     _hopper("wy K128 V128", operation="wy"),
     _hopper("wy K128 V128 fixed length", operation="wy", packed=False),
     _hopper("wy K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),

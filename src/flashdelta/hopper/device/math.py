@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from .layouts import C, row_column
-from .portable import L2_EPS, LOG2E
+from .portable import L2_EPS, LOG2E, two_parts
 
 LOWEST = gl.constexpr(-20.0 * 1.4426950408889634)
 """Least log2 decay of one step where decays have no bound: exp(-20) is 2e-9, less than float32 resolves beside 1."""
@@ -28,6 +29,11 @@ def token_offset(batch, token, head, of_batch, of_token, of_head):
     """Of a token and head, in the unit of the strides. Times 8, with strides in units of 8 elements, it tells the compiler that
     16-byte copies are aligned."""
     return wide(batch, of_batch) + wide(token, of_token) + wide(head, of_head)
+
+
+@gluon.jit
+def multiply(a, b):
+    return a * b
 
 
 @gluon.jit
@@ -188,6 +194,22 @@ def mma3(a_high, a_low, b_high, b_low, acc, use_acc: gl.constexpr):
     acc = warpgroup_mma(a_high, b_high, acc, use_acc=use_acc, is_async=True)
     acc = warpgroup_mma(a_high, b_low, acc, is_async=True)
     return warpgroup_mma(a_low, b_high, acc, is_async=True)
+
+
+@gluon.jit
+def dot3(a, b, acc):
+    """`acc + a b` of operands in `two_parts`."""
+    acc = mma_v2(a[1], b[0], acc, input_precision="tf32")
+    acc = mma_v2(a[0], b[1], acc, input_precision="tf32")
+    return mma_v2(a[0], b[0], acc, input_precision="tf32")
+
+
+@gluon.jit
+def store_parts(rows_s, rows):
+    """To the first rows of `rows_s [2, ..., K]`, in `two_parts`."""
+    high, low = two_parts(rows)
+    rows_s.index(0).slice(0, rows.shape[0], dim=0).store(high)
+    rows_s.index(1).slice(0, rows.shape[0], dim=0).store(low)
 
 
 @gluon.jit

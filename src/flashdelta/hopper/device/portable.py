@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.runtime.jit import JITFunction
 
+from ...triton import commit as _commit
 from ...triton import decode as _decode
 from ...triton import recurrence as _recurrence
 from ...triton import segments as _split
@@ -59,8 +60,12 @@ target_slot = _gluon(_decode.target_slot)
 open_record = _gluon(_decode.open_record)
 
 RECORD_COUNTS = _records.COUNTS
+record_counts = _gluon(_records.record_counts)
 record_values = _gluon(_records.record_values)
+record_width = _records.record_width
+slot_and_row = _gluon(_commit.slot_and_row)
 store_decay_and_key = _gluon(_records.store_decay_and_key)
 
 AHEAD = _verify.AHEAD
+stacked = _gluon(_verify.stacked)
 two_parts = _gluon(_verify.two_parts)
