@@ -145,5 +145,5 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
         return [launch]
     constants = {"K": problem.K, "V": problem.V, "TOKENS": 8 if problem.most_tokens <= 8 else 16}
     ctas = problem.N * problem.HV * (problem.V // BV.value)
-    kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4, "max_registers": 128}
+    kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4}
     return [replace(launch, ctas=ctas, **kernel)]
