@@ -97,6 +97,20 @@ def test_gradients_of_a_long_sequence(backend: str):
 REPEATED = [CASES[0], CASES[2], replace(CASES[1], name="copied", layout="odd_offset")]
 
 
+PARAMETERLESS = replace(CASES[2], gate="none", lower_bound=None, state=FP32)
+
+
+@pytest.mark.parametrize("case", [replace(PARAMETERLESS, T=0), replace(PARAMETERLESS, lengths=(0, 0))], ids=case_id)
+def test_a_repeated_step_of_no_tokens_has_all_gradients(case: Case, backend: str):
+    """No launch follows the last gradients that are allocated."""
+    call = gpu_call(fd.chunk_kda, case, backend=backend)
+    grads = incoming(call)
+    for _ in range(CALLS_TO_A_REPLAY + 1):
+        found = gradients(call, *grads)
+        assert found.keys() == {name for name in INPUTS if call.get(name) is not None}
+        assert all(x.shape == call[name].shape for name, x in found.items())
+
+
 @pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
 @pytest.mark.parametrize("case", REPEATED, ids=case_id)
 def test_a_repeated_step_has_its_own_tensors(case: Case, keep: bool, backend: str):

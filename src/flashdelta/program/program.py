@@ -64,7 +64,7 @@ class Program:
         if self.copy_out is not None:
             self.outputs["o"] = self.copy_out.copy_(self.outputs["o"])
         if recorder is not None:
-            self.recorded = recorder.finish()
+            self.recorded = recorder.finish(self.outputs)
         return self.outputs
 
 

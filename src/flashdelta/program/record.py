@@ -4,7 +4,7 @@ and contents of its tensors (`cache.py` sees to that)."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,10 +136,11 @@ class Recorder:
         else:
             self.buffers.append(_Buffer(weakref.ref(x), x.data_ptr(), x.nbytes, step, step))
 
-    def finish(self) -> Recorded | None:
-        """The cache entry, if the call can be repeated at all."""
+    def finish(self, outputs: Iterable[str]) -> Recorded | None:
+        """The cache entry, if the call can be repeated at all: not if an output was allocated after the last launch."""
         self.known = ()
-        return Recorded(self) if self.possible and self.launches else None
+        complete = all(name in self.outputs for name in outputs)
+        return Recorded(self) if self.possible and self.launches and complete else None
 
     def replay(self, written: Sequence[tuple[int, Sequence[int]]]) -> Replay | None:
         """`written`: tensors by place, and those which must not share their memory."""
