@@ -73,8 +73,8 @@ QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] =
         lambda row, other: quotient(value(row, "ours.ms.median"), value(other, "ours.ms.median")),
     ),
     "states": (
-        "<= {:g} of a state a token",
-        lambda row, other: quotient(value(row, "ours.ms.median"), faster(row, "states", "slots")),
+        "<= {:g} of a state a token and commit",
+        lambda row, other: value(row, "ours.ms.median/states.ms.median"),
     ),
     "scratch": ("<= {:g} of its scratch", lambda row, other: value(row, "scratch_bytes.ours/scratch_bytes.states")),
     "bare": ("verify <= {:g}x a bare step", lambda row, other: value(row, "verify.ms.median/bare.ms.median")),
