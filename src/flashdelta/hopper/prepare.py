@@ -39,9 +39,11 @@ from .device.math import (
     high_pair,
     low_pair,
     mma3,
+    pick,
     round_pairs,
     split_high_low,
     wide,
+    widen,
 )
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
@@ -236,7 +238,7 @@ def pair_factors(norm_s):
 def decay_steps(x, bias, rate, unit_s, GATE: gl.constexpr, SAFE: gl.constexpr):
     """Log2 decays `[4, 8, 64]` of a block's rows."""
     unit = unit_s.reshape([4, 8]).load(gl.SliceLayout(2, BLOCK))[:, :, None]
-    step = gate(x.to(gl.float32), bias, rate, GATE) * unit
+    step = gate(widen(x), bias, rate, GATE) * unit
     if not SAFE:
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
     return step
@@ -324,19 +326,19 @@ def substitute(low, high, diagonal_s):
     """`X` with `(I + A) X = R` for the diagonal blocks of 16 rows of A, by forward substitution in fp32: a series would
     explode and cancel on repeated keys.
 
-    `low, high [4, 8, 64]` are rows 0..7 and 8..15 of each block of R; a thread has all rows of 2 columns.
+    `low, high [4, 8, 64]` are rows 0..7 and 8..15 of each block of R; a thread has all rows of 2 columns. `diagonal_s
+    [32, 4, 8]`: half by half the columns of -A's blocks, each for all four.
     """
-    layout: gl.constexpr = low.type.layout
-    left_l: gl.constexpr = gl.SliceLayout(2, layout)
+    left_l: gl.constexpr = gl.SliceLayout(2, low.type.layout)
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, left_l))[None, :, None]
-    for r in gl.static_range(1, 16):
-        x = gl.sum(diagonal_s.index(2 * r).load(left_l)[:, :, None] * low, axis=1)[:, None, :]
-        if r < 8:
-            low = gl.where(row == r, low + x, low)
+    for c in gl.static_range(15):
+        below = diagonal_s.index(2 * c + 1).load(left_l)[:, :, None]
+        if c < 8:
+            x = pick(low, c)[:, None, :]
+            low = gl.where(row > c, low + diagonal_s.index(2 * c).load(left_l)[:, :, None] * x, low)
+            high += below * x
         else:
-            if r > 8:
-                x += gl.sum(diagonal_s.index(2 * r + 1).load(left_l)[:, :, None] * high, axis=1)[:, None, :]
-            high = gl.where(row == r - 8, high + x, high)
+            high = gl.where(row > c - 8, high + below * pick(high, c - 8)[:, None, :], high)
     return low, high
 
 
@@ -360,8 +362,8 @@ def block_inverses(minus_A, rhs_s, diagonal_s):
     block_j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, blocks_l))))
     same = block_i[:, None, None, None] == block_j[None, None, :, None]
     diagonal = gl.sum(gl.where(same, blocks, 0.0), axis=2)
-    # row by row and half by half, each for all four blocks
-    diagonal_s.reshape([16, 2, 4, 8]).permute((2, 0, 1, 3)).store(diagonal.reshape([4, 16, 2, 8]))
+    # column by column and half by half, each for all four blocks
+    diagonal_s.reshape([16, 2, 4, 8]).permute((2, 1, 3, 0)).store(diagonal.reshape([4, 2, 8, 16]))
     rhs_s.store(gl.where(i // 16 == j // 16, gl.where(i == j, 1.0, 0.0), minus_A))
     X = rhs_s.reshape([4, 2, 8, 64]).load(SOLVE)
     low, high = gl.split(X.permute((0, 2, 3, 1)))
@@ -457,8 +459,8 @@ def bounded_pairs(
 
         d = c0 + (before0 - middle0[None, :])[:, None, :]
         a = exp2(d)
-        kn = k0.to(gl.float32) * norm_k0
-        qa = q0.to(gl.float32) * norm_q0 * a
+        kn = widen(k0) * norm_k0
+        qa = widen(q0) * norm_q0 * a
         kb = kn * exp2_negative(d)
         store_pair(pairs0.index(h), kn * a, qa)
         right0.index(2 * h).reshape([4, 8, 64]).store(kb.to(gl.bfloat16))
@@ -472,8 +474,8 @@ def bounded_pairs(
 
         d = c1 + (before1 - middle1[None, :])[:, None, :]
         a = exp2(d)
-        kn = k1.to(gl.float32) * norm_k1
-        qa = q1.to(gl.float32) * norm_q1 * a
+        kn = widen(k1) * norm_k1
+        qa = widen(q1) * norm_q1 * a
         kb = kn * exp2_negative(d)
         store_pair(pairs1.index(h), qa, kn * a)
         store_pair(right1.index(h), moved, kb)
@@ -526,8 +528,12 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             total = gl.reduce(c, 1, _second)
             before, middle, whole = block_sums(total_s.index(2 * h + block))
             _, _, other = block_sums(total_s.index(2 * h + 1 - block))
-            kn = kn.to(gl.float32) * norm_k
-            qn = qn.to(gl.float32) * norm_q
+            kn = widen(kn) * norm_k
+            # which form leaves ptxas registers for the MMAs depends on K, here and below (docs/machine-code.md)
+            if KH == 1:
+                qn = widen(qn) * norm_q
+            else:
+                qn = qn.to(gl.float32) * norm_q
             # a sub-chunk decays by at most exp(-80) to either side of its middle
             mid = sub_chunk_middle(c)
             d = c - mid[:, None, :]
@@ -583,7 +589,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             fence_async_shared()
             sixteen = warpgroup_mma(pair, pair_k, half_zero, use_acc=False, is_async=True)
             sixteen = warpgroup_mma_wait(0, deps=[sixteen])
-            # the same sum; which form leaves ptxas registers for the MMAs depends on K (docs/machine-code.md)
+            # the same sum
             if KH == 2:
                 within = gl.where(same16, within, within + sixteen)
             else:

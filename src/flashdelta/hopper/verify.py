@@ -23,7 +23,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs
 from ..triton import verify as portable
-from .device.math import dot3, multiply, store_parts
+from .device.math import dot3, multiply, pick, store_parts
 from .device.portable import (
     AHEAD,
     DECODE_SCALARS,
@@ -66,14 +66,6 @@ def halves(x, layout: gl.constexpr):
     """Of `[rows, 2 T]` what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
     a, b = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
-
-
-@gluon.jit
-def column(x, i: gl.constexpr):
-    """Column `i` of rows that each lie in one thread. Integers, because adding a float's zero is an instruction."""
-    at = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    bits = gl.where((at == i)[None, :], x.to(gl.int32, bitcast=True), 0)
-    return gl.sum(bits, axis=1).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -273,7 +265,7 @@ def verify_kernel(
     out = along_q * (1 / AHEAD)
     for s in gl.static_range(TOKENS):
         A, B = halves(pairs_s.slice(s, 1, dim=0).load(both_l), each_l)
-        of_s = column(written, s)[:, None]
+        of_s = pick(written, s)[:, None]
         # by selection, so that a NaN reaches no earlier token
         written = gl.where((nth > s)[None, :], written - of_s * (A * decayed[None, :]), written)
         out = gl.where((nth >= s)[None, :], out + of_s * B, out)

@@ -147,6 +147,26 @@ def split_high_low(x):
 
 
 @gluon.jit
+def widen(x):
+    """`x` in float32; bf16 two at a time: Triton takes two instructions for the high one of a word."""
+    if x.dtype == gl.bfloat16:
+        asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        x = gl.inline_asm_elementwise(asm, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def pick(x, i: gl.constexpr):
+    """`x[:, i]`, where a thread has all of that dimension. Integers, because adding a float's zero is an instruction."""
+    layout: gl.constexpr = x.type.layout
+    if len(x.shape) == 3:
+        at = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    else:
+        at = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    return gl.sum(gl.where(at == i, x.to(gl.int32, bitcast=True), 0), axis=1).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def high_pair(x, y):
     """The high parts of `x` and `y`, as `split_high_low` has them, in one int32."""
     asm: gl.constexpr = "prmt.b32 $0, $1, $2, 0x7632;"
