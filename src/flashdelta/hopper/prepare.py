@@ -530,10 +530,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             _, _, other = block_sums(total_s.index(2 * h + 1 - block))
             kn = widen(kn) * norm_k
             # which form leaves ptxas registers for the MMAs depends on K, here and below (docs/machine-code.md)
-            if KH == 1:
-                qn = widen(qn) * norm_q
-            else:
-                qn = qn.to(gl.float32) * norm_q
+            qn = (widen(qn) if KH == 1 else qn.to(gl.float32)) * norm_q
             # a sub-chunk decays by at most exp(-80) to either side of its middle
             mid = sub_chunk_middle(c)
             d = c - mid[:, None, :]
