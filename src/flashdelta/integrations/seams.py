@@ -63,7 +63,7 @@ class Replacement:
         self.parameters = tuple(seam.parameters.split())
         self.known = {*self.parameters, *seam.keywords.split()}
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         call = dict(zip(self.parameters, arguments), **named)
         if not self.known.issuperset(call) or len(call) != len(arguments) + len(named):
             return self.theirs(*arguments, **named)
