@@ -88,7 +88,10 @@ class Engine:
         if spec is None or not spec.submodule_search_locations:
             return "no source files"
         root = Path(next(iter(spec.submodule_search_locations))).parent
-        return "; ".join(differences(self.seams, root)) or None
+        try:
+            return "; ".join(differences(self.seams, root)) or None
+        except SyntaxError as error:  # of a newer Python
+            return f"{error.filename}: {error.msg}"
 
     def status(self) -> Status:
         """Where the integration stands. Imports nothing of the engine, and turns nothing on."""

@@ -92,8 +92,11 @@ class Source:
             path = module.replace(".", "/")
             files = ((f"{path}.py", False), (f"{path}/__init__.py", True))
             found = ((self.root / name, is_package) for name, is_package in files)
-            texts = ((file.read_text(encoding="utf-8"), is_package) for file, is_package in found if file.is_file())
-            self.trees[module] = next(((ast.parse(text), is_package) for text, is_package in texts), None)
+            there = next(((file, is_package) for file, is_package in found if file.is_file()), None)
+            if there is not None:
+                file, is_package = there
+                there = ast.parse(file.read_text(encoding="utf-8"), filename=str(file)), is_package
+            self.trees[module] = there
         return self.trees[module]
 
     def definition(self, module: str, name: str) -> ast.AST | None:

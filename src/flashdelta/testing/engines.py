@@ -172,17 +172,19 @@ class KimiK3(KimiLinear):
         states = self.call.gather_initial_states(pool, slots, flags)
         saved = None if marks is None else pool.new_full(states.shape, torch.nan)
         o, last = self.call._flashkda_prefill(
-            **batch.qkv,
-            g=batch.g,
-            beta=batch.beta,
-            **self.gate,
-            initial_state=states,
-            cu_seqlens=batch.offsets,
-            out=torch.full_like(batch.v, torch.nan),
-            final_state=pool.new_empty(0),
-            workspace=pool.new_empty(0),
-            checkpoint_state=saved,
-            checkpoint_offsets=None if marks is None else self.model.index(marks.offsets),
+            **dict(
+                **batch.qkv,
+                g=batch.g,
+                beta=batch.beta,
+                **self.gate,
+                initial_state=states,
+                cu_seqlens=batch.offsets,
+                out=torch.full_like(batch.v, torch.nan),
+                final_state=pool.new_empty(0),
+                workspace=pool.new_empty(0),
+                checkpoint_state=saved,
+                checkpoint_offsets=None if marks is None else self.model.index(marks.offsets),
+            )
         )
         for row, offset in enumerate(marks.offsets if marks is not None else ()):
             if offset > 0:
@@ -207,16 +209,18 @@ class Glm(KimiLinear):
         layer = {"A_log": self.model.A_log.view(1, 1, -1, 1), "dt_bias": self.model.dt_bias}
         o, last = self.call._flashkda_prefill(
             SimpleNamespace(**layer, kda_lower_bound=self.model.lower_bound, _checkpoint_exporter=exporter),
-            **batch.qkv,
-            g=batch.g,
-            beta=batch.beta,
-            initial_state=self.call.gather_initial_states(pool, slots, flags),
-            cu_seqlens=batch.offsets,
-            out=torch.full_like(batch.v, torch.nan),
-            checkpoint=checkpoint,
-            raw_qkv=batch.mixed,
-            conv_state=pool,
-            recurrent_state=pool,
+            **dict(
+                **batch.qkv,
+                g=batch.g,
+                beta=batch.beta,
+                initial_state=self.call.gather_initial_states(pool, slots, flags),
+                cu_seqlens=batch.offsets,
+                out=torch.full_like(batch.v, torch.nan),
+                checkpoint=checkpoint,
+                raw_qkv=batch.mixed,
+                conv_state=pool,
+                recurrent_state=pool,
+            ),
         )
         assert exported is None or [*exported[0]] == ["raw_qkv", "conv_state", "cu_seqlens"]
         self.call.scatter_states(pool, last, slots)
@@ -224,20 +228,22 @@ class Glm(KimiLinear):
 
     def step(self, batch: Batch, pool: Tensor, slots: Tensor, accepted: Tensor | None) -> Tensor:
         return self.call.fused_recurrent_kda(
-            **batch.qkv,
-            g=batch.g,
-            beta=batch.beta,
-            initial_state=pool,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=batch.offsets,
-            ssm_state_indices=slots,
-            num_accepted_tokens=accepted,
-            out=torch.full_like(batch.v, torch.nan),
-            sigmoid_beta=True,
-            a_log=self.model.A_log.view(1, 1, -1, 1),
-            g_bias=self.model.dt_bias,
-            compute_gate=True,
-            lower_bound=self.model.lower_bound,
+            **dict(
+                **batch.qkv,
+                g=batch.g,
+                beta=batch.beta,
+                initial_state=pool,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=batch.offsets,
+                ssm_state_indices=slots,
+                num_accepted_tokens=accepted,
+                out=torch.full_like(batch.v, torch.nan),
+                sigmoid_beta=True,
+                a_log=self.model.A_log.view(1, 1, -1, 1),
+                g_bias=self.model.dt_bias,
+                compute_gate=True,
+                lower_bound=self.model.lower_bound,
+            )
         )[0]
 
     def decode(self, batch: Batch, pool: Tensor, slots: Tensor) -> Tensor:
@@ -253,17 +259,19 @@ class GlmTriton(Glm):
 
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         o, last = self.call.chunk_kda_with_fused_gate(
-            **batch.qkv,
-            raw_g=batch.g,
-            beta=batch.beta.float().sigmoid(),
-            A_log=self.model.A_log.view(1, 1, -1, 1),
-            g_bias=self.model.dt_bias,
-            initial_state=self.call.gather_initial_states(pool, slots, flags),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=batch.offsets,
-            safe_gate=True,
-            lower_bound=self.model.lower_bound,
+            **dict(
+                **batch.qkv,
+                raw_g=batch.g,
+                beta=batch.beta.float().sigmoid(),
+                A_log=self.model.A_log.view(1, 1, -1, 1),
+                g_bias=self.model.dt_bias,
+                initial_state=self.call.gather_initial_states(pool, slots, flags),
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=batch.offsets,
+                safe_gate=True,
+                lower_bound=self.model.lower_bound,
+            )
         )
         self.call.scatter_states(pool, last, slots)
         return o
@@ -373,15 +381,17 @@ class SGLang(KimiLinear):
             batch.v,
             batch.g,
             batch.beta,
-            ssm_states=pool,
-            cache_indices=slots,
-            query_start_loc=offsets,
-            **self.gate,
-            beta_is_raw=True,
-            is_spec_decode=False,
-            return_intermediate_states=marks is not None and not self.in_graph,
-            track_state=snapshot,
-            track_chunk_idx=chunks,
+            **dict(
+                ssm_states=pool,
+                cache_indices=slots,
+                query_start_loc=offsets,
+                **self.gate,
+                beta_is_raw=True,
+                is_spec_decode=False,
+                return_intermediate_states=marks is not None and not self.in_graph,
+                track_state=snapshot,
+                track_chunk_idx=chunks,
+            ),
         )
         o = found[0] if marks is not None and not self.in_graph else found
         for row, offset in enumerate(marks.offsets if marks is not None else ()):
@@ -395,33 +405,37 @@ class SGLang(KimiLinear):
             batch.mixed,
             batch.g.flatten(2),
             batch.beta,
-            A_log=self.model.A_log,
-            dt_bias=self.model.dt_bias,
-            lower_bound=self.model.lower_bound,
-            scale=self.model.D**-0.5,
-            ssm_states=pool,
-            cache_indices=slots,
-            num_v_heads=self.model.H,
-            head_v_dim=self.model.D,
-            replayssm_d=None,
-            replayssm_write_pos=None,
+            **dict(
+                A_log=self.model.A_log,
+                dt_bias=self.model.dt_bias,
+                lower_bound=self.model.lower_bound,
+                scale=self.model.D**-0.5,
+                ssm_states=pool,
+                cache_indices=slots,
+                num_v_heads=self.model.H,
+                head_v_dim=self.model.D,
+                replayssm_d=None,
+                replayssm_write_pos=None,
+            ),
         )
 
     def verify_read_only(self, batch: Batch, pool: Tensor, slots: Tensor, buffer: Tensor, tokens: int) -> Tensor:
         """To rows of `buffer [rows, most, H, V, K]`, of which it is the engine to take the accepted states."""
         return self.call.target_verify(
             None,
-            **self.gate,
-            **batch.qkv,
-            a=batch.g.flatten(2),
-            b=batch.beta,
-            ssm_states=pool,
-            cache_indices=slots,
-            query_start_loc=batch.offsets,
-            intermediate_states_buffer=buffer,
-            intermediate_state_indices=torch.arange(len(buffer), dtype=torch.int32, device=pool.device),
-            cache_steps=tokens,
-            retrieve_parent_token=None,
+            **dict(
+                **self.gate,
+                **batch.qkv,
+                a=batch.g.flatten(2),
+                b=batch.beta,
+                ssm_states=pool,
+                cache_indices=slots,
+                query_start_loc=batch.offsets,
+                intermediate_states_buffer=buffer,
+                intermediate_state_indices=torch.arange(len(buffer), dtype=torch.int32, device=pool.device),
+                cache_steps=tokens,
+                retrieve_parent_token=None,
+            ),
         )
 
 
