@@ -64,8 +64,7 @@ class Serving:
         self.read_only = isinstance(layer, SGLang)
         slots = RUNNING * (1 + drafts) + 8
         self.pool = self.model.pool(slots)
-        self.free = [*range(layer.null + 1, slots)]
-        self.random.shuffle(self.free)
+        self.free = [*range(slots - 1, layer.null, -1)]
         self.running: list[Request] = []
         self.checkpoints: list[Checkpoint] = []
         self.finished = self.hits = self.calls = 0
