@@ -16,8 +16,7 @@ import pytest
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations.engine import Engine
 from flashdelta.integrations.seams import Attribute, Seam, Source, differences
-
-from ..support.wheels import wheel
+from flashdelta.testing.engine_kernels import wheel
 
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="make test-integrations: FLASHDELTA_WHEELS is not set")

@@ -1,15 +1,13 @@
 """Engine-shaped calls through the integrations on a GPU: 1,000 rounds of random arrivals, CUDA graphs, and beside the engines'
 own Triton kernels on the same tensors.
 
-The latter want `FLASHDELTA_ENGINES`: a folder made by `python -m tests.support.engine_kernels WHEELS FOLDER`.
+The latter want `FLASHDELTA_ENGINES`: a folder made by `python -m flashdelta.testing.engine_kernels WHEELS FOLDER`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +15,14 @@ import torch
 from torch import Tensor
 
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model, SGLang
+from flashdelta.testing.engine_kernels import ENVIRONMENT, own_functions
+from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model, SGLang, exact_outputs
 from flashdelta.testing.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 
-from ..support.serving import serve, truth
+from ..support.serving import serve
 
 pytestmark = pytest.mark.gpu
 
-FOLDER = os.environ.get("FLASHDELTA_ENGINES")
 ALLOWED, ALLOWED_OF_FEW = 1.1, 1.5
 """Of their error: of many tokens, and of steps of decoding, where chance decides."""
 
@@ -147,18 +145,11 @@ THEIRS = ("Kimi-Linear", "GLM-5.3-Flash, Triton", "Ling-3", "SGLang")
 PACKED = {"8 x 1024": (1024,) * 8, "1 x 8192": (8192,), "six uneven": (3000, 2000, 1500, 1000, 600, 92)}
 
 
-@functools.cache
-def own_functions() -> dict[str, dict[str, Any]]:
-    from ..support.engine_kernels import load
-
-    return load(Path(str(FOLDER)))
-
-
-beside = pytest.mark.skipif(FOLDER is None, reason="FLASHDELTA_ENGINES is not set")
+beside = pytest.mark.skipif(ENVIRONMENT not in os.environ, reason=f"{ENVIRONMENT} is not set")
 
 
 def pair(name: str, model: Model) -> tuple[KimiLinear, KimiLinear]:
-    return LAYERS[name](model), LAYERS[name](model, own_functions()[name], ours=False)
+    return LAYERS[name](model), LAYERS[name](model, own_functions(name), ours=False)
 
 
 def hold(ours: Tensor, theirs: Tensor, exact: Tensor, what: str, allowed: float = ALLOWED) -> None:
@@ -177,7 +168,7 @@ def test_prefill_beside_theirs(name: str, heads: int, kind: str):
     model = Model(heads, 128)
     lengths = PACKED[kind]
     rows, count = model.tokens(sum(lengths)), len(lengths)
-    exact = torch.cat([truth(model, x) for x in rows.split(lengths)])
+    exact = torch.cat([exact_outputs(model, x) for x in rows.split(lengths)])
     found, pools = [], []
     for layer in pair(name, model):
         pool = model.pool(2 * count + 2)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-import flashdelta as fd
-from flashdelta.testing.engines import Batch, KimiLinear, Marks, Model, SGLang
-from flashdelta.testing.oracle import assert_close, float64, same_bits
+from flashdelta.testing.engines import Batch, KimiLinear, Marks, Model, SGLang, exact_outputs
+from flashdelta.testing.oracle import assert_close, same_bits
 
 PIECE, LONGEST, MOST_NEW, RUNNING = 96, 200, 12, 6
 """Tokens of a piece of a prompt, of a prompt and after it, and requests that run at once."""
@@ -44,15 +43,6 @@ class Checkpoint:
 
     rows: Tensor
     slot: int
-
-
-def truth(model: Model, rows: Tensor) -> Tensor:
-    """`[T, H, D]`."""
-    batch = Batch(model, rows, [len(rows)])
-    tensors = float64({**batch.qkv, "g": batch.g, "beta": batch.beta, "A_log": model.A_log, "dt_bias": model.dt_bias})
-    options = {"lower_bound": model.lower_bound, "backend": "reference", "split": False}
-    flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
-    return fd.chunk_kda(**tensors, **options, **flags)[0][0]
 
 
 class Serving:
@@ -117,7 +107,7 @@ class Serving:
 
     def finish(self, request: Request) -> None:
         got = torch.cat(request.outputs)
-        assert_close("o", got, truth(self.model, request.rows)[request.known :], self.tolerance)
+        assert_close("o", got, exact_outputs(self.model, request.rows)[request.known :], self.tolerance)
         self.running.remove(request)
         self.free += request.slots
         self.finished += 1

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import chunk_kda
 from ..integrations import _sglang, _vllm
 from ..integrations.seams import Attribute, Replacement, Seam
 from .cases import BF16, FP32
 from .inputs import Source
+from .oracle import float64
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -57,22 +59,34 @@ class Model:
 
 @dataclass
 class Batch:
-    """Tokens of packed sequences: views of a fused projection, so that rows of all of them are strided."""
+    """Tokens of packed sequences: views of a fused projection, so that rows are strided; those of q, k and v are `dense` where
+    each has a convolution of its own."""
 
     model: Model
     rows: Tensor
     lengths: Sequence[int]
+    dense: bool = False
 
     def __post_init__(self) -> None:
         H, D = self.model.H, self.model.D
         self.mixed, g, beta = self.rows.split([3 * H * D, H * D, H], dim=1)
-        self.q, self.k, self.v = (x.unflatten(1, (H, D))[None] for x in self.mixed.split(H * D, dim=1))
+        parts = self.mixed.split(H * D, dim=1)
+        self.q, self.k, self.v = ((x.contiguous() if self.dense else x).unflatten(1, (H, D))[None] for x in parts)
         self.g, self.beta = g.unflatten(1, (H, D))[None], beta[None]
         self.offsets = self.model.index([0, *self.lengths]).cumsum(0, dtype=torch.int32)
 
     @property
     def qkv(self) -> dict[str, Tensor]:
         return {"q": self.q, "k": self.k, "v": self.v}
+
+
+def exact_outputs(model: Model, rows: Tensor) -> Tensor:
+    """`[T, H, D]` of one new sequence, in float64."""
+    batch = Batch(model, rows, [len(rows)])
+    tensors = float64({**batch.qkv, "g": batch.g, "beta": batch.beta, "A_log": model.A_log, "dt_bias": model.dt_bias})
+    options: dict[str, Any] = {"lower_bound": model.lower_bound, "backend": "reference", "split": False}
+    flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
+    return chunk_kda(**tensors, **options, **flags)[0][0]
 
 
 @dataclass

@@ -1,13 +1,15 @@
-"""The engines' own Triton kernels, taken out of their wheels: `python -m tests.support.engine_kernels WHEELS FOLDER` copies the
-few files that are needed, and `load(FOLDER)` imports them without the engines, whose helpers are stood in for.
+"""The engines' own Triton kernels, taken out of their wheels, and nothing of this project.
 
-Nothing of it is part of this repository.
+`python -m flashdelta.testing.engine_kernels WHEELS FOLDER` downloads the wheels to one folder, if they are not there, and
+copies the few files that are needed to the other. `load` imports those without the engines, whose helpers are stood in for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,9 +23,24 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from flashdelta.integrations import _sglang, _vllm
+from ..integrations import _sglang, _vllm
 
-from .wheels import wheel
+ENVIRONMENT = "FLASHDELTA_ENGINES"
+"""Names the folder."""
+
+PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
+
+
+def wheel(folder: Path, name: str, version: str) -> Path:
+    """The wheel in `folder`, downloaded without what it depends on if it is not there yet."""
+    pattern = f"{name}-{version}-*.whl"
+    if not any(folder.glob(pattern)):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version", "3.12", *(f"--platform={x}" for x in PLATFORMS)]
+        subprocess.run([*command, f"--dest={folder}", f"{name}=={version}"], check=True)
+    return next(folder.glob(pattern))
+
 
 FOLDERS = {
     "vllm": (
@@ -151,6 +168,15 @@ def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
     kernel = SGLangKernel(chunks.chunk_kda, steps.fused_recurrent_kda_packed_decode, gated)
     found["SGLang"] = {name: getattr(kernel, name) for name in ("packed_decode", "extend", "target_verify")}
     return found
+
+
+@functools.cache
+def own_functions(layer: str) -> dict[str, Callable[..., Any]]:
+    """Of a layer of `flashdelta.testing.engines`, from the folder that the environment names."""
+    folder = os.environ.get(ENVIRONMENT)
+    if folder is None:
+        raise ValueError(f"{ENVIRONMENT}: names no folder with the engines' kernels")
+    return load(Path(folder))[layer]
 
 
 def store(state: torch.Tensor, src: torch.Tensor, indices: torch.Tensor) -> None:
