@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashdelta import integrations
+from flashdelta import chunk_kda, integrations, warmup
 from flashdelta.integrations import _sglang, _vllm
+from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
 from flashdelta.integrations.seams import Attribute, Replacement, Seam, differences
@@ -83,7 +84,7 @@ TRACKING = {"clamp", "mul"}
 """Of the numbers of tracked chunks."""
 
 
-NO_CALLS = (_vllm.built, _vllm.built_ling, _sglang.built, _vllm.k3_others, _vllm.ling_forward)
+NO_CALLS = (_vllm.built, _vllm.built_glm, _vllm.built_ling, _sglang.built, _vllm.k3_others, _vllm.ling_forward)
 """Adapters of what is not called for a batch, or on other GPUs, or runs the layer's own code."""
 
 ADAPTERS = {
@@ -395,36 +396,68 @@ def test_an_installed_engine_is_what_was_read(name: str):
 # ---- kernels of a layer -----------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_warmed_once_each_kind(monkeypatch: pytest.MonkeyPatch):
-    """With what their calls pass, as `warmup` takes it."""
-    calls: list[tuple] = []
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
+    """Operators and options, which are called as they are but for sizes and dtypes."""
+    calls: list[tuple[str, dict]] = []
 
     def warm(op: Any, **options: Any) -> None:
         calls.append((op.__name__, options))
-        device = {"head_dims": [(32, 32)], "device": "cpu", "dtype": FP32, "beta_dtype": FP32, "g_dtype": FP32}
-        _vllm_warmup(op, **options | device)
+        small = {"head_dims": [(32, 32)], "device": "cpu", "dtype": FP32, "beta_dtype": FP32, "g_dtype": FP32}
+        warmup(op, **options | small)
 
-    from flashdelta import warmup as _vllm_warmup
-
-    monkeypatch.setattr(_vllm, "warmup", warm)
+    monkeypatch.setattr(engine_module, "warmup", warm)
     monkeypatch.setattr(_vllm, "_warmed", set())
+    _sglang.warm.cache_clear()
+    return calls
+
+
+def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     base = {"head_dim": 128, "model_config": SimpleNamespace(dtype=BF16), "get_state_dtype": lambda: (BF16, FP32)}
     kimi = SimpleNamespace(**base, gate_lower_bound=None, num_spec=0)
     k3 = SimpleNamespace(**base, gate_lower_bound=-5.0, num_spec=3, _checkpoint_exporter=object())
+    glm, triton = (
+        SimpleNamespace(**base, kda_lower_bound=-5.0, num_spec=0, _checkpoint_exporter=x) for x in (object(), None)
+    )
     ling = SimpleNamespace(**base, lower_bound=-5.0, safe_gate=True, num_speculative_tokens=0)
-    for layer, built in ((kimi, _vllm.built), (k3, _vllm.built), (ling, _vllm.built_ling)):
-        for _ in range(2):
-            built(lambda **call: None, {"self": layer})
-    assert [name for name, _ in calls] == ["chunk_kda", "recurrent_kda"] * 3
-    gates = [(options["gate"], options["lower_bound"]) for _, options in calls[::2]]
-    assert gates == [("softplus", None), ("lower_bound", -5.0), ("none", None)]
-    assert calls[4][1]["safe_gate"] and calls[2][1]["checkpoint_states"] == (False, True)
-    assert calls[3][1]["speculative"] and not calls[1][1]["speculative"]
+    built = {_vllm.built: (kimi, k3), _vllm.built_glm: (glm, triton), _vllm.built_ling: (ling,)}
+    for each, layers in built.items():
+        for layer in (*layers, *layers):
+            each(lambda **call: None, {"self": layer})
+    assert [name for name, _ in warmed] == ["chunk_kda", "recurrent_kda"] * 5
+    prefills, steps = ([options for _, options in warmed[i::2]] for i in (0, 1))
+    gates = [(options["gate"], options["lower_bound"]) for options in prefills]
+    assert gates == [("softplus", None), *[("lower_bound", -5.0)] * 3, ("none", None)]
+    assert prefills[1]["checkpoint_states"] == prefills[2]["checkpoints"] == (False, True)
+    assert prefills[3]["use_beta_sigmoid_in_kernel"] is False and "use_beta_sigmoid_in_kernel" not in steps[3]
+    assert prefills[4]["safe_gate"] and [options["speculative"] for options in steps] == [False, True, *[False] * 3]
 
 
-def test_nothing_is_warmed_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_sglangs_backend_warms_the_gates_of_its_model(warmed: list):
+    layers = [SimpleNamespace(lower_bound=x, conv_weights=None) for x in (None, None, -5.0)]
+    model = SimpleNamespace(modules=lambda: [*layers, object()])
+
+    class Pool(SimpleNamespace):
+        shape, dtype, is_cuda, device = torch.Size((2, 9, 4, 128, 128)), FP32, True, torch.device("cuda", 0)
+
+    cache = SimpleNamespace(temporal=Pool(), intermediate_ssm=torch.zeros(1))
+    pools = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
+    runner = SimpleNamespace(model=model, dtype=BF16, req_to_token_pool=pools)
+    for _ in range(2):
+        _sglang.built(lambda **call: None, {"self": None, "model_runner": runner})
+    assert sorted((name, options["gate"]) for name, options in warmed) == [
+        (name, gate) for name in ("chunk_kda", "recurrent_kda") for gate in ("lower_bound", "softplus")
+    ]
+    assert all(options["speculative"] for name, options in warmed if name == "recurrent_kda")
+
+
+def test_what_ours_refuse_is_not_warmed(monkeypatch: pytest.MonkeyPatch):
+    """And the engine starts."""
+    engine_module.warm_up(chunk_kda, head_dims=[(48, 48)], device="cpu")
+    with pytest.raises(TypeError):
+        engine_module.warm_up(chunk_kda, strange=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_vllm, "warmup", None)
-    _vllm.warm(SimpleNamespace(), True, None, 0)
+    monkeypatch.setattr(_vllm, "warm_up", None)
+    _vllm.warm(SimpleNamespace(), {}, 0, {})

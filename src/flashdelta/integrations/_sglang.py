@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import chunk_kda, recurrent_kda, warmup
-from .engine import Engine, first_rows, runs
+from .. import chunk_kda, recurrent_kda
+from .engine import Engine, first_rows, runs, warm_up
 from .seams import Attribute, Seam
 
 Theirs = Callable[..., Any]
@@ -148,9 +148,8 @@ def warm(
         "device": device,
     }
     tracks = {"checkpoint_states": (False, True), "checkpoint_dtype": torch.float32}
-    with torch.inference_mode():
-        warmup(chunk_kda, **options, packed=(True,), state_pool=(True,), has_initial_state=(False,), **tracks)
-        warmup(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec)
+    warm_up(chunk_kda, **options, packed=(True,), state_pool=(True,), has_initial_state=(False,), **tracks)
+    warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec)
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import chunk_kda, recurrent_kda, warmup
-from .engine import Engine, first_rows, runs
+from .. import chunk_kda, recurrent_kda
+from .engine import Engine, first_rows, runs, warm_up
 from .seams import Seam
 
 Theirs = Callable[..., Any]
@@ -270,10 +270,14 @@ def glm_step(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
 
 def ling_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
     """Its gate is applied before the call."""
-    bound = call.get("lower_bound")
-    safe = bool(call.get("safe_gate")) and bound is not None and bound >= -5.0
-    o = prefill(call, "g", "beta", False, {"safe_gate": safe} | norm(call, False))
+    safe = {"safe_gate": is_safe(call.get("safe_gate"), call.get("lower_bound"))}
+    o = prefill(call, "g", "beta", False, safe | norm(call, False))
     return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+
+
+def is_safe(safe_gate: bool | None, lower_bound: float | None) -> bool:
+    """Whether no decay is below what `chunk_kda` takes a promise for."""
+    return bool(safe_gate) and lower_bound is not None and lower_bound >= -5.0
 
 
 def ling_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
@@ -291,48 +295,58 @@ def ling_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
 _warmed: set[tuple] = set()
 
 
-def warm(layer: Any, gated: bool, lower_bound: float | None, spec: int) -> None:
+def warm(layer: Any, gate: Arguments, spec: int, prefill: Arguments) -> None:
     """Compiles what the layer's calls need, once a process: vLLM measures memory and captures graphs before the first prefill.
-    Without a GPU there is nothing to compile."""
+    Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
     if not torch.cuda.is_available():
         return
-    dtype, state_dtype, wide = layer.model_config.dtype, layer.get_state_dtype()[1], torch.float32
-    kind = (layer.head_dim, dtype, state_dtype, gated, lower_bound, spec > 0, torch.cuda.current_device())
-    if kind in _warmed:
-        return
-    _warmed.add(kind)
-    options = {
-        "head_dims": [(layer.head_dim, layer.head_dim)],
-        "dtype": dtype,
-        "g_dtype": dtype if gated else wide,
-        "beta_dtype": dtype if gated else wide,
-        "state_dtype": state_dtype,
-        "gate": "none" if not gated else "softplus" if lower_bound is None else "lower_bound",
-        "lower_bound": lower_bound if gated else None,
-        "use_beta_sigmoid_in_kernel": gated,
+    options: Arguments = {
+        "head_dims": ((layer.head_dim, layer.head_dim),),
+        "dtype": layer.model_config.dtype,
+        "state_dtype": layer.get_state_dtype()[1],
         "state_v_first": True,
         "device": torch.device("cuda", torch.cuda.current_device()),
+        **gate,
     }
-    with torch.inference_mode():
-        marks = (False, True) if getattr(layer, "_checkpoint_exporter", None) is not None else (False,)
-        pool = {"packed": (True,), "state_pool": (True,), "has_initial_state": (gated,), "checkpoint_states": marks}
-        safe = not gated and lower_bound is not None
-        warmup(chunk_kda, **options, **pool, safe_gate=safe)
-        warmup(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec > 0)
+    kind = (*options.items(), spec > 0, *prefill.items())
+    if kind not in _warmed:
+        _warmed.add(kind)
+        warm_up(
+            chunk_kda, **{**options, "packed": (True,), "state_pool": (True,), "has_initial_state": (True,), **prefill}
+        )
+        warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec > 0)
 
 
 def built(theirs: Theirs, call: Arguments) -> None:
-    """Of Kimi-Linear, Kimi-K3 and GLM."""
+    """Of Kimi-Linear and Kimi-K3, with a buffer for checkpoints where FlashKDA would run."""
+    theirs(**call)
+    layer, bound = call["self"], call["self"].gate_lower_bound
+    marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
+    warm(layer, {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}, layer.num_spec, marks)
+
+
+def built_glm(theirs: Theirs, call: Arguments) -> None:
+    """Where FlashKDA would not run, prefills get beta ready-made."""
     theirs(**call)
     layer = call["self"]
-    bound = layer.kda_lower_bound if hasattr(layer, "kda_lower_bound") else layer.gate_lower_bound
-    warm(layer, True, bound, layer.num_spec)
+    ready = {"beta_dtype": torch.float32, "use_beta_sigmoid_in_kernel": False}
+    prefill = {"checkpoints": (False, True)} if layer._checkpoint_exporter is not None else ready
+    warm(layer, {"gate": "lower_bound", "lower_bound": layer.kda_lower_bound}, layer.num_spec, prefill)
 
 
 def built_ling(theirs: Theirs, call: Arguments) -> None:
+    """Its gate and beta come ready-made."""
     theirs(**call)
-    layer = call["self"]
-    warm(layer, False, layer.lower_bound if layer.safe_gate else None, layer.num_speculative_tokens)
+    layer, wide = call["self"], torch.float32
+    gate = {
+        "gate": "none",
+        "lower_bound": None,
+        "use_beta_sigmoid_in_kernel": False,
+        "g_dtype": wide,
+        "beta_dtype": wide,
+    }
+    flags = {"has_initial_state": (False,), "safe_gate": is_safe(layer.safe_gate, layer.lower_bound)}
+    warm(layer, gate, layer.num_speculative_tokens, flags)
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------
@@ -378,7 +392,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(GLM, "Glm5NextLinearAttention._flashkda_prefill", glm_flash_prefill, GLM_FLASH),
     Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", None, """self checkpoint raw_qkv conv_state cu_seqlens
         recurrent_checkpoint recurrent_state recurrent_rows token_indices"""),
-    Seam(GLM, "Glm5NextLinearAttention.__init__", built, CONFIG),
+    Seam(GLM, "Glm5NextLinearAttention.__init__", built_glm, CONFIG),
     Seam(LING, "chunk_kda", ling_prefill, f"q k v g beta {STATES} use_qk_l2norm_in_kernel cu_seqlens", SHARED_KERNELS,
          "safe_gate lower_bound"),
     Seam(LING, "fused_recurrent_kda", ling_decode, GLM_STEP, SHARED_KERNELS, "safe_gate lower_bound"),

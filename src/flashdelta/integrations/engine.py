@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.supports import supports
+from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
 from .seams import Attribute, Seam, by_module, differences
@@ -114,6 +116,12 @@ def runs(op: Callable[..., Any], call: dict[str, Any]) -> bool:
     and takes microseconds."""
     support = supports(op, **call)
     return support.ok and (support.backend != "reference" or next(iter(call.values())).is_cpu)
+
+
+def warm_up(op: Callable[..., Any], **options: Any) -> None:
+    """`warmup`, but for calls that ours refuse, which stay the engine's. Engines build layers with gradients enabled."""
+    with torch.inference_mode(), contextlib.suppress(ValueError):
+        warmup(op, **options)
 
 
 _rows: dict[torch.device, Tensor] = {}

@@ -107,8 +107,8 @@ def warmup(
             allow_neg_eigval=allow_neg_eigval,
             lower_bound=lower_bound,
             state_v_first=state_v_first,
-            A_log=make(H) if parametric else None,
-            dt_bias=make(H, K) if dt_bias and parametric else None,
+            A_log=make(H, dtype=torch.float32) if parametric else None,
+            dt_bias=make(H, K, dtype=torch.float32) if dt_bias and parametric else None,
             gate=gate,
             backend=backend,
         )
