@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import chunk_kda, recurrent_kda
 from .engine import Engine, first_rows, runs, warm_up
-from .seams import Seam
+from .seams import Seam, Statement
 
 Theirs = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -56,11 +56,59 @@ class Slots:
         return NotImplemented
 
 
+class Final:
+    """Kimi-K3's buffer for the states after a prefill, which it stores in their slots itself where there are checkpoints. Once
+    they are there (`stored`), that does nothing."""
+
+    def __init__(self, states: Tensor):
+        self.states, self.stored = states, False
+
+    def __getitem__(self, key: Any) -> Final:
+        return Final(self.states[key])
+
+    def to(self, dtype: torch.dtype) -> Final:
+        """They have the pool's."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Theirs, types: object, arguments: tuple, named: dict | None = None) -> Any:
+        """`pool[indices] = final`."""
+        if function is not Tensor.__setitem__ or not isinstance(arguments[2], Final):
+            return NotImplemented
+        pool, indices, final = arguments
+        if not final.stored:
+            pool[indices] = final.states
+        return None
+
+
+class Workspace:
+    """vLLM's manager of workspaces, for Kimi-K3."""
+
+    def __init__(self, manager: Any):
+        self.manager = manager
+
+    def get_simultaneous(self, *specs: Any) -> list[Any]:
+        found = [*self.manager.get_simultaneous(*specs)]
+        return found if len(found) != FLASH_KDA_BUFFERS else [found[0], Final(found[1]), *found[2:]]
+
+
+FLASH_KDA_BUFFERS = 4
+"""Outputs, final states, checkpoints, and FlashKDA's workspace."""
+
+
+def workspace_manager(theirs: Theirs, call: Arguments) -> Workspace:
+    return Workspace(theirs())
+
+
 def gathered(call: Arguments) -> Arguments:
-    """The call with states for slots."""
-    return {
-        name: x.gather() if isinstance(x, Slots) else x.states if isinstance(x, Pool) else x for name, x in call.items()
-    }
+    """The call with tensors for what stands for them."""
+    found = dict(call)
+    for name, x in call.items():
+        if isinstance(x, Slots):
+            found[name] = x.gather()
+        elif isinstance(x, (Pool, Final)):
+            found[name] = x.states
+    return found
 
 
 def gather_initial_states(theirs: Theirs, call: Arguments) -> Slots:
@@ -222,10 +270,17 @@ def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments
 
 
 def k3_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    """In place of FlashKDA, whose buffers for states and workspace it does not use."""
-    marks = with_checkpoints(call.get("checkpoint_offsets"), call.get("checkpoint_state"))
-    o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
-    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+    """In place of FlashKDA, whose workspace it does not use."""
+    final, offsets = call["final_state"], call.get("checkpoint_offsets")
+    marks = with_checkpoints(offsets, call.get("checkpoint_state"))
+    o = None
+    if offsets is None or isinstance(final, Final):
+        o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
+    if o is None:
+        return theirs(**gathered(call))
+    if offsets is not None:
+        final.stored = True
+    return o, call["initial_state"]
 
 
 def k3_others(theirs: Theirs, call: Arguments) -> Any:
@@ -372,7 +427,26 @@ FLASH_KDA = "q k v g beta A_log dt_bias lower_bound initial_state cu_seqlens out
 FLASH_INFER = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order prefill_workspace"
 GLM_FLASH = "self q k v g beta initial_state cu_seqlens out checkpoint raw_qkv conv_state recurrent_state"
 
-SEAMS: tuple[Seam, ...] = (
+STORED = "non_spec_state_indices_tensor"
+K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
+K3_STATES = "last_recurrent_state.to(recurrent_state.dtype)"
+
+STATEMENTS = (
+    Statement(KIMI_LINEAR, "KimiGatedDeltaNetAttention._forward", f"recurrent_state[{STORED}] = last_recurrent_state"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"recurrent_state[{STORED}] = {K3_STATES}"),
+    Statement(
+        KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("
+    ),
+    Statement(
+        GLM, "Glm5NextLinearAttention._forward", f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"
+    ),
+    Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "= recurrent_state_active[state_indices].contiguous()"),
+    Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "recurrent_state_active[state_indices] = last_state"),
+)
+"""What becomes of states, which `Slots`, `Final` and `Pool` stand for."""
+
+SEAMS: tuple[Seam | Statement, ...] = (
+    *STATEMENTS,
     Seam(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", kimi_decode, """mixed_qkv raw_g raw_beta A_log dt_bias lower_bound
         initial_state state_indices scale out"""),
     Seam(KIMI_KERNELS, "fused_recurrent_kda", kimi_verify, f"{KIMI_STEP} out fuse_gate"),
@@ -380,6 +454,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(KIMI_LINEAR, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
     Seam(KIMI_LINEAR, "KimiGatedDeltaNetAttention.__init__", built, CONFIG),
     Seam(KIMI_K3, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
+    Seam(KIMI_K3, "current_workspace_manager", workspace_manager, "", "vllm.v1.worker.workspace"),
     Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"{FLASH_KDA} final_state workspace checkpoint_state checkpoint_offsets"),
     Seam(KIMI_K3, "_flashinfer_kda_prefill", k3_others, FLASH_INFER),
     Seam(KIMI_K3, "KimiK3DeltaAttention.__init__", built, f"{CONFIG} aux_stream run_gemm_rs_ar"),

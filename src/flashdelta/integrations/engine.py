@@ -20,7 +20,7 @@ from ..runtime.supports import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
-from .seams import Attribute, Seam, by_module, differences
+from .seams import AnySeam, by_module, differences
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Engine:
     name: str
     environment: str
     read: tuple[str, ...]
-    seams: Sequence[Seam | Attribute]
+    seams: Sequence[AnySeam]
     replaces: str
     patches: Patches = field(default_factory=Patches)
     enabled: bool = False
@@ -73,7 +73,7 @@ class Engine:
         self.patches.restore()
         self.enabled = False
 
-    def _patch(self, seams: Sequence[Seam | Attribute], module: ModuleType) -> None:
+    def _patch(self, seams: Sequence[AnySeam], module: ModuleType) -> None:
         for seam in seams:
             seam.patch(self.patches, module)
 

@@ -54,6 +54,21 @@ class Attribute:
         patches.add(getattr(module, owner), name, self.value)
 
 
+@dataclass(frozen=True)
+class Statement:
+    """Code that a function of the engine must have for a seam to do what it should, as `ast.unparse` writes it."""
+
+    module: str
+    name: str
+    text: str
+
+    def patch(self, patches: Patches, module: ModuleType) -> None:
+        """Nothing."""
+
+
+AnySeam = Seam | Attribute | Statement
+
+
 class Replacement:
     """Stands for a function or method of the engine, whose other attributes it keeps."""
 
@@ -123,9 +138,12 @@ class Source:
                 base = resolve_name("." * node.level + (node.module or ""), package)
                 yield from ((base, alias.name) for alias in node.names if alias.asname in (None, alias.name))
 
-    def difference(self, seam: Seam | Attribute) -> str | None:
+    def difference(self, seam: AnySeam) -> str | None:
         """How the source differs from what the seam was written for."""
         module, path = seam.module, f"{seam.module}.{seam.name}"
+        if isinstance(seam, Statement):
+            found = self.definition(module, seam.name)
+            return None if found is not None and seam.text in ast.unparse(found) else f"{path} lacks {seam.text}"
         if isinstance(seam, Attribute):
             return None if self.definition(module, seam.name.split(".")[0]) else f"no {path.rpartition('.')[0]}"
         if seam.source is not None:
@@ -147,14 +165,14 @@ class Source:
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
-def differences(seams: Sequence[Seam | Attribute], root: Path | Any) -> list[str]:
+def differences(seams: Sequence[AnySeam], root: Path | Any) -> list[str]:
     """Of the package in folder `root` from what the seams were written for."""
     source = Source(root)
     return [difference for seam in seams if (difference := source.difference(seam)) is not None]
 
 
-def by_module(seams: Sequence[Seam | Attribute]) -> Mapping[str, list[Seam | Attribute]]:
-    found: dict[str, list[Seam | Attribute]] = {}
+def by_module(seams: Sequence[AnySeam]) -> Mapping[str, list[AnySeam]]:
+    found: dict[str, list[AnySeam]] = {}
     for seam in seams:
         found.setdefault(seam.module, []).append(seam)
     return found

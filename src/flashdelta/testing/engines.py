@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import chunk_kda
 from ..integrations import _sglang, _vllm
-from ..integrations.seams import Attribute, Replacement, Seam
+from ..integrations.seams import AnySeam, Replacement, Seam
 from .cases import BF16, FP32
 from .inputs import Source
 from .oracle import float64
@@ -101,7 +101,7 @@ def own(**named: Any) -> Any:
     raise AssertionError("the call stayed the engine's")
 
 
-def adapted(seams: Sequence[Seam | Attribute], modules: Sequence[str], theirs: Functions | None = None) -> Functions:
+def adapted(seams: Sequence[AnySeam], modules: Sequence[str], theirs: Functions | None = None) -> Functions:
     """The functions of an integration in place of the engine's, by name."""
     found = {}
     for seam in seams:
@@ -177,32 +177,43 @@ class KimiLinear:
 
 
 class KimiK3(KimiLinear):
-    """vLLM's Kimi-K3, whose prefill is FlashKDA's."""
+    """vLLM's Kimi-K3, whose prefill is FlashKDA's, into buffers of vLLM's. Those are full of NaN here."""
 
     modules = (_vllm.KIMI_KERNELS, _vllm.KIMI_K3)
     aligned = 16
 
+    def adapted(self, theirs: Functions | None) -> Functions:
+        return super().adapted({"current_workspace_manager": lambda: self, **(theirs or {})})
+
+    def get_simultaneous(self, *shapes: Sequence[int]) -> list[Tensor]:
+        """As vLLM's manager of workspaces."""
+        return [torch.full(shape, torch.nan, dtype=self.model.state, device=self.model.device) for shape in shapes]
+
     def prefill(self, batch: Batch, pool: Tensor, slots: Tensor, flags: Tensor, marks: Marks | None = None) -> Tensor:
         states = self.call.gather_initial_states(pool, slots, flags)
-        saved = None if marks is None else pool.new_full(states.shape, torch.nan)
-        o, last = self.call._flashkda_prefill(
-            **dict(
-                **batch.qkv,
-                g=batch.g,
-                beta=batch.beta,
-                **self.gate,
-                initial_state=states,
-                cu_seqlens=batch.offsets,
-                out=torch.full_like(batch.v, torch.nan),
-                final_state=pool.new_empty(0),
-                workspace=pool.new_empty(0),
-                checkpoint_state=saved,
-                checkpoint_offsets=None if marks is None else self.model.index(marks.offsets),
-            )
+        shapes = (batch.v.shape, *[(len(slots) + 2, *pool.shape[1:])] * 2, (1,))
+        _, final, saved, workspace = self.call.current_workspace_manager().get_simultaneous(*shapes)
+        final, saved = final[: states.shape[0]], saved[: states.shape[0]]
+        given = dict(
+            **batch.qkv,
+            g=batch.g,
+            beta=batch.beta,
+            **self.gate,
+            initial_state=states,
+            cu_seqlens=batch.offsets,
+            out=torch.full_like(batch.v, torch.nan),
+            final_state=final,
+            workspace=workspace,
         )
-        for row, offset in enumerate(marks.offsets if marks is not None else ()):
-            if offset > 0:
-                pool[marks.slots[row]] = saved[row]
+        if marks is None:
+            o, last = self.call._flashkda_prefill(**given)
+        else:
+            offsets = self.model.index(marks.offsets)
+            o, _ = self.call._flashkda_prefill(**given, checkpoint_state=saved, checkpoint_offsets=offsets)
+            last = final
+            for row, offset in enumerate(marks.offsets):
+                if offset > 0:
+                    pool[marks.slots[row]] = saved[row]
         pool[slots] = last.to(pool.dtype)
         return o
 
@@ -309,7 +320,7 @@ class Ling(KimiLinear):
             found.append(run(states[..., : self.model.D]))
 
         layer = SimpleNamespace(kv_cache=(pool, pool))
-        forward = next(seam for seam in _vllm.SEAMS if seam.name.endswith("._forward"))
+        forward = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.name.endswith("._forward"))
         ours = "_forward" in vars(self.call)
         arguments = dict.fromkeys(forward.parameters.split()) | {"self": layer}
         (Replacement(forward.adapter, forward, theirs) if ours and forward.adapter else theirs)(**arguments)
