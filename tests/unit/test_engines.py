@@ -188,6 +188,25 @@ def test_what_no_kernel_runs_stays_the_engines(make: type[KimiLinear], monkeypat
     assert len(reached) > before
 
 
+def test_what_flash_kda_writes_is_stored(monkeypatch: pytest.MonkeyPatch):
+    """Where it runs: Kimi-K3 then takes the final states from a buffer of its own."""
+    monkeypatch.setattr(_vllm, "runs", lambda op, call: False)
+
+    def flash_kda(**call: Any) -> tuple:
+        assert call["initial_state"].shape == (2, 2, 32, 32)
+        call["checkpoint_state"].fill_(8)
+        return call["out"].zero_(), call["final_state"].fill_(7)
+
+    def gather(**call: Any) -> torch.Tensor:
+        return call["state"][call["indices"]]
+
+    model = small()
+    layer = LAYERS["Kimi-K3"](model, {"_flashkda_prefill": flash_kda, "gather_initial_states": gather})
+    pool, flags = model.pool(8), torch.tensor([True, False])
+    layer.prefill(Batch(model, model.tokens(140), [100, 40]), pool, model.index([3, 5]), flags, Marks([64, 0], [6, 0]))
+    assert all(pool[slot].eq(number).all() for slot, number in ((3, 7), (5, 7), (6, 8)))
+
+
 LEFT = {
     "ring": ("packed_decode", {"replayssm_d": torch.zeros(1), "lower_bound": None}),
     "tree": ("target_verify", {"retrieve_parent_token": torch.zeros(1)}),
