@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +66,9 @@ class Watch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        others = [finder for finder in sys.meta_path if not isinstance(finder, Watch)]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
         spec.loader = PatchingLoader(spec.loader, self.patch)
