@@ -32,10 +32,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full record gate compile-all gpu-test fuzz lint format bench clean
+.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz lint format bench clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## let a small KDA model write, on this machine
 	@$(BIN)/flashdelta demo
@@ -49,6 +49,9 @@ test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all that needs no GPU: unit tests
 test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every kernel interpreted and compiled, changed or not
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
 	@$(MAKE) compile-all
+
+test-integrations: $(STAMP) ## hold the integrations of vLLM and SGLang to their wheels (downloads 400 MB)
+	@FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels $(BIN)/python -m pytest -q tests/contract
 
 record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
 	@$(BIN)/python -m tests.compile record

@@ -122,7 +122,7 @@ def fla_utilities(monkeypatch):
 
 RESULTS_FILES = sorted(pages.RESULTS.glob("*.json"))
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
-UNMEASURED = {"models": "", "shards": "", "decode": "verify "}
+UNMEASURED = {"models": "", "shards": "", "engines": "", "decode": "verify "}
 """Rows without a result yet: how their names begin, by benchmark."""
 
 

@@ -76,11 +76,16 @@ def test_doctor_json():
 
 def test_doctor_lists_integrations(monkeypatch):
     from flashdelta.integrations import _fla
+    from flashdelta.integrations.engine import Engine
 
     monkeypatch.setattr(_fla, "version", lambda: None)
-    (found,) = json.loads(run("doctor", "--device", "cpu", "--json").stdout)["integrations"]
-    assert (found["name"], found["state"], found["version"]) == ("fla", "not installed", None)
-    assert "integration fla: not installed; pip install" in run("doctor", "--device", "cpu").stdout
+    monkeypatch.setattr(Engine, "version", lambda engine: None)
+    rows = json.loads(run("doctor", "--device", "cpu", "--json").stdout)["integrations"]
+    assert [(row["name"], row["state"], row["version"]) for row in rows] == [
+        (name, "not installed", None) for name in ("fla", "vllm", "sglang")
+    ]
+    text = run("doctor", "--device", "cpu").stdout
+    assert all(f"integration {name}: not installed; pip install" in text for name in ("fla", "vllm", "sglang"))
 
 
 def test_doctor_says_why_a_backend_cannot_run():

@@ -400,11 +400,10 @@ def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_importing_the_package_imports_no_framework():
-    code = (
-        "import sys, flashdelta, flashdelta.integrations as i; print({'fla', 'transformers'} & {*sys.modules}, i.NAMES)"
-    )
+    frameworks = "{'fla', 'transformers', 'vllm', 'sglang'}"
+    code = f"import sys, flashdelta, flashdelta.integrations as i; print({frameworks} & {{*sys.modules}}, i.NAMES)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "set() ('fla',)\n"
+    assert found.stdout == "set() ('fla', 'vllm', 'sglang')\n"
 
 
 # ---- models -------------------------------------------------------------------------------------------------------------

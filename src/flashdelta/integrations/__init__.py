@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-NAMES = ("fla",)
+NAMES = ("fla", "vllm", "sglang")
 
 State = Literal["active", "possible", "off", "not installed", "unknown version"]
 
@@ -26,6 +26,6 @@ class Status:
 
 
 def status(name: str) -> Status:
-    """Where the integration stands in this process. Imports the framework, if there is one, and turns nothing on."""
+    """Where the integration stands in this process. Imports FLA for its own, if it is there, and turns nothing on."""
     found: Status = import_module(f"{__name__}._{name}").status()
     return found

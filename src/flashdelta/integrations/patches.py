@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
+
+ABSENT = object()
+"""Stands for an attribute that was not there."""
 
 
 class Patches:
@@ -11,15 +18,68 @@ class Patches:
 
     def __init__(self) -> None:
         self.replaced: list[tuple[ModuleType | type, str, Any, Any]] = []
+        self.watches: list[Watch] = []
 
     def set(self, module: ModuleType | type, name: str, value: object) -> None:
         """Replaces `name`, which must be the module's or the class's own."""
-        self.replaced.append((module, name, vars(module)[name], value))
+        self._set(module, name, vars(module)[name], value)
+
+    def add(self, module: ModuleType | type, name: str, value: object) -> None:
+        """Sets `name`, which may be inherited or new."""
+        self._set(module, name, vars(module).get(name, ABSENT), value)
+
+    def _set(self, module: ModuleType | type, name: str, before: object, value: object) -> None:
+        self.replaced.append((module, name, before, value))
         setattr(module, name, value)
+
+    def when_imported(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        """Calls `patch(module)` once the module of that name is imported: at once if it is."""
+        if name in sys.modules:
+            patch(sys.modules[name])
+        else:
+            self.watches.append(Watch(name, patch))
+            sys.meta_path.insert(0, self.watches[-1])
 
     def restore(self) -> None:
         """Puts back what is still ours; what somebody else has replaced since is left as it is."""
+        for watch in self.watches:
+            sys.meta_path.remove(watch)
+        self.watches.clear()
         while self.replaced:
             module, name, before, ours = self.replaced.pop()
-            if vars(module).get(name) is ours:
+            if vars(module).get(name) is not ours:
+                continue
+            if before is ABSENT:
+                delattr(module, name)
+            else:
                 setattr(module, name, before)
+
+
+class Watch(MetaPathFinder):
+    """Finds a module of Python source as usual, and has it patched as soon as its code has run."""
+
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]):
+        self.name, self.patch = name, patch
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        others = [finder for finder in sys.meta_path if not isinstance(finder, Watch)]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        spec.loader = PatchingLoader(spec.loader, self.patch)
+        return spec
+
+
+class PatchingLoader(SourceFileLoader):
+    def __init__(self, loader: SourceFileLoader, patch: Callable[[ModuleType], None]):
+        super().__init__(loader.name, str(loader.path))
+        self.patch = patch
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        self.patch(module)

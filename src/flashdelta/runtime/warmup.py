@@ -41,6 +41,7 @@ def warmup(
     use_qk_l2norm_in_kernel: bool = True,
     use_beta_sigmoid_in_kernel: bool = True,
     allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
     state_v_first: bool = False,
     device: torch.device | str = "cuda",
     backend: str = "auto",
@@ -68,6 +69,7 @@ def warmup(
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
         speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
         dt_bias: whether calls with a gate that reads one pass one.
+        safe_gate: as in `chunk_kda`; other operators have none.
         device: where to run. On a CPU the calls run, but nothing is compiled.
         The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
@@ -100,12 +102,13 @@ def warmup(
             make(B, T, H, dtype=beta_dtype or dtype),
             **states,
             **{logit: use_beta_sigmoid_in_kernel},
+            **({"safe_gate": safe_gate} if kind == "chunk" else {}),
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
             lower_bound=lower_bound,
             state_v_first=state_v_first,
-            A_log=make(H) if parametric else None,
-            dt_bias=make(H, K) if dt_bias and parametric else None,
+            A_log=make(H, dtype=torch.float32) if parametric else None,
+            dt_bias=make(H, K, dtype=torch.float32) if dt_bias and parametric else None,
             gate=gate,
             backend=backend,
         )

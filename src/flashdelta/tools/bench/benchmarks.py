@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import contenders, models, startup, workloads
+from . import contenders, models, serving, startup, workloads
 from .runner import Benchmark
 from .timing import Effort, float32_ceilings
 from .workloads import quotient, value, with_gates
@@ -157,6 +157,16 @@ BENCHMARKS = {
             derive=models_extra,
             grad=models.session,
             options=("json", "rows", "fla", "no_fla", "quick", "repeats", "device", "wide"),
+        ),
+        Benchmark(
+            "engines",
+            "Time layers of vLLM and SGLang on flashdelta and on the engines' own Triton kernels",
+            workloads.SERVED,
+            serving.served,
+            effort=Effort(rounds=20),
+            over={"engine_ratio": ("engine", "ours")},
+            peers=("engine",),
+            options=("json", "rows", "repeats", "device", "wide"),
         ),
         Benchmark(
             "startup",

@@ -119,6 +119,7 @@ PEERS = {
     "flash_kda": ("flash_kda", "fwd"),
     "cula": ("cula.kda", "kda_prefill_hopper"),
     "cudnn": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
+    "engine": ("flashdelta.testing.engine_kernels", "own_functions"),
 }
 """Module and function. FLA's public decode takes no indices of states, so its launcher is called."""
 
@@ -131,6 +132,7 @@ TITLES = {
     "cudnn": "cuDNN",
     "cudnn_ready": "cuDNN ready",
     "cudnn_cute": "cuDNN CuTe",
+    "engine": "engine",
     "whole": "whole",
     "c": "C library",
 }

@@ -352,6 +352,23 @@ MODELS = View(
     summary=models_summary,
 )
 
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+ENGINES = View(
+    (
+        OURS,
+        Column("engine ms", "engine.ms.median"),
+        Column("ratio", "engine_ratio", "x"),
+        Column("sustained", "engine.sustained_ms/ours.sustained_ms", "x"),
+        *FLOOR,
+        *errors_of(("ours", "engine"), ("o",)),
+        BOUND,
+        MET,
+    ),
+    titles=(("engine", "engine"),),
+    ratios=(("engine/ours", "engine_ratio"),),
+)
+
 # ---- startup, toolchains ---------------------------------------------------------------------------------------------
 
 STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
@@ -406,6 +423,7 @@ VIEWS = {
     "wy": WY,
     "fp32": FP32,
     "models": MODELS,
+    "engines": ENGINES,
     "startup": STARTUP,
     "toolchains": TOOLCHAINS,
 }

@@ -83,6 +83,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] =
     "C": ("C <= {:g} x Python", lambda row, other: value(row, "c.ms.median/ours.ms.median")),
     "C host": ("C call <= {:g} us", lambda row, other: value(row, "c.host_us")),
     "seconds": ("<= {:g} s", lambda row, other: value(row, "seconds")),
+    "engine": (">= {:g}x the engine's own", lambda row, other: value(row, "engine_ratio")),
 }
 """How a bound reads, and what it is on: from the row, and from the other one that the bound names."""
 
@@ -500,3 +501,46 @@ MODELS = tuple(
     for part, bound in (("block", 1.0), ("KDA", must))
 )
 """28 rows: 2 frameworks x 7 steps x 2 parts, a KDA part after its block."""
+
+# ---- layers of engines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served(Case):
+    """Calls of an engine's layer, one of `testing/engines.py`: a prefill of packed prompts, or a step of decoding for as many
+    sequences as it has `lengths` of one token."""
+
+    layer: str
+    step: str
+    K: int = 128
+    V: int = 128
+
+
+ENGINES = {"Kimi-Linear": UNBOUNDED, "SGLang": BOUNDED}
+"""Layers, each with a gate of the models that it serves."""
+
+PROMPTS = {"8 x 1024": (1024,) * 8, "1 x 8192": (8192,), "6 uneven": UNEVEN}
+ENGINE_BATCHES = (32, 128)
+MUST_DECODE = {FP32: 1.3, BF16: 1.6}
+
+
+def served_row(layer: str, H: int, step: str, what: str, lengths: tuple[int, ...], **changes: Any) -> Row:
+    gate = {name: x for name, x in ENGINES[layer].items() if name != "safe"}
+    sizes = {"H": H, "HV": H, "lengths": lengths, "l2norm": True, **gate, "state": FP32, **changes}
+    must = 2.5 if step == "prefill" else MUST_DECODE[sizes["state"]]
+    why = "a batch of prompts, into the pool" if step == "prefill" else "a token for each sequence, in the pool"
+    call = Served(f"{layer} {step} {what} H{H}", why, layer=layer, step=step, **sizes)
+    return Row(call, step, (Bound("engine", must),))
+
+
+SERVED = (
+    *(
+        served_row(layer, H, "prefill", what, lengths)
+        for layer, H, (what, lengths) in itertools.product(ENGINES, (12, 32), PROMPTS.items())
+    ),
+    *(
+        served_row(layer, H, "decode", f"N{N} {'fp32' if state == FP32 else 'bf16'}", (1,) * N, state=state)
+        for layer, H, state, N in itertools.product(ENGINES, (12, 32), MUST_DECODE, ENGINE_BATCHES)
+    ),
+)
+"""28 rows: 2 engines x 2 numbers of heads x (3 prompts + 2 dtypes of states x 2 batches)."""

@@ -1,0 +1,486 @@
+"""vLLM's KDA layers on flashdelta: Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3.
+
+A layer gathers the states of a prefill from its pool, runs, and scatters them back. Here it is handed `Slots` instead, which
+say where the states lie: our kernel reads and writes them there, and nothing is gathered or scattered. What vLLM runs itself,
+as no kernel of ours does, gets the states gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import chunk_kda, recurrent_kda
+from .engine import Engine, first_rows, runs, warm_up
+from .seams import Seam, Statement
+
+Theirs = Callable[..., Any]
+Arguments = dict[str, Any]
+
+# ---- states by their slots -------------------------------------------------------------------------------------------
+
+
+class Slots:
+    """The states of a prefill's sequences, `[N, H, V, K]`, by their slots in a pool: those before it, or once it has run
+    (`stored`) those after it. Storing them in their own slots does nothing then."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        indices: Tensor,
+        has_initial_state: Tensor | None,
+        gather: Callable[[], Tensor],
+    ):
+        self.pool, self.indices, self.has_initial_state, self.gather = pool, indices, has_initial_state, gather
+        self.stored = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.indices.shape[0], *self.pool.shape[1:]))
+
+    def contiguous(self) -> Slots:
+        return self
+
+    def to(self, dtype: torch.dtype) -> Slots:
+        """They have the pool's."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Theirs, types: object, arguments: tuple, named: dict | None = None) -> Any:
+        """`pool[indices] = slots`."""
+        if function is Tensor.__setitem__ and isinstance(arguments[2], Slots) and arguments[2].stored:
+            return None
+        return NotImplemented
+
+
+class Final:
+    """Kimi-K3's buffer for the states after a prefill, which it stores in their slots itself where there are checkpoints. Once
+    they are there (`stored`), that does nothing."""
+
+    def __init__(self, states: Tensor):
+        self.states, self.stored = states, False
+
+    def __getitem__(self, key: Any) -> Final:
+        return Final(self.states[key])
+
+    def to(self, dtype: torch.dtype) -> Final:
+        """They have the pool's."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Theirs, types: object, arguments: tuple, named: dict | None = None) -> Any:
+        """`pool[indices] = final`."""
+        if function is not Tensor.__setitem__ or not isinstance(arguments[2], Final):
+            return NotImplemented
+        pool, indices, final = arguments
+        if not final.stored:
+            pool[indices] = final.states
+        return None
+
+
+class Workspace:
+    """vLLM's manager of workspaces, for Kimi-K3."""
+
+    def __init__(self, manager: Any):
+        self.manager = manager
+
+    def get_simultaneous(self, *specs: Any) -> list[Any]:
+        found = [*self.manager.get_simultaneous(*specs)]
+        return found if len(found) != FLASH_KDA_BUFFERS else [found[0], Final(found[1]), *found[2:]]
+
+
+FLASH_KDA_BUFFERS = 4
+"""Outputs, final states, checkpoints, and FlashKDA's workspace."""
+
+
+def workspace_manager(theirs: Theirs, call: Arguments) -> Workspace:
+    return Workspace(theirs())
+
+
+def gathered(call: Arguments) -> Arguments:
+    """The call with tensors for what stands for them."""
+    found = dict(call)
+    for name, x in call.items():
+        if isinstance(x, Slots):
+            found[name] = x.gather()
+        elif isinstance(x, (Pool, Final)):
+            found[name] = x.states
+    return found
+
+
+def gather_initial_states(theirs: Theirs, call: Arguments) -> Slots:
+    return Slots(call["state"], call["indices"], call["has_initial_state"], lambda: theirs(**call))
+
+
+def scatter_states(theirs: Theirs, call: Arguments) -> None:
+    if not (isinstance(call["src"], Slots) and call["src"].stored):
+        theirs(**call)
+
+
+class Pool:
+    """A layer's pool, of which Ling-3 takes the states of a prefill by indexing."""
+
+    def __init__(self, states: Tensor):
+        self.states = states
+
+    def __getitem__(self, key: Any) -> Pool | Slots:
+        if isinstance(key, Tensor):
+            return Slots(self.states, key, None, lambda: self.states[key])
+        return Pool(self.states[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.states[key] = value
+
+
+class Layer:
+    """A layer of Ling-3 with a `Pool` for its states."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    @property
+    def kv_cache(self) -> tuple[Tensor, Pool]:
+        conv_state, states = self.layer.kv_cache
+        return conv_state, Pool(states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+def ling_forward(theirs: Theirs, call: Arguments) -> None:
+    theirs(**call | {"self": Layer(call["self"])})
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def gate(call: Arguments, A_log: str, dt_bias: str) -> Arguments:
+    """Options of a call whose g is what the projection gave."""
+    given = {"A_log": call[A_log], "dt_bias": call[dt_bias], "lower_bound": call.get("lower_bound")}
+    return given | {"use_gate_in_kernel": True}
+
+
+def norm(call: Arguments, default: bool) -> Arguments:
+    return {"use_qk_l2norm_in_kernel": call.get("use_qk_l2norm_in_kernel", default)}
+
+
+def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
+    """From the states before to those after, in the pool; None if no kernel of ours runs the call."""
+    states = call.get("initial_state")
+    if not isinstance(states, Slots):
+        return None
+    ours = {name: call[name] for name in "qkv"} | {
+        "g": call[g],
+        "beta": call[beta],
+        "scale": call.get("scale"),
+        "cu_seqlens": call.get("cu_seqlens"),
+        "out": call.get("out"),
+        "state_pool": states.pool,
+        "state_indices": states.indices,
+        "has_initial_state": states.has_initial_state,
+        "use_beta_sigmoid_in_kernel": logit,
+        **LAYOUT,
+        **options,
+    }
+    if not runs(chunk_kda, ours):
+        return None
+    states.stored = True
+    return chunk_kda(**ours)[0]
+
+
+LAYOUT = {"null_index": "non_positive", "use_qk_l2norm_in_kernel": True, "state_v_first": True}
+"""Slot 0 is reserved."""
+
+
+def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
+    """Of decoding, in place: a token a sequence, or several by slots of their own."""
+    pool, offsets, slots = (call.get(name) for name in ("initial_state", "cu_seqlens", "ssm_state_indices"))
+    accepted = call.get("num_accepted_tokens")
+    if not call.get("inplace_final_state", True) or pool is None or offsets is None or slots is None:
+        return None
+    tokens = {name: call[name] for name in "qkv"} | {"g": call[g], "beta": call[beta]}
+    # with graphs of other sizes there may be more rows of slots than sequences
+    sequences = offsets.shape[0] - 1
+    if slots.dim() == 2 and slots.shape[1] > 1:
+        options = options | {"cu_seqlens": offsets, "num_spec_tokens": slots.shape[1] - 1}
+        options["num_accepted_tokens"] = None if accepted is None else accepted[:sequences]
+        out, back = call.get("out"), False
+    else:
+        if tokens["q"].shape[1] != sequences or accepted is not None:
+            return None
+        slots, back = slots.flatten(), True
+        tokens = {name: x.transpose(0, 1) for name, x in tokens.items()}
+        out = None if call.get("out") is None else call["out"].transpose(0, 1)
+    ours = tokens | {
+        "initial_state": pool.states if isinstance(pool, Pool) else pool,
+        "ssm_state_indices": slots[:sequences],
+        "scale": call.get("scale"),
+        "output": out,
+        "beta_is_logit": logit,
+        **LAYOUT,
+        **options,
+    }
+    if not runs(recurrent_kda, ours):
+        return None
+    o = recurrent_kda(**ours)[0]
+    return o.transpose(0, 1) if back else o
+
+
+# ---- Kimi-Linear and Kimi-K3 -----------------------------------------------------------------------------------------
+
+
+def kimi_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    o = prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call, False))
+    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+
+
+def kimi_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
+    o = step(call, "raw_g", "raw_beta", True, gate(call, "A_log", "dt_bias"))
+    return theirs(**call) if o is None else (o, call["initial_state"])
+
+
+def kimi_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
+    g, beta, out = (call.get(name) for name in ("raw_g", "raw_beta", "out"))
+    ours = {
+        "mixed_qkv": call["mixed_qkv"],
+        "g": g.transpose(0, 1),
+        "beta": beta.transpose(0, 1),
+        "initial_state": call["initial_state"],
+        "ssm_state_indices": call["state_indices"],
+        "scale": call.get("scale"),
+        "output": None if out is None else out.transpose(0, 1),
+        "beta_is_logit": True,
+        **LAYOUT,
+        **gate(call, "A_log", "dt_bias"),
+    }
+    if not runs(recurrent_kda, ours):
+        return theirs(**call)
+    return recurrent_kda(**ours)[0].transpose(0, 1), call["initial_state"]
+
+
+def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
+    """One state a sequence, in a buffer of its own, from which vLLM stores it."""
+    if offsets is None:
+        return {}
+    rows = first_rows(offsets.shape[0], offsets.device)
+    return {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": buffer}
+
+
+def k3_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    """In place of FlashKDA, whose workspace it does not use."""
+    final, offsets = call["final_state"], call.get("checkpoint_offsets")
+    marks = with_checkpoints(offsets, call.get("checkpoint_state"))
+    o = None
+    if offsets is None or isinstance(final, Final):
+        o = prefill(call, "g", "beta", True, gate(call, "A_log", "dt_bias") | marks)
+    if o is None:
+        return theirs(**gathered(call))
+    if offsets is not None:
+        final.stored = True
+    return o, call["initial_state"]
+
+
+def k3_others(theirs: Theirs, call: Arguments) -> Any:
+    """FlashInfer's prefill, which users ask for by name."""
+    return theirs(**gathered(call))
+
+
+# ---- GLM-5.3-Flash ---------------------------------------------------------------------------------------------------
+
+
+def glm_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    options = gate(call, "A_log", "g_bias") | norm(call, False)
+    options["lower_bound"] = call.get("lower_bound", -5.0) if call.get("safe_gate") else None
+    o = prefill(call, "raw_g", "beta", False, options)
+    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+
+
+def glm_flash_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    """In place of FlashKDA. Checkpoints go straight to their slots: only their convolution's inputs are left to store."""
+    layer, checkpoint, states = call["self"], call.get("checkpoint"), call["initial_state"]
+    options = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.kda_lower_bound}
+    if checkpoint is not None:
+        options |= {"checkpoint_offsets": checkpoint.checkpoint_offsets, "checkpoint_indices": checkpoint.state_indices}
+    o = prefill(call, "g", "beta", True, options | {"use_gate_in_kernel": True})
+    if o is None:
+        return theirs(**gathered(call))
+    if checkpoint is not None:
+        named = {name: call[name] for name in ("raw_qkv", "conv_state", "cu_seqlens")}
+        layer._checkpoint_exporter.export(checkpoint, **named)
+    return o, states
+
+
+def glm_step(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
+    bound = {"lower_bound": call.get("lower_bound", -5.0)}
+    options = gate(call, "a_log", "g_bias") | bound if call.get("compute_gate") else {}
+    o = step(call, "g", "beta", bool(call.get("sigmoid_beta")), options | norm(call, True))
+    return theirs(**call) if o is None else (o, call["initial_state"])
+
+
+# ---- Ling-3 ----------------------------------------------------------------------------------------------------------
+
+
+def ling_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    """Its gate is applied before the call."""
+    safe = {"safe_gate": is_safe(call.get("safe_gate"), call.get("lower_bound"))}
+    o = prefill(call, "g", "beta", False, safe | norm(call, False))
+    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+
+
+def is_safe(safe_gate: bool | None, lower_bound: float | None) -> bool:
+    """Whether no decay is below what `chunk_kda` takes a promise for."""
+    return bool(safe_gate) and lower_bound is not None and lower_bound >= -5.0
+
+
+def ling_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    o = step(call, "g", "beta", False, norm(call, True))
+    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+
+
+def ling_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
+    o = step(call, "g", "beta", False, norm(call, False))
+    return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
+
+
+# ---- kernels of a layer ----------------------------------------------------------------------------------------------
+
+_warmed: set[tuple] = set()
+
+
+def warm(layer: Any, gate: Arguments, spec: int, prefill: Arguments) -> None:
+    """Compiles what the layer's calls need, once a process: vLLM measures memory and captures graphs before the first prefill.
+    Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
+    if not torch.cuda.is_available():
+        return
+    options: Arguments = {
+        "head_dims": ((layer.head_dim, layer.head_dim),),
+        "dtype": layer.model_config.dtype,
+        "state_dtype": layer.get_state_dtype()[1],
+        "state_v_first": True,
+        "device": torch.device("cuda", torch.cuda.current_device()),
+        **gate,
+    }
+    kind = (*options.items(), spec > 0, *prefill.items())
+    if kind not in _warmed:
+        _warmed.add(kind)
+        warm_up(
+            chunk_kda, **{**options, "packed": (True,), "state_pool": (True,), "has_initial_state": (True,), **prefill}
+        )
+        warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec > 0)
+
+
+def built(theirs: Theirs, call: Arguments) -> None:
+    """Of Kimi-Linear and Kimi-K3, with a buffer for checkpoints where FlashKDA would run."""
+    theirs(**call)
+    layer, bound = call["self"], call["self"].gate_lower_bound
+    marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
+    warm(layer, {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}, layer.num_spec, marks)
+
+
+def built_glm(theirs: Theirs, call: Arguments) -> None:
+    """Where FlashKDA would not run, prefills get beta ready-made."""
+    theirs(**call)
+    layer = call["self"]
+    ready = {"beta_dtype": torch.float32, "use_beta_sigmoid_in_kernel": False}
+    prefill = {"checkpoints": (False, True)} if layer._checkpoint_exporter is not None else ready
+    warm(layer, {"gate": "lower_bound", "lower_bound": layer.kda_lower_bound}, layer.num_spec, prefill)
+
+
+def built_ling(theirs: Theirs, call: Arguments) -> None:
+    """Its gate and beta come ready-made."""
+    theirs(**call)
+    layer, wide = call["self"], torch.float32
+    gate = {
+        "gate": "none",
+        "lower_bound": None,
+        "use_beta_sigmoid_in_kernel": False,
+        "g_dtype": wide,
+        "beta_dtype": wide,
+    }
+    flags = {"has_initial_state": (False,), "safe_gate": is_safe(layer.safe_gate, layer.lower_bound)}
+    warm(layer, gate, layer.num_speculative_tokens, flags)
+
+
+# ---- where -----------------------------------------------------------------------------------------------------------
+
+MAMBA = "vllm.model_executor.layers.mamba"
+KIMI_LINEAR, KIMI_K3 = f"{MAMBA}.gdn.kimi_gdn_linear_attn", "vllm.models.kimi_k3.nvidia.kda"
+KIMI_KERNELS, GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.common.kda"
+GLM_KERNELS, LING = "vllm.models.glm5next.nvidia.ops.third_party.kda", "vllm.model_executor.models.bailing_moe_v3"
+SHARED_KERNELS = "vllm.third_party.flash_linear_attention.ops.kda"
+
+GATHER = "state indices has_initial_state"
+STATES = "scale initial_state output_final_state"
+CONFIG = "self config vllm_config prefix"
+KIMI_STEP = (
+    "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens ssm_state_indices num_accepted_tokens"
+)
+KIMI_PREFILL = "q k v raw_g raw_beta A_log g_bias scale initial_state output_final_state lower_bound"
+GLM_STEP = "q k v g beta scale initial_state inplace_final_state use_qk_l2norm_in_kernel cu_seqlens ssm_state_indices"
+LING_FORWARD = "self q_proj_states k_proj_states v_proj_states g1 beta core_attn_out"
+LING_BUILT = "self config quant_config layer_id prefix model_config cache_config num_speculative_tokens"
+LING_VERIFY = "q k v g beta scale initial_state inplace_final_state cu_seqlens ssm_state_indices num_accepted_tokens"
+FLASH_KDA = "q k v g beta A_log dt_bias lower_bound initial_state cu_seqlens out"
+FLASH_INFER = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order prefill_workspace"
+GLM_FLASH = "self q k v g beta initial_state cu_seqlens out checkpoint raw_qkv conv_state recurrent_state"
+
+STORED = "non_spec_state_indices_tensor"
+K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
+K3_STATES = "last_recurrent_state.to(recurrent_state.dtype)"
+
+STATEMENTS = (
+    Statement(KIMI_LINEAR, "KimiGatedDeltaNetAttention._forward", f"recurrent_state[{STORED}] = last_recurrent_state"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"recurrent_state[{STORED}] = {K3_STATES}"),
+    Statement(
+        KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("
+    ),
+    Statement(
+        GLM, "Glm5NextLinearAttention._forward", f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"
+    ),
+    Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "= recurrent_state_active[state_indices].contiguous()"),
+    Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "recurrent_state_active[state_indices] = last_state"),
+)
+"""What becomes of states, which `Slots`, `Final` and `Pool` stand for."""
+
+SEAMS: tuple[Seam | Statement, ...] = (
+    *STATEMENTS,
+    Seam(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", kimi_decode, """mixed_qkv raw_g raw_beta A_log dt_bias lower_bound
+        initial_state state_indices scale out"""),
+    Seam(KIMI_KERNELS, "fused_recurrent_kda", kimi_verify, f"{KIMI_STEP} out fuse_gate"),
+    Seam(KIMI_KERNELS, "chunk_kda_with_fused_gate", kimi_prefill, f"{KIMI_PREFILL} use_qk_l2norm_in_kernel cu_seqlens out"),
+    Seam(KIMI_LINEAR, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
+    Seam(KIMI_LINEAR, "KimiGatedDeltaNetAttention.__init__", built, CONFIG),
+    Seam(KIMI_K3, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
+    Seam(KIMI_K3, "current_workspace_manager", workspace_manager, "", "vllm.v1.worker.workspace"),
+    Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"{FLASH_KDA} final_state workspace checkpoint_state checkpoint_offsets"),
+    Seam(KIMI_K3, "_flashinfer_kda_prefill", k3_others, FLASH_INFER),
+    Seam(KIMI_K3, "KimiK3DeltaAttention.__init__", built, f"{CONFIG} aux_stream run_gemm_rs_ar"),
+    Seam(GLM, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
+    Seam(GLM, "scatter_states", scatter_states, "state src indices", f"{MAMBA}.ops.scatter_states"),
+    Seam(GLM, "fused_recurrent_kda", glm_step, f"""{GLM_STEP} num_accepted_tokens out sigmoid_beta a_log g_bias compute_gate
+        lower_bound""", GLM_KERNELS),
+    Seam(GLM, "chunk_kda_with_fused_gate", glm_prefill, f"""q k v raw_g beta A_log g_bias {STATES} use_qk_l2norm_in_kernel
+        cu_seqlens safe_gate lower_bound""", GLM_KERNELS),
+    Seam(GLM, "Glm5NextLinearAttention._flashkda_prefill", glm_flash_prefill, GLM_FLASH),
+    Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", None, """self checkpoint raw_qkv conv_state cu_seqlens
+        recurrent_checkpoint recurrent_state recurrent_rows token_indices"""),
+    Seam(GLM, "Glm5NextLinearAttention.__init__", built_glm, CONFIG),
+    Seam(LING, "chunk_kda", ling_prefill, f"q k v g beta {STATES} use_qk_l2norm_in_kernel cu_seqlens", SHARED_KERNELS,
+         "safe_gate lower_bound"),
+    Seam(LING, "fused_recurrent_kda", ling_decode, GLM_STEP, SHARED_KERNELS, "safe_gate lower_bound"),
+    Seam(LING, "fused_recurrent_kda_fwd", ling_verify, f"{LING_VERIFY} use_qk_l2norm_in_kernel", SHARED_KERNELS),
+    Seam(LING, "BailingMoeV3KimiDeltaAttention._forward", ling_forward, LING_FORWARD),
+    Seam(LING, "BailingMoeV3KimiDeltaAttention.__init__", built_ling, LING_BUILT),
+)  # fmt: skip
+
+ENGINE = Engine(
+    "vllm",
+    environment="FLASHDELTA_VLLM",
+    read=("0.33.0",),
+    seams=SEAMS,
+    replaces="prefill, decode and verification of Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3",
+)
+enable, disable, status = ENGINE.enable, ENGINE.disable, ENGINE.status

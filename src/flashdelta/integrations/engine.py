@@ -1,0 +1,137 @@
+"""What the integrations of engines share: one switch a process, and the question whether a kernel runs a call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.supports import supports
+from ..runtime.warmup import warmup
+from . import Status
+from .patches import Patches
+from .seams import AnySeam, by_module, differences
+
+
+@dataclass(eq=False)
+class Engine:
+    """An engine whose functions are replaced as its modules are imported.
+
+    `read`: versions that `seams` were written and tested against. Another one is checked against its source files, and left
+    alone if it differs. `environment`: the variable that turns the integration off; it is read when the engine starts.
+    """
+
+    name: str
+    environment: str
+    read: tuple[str, ...]
+    seams: Sequence[AnySeam]
+    replaces: str
+    patches: Patches = field(default_factory=Patches)
+    enabled: bool = False
+    warned: bool = False
+
+    def version(self) -> str | None:
+        try:
+            return metadata.version(self.name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def enable(self) -> None:
+        """Lets the engine's calls run on flashdelta, in this process. Where the engine is not what this was read against, warns
+        once and does nothing. Does nothing either where the environment says so.
+
+        Raises:
+            ImportError: the engine is not installed.
+        """
+        if self.enabled or self.forbidden() is not None:
+            return
+        version = self.version()
+        if version is None:
+            raise ImportError(f"{self.name} is not installed")
+        found = self.obstacle(version)
+        if found is None:
+            self.enabled = True
+            for module, seams in by_module(self.seams).items():
+                self.patches.when_imported(module, functools.partial(self._patch, seams))
+        elif not self.warned:
+            self.warned = True
+            known = f"it was written for {', '.join(self.read)}"
+            warnings.warn(f"flashdelta leaves {self.name} {version} as it is ({known}): {found}", stacklevel=2)
+
+    def disable(self) -> None:
+        """Leaves every call to the engine again, but for those in CUDA graphs that are captured already."""
+        self.patches.restore()
+        self.enabled = False
+
+    def _patch(self, seams: Sequence[AnySeam], module: ModuleType) -> None:
+        for seam in seams:
+            seam.patch(self.patches, module)
+
+    def forbidden(self) -> str | None:
+        if os.environ.get(self.environment, "1") == "0":
+            return f"{self.environment}=0"
+        return "flashdelta runs on NVIDIA GPUs" if torch.version.hip is not None else None
+
+    def obstacle(self, version: str) -> str | None:
+        """How the installed engine differs from those that were read."""
+        if version in self.read:
+            return None
+        spec = util.find_spec(self.name)  # of a package: this imports nothing
+        if spec is None or not spec.submodule_search_locations:
+            return "no source files"
+        root = Path(next(iter(spec.submodule_search_locations))).parent
+        try:
+            return "; ".join(differences(self.seams, root)) or None
+        except SyntaxError as error:  # of a newer Python
+            return f"{error.filename}: {error.msg}"
+
+    def status(self) -> Status:
+        """Where the integration stands. Imports nothing of the engine, and turns nothing on."""
+        version = self.version()
+        if version is None:
+            return Status(self.name, "not installed", None, f"pip install {self.name}")
+        if (why := self.forbidden()) is not None:
+            return Status(self.name, "off", version, why)
+        if (found := self.obstacle(version)) is not None:
+            return Status(self.name, "unknown version", version, found)
+        if self.enabled:
+            return Status(self.name, "active", version, f"replaces {self.replaces}")
+        return Status(
+            self.name, "possible", version, f"{self.name} turns it on as it starts, unless {self.environment}=0"
+        )
+
+
+def runs(op: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Whether a kernel runs the call, whose first argument is a tensor; on a CPU the reference does. Reads nothing on a device,
+    and takes microseconds."""
+    support = supports(op, **call)
+    return support.ok and (support.backend != "reference" or next(iter(call.values())).is_cpu)
+
+
+def warm_up(op: Callable[..., Any], **options: Any) -> None:
+    """`warmup`, but for calls that ours refuse, which stay the engine's. Engines build layers with gradients enabled."""
+    with torch.inference_mode(), contextlib.suppress(ValueError):
+        warmup(op, **options)
+
+
+_rows: dict[torch.device, Tensor] = {}
+
+
+def first_rows(n: int, device: torch.device) -> Tensor:
+    """`[n]` int32: 0, 1, 2, ... One tensor a device, but for graphs that are captured before there is one."""
+    known = _rows.get(device)
+    if known is None or len(known) < n:
+        known = torch.arange(max(n, 1024), dtype=torch.int32, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _rows[device] = known
+    return known[:n]

@@ -1,0 +1,236 @@
+"""Engine-shaped calls through the integrations on a GPU: 1,000 rounds of random arrivals, CUDA graphs, and beside the engines'
+own Triton kernels on the same tensors.
+
+The latter want `FLASHDELTA_ENGINES`: a folder made by `python -m flashdelta.testing.engine_kernels WHEELS FOLDER`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.engine_kernels import ENVIRONMENT, own_functions
+from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model, SGLang, exact_outputs
+from flashdelta.testing.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
+
+from ..support.serving import serve
+
+pytestmark = pytest.mark.gpu
+
+ALLOWED, ALLOWED_OF_FEW = 1.1, 1.5
+"""Of their error: of many tokens, and of steps of decoding, where chance decides."""
+
+every_layer = pytest.mark.parametrize("name", LAYERS)
+ROUNDS = {"Kimi-K3": 1000, "SGLang": 1000}
+"""Of the others a tenth."""
+
+
+@every_layer
+@pytest.mark.parametrize("drafts", (0, 3))
+def test_rounds_of_random_arrivals(name: str, drafts: int):
+    rounds = ROUNDS.get(name, 100)
+    found = serve(LAYERS[name], Model(4, 128), drafts, TOLERANCE_FOR_FEW, rounds)
+    print(f"{name}: {found.finished} requests, {found.calls} calls, {found.hits} prefix-cache hits")
+    assert found.finished > rounds // 4
+
+
+@pytest.mark.parametrize("name", ("Kimi-Linear", "SGLang"))
+def test_rounds_with_the_gate_without_a_bound(name: str):
+    assert serve(LAYERS[name], Model(4, 128, lower_bound=None), 3, TOLERANCE_FOR_FEW, 100).finished > 25
+
+
+@pytest.mark.parametrize("name", ("Kimi-K3", "SGLang"))
+@pytest.mark.parametrize("heads", (12, 32))
+def test_rounds_with_states_in_bfloat16(name: str, heads: int):
+    """Rounded at every step."""
+    assert serve(LAYERS[name], Model(heads, 128, state=BF16), 0, 0.05, 50).finished
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = run()
+    return graph, o
+
+
+@every_layer
+@pytest.mark.parametrize("kind", ("decode", "verify"))
+@torch.inference_mode()
+def test_graphs_take_other_slots_and_tokens(name: str, kind: str):
+    """To the bits of plain calls; with padded sequences, and fewer tokens than there is room for."""
+    model = Model(4, 128)
+    layer, pool = LAYERS[name](model), model.pool(40)
+    tokens = 8 if kind == "decode" else 24
+    batch = Batch(model, model.tokens(tokens), [1] * 8 if kind == "decode" else [3] * 8)
+    slots, accepted = model.index(range(1, 9)), model.index([1] * 8)
+    table = model.index(range(1, 33)).view(8, 4)[:, :3]
+    buffer = pool.new_zeros(8, 3, *pool.shape[1:])
+
+    def run() -> Tensor:
+        if kind == "decode":
+            return layer.decode(batch, pool, slots)
+        if isinstance(layer, SGLang):
+            return layer.verify_read_only(batch, pool, slots, buffer, 3)
+        return layer.verify(batch, pool, table, accepted)
+
+    graph, o = captured(run)
+    null = layer.null
+    for order in ((9, 20, null, 5, 31, null, null, null), (3, 2, 1, 4, 5, 6, 7, null)):
+        slots.copy_(model.index(order))
+        rows = model.index(range(1, 25)).view(8, 3)
+        table.copy_(torch.where(slots[:, None] > 0, rows, 0))
+        accepted.copy_(model.index([1, 3, 1, 2, 1, 1, 2, 1]))
+        batch.rows.copy_(model.tokens(tokens))
+        if kind == "verify":
+            batch.offsets.copy_(model.index([0, 3, 5, 5, 8, 9, 9, 9, 9]))
+        before = pool.clone()
+        graph.replay()
+        found = (o.clone(), pool.clone(), buffer.clone())
+        pool.copy_(before)
+        want = (run(), pool, buffer)
+        covered = slice(0, 9 if kind == "verify" else 8)
+        assert same_bits(found[0][:, covered], want[0][:, covered])
+        assert same_bits(found[1], want[1]) and same_bits(found[2], want[2])
+
+
+@torch.inference_mode()
+def test_graph_of_sglangs_extension():
+    """One that is captured for a number of tokens, and replayed for fewer, with tracked states."""
+    model = Model(4, 128)
+    layer, pool = LAYERS["SGLang"](model), model.pool(8)
+    batch = Batch(model, model.tokens(300), [100, 100, 0, 0])
+    slots, chunks = model.index([1, 2, -1, -1]), model.index([1, -1, -1, -1])
+    snapshot = pool.new_zeros(4, *pool.shape[1:])
+
+    def run() -> Tensor:
+        return layer.call.extend(
+            None,
+            *(getattr(batch, x) for x in ("q", "k", "v", "g", "beta")),
+            ssm_states=pool,
+            cache_indices=slots,
+            query_start_loc=batch.offsets,
+            **layer.gate,
+            beta_is_raw=True,
+            return_intermediate_states=False,
+            track_state=snapshot,
+            track_chunk_idx=chunks,
+        )
+
+    graph, o = captured(run)
+    batch.rows.copy_(model.tokens(300))
+    batch.offsets.copy_(model.index([0, 130, 150, 290, 290]))
+    slots.copy_(model.index([5, 3, 4, -1]))
+    chunks.copy_(model.index([2, -1, 1, -1]))
+    before = pool.clone()
+    graph.replay()
+    found = o[:, :290].clone(), pool.clone(), snapshot.clone()
+    pool.copy_(before)
+    snapshot.zero_()
+    want = run()[:, :290], pool, snapshot
+    assert all(same_bits(x, y) for x, y in zip(found[:2], want[:2]))
+    assert same_bits(found[2][0], want[2][0]) and same_bits(found[2][2], want[2][2])
+
+
+# ---- beside the engines' own kernels -----------------------------------------------------------------------------------------
+
+THEIRS = ("Kimi-Linear", "GLM-5.3-Flash, Triton", "Ling-3", "SGLang")
+PACKED = {"8 x 1024": (1024,) * 8, "1 x 8192": (8192,), "six uneven": (3000, 2000, 1500, 1000, 600, 92)}
+
+
+beside = pytest.mark.skipif(ENVIRONMENT not in os.environ, reason=f"{ENVIRONMENT} is not set")
+
+
+def pair(name: str, model: Model) -> tuple[KimiLinear, KimiLinear]:
+    return LAYERS[name](model), LAYERS[name](model, own_functions(name), ours=False)
+
+
+def hold(ours: Tensor, theirs: Tensor, exact: Tensor, what: str, allowed: float = ALLOWED) -> None:
+    errors = relative_error(ours, exact), relative_error(theirs, exact)
+    print(f"{what}: ours {errors[0]:.3g}, theirs {errors[1]:.3g}")
+    assert errors[0] <= allowed * errors[1], what
+
+
+@beside
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("heads", (12, 32))
+@pytest.mark.parametrize("kind", PACKED)
+@torch.inference_mode()
+def test_prefill_beside_theirs(name: str, heads: int, kind: str):
+    """New sequences; with checkpoints where their kernels have them. What is written must be as near to the truth."""
+    model = Model(heads, 128)
+    lengths = PACKED[kind]
+    rows, count = model.tokens(sum(lengths)), len(lengths)
+    exact = torch.cat([exact_outputs(model, x) for x in rows.split(lengths)])
+    found, pools = [], []
+    for layer in pair(name, model):
+        pool = model.pool(2 * count + 2)
+        slots, flags = model.index(range(1, count + 1)), torch.zeros(count, dtype=torch.bool, device=pool.device)
+        if not layer.flagged:
+            pool[slots] = 0
+        marks = Marks([64] * count, [*range(count + 1, 2 * count + 1)]) if name == "SGLang" else None
+        batch = Batch(model, rows.clone(), lengths)  # their kernels write over v
+        found.append(layer.prefill(batch, pool, slots, flags, marks)[0])
+        pools.append(pool)
+    hold(*found, exact, f"{name}, {heads} heads, {kind}")
+    for begin, stop in ((1, count + 1), (count + 1, 2 * count + 1))[: 2 if name == "SGLang" else 1]:
+        assert relative_error(pools[0][begin:stop], pools[1][begin:stop]) < 0.02
+
+
+@beside
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("heads", (12, 32))
+@pytest.mark.parametrize("state", (FP32, BF16), ids=("fp32", "bf16"))
+@torch.inference_mode()
+def test_decode_and_verify_beside_theirs(name: str, heads: int, state: torch.dtype):
+    model = Model(heads, 128, state=state)
+    count, drafts = 40, 3
+    rows = model.tokens(count * (1 + drafts))
+    first = rows.view(count, 1 + drafts, -1)[:, 0].contiguous()
+    start = model.pool(count * (1 + drafts) + 1)
+    exact = Model(heads, 128, dtype=torch.float64, state=torch.float64)
+    exact.A_log, exact.dt_bias = (x.double() for x in (model.A_log, model.dt_bias))
+    table = model.index(range(1, count * (1 + drafts) + 1)).view(count, 1 + drafts)
+    outputs: dict[str, list[Tensor]] = {"decode": [], "verify": []}
+    for layer, m, tokens in (*((x, model, BF16) for x in pair(name, model)), (reference(name, exact), exact, None)):
+        pool = start.clone() if tokens else start.double()
+        one = first.clone() if tokens else first.double()
+        outputs["decode"].append(layer.decode(Batch(m, one, [1] * count), pool, table[:, 0].contiguous())[0])
+        pool.copy_(start)
+        all_rows = rows.clone() if tokens else rows.double()
+        batch = Batch(m, all_rows, [1 + drafts] * count)
+        if isinstance(layer, SGLang):
+            buffer = pool.new_zeros(count, 1 + drafts, *pool.shape[1:])
+            out = layer.verify_read_only(batch, pool, table[:, 0].contiguous(), buffer, 1 + drafts)
+        else:
+            out = layer.verify(batch, pool, table, model.index([1] * count))
+        outputs["verify"].append(out[0])
+    for what, (ours, theirs, want) in outputs.items():
+        hold(ours, theirs, want, f"{name}, {heads} heads, {what}", ALLOWED_OF_FEW)
+
+
+def reference(name: str, model: Model) -> KimiLinear:
+    """The same calls in float64, which only our reference runs: by the adapters, asked nothing."""
+    layer = LAYERS["SGLang" if name == "SGLang" else "Kimi-Linear"](model)
+    for replacement in vars(layer.call).values():
+        replacement.adapter = exactly(replacement.adapter)
+    return layer
+
+
+def exactly(adapter: Callable) -> Callable:
+    from flashdelta.integrations import _sglang, _vllm
+
+    def run(theirs: Any, call: dict) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (_vllm, _sglang):
+                patch.setattr(module, "runs", lambda op, call: True)
+            return adapter(theirs, call)
+
+    return run

@@ -1,0 +1,500 @@
+"""vLLM's and SGLang's calls through the integrations, on a CPU: served against one request at a time; what stays theirs; how
+the integrations are turned on, and off."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashdelta import chunk_kda, integrations, warmup
+from flashdelta.integrations import _sglang, _vllm
+from flashdelta.integrations import engine as engine_module
+from flashdelta.integrations.engine import Engine, first_rows
+from flashdelta.integrations.patches import Patches
+from flashdelta.integrations.seams import Attribute, Replacement, Seam, Statement, differences
+from flashdelta.testing.cases import BF16, FP32
+from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model
+from flashdelta.testing.oracle import TOLERANCE
+
+from ..support.serving import serve
+
+ROUNDS = 12
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+
+
+def small(**changes: Any) -> Model:
+    return Model(**{"H": 2, "D": 32, "dtype": FP32, "device": "cpu"} | changes)
+
+
+def softplus(make: type[KimiLinear]) -> bool:
+    """Whether its models may have a gate without a bound."""
+    return make.modules[0] not in (_vllm.GLM, _vllm.LING)
+
+
+# ---- served ---------------------------------------------------------------------------------------------------------------
+
+
+@every_layer
+@pytest.mark.parametrize("drafts", (0, 2))
+def test_serving(make: type[KimiLinear], drafts: int):
+    """Random arrivals, prompts in pieces, prefix-cache hits, padded batches, drafts: each request as if alone."""
+    found = serve(make, small(), drafts, 10 * TOLERANCE[FP32], ROUNDS)
+    assert found.finished >= 4 and found.calls >= ROUNDS
+    assert found.hits or not found.layer.aligned
+
+
+@every_layer
+def test_states_and_tokens_in_bfloat16(make: type[KimiLinear]):
+    found = serve(make, small(dtype=BF16, state=BF16), 2, 0.05, ROUNDS // 2)
+    assert found.finished
+
+
+@pytest.mark.parametrize("make", [x for x in LAYERS.values() if softplus(x)])
+def test_the_gate_without_a_bound(make: type[KimiLinear]):
+    assert serve(make, small(lower_bound=None), 1, 10 * TOLERANCE[FP32], ROUNDS // 2).finished
+
+
+# ---- what an adapter does, and what stays the engine's -----------------------------------------------------------------------
+
+
+class Logged(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+VIEWS = {"alias", "view", "transpose", "slice", "select", "unsqueeze", "split", "split_with_sizes", "_reshape_alias"}
+TRACKING = {"clamp", "mul"}
+"""Of the numbers of tracked chunks."""
+
+
+NO_CALLS = (
+    _vllm.built,
+    _vllm.built_glm,
+    _vllm.built_ling,
+    _sglang.built,
+    _vllm.k3_others,
+    _vllm.ling_forward,
+    _vllm.workspace_manager,
+)
+"""Adapters of what is not called for a batch, or on other GPUs, or runs the layer's own code."""
+
+ADAPTERS = {
+    seam.adapter.__name__: seam.adapter
+    for seam in (*_vllm.SEAMS, *_sglang.SEAMS)
+    if isinstance(seam, Seam) and seam.adapter not in (None, *NO_CALLS)
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch):
+    """It copies nothing, and reads nothing of a device, whatever it calls."""
+    model, adapter, logged = small(), ADAPTERS[name], Logged()
+    reached: list[str] = []
+
+    def op(**call: Any) -> tuple:
+        return (call["v"] if "v" in call else call["g"],)
+
+    for module in (_vllm, _sglang):
+        monkeypatch.setattr(module, "runs", lambda op, call: True)
+        monkeypatch.setattr(module, "chunk_kda", op)
+        monkeypatch.setattr(module, "recurrent_kda", op)
+    first_rows(1, torch.device("cpu"))
+
+    def watched(theirs: Any, call: dict) -> Any:
+        reached.append(name)
+        with logged:
+            return adapter(theirs, call)
+
+    for make in LAYERS.values():
+        exercise(make, model, {adapter: watched})
+    assert reached
+    assert logged.names <= VIEWS | (TRACKING if adapter is _sglang.extend else set())
+
+
+def exercise(make: type[KimiLinear], model: Model, watched: dict) -> None:
+    """Each call of a layer, with some adapters replaced."""
+    layer = make(model)
+    for replacement in vars(layer.call).values():
+        replacement.adapter = watched.get(replacement.adapter, replacement.adapter)
+    pool = model.pool(8)
+    batch = Batch(model, model.tokens(140), [100, 40])
+    slots, flags = model.index([3, 5]), torch.tensor([True, False])
+    marks = Marks([64, 0], [6, layer.null]) if layer.aligned else None
+    layer.prefill(batch, pool, slots, flags, marks)
+    layer.decode(Batch(model, model.tokens(2), [1, 1]), pool, slots)
+    drafts = Batch(model, model.tokens(5), [3, 2])
+    if hasattr(layer, "verify_read_only"):
+        layer.verify_read_only(drafts, pool, slots, pool.new_zeros(2, 3, *pool.shape[1:]), 3)
+    else:
+        layer.verify(drafts, pool, model.index([1, 2, 3, 4, 5, 6]).view(2, 3), model.index([2, 1]))
+
+
+@every_layer
+def test_what_no_kernel_runs_stays_the_engines(make: type[KimiLinear], monkeypatch: pytest.MonkeyPatch):
+    """With states where it wants them: its functions get gathered ones, and what they return is stored."""
+    for module in (_vllm, _sglang):
+        monkeypatch.setattr(module, "runs", lambda op, call: False)
+    model, reached = small(), []
+
+    def answer(name: str) -> Any:
+        def theirs(*arguments: Any, **call: Any) -> Any:
+            reached.append(name)
+            assert not any(isinstance(x, (_vllm.Slots, _vllm.Pool)) for x in (*arguments, *call.values()))
+            if name == "gather_initial_states":
+                return call["state"][call["indices"]] * call["has_initial_state"][:, None, None, None]
+            if name == "scatter_states":
+                call["state"][call["indices"]] = call["src"]
+                return None
+            states = call.get("initial_state")
+            if "ssm_states" in call:
+                return call["mixed_qkv" if name == "packed_decode" else "v"]
+            if "mixed_qkv" in call:
+                return call["mixed_qkv"], None
+            if states is None or states.shape[0] != 2:
+                return call["v"], states
+            assert call["initial_state"].shape == (2, model.H, model.D, model.D)
+            return call["v"], states + 1
+
+        return theirs
+
+    names = {seam.name.split(".")[-1] for seam in (*_vllm.SEAMS, *_sglang.SEAMS)} - {"current_workspace_manager"}
+    layer = make(model, {name: answer(name) for name in names})
+    pool = model.pool(8)
+    before = pool.clone()
+    batch = Batch(model, model.tokens(140), [100, 40])
+    layer.prefill(batch, pool, model.index([3, 5]), torch.tensor([True, False]))
+    if not isinstance(layer, LAYERS["SGLang"]):
+        assert torch.equal(pool[3], before[3] + 1) and torch.equal(pool[5], torch.ones_like(pool[5]))
+    before = len(reached)
+    layer.decode(Batch(model, model.tokens(2), [1, 1]), pool, model.index([3, 5]))
+    assert len(reached) > before
+
+
+def test_what_flash_kda_writes_is_stored(monkeypatch: pytest.MonkeyPatch):
+    """Where it runs: Kimi-K3 then takes the final states from a buffer of its own."""
+    monkeypatch.setattr(_vllm, "runs", lambda op, call: False)
+
+    def flash_kda(**call: Any) -> tuple:
+        assert call["initial_state"].shape == (2, 2, 32, 32)
+        call["checkpoint_state"].fill_(8)
+        return call["out"].zero_(), call["final_state"].fill_(7)
+
+    def gather(**call: Any) -> torch.Tensor:
+        return call["state"][call["indices"]]
+
+    model = small()
+    layer = LAYERS["Kimi-K3"](model, {"_flashkda_prefill": flash_kda, "gather_initial_states": gather})
+    pool, flags = model.pool(8), torch.tensor([True, False])
+    layer.prefill(Batch(model, model.tokens(140), [100, 40]), pool, model.index([3, 5]), flags, Marks([64, 0], [6, 0]))
+    assert all(pool[slot].eq(number).all() for slot, number in ((3, 7), (5, 7), (6, 8)))
+
+
+LEFT = {
+    "ring": ("packed_decode", {"replayssm_d": torch.zeros(1), "lower_bound": None}),
+    "tree": ("target_verify", {"retrieve_parent_token": torch.zeros(1)}),
+    "no buffer": ("target_verify", {"intermediate_states_buffer": None}),
+    "records": ("target_verify", {"replayssm_rawv": torch.zeros(1)}),
+    "one token": ("target_verify", {"cache_steps": 1}),
+    "accepted": ("target_verify", {"fused_accept_state_indices": torch.zeros(1)}),
+    "states of chunks": ("extend", {"return_intermediate_states": True, "track_state": None}),
+    "widths": ("extend", {"q": torch.zeros(1, 140, 2, 48)}),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_sglang_keeps(kind: str):
+    """It gets the call as it was."""
+    name, changes = LEFT[kind]
+    model, reached = small(), []
+
+    class Changed(dict):
+        def __or__(self, other: Any) -> Any:
+            return other
+
+    def theirs(**call: Any) -> Any:
+        reached.append({x: call[x] for x in changes})
+        return (torch.zeros_like(call["mixed_qkv" if "mixed_qkv" in call else "v"]), None)
+
+    layer = LAYERS["SGLang"](model, {name: theirs})
+    replacement = vars(layer.call)[name]
+    adapter = replacement.adapter
+    replacement.adapter = lambda theirs, call: adapter(theirs, {**call, **changes})
+    exercise_one(layer, model)
+    (found,) = reached
+    assert all(found[x] is value or found[x] == value for x, value in changes.items())
+
+
+def exercise_one(layer: Any, model: Model) -> None:
+    exercise(lambda model: layer, model, {})
+
+
+def test_other_arguments_are_the_engines():
+    seam = Seam("m", "f", lambda theirs, call: "ours", "a b", keywords="c")
+    call = Replacement(seam.adapter, seam, lambda *x, **named: "theirs")
+    assert call(1, 2) == call(1, b=2, c=3) == "ours"
+    assert call(1, 2, d=4) == call(1, 2, 3) == call(1, a=2) == "theirs"
+
+
+# ---- on and off -----------------------------------------------------------------------------------------------------------
+
+
+def module_text(seams: list) -> str:
+    """A module with what the seams name, that does nothing but hold their statements."""
+    lines: list[str] = []
+    methods: dict[str, dict[str, tuple[str, list[str]]]] = {}
+    for seam in seams:
+        *owner, name = seam.name.split(".")
+        known = methods.setdefault(owner[0] if owner else "", {})
+        if isinstance(seam, Attribute):
+            continue
+        if isinstance(seam, Statement):
+            text = seam.text + (")" if seam.text.endswith("(") else "")
+            known.setdefault(name, ("self", []))[1].append(f"x {text}" if text.startswith("=") else text)
+        elif seam.source is not None:
+            lines.append(f"from {seam.source} import {name}")
+        else:
+            parameters = ", ".join(f"{x}=None" if x != "self" else x for x in seam.parameters.split())
+            parameters += ", **others" if seam.keywords else ""
+            known[name] = (parameters, known.get(name, ("", []))[1])
+    for cls, functions in methods.items():
+        texts = [
+            f"def {name}({of}):\n    " + "\n    ".join([*body, "return None"]) for name, (of, body) in functions.items()
+        ]
+        body = "\n".join([*texts, "pass"])
+        lines.append(f"class {cls}:\n" + textwrap.indent(body, "    ") if cls else body)
+    return "\n".join(lines) + "\n"
+
+
+def write_engine(root: Path, engine: Engine, version: str) -> None:
+    """An installed package of the engine's name, with all that is replaced."""
+    files: dict[str, list] = {}
+    for seam in engine.seams:
+        files.setdefault(seam.module, []).append(seam)
+        if isinstance(seam, Seam) and seam.source is not None:
+            source = replace(seam, module=seam.source, source=None)
+            if source not in files.setdefault(seam.source, []):
+                files[seam.source].append(source)
+    for module, seams in files.items():
+        path = root.joinpath(*module.split("."))
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in (path, *path.parents):
+            if folder == root:
+                break
+            (folder / "__init__.py").touch()
+        (path / "__init__.py").write_text(module_text(seams))
+    info = root / f"{engine.name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine.name}\nVersion: {version}\n")
+
+
+@pytest.fixture(params=[_vllm.ENGINE, _sglang.ENGINE], ids=["vllm", "sglang"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
+    """Fresh, in a process where no engine is imported; what is written to `tmp_path` can be."""
+    found = replace(request.param, patches=Patches(), enabled=False, warned=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(found.environment, raising=False)
+    yield found
+    found.disable()
+    for name in [x for x in sys.modules if x.split(".")[0] == found.name]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def replaced(engine: Engine) -> list[bool]:
+    """Whether each seam is ours, in the modules as they are imported."""
+    found = []
+    for seam in engine.seams:
+        owner: Any = importlib.import_module(seam.module)
+        *classes, name = seam.name.split(".")
+        for each in classes:
+            owner = getattr(owner, each)
+        if isinstance(seam, Attribute):
+            found.append(vars(owner).get(name) is seam.value)
+        elif isinstance(seam, Seam) and seam.adapter is not None:
+            found.append(isinstance(vars(owner)[name], Replacement))
+    return found
+
+
+@pytest.mark.parametrize("early", (False, True))
+@pytest.mark.parametrize("version", ("known", "9.9.9"))
+def test_modules_are_replaced_as_they_are_imported(engine: Engine, tmp_path: Path, early: bool, version: str):
+    """And those that were before; of another version, too, if it has the same functions."""
+    write_engine(tmp_path, engine, engine.read[0] if version == "known" else version)
+    assert engine.status().state == "possible" and engine.environment in engine.status().reason
+    if early:
+        assert not any(replaced(engine))
+    engine.enable()
+    engine.enable()
+    assert engine.status().state == "active" and (engine.name in sys.modules) is early
+    assert all(replaced(engine))
+    engine.disable()
+    assert not any(replaced(engine)) and engine.status().state == "possible"
+
+
+def test_modules_that_are_not_imported_are_forgotten(engine: Engine, tmp_path: Path):
+    before = [*sys.meta_path]
+    write_engine(tmp_path, engine, engine.read[0])
+    engine.enable()
+    assert len(sys.meta_path) > len(before)
+    engine.disable()
+    assert sys.meta_path == before and not any(replaced(engine))
+
+
+def test_the_environment_turns_it_off(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_engine(tmp_path, engine, engine.read[0])
+    monkeypatch.setenv(engine.environment, "0")
+    engine.enable()
+    assert not engine.enabled and not any(replaced(engine))
+    assert (engine.status().state, engine.status().reason) == ("off", f"{engine.environment}=0")
+
+
+def test_nothing_is_replaced_on_amd(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_engine(tmp_path, engine, engine.read[0])
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    engine.enable()
+    assert not engine.enabled and engine.status().state == "off"
+
+
+CHANGES = {
+    "another parameter": ("scale=None", "scale=None, causal=None", "has parameters"),
+    "a parameter less": (", lower_bound=None", "", "has parameters"),
+    "another name": ("def ", "def other_", "no |lacks "),
+    "another use of a result": ("] = last_", "] += last_", "lacks recurrent_state"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_another_version_that_differs_is_left_alone(engine: Engine, tmp_path: Path, kind: str):
+    """With a warning, once."""
+    before, after, what = CHANGES[kind]
+    if kind == "another use of a result" and engine.name == "sglang":
+        pytest.skip("nothing of that kind")
+    write_engine(tmp_path, engine, "9.9.9")
+    for path in tmp_path.rglob("*.py"):
+        path.write_text(path.read_text().replace(before, after))
+    with pytest.warns(UserWarning, match=rf"leaves {engine.name} 9.9.9 as it is .*({what})"):
+        engine.enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.enable()
+    assert not engine.enabled and engine.status().state == "unknown version"
+    assert re.search(what, engine.status().reason)
+
+
+def test_names_that_a_module_no_longer_takes(engine: Engine, tmp_path: Path):
+    write_engine(tmp_path, engine, "9.9.9")
+    for seam in engine.seams:
+        if isinstance(seam, Seam) and seam.source is not None:
+            path = tmp_path.joinpath(*seam.module.split("."), "__init__.py")
+            path.write_text(path.read_text().replace(f"from {seam.source} import {seam.name}\n", ""))
+    found = differences(engine.seams, tmp_path)
+    assert len(found) == sum(isinstance(x, Seam) and x.source is not None for x in engine.seams)
+    assert all("takes no" in x for x in found)
+
+
+def test_an_engine_that_is_not_there(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "name", "no-such-engine")
+    assert engine.status().state == "not installed" and "pip install" in engine.status().reason
+    with pytest.raises(ImportError, match="not installed"):
+        engine.enable()
+
+
+def test_engines_find_the_integrations():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for group, name in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert f'[project.entry-points."{group}"]\nflashdelta = "flashdelta.integrations.{name}:enable"' in text
+
+
+@pytest.mark.parametrize("name", ("vllm", "sglang"))
+def test_an_installed_engine_is_what_was_read(name: str):
+    pytest.importorskip(name)
+    status = integrations.status(name)
+    assert status.state != "unknown version", status.reason
+
+
+# ---- kernels of a layer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
+    """Operators and options, which are called as they are but for sizes and dtypes."""
+    calls: list[tuple[str, dict]] = []
+
+    def warm(op: Any, **options: Any) -> None:
+        calls.append((op.__name__, options))
+        small = {"head_dims": [(32, 32)], "device": "cpu", "dtype": FP32, "beta_dtype": FP32, "g_dtype": FP32}
+        warmup(op, **options | small)
+
+    monkeypatch.setattr(engine_module, "warmup", warm)
+    monkeypatch.setattr(_vllm, "_warmed", set())
+    _sglang.warm.cache_clear()
+    return calls
+
+
+def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    base = {"head_dim": 128, "model_config": SimpleNamespace(dtype=BF16), "get_state_dtype": lambda: (BF16, FP32)}
+    kimi = SimpleNamespace(**base, gate_lower_bound=None, num_spec=0)
+    k3 = SimpleNamespace(**base, gate_lower_bound=-5.0, num_spec=3, _checkpoint_exporter=object())
+    glm, triton = (
+        SimpleNamespace(**base, kda_lower_bound=-5.0, num_spec=0, _checkpoint_exporter=x) for x in (object(), None)
+    )
+    ling = SimpleNamespace(**base, lower_bound=-5.0, safe_gate=True, num_speculative_tokens=0)
+    built = {_vllm.built: (kimi, k3), _vllm.built_glm: (glm, triton), _vllm.built_ling: (ling,)}
+    for each, layers in built.items():
+        for layer in (*layers, *layers):
+            each(lambda **call: None, {"self": layer})
+    assert [name for name, _ in warmed] == ["chunk_kda", "recurrent_kda"] * 5
+    prefills, steps = ([options for _, options in warmed[i::2]] for i in (0, 1))
+    gates = [(options["gate"], options["lower_bound"]) for options in prefills]
+    assert gates == [("softplus", None), *[("lower_bound", -5.0)] * 3, ("none", None)]
+    assert prefills[1]["checkpoint_states"] == prefills[2]["checkpoints"] == (False, True)
+    assert prefills[3]["use_beta_sigmoid_in_kernel"] is False and "use_beta_sigmoid_in_kernel" not in steps[3]
+    assert prefills[4]["safe_gate"] and [options["speculative"] for options in steps] == [False, True, *[False] * 3]
+
+
+def test_sglangs_backend_warms_the_gates_of_its_model(warmed: list):
+    layers = [SimpleNamespace(lower_bound=x, conv_weights=None) for x in (None, None, -5.0)]
+    model = SimpleNamespace(modules=lambda: [*layers, object()])
+
+    class Pool(SimpleNamespace):
+        shape, dtype, is_cuda, device = torch.Size((2, 9, 4, 128, 128)), FP32, True, torch.device("cuda", 0)
+
+    cache = SimpleNamespace(temporal=Pool(), intermediate_ssm=torch.zeros(1))
+    pools = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
+    runner = SimpleNamespace(model=model, dtype=BF16, req_to_token_pool=pools)
+    for _ in range(2):
+        _sglang.built(lambda **call: None, {"self": None, "model_runner": runner})
+    assert sorted((name, options["gate"]) for name, options in warmed) == [
+        (name, gate) for name in ("chunk_kda", "recurrent_kda") for gate in ("lower_bound", "softplus")
+    ]
+    assert all(options["speculative"] for name, options in warmed if name == "recurrent_kda")
+
+
+def test_what_ours_refuse_is_not_warmed(monkeypatch: pytest.MonkeyPatch):
+    """And the engine starts."""
+    engine_module.warm_up(chunk_kda, head_dims=[(48, 48)], device="cpu")
+    with pytest.raises(TypeError):
+        engine_module.warm_up(chunk_kda, strange=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(_vllm, "warm_up", None)
+    _vllm.warm(SimpleNamespace(), {}, 0, {})
