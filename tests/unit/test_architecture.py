@@ -19,7 +19,7 @@ FLOORS = ("ops", "runtime", "backends", "hopper", "triton", "reference", "progra
 
 BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__main__")
 SAME = {
-    *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode"),
+    *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode", "verify", "commit"),
     *("launch", "build", "gradients", "chunk", "recurrent", "split", "sequences", "states", "convolution", "norm"),
 }
 """Operations, stages, and what every backend has: a file of such a name is about the same in each."""
