@@ -80,6 +80,8 @@ class Tensors:
     z: Tensor = ABSENT
     weight: Tensor = ABSENT
     bias: Tensor | None = None
+    conv_state: Tensor = ABSENT
+    norm_weight: Tensor = ABSENT
 
     def present(self) -> dict[str, Tensor]:
         return {name: x for name in ROLES if (x := getattr(self, name)) is not None}
@@ -181,7 +183,8 @@ class Problem(Settings):
     one. `has_intermediate`: the caller passed `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of
     `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
     `state_dtype`, `state_grad_dtype` and `A_dtype`. Of the layer's operations: `shape` of the input, `D` channels,
-    `taps` of the convolution's filters, and `state_length` inputs that a state of it holds.
+    `taps` of the convolution's filters, and `state_length` inputs that a state of it holds (`fused_kda_decode` has the latter
+    two, and the sizes of attention).
     """
 
     B: int = 0
@@ -230,7 +233,7 @@ class Problem(Settings):
     @property
     def most_tokens(self) -> int:
         """Tokens that are looked at of a sequence at most."""
-        if self.operation == "commit":
+        if self.operation in ("commit", "fused_decode"):
             return 1 + self.spec_tokens
         if self.operation != "decode":
             return self.T
@@ -345,6 +348,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
     state = next((x for x in states if x is not None), None)
     state_dtype = wide if state is None else state.dtype
     scratch = t.intermediate_states
+    fused = t.conv_state is not None
     return Problem(
         **settings,
         B=B,
@@ -372,6 +376,8 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         has_records=has_records(t),
         rows=t.h.shape[1] if t.h is not None else 0 if scratch is None else scratch.shape[0],
         packed=t.cu_seqlens is not None,
+        taps=t.weight.shape[-1] if fused else 0,
+        state_length=t.conv_state.shape[2] if fused else 0,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),
     )
 

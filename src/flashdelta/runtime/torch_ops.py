@@ -25,7 +25,12 @@ POOL = (
 )
 COMMIT = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
 WY = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-REQUIRED = {"q", "k", "v", "g", "beta", *WY[:-1], *LAYER_INPUTS["gated_rms_norm"]}
+FUSED = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight"),
+    *("conv_state", "state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices"),
+    "out",
+)
+REQUIRED = {"q", "k", "v", "g", "beta", "conv_state", "norm_weight", *WY[:-1], *LAYER_INPUTS["gated_rms_norm"]}
 
 TYPES = {f.name: {"float | None": "float?"}.get(str(f.type), str(f.type)) for f in SETTINGS}
 LAYER = ("activation", "eps")
@@ -109,6 +114,14 @@ CONVOLUTION_OUT = Operator(
     settings=CONVOLUTION_SETTINGS,
 )
 
+FUSED_DECODE = Operator(
+    "fused_kda_decode",
+    FUSED,
+    ("o",),
+    writes=("conv_state", "state_pool", "intermediate_states", "out"),
+    settings=(*KDA, "eps"),
+)
+
 
 def operator_of(problem: Problem, t: Tensors) -> Operator:
     """The one that declares what the call writes."""
@@ -116,6 +129,8 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
         return BACKWARD_WY
     if problem.operation == "commit":
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
+    if problem.operation == "fused_decode":
+        return FUSED_DECODE
     if problem.operation == "gated_rms_norm":
         return NORM
     if problem.operation == "short_convolution":

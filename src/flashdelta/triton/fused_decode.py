@@ -1,0 +1,397 @@
+"""Stage `fused_decode`: a step of the layer between its projections. One CTA per (sequence, query/key head), which has all
+value heads of that head and all of their channels.
+
+Contract (`reference.fused_decode` is the definition):
+
+    q, k, v = silu(bias + sum_j weight[j] x[t - (W - 1) + j])
+    S_t, o_t = decode(S_(t-1), q, k, v, g, beta)
+    y_t      = o_t / sqrt(mean(o_t^2) + eps) * norm_weight * sigmoid(z_t)
+
+So no CTA reads what another one writes. The windows of q and k, which value heads of a group share, are read and written by one
+CTA, which writes them when it has read them for the last time; so are those of v, as the norm needs all channels of a head
+anyway. Inputs are read again from token to token: they lie in the L1 cache.
+
+Memory bounds the kernel, as it does `decode`. A state is one tile, all of which is in flight while convolution, norms and
+gate are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..problem.problem import Problem, Tensors
+from ..program.launch import Launch, strides
+from ..program.program import Outputs
+from .decode import (
+    factors,
+    index_strides,
+    load_tile,
+    open_record,
+    record,
+    start_slot,
+    step,
+    store_tile,
+    target_slot,
+)
+from .device.gates import decay_rate, sigmoid
+from .device.sequences import own_work_tile
+from .device.states import everywhere, named_slot, state_offsets
+from .launch import densed, strided
+
+SCALARS = (
+    *("T", "H", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "eps", "lowest"),
+    *("slots", "target_slots", "most_tokens", "start_row", "start_token", "target_row", "target_token"),
+    *("key_channels", "value_channels", "key_taps", "value_taps"),
+)
+"""Arguments that the kernel is not specialised for."""
+
+
+@triton.jit
+def load_inputs(inputs, window, position, wanted, token_stride, place_stride, live, W: tl.constexpr):
+    """Inputs `[C, P]` of channels at `position [1, P]`, counted from the token that `inputs [C]` points to; those before it are
+    the window's."""
+    own = tl.load(inputs[:, None] + position * token_stride, mask=wanted & (position >= 0), other=0.0)
+    kept_at = window[:, None] + (position + (W - 1)) * place_stride
+    kept = tl.load(kept_at, mask=wanted & (position < 0) & everywhere(position, live), other=0.0)
+    return tl.where(position >= 0, own.to(tl.float32), kept.to(tl.float32))
+
+
+@triton.jit
+def convolved(
+    inputs,
+    window,
+    filters,
+    bias,
+    t,
+    token_stride,
+    place_stride,
+    tap_stride,
+    live,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`silu(conv(x)) [C]` of token `t`, and the inputs `[C, COLUMNS]` that it is made of, the token's own last."""
+    tap = tl.arange(0, COLUMNS)[None, :] - (COLUMNS - W)
+    # the interpreter broadcasts no mask
+    wanted = (tl.zeros([C, COLUMNS], tl.int32) + tap) >= 0
+    weights = tl.load(filters[:, None] + tap * tap_stride, mask=wanted, other=0.0).to(tl.float32)
+    rows = load_inputs(inputs, window, t - (W - 1) + tap, wanted, token_stride, place_stride, live, W)
+    p = tl.sum(weights * rows, axis=1)
+    if bias is not None:
+        p += tl.load(bias).to(tl.float32)
+    return p * sigmoid(p), rows
+
+
+@triton.jit
+def roll_one(window, rows, place_stride, live, C: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr):
+    """Moves the window of one token on: its inputs but the first."""
+    tap = tl.arange(0, COLUMNS)[None, :] - (COLUMNS - W)
+    mask = ((tl.zeros([C, COLUMNS], tl.int32) + tap) >= 1) & everywhere(tap, live)
+    tl.store(window[:, None] + (tap - 1) * place_stride, rows.to(window.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def roll(
+    inputs, window, start, count, token_stride, place_stride, live, C: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr
+):
+    """The same of `count` tokens. The window began at `start`; the next one's places begin at `window`."""
+    place = tl.arange(0, PLACES)[None, :]
+    wanted = ((tl.zeros([C, PLACES], tl.int32) + place) < (W - 2) + count) & everywhere(place, live)
+    rows = load_inputs(inputs, start, place - (W - 2), wanted, token_stride, place_stride, live, W)
+    tl.debug_barrier()  # all threads have read the window
+    tl.store(window[:, None] + place * place_stride, rows.to(window.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def normed(out, norm_weight, z, value, live, eps, V: tl.constexpr):
+    """The gated norm of a row `out [V]`; zeros for a null sequence."""
+    row_z = tl.load(z + value).to(tl.float32)
+    weight = tl.load(norm_weight + value).to(tl.float32)
+    norm = 1.0 / tl.sqrt(tl.sum(out * out) / V + eps)
+    return tl.where(everywhere(value, live), out * norm * weight * sigmoid(row_z), 0.0)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def fused_decode_kernel(
+    q,
+    k,
+    v,
+    weight,
+    bias,
+    conv_state,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    z,
+    norm_weight,
+    cu_seqlens,
+    o,
+    initial_state,
+    final_state,
+    starts,
+    targets,
+    accepted,
+    lowest,
+    slots,
+    target_slots,
+    start_pitch: tl.int64,
+    target_pitch: tl.int64,
+    target_step: tl.int64,
+    start_row,
+    start_token,
+    target_row,
+    target_token,
+    most_tokens,
+    scale,
+    lower_bound,
+    eps,
+    T,
+    H,
+    key_channels,
+    value_channels,
+    key_taps: tl.int64,
+    value_taps: tl.int64,
+    weight_channel: tl.int64,
+    weight_tap: tl.int64,
+    conv_slot: tl.int64,
+    conv_channel: tl.int64,
+    conv_place: tl.int64,
+    q_batch: tl.int64,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_batch: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    g_batch: tl.int64,
+    g_token: tl.int64,
+    g_head: tl.int64,
+    beta_batch: tl.int64,
+    beta_token: tl.int64,
+    beta_head: tl.int64,
+    z_batch: tl.int64,
+    z_token: tl.int64,
+    z_head: tl.int64,
+    o_batch: tl.int64,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLACES: tl.constexpr,
+    SINGLE: tl.constexpr,
+    STREAM: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """`SINGLE`: one token a sequence. `EACH`: 0 for the state after the last token in place, 1 for those after each in slots of
+    the pool, 3 for what each changes in rows of a replay buffer. Channels of k and v come `key_channels` and `value_channels`
+    after those of q, and their filters `key_taps` and `value_taps` elements. `PLACES`: of a window that are written."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    COLUMNS: tl.constexpr = 2 if W == 2 else 4
+    _, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
+    end = tl.minimum(end, begin + most_tokens)
+    there = begin < end
+    key = tl.arange(0, K)
+    value = tl.arange(0, V)
+    of_q = qk_head * K + key
+
+    slot, live, _ = start_slot(
+        *(starts, starts, accepted, None, n, there, 1, start_row, start_token, start_row),
+        *(most_tokens, lowest, slots, slots, EACH == 1),
+    )
+    window_slot = slot
+    known = there == there
+    first = n * 0
+    if accepted is not None:
+        count = tl.load(accepted + n)
+        known = (count >= 1) & (count <= most_tokens)
+        first = tl.where(known, count - 1, 0).to(tl.int64)
+    if EACH == 1:
+        window_slot, _ = named_slot(starts, n * start_row, lowest, slots)
+    # null sequences have no slot, whose number may lie beyond every address
+    window_slot = tl.where(live, window_slot, 0)
+    windows = conv_state + window_slot * conv_slot
+    to_q = windows + of_q * conv_channel
+    to_k = to_q + key_channels * conv_channel
+    from_q = to_q + first * conv_place
+    from_k = to_k + first * conv_place
+    inputs_q = q + batch * q_batch + qk_head * q_head + begin * q_token + key
+    inputs_k = k + batch * k_batch + qk_head * k_head + begin * k_token + key
+    filters_q = weight + of_q * weight_channel
+    filters_k = filters_q + key_taps
+    bias_q = None
+    bias_k = None
+    if bias is not None:
+        bias_q = bias + of_q
+        bias_k = bias_q + key_channels
+
+    for member in range(GROUP):
+        head = qk_head * GROUP + member
+        in_slot = state_offsets(0, value, key, K, V, V_FIRST)
+        state_at = initial_state + (tl.where(live, slot, 0) * start_pitch + head * (K * V))
+        state = load_tile(state_at, in_slot, live.to(tl.int32), STREAM)
+        of_v = head * V + value
+        to_v = windows + (value_channels + of_v) * conv_channel
+        from_v = to_v + first * conv_place
+        inputs_v = v + batch * v_batch + head * v_head + begin * v_token + value
+        filters_v = weight + value_taps + of_v * weight_channel
+        bias_v = None
+        if bias is not None:
+            bias_v = bias + value_channels + of_v
+        gates = g + batch * g_batch + head * g_head + begin * g_token
+        betas = beta + batch * beta_batch + head * beta_head + begin * beta_token
+        output_gates = z + batch * z_batch + head * z_head + begin * z_token
+        outputs = o + batch * o_batch + head * o_head + begin * o_token
+        rate = decay_rate(A_log, head)
+        shift = tl.zeros([K], tl.float32)
+        if dt_bias is not None:
+            shift = tl.load(dt_bias + head * K + key).to(tl.float32)
+        if EACH == 3:
+            states, has_row = open_record(
+                *(final_state, starts, targets, n, head, slot, tl.where(there, end - begin, 0), 0),
+                *(start_row, target_row, target_pitch, lowest, slots, tl.where(known, target_slots, 0), K, V),
+            )
+        else:
+            states = final_state + head * (K * V)
+
+        if SINGLE:
+            row_q, window_q = convolved(
+                inputs_q, from_q, filters_q, bias_q, 0, q_token, conv_place, weight_tap, live, K, W, COLUMNS
+            )
+            row_k, window_k = convolved(
+                inputs_k, from_k, filters_k, bias_k, 0, k_token, conv_place, weight_tap, live, K, W, COLUMNS
+            )
+            row_v, window_v = convolved(
+                inputs_v, from_v, filters_v, bias_v, 0, v_token, conv_place, weight_tap, live, V, W, COLUMNS
+            )
+            rows = (row_q, row_k, tl.load(gates + key), tl.load(betas))
+            token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
+            new_state, out, _ = step(state.to(tl.float32), row_v, token)
+            store_tile(states + tl.where(live, slot, 0) * target_pitch, in_slot, new_state, live.to(tl.int32), STREAM)
+            y = normed(out, norm_weight, output_gates, value, live, eps, V)
+            tl.store(outputs + value, y.to(o.dtype.element_ty))
+            tl.debug_barrier()  # all threads have read the windows
+            roll_one(to_v, window_v, conv_place, live, V, W, COLUMNS)
+            if member == GROUP - 1:
+                roll_one(to_q, window_q, conv_place, live, K, W, COLUMNS)
+                roll_one(to_k, window_k, conv_place, live, K, W, COLUMNS)
+        else:
+            state = state.to(tl.float32)
+            for t in range(0, (end - begin).to(tl.int32)):
+                row_q, _ = convolved(
+                    inputs_q, from_q, filters_q, bias_q, t, q_token, conv_place, weight_tap, live, K, W, COLUMNS
+                )
+                row_k, _ = convolved(
+                    inputs_k, from_k, filters_k, bias_k, t, k_token, conv_place, weight_tap, live, K, W, COLUMNS
+                )
+                row_v, _ = convolved(
+                    inputs_v, from_v, filters_v, bias_v, t, v_token, conv_place, weight_tap, live, V, W, COLUMNS
+                )
+                rows = (row_q, row_k, tl.load(gates + t * g_token + key), tl.load(betas + t * beta_token))
+                token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
+                state, out, written = step(state, row_v, token)
+                if EACH == 1:
+                    index = n * target_row + t * target_token
+                    target, named = target_slot(targets, index, slot, lowest, target_slots)
+                    stored = live & named
+                    after = states + tl.where(stored, target, 0) * target_pitch
+                    store_tile(after, in_slot, state, stored.to(tl.int32), STREAM)
+                elif EACH == 3:
+                    record(states + t * target_step, has_row & live, 0, key, value, token, written, K)
+                y = normed(out, norm_weight, output_gates + t * z_token, value, live, eps, V)
+                tl.store(outputs + t * o_token + value, y.to(o.dtype.element_ty))
+            if not EACH:
+                store_tile(states + tl.where(live, slot, 0) * target_pitch, in_slot, state, live.to(tl.int32), STREAM)
+            length = (end - begin).to(tl.int32)
+            roll(inputs_v, to_v, from_v, length, v_token, conv_place, live, V, W, PLACES)
+            if member == GROUP - 1:
+                roll(inputs_q, to_q, from_q, length, q_token, conv_place, live, K, W, PLACES)
+                roll(inputs_k, to_k, from_k, length, k_token, conv_place, live, K, W, PLACES)
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """`stream`: states need not stay in the L2 cache."""
+
+    num_warps: int
+    stream: bool
+
+
+FEW = 256
+"""States up to which they stay in the L2 cache, as in `decode`."""
+
+
+def fused_config(problem: Problem, arch: int) -> FusedConfig:
+    """A thread has 64 elements of a state, in registers."""
+    return FusedConfig(max(1, problem.K * problem.V // 2048), stream=problem.T > 1 or problem.N * problem.HV > FEW)
+
+
+def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+    t = replace(t, **strided(t, ("z",)), **densed(t, ("bias", "norm_weight")))
+    c, o = fused_config(problem, arch), outputs["o"]
+    overlaps = arch >= 90
+    launch = Launch(
+        fused_decode_kernel,
+        problem.N * problem.H,
+        arguments(problem, t, o),
+        dict(
+            K=problem.K,
+            V=problem.V,
+            W=problem.taps,
+            GROUP=problem.group,
+            PLACES=triton.next_power_of_2(problem.taps - 2 + problem.most_tokens),
+            SINGLE=problem.T == 1 and not problem.packed,
+            STREAM=c.stream,
+            GATE=problem.gate,
+            BETA=problem.beta_kind,
+            L2NORM=problem.l2norm,
+            V_FIRST=problem.state_v_first,
+            EACH=3 if problem.has_records else int(problem.stores_each_state),
+            OVERLAP=overlaps,
+        ),
+        c.num_warps,
+        overlaps=overlaps,
+    )
+    return [launch]
+
+
+def arguments(problem: Problem, t: Tensors, o: Tensor) -> tuple:
+    """As the kernel takes them."""
+    assert t.state_pool is not None and t.state_indices is not None
+    stored, targets = t.state_pool, t.state_indices
+    if t.intermediate_states is not None:
+        stored, targets = t.intermediate_states, t.intermediate_indices  # type: ignore[assignment]
+    return (
+        *(t.q, t.k, t.v, t.weight, t.bias, t.conv_state, t.g, t.beta, t.A_log, t.dt_bias, t.z, t.norm_weight),
+        *(t.cu_seqlens, o, t.state_pool, stored, t.state_indices, targets, t.num_accepted_tokens),
+        *(problem.lowest_index, t.state_pool.shape[0], stored.shape[0], t.state_pool.stride(0), *stored.stride()[:2]),
+        *(*index_strides(t.state_indices), *index_strides(targets)),
+        *(problem.most_tokens, problem.scale, problem.lower_bound or 0.0, problem.eps, problem.T, problem.H),
+        *(problem.H * problem.K, 2 * problem.H * problem.K, *filter_offsets(problem, t.weight), *t.weight.stride()[1:]),
+        *(*t.conv_state.stride(), *strides(t.q, t.k, t.v, t.g, t.beta, t.z, o)),
+    )
+
+
+def filter_offsets(problem: Problem, weight: Tensor) -> tuple[int, int]:
+    """Elements from the first filter of q to those of k and v."""
+    if weight.shape[0] == 3:
+        return weight.stride(0), 2 * weight.stride(0)
+    keys = problem.H * problem.K * weight.stride(1)
+    return keys, 2 * keys
