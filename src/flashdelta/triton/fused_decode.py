@@ -42,6 +42,7 @@ from .device.gates import decay_rate, sigmoid
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import densed, strided
+from .verify import stacked
 
 SCALARS = (
     *("T", "H", "beta_batch", "beta_token", "beta_head", "scale", "lower_bound", "eps", "lowest"),
@@ -59,6 +60,13 @@ def load_inputs(inputs, window, position, wanted, token_stride, place_stride, li
     kept_at = window[:, None] + (position + (W - 1)) * place_stride
     kept = tl.load(kept_at, mask=wanted & (position < 0) & everywhere(position, live), other=0.0)
     return tl.where(position >= 0, own.to(tl.float32), kept.to(tl.float32))
+
+
+@triton.jit
+def part(x, first, C: tl.constexpr):
+    """`C` elements of a vector from `first` on, in a layout of their own: else those of small tensors would become the
+    state's."""
+    return tl.gather(x, first + tl.arange(0, C), 0)
 
 
 @triton.jit
@@ -98,7 +106,16 @@ def roll_one(window, rows, place_stride, live, C: tl.constexpr, W: tl.constexpr,
 
 @triton.jit
 def roll(
-    inputs, window, start, count, token_stride, place_stride, live, C: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr
+    inputs,
+    window,
+    start,
+    count,
+    token_stride,
+    place_stride,
+    live,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     """The same of `count` tokens. The window began at `start`; the next one's places begin at `window`."""
     place = tl.arange(0, PLACES)[None, :]
@@ -109,12 +126,102 @@ def roll(
 
 
 @triton.jit
-def normed(out, norm_weight, z, value, live, eps, V: tl.constexpr):
-    """The gated norm of a row `out [V]`; zeros for a null sequence."""
+def convolved_q_and_k(
+    inputs_q,
+    inputs_k,
+    from_q,
+    from_k,
+    filters_q,
+    filters_k,
+    bias_q,
+    bias_k,
+    t,
+    q_token,
+    k_token,
+    place_stride,
+    tap_stride,
+    live,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`q` and `k [K]` of a token, and what they are made of."""
+    row_q, window_q = convolved(
+        inputs_q, from_q, filters_q, bias_q, t, q_token, place_stride, tap_stride, live, K, W, COLUMNS
+    )
+    row_k, window_k = convolved(
+        inputs_k, from_k, filters_k, bias_k, t, k_token, place_stride, tap_stride, live, K, W, COLUMNS
+    )
+    return part(row_q, 0, K), part(row_k, 0, K), window_q, window_k
+
+
+@triton.jit
+def load_tiles(
+    states,
+    key,
+    read,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    TILES: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """A head's state `S^T` as tiles `[V / TILES, K]`, all under way at once."""
+    tiles = ()
+    for i in tl.static_range(TILES):
+        value = i * (V // TILES) + tl.arange(0, V // TILES)
+        tiles = tiles + (load_tile(states, state_offsets(0, value, key, K, V, V_FIRST), read, STREAM),)
+    return tiles
+
+
+@triton.jit
+def store_tiles(
+    states, tiles, key, stored, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, STREAM: tl.constexpr
+):
+    BV: tl.constexpr = V // len(tiles)
+    for i in tl.static_range(len(tiles)):
+        value = i * BV + tl.arange(0, BV)
+        store_tile(states, state_offsets(0, value, key, K, V, V_FIRST), tiles[i], stored, STREAM)
+
+
+@triton.jit
+def step_tiles(tiles, row_v, token, V: tl.constexpr):
+    """Tiles after a token in fp32, its output `[V]`, and what it wrote, by tiles."""
+    BV: tl.constexpr = V // len(tiles)
+    after = ()
+    outs = ()
+    written = ()
+    for i in tl.static_range(len(tiles)):
+        tile, out, wrote = step(tiles[i].to(tl.float32), part(row_v, i * BV, BV), token)
+        after = after + (tile,)
+        outs = outs + (out,)
+        written = written + (wrote,)
+    return after, joined(outs), written
+
+
+@triton.jit
+def joined(rows):
+    """The vectors one after another: 1, 2 or 4."""
+    if len(rows) == 1:
+        row = rows[0]
+    elif len(rows) == 2:
+        row = stacked(rows[0], rows[1])
+    else:
+        tl.static_assert(len(rows) == 4, "a state has 1, 2 or 4 tiles")
+        row = stacked(stacked(rows[0], rows[1]), stacked(rows[2], rows[3]))
+    return row
+
+
+@triton.jit
+def store_normed(o, out, norm_weight, z, live, eps, V: tl.constexpr):
+    """Stores the gated norm of a row `out [V]`, zeros for a null sequence."""
+    value = tl.arange(0, V)
+    out = part(out, 0, V)
     row_z = tl.load(z + value).to(tl.float32)
     weight = tl.load(norm_weight + value).to(tl.float32)
     norm = 1.0 / tl.sqrt(tl.sum(out * out) / V + eps)
-    return tl.where(everywhere(value, live), out * norm * weight * sigmoid(row_z), 0.0)
+    y = tl.where(everywhere(value, live), out * norm * weight * sigmoid(row_z), 0.0)
+    tl.store(o + value, y.to(o.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -188,6 +295,7 @@ def fused_decode_kernel(
     V: tl.constexpr,
     W: tl.constexpr,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
     PLACES: tl.constexpr,
     SINGLE: tl.constexpr,
     STREAM: tl.constexpr,
@@ -205,14 +313,14 @@ def fused_decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     COLUMNS: tl.constexpr = 2 if W == 2 else 4
-    _, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
+    slice_, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
     key = tl.arange(0, K)
     value = tl.arange(0, V)
     of_q = qk_head * K + key
 
-    slot, live, _ = start_slot(
+    slot, live, read = start_slot(
         *(starts, starts, accepted, None, n, there, 1, start_row, start_token, start_row),
         *(most_tokens, lowest, slots, slots, EACH == 1),
     )
@@ -244,9 +352,8 @@ def fused_decode_kernel(
 
     for member in range(GROUP):
         head = qk_head * GROUP + member
-        in_slot = state_offsets(0, value, key, K, V, V_FIRST)
-        state_at = initial_state + (tl.where(live, slot, 0) * start_pitch + head * (K * V))
-        state = load_tile(state_at, in_slot, live.to(tl.int32), STREAM)
+        state_at = tl.where(live, slot, 0) * start_pitch + head * (K * V)
+        tiles = load_tiles(initial_state + state_at, key, live.to(tl.int32), K, V, TILES, V_FIRST, STREAM)
         of_v = head * V + value
         to_v = windows + (value_channels + of_v) * conv_channel
         from_v = to_v + first * conv_place
@@ -272,54 +379,71 @@ def fused_decode_kernel(
             states = final_state + head * (K * V)
 
         if SINGLE:
-            row_q, window_q = convolved(
-                inputs_q, from_q, filters_q, bias_q, 0, q_token, conv_place, weight_tap, live, K, W, COLUMNS
-            )
-            row_k, window_k = convolved(
-                inputs_k, from_k, filters_k, bias_k, 0, k_token, conv_place, weight_tap, live, K, W, COLUMNS
+            row_q, row_k, window_q, window_k = convolved_q_and_k(
+                *(inputs_q, inputs_k, from_q, from_k, filters_q, filters_k),
+                bias_q,
+                bias_k,
+                0,
+                *(q_token, k_token, conv_place, weight_tap, live, K, W, COLUMNS),
             )
             row_v, window_v = convolved(
                 inputs_v, from_v, filters_v, bias_v, 0, v_token, conv_place, weight_tap, live, V, W, COLUMNS
             )
             rows = (row_q, row_k, tl.load(gates + key), tl.load(betas))
             token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
-            new_state, out, _ = step(state.to(tl.float32), row_v, token)
-            store_tile(states + tl.where(live, slot, 0) * target_pitch, in_slot, new_state, live.to(tl.int32), STREAM)
-            y = normed(out, norm_weight, output_gates, value, live, eps, V)
-            tl.store(outputs + value, y.to(o.dtype.element_ty))
+            after, out, written = step_tiles(tiles, row_v, token, V)
+            store_tiles(
+                states + tl.where(live, slot, 0) * target_pitch, after, key, live.to(tl.int32), K, V, V_FIRST, STREAM
+            )
+            store_normed(outputs, out, norm_weight, output_gates, live, eps, V)
             tl.debug_barrier()  # all threads have read the windows
             roll_one(to_v, window_v, conv_place, live, V, W, COLUMNS)
             if member == GROUP - 1:
                 roll_one(to_q, window_q, conv_place, live, K, W, COLUMNS)
                 roll_one(to_k, window_k, conv_place, live, K, W, COLUMNS)
         else:
-            state = state.to(tl.float32)
-            for t in range(0, (end - begin).to(tl.int32)):
-                row_q, _ = convolved(
-                    inputs_q, from_q, filters_q, bias_q, t, q_token, conv_place, weight_tap, live, K, W, COLUMNS
+            length = (end - begin).to(tl.int32)
+            state = ()
+            for i in tl.static_range(TILES):
+                state = state + (tiles[i].to(tl.float32),)
+            for t in range(0, length):
+                row_q, row_k, window_q, window_k = convolved_q_and_k(
+                    *(inputs_q, inputs_k, from_q, from_k, filters_q, filters_k),
+                    bias_q,
+                    bias_k,
+                    t,
+                    *(q_token, k_token, conv_place, weight_tap, live, K, W, COLUMNS),
                 )
-                row_k, _ = convolved(
-                    inputs_k, from_k, filters_k, bias_k, t, k_token, conv_place, weight_tap, live, K, W, COLUMNS
-                )
-                row_v, _ = convolved(
+                row_v, window_v = convolved(
                     inputs_v, from_v, filters_v, bias_v, t, v_token, conv_place, weight_tap, live, V, W, COLUMNS
                 )
                 rows = (row_q, row_k, tl.load(gates + t * g_token + key), tl.load(betas + t * beta_token))
                 token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                state, out, written = step(state, row_v, token)
+                state, out, written = step_tiles(state, row_v, token, V)
                 if EACH == 1:
                     index = n * target_row + t * target_token
                     target, named = target_slot(targets, index, slot, lowest, target_slots)
                     stored = live & named
-                    after = states + tl.where(stored, target, 0) * target_pitch
-                    store_tile(after, in_slot, state, stored.to(tl.int32), STREAM)
+                    store_tiles(
+                        states + tl.where(stored, target, 0) * target_pitch,
+                        *(state, key, stored.to(tl.int32), K, V, V_FIRST, STREAM),
+                    )
                 elif EACH == 3:
-                    record(states + t * target_step, has_row & live, 0, key, value, token, written, K)
-                y = normed(out, norm_weight, output_gates + t * z_token, value, live, eps, V)
-                tl.store(outputs + t * o_token + value, y.to(o.dtype.element_ty))
+                    for i in tl.static_range(TILES):
+                        of_tile = i * (V // TILES) + tl.arange(0, V // TILES)
+                        record(states + t * target_step, has_row & live, i, key, of_tile, token, written[i], K)
+                store_normed(outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V)
             if not EACH:
-                store_tile(states + tl.where(live, slot, 0) * target_pitch, in_slot, state, live.to(tl.int32), STREAM)
-            length = (end - begin).to(tl.int32)
+                store_tiles(
+                    states + tl.where(live, slot, 0) * target_pitch,
+                    state,
+                    key,
+                    live.to(tl.int32),
+                    K,
+                    V,
+                    V_FIRST,
+                    STREAM,
+                )
             roll(inputs_v, to_v, from_v, length, v_token, conv_place, live, V, W, PLACES)
             if member == GROUP - 1:
                 roll(inputs_q, to_q, from_q, length, q_token, conv_place, live, K, W, PLACES)
@@ -328,10 +452,12 @@ def fused_decode_kernel(
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """`stream`: states need not stay in the L2 cache."""
+    """`tiles` of a state; `stream`: states need not stay in the L2 cache. `max_registers`: of a thread."""
 
     num_warps: int
+    tiles: int
     stream: bool
+    max_registers: int
 
 
 FEW = 256
@@ -339,8 +465,9 @@ FEW = 256
 
 
 def fused_config(problem: Problem, arch: int) -> FusedConfig:
-    """A thread has 64 elements of a state, in registers."""
-    return FusedConfig(max(1, problem.K * problem.V // 2048), stream=problem.T > 1 or problem.N * problem.HV > FEW)
+    """A thread has up to 64 elements of a state, and two CTAs fit on an SM."""
+    size, stream = problem.K * problem.V, problem.T > 1 or problem.N * problem.HV > FEW
+    return FusedConfig(8 if size >= 8192 else 4, 4, stream, max_registers=128)
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -356,6 +483,7 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
             V=problem.V,
             W=problem.taps,
             GROUP=problem.group,
+            TILES=c.tiles,
             PLACES=triton.next_power_of_2(problem.taps - 2 + problem.most_tokens),
             SINGLE=problem.T == 1 and not problem.packed,
             STREAM=c.stream,
@@ -367,7 +495,8 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
             OVERLAP=overlaps,
         ),
         c.num_warps,
-        overlaps=overlaps,
+        c.max_registers,
+        overlaps,
     )
     return [launch]
 
