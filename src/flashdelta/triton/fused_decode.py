@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,20 +54,15 @@ SCALARS = (
 
 
 @triton.jit
-def load_inputs(inputs, window, position, wanted, token_stride, place_stride, live, W: tl.constexpr):
-    """Inputs `[C, P]` of channels at `position [1, P]`, counted from the token that `inputs [C]` points to; those before it are
-    the window's."""
-    own = tl.load(inputs[:, None] + position * token_stride, mask=wanted & (position >= 0), other=0.0)
-    kept_at = window[:, None] + (position + (W - 1)) * place_stride
-    kept = tl.load(kept_at, mask=wanted & (position < 0) & everywhere(position, live), other=0.0)
-    return tl.where(position >= 0, own.to(tl.float32), kept.to(tl.float32))
+def part(x, first, C: tl.constexpr):
+    """`C` elements of a vector from `first` on, in a layout of their own: that of the vector would become the state's."""
+    return tl.gather(x, first + tl.arange(0, C), 0)
 
 
 @triton.jit
-def part(x, first, C: tl.constexpr):
-    """`C` elements of a vector from `first` on, in a layout of their own: else those of small tensors would become the
-    state's."""
-    return tl.gather(x, first + tl.arange(0, C), 0)
+def placed(channel, stride, DENSE: tl.constexpr):
+    """Where channels lie; without a multiplication where they are `DENSE`."""
+    return channel if DENSE else channel * stride
 
 
 @triton.jit
@@ -82,77 +78,53 @@ def convolved(
     live,
     C: tl.constexpr,
     W: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
-    """`silu(conv(x)) [C]` of token `t`, and the inputs `[C, COLUMNS]` that it is made of, the token's own last."""
-    tap = tl.arange(0, COLUMNS)[None, :] - (COLUMNS - W)
-    # the interpreter broadcasts no mask
-    wanted = (tl.zeros([C, COLUMNS], tl.int32) + tap) >= 0
-    weights = tl.load(filters[:, None] + tap * tap_stride, mask=wanted, other=0.0).to(tl.float32)
-    rows = load_inputs(inputs, window, t - (W - 1) + tap, wanted, token_stride, place_stride, live, W)
-    p = tl.sum(weights * rows, axis=1)
+    """`silu(conv(x)) [C]` of token `t`, and the inputs that it is made of, its own last. `inputs [C]` point to the sequence's
+    first token; what lies before that is in its `window`. `SINGLE`: `t` is 0."""
+    each = tl.arange(0, C)
+    p = tl.zeros([C], tl.float32)
     if bias is not None:
         p += tl.load(bias).to(tl.float32)
+    rows = ()
+    for tap in tl.static_range(W):
+        position = t + (tap - (W - 1))
+        if SINGLE and tap == W - 1:
+            row = tl.load(inputs).to(tl.float32)
+        elif SINGLE:
+            row = tl.load(window + tap * place_stride, mask=everywhere(each, live), other=0.0).to(tl.float32)
+        else:
+            own = tl.load(inputs + position * token_stride, mask=everywhere(each, position >= 0), other=0.0)
+            before = everywhere(each, live & (position < 0))
+            kept = tl.load(window + (t + tap) * place_stride, mask=before, other=0.0)
+            row = tl.where(everywhere(each, position >= 0), own.to(tl.float32), kept.to(tl.float32))
+        rows = rows + (row,)
+        p = tl.fma(tl.load(filters + tap * tap_stride).to(tl.float32), row, p)
     return p * sigmoid(p), rows
 
 
 @triton.jit
-def roll_one(window, rows, place_stride, live, C: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr):
-    """Moves the window of one token on: its inputs but the first."""
-    tap = tl.arange(0, COLUMNS)[None, :] - (COLUMNS - W)
-    mask = ((tl.zeros([C, COLUMNS], tl.int32) + tap) >= 1) & everywhere(tap, live)
-    tl.store(window[:, None] + (tap - 1) * place_stride, rows.to(window.dtype.element_ty), mask=mask)
+def roll_one(window, rows, place_stride, live, C: tl.constexpr, W: tl.constexpr):
+    """Moves the window of one token on, by one place."""
+    for tap in tl.static_range(1, W):
+        row = rows[tap].to(window.dtype.element_ty)
+        tl.store(window + (tap - 1) * place_stride, row, mask=everywhere(tl.arange(0, C), live))
 
 
 @triton.jit
-def roll(
-    inputs,
-    window,
-    start,
-    count,
-    token_stride,
-    place_stride,
-    live,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    PLACES: tl.constexpr,
-):
-    """The same of `count` tokens. The window began at `start`; the next one's places begin at `window`."""
-    place = tl.arange(0, PLACES)[None, :]
-    wanted = ((tl.zeros([C, PLACES], tl.int32) + place) < (W - 2) + count) & everywhere(place, live)
-    rows = load_inputs(inputs, start, place - (W - 2), wanted, token_stride, place_stride, live, W)
+def roll(inputs, window, start, count, token_stride, place_stride, live, C: tl.constexpr, W: tl.constexpr):
+    """The same of `count` tokens: the last `W - 2` inputs before them, then they. The window began at `start`, and the next
+    one's places begin at `window`."""
+    mask = everywhere(tl.arange(0, C), live & (count > 0))
+    kept = ()
+    for place in tl.static_range(W - 2):
+        kept = kept + (tl.load(start + (place + 1) * place_stride, mask=mask, other=0.0),)
     tl.debug_barrier()  # all threads have read the window
-    tl.store(window[:, None] + place * place_stride, rows.to(window.dtype.element_ty), mask=wanted)
-
-
-@triton.jit
-def convolved_q_and_k(
-    inputs_q,
-    inputs_k,
-    from_q,
-    from_k,
-    filters_q,
-    filters_k,
-    bias_q,
-    bias_k,
-    t,
-    q_token,
-    k_token,
-    place_stride,
-    tap_stride,
-    live,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """`q` and `k [K]` of a token, and what they are made of."""
-    row_q, window_q = convolved(
-        inputs_q, from_q, filters_q, bias_q, t, q_token, place_stride, tap_stride, live, K, W, COLUMNS
-    )
-    row_k, window_k = convolved(
-        inputs_k, from_k, filters_k, bias_k, t, k_token, place_stride, tap_stride, live, K, W, COLUMNS
-    )
-    return part(row_q, 0, K), part(row_k, 0, K), window_q, window_k
+    for place in tl.static_range(W - 2):
+        tl.store(window + place * place_stride, kept[place], mask=mask)
+    for t in range(0, count):
+        row = tl.load(inputs + t * token_stride).to(window.dtype.element_ty)
+        tl.store(window + (W - 2 + t) * place_stride, row, mask=mask)
 
 
 @triton.jit
@@ -167,10 +139,11 @@ def load_tiles(
     STREAM: tl.constexpr,
 ):
     """A head's state `S^T` as tiles `[V / TILES, K]`, all under way at once."""
+    BV: tl.constexpr = V // TILES
+    at = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
     tiles = ()
     for i in tl.static_range(TILES):
-        value = i * (V // TILES) + tl.arange(0, V // TILES)
-        tiles = tiles + (load_tile(states, state_offsets(0, value, key, K, V, V_FIRST), read, STREAM),)
+        tiles = tiles + (load_tile(states + i * (BV * K if V_FIRST else BV), at, read, STREAM),)
     return tiles
 
 
@@ -179,9 +152,9 @@ def store_tiles(
     states, tiles, key, stored, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, STREAM: tl.constexpr
 ):
     BV: tl.constexpr = V // len(tiles)
+    at = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
     for i in tl.static_range(len(tiles)):
-        value = i * BV + tl.arange(0, BV)
-        store_tile(states, state_offsets(0, value, key, K, V, V_FIRST), tiles[i], stored, STREAM)
+        store_tile(states + i * (BV * K if V_FIRST else BV), at, tiles[i], stored, STREAM)
 
 
 @triton.jit
@@ -201,14 +174,14 @@ def step_tiles(tiles, row_v, token, V: tl.constexpr):
 
 @triton.jit
 def joined(rows):
-    """The vectors one after another: 1, 2 or 4."""
+    """The vectors one after another; of their number a power of two."""
     if len(rows) == 1:
         row = rows[0]
-    elif len(rows) == 2:
-        row = stacked(rows[0], rows[1])
     else:
-        tl.static_assert(len(rows) == 4, "a state has 1, 2 or 4 tiles")
-        row = stacked(stacked(rows[0], rows[1]), stacked(rows[2], rows[3]))
+        pairs = ()
+        for i in tl.static_range(len(rows) // 2):
+            pairs = pairs + (stacked(rows[2 * i], rows[2 * i + 1]),)
+        row = joined(pairs)
     return row
 
 
@@ -263,13 +236,13 @@ def fused_decode_kernel(
     H,
     key_channels,
     value_channels,
-    key_taps: tl.int64,
-    value_taps: tl.int64,
-    weight_channel: tl.int64,
-    weight_tap: tl.int64,
+    key_taps,
+    value_taps,
+    weight_channel,
+    weight_tap,
     conv_slot: tl.int64,
-    conv_channel: tl.int64,
-    conv_place: tl.int64,
+    conv_channel,
+    conv_place,
     q_batch: tl.int64,
     q_token: tl.int64,
     q_head: tl.int64,
@@ -296,7 +269,7 @@ def fused_decode_kernel(
     W: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
-    PLACES: tl.constexpr,
+    CHANNELS: tl.constexpr,
     SINGLE: tl.constexpr,
     STREAM: tl.constexpr,
     GATE: tl.constexpr,
@@ -308,36 +281,39 @@ def fused_decode_kernel(
 ):
     """`SINGLE`: one token a sequence. `EACH`: 0 for the state after the last token in place, 1 for those after each in slots of
     the pool, 3 for what each changes in rows of a replay buffer. Channels of k and v come `key_channels` and `value_channels`
-    after those of q, and their filters `key_taps` and `value_taps` elements. `PLACES`: of a window that are written."""
+    after those of q, and their filters `key_taps` and `value_taps` elements. `CHANNELS`: those of a window are dense."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    COLUMNS: tl.constexpr = 2 if W == 2 else 4
     slice_, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
+    length = (end - begin).to(tl.int32)
     key = tl.arange(0, K)
     value = tl.arange(0, V)
-    of_q = qk_head * K + key
+    BV: tl.constexpr = V // TILES
+    PITCH: tl.constexpr = BV * K if V_FIRST else BV
+    in_tile = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
+    of_q = qk_head.to(tl.int32) * K + key
 
     slot, live, read = start_slot(
         *(starts, starts, accepted, None, n, there, 1, start_row, start_token, start_row),
         *(most_tokens, lowest, slots, slots, EACH == 1),
     )
-    window_slot = slot
     known = there == there
     first = n * 0
     if accepted is not None:
         count = tl.load(accepted + n)
         known = (count >= 1) & (count <= most_tokens)
         first = tl.where(known, count - 1, 0).to(tl.int64)
+    window_slot = slot
     if EACH == 1:
-        window_slot, _ = named_slot(starts, n * start_row, lowest, slots)
-    # null sequences have no slot, whose number may lie beyond every address
-    window_slot = tl.where(live, window_slot, 0)
-    windows = conv_state + window_slot * conv_slot
-    to_q = windows + of_q * conv_channel
-    to_k = to_q + key_channels * conv_channel
+        window_slot, read = named_slot(starts, n * start_row, lowest, slots)
+    # the number of no slot may lead beyond every address
+    slot = tl.where(live, slot, 0)
+    windows = conv_state + tl.where(live, window_slot, 0) * conv_slot
+    to_q = windows + placed(of_q, conv_channel, CHANNELS)
+    to_k = windows + placed(of_q + key_channels, conv_channel, CHANNELS)
     from_q = to_q + first * conv_place
     from_k = to_k + first * conv_place
     inputs_q = q + batch * q_batch + qk_head * q_head + begin * q_token + key
@@ -352,17 +328,15 @@ def fused_decode_kernel(
 
     for member in range(GROUP):
         head = qk_head * GROUP + member
-        state_at = tl.where(live, slot, 0) * start_pitch + head * (K * V)
-        tiles = load_tiles(initial_state + state_at, key, live.to(tl.int32), K, V, TILES, V_FIRST, STREAM)
-        of_v = head * V + value
-        to_v = windows + (value_channels + of_v) * conv_channel
+        of_v = head.to(tl.int32) * V + value
+        to_v = windows + placed(of_v + value_channels, conv_channel, CHANNELS)
         from_v = to_v + first * conv_place
         inputs_v = v + batch * v_batch + head * v_head + begin * v_token + value
         filters_v = weight + value_taps + of_v * weight_channel
         bias_v = None
         if bias is not None:
             bias_v = bias + value_channels + of_v
-        gates = g + batch * g_batch + head * g_head + begin * g_token
+        gates = g + batch * g_batch + head * g_head + begin * g_token + key
         betas = beta + batch * beta_batch + head * beta_head + begin * beta_token
         output_gates = z + batch * z_batch + head * z_head + begin * z_token
         outputs = o + batch * o_batch + head * o_head + begin * o_token
@@ -372,82 +346,97 @@ def fused_decode_kernel(
             shift = tl.load(dt_bias + head * K + key).to(tl.float32)
         if EACH == 3:
             states, has_row = open_record(
-                *(final_state, starts, targets, n, head, slot, tl.where(there, end - begin, 0), 0),
+                *(final_state, starts, targets, n, head, slot, tl.where(there, length, 0), 0),
                 *(start_row, target_row, target_pitch, lowest, slots, tl.where(known, target_slots, 0), K, V),
             )
         else:
             states = final_state + head * (K * V)
 
         if SINGLE:
-            row_q, row_k, window_q, window_k = convolved_q_and_k(
-                *(inputs_q, inputs_k, from_q, from_k, filters_q, filters_k),
-                bias_q,
-                bias_k,
-                0,
-                *(q_token, k_token, conv_place, weight_tap, live, K, W, COLUMNS),
+            row_q, window_q = convolved(
+                inputs_q, from_q, filters_q, bias_q, 0, q_token, conv_place, weight_tap, live, K, W, SINGLE
+            )
+            row_k, window_k = convolved(
+                inputs_k, from_k, filters_k, bias_k, 0, k_token, conv_place, weight_tap, live, K, W, SINGLE
             )
             row_v, window_v = convolved(
-                inputs_v, from_v, filters_v, bias_v, 0, v_token, conv_place, weight_tap, live, V, W, COLUMNS
+                inputs_v, from_v, filters_v, bias_v, 0, v_token, conv_place, weight_tap, live, V, W, SINGLE
             )
-            rows = (row_q, row_k, tl.load(gates + key), tl.load(betas))
+            row_g = tl.load(gates)
+            row_beta = tl.load(betas)
+            tiles = load_tiles(
+                initial_state + slot * start_pitch + head * (K * V),
+                key,
+                live.to(tl.int32),
+                K,
+                V,
+                TILES,
+                V_FIRST,
+                STREAM,
+            )
+            rows = (part(row_q, 0, K), part(row_k, 0, K), row_g, row_beta)
             token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
-            after, out, written = step_tiles(tiles, row_v, token, V)
-            store_tiles(
-                states + tl.where(live, slot, 0) * target_pitch, after, key, live.to(tl.int32), K, V, V_FIRST, STREAM
-            )
+            outs = ()
+            for i in tl.static_range(TILES):
+                tile, out, written = step(tiles[i].to(tl.float32), part(row_v, i * BV, BV), token)
+                outs = outs + (out,)
+                store_tile(states + slot * target_pitch + i * PITCH, in_tile, tile, live.to(tl.int32), STREAM)
+            out = joined(outs)
             store_normed(outputs, out, norm_weight, output_gates, live, eps, V)
             tl.debug_barrier()  # all threads have read the windows
-            roll_one(to_v, window_v, conv_place, live, V, W, COLUMNS)
+            roll_one(to_v, window_v, conv_place, live, V, W)
             if member == GROUP - 1:
-                roll_one(to_q, window_q, conv_place, live, K, W, COLUMNS)
-                roll_one(to_k, window_k, conv_place, live, K, W, COLUMNS)
+                roll_one(to_q, window_q, conv_place, live, K, W)
+                roll_one(to_k, window_k, conv_place, live, K, W)
         else:
-            length = (end - begin).to(tl.int32)
+            tiles = load_tiles(
+                initial_state + slot * start_pitch + head * (K * V),
+                key,
+                live.to(tl.int32),
+                K,
+                V,
+                TILES,
+                V_FIRST,
+                STREAM,
+            )
             state = ()
             for i in tl.static_range(TILES):
                 state = state + (tiles[i].to(tl.float32),)
             for t in range(0, length):
-                row_q, row_k, window_q, window_k = convolved_q_and_k(
-                    *(inputs_q, inputs_k, from_q, from_k, filters_q, filters_k),
-                    bias_q,
-                    bias_k,
-                    t,
-                    *(q_token, k_token, conv_place, weight_tap, live, K, W, COLUMNS),
+                row_q, window_q = convolved(
+                    inputs_q, from_q, filters_q, bias_q, t, q_token, conv_place, weight_tap, live, K, W, SINGLE
+                )
+                row_k, window_k = convolved(
+                    inputs_k, from_k, filters_k, bias_k, t, k_token, conv_place, weight_tap, live, K, W, SINGLE
                 )
                 row_v, window_v = convolved(
-                    inputs_v, from_v, filters_v, bias_v, t, v_token, conv_place, weight_tap, live, V, W, COLUMNS
+                    inputs_v, from_v, filters_v, bias_v, t, v_token, conv_place, weight_tap, live, V, W, SINGLE
                 )
-                rows = (row_q, row_k, tl.load(gates + t * g_token + key), tl.load(betas + t * beta_token))
+                rows = (
+                    part(row_q, 0, K),
+                    part(row_k, 0, K),
+                    tl.load(gates + t * g_token),
+                    tl.load(betas + t * beta_token),
+                )
                 token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
                 state, out, written = step_tiles(state, row_v, token, V)
                 if EACH == 1:
                     index = n * target_row + t * target_token
                     target, named = target_slot(targets, index, slot, lowest, target_slots)
                     stored = live & named
-                    store_tiles(
-                        states + tl.where(stored, target, 0) * target_pitch,
-                        *(state, key, stored.to(tl.int32), K, V, V_FIRST, STREAM),
-                    )
+                    after = states + tl.where(stored, target, 0) * target_pitch
+                    store_tiles(after, state, key, stored.to(tl.int32), K, V, V_FIRST, STREAM)
                 elif EACH == 3:
                     for i in tl.static_range(TILES):
                         of_tile = i * (V // TILES) + tl.arange(0, V // TILES)
                         record(states + t * target_step, has_row & live, i, key, of_tile, token, written[i], K)
                 store_normed(outputs + t * o_token, out, norm_weight, output_gates + t * z_token, live, eps, V)
             if not EACH:
-                store_tiles(
-                    states + tl.where(live, slot, 0) * target_pitch,
-                    state,
-                    key,
-                    live.to(tl.int32),
-                    K,
-                    V,
-                    V_FIRST,
-                    STREAM,
-                )
-            roll(inputs_v, to_v, from_v, length, v_token, conv_place, live, V, W, PLACES)
+                store_tiles(states + slot * target_pitch, state, key, live.to(tl.int32), K, V, V_FIRST, STREAM)
+            roll(inputs_v, to_v, from_v, length, v_token, conv_place, live, V, W)
             if member == GROUP - 1:
-                roll(inputs_q, to_q, from_q, length, q_token, conv_place, live, K, W, PLACES)
-                roll(inputs_k, to_k, from_k, length, k_token, conv_place, live, K, W, PLACES)
+                roll(inputs_q, to_q, from_q, length, q_token, conv_place, live, K, W)
+                roll(inputs_k, to_k, from_k, length, k_token, conv_place, live, K, W)
 
 
 @dataclass(frozen=True)
@@ -465,9 +454,12 @@ FEW = 256
 
 
 def fused_config(problem: Problem, arch: int) -> FusedConfig:
-    """A thread has up to 64 elements of a state, and two CTAs fit on an SM."""
-    size, stream = problem.K * problem.V, problem.T > 1 or problem.N * problem.HV > FEW
-    return FusedConfig(8 if size >= 8192 else 4, 4, stream, max_registers=128)
+    """With a thread for each channel, rows of q, k, v and their windows are read once. It has up to 128 elements of a state: two
+    CTAs fit on an SM, and three where states are in bfloat16 and become float32 tile by tile."""
+    many = problem.T > 1 or problem.packed or problem.N * problem.HV > FEW
+    single = problem.T == 1 and not problem.packed
+    registers = 168 if single and problem.state_dtype == torch.bfloat16 else 255
+    return FusedConfig(max(1, min(problem.K, problem.V) // 32), 4, many, registers)
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -484,7 +476,7 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
             W=problem.taps,
             GROUP=problem.group,
             TILES=c.tiles,
-            PLACES=triton.next_power_of_2(problem.taps - 2 + problem.most_tokens),
+            CHANNELS=t.conv_state.stride(1) == 1,
             SINGLE=problem.T == 1 and not problem.packed,
             STREAM=c.stream,
             GATE=problem.gate,
