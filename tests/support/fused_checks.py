@@ -31,7 +31,9 @@ def check_fused(step: FusedStep, dtype: torch.dtype, backend: str, device: str =
     hold_fused(step, call, output, want)
     for name, x in before.items():
         stored = stored_in(step, call, want, name)
-        mask = untouched(call[name], stored) if step.order != "page" or name not in WRITTEN else around(step, call, want)
+        mask = (
+            untouched(call[name], stored) if step.order != "page" or name not in WRITTEN else around(step, call, want)
+        )
         assert same_bits(memory_of(call[name])[mask], x[mask]), f"{name}: written where nothing is to be stored"
     return call
 
@@ -94,7 +96,7 @@ def hold_committed(step: FusedStep, call: dict, want: FusedExpected, tolerance: 
 
 def chain(call: dict, backend: str) -> torch.Tensor:
     """A call of one token a sequence as single operators: what it returns. Both pools are written."""
-    rows, (HV, V, K) = call["x"].shape[0], call["state"].shape[1:]
+    rows, HV, K = call["x"].shape[0], call["state"].shape[1], call["state"].shape[3]
     pool = {"state_pool": call["conv_state"], "state_indices": call["state_indices"], "backend": backend}
     mixed, _ = fd.short_convolution(call["x"][:, None], call["weight"], call["bias"], **pool)
     names = ("A_log", "dt_bias", "lower_bound", "gate", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval")
@@ -109,4 +111,46 @@ def chain(call: dict, backend: str) -> torch.Tensor:
         backend=backend,
     )
     z = call["output_gate"].reshape(o.shape)
-    return fd.gated_rms_norm(o, z, call["norm_weight"].to(torch.float32), eps=EPS, backend=backend)
+    return fd.gated_rms_norm(o, z, call["norm_weight"], eps=EPS, backend=backend)
+
+
+ROWS = ("x", "raw_g", "raw_beta", "output_gate")
+
+
+def check_rounds_of_fused(rounds: int, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
+    """Verification and random acceptance, over and over, with a state after each token and by replay: outputs are those of the
+    accepted tokens as single steps."""
+    draw = torch.Generator().manual_seed(0)
+    S, N, heads = 3, 4, {"H": 1, "HV": 2, "W": 4, "state": torch.float64 if dtype == torch.float64 else torch.float32}
+    drafts = tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(N))
+    spec = {"T": 1 + S, "spec": S, "B": N, "accepted": (1,) * N}
+    each = make_fused(FusedStep("each", "", indices=drafts, slots=16, **spec, **heads), dtype, device)
+    one = make_fused(FusedStep("single", "", indices=(*range(N),), slots=N, B=N, **heads), dtype, device)
+    own = FusedStep("replayed", "", indices=(*range(N),), slots=N, rows="slots", **spec, **heads)
+    replayed = make_fused(own, dtype, device)
+    for call in (each, replayed):
+        call |= {name: one[name] for name in ("weight", "A_log", "dt_bias", "norm_weight")}
+        slots = call["state_indices"].reshape(N, -1)[:, 0].long()
+        call["state"][slots] = one["state"]
+        call["conv_state"][slots, :, : own.W - 1] = one["conv_state"]
+    for _ in range(rounds):
+        for name in ROWS:
+            each[name].copy_(torch.randn(each[name].shape, generator=draw))
+            replayed[name].copy_(each[name])
+        found = [fd.fused_kda_decode(**call, backend=backend) for call in (each, replayed)]
+        accepted = torch.randint(1, 2 + S, (N,), generator=draw)
+        for i in range(1 + S):
+            live = accepted > i
+            index = torch.where(live, torch.arange(N), -1).to(device, torch.int32)
+            now = {name: each[name][i :: 1 + S] for name in ROWS} | {"state_indices": index}
+            want = fd.fused_kda_decode(**one | now, backend=backend)
+            for o in found:
+                assert_close("o", o[live, i], want[live, 0].double(), TOLERANCE[dtype])
+        counts = accepted.to(device, torch.int32)
+        fd.commit(replayed["state"], replayed["intermediate_states"], index_of(N, device), counts, backend=backend)
+        for call in (each, replayed):
+            call["num_accepted_tokens"].copy_(counts)
+
+
+def index_of(N: int, device: str) -> torch.Tensor:
+    return torch.arange(N, dtype=torch.int32, device=device)

@@ -58,9 +58,9 @@ def fused_kda_decode(
             `num_spec_tokens` each `1 + num_spec_tokens` rows are a sequence. Packed (`cu_seqlens`): `[tokens, ..]`.
         weight: the convolution's, `[D, W]` or `[D, 1, W]`, `D` the channels of x, or `[3, W, D / 3]` where q, k and v have as
             many channels; float32 or dtype of x; `W` in 2 to 4.
-        conv_state: `[slots, D, L]`, float32 or dtype of x, any strides that do not overlap: the pool of the last inputs, read and
-            written in place. A sequence's `W - 1` last inputs begin at place 0, or `num_accepted_tokens - 1`; places from `0` on
-            receive the last `W - 2` of them, then the call's tokens. `L` is `W - 1 + num_spec_tokens` or more. It may lie
+        conv_state: `[slots, D, L]`, float32 or dtype of x, any strides that do not overlap: the pool of the last inputs, read
+            and written in place. A sequence's `W - 1` last inputs begin at place 0, or `num_accepted_tokens - 1`; places from
+            0 on receive the last `W - 2` of them, then the call's tokens. `L` is `W - 1 + num_spec_tokens` or more. It may lie
             interleaved with `state` in one buffer; that the two do not overlap is for the caller to see to.
         raw_g: `[N, HV, K]`, also flat or with a dimension of 1 before; float32 or dtype of x: the gate's input (see `gate`).
         raw_beta: `[N, HV]`, or with a dimension of 1 before; float32 or dtype of x: the logit of the write strength.
@@ -74,23 +74,23 @@ def fused_kda_decode(
         norm_weight: `[V]`, float32 or dtype of x.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; None: the `softplus` gate.
         norm_eps: added to the mean of squares; above 0.
-        output: `[N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), dtype of x, written and returned
-            instead of a new tensor. Must not share memory with an input.
+        output: `[N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), dtype of x, written and
+            returned instead of a new tensor. Must not share memory with an input.
         bias: `[D]`, float32 or dtype of x: the convolution's.
         scale: factor on the attention's output; `K ** -0.5` by default.
         gate: names the gate directly: `"none"` (`raw_g` is the log decay), `"softplus"`, `"lower_bound"` or `"logsigmoid"`.
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)`.
         beta_is_logit: `sigmoid(raw_beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(raw_beta)`.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences of up to `1 + num_spec_tokens` tokens, from 0,
-            never falling; further tokens are not looked at. A sequence without tokens leaves its slots alone. Rows of the output
-            of no sequence are undefined.
+            never falling; further tokens are not looked at. A sequence without tokens leaves its slots alone. Rows of the
+            output of no sequence are undefined.
         num_spec_tokens: `S` in 1 to 16: `1 + S` tokens a sequence (packed: up to).
-        num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: how many tokens of the round before were accepted. They
-            say where the window begins and, without `intermediate_states`, from which slot, `state_indices[n, accepted - 1]`,
-            the sequence starts. A count outside `1 .. 1 + S` makes it null. None: 1 everywhere.
-        intermediate_states: made by `replay_buffer`, with `num_spec_tokens`: the pool of states is only read, and what each token
-            changes goes to row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the slot's index), for `commit`
-            to replay. Windows are written all the same, and need the counts of `commit` in the next round.
+        num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: how many tokens of the round before were accepted.
+            They say where the window begins and, without `intermediate_states`, from which slot the sequence starts, that of
+            the last accepted token. A count outside `1 .. 1 + S` makes it null. None: 1 everywhere.
+        intermediate_states: made by `replay_buffer`, with `num_spec_tokens`: the pool of states is only read, and what each
+            token changes goes to row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the slot's index), for
+            `commit` to replay. Windows are written all the same, and need the counts of `commit` in the next round.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved, as both engines have it).
         backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.

@@ -928,5 +928,7 @@ FUSED_DECODE = Operation(
 )
 
 
-BY_NAME = {operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)}
+BY_NAME = {
+    operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)
+}
 """Those that write tensors of the caller's."""

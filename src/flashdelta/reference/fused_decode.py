@@ -1,10 +1,10 @@
-"""The definition of the layer's step: the convolution of q, k and v, the token recurrence and the gated norm, one after another.
+"""The definition of the layer's step: the convolution of q, k and v, the token recurrence and the gated norm.
 
     q, k, v = split(short_convolution(x));   o = gated_rms_norm(decode(q, k, v, g, beta), z)
 
 with nothing rounded in between. A slot of the convolution's pool holds a window of inputs. A sequence's last `W - 1` begin at
-place `a - 1`, `a` the count of accepted tokens (1 without counts); after a call with `T` tokens places `0 .. W - 2 + T` hold the
-last `W - 2` of them and the tokens, so that the next call finds its window in the same way. Never waits for a device.
+place `a - 1`, `a` the count of accepted tokens (1 without counts); after a call with `T` tokens places 0 to `W - 3 + T` hold
+the last `W - 2` of them and the tokens, so that the next call finds its window in the same way. Never waits for a device.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def fused_kda_decode(problem: Problem, t: Tensors) -> tuple[Tensor, None, None]:
     # null sequences by index: a count outside 1 .. 1 + S makes one, too
     indices = torch.where(live if t.state_indices.dim() == 1 else live[:, None], t.state_indices, -1)
     o, _, _ = decode_kda(replace(problem, dtype=dtype), replace(t, q=q, k=k, v=v, state_indices=indices))
-    normed, _, _ = gated_rms_norm(
-        replace(problem, activation="sigmoid"), Tensors(x=o, z=t.z, weight=t.norm_weight)
-    )
+    normed, _, _ = gated_rms_norm(replace(problem, activation="sigmoid"), Tensors(x=o, z=t.z, weight=t.norm_weight))
     _roll(problem, t, live, slot, history, x.flatten(0, 1))
     null = (o == 0).all(-1, keepdim=True)  # whatever the gate of a null sequence holds
     return torch.where(null, 0.0, normed), None, None

@@ -27,7 +27,14 @@ COMMIT = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_st
 WY = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
 FUSED = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight"),
-    *("conv_state", "state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices"),
+    *(
+        "conv_state",
+        "state_pool",
+        "state_indices",
+        "num_accepted_tokens",
+        "intermediate_states",
+        "intermediate_indices",
+    ),
     "out",
 )
 REQUIRED = {"q", "k", "v", "g", "beta", "conv_state", "norm_weight", *WY[:-1], *LAYER_INPUTS["gated_rms_norm"]}

@@ -110,7 +110,14 @@ FUSED_STEPS = [
         slots=10,
     ),
     FusedStep(
-        "spec_16", "as many drafts as there may be", T=17, spec=16, B=1, indices=(tuple(range(17)),), slots=17, accepted=(9,)
+        "spec_16",
+        "as many drafts as there may be",
+        T=17,
+        spec=16,
+        B=1,
+        indices=(tuple(range(17)),),
+        slots=17,
+        accepted=(9,),
     ),
     FusedStep("replay", "records instead of states", **REPLAY, accepted=(1, 4, 2), HV=2),
     FusedStep("replay_gva8", "the same for eight value heads", **REPLAY, accepted=(1, 4, 2), HV=8, state=BF16),
@@ -136,10 +143,13 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
     plain = make_step(step.plain, dtype, device, seed)
     names = {"mixed_qkv": "x", "g": "raw_g", "beta": "raw_beta", "initial_state": "state"}
     names["ssm_state_indices"] = "state_indices"
-    kept = ("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices", "gate", "scale")
-    kept += ("lower_bound", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval", "num_spec_tokens")
+    kept = {
+        *("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices", "gate", "scale"),
+        *("lower_bound", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval", "num_spec_tokens"),
+        *("state_v_first", "null_index"),
+    }
     call = {"A_log": None, "dt_bias": None, "bias": None, "norm_eps": EPS}
-    call |= {names.get(name, name): x for name, x in plain.items() if name in (*names, *kept, "state_v_first", "null_index")}
+    call |= {names.get(name, name): x for name, x in plain.items() if name in kept or name in names}
     D, W = step.channels, step.W
     weight = (source.normal(D, W) / W).to(dtype)
     if step.weights == "parts":
@@ -155,7 +165,9 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
         call["num_accepted_tokens"] = torch.tensor(step.accepted, dtype=step.offsets_dtype, device=device)
     if step.rows is not None:
         shape = len(plain["intermediate_states"]), 1 + (step.spec or 0), step.HV, record_width(step.K, step.V)
-        call["intermediate_states"] = amid(source, torch.float64 if step.state == torch.float64 else FP32, shape, RECORD_GAP).fill_(torch.nan)
+        call["intermediate_states"] = amid(
+            source, torch.float64 if step.state == torch.float64 else FP32, shape, RECORD_GAP
+        ).fill_(torch.nan)
     return call
 
 
@@ -219,7 +231,9 @@ def expected_fused(step: FusedStep, call: dict) -> FusedExpected:
             for place, value in enumerate(inputs[1:]):
                 windows[slot, :, place] = value
     plain, dead = step.plain, -1
-    indices = tuple(i if ok else (dead,) * len(i) if isinstance(i, tuple) else dead for i, ok in zip(step.indices, live))
+    indices = tuple(
+        i if ok else (dead,) * len(i) if isinstance(i, tuple) else dead for i, ok in zip(step.indices, live)
+    )
     plain = replace(plain, indices=indices, layout="mixed_rows")
     given = {"mixed_qkv": mixed, "g": t["raw_g"], "beta": t["raw_beta"], "initial_state": t["state"]}
     given |= {name: t[name] for name in ("A_log", "dt_bias") if name in t}

@@ -285,7 +285,7 @@ def fused_decode_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    slice_, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
+    _slice, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
     length = (end - begin).to(tl.int32)
@@ -296,7 +296,7 @@ def fused_decode_kernel(
     in_tile = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
     of_q = qk_head.to(tl.int32) * K + key
 
-    slot, live, read = start_slot(
+    slot, live, _read = start_slot(
         *(starts, starts, accepted, None, n, there, 1, start_row, start_token, start_row),
         *(most_tokens, lowest, slots, slots, EACH == 1),
     )
@@ -308,7 +308,7 @@ def fused_decode_kernel(
         first = tl.where(known, count - 1, 0).to(tl.int64)
     window_slot = slot
     if EACH == 1:
-        window_slot, read = named_slot(starts, n * start_row, lowest, slots)
+        window_slot, _named = named_slot(starts, n * start_row, lowest, slots)
     # the number of no slot may lead beyond every address
     slot = tl.where(live, slot, 0)
     windows = conv_state + tl.where(live, window_slot, 0) * conv_slot
@@ -454,8 +454,8 @@ FEW = 256
 
 
 def fused_config(problem: Problem, arch: int) -> FusedConfig:
-    """With a thread for each channel, rows of q, k, v and their windows are read once. It has up to 128 elements of a state: two
-    CTAs fit on an SM, and three where states are in bfloat16 and become float32 tile by tile."""
+    """With a thread for each channel, rows of q, k, v and their windows are read once. It has up to 128 elements of a
+    state: two CTAs fit on an SM, and three where states are in bfloat16 and become float32 tile by tile."""
     many = problem.T > 1 or problem.packed or problem.N * problem.HV > FEW
     single = problem.T == 1 and not problem.packed
     registers = 168 if single and problem.state_dtype == torch.bfloat16 else 255
