@@ -1,11 +1,12 @@
 """Modules built on the operators: the attention layer with its cache, and a small language model made of it."""
 
-from .attention import KdaCache, KimiDeltaAttention
+from .attention import KdaCache, KdaPool, KimiDeltaAttention
 from .lm import KdaLanguageModel, LanguageModelConfig, load_model, save_model
 
 __all__ = [
     "KdaCache",
     "KdaLanguageModel",
+    "KdaPool",
     "KimiDeltaAttention",
     "LanguageModelConfig",
     "load_model",
