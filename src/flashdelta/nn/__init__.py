@@ -2,6 +2,7 @@
 
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 from .lm import KdaLanguageModel, LanguageModelConfig, load_model, save_model
+from .weights import export_weights, import_weights
 
 __all__ = [
     "KdaCache",
@@ -9,6 +10,8 @@ __all__ = [
     "KdaPool",
     "KimiDeltaAttention",
     "LanguageModelConfig",
+    "export_weights",
+    "import_weights",
     "load_model",
     "save_model",
 ]

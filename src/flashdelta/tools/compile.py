@@ -186,9 +186,8 @@ class Variant:
         N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
         own = {"indices": (0,) * N} if S == 0 or self.records else {"indices": ((0,) * tokens,) * N}
         drafts = {"spec": S, "accepted": (1,) * N, "rows": "slots" if self.records else None} if S else {}
-        sizes = {"H": self.heads // self.group, "W": self.taps}
-        if self.group == 1 and self.K == self.V:
-            sizes["weights"] = "parts"
+        weights = "parts" if self.group == 1 and self.K == self.V else "channels"
+        sizes = {"H": self.heads // self.group, "W": self.taps, "weights": weights}
         step = FusedStep(**self._shape() | sizes, **own, **drafts, B=N, T=tokens, slots=4)
         return fused_kda_decode, on_meta(make_fused(step, self.dtype))
 
