@@ -273,23 +273,20 @@ class KimiDeltaAttention(nn.Module):
     def _step(self, x: Tensor, mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, object]) -> Tensor:
         """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
         weight, bias = self._filters(mixed.dtype)
-        return fused_kda_decode(
-            mixed[:, 0],
-            weight,
-            pool.conv,
-            self.f_proj(x)[:, 0],
-            self.b_proj(x)[:, 0],
+        tensors = dict(
+            weight=weight,
+            bias=bias,
+            conv_state=pool.conv,
+            raw_g=self.f_proj(x)[:, 0],
+            raw_beta=self.b_proj(x)[:, 0],
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             state=pool.state,
             output_gate=gate[:, 0],
             norm_weight=_narrowed(self.o_norm, mixed.dtype),
-            norm_eps=self.norm_eps,
-            bias=bias,
-            backend=self._around(),
-            **self._gate_options(),
-            **where,
         )
+        options = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
+        return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
 
     def _kda_call(
         self, x: Tensor, mixed: Tensor, states: dict[str, object]
