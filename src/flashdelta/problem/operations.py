@@ -244,14 +244,16 @@ SLOT_RULES = (
     ),
 )
 
+FINAL_STATE_RULE = Rule(
+    "final_state",
+    lambda c: c.state_pool is not None and c.final_state is not None,
+    "a tensor with state_pool",
+    "None (the pool receives the final states)",
+)
+
 POOL_RULES = (
     *SLOT_RULES,
-    Rule(
-        "final_state",
-        lambda c: c.state_pool is not None and c.final_state is not None,
-        "a tensor with state_pool",
-        "None (the pool receives the final states)",
-    ),
+    FINAL_STATE_RULE,
     unnamed("state_v_first"),
     unnamed("use_qk_l2norm_in_kernel"),
 )
@@ -806,7 +808,7 @@ def check_convolution(c: Any, sizes: Sizes) -> None:
     if not MIN_TAPS <= taps <= MAX_TAPS:
         raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
     if "L" in sizes and sizes["L"] not in (taps - 1, taps):
-        role = "initial_state" if c.state_pool is None else "state_pool"
+        role = next(x for x in ("initial_state", "state_pool", "final_state") if getattr(c, x) is not None)
         raise wrong(role, shape_of(getattr(c, role)), f"the last W - 1 = {taps - 1} or W = {taps} inputs of a channel")
 
 
@@ -815,7 +817,7 @@ def convolution_problem(c: Any, t: Tensors) -> Made:
         t,
         operation="short_convolution",
         activation="none" if c.activation is None else c.activation,
-        output_final_state=c.output_final_state,
+        output_final_state=c.output_final_state or c.final_state is not None,
         null_index=c.null_index,
     ), t
 
@@ -832,9 +834,10 @@ SHORT_CONVOLUTION = Operation(
         Argument("state_indices", "N", INDEX, required=needs_indices),
         Argument("has_initial_state", "N", BOOL),
         Argument("out", "B T D", like_x, dense=1, written=True),
+        Argument("final_state", "N D L", wide_or_x, written=True),
     ),
     {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES)},
-    SLOT_RULES,
+    (*SLOT_RULES, FINAL_STATE_RULE),
     convolution_problem,
     check_convolution,
 )

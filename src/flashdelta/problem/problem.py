@@ -389,7 +389,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
     given = dict(shape=shape, dtype=t.x.dtype, requires_grad=grad)
     if t.z is not None:
         return Problem(**settings, **given, V=shape[-1])
-    state = t.initial_state if t.state_pool is None else t.state_pool
+    state = next((x for x in (t.state_pool, t.initial_state, t.final_state) if x is not None), None)
     state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
     return Problem(
         **settings,
@@ -401,7 +401,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
         taps=taps,
         state_length=taps - 1 if state is None else state.shape[2],
         state_dtype=state_dtype,
-        final_dtype=state_dtype,
+        final_dtype=state_dtype if t.final_state is None else t.final_state.dtype,
         has_initial_state=t.initial_state is not None,
         has_pool=t.state_pool is not None,
         pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],

@@ -115,9 +115,9 @@ CONVOLUTION = Operator(
 )
 CONVOLUTION_OUT = Operator(
     "short_convolution_out",
-    (*LAYER_INPUTS["short_convolution"], "state_pool", "state_indices", "has_initial_state", "out"),
+    (*LAYER_INPUTS["short_convolution"], "state_pool", "state_indices", "has_initial_state", "out", "final_state"),
     ("o", "final_state"),
-    writes=("state_pool", "out"),
+    writes=("state_pool", "out", "final_state"),
     settings=CONVOLUTION_SETTINGS,
 )
 
@@ -141,7 +141,8 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
     if problem.operation == "gated_rms_norm":
         return NORM
     if problem.operation == "short_convolution":
-        return CONVOLUTION if t.state_pool is None and t.out is None else CONVOLUTION_OUT
+        written = (t.state_pool, t.out, t.final_state)
+        return CONVOLUTION if all(x is None for x in written) else CONVOLUTION_OUT
     beside = (*WRITTEN, "source_pool")
     return FORWARD if all(getattr(t, role) is None for role in beside) else FORWARD_OUT
 
