@@ -7,6 +7,7 @@ from . import kernels
 from .ops.chunk import chunk_kda
 from .ops.convolution import short_convolution
 from .ops.decode import commit, recurrent_kda, replay_buffer
+from .ops.fused_decode import fused_kda_decode
 from .ops.norm import gated_rms_norm
 from .ops.prefill_fp32 import kda_prefill
 from .ops.recurrent import fused_recurrent_kda
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_kda",
     "commit",
     "explain",
+    "fused_kda_decode",
     "fused_recurrent_kda",
     "gated_rms_norm",
     "kda_prefill",

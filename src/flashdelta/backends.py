@@ -128,7 +128,7 @@ class HopperBackend(Backend):
         return None
 
     def _problem_obstacle(self, problem: Problem) -> str | None:
-        if problem.shape:
+        if problem.shape or problem.operation == "fused_decode":
             return "no kernels of its own for the layer around attention"
         if problem.operation in ("recurrent", "decode", "commit"):
             return self._step_obstacle(problem)

@@ -104,6 +104,7 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "output_kernel",
         "plan_kernel",
         "decode_kernel",
+        "fused_decode_kernel",
         "verify_kernel",
         "commit_kernel",
         "replay_kernel",

@@ -19,6 +19,7 @@ from flashdelta.hopper import wy as hopper_wy
 from flashdelta.problem.operations import PRECISIONS
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
 from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
+from flashdelta.testing.fused import FUSED_STEPS, make_fused
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import WyCase, make_wy
@@ -52,6 +53,7 @@ DECODE_RACES = (
     *("paged", "k_first", "bf16", "bf16_k_first", "packed_17", "spec", "K256"),
     *("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16"),
 )
+FUSED_RACES = ("one", "bf16", "k_first", "gva3", "spec", "replay")
 
 
 def decode_calls(backend: str, races: bool) -> list[dict]:
@@ -138,6 +140,9 @@ def main() -> None:
     for step in () if backward else replayed[:2] if races else replayed:
         check_replay(step, BF16, backend, "cuda")
         ran += 1
+    for step in () if backward else FUSED_STEPS:
+        if not races or step.name in FUSED_RACES:
+            ran += run(fd.fused_kda_decode, on_device(make_fused(step, BF16)), backend)
     if backward:
         ran += run_backward(backend, races)
     torch.cuda.synchronize()

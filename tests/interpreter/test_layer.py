@@ -93,6 +93,16 @@ def test_output_goes_where_it_is_asked_for():
     assert rows[..., :24].isnan().all() and rows[..., 48:].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["packed", "packed_new", "short"])
+def test_final_states_go_where_they_are_asked_for(name: str):
+    call = make_convolution(CONVOLUTION_BY_NAME[name])
+    want = convolution(**call)[1]
+    memory = torch.full((len(want), want.shape[1], 8), torch.nan)
+    final = memory[..., 2 : 2 + want.shape[2]]
+    assert same_bits(convolution(**call, final_state=final)[1], want) and same_bits(final.contiguous(), want)
+    assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
+
+
 @pytest.mark.parametrize("W", [2, 3, 4])
 def test_nan_goes_no_further_than_the_taps(W: int):
     """Into no other sequence, and no later token than the filter reaches."""

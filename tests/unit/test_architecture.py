@@ -21,6 +21,7 @@ BESIDE = ("nn", "integrations", "testing", "tools", "kernels", "__init__", "__ma
 SAME = {
     *("prepare", "recurrence", "segments", "reverse", "wy", "intra", "decode", "verify", "commit"),
     *("launch", "build", "gradients", "chunk", "recurrent", "split", "sequences", "states", "convolution", "norm"),
+    "fused_decode",
 }
 """Operations, stages, and what every backend has: a file of such a name is about the same in each."""
 

@@ -119,6 +119,36 @@ def test_output_is_written_where_it_is_asked_for():
     assert rows[..., :24].isnan().all() and rows[..., 48:].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["packed", "packed_new", "fla"])
+def test_final_states_go_where_they_are_asked_for(name: str):
+    """In a dtype of their own, amid other memory; compiled too."""
+    call = make_convolution(CONVOLUTION_BY_NAME[name], torch.bfloat16)
+    call.pop("output_final_state")
+    o, want = fd.short_convolution(**call, output_final_state=True)
+    for function in (fd.short_convolution, compiled(lambda **given: fd.short_convolution(**given))):
+        memory = torch.full((len(want), want.shape[1], 8), torch.nan)
+        final = memory[..., 2 : 2 + want.shape[2]]
+        found, state = function(**call, final_state=final)
+        assert same_bits(found, o) and same_bits(state, want.float()) and same_bits(final, state)
+        assert memory[..., :2].isnan().all() and memory[..., 2 + want.shape[2] :].isnan().all()
+
+
+def test_a_final_state_that_does_not_fit_is_named():
+    call = make_convolution(CONVOLUTION_BY_NAME["state"])
+    state = call["initial_state"]
+    for final, reason in (
+        (state[:1], "got shape"),
+        (state[..., 1:], "got shape"),
+        (state, "got memory shared with initial_state"),
+        (state.clone().requires_grad_(), "got a tensor that requires grad"),
+    ):
+        with pytest.raises(ValueError, match=f"^final_state: {reason}"):
+            fd.short_convolution(**call, final_state=final)
+    pool = make_convolution(CONVOLUTION_BY_NAME["pool"])
+    with pytest.raises(ValueError, match=r"^final_state: got a tensor with state_pool"):
+        fd.short_convolution(**pool, final_state=pool["state_pool"].clone())
+
+
 # ---- operators --------------------------------------------------------------------------------------------------------------
 
 TRACED = [

@@ -16,8 +16,10 @@ HEADS = {
     "grouped values (GVA)": dict(num_heads=2, num_v_heads=4),
     "values wider than keys": dict(num_heads=1, num_v_heads=2, head_v_dim=64),
     "keys wider than values": dict(num_heads=2, head_dim=64, head_v_dim=32),
-    "one convolution tap": dict(num_heads=2, conv_size=1),
-    "six convolution taps": dict(num_heads=2, conv_size=6),
+    "two convolution taps": dict(num_heads=2, conv_size=2, conv_bias=True),
+    "softplus": dict(num_heads=2, conv_size=3, gate="softplus", output_gate_bias=True),
+    "logsigmoid": dict(num_heads=2, gate="logsigmoid", allow_neg_eigval=True),
+    "a bound of its own": dict(num_heads=2, lower_bound=-0.5),
 }
 by_heads = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 
@@ -86,7 +88,7 @@ def test_cache_shapes(heads: dict) -> None:
     for tokens in (1, 40):
         y, cache = layer(torch.randn(3, tokens, 48), return_cache=True)
         assert y.shape == (3, tokens, 48)
-        assert cache.conv.shape == (3, layer.conv_size - 1, 2 * H * K + HV * V)
+        assert cache.conv.shape == (3, 2 * H * K + HV * V, layer.conv_size - 1)
         assert cache.state.shape == (3, HV, K, V)
         assert cache.state.dtype == torch.float32
     assert layer(torch.randn(3, 40, 48))[1] is None
@@ -153,6 +155,10 @@ def test_explain_names_the_operator_for_the_length() -> None:
         ("num_heads", dict(num_heads=0), ValueError),
         ("num_heads", dict(num_heads=2.0), TypeError),
         ("conv_size", dict(conv_size=0), ValueError),
+        ("conv_size", dict(conv_size=5), ValueError),
+        ("gate", dict(gate="none"), ValueError),
+        ("lower_bound", dict(lower_bound=-6.0), ValueError),
+        ("lower_bound", dict(lower_bound=None), ValueError),
         ("chunk_size", dict(chunk_size=16), ValueError),
         ("backend", dict(backend="fast"), ValueError),
     ],

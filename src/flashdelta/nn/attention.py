@@ -5,8 +5,10 @@
     o       = KDA(q, k, v, g, beta)                                      L2 norm, gate and sigmoid in the kernel
     y       = (rmsnorm(o) * sigmoid(x Wg)) Wo
 
-The cache is what the next token needs of the past: the last `W - 1` inputs of the convolutions and the state. Its size
-does not depend on how many tokens came before.
+Convolution, attention and gated norm are the operators of this package; a step of decoding over a pool is one of them
+(`fused_kda_decode`). What the next token needs of the past are the last `W - 1` inputs of the convolutions and the state, whose
+size does not depend on how many tokens came before: a `KdaCache` holds those of a batch, a `KdaPool` those of many sequences in
+slots.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import NAMES
 from ..ops.chunk import chunk_kda
+from ..ops.convolution import short_convolution
+from ..ops.fused_decode import fused_kda_decode
+from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
-from ..problem.operations import CHUNK_SIZES, HEAD_DIMS
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES
+from ..problem.operations import bound as check_bound
+from ..problem.problem import NullIndex
 from ..runtime.explain import Explanation, explain
 
-LOWER_BOUND = -5.0
+GATES = ("lower_bound", "softplus", "logsigmoid")
 MAX_STEP_TOKENS = 8
 """Up to this many tokens a sequence go through the token recurrence, more through the chunk form."""
 
@@ -37,8 +43,19 @@ SLOWEST_DECAY, FASTEST_DECAY = 1e-3, 0.5
 class KdaCache:
     """What a `KimiDeltaAttention` layer remembers of the tokens it has seen. Never written in place.
 
-    `conv [B, W - 1, 2 H K + HV V]`: the last inputs of the convolutions, q, k and v side by side, in the layer's dtype;
-    `state [B, HV, K, V]`: the recurrent state, float32.
+    `conv [B, 2 H K + HV V, W - 1]`: the last inputs of the convolutions, q, k and v side by side, in the layer's dtype;
+    `state [B, HV, K, V]`: the recurrent state, float32. Of packed sequences `B` is their number.
+    """
+
+    conv: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class KdaPool:
+    """The same of many sequences, in slots that calls name by index and write in place; made by `KimiDeltaAttention.make_pool`.
+
+    `conv [slots, 2 H K + HV V, W - 1]`, channels innermost, and `state [slots, HV, V, K]`, float32 or bfloat16.
     """
 
     conv: Tensor
@@ -54,15 +71,22 @@ class KimiDeltaAttention(nn.Module):
         num_v_heads: value heads, `HV`, a multiple of `num_heads` (grouped value attention); `num_heads` by default.
         head_dim: `K`, channels of a query/key head: 32, 64, 128 or 256.
         head_v_dim: `V`, channels of a value head, from the same list; `head_dim` by default.
-        conv_size: `W >= 1`, taps of the short convolutions.
+        conv_size: `W` in 2 to 4, taps of the short convolutions.
+        conv_bias: whether they have a bias.
+        gate: of the decay, as in `flashdelta.chunk_kda`: `"lower_bound"`, `"softplus"` (Kimi-Linear) or `"logsigmoid"`, which
+            has no parameters.
+        lower_bound: in `[-5, 0)`, of the gate of that name; another one does not read it.
+        allow_neg_eigval: write strengths in `[0, 2)`.
         gate_rank: inner width of the two low-rank projections, of the decay and of the output gate; `head_v_dim` by
             default.
+        output_gate_bias: whether the output gate's projection has a bias, as FLA's layer has.
         norm_eps: epsilon of the output RMSNorm.
         chunk_size: tokens a chunk, 32 or 64.
         backend: what `flashdelta.chunk_kda` takes: `"auto"` or a backend's name.
 
     `A_log [HV]` and `dt_bias [HV * K]` stay float32 when the layer is cast: a rounded rate would compound over every
-    token. They carry `_no_weight_decay = True` for optimizers that look for it.
+    token. They carry `_no_weight_decay = True` for optimizers that look for it. Under autocast the projections run in 16 bits
+    and all other parameters are read as they are. Weights of FLA's layer and of Hugging Face's Kimi-Linear: `nn.weights`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
@@ -77,7 +101,12 @@ class KimiDeltaAttention(nn.Module):
         head_v_dim: int | None = None,
         *,
         conv_size: int = 4,
+        conv_bias: bool = False,
+        gate: str = "lower_bound",
+        lower_bound: float | None = -5.0,
+        allow_neg_eigval: bool = False,
         gate_rank: int | None = None,
+        output_gate_bias: bool = False,
         norm_eps: float = 1e-5,
         chunk_size: int = 64,
         backend: str = "auto",
@@ -88,6 +117,11 @@ class KimiDeltaAttention(nn.Module):
         gate_rank = head_v_dim if gate_rank is None else gate_rank
         _check_positive(hidden_size=hidden_size, num_heads=num_heads, num_v_heads=num_v_heads)
         _check_positive(conv_size=conv_size, gate_rank=gate_rank)
+        _check_one_of("conv_size", conv_size, tuple(range(MIN_TAPS, MAX_TAPS + 1)))
+        _check_one_of("gate", gate, GATES)
+        check_bound("lower_bound", lower_bound)
+        if gate == "lower_bound" and lower_bound is None:
+            raise ValueError("lower_bound: got None, wanted a float in [-5, 0) (the lower_bound gate needs it)")
         if num_v_heads % num_heads != 0:
             raise ValueError(f"num_v_heads: got {num_v_heads}, wanted a multiple of num_heads = {num_heads}")
         _check_one_of("head_dim", head_dim, HEAD_DIMS)
@@ -100,6 +134,9 @@ class KimiDeltaAttention(nn.Module):
         self.head_dim = head_dim
         self.head_v_dim = head_v_dim
         self.conv_size = conv_size
+        self.gate = gate
+        self.lower_bound = lower_bound if gate == "lower_bound" else None
+        self.allow_neg_eigval = allow_neg_eigval
         self.norm_eps = norm_eps
         self.chunk_size = chunk_size
         self.backend = backend
@@ -109,30 +146,48 @@ class KimiDeltaAttention(nn.Module):
         self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.conv_weight = nn.Parameter(torch.empty(conv_size, sum(self.conv_channels)))
+        self.conv_weight = nn.Parameter(torch.empty(sum(self.conv_channels), conv_size))
+        self.conv_bias = nn.Parameter(torch.empty(sum(self.conv_channels))) if conv_bias else None
         self.f_proj = _low_rank(hidden_size, gate_rank, num_v_heads * head_dim)
         self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(num_v_heads * head_dim, dtype=torch.float32))
-        self.g_proj = _low_rank(hidden_size, gate_rank, value_dim)
+        self.A_log, self.dt_bias = None, None
+        if gate in PARAMETRIC_GATES:
+            self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
+            self.dt_bias = nn.Parameter(torch.empty(num_v_heads * head_dim, dtype=torch.float32))
+            self.A_log._no_weight_decay = True
+            self.dt_bias._no_weight_decay = True
+        self.g_proj = _low_rank(hidden_size, gate_rank, value_dim, output_gate_bias)
         self.o_norm = nn.Parameter(torch.empty(head_v_dim))
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
-        self.A_log._no_weight_decay = True
-        self.dt_bias._no_weight_decay = True
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Sets the parameters that belong to no submodule to their initial values."""
         nn.init.uniform_(self.conv_weight, -(self.conv_size**-0.5), self.conv_size**-0.5)
+        if self.conv_bias is not None:
+            nn.init.zeros_(self.conv_bias)
         nn.init.ones_(self.o_norm)
+        if self.A_log is None:
+            return
         nn.init.zeros_(self.A_log)
-        low, high = math.log(SLOWEST_DECAY), math.log(FASTEST_DECAY)
+        fastest = FASTEST_DECAY if self.lower_bound is None else min(FASTEST_DECAY, -0.9 * self.lower_bound)
+        low, high = math.log(min(SLOWEST_DECAY, 0.5 * fastest)), math.log(fastest)
         decay = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
-        self.dt_bias.copy_(torch.logit(decay / -LOWER_BOUND))
+        softplus = decay.expm1().log()
+        self.dt_bias.copy_(softplus if self.lower_bound is None else torch.logit(decay / -self.lower_bound))
 
     def forward(
-        self, x: Tensor, cache: KdaCache | None = None, *, return_cache: bool = False
+        self,
+        x: Tensor,
+        cache: KdaCache | None = None,
+        *,
+        return_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        pool: KdaPool | None = None,
+        slots: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
+        null_index: NullIndex = "negative",
     ) -> tuple[Tensor, KdaCache | None]:
         """Mixes the tokens of every sequence; no token sees a later one.
 
@@ -140,44 +195,101 @@ class KimiDeltaAttention(nn.Module):
             x: `[B, T, hidden_size]` in the layer's dtype.
             cache: of the tokens before `x`, from an earlier call; None at the start of the sequences.
             return_cache: also return the cache after the last token of `x`.
+            cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), as in `chunk_kda`. No
+                sequence sees another one, in the convolutions neither. Rows of no sequence are undefined.
+            pool: instead of a cache: sequences go on from their slots and leave what comes next there. No gradients. With one
+                token a sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
+                (`fused_kda_decode`), in a CUDA graph too.
+            slots: `[N]` int32 or int64, with `pool`: each sequence's slot. No two sequences may have one.
+            has_initial_state: `[N]` bool, with `pool`: where False the sequence starts anew in its slot.
+            null_index: which indices name no slot, as in `chunk_kda`; outputs of such sequences mean nothing.
 
         Returns:
             `(y [B, T, hidden_size], cache or None)`.
 
         Raises:
-            ValueError, TypeError: `x` or `cache` of another shape or dtype.
+            ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
         """
-        self._check_inputs(x, cache)
-        B, T, _ = x.shape
-        mixed, conv = self._short_convolution(x, None if cache is None else cache.conv)
-        op, arguments, options = self._kda_call(x, mixed, cache, return_cache)
+        self._check_inputs(x, cache, cu_seqlens)
+        if pool is not None or slots is not None or has_initial_state is not None:
+            self._check_pool(cache, return_cache, pool, slots)
+        mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        conv = None
+        if pool is not None:
+            where = {"state_indices": slots, "null_index": null_index}
+            if self._is_step(x, cu_seqlens, has_initial_state):
+                return self.o_proj(self._step(x, mixed, gate, pool, where).flatten(2)), None
+            where["has_initial_state"] = has_initial_state
+            past: dict[str, object] = {"state_pool": pool.conv, **where}
+            states: dict[str, object] = {"state_pool": pool.state, "state_v_first": True, **where}
+        else:
+            past = {"initial_state": None if cache is None else cache.conv, "output_final_state": return_cache}
+            states = {"initial_state": None if cache is None else cache.state, "output_final_state": return_cache}
+        weight, bias = self._filters(mixed.dtype)
+        mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
+        op, arguments, options = self._kda_call(x, mixed, states | {"cu_seqlens": cu_seqlens})
         o, state = op(*arguments, **options)
-        gate = self.g_proj(x).view(B, T, self.num_v_heads, self.head_v_dim)
-        o = F.rms_norm(o, (self.head_v_dim,), self.o_norm, self.norm_eps) * torch.sigmoid(gate)
+        o = gated_rms_norm(o, gate, _narrowed(self.o_norm, o.dtype), eps=self.norm_eps, backend=self._around())
         return self.o_proj(o.flatten(2)), KdaCache(conv, state) if return_cache else None
+
+    def make_pool(
+        self, slots: int, *, state_dtype: torch.dtype = torch.float32, dtype: torch.dtype | None = None
+    ) -> KdaPool:
+        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, the layer's own by default."""
+        weight = self.q_proj.weight
+        conv = weight.new_zeros(slots, self.conv_size - 1, sum(self.conv_channels), dtype=dtype or weight.dtype).mT
+        shape = (slots, self.num_v_heads, self.head_v_dim, self.head_dim)
+        return KdaPool(conv.detach(), weight.new_zeros(shape, dtype=state_dtype).detach())
 
     @torch.no_grad()
     def explain(self, batch: int, tokens: int) -> Explanation:
         """Which backend a forward of `[batch, tokens, hidden_size]` without gradients takes, and why."""
         x = self.o_proj.weight.new_zeros(batch, tokens, self.hidden_size)
         mixed = x.new_zeros(batch, tokens, sum(self.conv_channels))
-        op, arguments, options = self._kda_call(x, mixed, None, return_cache=True)
+        op, arguments, options = self._kda_call(x, mixed, {"output_final_state": True})
         return explain(op, *arguments, **options)
 
-    def _short_convolution(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`silu(conv(...)) [B, T, 2 H K + HV V]` of the q, k and v projections, and the inputs the next call needs."""
-        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        B, T, channels = projected.shape
-        if past is None:
-            past = projected.new_zeros(B, self.conv_size - 1, channels)
-        window = torch.cat([past, projected], dim=1)
-        taps = (window[:, i : i + T] * weight for i, weight in enumerate(self.conv_weight))
-        # under autocast the taps are float32 and what they multiply is not: the call's tensors have one dtype.
-        # the clone lets the window go: a cache must not hold the memory of a whole prompt
-        return F.silu(sum(taps)).to(projected.dtype), window[:, T:].clone()
+    def _around(self) -> str:
+        """The backend of convolution and norm, of which Hopper has no kernels of its own."""
+        return "auto" if self.backend == "hopper" else self.backend
+
+    def _filters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        bias = None if self.conv_bias is None else _narrowed(self.conv_bias, dtype)
+        return _narrowed(self.conv_weight, dtype), bias
+
+    def _gate_options(self) -> dict[str, object]:
+        return {
+            "gate": self.gate,
+            "lower_bound": self.lower_bound,
+            "use_qk_l2norm_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
+
+    def _is_step(self, x: Tensor, cu_seqlens: Tensor | None, has_initial_state: Tensor | None) -> bool:
+        fits = self.head_dim in FUSED_HEAD_DIMS and self.head_v_dim in FUSED_HEAD_DIMS
+        return x.shape[1] == 1 and cu_seqlens is None and has_initial_state is None and fits
+
+    def _step(self, x: Tensor, mixed: Tensor, gate: Tensor, pool: KdaPool, where: dict[str, object]) -> Tensor:
+        """A token of each sequence, `[N, 1, HV, V]`, before the last projection."""
+        weight, bias = self._filters(mixed.dtype)
+        tensors = dict(
+            weight=weight,
+            bias=bias,
+            conv_state=pool.conv,
+            raw_g=self.f_proj(x)[:, 0],
+            raw_beta=self.b_proj(x)[:, 0],
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            state=pool.state,
+            output_gate=gate[:, 0],
+            norm_weight=_narrowed(self.o_norm, mixed.dtype),
+        )
+        options = dict(norm_eps=self.norm_eps, backend=self._around(), **self._gate_options())
+        return fused_kda_decode(mixed[:, 0], **tensors, **options, **where)
 
     def _kda_call(
-        self, x: Tensor, mixed: Tensor, cache: KdaCache | None, return_cache: bool
+        self, x: Tensor, mixed: Tensor, states: dict[str, object]
     ) -> tuple[Callable, tuple[Tensor, ...], dict[str, object]]:
         """The operator for this many tokens, with its arguments."""
         B, T, _ = x.shape
@@ -190,21 +302,18 @@ class KimiDeltaAttention(nn.Module):
             self.b_proj(x),
         )
         options = {
+            **self._gate_options(),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
-            "gate": "lower_bound",
-            "lower_bound": LOWER_BOUND,
-            "use_qk_l2norm_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
-            "initial_state": None if cache is None else cache.state,
-            "output_final_state": return_cache,
             "backend": self.backend,
+            **states,
         }
         if T <= MAX_STEP_TOKENS:
             return fused_recurrent_kda, arguments, options
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}
 
-    def _check_inputs(self, x: Tensor, cache: KdaCache | None) -> None:
+    def _check_inputs(self, x: Tensor, cache: KdaCache | None, cu_seqlens: Tensor | None) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
@@ -213,13 +322,29 @@ class KimiDeltaAttention(nn.Module):
             return
         if not isinstance(cache, KdaCache):
             raise TypeError(f"cache: got {type(cache).__name__}, wanted a KdaCache")
-        wanted = (x.shape[0], self.conv_size - 1, sum(self.conv_channels))
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        wanted = (sequences, sum(self.conv_channels), self.conv_size - 1)
         if tuple(cache.conv.shape) != wanted:
             raise ValueError(f"cache: got conv of shape {list(cache.conv.shape)}, wanted {list(wanted)}")
 
+    def _check_pool(
+        self, cache: KdaCache | None, return_cache: bool, pool: KdaPool | None, slots: Tensor | None
+    ) -> None:
+        if not isinstance(pool, KdaPool):
+            raise TypeError(
+                f"pool: got {type(pool).__name__}, wanted a KdaPool (slots and has_initial_state are of one)"
+            )
+        if slots is None:
+            raise TypeError("slots: got NoneType, wanted a torch.Tensor of slots of the pool")
+        if cache is not None or return_cache:
+            raise ValueError("pool: got one with a cache, wanted one of the two")
+        wanted = (sum(self.conv_channels), self.conv_size - 1)
+        if tuple(pool.conv.shape[1:]) != wanted:
+            raise ValueError(f"pool: got conv of shape {list(pool.conv.shape)}, wanted {['slots', *wanted]}")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""
-        gate = (self.A_log, self.dt_bias)
+        gate = tuple(x for x in (self.A_log, self.dt_bias) if x is not None)
 
         def keep_gate_exact(x: Tensor) -> Tensor:
             applied = fn(x)
@@ -229,8 +354,13 @@ class KimiDeltaAttention(nn.Module):
         return super()._apply(keep_gate_exact, recurse)
 
 
-def _low_rank(inputs: int, rank: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
+
+
+def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Operators take a parameter in float32 or in the dtype of what it is for; under autocast it may be in a third one."""
+    return weight if weight.dtype in (torch.float32, dtype) and dtype != torch.float64 else weight.to(dtype)
 
 
 def _check_positive(**numbers: int) -> None:

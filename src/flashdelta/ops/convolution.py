@@ -25,6 +25,7 @@ def short_convolution(
     null_index: NullIndex = "negative",
     has_initial_state: Tensor | None = None,
     out: Tensor | None = None,
+    final_state: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Causal convolution over the tokens, each channel by a filter of its own, then SiLU: what makes queries, keys and values
@@ -57,6 +58,8 @@ def short_convolution(
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot.
         out: `[B, T, D]`, rows any distance apart: written and returned instead of a new `o`. Must not share memory with an
             input. Takes no gradients.
+        final_state: `[N, D, L]`, float32 or dtype of x, any strides that do not overlap: written and returned instead of a new
+            final state. Must not share memory with an input. Takes no gradients.
         backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
 
     Returns:
@@ -65,7 +68,18 @@ def short_convolution(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    tensors = (x, weight, bias, initial_state, cu_seqlens, state_pool, state_indices, has_initial_state, out)
+    tensors = (
+        x,
+        weight,
+        bias,
+        initial_state,
+        cu_seqlens,
+        state_pool,
+        state_indices,
+        has_initial_state,
+        out,
+        final_state,
+    )
     found = _call.run(tensors, (activation, output_final_state, null_index, backend))
     return found["o"], found.get("final_state")
 

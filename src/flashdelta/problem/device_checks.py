@@ -68,7 +68,7 @@ def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:
     for a, b in itertools.pairwise(offsets):
         if b < a:
             raise wrong("cu_seqlens", f"offsets that fall from {a} to {b}", "offsets that never fall")
-        if problem.operation == "decode" and b - a > problem.most_tokens:
+        if problem.operation in ("decode", "fused_decode") and b - a > problem.most_tokens:
             raise wrong("cu_seqlens", f"a sequence of {b - a} tokens", f"at most {problem.most_tokens}")
     if offsets[-1] > problem.T:
         raise wrong("cu_seqlens", f"last offset {offsets[-1]}", f"at most T = {problem.T}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -64,6 +66,9 @@ PREFILL_SIZES = ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 64))
 
 MIN_TAPS, MAX_TAPS = 2, 4
 """Of `short_convolution`."""
+
+FUSED_HEAD_DIMS = (32, 64, 128)
+"""K and V of `fused_kda_decode`: a CTA holds a head's whole state in registers."""
 
 MAX_NORM = 8192
 """Channels of a row that `gated_rms_norm` takes: a CTA holds whole rows."""
@@ -191,7 +196,7 @@ def unnamed(option: str) -> Rule:
 def gate_of(c: Any) -> str:
     if c.gate is not None:
         return c.gate
-    if not c.use_gate_in_kernel:
+    if not vars(c).get("use_gate_in_kernel", True):  # `fused_kda_decode` always has one
         return "none"
     return "softplus" if c.lower_bound is None else "lower_bound"
 
@@ -239,14 +244,16 @@ SLOT_RULES = (
     ),
 )
 
+FINAL_STATE_RULE = Rule(
+    "final_state",
+    lambda c: c.state_pool is not None and c.final_state is not None,
+    "a tensor with state_pool",
+    "None (the pool receives the final states)",
+)
+
 POOL_RULES = (
     *SLOT_RULES,
-    Rule(
-        "final_state",
-        lambda c: c.state_pool is not None and c.final_state is not None,
-        "a tensor with state_pool",
-        "None (the pool receives the final states)",
-    ),
+    FINAL_STATE_RULE,
     unnamed("state_v_first"),
     unnamed("use_qk_l2norm_in_kernel"),
 )
@@ -370,7 +377,7 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
         beta_kind=logits if c.use_beta_sigmoid_in_kernel else "value",
         l2norm=bool(c.use_qk_l2norm_in_kernel),
         state_v_first=bool(c.state_v_first),
-        output_final_state=c.output_final_state or options.get("final_state") is not None,
+        output_final_state=options.get("output_final_state", False) or options.get("final_state") is not None,
         checkpoint_every=options.get("checkpoint_every") or 0,
         split=AUTO if split == "auto" else 1 if split is False else split,
         longest_chunks=bounds[0],
@@ -480,14 +487,20 @@ DECODE_RULES = (
 
 def unmixed(c: Any, sizes: Sizes) -> Any:
     """With q, k and v as views of the rows of `mixed_qkv`, and g and beta in the same layout."""
-    sizes["S1"] = tokens = tokens_of(c)
-    mixed = c.mixed_qkv
-    if mixed is None:
+    sizes["S1"] = tokens_of(c)
+    if c.mixed_qkv is None:
         return c
     pool, name = c.state_pool, "initial_state"
     if pool is None:
         pool, name = c.source_pool, "initial_state_source"
-    for x, role, rank in ((mixed, "mixed_qkv", 2), (pool, name, 4)):
+    return split_rows(c, pool, {"state_pool": name})
+
+
+def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
+    """The same, with heads as the `pool` has them. `called`: the caller's names of roles, where they differ."""
+    mixed, tokens = c.mixed_qkv, tokens_of(c)
+    name, row_name = called["state_pool"], called.get("mixed_qkv", "mixed_qkv")
+    for x, role, rank in ((mixed, row_name, 2), (pool, name, 4)):
         if x.dim() != rank:
             raise wrong(role, shape_of(x), f"a tensor of rank {rank}")
     HV, V, K = pool.shape[1:] if c.state_v_first else (pool.shape[1], pool.shape[3], pool.shape[2])
@@ -495,19 +508,21 @@ def unmixed(c: Any, sizes: Sizes) -> Any:
     heads = (width - HV * V) // (2 * K) if K > 0 else 0
     if heads <= 0 or 2 * heads * K + HV * V != width:
         wanted = f"[N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {name} has them"
-        raise wrong("mixed_qkv", shape_of(mixed), wanted)
+        raise wrong(row_name, shape_of(mixed), wanted)
     if c.cu_seqlens is None and rows % tokens != 0:
-        raise wrong("mixed_qkv", f"{rows} rows", f"a multiple of 1 + num_spec_tokens = {tokens}")
+        raise wrong(row_name, f"{rows} rows", f"a multiple of 1 + num_spec_tokens = {tokens}")
     leading = (rows // tokens, tokens) if c.cu_seqlens is None else (1, rows)
     q, k, v = mixed.split([heads * K, heads * K, HV * V], dim=1)
-    flat = {"g": ("[N, HV * K]", (rows, HV * K)), "beta": ("[N, HV]", (rows, HV))}
+    flat = {"g": ("[N, HV * K]", (HV, K)), "beta": ("[N, HV]", (HV,)), "z": ("[N, HV * V]", (HV, V))}
     views: dict[str, Tensor] = {}
-    for role, (symbols, shape) in flat.items():
-        x = getattr(c, role)
-        if x is not None and x.dim() == 2:
-            if tuple(x.shape) != shape:
-                raise wrong(role, shape_of(x), f"{symbols} = {list(shape)}")
-            views[role] = x.view(*leading, HV, *((K,) if role == "g" else ()))
+    for role, (symbols, inner) in flat.items():
+        x, flattened = getattr(c, role), (rows, math.prod(inner))
+        if x is None:
+            continue
+        if tuple(x.shape) in (flattened, (rows, *inner), (1, rows, *inner)):
+            views[role] = x.view(*leading, *inner)
+        elif x.dim() == 2:
+            raise wrong(called.get(role, role), shape_of(x), f"{symbols} = {list(flattened)}")
     heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
     views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
     for role, x in views.items():
@@ -793,7 +808,7 @@ def check_convolution(c: Any, sizes: Sizes) -> None:
     if not MIN_TAPS <= taps <= MAX_TAPS:
         raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
     if "L" in sizes and sizes["L"] not in (taps - 1, taps):
-        role = "initial_state" if c.state_pool is None else "state_pool"
+        role = next(x for x in ("initial_state", "state_pool", "final_state") if getattr(c, x) is not None)
         raise wrong(role, shape_of(getattr(c, role)), f"the last W - 1 = {taps - 1} or W = {taps} inputs of a channel")
 
 
@@ -802,7 +817,7 @@ def convolution_problem(c: Any, t: Tensors) -> Made:
         t,
         operation="short_convolution",
         activation="none" if c.activation is None else c.activation,
-        output_final_state=c.output_final_state,
+        output_final_state=c.output_final_state or c.final_state is not None,
         null_index=c.null_index,
     ), t
 
@@ -819,13 +834,104 @@ SHORT_CONVOLUTION = Operation(
         Argument("state_indices", "N", INDEX, required=needs_indices),
         Argument("has_initial_state", "N", BOOL),
         Argument("out", "B T D", like_x, dense=1, written=True),
+        Argument("final_state", "N D L", wide_or_x, written=True),
     ),
     {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES)},
-    SLOT_RULES,
+    (*SLOT_RULES, FINAL_STATE_RULE),
     convolution_problem,
     check_convolution,
 )
 
 
-BY_NAME = {operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION)}
+# ---- the layer's step: fused_kda_decode --------------------------------------------------------------------------------------
+
+FUSED_NAMES = {
+    "mixed_qkv": "x",
+    "state_pool": "state",
+    "g": "raw_g",
+    "beta": "raw_beta",
+    "z": "output_gate",
+    "eps": "norm_eps",
+    "out": "output",
+    "use_beta_sigmoid_in_kernel": "beta_is_logit",
+    "intermediate_indices": "intermediate_state_indices",
+}
+"""FlashInfer's and vLLM's names, where they have one."""
+
+
+def fused_rows(c: Any, sizes: Sizes) -> Any:
+    """With q, k and v as views of the rows, and what there is of each token in the same layout."""
+    sizes["S1"] = tokens_of(c)
+    for role in ("mixed_qkv", "state_pool"):
+        if getattr(c, role) is None:
+            raise TypeError(f"{FUSED_NAMES[role]}: got NoneType, wanted a torch.Tensor")
+    c = split_rows(c, c.state_pool, FUSED_NAMES)
+    sizes["D"] = sizes["width"] = c.mixed_qkv.shape[1]
+    equal = c.q.shape[2:].numel() == c.v.shape[2:].numel()
+    sizes["PART"] = sizes["D"] // 3 if equal else 0
+    return c
+
+
+def check_fused(c: Any, sizes: Sizes) -> None:
+    if "T" not in sizes:  # of the rows, before their views
+        return
+    check_heads(c, sizes, FUSED_HEAD_DIMS)
+    bind_record(sizes)
+    taps, spec = sizes.get("W", MAX_TAPS), sizes["S1"] - 1
+    if not MIN_TAPS <= taps <= MAX_TAPS:
+        raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
+    if sizes.get("L", MAX_TAPS + spec) < taps - 1 + spec:
+        wanted = f"at least W - 1 + num_spec_tokens = {taps - 1 + spec} inputs of a channel"
+        raise wrong("conv_state", shape_of(c.conv_state), wanted)
+
+
+def fused_problem(c: Any, t: Tensors) -> Made:
+    """The weight becomes `[parts, channels, W]`: one part, or three side by side."""
+    parts = t.weight.shape[0] == 3 and t.weight.shape[1] != 1
+    weight = t.weight.mT if parts else t.weight.view(1, -1, t.weight.shape[-1])
+    replayed = t.intermediate_states is not None
+    settings = dict(operation="fused_decode", spec_tokens=tokens_of(c) - 1, update_state=not replayed)
+    return kda_problem(c, replace(t, weight=weight), **settings, output_final_state=False, eps=float(c.eps))
+
+
+def fused_targets(c: Any) -> str:
+    """A slot for each state that is stored."""
+    return "N S1" if c.num_spec_tokens is not None and c.intermediate_states is None else "N"
+
+
+FUSED_DECODE = Operation(
+    "fused_decode",
+    (
+        Argument("mixed_qkv", "rows_of_tokens width", INPUT, required=""),
+        *TOKENS,
+        *PARAMETERS,
+        Argument("weight", ("D W", "D 1 W", "3 W PART"), float32_or_first, required=""),
+        Argument("bias", "D", float32_or_first),
+        Argument("conv_state", "slots D L", float32_or_first, required="", written=True, shares=("state_pool",)),
+        Argument("state_pool", "slots HV STATE", state, required="", dense=3, written=True, shares=("conv_state",)),
+        Argument("state_indices", fused_targets, INDEX, required=""),
+        Argument("num_accepted_tokens", "N", INDEX),
+        Argument("z", "B T HV V", like_first, required=""),
+        Argument("norm_weight", "V", float32_or_first, required=""),
+        Argument("intermediate_states", "rows S1 HV RECORD", same_as_pool, dense=3, written=True),
+        Argument("intermediate_indices", "N", INDEX),
+        OUT,
+    ),
+    OPTIONS | {"eps": epsilon},
+    (
+        *(rule for rule in GATE_RULES if rule.argument != "gate"),
+        *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
+        needs("intermediate_indices", "intermediate_states"),
+    ),
+    fused_problem,
+    check_fused,
+    canonical=fused_rows,
+    called=FUSED_NAMES,
+    no_gradients="nn.KimiDeltaAttention has gradients",
+)
+
+
+BY_NAME = {
+    operation.name: operation for operation in (CHUNK, RECURRENT, DECODE, COMMIT, SHORT_CONVOLUTION, FUSED_DECODE)
+}
 """Those that write tensors of the caller's."""

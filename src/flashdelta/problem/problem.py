@@ -83,6 +83,8 @@ class Tensors:
     z: Tensor = ABSENT
     weight: Tensor = ABSENT
     bias: Tensor | None = None
+    conv_state: Tensor = ABSENT
+    norm_weight: Tensor = ABSENT
 
     def present(self) -> dict[str, Tensor]:
         return {name: x for name in ROLES if (x := getattr(self, name)) is not None}
@@ -184,7 +186,8 @@ class Problem(Settings):
     one. `has_intermediate`: the caller passed `intermediate_states`; `has_records`: which is a replay buffer. `rows`: of
     `intermediate_states`, or chunks that `h` and `dh` of stage WY hold of a batch row, whose dtypes, with A's, are
     `state_dtype`, `state_grad_dtype` and `A_dtype`. Of the layer's operations: `shape` of the input, `D` channels,
-    `taps` of the convolution's filters, and `state_length` inputs that a state of it holds.
+    `taps` of the convolution's filters, and `state_length` inputs that a state of it holds (`fused_kda_decode` has the latter
+    two, and the sizes of attention).
     """
 
     B: int = 0
@@ -233,7 +236,7 @@ class Problem(Settings):
     @property
     def most_tokens(self) -> int:
         """Tokens that are looked at of a sequence at most."""
-        if self.operation == "commit":
+        if self.operation in ("commit", "fused_decode"):
             return 1 + self.spec_tokens
         if self.operation != "decode":
             return self.T
@@ -348,6 +351,7 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
     state = next((x for x in states if x is not None), None)
     state_dtype = wide if state is None else state.dtype
     scratch = t.intermediate_states
+    fused = t.conv_state is not None
     return Problem(
         **settings,
         B=B,
@@ -375,6 +379,8 @@ def problem_of(t: Tensors, **settings: Any) -> Problem:
         has_records=has_records(t),
         rows=t.h.shape[1] if t.h is not None else 0 if scratch is None else scratch.shape[0],
         packed=t.cu_seqlens is not None,
+        taps=t.weight.shape[-1] if fused else 0,
+        state_length=t.conv_state.shape[2] if fused else 0,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in t.present().values()),
     )
 
@@ -386,7 +392,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
     given = dict(shape=shape, dtype=t.x.dtype, requires_grad=grad)
     if t.z is not None:
         return Problem(**settings, **given, V=shape[-1])
-    state = t.initial_state if t.state_pool is None else t.state_pool
+    state = next((x for x in (t.state_pool, t.initial_state, t.final_state) if x is not None), None)
     state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
     return Problem(
         **settings,
@@ -398,7 +404,7 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
         taps=taps,
         state_length=taps - 1 if state is None else state.shape[2],
         state_dtype=state_dtype,
-        final_dtype=state_dtype,
+        final_dtype=state_dtype if t.final_state is None else t.final_state.dtype,
         has_initial_state=t.initial_state is not None,
         has_pool=t.state_pool is not None,
         pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],

@@ -13,6 +13,7 @@ from ..problem.problem import BACKWARD, Problem, Tensors
 from .chunk import chunk_kda
 from .convolution import short_convolution
 from .decode import commit, decode_kda
+from .fused_decode import fused_kda_decode
 from .norm import gated_rms_norm
 from .prefill import prefill
 from .recurrent import recurrent_kda
@@ -25,6 +26,7 @@ __all__ = [
     "chunk_kda",
     "commit",
     "decode_kda",
+    "fused_kda_decode",
     "gated_rms_norm",
     "prefill",
     "recurrent_kda",
@@ -62,6 +64,7 @@ FORWARDS: dict[str, Callable[[Problem, Tensors], tuple[Tensor, Tensor | None, Te
     "chunk": chunk_kda,
     "recurrent": recurrent_kda,
     "decode": decode_kda,
+    "fused_decode": fused_kda_decode,
     "gated_rms_norm": gated_rms_norm,
     "short_convolution": short_convolution,
 }
@@ -110,5 +113,5 @@ OPERATIONS: dict[str, Callable[[Problem, Tensors], dict[str, Tensor]]] = {
     "commit": commit,
     "prefill": prefill,
     "wy": chunk_bwd_wy_dqkg,
-    **{name + BACKWARD: backward for name in FORWARDS if name != "decode"},
+    **{name + BACKWARD: backward for name in FORWARDS if name not in ("decode", "fused_decode")},
 }

@@ -40,7 +40,8 @@ class Call:
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
         self.pairs: Pairs = [
-            (place[role], [place[other] for other in others]) for role, others in operation.overlaps.items()
+            (place[role], [place[other] for other in others if other in place])
+            for role, others in operation.overlaps.items()
         ]
         CALLS[function] = self
 

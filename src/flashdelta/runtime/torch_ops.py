@@ -25,7 +25,19 @@ POOL = (
 )
 COMMIT = ("state_pool", "state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_indices")
 WY = ("q", "k", "v", "v_new", "g", "beta", "A", "h", "dh", "do", "dv", "cu_seqlens")
-REQUIRED = {"q", "k", "v", "g", "beta", *WY[:-1], *LAYER_INPUTS["gated_rms_norm"]}
+FUSED = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "weight", "bias", "z", "norm_weight"),
+    *(
+        "conv_state",
+        "state_pool",
+        "state_indices",
+        "num_accepted_tokens",
+        "intermediate_states",
+        "intermediate_indices",
+    ),
+    "out",
+)
+REQUIRED = {"q", "k", "v", "g", "beta", "conv_state", "norm_weight", *WY[:-1], *LAYER_INPUTS["gated_rms_norm"]}
 
 TYPES = {f.name: {"float | None": "float?"}.get(str(f.type), str(f.type)) for f in SETTINGS}
 LAYER = ("activation", "eps")
@@ -103,10 +115,18 @@ CONVOLUTION = Operator(
 )
 CONVOLUTION_OUT = Operator(
     "short_convolution_out",
-    (*LAYER_INPUTS["short_convolution"], "state_pool", "state_indices", "has_initial_state", "out"),
+    (*LAYER_INPUTS["short_convolution"], "state_pool", "state_indices", "has_initial_state", "out", "final_state"),
     ("o", "final_state"),
-    writes=("state_pool", "out"),
+    writes=("state_pool", "out", "final_state"),
     settings=CONVOLUTION_SETTINGS,
+)
+
+FUSED_DECODE = Operator(
+    "fused_kda_decode",
+    FUSED,
+    ("o",),
+    writes=("conv_state", "state_pool", "intermediate_states", "out"),
+    settings=(*KDA, "eps"),
 )
 
 
@@ -116,10 +136,13 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
         return BACKWARD_WY
     if problem.operation == "commit":
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
+    if problem.operation == "fused_decode":
+        return FUSED_DECODE
     if problem.operation == "gated_rms_norm":
         return NORM
     if problem.operation == "short_convolution":
-        return CONVOLUTION if t.state_pool is None and t.out is None else CONVOLUTION_OUT
+        written = (t.state_pool, t.out, t.final_state)
+        return CONVOLUTION if all(x is None for x in written) else CONVOLUTION_OUT
     beside = (*WRITTEN, "source_pool")
     return FORWARD if all(getattr(t, role) is None for role in beside) else FORWARD_OUT
 

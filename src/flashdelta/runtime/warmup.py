@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ def warmup(
     allow_neg_eigval: bool = False,
     safe_gate: bool = False,
     state_v_first: bool = False,
+    conv_size: int = 4,
+    weight_dtype: torch.dtype | None = None,
     device: torch.device | str = "cuda",
     backend: str = "auto",
 ) -> int:
@@ -55,8 +58,9 @@ def warmup(
     heads that they would leave many SMs idle.
 
     Args:
-        op: `chunk_kda`, `fused_recurrent_kda` or `recurrent_kda`. The last is called over a pool, with slots by index: options
-            about initial and final states, flags and checkpoints do not count, `state_pool` does not either.
+        op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
+            slots by index: options about initial and final states, flags and checkpoints do not count, `state_pool` does not
+            either.
         head_dims: pairs `(K, V)`.
         dtype, g_dtype, beta_dtype, state_dtype, checkpoint_dtype: of q/k/v, g and beta (default: `dtype`), the states, and
             checkpoints in a buffer of their own (default: `state_dtype`).
@@ -68,6 +72,8 @@ def warmup(
             and with regular ones.
         cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
         speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
+        conv_size, weight_dtype: of `fused_kda_decode`: taps, and the dtype of the weights of convolution and norm (default:
+            `dtype`). It is called with a weight `[D, W]` and no bias, and with windows whose channels lie innermost.
         dt_bias: whether calls with a gate that reads one pass one.
         safe_gate: as in `chunk_kda`; other operators have none.
         device: where to run. On a CPU the calls run, but nothing is compiled.
@@ -89,28 +95,30 @@ def warmup(
     )
     parametric = gate in PARAMETRIC_GATES
     calls = 0
-    make = functools.partial(torch.zeros, device=device)
+    make = functools.partial(torch.zeros, dtype=torch.float32, device=device)  # whatever the default dtype is
+    options: dict[str, object] = dict(gate=gate, lower_bound=lower_bound, state_v_first=state_v_first, backend=backend)
+    options |= dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval)
+    logit = "use_beta_sigmoid_in_kernel" if kind in ("chunk", "recurrent") else "beta_is_logit"
+    options |= {"safe_gate": safe_gate} if kind == "chunk" else {}
+    function = functools.partial(op, **options, **{logit: use_beta_sigmoid_in_kernel})
+    layouts = [*itertools.product(_pairs(head_dims), _combinations(packed=packed))]
+    if kind == "fused_decode":
+        dtypes = dtype, g_dtype or dtype, beta_dtype or dtype, state_dtype, weight_dtype or dtype
+        sizes = Fused(*dtypes, state_indices_dtype, cu_seqlens_dtype, conv_size)
+        parameters = {"A_log": parametric, "dt_bias": parametric and dt_bias}
+        return _warm_fused(function, make, sizes, layouts, parameters, FUSED_CALLS[: None if speculative else 2])
 
     def call(B: int, T: int, H: int, K: int, V: int, **states: object) -> None:
         nonlocal calls
-        logit = "beta_is_logit" if kind == "decode" else "use_beta_sigmoid_in_kernel"
-        op(
+        function(
             make(B, T, H, K, dtype=dtype),
             make(B, T, H, K, dtype=dtype),
             make(B, T, H, V, dtype=dtype),
             make(B, T, H, K, dtype=g_dtype or dtype),
             make(B, T, H, dtype=beta_dtype or dtype),
             **states,
-            **{logit: use_beta_sigmoid_in_kernel},
-            **({"safe_gate": safe_gate} if kind == "chunk" else {}),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            lower_bound=lower_bound,
-            state_v_first=state_v_first,
-            A_log=make(H, dtype=torch.float32) if parametric else None,
-            dt_bias=make(H, K, dtype=torch.float32) if dt_bias and parametric else None,
-            gate=gate,
-            backend=backend,
+            A_log=make(H) if parametric else None,
+            dt_bias=make(H, K) if dt_bias and parametric else None,
         )
         calls += 1
 
@@ -122,7 +130,6 @@ def warmup(
     buffers = [name for (has,) in _combinations(checkpoint_states=checkpoint_states) for name in BUFFERS[has]]
     if kind == "decode":
         ways = [(True, (False, False))]
-    layouts = itertools.product(_pairs(head_dims), _combinations(packed=packed))
     kinds = itertools.product(layouts, ways, buffers if kind == "chunk" else ["none"])
     for ((K, V), (is_packed,)), (is_pool, way), buffer in kinds:
         for B, T, H, N in _warm_sizes(kind, is_packed, V, device):
@@ -137,6 +144,10 @@ def warmup(
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
+    return _finished(calls, device)
+
+
+def _finished(calls: int, device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return calls
@@ -169,8 +180,9 @@ def _states(
 
 def _kind(op: Callable) -> str:
     kind = public_call(op).operation.name
-    if kind not in ("chunk", "recurrent", "decode"):
-        raise ValueError(f"op: got {op.__name__}, wanted chunk_kda, fused_recurrent_kda or recurrent_kda")
+    if kind not in ("chunk", "recurrent", "decode", "fused_decode"):
+        wanted = "chunk_kda, fused_recurrent_kda, recurrent_kda or fused_kda_decode"
+        raise ValueError(f"op: got {op.__name__}, wanted {wanted}")
     return kind
 
 
@@ -251,6 +263,61 @@ def _warm_verification(
         states = {"intermediate_states": rows, "intermediate_state_indices": own}
         call(B, rows.shape[1], H, K, V, **tokens, ssm_state_indices=index, update_state=False, **states)
         commit(state, rows, index, one, intermediate_state_indices=own)
+
+
+class Fused(NamedTuple):
+    """Dtypes of the tensors of `fused_kda_decode`, and taps."""
+
+    x: torch.dtype
+    g: torch.dtype
+    beta: torch.dtype
+    state: torch.dtype
+    weight: torch.dtype
+    index: torch.dtype
+    offset: torch.dtype
+    W: int
+
+
+FUSED_CALLS = ((1, 0, False), (WARM_MANY, 0, False), (1, 1, False), (1, 1, True))
+"""Sequences, speculative tokens, and whether they are recorded."""
+
+
+def _warm_fused(
+    step: functools.partial,
+    make: Callable[..., Tensor],
+    sizes: Fused,
+    layouts: Sequence[tuple[tuple[int, int], tuple[bool, ...]]],
+    parameters: Mapping[str, bool],
+    kinds: Sequence[tuple[int, int, bool]],
+) -> int:
+    """The number of calls made, of two heads; all sequences but the first are null."""
+    H, calls = 2, 0
+    for ((K, V), (is_packed,)), (N, S, replayed) in itertools.product(layouts, kinds):
+        D, rows = H * (2 * K + V), N * (1 + S)
+        index = make(N, dtype=sizes.index) - 1
+        index[:1] = 0
+        given: dict[str, object] = {
+            "x": make(rows, D, dtype=sizes.x),
+            "weight": make(D, sizes.W, dtype=sizes.weight),
+            "conv_state": make(1, sizes.W - 1 + S, D, dtype=sizes.x).mT,
+            "raw_g": make(rows, H, K, dtype=sizes.g),
+            "raw_beta": make(rows, H, dtype=sizes.beta),
+            "state_indices": index if S == 0 or replayed else torch.stack([index, index * 0 - 1], dim=1),
+            "state": make(1, H, *((V, K) if step.keywords["state_v_first"] else (K, V)), dtype=sizes.state),
+            "output_gate": make(rows, H, V, dtype=sizes.x),
+            "norm_weight": make(V, dtype=sizes.weight),
+            "A_log": make(H) if parameters["A_log"] else None,
+            "dt_bias": make(H, K) if parameters["dt_bias"] else None,
+        }
+        if is_packed:
+            given["cu_seqlens"] = torch.arange(N + 1, device=index.device).to(sizes.offset) * (1 + S)
+        if S > 0:
+            given |= {"num_spec_tokens": S, "num_accepted_tokens": torch.ones_like(index)}
+        if replayed:
+            given["intermediate_states"] = make(1, 1 + S, H, record_width(K, V))
+        step(**given)
+        calls += 1
+    return _finished(calls, index.device)
 
 
 def _commit(v_first: bool, backend: str) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -377,7 +378,7 @@ def _store(step: Step, n: int, i: int, last: bool, state: Tensor, found: Expecte
             found.stored.add(index)
 
 
-def untouched(x: Tensor, stored: set) -> Tensor:
+def untouched(x: Tensor, stored: Iterable) -> Tensor:
     """Mask over the memory of `x` (see `amid`): all but the parts `x[i]` for `i` in `stored`."""
     mask = torch.ones_like(memory_of(x), dtype=torch.bool)
     view = mask.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -42,6 +42,7 @@ from ..kernels import chunk_bwd_wy_dqkg
 from ..ops.chunk import chunk_kda
 from ..ops.convolution import short_convolution
 from ..ops.decode import commit, recurrent_kda
+from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.prefill_fp32 import kda_prefill
 from ..ops.recurrent import fused_recurrent_kda
@@ -51,6 +52,7 @@ from ..program.launch import Launch
 from ..runtime.call import check
 from ..testing.cases import Case
 from ..testing.decoding import Step, make_step
+from ..testing.fused import FusedStep, make_fused
 from ..testing.inputs import TOKEN_TENSORS, meta_call, on_meta
 from ..testing.oracle import as_recurrent
 from ..triton.build import build as build_triton
@@ -89,7 +91,8 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs. `T` tokens and `taps` are of the layer's convolution and norm."""
+    leaves what its backward pass needs. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a
+    `group` of its step."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -119,6 +122,7 @@ class Variant:
     offsets: torch.dtype = torch.int32
     T: int = 256
     taps: int = 4
+    group: int = 1
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
@@ -176,6 +180,16 @@ class Variant:
             drafts = {"spec": S, "update": False, "indices": (0,) * N, "rows": "slots"}
         call = make_step(Step(**self._shape(), **drafts, B=N, T=tokens, lengths=lengths, slots=4), self.dtype)
         return recurrent_kda, on_meta(call | ({"intermediate_states": self._records(tokens)} if self.records else {}))
+
+    def _fused_decode(self) -> Call:
+        """A step of the layer, windows and states as vLLM has them; with speculative tokens, a state after each, or records."""
+        N, S, tokens = self.N, self.spec_tokens, 1 + self.spec_tokens
+        own = {"indices": (0,) * N} if S == 0 or self.records else {"indices": ((0,) * tokens,) * N}
+        drafts = {"spec": S, "accepted": (1,) * N, "rows": "slots" if self.records else None} if S else {}
+        weights = "parts" if self.group == 1 and self.K == self.V else "channels"
+        sizes = {"H": self.heads // self.group, "W": self.taps, "weights": weights}
+        step = FusedStep(**self._shape() | sizes, **own, **drafts, B=N, T=tokens, slots=4)
+        return fused_kda_decode, on_meta(make_fused(step, self.dtype))
 
     def _records(self, tokens: int) -> torch.Tensor:
         return _make(torch.float32)(4, tokens, self.heads, record_width(self.K, self.V))
@@ -256,6 +270,10 @@ def _norm(name: str, **options: Any) -> Variant:
 
 def _convolution(name: str, **options: Any) -> Variant:
     return Variant(f"convolution {name}", operation="short_convolution", **options)
+
+
+def _fused(name: str, **options: Any) -> Variant:
+    return Variant(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
 
 
 def _hopper(name: str, **options: Any) -> Variant:
@@ -366,6 +384,18 @@ VARIANTS = (
     _convolution("fp32 W3", taps=3, dtype=torch.float32),
     _convolution("bf16 W4 backward", backward=True),
     _convolution("bf16 W2 backward, fixed length", taps=2, packed=False, backward=True),
+    _fused("K128 V128 fp32"),
+    _fused("K128 V128 bf16", state_dtype=torch.bfloat16),
+    _fused("K128 V128 fp32, many", N=256),
+    _fused("K128 V128 bf16, many", N=256, state_dtype=torch.bfloat16),
+    _fused("K128 V128 fp32, eight value heads", heads=8, group=8),
+    _fused("K128 V128 unbounded, K first", gate="softplus", state_v_first=False),
+    _fused("K64 V64 fp32", K=64, V=64),
+    _fused("K64 V128 bf16, W3", K=64, state_dtype=torch.bfloat16, taps=3),
+    _fused("K128 V64 fp32", V=64),
+    _fused("K128 V128 speculative", spec_tokens=3),
+    _fused("K128 V128 replay", spec_tokens=3, records=True),
+    _fused("K128 V128 replay bf16", spec_tokens=3, records=True, state_dtype=torch.bfloat16),
     *(
         _prefill(f"K{K} V{V} chunk {C}, {precision}", K=K, V=V, chunk_size=C, precision=precision)
         for precision in ("tf32x3", "ieee")

@@ -15,6 +15,7 @@ from . import convolution, gradients, norm
 from .commit import commit
 from .convolution import short_convolution
 from .decode import decode
+from .fused_decode import fused_kda_decode
 from .launch import StageCall, layout, prepare_inputs
 from .norm import gated_rms_norm
 from .output import output
@@ -76,6 +77,7 @@ LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = 
     "chunk": chunk,
     "recurrent": decode,
     "decode": tokens_of_pool,
+    "fused_decode": fused_kda_decode,
     "commit": commit,
     "prefill": prefill,
     "wy": wy_dqkg,

@@ -467,8 +467,8 @@ class DecodeStates:
             *(self.initial, self.final, self.starts, self.targets, t.num_accepted_tokens, t.has_initial_state),
             *(problem.lowest_index, *(x.shape[0] for x in (self.initial, self.final))),
             *(int(self.has_initial), int(self.has_final), *pitches, step),
-            *_index_strides(self.starts),
-            *_index_strides(self.targets),
+            *index_strides(self.starts),
+            *index_strides(self.targets),
         )
 
 
@@ -489,7 +489,7 @@ def decode_states(problem: Problem, t: Tensors, final_state: Tensor | None) -> D
     return DecodeStates(states[0], states[1], starts, targets, initial is not None, final is not None, two_pools)
 
 
-def _index_strides(indices: Tensor | None) -> tuple[int, int]:
+def index_strides(indices: Tensor | None) -> tuple[int, int]:
     """Of `[N]` or `[N, 1 + S]`."""
     if indices is None:
         return 0, 0

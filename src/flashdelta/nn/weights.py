@@ -1,0 +1,109 @@
+"""Weights of other Kimi Delta Attention layers: FLA's `KimiDeltaAttention`, Hugging Face's Kimi-Linear attention, and the names
+that Kimi-Linear's own checkpoints have.
+
+    layer.load_state_dict(import_weights(theirs.state_dict()))
+    theirs.load_state_dict(export_weights(layer, "fla"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .attention import KimiDeltaAttention
+
+Form = Literal["fla", "transformers", "checkpoint"]
+FORMS: tuple[Form, ...] = ("fla", "transformers", "checkpoint")
+
+SAME = (*(f"{x}_proj.weight" for x in "qkvbo"),)
+"""What has one name everywhere."""
+
+LOW_RANK = {f"{x}_proj.{i}": f"{x}_{letter}_proj" for x in "fg" for i, letter in enumerate("ab")}
+"""FLA's and this package's names of the low-rank projections, and those of the others."""
+
+GATE = "forget_gate."
+"""Before Hugging Face's names of the decay's parameters and projection."""
+
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+
+
+def import_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a `KimiDeltaAttention` from that of another one's, whose form is known by its names.
+
+    Args:
+        weights: all of the layer's, by the names that they have inside the layer. Not changed.
+
+    Returns:
+        New names; tensors are the same where their shape is.
+
+    Raises:
+        ValueError: a name that no form has, or one that is missing.
+    """
+    found: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
+    names = {theirs: ours for ours, theirs in LOW_RANK.items()}
+    for name, x in weights.items():
+        module, _, kind = name.removeprefix(GATE).rpartition(".")
+        if module in (*CONVOLUTIONS, "conv1d") and kind in parts:
+            parts[kind][module] = x
+        elif name == "o_norm.weight":
+            found["o_norm"] = x
+        elif kind in ("A_log", "dt_bias") and module == "":
+            found[kind] = x.reshape(-1)
+        elif name in SAME or (module in LOW_RANK and kind in parts):
+            found[name] = x
+        elif module in names and kind in parts:
+            found[f"{names[module]}.{kind}"] = x
+        else:
+            raise ValueError(f"weights: got {name!r}, wanted the names of a Kimi Delta Attention layer")
+    for kind, by_module in parts.items():
+        if by_module:
+            found[f"conv_{kind}"] = _convolution(by_module)
+    missing = {*SAME, "conv_weight", "o_norm", *(f"{x}.weight" for x in LOW_RANK)} - found.keys()
+    if missing:
+        raise ValueError(f"weights: got none for {', '.join(sorted(missing))}, wanted all of a layer's")
+    return found
+
+
+def _convolution(by_module: Mapping[str, Tensor]) -> Tensor:
+    """Of q, k and v side by side: `[D, W]`, or a bias `[D]`."""
+    modules = ("conv1d",) if "conv1d" in by_module else CONVOLUTIONS
+    missing = [module for module in modules if module not in by_module]
+    if missing or len(modules) != len(by_module):
+        raise ValueError(f"weights: got convolutions {sorted(by_module)}, wanted conv1d or {', '.join(CONVOLUTIONS)}")
+    x = torch.cat([by_module[module] for module in modules])
+    return x.squeeze(1) if x.dim() == 3 else x
+
+
+def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
+    """The inverse: `layer`'s weights under the names, and in the shapes, of FLA's layer (`"fla"`), of Hugging Face's
+    (`"transformers"`), or of Kimi-Linear's checkpoints (`"checkpoint"`). Tensors share memory with the layer's where their
+    shape is the same.
+
+    Raises:
+        ValueError: another form.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form: got {form!r}, wanted one of {FORMS}")
+    found: dict[str, Tensor] = {}
+    for name, x in layer.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if name in ("conv_weight", "conv_bias"):
+            kind, x = name.removeprefix("conv_"), x[:, None] if x.dim() == 2 else x
+            split = {"conv1d": x}
+            if form != "transformers":
+                split = dict(zip(CONVOLUTIONS, x.split(layer.conv_channels)))
+            found |= {f"{module}.{kind}": part for module, part in split.items()}
+        elif name == "o_norm":
+            found["o_norm.weight"] = x
+        elif form == "fla" or name in SAME:
+            found[name] = x
+        else:
+            x = x.view(1, 1, -1, 1) if name == "A_log" else x
+            theirs = f"{LOW_RANK[module]}.{kind}" if module in LOW_RANK else name
+            decay = name in ("A_log", "dt_bias") or module.startswith("f_proj")
+            found[GATE + theirs if decay and form == "transformers" else theirs] = x
+    return found

@@ -1,0 +1,260 @@
+"""Calls of `fd.fused_kda_decode`, and what they must do: a plain loop over sequences, tokens and channels in float64."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..problem.problem import record_width
+from .decoding import BF16, FP32, Expected, Step, amid, expected, make_step, named
+from .inputs import Source
+
+EPS = 1e-5
+RECORD_GAP = 16
+"""Elements between the rows of a replay buffer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedStep(Step):
+    """One call. `W` taps; windows hold `room` inputs more than they must, and lie by `"token"` (channels innermost), by
+    `"channel"`, or in one `"page"` with the state; weights are those of `"channels"`, of `"conv1d"`, or `"parts"`. With `rows`
+    the call records what tokens change."""
+
+    K: int = 32
+    V: int = 32
+    W: int = 4
+    layout: str = "mixed_rows"
+    bias: bool = False
+    order: str = "token"
+    room: int = 0
+    weights: str = "channels"
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.H * self.K + self.HV * self.V
+
+    @property
+    def places(self) -> int:
+        """That windows have."""
+        return self.W - 1 + (self.spec or 0) + self.room
+
+    @property
+    def plain(self) -> Step:
+        """The call without convolution and norm, whose counts say nothing where it records."""
+        given = {f: getattr(self, f) for f in Step.__dataclass_fields__}
+        accepted = None if self.rows is not None else self.accepted
+        return Step(**given | {"accepted": accepted, "update": self.rows is None})
+
+
+SPEC = {"T": 3, "spec": 2, "indices": ((0, 1, 2), (3, 4, 5), (6, 7, 8)), "slots": 9}
+REPLAY = {"T": 4, "spec": 3, "indices": (3, 1, 6), "rows": "slots"}
+
+FUSED_STEPS = [
+    FusedStep("one", "one token each, slots in any order"),
+    FusedStep("bias", "a bias, two heads", bias=True, H=2, HV=2),
+    FusedStep("two_taps", "W = 2, windows by channels", W=2, order="channel"),
+    FusedStep("three_taps", "W = 3 with room, as Conv1d has weights", W=3, room=2, weights="conv1d", bias=True),
+    FusedStep("parts", "weights of q, k and v side by side", weights="parts", HV=2, H=2, null_index="non_positive"),
+    FusedStep("page", "window and state of a slot in one page", order="page", gap=8, HV=2),
+    FusedStep("softplus", "Kimi-Linear's gate, 2 sigmoid", gate="softplus", beta="double_logit", order="channel"),
+    FusedStep("none", "raw_g is the log decay, beta a value", gate="none", beta="value"),
+    FusedStep("k_first", "the other layout of states", v_first=False, K=64, V=32, H=2, HV=4),
+    FusedStep("no_norm", "q and k as they come, another scale", l2norm=False, scale=0.3),
+    FusedStep("wide", "K < V", K=32, V=64, bias=True),
+    FusedStep("model", "the heads of all models", K=128, V=128, B=1, indices=(1,)),
+    FusedStep("bf16", "states in bfloat16, rounded once", state=BF16, gap=9),
+    FusedStep("null", "null slots, and one past the end", indices=(-1, 8, 3)),
+    FusedStep("reserved", "slot 0 is reserved", indices=(0, 3, 0), null_index="non_positive"),
+    FusedStep("no_slots", "empty pools", slots=0, indices=(0, 1, -1)),
+    FusedStep("no_sequences", "N = 0", B=0, indices=()),
+    FusedStep("gva3", "a ratio that is no power of two", H=2, HV=6, B=2, indices=(1, 0)),
+    FusedStep("gva8", "eight value heads share windows", H=1, HV=8, B=2, indices=(1, 0), order="channel"),
+    FusedStep("packed", "lengths 0 and 1, tokens of none", lengths=(1, 0, 1, 1), indices=(3, 1, 0, -1), unused=2),
+    FusedStep("spec", "a state for each token; start after 1, 2, 3 accepted", **SPEC, accepted=(1, 2, 3)),
+    FusedStep("spec_two", "the same with two taps", **SPEC, accepted=(3, 2, 1), W=2, order="channel", HV=2),
+    FusedStep("spec_first", "without counts", **SPEC, room=1, state=BF16, v_first=False),
+    FusedStep(
+        "spec_packed",
+        "fewer drafts for some, none for one, padding",
+        lengths=(3, 1, 0, 2, 0),
+        spec=2,
+        indices=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (-1, -1, -1)),
+        accepted=(2, 3, 1, 1, 1),
+        slots=12,
+        H=1,
+        HV=2,
+    ),
+    FusedStep(
+        "spec_null",
+        "null slots inside rows: a start, a target, and the window's",
+        T=3,
+        spec=2,
+        B=4,
+        indices=((1, 0, 2), (3, 0, 0), (4, 5, -1), (0, 6, 7)),
+        accepted=(2, 1, 2, 2),
+        null_index="non_positive",
+    ),
+    FusedStep(
+        "spec_bad_counts",
+        "counts of 0, 1 + S + 1 and wild ones make null sequences",
+        T=2,
+        spec=1,
+        B=5,
+        indices=((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)),
+        accepted=(0, 3, -(2**31), 2**31 - 1, 2),
+        slots=10,
+    ),
+    FusedStep(
+        "spec_16",
+        "as many drafts as there may be",
+        T=17,
+        spec=16,
+        B=1,
+        indices=(tuple(range(17)),),
+        slots=17,
+        accepted=(9,),
+    ),
+    FusedStep("replay", "records instead of states", **REPLAY, accepted=(1, 4, 2), HV=2),
+    FusedStep("replay_gva8", "the same for eight value heads", **REPLAY, accepted=(1, 4, 2), HV=8, state=BF16),
+    FusedStep(
+        "replay_rows",
+        "in rows of their own, packed, null ones and bad counts",
+        lengths=(3, 0, 2, 1, 2),
+        spec=2,
+        indices=(3, 2, 1, -1, 4),
+        rows=(1, 0, -1, 2, 2),
+        accepted=(3, 1, 2, 1, 9),
+        v_first=False,
+        gate="softplus",
+    ),
+]
+FUSED_BY_NAME = {step.name: step for step in FUSED_STEPS}
+
+
+def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.device = "cpu", seed: int = 0) -> dict:
+    """Arguments of `fused_kda_decode`. What is written lies amid other memory, and all of it holds random numbers, a replay
+    buffer NaN."""
+    source = Source(dtype, device, zlib.crc32(step.name.encode()) + seed + 1)
+    plain = make_step(step.plain, dtype, device, seed)
+    names = {"mixed_qkv": "x", "g": "raw_g", "beta": "raw_beta", "initial_state": "state"}
+    names["ssm_state_indices"] = "state_indices"
+    kept = {
+        *("A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices", "gate", "scale"),
+        *("lower_bound", "use_qk_l2norm_in_kernel", "beta_is_logit", "allow_neg_eigval", "num_spec_tokens"),
+        *("state_v_first", "null_index"),
+    }
+    call = {"A_log": None, "dt_bias": None, "bias": None, "norm_eps": EPS}
+    call |= {names.get(name, name): x for name, x in plain.items() if name in kept or name in names}
+    D, W = step.channels, step.W
+    weight = (source.normal(D, W) / W).to(dtype)
+    if step.weights == "parts":
+        weight = weight.view(3, D // 3, W).mT.contiguous()
+    call["weight"] = weight[:, None] if step.weights == "conv1d" else weight
+    if step.bias:
+        call["bias"] = source.normal(D)
+    call["norm_weight"] = 1.0 + 0.1 * source.normal(step.V)
+    rows = step.batch * step.tokens
+    call["output_gate"] = source.normal(rows, 2 * step.HV * step.V).to(dtype)[:, : step.HV * step.V]
+    _windows(step, call, source, dtype)
+    if step.accepted is not None:
+        call["num_accepted_tokens"] = torch.tensor(step.accepted, dtype=step.offsets_dtype, device=device)
+    if step.rows is not None:
+        shape = len(plain["intermediate_states"]), 1 + (step.spec or 0), step.HV, record_width(step.K, step.V)
+        call["intermediate_states"] = amid(
+            source, torch.float64 if step.state == torch.float64 else FP32, shape, RECORD_GAP
+        ).fill_(torch.nan)
+    return call
+
+
+def _windows(step: FusedStep, call: dict, source: Source, dtype: torch.dtype) -> None:
+    D, L = step.channels, step.places
+    if step.order == "channel":
+        call["conv_state"] = amid(source, dtype, (step.slots, D, L), step.gap)
+    elif step.order == "token":
+        call["conv_state"] = amid(source, dtype, (step.slots, L, D), step.gap).mT
+    else:  # as vLLM has them: the window, then the state
+        state = call["state"]
+        content = state.shape[1:].numel() * state.element_size()
+        page = D * L * dtype.itemsize + content
+        memory = torch.empty(step.slots * page, dtype=torch.uint8, device=source.device)
+        windows = memory.view(dtype).as_strided((step.slots, D, L), (page // dtype.itemsize, 1, D))
+        inner = torch.empty(state.shape[1:], device="meta").stride()
+        at = (page // state.element_size(), *inner)
+        states = memory.view(state.dtype).as_strided(state.shape, at, D * L * dtype.itemsize // state.element_size())
+        call["conv_state"] = windows.copy_(source.normal(step.slots, D, L))
+        call["state"] = states.copy_(state)
+
+
+@dataclass
+class FusedExpected:
+    """In float64: `o [rows, HV, V]` with NaN for tokens of no sequence, the pools of states and windows, and `each`, the states
+    after each token of live sequences by row and token, in the order of the pool's layout. `stored`: slots of states that are
+    written; of windows `moved`, as slot and places."""
+
+    o: Tensor
+    states: Tensor
+    windows: Tensor
+    stored: set[int]
+    moved: dict[int, int] = field(default_factory=dict)
+    each: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+def expected_fused(step: FusedStep, call: dict) -> FusedExpected:
+    """By a loop over sequences and tokens; shares nothing with the library."""
+    t = {name: x.detach().cpu() for name, x in call.items() if isinstance(x, Tensor)}
+    x, windows = t["x"].double(), t["conv_state"].double().clone()
+    weight = t["weight"].double()
+    weight = (weight.mT if step.weights == "parts" else weight).reshape(-1, step.W)
+    lengths = (step.T,) * step.B if step.lengths is None else step.lengths
+    found = FusedExpected(torch.empty(0), torch.empty(0), windows, set())
+    mixed = torch.full_like(x, torch.nan)
+    live = [_is_live(step, n, len(windows)) for n in range(len(lengths))]
+    for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
+        length = min(length, 1 + (step.spec or 0))
+        if not live[n]:
+            continue
+        count = 1 if step.accepted is None else step.accepted[n]
+        index = step.indices[n]
+        slot = index[0] if isinstance(index, tuple) else index
+        inputs = [windows[slot, :, count - 1 + i].clone() for i in range(step.W - 1)]
+        inputs += [x[begin + i] for i in range(length)]
+        for i in range(length):
+            total = sum(inputs[i + j] * weight[:, j] for j in range(step.W))
+            mixed[begin + i] = F.silu(total if call["bias"] is None else total + t["bias"].double())
+        if length > 0:
+            found.moved[slot] = step.W - 2 + length
+            for place, value in enumerate(inputs[1:]):
+                windows[slot, :, place] = value
+    plain, dead = step.plain, -1
+    indices = tuple(
+        i if ok else (dead,) * len(i) if isinstance(i, tuple) else dead for i, ok in zip(step.indices, live)
+    )
+    plain = replace(plain, indices=indices, layout="mixed_rows")
+    given = {"mixed_qkv": mixed, "g": t["raw_g"], "beta": t["raw_beta"], "initial_state": t["state"]}
+    given |= {name: t[name] for name in ("A_log", "dt_bias") if name in t}
+    if step.rows is not None:
+        given["intermediate_states"] = t["state"].new_zeros(
+            len(t["intermediate_states"]), 1 + (step.spec or 0), *step.state_shape
+        )
+    truth: Expected = expected(plain, given)
+    z = t["output_gate"].double().view(-1, step.HV, step.V)
+    o = truth.o.view(-1, step.HV, step.V)
+    norm = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    found.o = o * norm * t["norm_weight"].double() * z.sigmoid()
+    found.states, found.stored = truth.pool, truth.stored
+    found.each = {} if truth.intermediate is None else {at: truth.intermediate[at] for at in truth.stored_rows}
+    return found
+
+
+def _is_live(step: FusedStep, n: int, slots: int) -> bool:
+    index = step.indices[n]
+    count = 1 if step.accepted is None else step.accepted[n]
+    if not 1 <= count <= 1 + (step.spec or 0):
+        return False
+    wanted = (index[0], index[count - 1]) if isinstance(index, tuple) else (index,)
+    return all(named(step, i, slots) for i in wanted)

@@ -1,0 +1,118 @@
+"""`fd.fused_kda_decode` on the GPU: against float64, as a chain of operators, again and again, in graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta.testing.fused import FUSED_STEPS, FusedStep, expected_fused, make_fused
+from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits
+
+from ..support.fused_checks import WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
+from .calls import CALLS_TO_A_REPLAY
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BF16 = torch.bfloat16
+K128 = {"K": 128, "V": 128, "slots": 40}
+MODEL = FusedStep("heads_12", "a model's heads", H=12, HV=12, B=3, bias=True, **K128)
+GVA8 = FusedStep(
+    "gva8_model", "eight value heads share windows", H=4, HV=32, B=16, indices=tuple(range(39, 7, -2)), **K128
+)
+DRAFTS = tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(8))
+FUSED = [
+    *FUSED_STEPS,
+    MODEL,
+    replace(MODEL, name="heads_12_bf16", state=BF16, weights="parts", bias=False, order="page", gate="softplus"),
+    replace(MODEL, name="heads_12_k_first", v_first=False),
+    replace(MODEL, name="K64", K=64, V=64, order="channel", W=3),
+    replace(MODEL, name="K64_V128", K=64, state=BF16),
+    replace(MODEL, name="K128_V64", V=64),
+    GVA8,
+    replace(GVA8, name="gva8_bf16", state=BF16, order="channel"),
+    replace(GVA8, name="gva8_drafts", B=8, T=4, spec=3, indices=DRAFTS, accepted=(1, 2, 3, 4) * 2),
+    replace(GVA8, name="gva8_replay", B=8, T=4, spec=3, indices=(*range(8),), rows="slots", accepted=(4, 3, 2, 1) * 2),
+    FusedStep("many", "more states than stay in the L2 cache", H=8, HV=8, B=40, indices=(*range(40),), **K128),
+]
+BY_NAME = {step.name: step for step in FUSED}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", FUSED, ids=lambda step: step.name)
+def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype):
+    check_fused(step, dtype, "triton", "cuda")
+
+
+@pytest.mark.parametrize("name", ["heads_12", "K64", "many", "gva8_model"])
+def test_fused_is_the_chain(name: str):
+    """Of the single operators, which round q, k, v and o in between."""
+    fused, single = (make_fused(BY_NAME[name], BF16, "cuda") for _ in range(2))
+    assert_close("o", fd.fused_kda_decode(**fused), chain(single, "auto").double(), 2 * TOLERANCE[BF16])
+    assert_close("state", fused["state"], single["state"].double(), 2 * TOLERANCE[BF16])
+    assert same_bits(fused["conv_state"], single["conv_state"])
+
+
+def copied(call: dict) -> dict:
+    """With memory of their own for what is written, laid out alike."""
+    return call | {name: laid_out_alike(call[name]) for name in WRITTEN if name in call}
+
+
+def laid_out_alike(x: Tensor) -> Tensor:
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
+
+
+@pytest.mark.parametrize("name", ["heads_12", "gva8_model", "gva8_bf16", "gva8_drafts", "gva8_replay", "K128_V64"])
+def test_a_thousand_calls_have_the_same_bits(name: str):
+    """No CTA may write a window that another one, or a slower warp of its own, still reads."""
+    call = make_fused(BY_NAME[name], BF16, "cuda")
+    first = copied(call)
+    want = [fd.fused_kda_decode(**first), *(first[x] for x in WRITTEN if x in first)]
+    held = [x.contiguous().view(torch.uint8) for x in want]
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    pools = [copied(call) for _ in range(2)]
+    names = [x for x in WRITTEN if x in call]
+    for i in range(1000):
+        again = pools[i % 2]
+        for x in names:
+            again[x].copy_(call[x])
+        found = [fd.fused_kda_decode(**again), *(again[x] for x in names)]
+        for x, y in zip(found, held):
+            wrong += (x.contiguous().view(torch.uint8) != y).sum()
+    assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("name", ["heads_12", "gva8_model", "many", "heads_12_bf16"])
+def test_a_graph_replays_with_other_slots(name: str):
+    """And other rows: what the call would have done."""
+    step = BY_NAME[name]
+    call = make_fused(step, BF16, "cuda")
+    output = torch.empty(heads_of(step), device="cuda", dtype=BF16)
+    run = partial(fd.fused_kda_decode, **call, output=output)
+    for _ in range(CALLS_TO_A_REPLAY):
+        run()
+    before = torch.cuda.memory_allocated()
+    run()
+    assert torch.cuda.memory_allocated() == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    slots = [-1, *reversed(step.indices[1:])]
+    call["state_indices"].copy_(torch.tensor(slots))
+    call["x"].copy_(call["x"].flip(0))
+    want = expected_fused(replace(step, indices=tuple(slots)), call)
+    graph.replay()
+    assert_close("o", output.flatten(0, 1).cpu(), want.o, TOLERANCE[BF16])
+    assert output[0].eq(0).all()
+    for slot in want.moved:
+        assert same_bits(call["conv_state"][slot].cpu().contiguous(), want.windows[slot].to(BF16).contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounds_of_speculation_are_steps_one_by_one(dtype: torch.dtype):
+    check_rounds_of_fused(20, dtype, "triton", "cuda")

@@ -1,0 +1,109 @@
+"""`nn.KimiDeltaAttention` on the GPU: beside FLA's layer, over pools, in graphs, compiled, in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flashdelta.nn import KimiDeltaAttention, import_weights
+from flashdelta.testing.oracle import assert_close, relative_error
+
+from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
+from .calls import CALLS_TO_A_REPLAY
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+CLOSE = {torch.float32: 1e-3, BF16: 3e-2}
+"""Projections in float32 may run in TF32."""
+
+dtypes = pytest.mark.parametrize("dtype", CLOSE, ids=str)
+SIZES = {"head_dim": 128, "num_heads": 2, "num_v_heads": 4, "chunk_size": 64}
+GATES = {"lower_bound": {"lower_bound": -5.0}, "softplus": {"gate": "softplus", "lower_bound": None}}
+
+
+@dtypes
+@pytest.mark.parametrize("gate", GATES)
+def test_packed_sequences_are_sequences(gate: str, dtype: torch.dtype):
+    check_packed(make_layer(dtype, "cuda", **SIZES, **GATES[gate]), dtype, CLOSE[dtype], "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("gate", GATES)
+def test_a_pool_is_a_cache(gate: str, dtype: torch.dtype):
+    check_pool(make_layer(dtype, "cuda", **SIZES, **GATES[gate]), dtype, CLOSE[dtype], "cuda")
+
+
+@dtypes
+def test_requests_join_and_leave(dtype: torch.dtype):
+    check_joining(make_layer(dtype, "cuda", **SIZES), dtype, CLOSE[dtype], "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+@pytest.mark.parametrize("gate", GATES)
+def test_flas_layer_computes_the_same(gate: str, tokens: int):
+    """Outputs in bfloat16, and gradients of the input and of all weights."""
+    fla = pytest.importorskip("fla.layers.kda")
+    torch.manual_seed(0)
+    bound = GATES[gate]["lower_bound"]
+    theirs = fla.KimiDeltaAttention(256, head_dim=64, num_heads=4, lower_bound=bound, safe_gate=bound is not None)
+    ours = KimiDeltaAttention(256, 4, head_dim=64, output_gate_bias=True, **GATES[gate])
+    ours.load_state_dict(import_weights(theirs.state_dict()))
+    theirs.cuda(), ours.cuda()
+    x = torch.randn(2, tokens, 256, device="cuda")
+    grad = torch.randn(2, tokens, 256, device="cuda")
+
+    def run(layer: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cuda", BF16):
+            y = layer(leaf)[0]
+        y.float().backward(grad)
+        return y, leaf.grad, {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+    (y, dx, grads), (want, wanted_dx, others) = run(ours), run(theirs)
+    assert relative_error(y, want) < 2e-2 and relative_error(dx, wanted_dx) < 3e-2
+    for name, wanted in import_weights(others).items():
+        assert relative_error(grads[name], wanted) < 5e-2, name
+
+
+@torch.no_grad()
+def test_a_graph_of_a_step_serves_other_slots():
+    layer = make_layer(BF16, "cuda", **SIZES)
+    pool, other = layer.make_pool(8), layer.make_pool(8)
+    x, slots = rows(4, 1, dtype=BF16, device="cuda"), torch.tensor([1, 4, 2, -1], device="cuda")
+    for _ in range(CALLS_TO_A_REPLAY):
+        layer(x, pool=pool, slots=slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = layer(x, pool=pool, slots=slots)
+    for tensors in (pool, other):
+        tensors.conv.normal_(generator=torch.Generator("cuda").manual_seed(0))
+        tensors.state.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    slots.copy_(torch.tensor([7, -1, 0, 3]))
+    x.normal_()
+    graph.replay()
+    want, _ = layer(x, pool=other, slots=slots)
+    assert torch.equal(y, want)
+    assert torch.equal(pool.state, other.state) and torch.equal(pool.conv, other.conv)
+
+
+def test_compiled_and_checkpointed_training_is_eager_training():
+    layer = make_layer(torch.float32, "cuda", **SIZES)
+    x = rows(2, 200, dtype=torch.float32, device="cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+
+    def gradients(function) -> list[Tensor]:
+        layer.zero_grad()
+        with torch.autocast("cuda", BF16):
+            y = function(x)
+        y.float().square().sum().backward()
+        return [parameter.grad.clone() for parameter in layer.parameters()]
+
+    want = gradients(lambda x: layer(x)[0])
+    again = gradients(lambda x: checkpoint(lambda y: layer(y)[0], x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(again, want))
+    for found, wanted in zip(gradients(lambda x: compiled(x)[0]), want):
+        assert_close("gradient", found, wanted.double(), 3e-2)

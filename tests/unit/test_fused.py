@@ -1,0 +1,176 @@
+"""`fd.fused_kda_decode` without a GPU: the reference, the operator, the launch cache, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta import backends
+from flashdelta.runtime.call import check
+from flashdelta.runtime.torch_ops import FUSED_DECODE, operator_of
+from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
+from flashdelta.testing.oracle import assert_close, same_bits
+
+from ..support.fused_checks import WRITTEN, chain, check_fused, check_rounds_of_fused
+from .conftest import Started
+
+by_name = pytest.mark.parametrize("name", ["bias", "two_taps", "gva8", "spec_packed", "replay"])
+
+
+@pytest.mark.parametrize("step", FUSED_STEPS, ids=lambda step: step.name)
+def test_reference_is_the_loop(step: FusedStep):
+    check_fused(step, torch.float64, "reference")
+
+
+@pytest.mark.parametrize("name", ["one", "bias", "softplus", "null", "gva3"])
+def test_fused_is_the_chain(name: str):
+    """Of the single operators, in float64."""
+    fused, single = (doubled(make_fused(FUSED_BY_NAME[name], torch.float64)) for _ in range(2))
+    o, want = fd.fused_kda_decode(**fused), chain(single, "reference")
+    live = fused["state_indices"] >= 0
+    assert_close("o", o[live], want[live], 1e-12)
+    for pool in ("state", "conv_state"):
+        torch.testing.assert_close(fused[pool], single[pool], rtol=1e-12, atol=1e-12)
+
+
+def test_rounds_of_speculation_are_steps_one_by_one():
+    check_rounds_of_fused(6, torch.float64, "reference")
+
+
+def doubled(call: dict) -> dict:
+    return call | {"state": call["state"].double()}
+
+
+# ---- the road ---------------------------------------------------------------------------------------------------------------
+
+
+def run(op: Callable, call: dict) -> list[Tensor]:
+    """The outputs, and what was written."""
+    o = op(**call)
+    return [o, *(call[name] for name in WRITTEN if name in call)]
+
+
+@by_name
+def test_compiles_in_one_graph(name: str):
+    want = run(fd.fused_kda_decode, make_fused(FUSED_BY_NAME[name]))
+    torch._dynamo.reset()
+    function = torch.compile(lambda call: fd.fused_kda_decode(**call), fullgraph=True, backend="aot_eager")
+    found = run(lambda **call: function(call), make_fused(FUSED_BY_NAME[name]))
+    assert all(same_bits(x, y) for x, y in zip(found, want))
+
+
+@by_name
+def test_operator_passes_opcheck(name: str):
+    problem, t = check(fd.fused_kda_decode, **make_fused(FUSED_BY_NAME[name]))
+    assert operator_of(problem, t) is FUSED_DECODE
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(FUSED_DECODE.call, FUSED_DECODE.arguments(problem, t, "reference"), test_utils=tests)
+
+
+@by_name
+def test_calls_are_replayed(name: str, pretended: Started):
+    step = FUSED_BY_NAME[name]
+    for i in range(3):
+        pretended.clear()
+        output = torch.empty(step.batch, step.tokens, step.HV, step.V)
+        assert fd.fused_kda_decode(**make_fused(step), output=output, backend="triton") is output
+        assert pretended.anew() == [i == 0]
+
+
+def test_explain_and_supports_know_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backends, "nvidia_capability", lambda index: (9, 0))
+    monkeypatch.setattr(backends, "has_gluon", lambda: True)
+    call = make_fused(FUSED_BY_NAME["one"])
+    assert fd.explain(fd.fused_kda_decode, **call, device="cuda").chosen == "triton"
+    assert fd.supports(fd.fused_kda_decode, **call).backend == "reference"
+
+
+def changed(call: dict, name: str) -> dict:
+    """The call with a bad argument of that name."""
+    x, pool = call.get(name), call["conv_state"]
+    changes = {
+        "x": lambda: x[:, :-1],
+        "weight": lambda: x[:, :1],
+        "conv_state": lambda: pool[:, :, 1:],
+        "raw_g": lambda: x[..., :-1],
+        "raw_beta": lambda: x.double(),
+        "A_log": lambda: None,
+        "state_indices": lambda: x.float(),
+        "state": lambda: x.to(torch.float16),
+        "output_gate": lambda: x.to(torch.float16),
+        "norm_weight": lambda: x[1:],
+        "norm_eps": lambda: 0.0,
+        "output": lambda: call["x"].new_empty(3, 2, 1, 32),
+        "num_accepted_tokens": lambda: call["state_indices"],
+        "num_spec_tokens": lambda: 17,
+        "intermediate_state_indices": lambda: call["state_indices"],
+        "null_index": lambda: "none",
+        "lower_bound": lambda: 1.0,
+    }
+    return call | {name: changes[name]()}
+
+
+REFUSED = (
+    *(
+        "x",
+        "weight",
+        "conv_state",
+        "raw_g",
+        "raw_beta",
+        "A_log",
+        "state_indices",
+        "state",
+        "output_gate",
+        "norm_weight",
+    ),
+    *("norm_eps", "output", "num_accepted_tokens", "num_spec_tokens", "intermediate_state_indices"),
+    *("null_index", "lower_bound"),
+)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_does_not_fit(name: str):
+    """By the argument's name, and nothing is written."""
+    call = make_fused(FUSED_BY_NAME["softplus"])
+    wrong = changed(call, name)
+    before = [call[pool].clone() for pool in ("state", "conv_state")]
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: got .*, wanted "):
+        fd.fused_kda_decode(**wrong)
+    assert all(same_bits(call[pool], x) for pool, x in zip(("state", "conv_state"), before))
+
+
+def test_refuses_memory_that_is_shared():
+    call = make_fused(FUSED_BY_NAME["one"])
+    output = call["state"].flatten()[: 3 * 2 * 32].view(3, 1, 2, 32)
+    with pytest.raises(ValueError, match=r"^(state|output): got memory shared with (state|output)"):
+        fd.fused_kda_decode(**call, output=output)
+
+
+def test_takes_the_shapes_of_engines():
+    """A dimension of one before the rows, flat gates, `A_log [1, 1, HV, 1]`."""
+    step = FUSED_BY_NAME["bias"]
+    call, other = make_fused(step), make_fused(step)
+    want = fd.fused_kda_decode(**call)
+    other["raw_g"] = other["raw_g"].reshape(1, 3, 2, 32)
+    other["raw_beta"] = other["raw_beta"].reshape(1, 3, 2)
+    other["output_gate"] = other["output_gate"].reshape(1, 3, 2, 32)
+    other["A_log"] = other["A_log"].view(1, 1, 2, 1)
+    assert same_bits(fd.fused_kda_decode(**other), want)
+    assert same_bits(other["state"], call["state"])
+
+
+def test_warmup_makes_each_kind_of_call():
+    options = {"device": "cpu", "state_dtype": torch.bfloat16, "packed": (False, True)}
+    assert fd.warmup(fd.fused_kda_decode, [(32, 64), (64, 32)], **options) == 2 * 2 * 2
+    more = {
+        "gate": "softplus",
+        "lower_bound": None,
+        "state_v_first": True,
+        "conv_size": 3,
+        "weight_dtype": torch.float32,
+    }
+    assert fd.warmup(fd.fused_kda_decode, [(32, 32)], speculative=True, **options | more) == 2 * 4
