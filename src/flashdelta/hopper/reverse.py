@@ -227,7 +227,7 @@ def reverse(
         (
             *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
             *(final, scanned.dv, scanned.dh, initial),
-            *(t.cu_seqlens, int(problem.has_initial_state), int(problem.output_final_state)),
+            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
             *(problem.T, problem.N, problem.HV, problem.slots),
             *stride_div8(t.do),
         ),

@@ -73,6 +73,7 @@ class Tensors:
     dh: Tensor = ABSENT
     dht: Tensor | None = None
     workspace: Tensor | None = None
+    packets: Tensor | None = None
     # what the caller wants written, and gets back
     out: Tensor | None = None
     final_state: Tensor | None = None
