@@ -22,7 +22,6 @@ from .reverse import reverse
 from .segments import outgoing
 from .wy import wy
 
-
 ARCH = 90
 
 

@@ -82,5 +82,3 @@ class _Halo(torch.autograd.Function):
             if stop > 0 and tail > 0:
                 found[:, T - (stop - start) :] += grads[r][:, start:stop]
         return found, None, None
-
-

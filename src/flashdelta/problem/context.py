@@ -126,9 +126,7 @@ def context_parallel(
     if max_sequences is not None:
         check_room(N, max_sequences)
         N = max_sequences
-    local, border = (
-        x.to(cu_seqlens.device, non_blocking=True) for x in shard(offsets, rank, ranks, total // ranks, N)
-    )
+    local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in shard(offsets, rank, ranks, total // ranks, N))
     return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, "gather")
 
 

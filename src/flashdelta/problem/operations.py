@@ -289,7 +289,9 @@ CHECKPOINT_RULES = (
 
 def alone(option: str, given: Callable[[Any], bool], got: str) -> Rule:
     """`option` is for calls on one rank."""
-    return Rule(option, lambda c: has_context(c) and given(getattr(c, option)), f"{got} with cp_context or group", "none")
+    return Rule(
+        option, lambda c: has_context(c) and given(getattr(c, option)), f"{got} with cp_context or group", "none"
+    )
 
 
 CONTEXT_RULES = (

@@ -13,7 +13,6 @@ from .exchange import Exchange
 from .launch import Launch
 from .record import Recorded, Recorder
 
-
 Step = Launch | Exchange
 """What a program does next."""
 

@@ -78,7 +78,9 @@ class Stages:
         values = (problem.B, problem.T, problem.HV, problem.V)
         workspace = Workspace.allocate(self.layout, device)
         packets = room_for_packets(problem, device) if problem.ranks > 1 else None
-        return Kept(workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets)
+        return Kept(
+            workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
+        )
 
 
 def forward(stages: Stages) -> Program:

@@ -225,7 +225,7 @@ class TileScheduler:
         chunks = gl.where(goes_on & ((place == 1) | (in_M == 0)), stop - first, 0)
         tile = WorkTile(
             *((at % self.HV).to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
-            *(True, at, False, False),
+            *(True, at.to(gl.int64), False, False),
         )
         return tile, place, chunks
 
