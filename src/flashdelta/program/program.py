@@ -63,7 +63,7 @@ class Program:
             for launch in self.launches:
                 compiled = launch.run()
                 if recorder is not None and isinstance(launch, Exchange):
-                    recorder.possible = False
+                    recorder.add_exchange(launch, self.outputs, self.outputs.zeroed)
                 elif recorder is not None:
                     recorder.add(launch, compiled, self.outputs, self.outputs.zeroed)
                 del launch

@@ -181,11 +181,11 @@ def transitions_kernel(
     work_tile = tl.program_id(0) // (COLUMNS // BV)
     head = (work_tile % HV).to(tl.int64)
     segment = work_tile // HV
-    in_M = slice_ * BV < K
     if border is None:
         M_PITCH: tl.constexpr = K * K
         B_PITCH: tl.constexpr = V * K
         n, part, parts, exists = segment_of(segment, first_segment, N)
+        in_M = slice_ * BV < K
         if (not exists) | (part + 1 == parts) | (in_M & (part == 0)):
             return
         batch, begin, end, chunk_slot, spans, first, stop = place_segment(
@@ -195,6 +195,7 @@ def transitions_kernel(
         M_PITCH: tl.constexpr = COLUMNS * K
         B_PITCH: tl.constexpr = COLUMNS * K
         n, part, exists = outgoing_sequence(border, segment)
+        in_M = slice_ * BV < K
         if (not exists) | (in_M & (part == 0)):
             return
         batch, begin, end, chunk_slot, spans, first, stop = place_segment(
