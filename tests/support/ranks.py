@@ -96,9 +96,9 @@ class Cut:
     def run(self, group: object, spare: int = 0, **options: object) -> Found:
         """On the rank of `group`."""
         offsets = self.call["cu_seqlens"]
-        own = len(self.sequences(group.rank()))
-        context = context_parallel(offsets, group=group, max_sequences=max(own + spare, 1))
-        room = context.cu_seqlens.numel() - 1 - own
+        counts = [len(self.sequences(rank)) for rank in range(self.ranks)]
+        context = context_parallel(offsets, group=group, max_sequences=max(counts) + spare if spare else None)
+        room = context.cu_seqlens.numel() - 1 - counts[context.rank]
         incoming = None if self.incoming is None else self.gradients(context.rank, room)
         return results_of(self.local(context, room) | options, incoming)
 

@@ -77,7 +77,7 @@ CASES = {
     "logsigmoid": (packed((70, 26), gate="logsigmoid"), 4),
     "one_token_each": (packed((9,)), 9),
     "empty_at_borders": (packed((0, 0, 32, 0, 0, 32, 0, 0)), 2),
-    "many_ranks": (packed((3, 189, 0)), 64),
+    "many_ranks": (packed((3, 93, 0)), 16),
 }
 
 
@@ -227,7 +227,8 @@ def test_halo_makes_a_convolution_whole(lengths: tuple[int, ...], ranks: int):
     x, w = torch.randn(1, sum(lengths), D, dtype=FP64), torch.randn(D, 1, W, dtype=FP64)
     grad = torch.randn_like(x)
     x.requires_grad_()
-    pieces = [F.conv1d(F.pad(x[:, a:b].mT, (W - 1, 0)), w, groups=D).mT for a, b in itertools.pairwise(offsets.tolist())]
+    spans = [(a, b) for a, b in itertools.pairwise(offsets.tolist()) if b > a]
+    pieces = [F.conv1d(F.pad(x[:, a:b].mT, (W - 1, 0)), w, groups=D).mT for a, b in spans]
     whole = torch.cat(pieces, dim=1)
     whole.backward(grad)
 

@@ -67,9 +67,8 @@ class ContextParallel:
         check_offsets(cu_seqlens)
         if cu_seqlens.device.type == "cpu":
             check_values(cu_seqlens, self.ranks * self.tokens)
+            check_room(cu_seqlens, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
         local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
-        if border.device.type == "cpu":
-            check_room(int(border[SEQUENCES]), self.cu_seqlens.numel() - 1)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
 
@@ -122,11 +121,11 @@ def context_parallel(
     total = check_values(offsets)
     if total % ranks != 0:
         raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
-    border = shard(offsets, rank, ranks, total // ranks, 1)[1]
-    N = int(border[SEQUENCES])
-    if max_sequences is not None:
-        check_room(N, max_sequences)
-        N = max_sequences
+    N = max_sequences
+    if N is None:
+        N = int(shard(offsets, rank, ranks, total // ranks, 1)[1][SEQUENCES])
+    else:
+        check_room(offsets, ranks, total // ranks, N)
     local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in shard(offsets, rank, ranks, total // ranks, N))
     return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, "gather")
 
@@ -197,9 +196,11 @@ def check_values(offsets: Tensor, most: int | None = None) -> int:
     return values[-1]
 
 
-def check_room(sequences: int, most: int) -> None:
-    if sequences > most:
-        raise wrong("max_sequences", most, f"at least the {sequences} sequences of this rank")
+def check_room(offsets: Tensor, ranks: int, tokens: int, room: int) -> None:
+    """Every rank looks at all, so that all refuse alike."""
+    most = max(int(shard(offsets, r, ranks, tokens, 1)[1][SEQUENCES]) for r in range(ranks))
+    if most > room:
+        raise wrong("max_sequences", room, f"at least {most}, the sequences that a rank has of these offsets")
 
 
 # ---- of a call ------------------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def gather(packet: Tensor, packets: Tensor, name: str) -> None:
 
     # the newer of two names, where it is known, since the older one warns
     all_gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
-    all_gather(packets, packet, group=c10d._resolve_process_group(name))
+    all_gather(packets.flatten(0, 1), packet, group=c10d._resolve_process_group(name))
 
 
 def gather_numbers(numbers: list[int], name: str, ranks: int, device: torch.device) -> list[list[int]]:
