@@ -1,0 +1,63 @@
+"""Sequences over virtual ranks: the Triton kernels against the whole in float64, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta.testing.cases import Case
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import same_bits
+from flashdelta.testing.virtual import on_ranks
+
+from ..support.ranks import Cut, incoming_of
+
+TOLERANCE = 2e-5
+
+SMALL = Case("ranks", "", K=32, V=64, H=1, HV=1, chunk_size=32, memory="long", state=torch.float32)
+CASES = {
+    # cut inside sequences, with an empty one, tails, and one that three ranks have
+    "packed": (replace(SMALL, lengths=(10, 0, 75, 11)), 3, False),
+    "kept": (replace(SMALL, lengths=(96,), v_first=True, HV=2), 3, True),
+}
+
+
+def cut_of(case: Case, ranks: int, dtype: torch.dtype, backend: str) -> Cut:
+    call = make_call(case, dtype) | {"output_final_state": True, "backend": backend}
+    return Cut(call, ranks, incoming_of(call))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_find_what_one_finds(name: str):
+    case, ranks, kept = CASES[name]
+    found = cut_of(case, ranks, torch.float32, "triton").over_ranks(disable_recompute=kept)
+    wanted = cut_of(case, ranks, torch.float64, "reference").whole()
+    for key, x in wanted.items():
+        error = (found[key].double() - x).norm() / x.norm()
+        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+
+
+def test_ranks_have_the_bits_of_a_split():
+    """Ranks of whole chunks, a segment each."""
+    cut = Cut(cut_of(replace(SMALL, lengths=(128,)), 4, torch.float32, "triton").call, 4)
+    found, wanted = cut.over_ranks(), cut.whole(split=4)
+    assert same_bits(found["o"], wanted["o"]) and same_bits(found["final_state"], wanted["final_state"])
+
+
+def test_batch_rows_over_all_ranks():
+    call = make_call(replace(SMALL, B=2, T=50, state=None), torch.float32) | {"output_final_state": True}
+    exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in call.items()}
+    wanted = fd.chunk_kda(**exact, backend="reference")
+
+    def run(group) -> tuple[Tensor, Tensor]:
+        tokens = slice(0, 20) if group.rank() == 0 else slice(20, 50)
+        own = {name: call[name][:, tokens] for name in TOKEN_TENSORS}
+        return fd.chunk_kda(**call | own, group=group, backend="triton")
+
+    (first, _), (second, final_state) = on_ranks(2, run)
+    for x, y in ((torch.cat([first, second], dim=1), wanted[0]), (final_state, wanted[1])):
+        assert (x.double() - y).norm() / y.norm() <= TOLERANCE
