@@ -11,10 +11,10 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import same_bits
+from flashdelta.testing.oracle import float64, same_bits
 from flashdelta.testing.virtual import on_ranks
 
-from ..support.ranks import Cut, incoming_of
+from ..support.ranks import Cut, Found, incoming_of
 
 TOLERANCE = 2e-5
 
@@ -26,32 +26,37 @@ CASES = {
 }
 
 
-def cut_of(case: Case, ranks: int, dtype: torch.dtype, backend: str) -> Cut:
-    call = make_call(case, dtype) | {"output_final_state": True, "backend": backend}
+def cut_of(case: Case, ranks: int) -> Cut:
+    call = make_call(case) | {"output_final_state": True, "backend": "triton"}
     return Cut(call, ranks, incoming_of(call))
+
+
+def exact(cut: Cut) -> Found:
+    """What the whole call finds in float64."""
+    incoming = None if cut.incoming is None else tuple(x.double() for x in cut.incoming)
+    return Cut(float64(cut.call), 1, incoming).whole(backend="reference")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_find_what_one_finds(name: str):
     case, ranks, kept = CASES[name]
-    found = cut_of(case, ranks, torch.float32, "triton").over_ranks(disable_recompute=kept)
-    wanted = cut_of(case, ranks, torch.float64, "reference").whole()
-    for key, x in wanted.items():
+    cut = cut_of(case, ranks)
+    found = cut.over_ranks(disable_recompute=kept)
+    for key, x in exact(cut).items():
         error = (found[key].double() - x).norm() / x.norm()
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
 
 
 def test_ranks_have_the_bits_of_a_split():
     """Ranks of whole chunks, a segment each."""
-    cut = Cut(cut_of(replace(SMALL, lengths=(128,)), 4, torch.float32, "triton").call, 4)
+    cut = Cut(cut_of(replace(SMALL, lengths=(128,)), 4).call, 4)
     found, wanted = cut.over_ranks(), cut.whole(split=4)
     assert same_bits(found["o"], wanted["o"]) and same_bits(found["final_state"], wanted["final_state"])
 
 
 def test_batch_rows_over_all_ranks():
     call = make_call(replace(SMALL, B=2, T=50, state=None), torch.float32) | {"output_final_state": True}
-    exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in call.items()}
-    wanted = fd.chunk_kda(**exact, backend="reference")
+    wanted = fd.chunk_kda(**float64(call), backend="reference")
 
     def run(group) -> tuple[Tensor, Tensor]:
         tokens = slice(0, 20) if group.rank() == 0 else slice(20, 50)
