@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/train_parallel.py --compare one.json
 
 Every step packs paragraphs into one row of `--tokens` characters, which the ranks share equally: paragraphs are cut wherever a
-rank's tokens end. `--losses` writes the loss of every step, and `--compare` holds them against such a file's (exit code 1 if one
-differs by more than `--tolerance`): the number of ranks changes no more than rounding does.
+rank's tokens end. `--losses` writes the loss of every step, and `--compare` holds them against such a file's (exit code 1 if
+one differs by more than `--tolerance`): the number of ranks changes no more than rounding does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from train_tiny_lm import paragraphs
-from pydoc_data.topics import topics
 
 import flashdelta as fd
 from flashdelta.nn.lm import VOCABULARY, encode

@@ -29,7 +29,9 @@ FP64 = torch.float64
 
 
 def packed(lengths: tuple[int, ...], **changes) -> Case:
-    return replace(Case("ranks", "", K=32, V=64, H=1, HV=2, chunk_size=32, memory="long", state=FP64), lengths=lengths, **changes)
+    return replace(
+        Case("ranks", "", K=32, V=64, H=1, HV=2, chunk_size=32, memory="long", state=FP64), lengths=lengths, **changes
+    )
 
 
 def cut_of(case: Case, ranks: int, gradients: bool = True) -> Cut:
@@ -210,7 +212,9 @@ def test_a_context_of_fla_is_taken():
         context = fla_context(group, cut.call["cu_seqlens"])
         call = cut.local(context_parallel(cut.call["cu_seqlens"], group=group)) | {"cp_context": context}
         found = results_of(call, cut.gradients(group.rank()))
-        assert contexts.context_of(context, None, call["q"].device) is contexts.context_of(context, None, call["q"].device)
+        assert contexts.context_of(context, None, call["q"].device) is contexts.context_of(
+            context, None, call["q"].device
+        )
         return found
 
     assert_same(cut.joined(on_ranks(3, run)), cut.whole())
@@ -277,27 +281,37 @@ REFUSED = {
         "q: got batch size 2",
     ),
     "indivisible": (lambda group: context_parallel(torch.tensor([0, 63]), group=group), "cu_seqlens: got 63 tokens"),
-    "falling": (lambda group: context_parallel(torch.tensor([0, 9, 8]), group=group), "cu_seqlens: got offsets that fall"),
+    "falling": (
+        lambda group: context_parallel(torch.tensor([0, 9, 8]), group=group),
+        "cu_seqlens: got offsets that fall",
+    ),
     "room": (lambda group: context_parallel(OFFSETS, group=group, max_sequences=1), "max_sequences: got 1"),
     "exchange": (lambda group: context_parallel(OFFSETS, group=group, exchange="post"), "exchange: got 'post'"),
     "group": (lambda group: context_parallel(OFFSETS, group="world"), "group: got str"),
     "no_context": (lambda group: fd.chunk_kda(**small_call(), cp_context=7), "cp_context: got int"),
     "both": (
-        lambda group: fd.chunk_kda(
-            **small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group
-        ),
+        lambda group: fd.chunk_kda(**small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group),
         "group: got a group with cp_context",
     ),
     "offsets": (with_context(cu_seqlens=OFFSETS), "cu_seqlens: got a tensor with cp_context"),
-    "rows_and_offsets": (lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group), "cu_seqlens: got a"),
+    "rows_and_offsets": (
+        lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group),
+        "cu_seqlens: got a",
+    ),
     "split": (with_context(split=2), "split: got a number of segments with cp_context or group"),
     "checkpoints": (
         with_context(checkpoint_states=torch.zeros(1, 2, 32, 64), checkpoint_every=64),
         "checkpoint_states: got a tensor with cp_context",
     ),
     "states": (with_context(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state: got shape"),
-    "update": (lambda group: context_parallel(OFFSETS, group=group).update_(torch.tensor([0, 65])), "cu_seqlens: got last"),
-    "halo_width": (lambda group: halo(torch.zeros(1, 32, 3), context_parallel(OFFSETS, group=group), 0), "width: got 0"),
+    "update": (
+        lambda group: context_parallel(OFFSETS, group=group).update_(torch.tensor([0, 65])),
+        "cu_seqlens: got last",
+    ),
+    "halo_width": (
+        lambda group: halo(torch.zeros(1, 32, 3), context_parallel(OFFSETS, group=group), 0),
+        "width: got 0",
+    ),
     "halo_tokens": (lambda group: halo(torch.zeros(1, 2, 3), group, 3), "x: got 2 tokens"),
     "zigzag": (
         lambda group: fd.chunk_kda(

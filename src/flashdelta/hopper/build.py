@@ -46,7 +46,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     final_state = outputs.get("final_state")
     split = [transitions(call, final_state), compose(call, final_state)] if segments else []
-    prepared, carried = prepare(call), []
+    prepared, carried = prepare(call), list[Step]()
     if problem.ranks > 1:
         carried, call = carried_states(call, outgoing)
     return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h"))]

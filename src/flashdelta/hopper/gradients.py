@@ -51,7 +51,7 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
 
 def scan(problem: Problem, t: Tensors, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
     call = StageCall(problem, t, ARCH, kept.workspace, kept.beside)
-    prepared, carried = prepare(call, kept.Akk_inv), []
+    prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
     if problem.ranks > 1:
         carried, call = carried_states(call, outgoing, kept.packets)
     return [prepared, *carried, recurrence(call, o, final_state, kept.h, kept.v_new)]

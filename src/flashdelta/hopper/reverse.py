@@ -238,5 +238,5 @@ def reverse(
             STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
         ),
         num_warps=4,
-        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh),
+        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh, final, initial),
     )

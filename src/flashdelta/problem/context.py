@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from .errors import wrong
 
 OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, OPENED = 0, 1, 2, 3, 4, 5, 8
 """Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
-former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are; and from
-`OPENED` on, at an address of 32 bytes, the offsets of the former alone, 0 and its end."""
+former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are; and
+from `OPENED` on, at an address of 32 bytes, the offsets of the former alone, 0 and its end."""
 
 BORDER = 10
 """Numbers of a border."""
@@ -46,6 +46,18 @@ class ContextParallel:
     tokens: int | None = None
     conv_size: int | None = None
     exchange: str = "gather"
+    alike: tuple = field(init=False, repr=False)
+    """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
+
+    def __post_init__(self) -> None:
+        offsets = None if self.cu_seqlens is None else (self.cu_seqlens.shape, self.cu_seqlens.dtype)
+        object.__setattr__(self, "alike", (self.name, self.rank, self.ranks, self.tokens, offsets, self.device))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContextParallel) and self.alike == other.alike
+
+    def __hash__(self) -> int:
+        return hash(self.alike)
 
     @property
     def device(self) -> torch.device:
@@ -84,8 +96,8 @@ def context_parallel(
 ) -> ContextParallel:
     """Cuts packed sequences into equal runs of tokens, one for each rank of a process group.
 
-    Rank `r` of `R` has the tokens `[r T / R, (r + 1) T / R)` of the `T` that all have. A sequence may start and end anywhere: it
-    may lie on one rank, on several, on all. Every rank must call this with the same offsets.
+    Rank `r` of `R` has the tokens `[r T / R, (r + 1) T / R)` of the `T` that all have. A sequence may start and end anywhere:
+    it may lie on one rank, on several, on all. Every rank must call this with the same offsets.
 
     Args:
         cu_seqlens: `[M + 1]` int32 or int64, offsets of all ranks' tokens on the device of the calls, from 0, never falling;

@@ -139,8 +139,8 @@ class Settings:
     (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
-    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several ranks:
-    the name of the `process_group`, this process' `rank` in it and how many `ranks` it has (`context.py`).
+    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several
+    ranks: the name of the `process_group`, this process' `rank` in it and how many `ranks` it has (`context.py`).
     """
 
     operation: str = "chunk"

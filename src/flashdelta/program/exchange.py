@@ -11,8 +11,8 @@ from ..problem.context import gather
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`. `scratch`: the buffers
-    that these lie in."""
+    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`. Both are `scratch`,
+    or outputs."""
 
     group: str
     packet: Tensor

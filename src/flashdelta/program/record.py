@@ -39,7 +39,8 @@ class Within(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch of a repetition, or an exchange. A slot is a place in the list of addresses: the call's tensors, its outputs, its scratch."""
+    """A launch of a repetition, or an exchange. A slot is a place in the list of addresses: the call's tensors, its outputs,
+    its scratch."""
 
     run: Callable[..., object]
     call: list
@@ -202,12 +203,14 @@ class Recorder:
                 if place is None:
                     return None
                 places[described].append((ARGUMENTS + position, *place))
+            tensors: list[Within] = []
+            call: tuple[Callable[..., object], list]
             if compiled is None:
                 group, shapes = arguments
                 tensors = [Within(*place[1:], *shape) for place, shape in zip(places[0], shapes)]
                 call, places = (gather, [group]), ([], [])
             else:
-                tensors, call = [], kernel_call(compiled, grid, arguments)
+                call = kernel_call(compiled, grid, arguments)
             outputs = [
                 (name, slot, *self.outputs[name][2][1:]) for name, slot in own.items() if self.outputs[name][2][0] == n
             ]
@@ -260,7 +263,9 @@ class Recorded:
         held, results = {}, {}
         for run, template, places, described, exchanged, outputs, scratch, done in replay.steps:
             for name, slot, make, shape, dtype in outputs:
-                x = held[slot] = results[name] = make(*shape, dtype=dtype, device=device)  # a `torch.Size` takes twice as long
+                x = held[slot] = results[name] = make(
+                    *shape, dtype=dtype, device=device
+                )  # a `torch.Size` takes twice as long
                 addresses[slot] = x.data_ptr()
             for slot, nbytes in scratch:
                 x = held[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Sequences that go on from rank to rank (docs/parallel.md): the state before a rank's tokens, from what all ranks say of theirs.
+"""Sequences that go on from rank to rank (docs/parallel.md): the state before a rank's tokens, from what all say of theirs.
 
     packet of a rank    S' = M S + b of its tokens of the sequence that goes on to the next rank
     merge               S = b_first;  S = M_j S + b_j for the ranks j between the first one and this one

@@ -43,7 +43,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
     split = [plan(call, most), transitions(call, segments, final_state), compose(call, final_state)] if segments else []
-    prepared, carried = prepare(call), []
+    prepared, carried = prepare(call), list[Step]()
     if problem.ranks > 1:
         carried, call = carried_states(call, outgoing)
     return [prepared, *carried, *split, recurrence(call, o, final_state, h, segments=segments)]

@@ -51,7 +51,7 @@ def scan(
     problem: Problem, t: Tensors, arch: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
 ) -> list[Step]:
     call = StageCall(problem, t, arch, kept.workspace, kept.beside)
-    prepared, carried = prepare(call, kept.Akk_inv), []
+    prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
     if problem.ranks > 1:
         carried, call = carried_states(call, outgoing, kept.packets)
     return [prepared, *carried, recurrence(call, o, final_state, kept.h, v_new=kept.v_new)]

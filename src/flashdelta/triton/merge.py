@@ -110,7 +110,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["packets", "HV"])
 def clear_kernel(grad_initial, border, packets, HV, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros for the rows of `grad_initial [N, HV, SIZE]` whose sequences start on another rank. One CTA per (row, value head)."""
+    """Zeros for the rows of `grad_initial [N, HV, SIZE]` whose sequences start on another rank. One CTA per (row, head)."""
     opened = tl.load(border)
     if opened < 0:
         return
@@ -165,7 +165,7 @@ def carried_states(
     packet = torch.empty_like(packets[0])
     states = new(problem.state_shape, torch.float32, t.device)
     b = packets[:, :, :, problem.K :]
-    steps = [
+    steps: list[Launch | Exchange] = [
         transition(call, packet),
         Exchange(problem.process_group, packet, packets),
         merge(call, packets, b, states, backward=False),

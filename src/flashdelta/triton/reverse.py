@@ -112,5 +112,5 @@ def reverse(
         ),
         scan_constants(problem, c, c.BV),
         c.num_warps,
-        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh),
+        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh, final, initial),
     )

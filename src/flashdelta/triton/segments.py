@@ -181,9 +181,9 @@ def transitions_kernel(
     work_tile = tl.program_id(0) // (COLUMNS // BV)
     head = (work_tile % HV).to(tl.int64)
     segment = work_tile // HV
+    M_PITCH: tl.constexpr = K * K if border is None else COLUMNS * K
+    B_PITCH: tl.constexpr = V * K if border is None else COLUMNS * K
     if border is None:
-        M_PITCH: tl.constexpr = K * K
-        B_PITCH: tl.constexpr = V * K
         n, part, parts, exists = segment_of(segment, first_segment, N)
         in_M = slice_ * BV < K
         if (not exists) | (part + 1 == parts) | (in_M & (part == 0)):
@@ -192,8 +192,6 @@ def transitions_kernel(
             n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C
         )
     else:
-        M_PITCH: tl.constexpr = COLUMNS * K
-        B_PITCH: tl.constexpr = COLUMNS * K
         n, part, exists = outgoing_sequence(border, segment)
         in_M = slice_ * BV < K
         if (not exists) | (in_M & (part == 0)):

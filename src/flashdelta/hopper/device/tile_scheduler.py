@@ -213,8 +213,8 @@ class TileScheduler:
 
     @gluon.jit
     def outgoing(self, k, border, K: gl.constexpr):
-        """`transition` of the CTA's packet number `k` for the next rank: of the whole sequence, whose place is 0 if it starts on
-        this rank."""
+        """`transition` of the CTA's packet number `k` for the next rank: of the whole sequence, whose place is 0 if it starts
+        on this rank."""
         at = persistent_tile(k, self.SLICES)
         n, place, goes_on = outgoing_sequence(border, at // self.HV)
         n = gl.maximum(n, 0)
