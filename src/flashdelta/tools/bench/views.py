@@ -352,6 +352,23 @@ MODELS = View(
     summary=models_summary,
 )
 
+# ---- cp --------------------------------------------------------------------------------------------------------------
+
+CP = View(
+    (
+        OURS,
+        Column("one GPU ms", "one.ms.median"),
+        Column("efficiency", "efficiency", "%"),
+        FLA,
+        Column("ratio", "speedup", "x"),
+        Column("exchange ms", "exchange.ms.median"),
+        Column("o off", "ours.error.o", "e", wide=True),
+        BOUND,
+        MET,
+    ),
+    ratios=(("FLA/ours", "speedup"), ("one GPU/ours", "efficiency")),
+)
+
 # ---- startup, toolchains ---------------------------------------------------------------------------------------------
 
 STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
@@ -406,6 +423,7 @@ VIEWS = {
     "wy": WY,
     "fp32": FP32,
     "models": MODELS,
+    "cp": CP,
     "startup": STARTUP,
     "toolchains": TOOLCHAINS,
 }
