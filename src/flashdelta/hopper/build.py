@@ -11,7 +11,7 @@ from ..program.program import Outputs, Program, Step
 from ..program.workspace import Workspace
 from ..triton import launch as portable
 from ..triton.launch import StageCall
-from ..triton.merge import carried_states
+from ..triton.merge import carried_states, kept_packets
 from ..triton.segments import compose
 from . import gradients
 from .decode import decode
@@ -48,5 +48,5 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     split = [transitions(call, final_state), compose(call, final_state)] if segments else []
     prepared, carried = prepare(call), list[Step]()
     if problem.ranks > 1:
-        carried, call = carried_states(call, outgoing)
+        carried, call = carried_states(call, outgoing, kept_packets(problem, outputs))
     return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h"))]

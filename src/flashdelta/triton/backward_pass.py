@@ -77,7 +77,9 @@ class Stages:
         states = (problem.B * problem.slots, problem.HV, problem.V, problem.K)
         values = (problem.B, problem.T, problem.HV, problem.V)
         workspace = Workspace.allocate(self.layout, device)
-        packets = room_for_packets(problem, device) if problem.ranks > 1 else None
+        packets = self.t.packets
+        if packets is None and problem.ranks > 1:
+            packets = room_for_packets(problem, device)
         return Kept(
             workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
         )

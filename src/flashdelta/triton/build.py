@@ -16,7 +16,7 @@ from .commit import commit
 from .convolution import short_convolution
 from .decode import decode
 from .launch import StageCall, layout, prepare_inputs
-from .merge import carried_states
+from .merge import carried_states, kept_packets
 from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
@@ -45,7 +45,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     split = [plan(call, most), transitions(call, segments, final_state), compose(call, final_state)] if segments else []
     prepared, carried = prepare(call), list[Step]()
     if problem.ranks > 1:
-        carried, call = carried_states(call, outgoing)
+        carried, call = carried_states(call, outgoing, kept_packets(problem, outputs))
     return [prepared, *carried, *split, recurrence(call, o, final_state, h, segments=segments)]
 
 

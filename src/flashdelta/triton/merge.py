@@ -24,7 +24,7 @@ from ..problem.context import OPENED
 from ..problem.problem import Problem, Tensors
 from ..program.exchange import Exchange
 from ..program.launch import Launch
-from ..program.program import new
+from ..program.program import Outputs, new
 from .device.mma import dot
 from .device.sequences import own_work_tile
 from .device.states import load_state, sequence_slot, state_offsets, store_state
@@ -156,23 +156,28 @@ def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
 
 
 def carried_states(
-    call: StageCall, transition: Transition, packets: Tensor | None = None
+    call: StageCall, transition: Transition, packets: Tensor
 ) -> tuple[list[Launch | Exchange], StageCall]:
-    """What finds the states before this rank's tokens, and the call from these on. `packets`: room for those of all ranks."""
+    """What finds the states before this rank's tokens, and the call from these on. `packets`: room for those of all ranks, or
+    those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
-    if packets is None:
-        packets = room_for_packets(problem, t.device)
-    packet = torch.empty_like(packets[0])
     states = new(problem.state_shape, torch.float32, t.device)
     b = packets[:, :, :, problem.K :]
-    steps: list[Launch | Exchange] = [
-        transition(call, packet),
-        Exchange(problem.process_group, packet, packets),
-        merge(call, packets, b, states, backward=False),
-    ]
+    steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
+    if t.packets is None:
+        packet = torch.empty_like(packets[0])
+        steps = [transition(call, packet), Exchange(problem.process_group, packet, packets), *steps]
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32)
     # what reads the states keeps them alive, as scratch
     return steps, replace(call, problem=from_here, t=replace(t, initial_state=states), beside=(*call.beside, states))
+
+
+def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
+    """Room for the packets of all ranks, which a forward with gradients leaves for its backward pass."""
+    packets = room_for_packets(problem, outputs.device)
+    if problem.requires_grad:
+        outputs["packets"] = packets
+    return packets
 
 
 def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
