@@ -148,6 +148,8 @@ class HopperBackend(Backend):
             other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
             if other is not None:
                 return f"{other} in {dtypes[other]}; it takes bfloat16"
+        if problem.ranks > 1 and problem.T == 0:
+            return "no tokens on this rank; it leaves no packet then"
         if obstacle := self._head_obstacle(problem):
             return obstacle
         if problem.chunk_size != self.CHUNK_SIZE:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import flashdelta as fd
 from flashdelta.parallel import context_parallel
 from flashdelta.testing.cases import BF16, FP32, Case
-from flashdelta.testing.inputs import make_call
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 
-from ..support.ranks import Cut, Found, incoming_of
+from ..support.ranks import SHARED, Cut, Found, incoming_of
 from .calls import KIMI, UNBOUNDED
 
 CASES = {
@@ -25,6 +25,7 @@ CASES = {
     "unbounded": replace(UNBOUNDED, name="ranks_unbounded", lengths=(1000, 3096), state=FP32, v_first=True),
     "grouped": replace(KIMI, name="ranks_grouped", lengths=(1000, 3096), H=2, HV=6, state=FP32),
 }
+CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
 REPEATS = 1000
 
 
@@ -76,6 +77,25 @@ def repeats_with_delays(cut: Cut, group: dist.ProcessGroup) -> bool:
     return True
 
 
+def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
+    """`o` and gradients of ours and of FLA's context parallelism, which takes no states."""
+    from fla.ops.cp import build_cp_context
+    from fla.ops.kda import chunk_kda
+
+    offsets = cut.call["cu_seqlens"]
+    contexts = {"ours": context_parallel(offsets, group=group), "fla": build_cp_context(offsets, group=group)}
+    found = {}
+    for name, op in (("ours", fd.chunk_kda), ("fla", chunk_kda)):
+        own = {"backend": cut.call["backend"]} if name == "ours" else {}
+        dropped = ("initial_state", "backend", "chunk_size", "return_intermediate_states", "output_final_state")
+        call = {key: x for key, x in cut.local(contexts["ours"]).items() if key not in dropped}
+        inputs = {key: call[key].requires_grad_() for key in (*TOKEN_TENSORS, *SHARED) if key in call}
+        o = op(**call | own | {"cp_context": contexts[name]})[0]
+        grads = torch.autograd.grad(o, list(inputs.values()), cut.gradients(group.rank())[0].contiguous())
+        found[name] = {"o": o.detach(), **dict(zip(inputs, grads))}
+    return found
+
+
 def work(rank: int, ranks: int, folder: str, backend: str) -> None:
     torch.cuda.set_device(rank)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -100,6 +120,9 @@ def work(rank: int, ranks: int, folder: str, backend: str) -> None:
     context = context_parallel(cut.call["cu_seqlens"], group=group)
     compiled = torch.compile(lambda call: fd.chunk_kda(**call), fullgraph=True)
     found["compiled"] = on_host(dict(zip(("o", "final_state"), compiled(cut.local(context)))))
+    found["beside FLA"] = {
+        name: on_host(x) for name, x in beside_fla(cut_of(CASES["fla"], ranks, backend), group).items()
+    }
     found["delays"] = repeats_with_delays(cut, group)
     spoiled = cut_of(CASES["packed"], ranks, backend)
     for name in ("q", "k", "v", "g", "beta"):

@@ -117,3 +117,17 @@ def test_a_nan_stays_in_its_sequence(processes: tuple[str, list[dict]]):
         for tokens in (slice(0, 701), slice(2701, None)):
             assert same_bits(spoiled[name][:, tokens], clean[name][:, tokens]), name
     assert spoiled["o"][:, 701:2701].isnan().all()
+
+
+@two_gpus
+def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
+    """At most 1.1 times as much; where FLA's are wrong that says nothing, and ours are held to the truth."""
+    backend, found = processes
+    cut = cut_of(CASES["fla"], RANKS, backend)
+    do, dht = cut.incoming
+    truth = truth_of(Cut(cut.call, RANKS, (do, torch.zeros_like(dht))))
+    ours, fla = (cut.joined([x["beside FLA"][name] for x in found]) for name in ("ours", "fla"))
+    for name, x in ours.items():
+        own, theirs = error(x, truth[name]), error(fla[name], truth[name])
+        assert own <= (VALUES if name == "o" else GRADIENTS), f"{name}: {own:.2e}"
+        assert own <= 1.1 * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.parallel import context_parallel
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import float64, same_bits
@@ -66,3 +67,20 @@ def test_batch_rows_over_all_ranks():
     (first, _), (second, final_state) = on_ranks(2, run)
     for x, y in ((torch.cat([first, second], dim=1), wanted[0]), (final_state, wanted[1])):
         assert (x.double() - y).norm() / y.norm() <= TOLERANCE
+
+
+def test_a_second_backward_pass_exchanges_again():
+    """It has not what the forward left, and finds the same bits."""
+    cut = cut_of(replace(SMALL, lengths=(64,)), 2)
+
+    def run(group) -> bool:
+        context = context_parallel(cut.call["cu_seqlens"], group=group)
+        call = cut.local(context)
+        inputs = [call[name].requires_grad_() for name in TOKEN_TENSORS]
+        results = list(fd.chunk_kda(**call))
+        grads = [
+            torch.autograd.grad(results, inputs, list(cut.gradients(context.rank)), retain_graph=True) for _ in range(2)
+        ]
+        return all(same_bits(x, y) for x, y in zip(*grads))
+
+    assert all(on_ranks(2, run))
