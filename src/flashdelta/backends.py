@@ -58,8 +58,6 @@ class Backend:
         """Of kernels, which merge the states of other ranks in one piece."""
         if problem.ranks > 1 and problem.K > 128:
             return f"K = {problem.K} over several ranks; it takes up to 128 there"
-        if problem.ranks > 1 and problem.has_pool:
-            return "a pool of states over several ranks; it takes initial_state and final_state there"
         return None
 
     def drawback(self, problem: Problem, device: torch.device) -> str | None:

@@ -22,6 +22,7 @@ GROUPS: dict[str, list[str]] = {
         "test_split.py::test_split_is_the_whole[[7, 97, 1, 0]-2-False]",
         "test_prefill.py::test_sizes[K64-V64-C32-tf32x3]",
         "test_parallel.py::test_ranks_find_what_one_finds[kept]",
+        "test_parallel.py::test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends",
         "test_decode.py::test_step[paged]",
         "test_decode.py::test_step[spec_packed]",
         "test_decode.py::test_commit[(1, 0, 5, 2)-torch.float32]",

@@ -84,3 +84,25 @@ def test_a_second_backward_pass_exchanges_again():
         return all(same_bits(x, y) for x, y in zip(*grads))
 
     assert all(on_ranks(2, run))
+
+
+def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends():
+    cut = cut_of(replace(SMALL, lengths=(20, 0, 44)), 2)
+    states = cut.call.pop("initial_state")
+    wanted = exact(Cut(cut.call | {"initial_state": states}, 2))["final_state"]
+    call = {name: x for name, x in cut.call.items() if name != "output_final_state"}
+
+    def run(group) -> Tensor:
+        context = context_parallel(call["cu_seqlens"], group=group)
+        slots = torch.tensor(cut.sequences(context.rank))
+        pool = states.clone()
+        own = Cut(call, 2).local(context) | {"state_pool": pool, "state_indices": slots, "state_v_first": False}
+        fd.chunk_kda(**own)
+        return pool
+
+    for pool, ended in zip(on_ranks(2, run), (0, 2)):
+        for n in range(3):
+            if n == ended:
+                assert (pool[n].double() - wanted[n]).norm() / wanted[n].norm() <= TOLERANCE
+            else:
+                assert same_bits(pool[n], states[n])

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
-from ..program.launch import capability
+from ..program.launch import Launch, capability
 from ..program.program import Outputs, Program, Step
 from ..program.workspace import Workspace
 from ..triton import launch as portable
 from ..triton.launch import StageCall
-from ..triton.merge import carried_states, kept_packets
+from ..triton.merge import around_recurrence
 from ..triton.segments import compose
 from . import gradients
 from .decode import decode
@@ -46,7 +46,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     final_state = outputs.get("final_state")
     split = [transitions(call, final_state), compose(call, final_state)] if segments else []
-    prepared, carried = prepare(call), list[Step]()
+    prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
     if problem.ranks > 1:
-        carried, call = carried_states(call, outgoing, kept_packets(problem, outputs))
-    return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h"))]
+        carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+    return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h")), *stored]

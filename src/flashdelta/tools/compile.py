@@ -311,6 +311,7 @@ VARIANTS = (
     Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
     Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
     Variant("bf16 K128 V128 over ranks", ranks=2),
+    Variant("bf16 K128 V128 over ranks, pool, V first", ranks=2, pool=True, state_v_first=True),
     Variant(
         "bf16 K128 V128 over ranks, fixed length, V first, backward",
         ranks=2,

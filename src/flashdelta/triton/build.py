@@ -16,7 +16,7 @@ from .commit import commit
 from .convolution import short_convolution
 from .decode import decode
 from .launch import StageCall, layout, prepare_inputs
-from .merge import carried_states, kept_packets
+from .merge import around_recurrence
 from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
@@ -43,10 +43,10 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
     split = [plan(call, most), transitions(call, segments, final_state), compose(call, final_state)] if segments else []
-    prepared, carried = prepare(call), list[Step]()
+    prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
     if problem.ranks > 1:
-        carried, call = carried_states(call, outgoing, kept_packets(problem, outputs))
-    return [prepared, *carried, *split, recurrence(call, o, final_state, h, segments=segments)]
+        carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+    return [prepared, *carried, *split, recurrence(call, o, final_state, h, segments=segments), *stored]
 
 
 def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

@@ -26,8 +26,8 @@ from ..program.exchange import Exchange
 from ..program.launch import Launch
 from ..program.program import Outputs, new
 from .device.mma import dot
-from .device.sequences import own_work_tile
-from .device.states import load_state, sequence_slot, state_offsets, store_state
+from .device.sequences import locate_sequence, own_work_tile
+from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
 from .launch import StageCall, state_arguments
 from .segments import compose_config
 
@@ -120,6 +120,54 @@ def clear_kernel(grad_initial, border, packets, HV, SIZE: tl.constexpr, BLOCK: t
         tl.store(grad_initial + at * SIZE + start + lane, tl.zeros([BLOCK], grad_initial.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["lowest", "pool_slots", "packets", "T", "HV"])
+def store_ends_kernel(
+    states,
+    pool,
+    border,
+    cu_seqlens,
+    state_indices,
+    lowest,
+    pool_slots,
+    pitch: tl.int64,
+    packets,
+    T,
+    HV,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The states `[N, HV, SIZE]` to the pool's slots, of sequences that end on this rank. One CTA per (sequence, head)."""
+    n = tl.program_id(0).to(tl.int64) // HV
+    head = tl.program_id(0).to(tl.int64) % HV
+    left = tl.load(border + 1)
+    goes_on = (left >= 0) & (n >= left) & (n < left + packets)
+    _, begin, end = locate_sequence(n, cu_seqlens, T)
+    slot, named = named_slot(state_indices, n, lowest, pool_slots)
+    if goes_on | (begin == end) | (not named):
+        return
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, SIZE, BLOCK):
+        x = tl.load(states + (n * HV + head) * SIZE + start + lane)
+        tl.store(pool + slot * pitch + head * SIZE + start + lane, x.to(pool.dtype.element_ty))
+
+
+def store_ends(call: StageCall, final_state: Tensor) -> Launch:
+    problem, t = call.problem, call.t
+    assert t.state_pool is not None
+    return Launch(
+        store_ends_kernel,
+        problem.N * problem.HV,
+        (
+            *(final_state, t.state_pool, t.border, t.cu_seqlens, t.state_indices),
+            *(problem.lowest_index, problem.pool_slots, t.state_pool.stride(0)),
+            *(problem.packets, problem.T, problem.HV),
+        ),
+        dict(SIZE=problem.K * problem.V, BLOCK=1024),
+        num_warps=4,
+        scratch=(final_state,),
+    )
+
+
 def merge(call: StageCall, packets: Tensor, offsets: Tensor, merged: Tensor, backward: bool) -> Launch:
     """`call.t.initial_state` are the states, or the gradients, that the caller has, and offsets of the backward pass lie as
     these do."""
@@ -167,9 +215,23 @@ def carried_states(
     if t.packets is None:
         packet = torch.empty_like(packets[0])
         steps = [transition(call, packet), Exchange(problem.process_group, packet, packets), *steps]
-    from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32)
+    from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
+    t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
     # what reads the states keeps them alive, as scratch
-    return steps, replace(call, problem=from_here, t=replace(t, initial_state=states), beside=(*call.beside, states))
+    return steps, replace(call, problem=from_here, t=t, beside=(*call.beside, states))
+
+
+def around_recurrence(
+    call: StageCall, transition: Transition, outputs: Outputs
+) -> tuple[list[Launch | Exchange], StageCall, Tensor | None, list[Launch]]:
+    """Of a forward: what runs before `recurrence`, the call that this runs, where it leaves the final states, and what runs
+    after it."""
+    before, from_here = carried_states(call, transition, kept_packets(call.problem, outputs))
+    if not call.problem.has_pool:
+        return before, from_here, outputs.get("final_state"), []
+    final_state = new(call.problem.state_shape, torch.float32, outputs.device)
+    from_here = replace(from_here, beside=(*from_here.beside, final_state))
+    return before, from_here, final_state, [store_ends(call, final_state)]
 
 
 def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
