@@ -70,6 +70,7 @@ def merge_kernel(
     V_FIRST: tl.constexpr,
     OFFSETS_V_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """`merged [N, HV, K, V]`, in the caller's layout: the initial states, those of sequences that go on here from other ranks
     merged; or gradients of final states, those of sequences that go on elsewhere with what other ranks add.
@@ -100,7 +101,7 @@ def merge_kernel(
         in_offset = state_offsets(n * 0, value, key, K, V, OFFSETS_V_FIRST)
         at = (far * packets + packet) * HV + head
         carried = tl.load(offsets + at * offset_pitch + in_offset)
-        for _ in range(1, between):
+        for _ in tl.range(1, between, num_stages=STAGES):
             at += step * packets * HV
             right = tl.load(transitions + at * ((K + V) * K) + in_transition)
             carried = dot(carried, right, tl.load(offsets + at * offset_pitch + in_offset), "tf32x3")
@@ -187,6 +188,7 @@ def merge(call: StageCall, packets: Tensor, offsets: Tensor, merged: Tensor, bac
             V_FIRST=problem.state_v_first,
             OFFSETS_V_FIRST=problem.state_v_first or not backward,
             BACKWARD=int(backward),
+            STAGES=c.stages,
         ),
         c.num_warps,
         scratch=(packets, offsets, merged),
