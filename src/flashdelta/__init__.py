@@ -16,7 +16,7 @@ from .runtime.supports import Support, supports
 from .runtime.warmup import warmup
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import nn, parallel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "kda_prefill",
     "kernels",
     "nn",
+    "parallel",
     "recurrent_kda",
     "replay_buffer",
     "short_convolution",
@@ -40,9 +41,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`flashdelta.nn` is imported when it is first asked for: operators alone need no modules."""
-    if name == "nn":
-        return import_module(f"{__name__}.nn")
+    """`flashdelta.nn` and `flashdelta.parallel` are imported when they are first asked for."""
+    if name in ("nn", "parallel"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -54,6 +54,12 @@ class Backend:
     def _gate_obstacle(self, problem: Problem) -> str | None:
         return None if problem.gate in self.gates else f"gate {problem.gate!r}; it knows {', '.join(self.gates)}"
 
+    def _ranks_obstacle(self, problem: Problem) -> str | None:
+        """Of kernels, which merge the states of other ranks in one piece."""
+        if problem.ranks > 1 and problem.K > 128:
+            return f"K = {problem.K} over several ranks; it takes up to 128 there"
+        return None
+
     def drawback(self, problem: Problem, device: torch.device) -> str | None:
         """Why `auto` should rather take another backend that can run the call, or None."""
         return None
@@ -112,7 +118,10 @@ class HopperBackend(Backend):
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         return (
-            self._device_obstacle(device) or self._gate_obstacle(problem) or self._problem_obstacle(problem.in_chunks)
+            self._device_obstacle(device)
+            or self._gate_obstacle(problem)
+            or self._ranks_obstacle(problem)
+            or self._problem_obstacle(problem.in_chunks)
         )
 
     def _device_obstacle(self, device: torch.device) -> str | None:
@@ -137,6 +146,8 @@ class HopperBackend(Backend):
             other = next((name for name, dtype in dtypes.items() if dtype != torch.bfloat16), None)
             if other is not None:
                 return f"{other} in {dtypes[other]}; it takes bfloat16"
+        if problem.ranks > 1 and problem.T == 0:
+            return "no tokens on this rank; it leaves no packet then"
         if obstacle := self._head_obstacle(problem):
             return obstacle
         if problem.chunk_size != self.CHUNK_SIZE:
@@ -210,7 +221,7 @@ class TritonBackend(Backend):
                 return "no NVIDIA GPU on this machine"
             if capability < self.MIN_CAPABILITY:
                 return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
-        if obstacle := self._gate_obstacle(problem):
+        if obstacle := self._gate_obstacle(problem) or self._ranks_obstacle(problem):
             return obstacle
         if problem.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"

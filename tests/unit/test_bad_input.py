@@ -65,7 +65,7 @@ def test_a_hint_about_speed_is_never_refused():
 
 # ---- signatures -----------------------------------------------------------------------------------------------------
 
-OF_OTHERS = ("sclae", "use_qk_l2norm", "transpose_state_layout", "head_first", "cp_context")
+OF_OTHERS = ("sclae", "use_qk_l2norm", "transpose_state_layout", "head_first")
 OF_CHUNKS = (
     "checkpoint_states",
     "checkpoint_every",

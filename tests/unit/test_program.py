@@ -13,7 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
+from flashdelta.problem.context import ContextParallel, shard
 from flashdelta.problem.problem import Result
+from flashdelta.program import exchange
+from flashdelta.program import record as records
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Outputs, Program
@@ -318,6 +321,46 @@ def test_fake_tensors_start_nothing(pretended: Started):
         fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
         found = fd.kda_prefill(**fake)
     assert [x.shape for x in found] == [x.shape for x in results] and not pretended
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_with_other_contexts_replay_around_the_exchange(
+    backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
+):
+    """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
+
+    def noted(packet: Tensor, packets: Tensor, group: str) -> None:
+        assert packets.shape == (2, *packet.shape) and group == "virtual"
+        pretended.append(("gather", None, [packet, packets]))
+
+    monkeypatch.setattr(exchange, "gather", noted)
+    monkeypatch.setattr(records, "gather", noted)
+    kept, orders = [], []
+    for middle in (40, 70, 10):
+        pretended.clear()
+        offsets = torch.tensor([0, middle, 140])
+        local, border = shard(offsets, 0, 2, 70, 2)
+        context = ContextParallel(None, "virtual", 0, 2, border, local, 70)
+        call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
+        call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
+        call["q"].requires_grad_(backward)
+        o, final_state = fd.chunk_kda(**call)
+        if backward:
+            o.backward(torch.zeros_like(o))
+        kept.append((call, o, final_state))
+        orders.append([kernel for kernel, _, _ in pretended])
+        launched = [x for x in pretended if x[0] != "gather"]
+        assert [any(isinstance(x, Tensor) for x in arguments) for *_, arguments in launched] == [len(kept) == 1] * len(
+            launched
+        )
+        for i, (kernel, _, arguments) in enumerate(pretended):
+            if kernel == "gather" and len(kept) > 1:
+                packet, packets = (x.data_ptr() for x in arguments)
+                assert packet in pretended[i - 1][2] and packets in pretended[i + 1][2]
+    assert orders[0].count("gather") == (2 if backward else 1) and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from dataclasses import replace
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability
-from ..program.program import Outputs, Program
+from ..program.program import Outputs, Program, Step
 from ..program.workspace import Workspace
 from ..triton import launch as portable
 from ..triton.launch import StageCall
+from ..triton.merge import around_recurrence
 from ..triton.segments import compose
 from . import gradients
 from .commit import commit
@@ -18,7 +19,7 @@ from .decode import decode
 from .launch import aligned, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
-from .segments import SPLIT_COSTS, room, transitions
+from .segments import SPLIT_COSTS, outgoing, room, transitions
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -42,10 +43,13 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 
-def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
     segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     final_state = outputs.get("final_state")
     split = [transitions(call, final_state), compose(call, final_state)] if segments else []
-    return [prepare(call), *split, recurrence(call, outputs["o"], final_state, outputs.get("h"))]
+    prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
+    if problem.ranks > 1:
+        carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+    return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h")), *stored]

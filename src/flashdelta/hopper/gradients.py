@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch
-from ..program.program import Program
+from ..program.program import Program, Step
 from ..triton import backward_pass
 from ..triton.backward_pass import Kept, Stages
 from ..triton.launch import StageCall
+from ..triton.merge import carried_states
 from .intra import intra
 from .launch import TILE, copyable, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
+from .segments import outgoing
 from .wy import wy
+
+ARCH = 90
 
 
 def forward(problem: Problem, t: Tensors) -> Program:
@@ -39,13 +42,16 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
         squares=(problem.B, problem.T, problem.HV, TILE),
         squares_dtype=torch.bfloat16,
         scan=functools.partial(scan, problem, t),
-        reverse=functools.partial(reverse, problem, t),
+        arch=ARCH,
+        reverse=reverse,
         wy=functools.partial(wy, problem),
         intra=functools.partial(intra, problem, t),
     )
 
 
-def scan(problem: Problem, t: Tensors, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Launch]:
-    call = StageCall(problem, t, 90, kept.workspace)
-    pair = (prepare(call, kept.Akk_inv), recurrence(call, o, final_state, kept.h, kept.v_new))
-    return [replace(stage, scratch=kept.buffers) for stage in pair]
+def scan(problem: Problem, t: Tensors, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
+    call = StageCall(problem, t, ARCH, kept.workspace, kept.beside)
+    prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
+    if problem.ranks > 1:
+        carried, call = carried_states(call, outgoing, kept.packets)
+    return [prepared, *carried, recurrence(call, o, final_state, kept.h, kept.v_new)]

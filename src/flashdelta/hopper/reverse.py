@@ -227,7 +227,7 @@ def reverse(
         (
             *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
             *(final, scanned.dv, scanned.dh, initial),
-            *(t.cu_seqlens, int(problem.has_initial_state), int(problem.output_final_state)),
+            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
             *(problem.T, problem.N, problem.HV, problem.slots),
             *stride_div8(t.do),
         ),
@@ -238,5 +238,5 @@ def reverse(
             STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
         ),
         num_warps=4,
-        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh),
+        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh, final, initial),
     )

@@ -7,6 +7,8 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -84,7 +86,24 @@ def plan_segments(
 
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
+def transition_count(scheduler, border):
+    if border is None:
+        return scheduler.transition_count()
+    else:
+        return scheduler.outgoing_count()
+
+
+@gluon.jit
+def transition(scheduler, border, k, K: gl.constexpr):
+    """The CTA's transition number `k`: of a segment, or of a sequence that goes on to the next rank."""
+    if border is None:
+        return scheduler.transition(k, K)
+    else:
+        return scheduler.outgoing(k, border, K)
+
+
+@gluon.jit
+def load(tiles_d, decay, v, ring, scheduler, border, strides, K: gl.constexpr):
     """The loader: one warp that keeps the ring full, of each chunk with `-w`, `kg` and `inverse`."""
     HV = scheduler.HV
     slice_ = scheduler.slice() - K // BV
@@ -92,8 +111,8 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
     KH: gl.constexpr = K // 64
     row, in_v, key = loader_offsets(v_token, K)
     iteration = 0
-    for k in range(scheduler.transition_count()):
-        tile, _place, wanted = scheduler.transition(k, K)
+    for k in range(transition_count(scheduler, border)):
+        tile, _place, wanted = transition(scheduler, border, k, K)
         in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
         start = tile.begin
         slot = tile.slot
@@ -128,6 +147,7 @@ def compute(
     states,
     pool,
     scheduler,
+    border,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -145,9 +165,11 @@ def compute(
     column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
+    M_PITCH: gl.constexpr = K * K if border is None else (K + V) * K
+    B_PITCH: gl.constexpr = K * V if border is None else (K + V) * K
     iteration = 0
-    for k in range(scheduler.transition_count()):
-        tile, place, chunks = scheduler.transition(k, K)
+    for k in range(transition_count(scheduler, border)):
+        tile, place, chunks = transition(scheduler, border, k, K)
         # M's columns start as unit vectors, b's from zero, of a sequence's first segment from the initial state
         own, read, _stored = sequence_slot(
             *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
@@ -186,10 +208,10 @@ def compute(
             iteration += 1
         wanted = (chunks > 0).to(gl.int32)
         if slice_ * BV < K:
-            at = state_offsets(tile.segment * (K * K), column, key, K, K, True)
+            at = state_offsets(tile.segment * M_PITCH, column, key, K, K, True)
             store_halves(transitions, at, 64, state0, state1, wanted, K)
         else:
-            at = state_offsets(tile.segment * (K * V), column - K, key, K, V, True)
+            at = state_offsets(tile.segment * B_PITCH, column - K, key, K, V, True)
             store_halves(offsets, at, 64, state0, state1, wanted, K)
 
 
@@ -209,6 +231,7 @@ def transitions_kernel(
     transitions,
     offsets,
     first_segment,
+    border,
     cu_seqlens,
     checkpoint_offsets,
     initial_state,
@@ -244,8 +267,8 @@ def transitions_kernel(
     pool = (state_indices, has_initial_state, lowest, pool_slots)
     gl.warp_specialize(
         [
-            (compute, (ring, transitions, offsets, states, pool, scheduler, K, V, V_FIRST)),
-            (load, (tiles_d, decay, v, ring, scheduler, in_v, K)),
+            (compute, (ring, transitions, offsets, states, pool, scheduler, border, K, V, V_FIRST)),
+            (load, (tiles_d, decay, v, ring, scheduler, border, in_v, K)),
         ],
         [1],
         [96],
@@ -262,13 +285,24 @@ def room(problem: Problem, device: torch.device) -> int:
 
 
 def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
+    return _transitions(call, call.workspace.select("transitions", "offsets", "first_segment"), final_state)
+
+
+def outgoing(call: StageCall, packet: Tensor) -> Launch:
+    """Of the sequences that go on to the next rank (`triton/merge.py`)."""
+    launch = _transitions(call, [packet, packet[:, :, call.problem.K :], None], None)
+    return replace(launch, scratch=(*call.buffers, packet))
+
+
+def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
+    border = t.border if where[-1] is None else None
     return Launch(
         transitions_kernel,
         min(sm_count(t.v.device), MOST_CTAS),
         (
             tiles(workspace["tiles"]),
-            *(workspace["decay"], t.v, *workspace.select("transitions", "offsets", "first_segment")),
+            *(workspace["decay"], t.v, *where, border),
             *(t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),

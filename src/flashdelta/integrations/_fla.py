@@ -90,6 +90,9 @@ class Adapter:
         if not call.get("use_gate_in_kernel"):
             for name in GATE_ARGUMENTS:
                 call.pop(name, None)
+        if "cp_context" in call:  # whose offsets count
+            for name in ("cu_seqlens", HOST_OFFSETS):
+                call.pop(name, None)
         reason = self.refusal(call, given)
         if reason is not None:
             raise Unfit(reason)
@@ -128,6 +131,8 @@ def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | No
             return "return_intermediate_states: True outside of inference mode"
         if given.get("use_graph") and "cu_seqlens" in call:
             return "use_graph: True with return_intermediate_states and cu_seqlens; FLA's h then has rows for chunks to come"
+    if given.get("use_graph") and "cp_context" in call:
+        return "use_graph: True with cp_context; FLA's context then counts ranks on the device"
     return None
 
 
@@ -149,7 +154,7 @@ UNTAKEN = words("cp_context ssm_state_indices num_accepted_tokens")
 
 CHUNK = Adapter(
     chunk_kda,
-    words(f"{COMMON} safe_gate disable_recompute return_intermediate_states cu_seqlens_cpu chunk_size"),
+    words(f"{COMMON} safe_gate disable_recompute return_intermediate_states cu_seqlens_cpu chunk_size cp_context"),
     # every launch of ours can be captured, with any number of sequences
     ignored=words("use_graph max_num_seqs"),
     renamed=OLD_NAMES,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..problem import operations
+from ..problem.context import context_in_call
 from ..problem.problem import GateName, NullIndex
 from ..problem.split import known_lengths
 from ..runtime.call import Call
@@ -48,6 +51,8 @@ def chunk_kda(
     checkpoint_every: int | None = None,
     split: str | bool | int = "auto",
     batch_invariant: bool = False,
+    cp_context: Any = None,
+    group: Any = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks.
 
@@ -130,6 +135,12 @@ def chunk_kda(
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay, which few heads and long
             sequences do. Results differ in rounding.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
+        cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
+            too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
+            run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` and the
+            pool's is that after this rank's last token of the sequence, the true one where the sequence ends. Gradients of
+            `A_log` and `dt_bias` are this rank's share. Takes no checkpoints, and no sequence is split further.
+        group: a process group: each batch row is one sequence over all its ranks, the tensors being this rank's tokens.
 
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;
@@ -147,14 +158,18 @@ def chunk_kda(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
+    border = None
+    if (cp_context is not None or group is not None) and isinstance(q, Tensor):
+        cp_context, cu_seqlens, border = context_in_call(cp_context, group, cu_seqlens, q)
+        group = None
     tensors = (
         q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, final_state,
-        state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices, checkpoint_states,
+        state_pool, state_indices, has_initial_state, checkpoint_offsets, checkpoint_indices, checkpoint_states, border,
     )  # fmt: skip
     options = (
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
-        chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant,
+        chunk_size, gate, backend, null_index, checkpoint_every, split, batch_invariant, cp_context, group,
     )  # fmt: skip
     known = None if cu_seqlens_cpu is None else known_lengths(cu_seqlens_cpu, chunk_size, q)
     found = _call.run(tensors, options, known)
@@ -166,4 +181,4 @@ def chunk_kda(
     return found["o"], found.get("final_state"), h
 
 
-_call = Call(operations.CHUNK, chunk_kda)
+_call = Call(operations.CHUNK, chunk_kda, beside=("border",))

@@ -118,6 +118,7 @@ def wide(first: torch.dtype) -> torch.dtype:
 
 INPUT = dtypes(torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX = dtypes(torch.int32, torch.int64)
+INT32 = dtypes(torch.int32)
 BOOL = dtypes(torch.bool)
 FLOAT32 = dtypes(torch.float32)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from .context import check_ranks
 from .errors import wrong
 from .problem import Problem, Tensors, record_counts
 
@@ -35,6 +36,10 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         _check_offsets(t.cu_seqlens, problem)
         if on_host is not None and on_host.tolist() != t.cu_seqlens.tolist():
             raise wrong("cu_seqlens_cpu", f"{on_host.tolist()[:8]}", f"cu_seqlens' offsets {t.cu_seqlens.tolist()[:8]}")
+    if problem.ranks > 1 and t.border is not None:
+        sizes = (problem.T, problem.B, problem.H, problem.HV, problem.K, problem.V)
+        kind = problem.operation, problem.dtype, problem.gate, problem.lower_bound, problem.requires_grad
+        check_ranks(problem.process_group, problem.ranks, (sizes[not problem.packed :], kind), t.border)
     lengths = [problem.T] * problem.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
     pool = _Claims(problem.lowest_index, problem.pool_slots)
     if t.num_accepted_tokens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from .arguments import (
     FLOAT32,
     INDEX,
     INPUT,
+    INT32,
     Argument,
     Operation,
     Rule,
@@ -33,6 +34,7 @@ from .arguments import (
     wide,
     wide_or_first,
 )
+from .context import BORDER, context_in_call, has_context
 from .errors import wrong
 from .problem import (
     DECODE_TOKENS,
@@ -127,6 +129,10 @@ def tokens_apart(name: str, value: Any) -> None:
         raise mistyped(name, value, "an int or None")
     if not EVERY <= value <= MOST_TOKENS_APART or value % EVERY != 0:
         raise wrong(name, value, f"a multiple of {EVERY} up to 2^30, or None")
+
+
+def checked_in_call(name: str, value: Any) -> None:
+    """`context_in_call` does."""
 
 
 OPTIONS = {
@@ -287,6 +293,22 @@ CHECKPOINT_RULES = (
 )
 
 
+def alone(option: str, given: Callable[[Any], bool], got: str) -> Rule:
+    """`option` is for calls on one rank."""
+    return Rule(
+        option, lambda c: has_context(c) and given(getattr(c, option)), f"{got} with cp_context or group", "none"
+    )
+
+
+CONTEXT_RULES = (
+    *(
+        alone(role, lambda x: x is not None, "a tensor")
+        for role in ("cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states")
+    ),
+    alone("split", lambda x: type(x) is int and x > 1, "a number of segments"),
+)
+
+
 # ---- whole sequences: chunk_kda, fused_recurrent_kda ---------------------------------------------------------------------
 
 
@@ -324,6 +346,7 @@ SEQUENCES = (
 )
 OUT = Argument("out", "B T HV V", like_first, dense=1, written=True)
 FINAL = Argument("final_state", "N HV STATE", state, dense=4, written=True)
+BORDERS = Argument("border", str(BORDER), INT32)
 CHECKPOINTS = (
     Argument("checkpoint_offsets", ("N", "N M"), INDEX),
     Argument("checkpoint_indices", lambda c: "N" if c.checkpoint_offsets.dim() == 1 else "N M", INDEX),
@@ -344,8 +367,17 @@ def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) ->
         raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
 
 
+def over_ranks(c: Any, sizes: Sizes) -> Any:
+    """With the context of a call that names one or a group, and the rank's offsets."""
+    if has_context(c) and c.q is not None:
+        c.cp_context, c.cu_seqlens, c.border = context_in_call(c.cp_context, c.group, c.cu_seqlens, c.q)
+    return c
+
+
 def check_chunks(c: Any, sizes: Sizes) -> None:
     check_heads(c, sizes)
+    if c.cp_context is not None and c.cp_context.tokens not in (None, sizes["T"]):
+        raise wrong("q", f"{sizes['T']} tokens", f"the context's {c.cp_context.tokens} tokens a rank")
     M, buffer = sizes.get("M", 1), c.checkpoint_states is not None
     if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
         wanted = "at least 1" if buffer else f"1 to {MAX_CHECKPOINTS}"
@@ -368,6 +400,10 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
         raise wrong("cu_seqlens_cpu", f"{c.cu_seqlens_cpu.tolist()[:8]}", wanted)
     split = options.get("split", "auto")
     logits = "double_logit" if c.allow_neg_eigval else "logit"
+    context = options.get("cp_context")
+    ranks = {}
+    if context is not None and context.ranks > 1:
+        ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks, split=1)
     worked_out = dict(
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
@@ -384,18 +420,20 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
         all_chunks=bounds[1],
     )
     plain = {f.name: options[f.name] for f in SETTINGS if f.name in options}
-    return problem_of(t, **plain | worked_out | others), t
+    return problem_of(t, **plain | worked_out | ranks | others), t
 
 
+CONTEXT = dict.fromkeys(("cp_context", "group"), checked_in_call)
 UNNAMED = {"state_v_first": flag_or_none, "use_qk_l2norm_in_kernel": flag_or_none}
 
 CHUNK = Operation(
     "chunk",
-    (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), OUT, FINAL),
-    OPTIONS | UNNAMED,
-    (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES),
+    (*SEQUENCES, *CHECKPOINTS, Argument("cu_seqlens_cpu", "N1", INDEX, on_host=True), BORDERS, OUT, FINAL),
+    OPTIONS | UNNAMED | CONTEXT,
+    (*GATE_RULES, *POOL_RULES, *CHECKPOINT_RULES, *CONTEXT_RULES),
     functools.partial(kda_problem, operation="chunk"),
     check_chunks,
+    canonical=over_ranks,
 )
 RECURRENT = Operation(
     "recurrent",

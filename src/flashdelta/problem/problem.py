@@ -53,6 +53,7 @@ class Tensors:
     dt_bias: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    border: Tensor | None = None
     # of calls over a pool
     state_pool: Tensor | None = None
     state_indices: Tensor | None = None
@@ -75,6 +76,7 @@ class Tensors:
     dh: Tensor = ABSENT
     dht: Tensor | None = None
     workspace: Tensor | None = None
+    packets: Tensor | None = None
     # what the caller wants written, and gets back
     out: Tensor | None = None
     final_state: Tensor | None = None
@@ -109,7 +111,7 @@ class Tensors:
 
 ROLES = tuple(f.name for f in fields(Tensors))
 INPUTS = ROLES[: ROLES.index("state_pool")]
-"""The tensors of a call that has no pool. None of them is ever written, and all but `cu_seqlens` may take gradients."""
+"""The tensors of a call that has no pool. None of them is ever written, and those of floats may take gradients."""
 
 LAYER_INPUTS = {
     "gated_rms_norm": ("x", "z", "weight"),
@@ -142,7 +144,8 @@ class Settings:
     (`split.py`), for which the host may know bounds on the chunks of the longest sequence and of all (`split.known_lengths`,
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
-    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm.
+    row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several
+    ranks: the name of the `process_group`, this process' `rank` in it and how many `ranks` it has (`context.py`).
     """
 
     operation: str = "chunk"
@@ -169,6 +172,9 @@ class Settings:
     heads: int = 1
     activation: str = "none"
     eps: float = 0.0
+    process_group: str = ""
+    rank: int = 0
+    ranks: int = 1
 
 
 SETTINGS = fields(Settings)
@@ -232,6 +238,16 @@ class Problem(Settings):
         if self.packed:
             return self.T // self.chunk_size + self.N * (1 + self.checkpoints)
         return -(-self.T // self.chunk_size) + self.checkpoints
+
+    @property
+    def packets(self) -> int:
+        """Sequences that may go on from rank to rank: one of packed ones, or every batch row."""
+        return 1 if self.packed else self.B
+
+    @property
+    def packet_shape(self) -> tuple[int, int, int, int, int]:
+        """Of what all ranks say of those: for each rank, sequence and value head `M^T [K, K]`, then `b^T [V, K]`."""
+        return (self.ranks, self.packets, self.HV, self.K + self.V, self.K)
 
     @property
     def most_tokens(self) -> int:

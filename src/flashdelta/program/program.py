@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Result, Tensors
+from .exchange import Exchange
 from .launch import Launch
 from .record import Recorded, Recorder
+
+Step = Launch | Exchange
+"""What a program does next."""
 
 
 class Outputs(dict[str, Tensor]):
@@ -45,10 +49,10 @@ def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: 
 
 
 class Program:
-    """Launches in order, made lazily: a launch and its scratch are freed before the next is made. `copy_out`: a caller's tensor
-    that kernels can't write, which receives the output `o`."""
+    """Launches in order, made lazily: a launch and its scratch are freed before the next is made. Between two of them ranks may
+    exchange something. `copy_out`: a caller's tensor that kernels can't write, which receives the output `o`."""
 
-    def __init__(self, outputs: Outputs, launches: Iterable[Launch], copy_out: Tensor | None = None):
+    def __init__(self, outputs: Outputs, launches: Iterable[Step], copy_out: Tensor | None = None):
         self.outputs, self.launches, self.copy_out = outputs, launches, copy_out
         self.recorded: Recorded | None = None
 
@@ -58,7 +62,9 @@ class Program:
         with _current(self.outputs.device):
             for launch in self.launches:
                 compiled = launch.run()
-                if recorder is not None:
+                if recorder is not None and isinstance(launch, Exchange):
+                    recorder.add_exchange(launch, self.outputs, self.outputs.zeroed)
+                elif recorder is not None:
                     recorder.add(launch, compiled, self.outputs, self.outputs.zeroed)
                 del launch
         if self.copy_out is not None:

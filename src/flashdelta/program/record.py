@@ -13,6 +13,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ..problem.arguments import extent
+from ..problem.context import gather
+from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
 
 MOST_APART = 256
@@ -22,8 +24,23 @@ ALIGNMENT = 512
 """Bytes: of buffers that share an allocation."""
 
 
+class Within(NamedTuple):
+    """A tensor of an exchange: the slot, bytes from there, and what lies there."""
+
+    slot: int
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def view(self, memory: Tensor) -> Tensor:
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        flat = memory.reshape(-1).view(torch.uint8)[self.offset : self.offset + nbytes]
+        return flat.view(self.dtype).view(self.shape)
+
+
 class Step(NamedTuple):
-    """A launch of a repetition. A slot is a place in the list of addresses: the call's tensors, its outputs, its scratch."""
+    """A launch of a repetition, or an exchange. A slot is a place in the list of addresses: the call's tensors, its outputs,
+    its scratch."""
 
     run: Callable[..., object]
     call: list
@@ -34,6 +51,9 @@ class Step(NamedTuple):
 
     described: list[tuple[int, int, int]]
     """The same of tensor descriptors."""
+
+    tensors: list[Within]
+    """What an exchange takes before its other arguments; none of a launch."""
 
     outputs: list[tuple]
     """To allocate: name, slot, `torch.empty` or `torch.zeros`, shape, dtype."""
@@ -93,6 +113,15 @@ class Recorder:
         self.launches: list[tuple] = []
         self.possible = device.index == torch.cuda.current_device()
 
+    def add_exchange(self, exchange: Exchange, outputs: Mapping[str, Tensor], zeroed: Container[str]) -> None:
+        self._see(outputs, zeroed)
+        step = len(self.launches)
+        pointers = [(i, x.data_ptr(), False) for i, x in enumerate(exchange.scratch)]
+        for x in exchange.scratch:
+            self._use(None if self._is_own(x) else x, step)
+        shapes = [(x.shape, x.dtype) for x in exchange.scratch]
+        self.launches.append((None, None, (exchange.group, shapes), pointers, self._alive(step)))
+
     def add(
         self, launch: Launch, compiled: CompiledKernel | None, outputs: Mapping[str, Tensor], zeroed: Container[str]
     ) -> None:
@@ -100,11 +129,7 @@ class Recorder:
             self.possible = False
             return
         step = len(self.launches)
-        for name, x in outputs.items():
-            if name not in self.outputs:
-                make = torch.zeros if name in zeroed else torch.empty
-                self.outputs[name] = x.data_ptr(), x.nbytes, (step, make, x.shape, x.dtype)
-                self.given += [(name, i) for i, known in enumerate(self.known) if known is x]
+        self._see(outputs, zeroed)
         scratch = [(begin := x.data_ptr(), begin + x.nbytes, x) for x in launch.scratch if not self._is_own(x)]
         arguments, pointers = [*launch.arguments, *launch.constants.values()], []
         for position, x in enumerate(launch.arguments):
@@ -118,8 +143,19 @@ class Recorder:
                 pointers.append((position, address, described))
                 if address not in self.starts:
                     self._use(next((x for begin, end, x in scratch if begin <= address < end), None), step)
-        alive = [i for i, buffer in enumerate(self.buffers) if buffer.last == step]
-        self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, alive))
+        self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, self._alive(step)))
+
+    def _see(self, outputs: Mapping[str, Tensor], zeroed: Container[str]) -> None:
+        """Outputs that are new with the next step."""
+        for name, x in outputs.items():
+            if name not in self.outputs:
+                make = torch.zeros if name in zeroed else torch.empty
+                self.outputs[name] = x.data_ptr(), x.nbytes, (len(self.launches), make, x.shape, x.dtype)
+                self.given += [(name, i) for i, known in enumerate(self.known) if known is x]
+
+    def _alive(self, step: int) -> list[int]:
+        """Scratch that the step uses."""
+        return [i for i, buffer in enumerate(self.buffers) if buffer.last == step]
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether it is a tensor of the call, or an output: a forward leaves its scratch to the backward pass."""
@@ -168,12 +204,20 @@ class Recorder:
                 if place is None:
                     return None
                 places[described].append((ARGUMENTS + position, *place))
+            tensors: list[Within] = []
+            call: tuple[Callable[..., object], list]
+            if compiled is None:
+                group, shapes = arguments
+                tensors = [Within(*place[1:], *shape) for place, shape in zip(places[0], shapes)]
+                call, places = (gather, [group]), ([], [])
+            else:
+                call = kernel_call(compiled, grid, arguments)
             outputs = [
                 (name, slot, *self.outputs[name][2][1:]) for name, slot in own.items() if self.outputs[name][2][0] == n
             ]
             scratch = [(slots[span], totals[span]) for span in spans if span[0] == n]
             done = [slots[span] for span in spans if span[1] == n]
-            steps.append(Step(*kernel_call(compiled, grid, arguments), *places, outputs, scratch, done))
+            steps.append(Step(*call, *places, tensors, outputs, scratch, done))
         disjoint = self._disjoint(written)
         first = disjoint[0][0] if disjoint else -1
         return Replay(steps, [0] * (len(own) + len(spans)), self.given, disjoint, first)
@@ -218,15 +262,20 @@ class Recorded:
             self._check_disjoint(replay, tensors, addresses)
         addresses += replay.slots
         held, results = {}, {}
-        for run, template, places, described, outputs, scratch, done in replay.steps:
+        for run, template, places, described, exchanged, outputs, scratch, done in replay.steps:
             for name, slot, make, shape, dtype in outputs:
-                x = results[name] = make(*shape, dtype=dtype, device=device)  # a `torch.Size` takes twice as long
+                x = held[slot] = results[name] = make(
+                    *shape, dtype=dtype, device=device
+                )  # a `torch.Size` takes twice as long
                 addresses[slot] = x.data_ptr()
             for slot, nbytes in scratch:
                 x = held[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 addresses[slot] = x.data_ptr()
             call = template.copy()
-            call[STREAM] = stream
+            if exchanged:
+                call[:0] = [x.view(held[x.slot]) for x in exchanged]
+            else:
+                call[STREAM] = stream
             for position, slot, offset in places:
                 call[position] = addresses[slot] + offset
             for position, slot, offset in described:

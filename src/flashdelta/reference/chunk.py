@@ -24,6 +24,7 @@ import torch
 
 from ..problem.problem import Problem, Tensors
 from ..problem.split import NO_COSTS, planned_parts
+from . import parallel
 from .gate import elementwise_inputs
 from .sequences import ChunkSlots, chunk_slots, lengths_of
 from .split import Transition, cut, identity, starts
@@ -125,6 +126,23 @@ def segment_starts(
     return {run.start: state[None] for run, state in zip(runs, states) if run.stop > run.start}
 
 
+def before_rank(
+    problem: Problem, t: Tensors, prepared: Sequence[Prepared], v: torch.Tensor, initial: torch.Tensor
+) -> torch.Tensor:
+    """The initial states, with those that come from the ranks before."""
+    transitions, known = [], parallel.started_here(problem, t, initial)
+    for n in parallel.outgoing(problem, t):
+        run = identity(*initial.shape[1:], v)
+        if prepared:
+            slots = chunk_slots(problem, t)
+            first = int(slots.opening[n])
+            chunks = slice(first, first + int(slots.chunks[n]))
+            run = segment_transition(prepared[chunks], v[chunks])
+        # where the sequence starts here, b is the state after it
+        transitions.append(Transition(run.M, run(known[n])))
+    return parallel.carried(problem, t, parallel.exchange(problem, t, transitions, initial), initial)
+
+
 def chunk_kda(
     problem: Problem, t: Tensors, parts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -133,6 +151,7 @@ def chunk_kda(
     sequence is cut into (`split.py`)."""
     C, empty = problem.chunk_size, problem.T == 0 or problem.N == 0
     cuts = problem.packed or problem.checkpoints > 0 or problem.split > 1 or parts is not None
+    cuts = cuts or problem.ranks > 1
     slots = chunk_slots(problem, t) if cuts and not empty else None
     if problem.split > 1 and not empty:
         parts = planned_parts(problem, slots.chunks, 1, NO_COSTS)
@@ -141,6 +160,9 @@ def chunk_kda(
     q, k, v, g, beta = (to_chunks(x, C, slots) for x in (q, k, v, g, beta))
     S = initial if slots is None else initial.new_zeros(1, *initial.shape[1:])
     prepared: Iterable[Prepared] = (prepare(q[i], k[i], g[i], beta[i]) for i in range(0 if empty else q.shape[0]))
+    if problem.ranks > 1:
+        prepared = list(prepared)
+        initial = before_rank(problem, t, prepared, v, initial)
     opened: dict[int, torch.Tensor] = {}
     if parts is not None and not empty:
         prepared = list(prepared)
@@ -155,7 +177,11 @@ def chunk_kda(
         outputs.append(p.qg @ S + p.Aqk @ v_new)
         S = new
         after.append(S)
-    o = t.v.new_zeros(t.v.shape) if empty else from_chunks(torch.stack(outputs), problem, slots).to(t.v.dtype)
+    if empty:
+        o = t.v.new_zeros(t.v.shape)
+        o = o if problem.ranks == 1 else o + parallel.nothing(initial).to(o.dtype)
+    else:
+        o = from_chunks(torch.stack(outputs), problem, slots).to(t.v.dtype)
     last = initial if empty else S
     if slots is not None and (problem.stores_final_state or problem.checkpoints > 0):
         states = torch.stack(after)[:, 0]

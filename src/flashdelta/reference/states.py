@@ -14,6 +14,7 @@ import torch
 
 from ..problem.problem import Problem, Tensors
 from .gate import compute_dtype
+from .parallel import outgoing
 from .sequences import lengths_of
 
 
@@ -58,8 +59,11 @@ def states_out(problem: Problem, state: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def store_final(problem: Problem, t: Tensors, final: torch.Tensor) -> None:
-    """The final states `[N, HV, K, V]` to the sequences' slots of the pool."""
-    store(problem, t.state_pool, t.state_indices, lengths_of(problem, t) > 0, final)
+    """The final states `[N, HV, K, V]` to the sequences' slots of the pool, on the rank where they end."""
+    stored = lengths_of(problem, t) > 0
+    if problem.ranks > 1:
+        stored[outgoing(problem, t)] = False
+    store(problem, t.state_pool, t.state_indices, stored, final)
 
 
 def store_checkpoints(

@@ -17,7 +17,7 @@ from ..problem.arguments import check_saved, resolved
 from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
 
-KEPT = {"workspace": "workspace", "A": "Akk_inv", "h": "h", "v_new": "v_new"}
+KEPT = {"workspace": "workspace", "A": "Akk_inv", "h": "h", "v_new": "v_new", "packets": "packets"}
 """Roles in the backward pass of what a forward leaves for it, and the names under which it does."""
 
 PARAMETERS = ("A_log", "dt_bias")
@@ -83,7 +83,7 @@ class Differentiable:
         recorded, known, addresses = self.cache.find(self.kind, tensors)
         if recorded is not None:
             return recorded.run(tensors, addresses)
-        left = {role: kept[name] for role, name in KEPT.items() if kept}
+        left = {role: kept[name] for role, name in KEPT.items() if name in kept}
         t = replace(self.by_role(saved), do=grad_o, dht=grad_final, **left)
         program = self.backend.build(replace(self.problem, operation=self.problem.operation + BACKWARD), t)
         found = program.run(None if known is None else tensors)

@@ -30,13 +30,14 @@ CALLS: dict[Callable[..., Any], Call] = {}
 
 
 class Call:
-    """The calls of a public function. It passes its tensors and its options, each in the order of its signature."""
+    """The calls of a public function. It passes its tensors and its options, each in the order of its signature, and last the
+    tensors `beside`, which come from an option."""
 
-    def __init__(self, operation: Operation, function: Callable[..., Any]):
+    def __init__(self, operation: Operation, function: Callable[..., Any], beside: tuple[str, ...] = ()):
         self.signature = inspect.signature(function)
         parameters = self.signature.parameters.values()
         self.operation, self.function, self.kind = operation, function, operation.name
-        self.tensors = tuple(p.name for p in parameters if "Tensor" in str(p.annotation))
+        self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
         self.pairs: Pairs = [

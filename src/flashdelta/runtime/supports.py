@@ -142,7 +142,7 @@ def ask(op: Callable, arguments: Sequence, named: Mapping) -> Asked:
     try:
         call = public_call(op)
         given = call.bind(arguments, named)
-        passed, pairs = [given[name] for name in call.tensors], call.pairs
+        passed, pairs = [given.get(name) for name in call.tensors], call.pairs
         problem, t, backend = call.check(given, dry=True)
     except (TypeError, ValueError, RuntimeError) as refusal:
         return Support(False, None, str(refusal)), passed, pairs

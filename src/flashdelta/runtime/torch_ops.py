@@ -175,7 +175,7 @@ class Gradients:
 
     def __init__(self, name: str, forward: Operator):
         self.forward, self.incoming = forward, len(forward.results[:2])
-        self.roles = tuple(role for role in forward.roles if role != "cu_seqlens")
+        self.roles = tuple(role for role in forward.roles if role not in ("cu_seqlens", "border"))
         incoming = ", ".join(("Tensor grad_o", "Tensor grad_final")[: self.incoming])
         returns = ", ".join(f"Tensor d{role}" for role in self.roles)
         qualified = f"flashdelta::{name}"

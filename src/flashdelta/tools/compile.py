@@ -46,9 +46,11 @@ from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.prefill_fp32 import kda_prefill
 from ..ops.recurrent import fused_recurrent_kda
+from ..problem.context import BORDER
 from ..problem.operations import PREFILL_SIZES
 from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
 from ..program.launch import Launch
+from ..program.program import Program
 from ..runtime.call import check
 from ..testing.cases import Case
 from ..testing.decoding import Step, make_step
@@ -92,7 +94,7 @@ class Variant:
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
     leaves what its backward pass needs. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a
-    `group` of its step."""
+    `group` of its step. `ranks`: of a process group, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -119,6 +121,7 @@ class Variant:
     precision: str = DEFAULT_PRECISION
     N: int = 2
     heads: int = 2
+    ranks: int = 1
     offsets: torch.dtype = torch.int32
     T: int = 256
     taps: int = 4
@@ -132,8 +135,10 @@ class Variant:
         problem, t = check(function, **given)
         if self.kept:
             problem = replace(problem, requires_grad=True)
+        if self.ranks > 1:
+            problem, t = over_ranks(problem, t, self.ranks)
         call = backward_of(problem, t) if self.backward else (problem, t)
-        return [*BUILD[self.backend](*call, arch).launches]
+        return only_launches(BUILD[self.backend](*call, arch))
 
     def _chunk(self) -> Call:
         return chunk_kda, self._sequences() | {"disable_recompute": self.kept, "split": self.split}
@@ -248,6 +253,17 @@ def _make(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return functools.partial(torch.empty, dtype=dtype, device="meta")
 
 
+def only_launches(program: Program) -> list[Launch]:
+    """Without exchanges between ranks."""
+    return [step for step in program.launches if isinstance(step, Launch)]
+
+
+def over_ranks(problem: Problem, t: Tensors, ranks: int) -> tuple[Problem, Tensors]:
+    """The call as that of the last rank of a group of `ranks`."""
+    problem = replace(problem, process_group="compiled", rank=ranks - 1, ranks=ranks, split=1)
+    return problem, replace(t, border=torch.empty(BORDER, dtype=torch.int32, device=t.device))
+
+
 def backward_of(problem: Problem, t: Tensors) -> tuple[Problem, Tensors]:
     """The backward pass of a call, with the gradients that come in."""
     given = {name: torch.empty(x.shape, dtype=x.dtype, device=t.device) for name, x in problem.results().items()}
@@ -321,6 +337,16 @@ VARIANTS = (
     Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
     Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
     Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
+    Variant("bf16 K128 V128 over ranks", ranks=2),
+    Variant("bf16 K128 V128 over ranks, pool, V first", ranks=2, pool=True, state_v_first=True),
+    Variant(
+        "bf16 K128 V128 over ranks, fixed length, V first, backward",
+        ranks=2,
+        packed=False,
+        state_v_first=True,
+        backward=True,
+    ),
+    Variant("fp32 K64 V128 over ranks, backward", ranks=2, dtype=torch.float32, K=64, backward=True),
     Variant("wy bf16 K128 V128", operation="wy"),
     Variant("wy bf16 K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
     Variant("wy bf16 K64 V64 chunk 32", operation="wy", K=64, V=64, chunk_size=32),
@@ -430,6 +456,17 @@ VARIANTS = (
     _hopper("K128 V128 split, fixed length", split=4, packed=False),
     _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
     _hopper("K64 V64 split, fixed length", K=64, V=64, split=4, packed=False),
+    _hopper("K128 V128 over ranks", ranks=2),
+    _hopper("K128 V128 over ranks, backward", ranks=2, backward=True),
+    _hopper(
+        "K64 V64 over ranks, fixed length, V first, backward",
+        K=64,
+        V=64,
+        packed=False,
+        state_v_first=True,
+        ranks=2,
+        backward=True,
+    ),
     _hopper("K128 V128 backward", backward=True),
     _hopper("K128 V128 backward, fixed length", packed=False, backward=True),
     _hopper("K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),

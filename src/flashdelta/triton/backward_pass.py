@@ -5,33 +5,38 @@ A backend describes its kernels by `Stages` (`triton/gradients.py`, `hopper/grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch
-from ..program.program import Outputs, Program, new
+from ..program.program import Outputs, Program, Step, new
 from ..program.workspace import Layout, Workspace
 from .finish import ByHead, finish
+from .launch import StageCall
+from .merge import carried_gradients, clear, room_for_packets
 from .wy import Parts, WyOperands
 
 
 @dataclass(frozen=True)
 class Kept:
     """What the backward pass needs of the forward, `S` being the chunk slots: the workspace of `recurrence`, and in the operand
-    dtype `Akk_inv` (`Stages.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`."""
+    dtype `Akk_inv` (`Stages.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
+    also what they told each other, `packets` (`merge.py`)."""
 
     workspace: Workspace
     Akk_inv: Tensor
     h: Tensor
     v_new: Tensor
+    packets: Tensor | None = None
 
     @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        return self.workspace.buffer, self.Akk_inv, self.h, self.v_new
+    def beside(self) -> tuple[Tensor, ...]:
+        """The workspace."""
+        return self.Akk_inv, self.h, self.v_new
 
 
 @dataclass(frozen=True)
@@ -49,16 +54,17 @@ class Stages:
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
-    kept (without `o` none); `reverse(kept, scanned, dht, dh0)`, `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0)`, `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
     problem: Problem
     t: Tensors
     layout: Layout
+    arch: int
     squares: tuple[int, ...]
     squares_dtype: torch.dtype
-    scan: Callable[[Kept, Tensor | None, Tensor | None], list[Launch]]
-    reverse: Callable[[Kept, Scanned, Tensor | None, Tensor | None], Launch]
+    scan: Callable[[Kept, Tensor | None, Tensor | None], Sequence[Step]]
+    reverse: Callable[[Problem, Tensors, Kept, Scanned, Tensor | None, Tensor | None], Launch]
     wy: Callable[[WyOperands, Parts, Tensor], Launch]
     intra: Callable[[Parts, ByHead], Launch]
 
@@ -67,11 +73,16 @@ class Stages:
         problem, device = self.problem, self.t.device
         if tensors is not None:
             workspace = Workspace(self.layout, tensors["workspace"])
-            return Kept(workspace, tensors["Akk_inv"], tensors["h"], tensors["v_new"])
+            return Kept(workspace, tensors["Akk_inv"], tensors["h"], tensors["v_new"], tensors.get("packets"))
         states = (problem.B * problem.slots, problem.HV, problem.V, problem.K)
         values = (problem.B, problem.T, problem.HV, problem.V)
         workspace = Workspace.allocate(self.layout, device)
-        return Kept(workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)))
+        packets = self.t.packets
+        if packets is None and problem.ranks > 1:
+            packets = room_for_packets(problem, device)
+        return Kept(
+            workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
+        )
 
 
 def forward(stages: Stages) -> Program:
@@ -79,6 +90,8 @@ def forward(stages: Stages) -> Program:
     outputs, kept = Outputs.of(stages.problem, stages.t), stages.kept()
     o, final_state = outputs["o"], outputs.get("final_state")
     outputs |= {"workspace": kept.workspace.buffer, "Akk_inv": kept.Akk_inv, "h": kept.h, "v_new": kept.v_new}
+    if kept.packets is not None:
+        outputs["packets"] = kept.packets
     return Program(outputs, stages.scan(kept, o, final_state))
 
 
@@ -88,12 +101,13 @@ def backward(stages: Stages) -> Program:
     return Program(outputs, launches(stages, outputs))
 
 
-def launches(stages: Stages, outputs: Outputs) -> Iterator[Launch]:
+def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     """In order; what they find is in `outputs` from when it is allocated. Each is to run before the next is asked for: what
     only the ones before it needed is given back then."""
     problem, t = stages.problem, stages.t
     if t.workspace is not None:
-        kept = stages.kept({"workspace": t.workspace, "Akk_inv": t.A, "h": t.h, "v_new": t.v_new})
+        given = {"workspace": t.workspace, "Akk_inv": t.A, "h": t.h, "v_new": t.v_new}
+        kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
         yield from stages.scan(kept, None, None)
@@ -102,10 +116,14 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Launch]:
     if problem.has_initial_state:
         dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
     dht = None if t.dht is None or not problem.output_final_state else t.dht.contiguous()
-    yield stages.reverse(kept, scanned, dht, dh0)
-    given = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
-    x = WyOperands(*given, t.cu_seqlens, t.A_log, t.dt_bias)
-    del kept, scanned, given
+    if kept.packets is not None:
+        dht = yield from gradients_of_ranks(stages, kept, scanned, dht)
+    yield stages.reverse(problem, t, kept, scanned, dht, dh0)
+    if kept.packets is not None and dh0 is not None:
+        yield clear(problem, t, dh0)
+    known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
+    x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
+    del kept, scanned, known, dht
     parts = Parts.allocate(problem, t.device, stages.squares, stages.squares_dtype)
     grad_v = outputs.allocate("v", Result((problem.B, problem.T, problem.HV, problem.V), problem.dtype))
     yield stages.wy(x, parts, grad_v)
@@ -115,3 +133,20 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Launch]:
     yield stages.intra(parts, heads)
     del parts
     yield from finish(problem, t, heads, outputs)
+
+
+def gradients_of_ranks(
+    stages: Stages, kept: Kept, scanned: Scanned, dht: Tensor | None
+) -> Generator[Step, None, Tensor]:
+    """The gradients of the final states, with those that come from other ranks. What `reverse` leaves on the way is written
+    again after it."""
+    problem, t = stages.problem, stages.t
+    assert kept.packets is not None
+    grads = new(problem.state_shape, torch.float32, t.device)
+
+    def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
+        return stages.reverse(problem, t, kept, scanned, dht, dh0)
+
+    call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
+    yield from carried_gradients(call, kept.packets, reverse, grads)
+    return grads

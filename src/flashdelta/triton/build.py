@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..problem.problem import BACKWARD, RECORDED_AT_ONCE, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability, sm_count
-from ..program.program import Outputs, Program
+from ..program.program import Outputs, Program, Step
 from ..program.workspace import Layout, Workspace
 from . import convolution, gradients, norm
 from .commit import commit
@@ -17,11 +17,12 @@ from .convolution import short_convolution
 from .decode import decode
 from .fused_decode import fused_kda_decode
 from .launch import StageCall, layout, prepare_inputs
+from .merge import around_recurrence
 from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
-from .segments import SPLIT_COSTS, compose, plan, room, transitions
+from .segments import SPLIT_COSTS, compose, outgoing, plan, room, transitions
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -37,13 +38,16 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     return Program(outputs, LAUNCHES[problem.operation](problem, prepare_inputs(problem, t), arch, outputs))
 
 
-def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
+def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     most = room(problem, arch, sm_count(t.device))
     segments = segments_of_call(problem, most, SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
     split = [plan(call, most), transitions(call, segments, final_state), compose(call, final_state)] if segments else []
-    return [prepare(call), *split, recurrence(call, o, final_state, h, segments=segments)]
+    prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
+    if problem.ranks > 1:
+        carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+    return [prepared, *carried, *split, recurrence(call, o, final_state, h, segments=segments), *stored]
 
 
 def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -73,7 +77,7 @@ def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) ->
     return (verify if at_once else decode)(problem, t, arch, outputs)
 
 
-LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], list[Launch]]] = {
+LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Sequence[Step]]] = {
     "chunk": chunk,
     "recurrent": decode,
     "decode": tokens_of_pool,

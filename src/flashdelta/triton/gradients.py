@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch
-from ..program.program import Program
+from ..program.program import Program, Step
 from . import backward_pass
 from .backward_pass import Kept, Stages
 from .intra import intra
 from .launch import StageCall, layout, prepare_inputs
+from .merge import carried_states
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
+from .segments import outgoing
 from .wy import wy
 
 
@@ -39,7 +40,8 @@ def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
         squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
         squares_dtype=torch.float32,
         scan=functools.partial(scan, problem, t, arch),
-        reverse=functools.partial(reverse, problem, t, arch),
+        arch=arch,
+        reverse=functools.partial(reverse, arch=arch),
         wy=functools.partial(wy, problem, arch),
         intra=functools.partial(intra, problem, t, arch),
     )
@@ -47,7 +49,9 @@ def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
 
 def scan(
     problem: Problem, t: Tensors, arch: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
-) -> list[Launch]:
-    call = StageCall(problem, t, arch, kept.workspace)
-    pair = (prepare(call, kept.Akk_inv), recurrence(call, o, final_state, kept.h, v_new=kept.v_new))
-    return [replace(stage, scratch=kept.buffers) for stage in pair]
+) -> list[Step]:
+    call = StageCall(problem, t, arch, kept.workspace, kept.beside)
+    prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
+    if problem.ranks > 1:
+        carried, call = carried_states(call, outgoing, kept.packets)
+    return [prepared, *carried, recurrence(call, o, final_state, kept.h, v_new=kept.v_new)]

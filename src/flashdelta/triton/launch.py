@@ -20,10 +20,12 @@ class StageCall:
     t: Tensors
     arch: int
     workspace: Workspace
+    beside: tuple[Tensor, ...] = ()
+    """Scratch that is not in the workspace."""
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        return (self.workspace.buffer,)
+        return (self.workspace.buffer, *self.beside)
 
 
 DENSE = (

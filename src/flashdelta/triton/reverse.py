@@ -96,7 +96,7 @@ def reverse_kernel(
 
 
 def reverse(
-    problem: Problem, t: Tensors, arch: int, kept: Kept, scanned: Scanned, dht: Tensor | None, dh0: Tensor | None
+    problem: Problem, t: Tensors, kept: Kept, scanned: Scanned, dht: Tensor | None, dh0: Tensor | None, arch: int
 ) -> Launch:
     c = recurrence_config(problem, arch)
     final, initial = or_empty(problem, t, dht, dh0)
@@ -106,11 +106,11 @@ def reverse(
         (
             *(*kept.workspace.select("w", "qg", "kg", "Aqk", "decay"), t.do),
             *(final, scanned.dv, scanned.dh, initial),
-            *(t.cu_seqlens, int(problem.has_initial_state), int(problem.output_final_state)),
+            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
             *(problem.T, problem.N, problem.HV, problem.slots),
             *strides(t.do),
         ),
         scan_constants(problem, c, c.BV),
         c.num_warps,
-        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh),
+        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh, final, initial),
     )

@@ -9,7 +9,7 @@ scans a sequence's segments and leaves the state before each, from which `recurr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -115,6 +115,15 @@ def plan_kernel(
     tl.store(first_segment + N, before.to(tl.int32))
 
 
+@triton.jit
+def outgoing_sequence(border, packet):
+    """The sequence of a packet for the next rank, whether there is one, and 1 if it comes from the rank before, else 0."""
+    opened = tl.load(border)
+    n = tl.load(border + 1) + packet
+    goes_on = n >= packet
+    return n.to(tl.int64), ((opened >= 0) & (opened + packet == n)).to(tl.int32), goes_on
+
+
 @triton.jit(
     do_not_specialize=[
         *("T", "N", "HV", "chunk_slots", "checkpoints", "lowest", "pool_slots", "has_initial", "has_final"),
@@ -129,6 +138,7 @@ def transitions_kernel(
     transitions,
     offsets,
     first_segment,
+    border,
     cu_seqlens,
     checkpoint_offsets,
     initial_state,
@@ -162,19 +172,33 @@ def transitions_kernel(
     One CTA per (segment, value head, `BV` of the K + V columns of M and b), which scans the segment as `recurrence` does. M's
     columns are states that start as unit vectors and that no value writes to; b's start from zero. Of a sequence's first
     segment b starts from the initial state, so that it is the state after it, and M is not formed.
+
+    With `border` instead of `first_segment`, segments are the whole sequences that go on to the next rank; those that come from
+    the rank before are no first segments. `offsets` then lie behind `transitions`, head by head.
     """
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
     work_tile = tl.program_id(0) // (COLUMNS // BV)
     head = (work_tile % HV).to(tl.int64)
     segment = work_tile // HV
-    n, part, parts, exists = segment_of(segment, first_segment, N)
-    in_M = slice_ * BV < K
-    if (not exists) | (part + 1 == parts) | (in_M & (part == 0)):
-        return
-    batch, begin, end, chunk_slot, spans, first, stop = place_segment(
-        n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C
-    )
+    M_PITCH: tl.constexpr = K * K if border is None else COLUMNS * K
+    B_PITCH: tl.constexpr = V * K if border is None else COLUMNS * K
+    if border is None:
+        n, part, parts, exists = segment_of(segment, first_segment, N)
+        in_M = slice_ * BV < K
+        if (not exists) | (part + 1 == parts) | (in_M & (part == 0)):
+            return
+        batch, begin, end, chunk_slot, spans, first, stop = place_segment(
+            n, part, parts, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C
+        )
+    else:
+        n, part, exists = outgoing_sequence(border, segment)
+        in_M = slice_ * BV < K
+        if (not exists) | (in_M & (part == 0)):
+            return
+        batch, begin, end, chunk_slot, spans, first, stop = place_segment(
+            n, 0, 1, cu_seqlens, checkpoint_offsets, checkpoints, chunk_slots, T, C
+        )
 
     dtype = w.dtype.element_ty
     row = tl.arange(0, C)
@@ -213,9 +237,9 @@ def transitions_kernel(
         start = end_
     at = segment.to(tl.int64) * HV + head
     if in_M:
-        tl.store(transitions + at * K * K + column[:, None] * K + key[None, :], state)
+        tl.store(transitions + at * M_PITCH + column[:, None] * K + key[None, :], state)
     else:
-        tl.store(offsets + at * V * K + value[:, None] * K + key[None, :], state)
+        tl.store(offsets + at * B_PITCH + value[:, None] * K + key[None, :], state)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
@@ -346,15 +370,26 @@ def plan(call: StageCall, room: int) -> Launch:
 
 
 def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> Launch:
+    return _transitions(call, segments, call.workspace.select("transitions", "offsets", "first_segment"), final_state)
+
+
+def outgoing(call: StageCall, packet: Tensor) -> Launch:
+    """Of the sequences that go on to the next rank (`merge.py`)."""
+    launch = _transitions(call, call.problem.packets, [packet, packet[:, :, call.problem.K :], None], None)
+    return replace(launch, scratch=(*call.buffers, packet))
+
+
+def _transitions(call: StageCall, segments: int, where: list[Tensor | None], final_state: Tensor | None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     c = recurrence_config(problem, call.arch)
     BV = transitions_width(problem, call.arch)
+    border = t.border if where[-1] is None else None
     return Launch(
         transitions_kernel,
         segments * problem.HV * ((problem.K + problem.V) // BV),
         (
             *(*workspace.select("w", "kg", "Akk_inv", "decay"), t.v),
-            *(*workspace.select("transitions", "offsets", "first_segment"), t.cu_seqlens, t.checkpoint_offsets),
+            *(*where, border, t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *strides(t.v),

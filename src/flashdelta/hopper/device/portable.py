@@ -46,6 +46,7 @@ store_state = _gluon(_states.store_state)
 checkpoint_slot = _gluon(_recurrence.checkpoint_slot)
 
 chunks_of = _gluon(_split.chunks_of)
+outgoing_sequence = _gluon(_split.outgoing_sequence)
 locate_segment = _gluon(_segments.place_segment)
 planned_segments = _gluon(_split.planned_parts)
 segment_of = _gluon(_segments.segment_of)

@@ -23,6 +23,7 @@ from .portable import (
     first_slot,
     locate_segment,
     locate_tile,
+    outgoing_sequence,
     segment_of,
     segment_part_of_span,
     span_count,
@@ -200,6 +201,31 @@ class TileScheduler:
         tile = WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
             *(True, segment, False, False),
+        )
+        return tile, place, chunks
+
+    @gluon.jit
+    def outgoing_count(self):
+        """How many transitions for the next rank the CTA does: of one packed sequence, or of all batch rows."""
+        packets = 1 if self.cu_seqlens is not None else self.N
+        inside = gl.program_id(0) < gl.num_programs(0) // self.SLICES * self.SLICES
+        return gl.where(inside, persistent_count(packets * self.HV, self.SLICES), 0)
+
+    @gluon.jit
+    def outgoing(self, k, border, K: gl.constexpr):
+        """`transition` of the CTA's packet number `k` for the next rank: of the whole sequence, whose place is 0 if it starts
+        on this rank."""
+        at = persistent_tile(k, self.SLICES)
+        n, place, goes_on = outgoing_sequence(border, at // self.HV)
+        n = gl.maximum(n, 0)
+        batch, begin, end, slot, num_spans, first, stop = locate_segment(
+            n, 0, 1, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
+        )
+        in_M = gl.program_id(0) % self.SLICES * BV < K
+        chunks = gl.where(goes_on & ((place == 1) | (in_M == 0)), stop - first, 0)
+        tile = WorkTile(
+            *((at % self.HV).to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
+            *(True, at.to(gl.int64), False, False),
         )
         return tile, place, chunks
 

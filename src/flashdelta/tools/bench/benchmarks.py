@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import contenders, models, serving, startup, workloads
+from . import contenders, models, ranks, serving, startup, workloads
 from .runner import Benchmark
 from .timing import Effort, float32_ceilings
 from .workloads import quotient, value, with_gates
@@ -167,6 +167,16 @@ BENCHMARKS = {
             over={"engine_ratio": ("engine", "ours")},
             peers=("engine",),
             options=("json", "rows", "repeats", "device", "wide"),
+        ),
+        Benchmark(
+            "cp",
+            "Time sequences over all GPUs beside one GPU with as many tokens and FLA's context parallelism",
+            ranks.ROWS,
+            measure=ranks.measure,
+            quick=tuple(row.name for row in ranks.ROWS if " 8K a rank" in row.name),
+            effort=Effort(rounds=30),
+            ceilings=None,
+            options=("backend", "json", "rows", "fla", "no_fla", "quick", "repeats", "device", "wide"),
         ),
         Benchmark(
             "startup",

@@ -369,6 +369,23 @@ ENGINES = View(
     ratios=(("engine/ours", "engine_ratio"),),
 )
 
+# ---- cp --------------------------------------------------------------------------------------------------------------
+
+CP = View(
+    (
+        OURS,
+        Column("one GPU ms", "one.ms.median"),
+        Column("efficiency", "efficiency", "%"),
+        FLA,
+        Column("ratio", "speedup", "x"),
+        Column("exchange ms", "exchange.ms.median"),
+        Column("o off", "ours.error.o", "e", wide=True),
+        BOUND,
+        MET,
+    ),
+    ratios=(("FLA/ours", "speedup"), ("one GPU/ours", "efficiency")),
+)
+
 # ---- startup, toolchains ---------------------------------------------------------------------------------------------
 
 STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
@@ -424,6 +441,7 @@ VIEWS = {
     "fp32": FP32,
     "models": MODELS,
     "engines": ENGINES,
+    "cp": CP,
     "startup": STARTUP,
     "toolchains": TOOLCHAINS,
 }

@@ -26,7 +26,7 @@ from ...runtime.call import check
 from ...triton.build import build, prefill
 from ...triton.launch import SHARED_MEMORY, dot_precision
 from ...triton.recurrence import BV32_BYTES, STATES_FEW
-from ..compile import in_processes, source
+from ..compile import in_processes, only_launches, source
 from . import bindings
 
 OPS = ("prefill_f32", "prefill_bf16", "decode_bf16")
@@ -128,7 +128,7 @@ def sample_decode(
     index = torch.empty(N, dtype=torch.int32, device="meta")
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": pool, "ssm_state_indices": index}
     call = check(recurrent_kda, **tensors, gate=gate, use_qk_l2norm_in_kernel=False)
-    (launch,) = build(*call, arch).launches
+    (launch,) = only_launches(build(*call, arch))
     return launch
 
 

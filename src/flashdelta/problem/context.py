@@ -1,0 +1,329 @@
+"""What a call knows of the other ranks of a process group, over which its sequences lie (docs/parallel.md)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import wrong
+
+OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, OPENED = 0, 1, 2, 3, 4, 5, 8
+"""Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
+former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are; and
+from `OPENED` on, at an address of 32 bytes, the offsets of the former alone, 0 and its end."""
+
+BORDER = 10
+"""Numbers of a border."""
+
+ANY_HALO = 2**30
+"""Tokens on earlier ranks, where only shapes tell how many there are."""
+
+EXCHANGES = ("auto", "gather")
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallel:
+    """How the tokens of a call lie over the ranks of `group`: `context_parallel` makes one.
+
+    `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
+    ranks. `border [10]` int32, on the device: which local sequences go on from the rank before and to the rank after (index,
+    or -1), the rank where the former starts, that where the latter ends, tokens of the former on earlier ranks, how many local
+    sequences there are. `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
+    """
+
+    group: Any
+    name: str
+    rank: int
+    ranks: int
+    border: Tensor
+    cu_seqlens: Tensor | None = None
+    tokens: int | None = None
+    conv_size: int | None = None
+    exchange: str = "gather"
+    alike: tuple = field(init=False, repr=False)
+    """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
+
+    def __post_init__(self) -> None:
+        offsets = None if self.cu_seqlens is None else (self.cu_seqlens.shape, self.cu_seqlens.dtype)
+        object.__setattr__(self, "alike", (self.name, self.rank, self.ranks, self.tokens, offsets, self.device))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContextParallel) and self.alike == other.alike
+
+    def __hash__(self) -> int:
+        return hash(self.alike)
+
+    @property
+    def device(self) -> torch.device:
+        return self.border.device
+
+    def update_(self, cu_seqlens: Tensor) -> None:
+        """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
+
+        Args:
+            cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
+                On the host they are checked; on a device their values are not read (FLASHDELTA_CHECK=1 does), and of more
+                sequences than there is room for the last ones are left out.
+
+        Raises:
+            ValueError, TypeError: offsets that do not fit, or a context of whole batch rows.
+        """
+        if self.cu_seqlens is None or self.tokens is None:
+            raise wrong("cu_seqlens", "a tensor", "None (each batch row is one sequence over all ranks)")
+        check_offsets(cu_seqlens)
+        if cu_seqlens.device.type == "cpu":
+            check_values(cu_seqlens, self.ranks * self.tokens)
+            check_room(cu_seqlens, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
+        local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
+        self.cu_seqlens.copy_(local, non_blocking=True)
+        self.border.copy_(border, non_blocking=True)
+
+
+def context_parallel(
+    cu_seqlens: Tensor,
+    *,
+    group: Any,
+    cu_seqlens_cpu: Tensor | None = None,
+    max_sequences: int | None = None,
+    conv_size: int | None = None,
+    exchange: str = "auto",
+) -> ContextParallel:
+    """Cuts packed sequences into equal runs of tokens, one for each rank of a process group.
+
+    Rank `r` of `R` has the tokens `[r T / R, (r + 1) T / R)` of the `T` that all have. A sequence may start and end anywhere:
+    it may lie on one rank, on several, on all. Every rank must call this with the same offsets.
+
+    Args:
+        cu_seqlens: `[M + 1]` int32 or int64, offsets of all ranks' tokens on the device of the calls, from 0, never falling;
+            empty sequences are legal, and belong to the rank of the token after them (at the end: to the last one).
+        group: a `torch.distributed.ProcessGroup` that this process is in.
+        cu_seqlens_cpu: the same offsets on the host, if at hand: without them they are read from the device, once.
+        max_sequences: how many sequences a rank may have: `N` of its calls, the last ones empty if there are fewer. By default
+            as many as it has.
+        conv_size: taps of the layer's short convolution, of which modules ask.
+        exchange: how states go from rank to rank: `"gather"`, an all-gather of the group, or `"auto"`, which is that.
+
+    Returns:
+        A `ContextParallel`, for `chunk_kda(..., cp_context=)` on this rank's tokens.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+    """
+    name, rank, ranks = members(group)
+    check_offsets(cu_seqlens)
+    if exchange not in EXCHANGES:
+        raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
+    for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{option}: got {value!r} ({type(value).__name__}), wanted an int or None")
+        if value is not None and value < 1:
+            raise wrong(option, value, "at least 1")
+    if cu_seqlens_cpu is not None:
+        check_offsets(cu_seqlens_cpu, "cu_seqlens_cpu", on_host=True)
+        if cu_seqlens_cpu.shape != cu_seqlens.shape:
+            wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
+            raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
+    offsets = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).cpu()
+    total = check_values(offsets)
+    if total % ranks != 0:
+        raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
+    N = max_sequences
+    if N is None:
+        N = int(shard(offsets, rank, ranks, total // ranks, 1)[1][SEQUENCES])
+    else:
+        check_room(offsets, ranks, total // ranks, N)
+    local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in shard(offsets, rank, ranks, total // ranks, N))
+    return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, "gather")
+
+
+def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
+    """Of all ranks' sequences those of a rank with `tokens` tokens, on the device of the offsets, without reading any:
+    `cu_seqlens [N + 1]` and the border. Of more than `N` sequences the last are left out, and none goes on to the next rank."""
+    offsets = offsets.long()
+    begins, ends = offsets[:-1], offsets[1:]
+    low, high = rank * tokens, (rank + 1) * tokens
+    # those that end before the rank's tokens; an empty one at the border belongs to the rank after it
+    first = ((ends < low) | ((ends == low) & (begins < low))).sum()
+    stop = torch.full_like(first, len(begins)) if rank + 1 == ranks else (begins < high).sum()
+    stop = torch.maximum(first, stop)
+    # a last sequence of no tokens, so that there is one to look at
+    padded = torch.cat([offsets, offsets[-1:]])
+    index = torch.arange(N + 1, device=offsets.device)
+    local = (padded[torch.minimum(first + index, stop)] - low).clamp(0, tokens)
+    begin, end = padded[first], padded[stop]
+    some = stop > first
+    opened, left = some & (begin < low), some & (end > high) & (stop - first <= N)
+    none, size = torch.full_like(first, -1), max(tokens, 1)
+    values = {
+        OPEN_IN: torch.where(opened, 0, none),
+        OPEN_OUT: torch.where(left, stop - first - 1, none),
+        FIRST_RANK: torch.where(opened, begin // size, rank),
+        LAST_RANK: torch.where(left, (end - 1) // size, rank),
+        HALO: torch.where(opened, low - begin, 0),
+        SEQUENCES: stop - first,
+        OPENED + 1: torch.where(opened, local[min(N, 1)], 0),
+    }
+    nothing = torch.zeros_like(first)
+    border = torch.stack([values.get(place, nothing) for place in range(BORDER)])
+    return local.int(), border.int()
+
+
+def members(group: Any) -> tuple[str, int, int]:
+    """A process group's name, this process' rank in it, and how many ranks it has."""
+    kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
+    if not isinstance(group, kinds):
+        if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            raise wrong("group", "a group that this process is not in", "one of its own")
+        raise TypeError(f"group: got {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
+    return group.group_name, group.rank(), group.size()
+
+
+def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = False) -> None:
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name}: got {type(offsets).__name__}, wanted a torch.Tensor")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got dtype {offsets.dtype}, wanted int32 or int64")
+    if offsets.dim() != 1 or offsets.numel() == 0:
+        raise wrong(name, f"shape {list(offsets.shape)}", "[M + 1] offsets")
+    if on_host and offsets.device.type != "cpu":
+        raise wrong(name, f"device {offsets.device}", "cpu")
+
+
+def check_values(offsets: Tensor, most: int | None = None) -> int:
+    """Of offsets on the host; returns the last."""
+    values = offsets.tolist()
+    if values[0] != 0:
+        raise wrong("cu_seqlens", f"first offset {values[0]}", "0")
+    fall = next(((a, b) for a, b in itertools.pairwise(values) if b < a), None)
+    if fall is not None:
+        raise wrong("cu_seqlens", f"offsets that fall from {fall[0]} to {fall[1]}", "offsets that never fall")
+    if most is not None and values[-1] > most:
+        raise wrong("cu_seqlens", f"last offset {values[-1]}", f"at most the {most} tokens of all ranks")
+    return values[-1]
+
+
+def check_room(offsets: Tensor, ranks: int, tokens: int, room: int) -> None:
+    """Every rank looks at all, so that all refuse alike."""
+    most = max(int(shard(offsets, r, ranks, tokens, 1)[1][SEQUENCES]) for r in range(ranks))
+    if most > room:
+        raise wrong("max_sequences", room, f"at least {most}, the sequences that a rank has of these offsets")
+
+
+# ---- of a call ------------------------------------------------------------------------------------------------------------
+
+FOREIGN = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
+"""Attributes of FLA's context, which stands for one of ours."""
+
+
+def context_of(cp_context: Any, group: Any, device: torch.device) -> ContextParallel:
+    """The context of a call that names a context or a group."""
+    if cp_context is None:
+        name, rank, ranks = members(group)
+        return _of_rows(group, name, rank, ranks, device)
+    if group is not None:
+        raise wrong("group", "a group with cp_context", "one of the two")
+    if isinstance(cp_context, ContextParallel):
+        return cp_context
+    if not all(hasattr(cp_context, name) for name in FOREIGN):
+        wanted = "a ContextParallel, or an object with FLA's attributes " + ", ".join(FOREIGN)
+        raise TypeError(f"cp_context: got {type(cp_context).__name__}, wanted {wanted}")
+    return _from_fla(cp_context)
+
+
+def has_context(c: Any) -> bool:
+    """Whether a call's options name ranks."""
+    return c.cp_context is not None or c.group is not None
+
+
+def context_in_call(
+    cp_context: Any, group: Any, cu_seqlens: Tensor | None, q: Tensor
+) -> tuple[ContextParallel, Tensor | None, Tensor | None]:
+    """Of a call that names ranks: the context, the rank's offsets, and the border (None where there is one rank)."""
+    context = context_of(cp_context, group, q.device)
+    if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:
+        wanted = "None (context_parallel takes those of all ranks)"
+        raise wrong("cu_seqlens", f"a tensor with {'group' if cp_context is None else 'cp_context'}", wanted)
+    return context, context.cu_seqlens, context.border if context.ranks > 1 else None
+
+
+@functools.lru_cache(maxsize=64)
+def _of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
+    """Each batch row is one sequence over all ranks."""
+    values = [0] * BORDER
+    values[OPEN_IN], values[OPEN_OUT] = (0 if rank > 0 else -1), (0 if rank + 1 < ranks else -1)
+    values[FIRST_RANK], values[LAST_RANK], values[HALO] = 0, ranks - 1, (ANY_HALO if rank > 0 else 0)
+    border = torch.tensor(values, dtype=torch.int32, device=device)
+    return ContextParallel(group, name, rank, ranks, border)
+
+
+def _from_fla(context: Any) -> ContextParallel:
+    """FLA's context, kept on it for the next call while it says the same."""
+    if getattr(context, "layout", "contiguous") != "contiguous":
+        raise wrong("cp_context", f"layout {context.layout!r}", "'contiguous'")
+    before, after = int(context.pre_num_ranks), int(context.post_num_ranks)
+    halo = getattr(context, "pre_num_conv_tokens", None) or 0
+    said = (context.group, context.cu_seqlens, before, after, halo)
+    known = getattr(context, "_flashdelta", None)
+    if known is not None and all(a is b or (isinstance(a, int) and a == b) for a, b in zip(known[0], said)):
+        return known[1]
+    name, rank, ranks = members(context.group)
+    check_offsets(context.cu_seqlens)
+    offsets = context.cu_seqlens if getattr(context, "cu_seqlens_cpu", None) is None else context.cu_seqlens_cpu
+    local = offsets.tolist()
+    N, values = len(local) - 1, [0] * BORDER
+    values[OPEN_IN], values[OPEN_OUT] = (0 if before > 0 else -1), (N - 1 if after > 0 else -1)
+    values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo, N
+    values[OPENED + 1] = local[min(N, 1)] if before > 0 else 0
+    device = context.cu_seqlens.device
+    border = torch.tensor(values, dtype=torch.int32, device=device)
+    taps = getattr(context, "conv1d_kernel_size", None)
+    found = ContextParallel(context.group, name, rank, ranks, border, context.cu_seqlens, local[-1], taps)
+    context._flashdelta = said, found
+    return found
+
+
+# ---- exchange -------------------------------------------------------------------------------------------------------------
+
+
+def gather(packet: Tensor, packets: Tensor, name: str) -> None:
+    """`packets [ranks, ...]`: every rank's `packet`, of the process group of this name. All its ranks must call this."""
+    from torch.distributed import distributed_c10d as c10d
+
+    # the newer of two names, where it is known, since the older one warns
+    all_gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
+    all_gather(packets.flatten(0, 1), packet, group=c10d._resolve_process_group(name))
+
+
+def gather_numbers(numbers: list[int], name: str, ranks: int, device: torch.device) -> list[list[int]]:
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    found = own.new_empty(ranks, len(numbers))
+    gather(own, found, name)
+    return found.tolist()
+
+
+def check_ranks(name: str, ranks: int, described: object, border: Tensor) -> None:
+    """Of a call under FLASHDELTA_CHECK=1: every rank must make the same one, which `described` tells, and where sequences go on
+    must fit what the neighbours say. All ranks refuse alike."""
+    own = border.tolist()
+    digest = zlib.crc32(repr(described).encode())
+    found = gather_numbers([digest, *own[OPEN_IN : LAST_RANK + 1]], name, ranks, border.device)
+    for r, (other, *_) in enumerate(found):
+        if other != found[0][0]:
+            raise wrong("cp_context", f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
+    firsts, lasts = [*range(ranks)], [*range(ranks)]
+    for r, (_, opened, left, first, last) in enumerate(found):
+        firsts[r] = first if opened >= 0 and opened == left else r
+        lasts[r] = last if opened >= 0 and opened == left else r
+    outer = found[0][OPEN_IN + 1] >= 0 or found[-1][OPEN_OUT + 1] >= 0
+    for r, (a, b) in enumerate(itertools.pairwise(found)):
+        left, opened = a[OPEN_OUT + 1] >= 0, b[OPEN_IN + 1] >= 0
+        fits = b[FIRST_RANK + 1] == firsts[r] and a[LAST_RANK + 1] == lasts[r + 1]
+        if outer or left != opened or (left and not fits):
+            wanted = "the same offsets of all ranks' tokens on every rank"
+            raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", wanted)

@@ -1,0 +1,26 @@
+"""Points of a program where ranks of a process group exchange what their launches left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..problem.context import gather
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`. Both are `scratch`,
+    or outputs."""
+
+    group: str
+    packet: Tensor
+    packets: Tensor
+
+    @property
+    def scratch(self) -> tuple[Tensor, ...]:
+        return self.packet, self.packets
+
+    def run(self) -> None:
+        gather(self.packet, self.packets, self.group)

@@ -1,0 +1,97 @@
+"""Ranks in one process, for tests: each is a thread, and one runs at a time, up to its next exchange."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+T = TypeVar("T")
+
+_serials = itertools.count()
+
+
+class _Meeting:
+    """Where the ranks of a virtual group meet. `turn` is held by the one that runs."""
+
+    def __init__(self, ranks: int):
+        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(ranks)
+        self.packets: list[Any] = [None] * ranks
+
+    def wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+
+class _Done(Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class VirtualRank(ProcessGroup):
+    """A process group of which this process is every rank. It has an all-gather, and nothing else."""
+
+    def __init__(self, rank: int, ranks: int, meeting: _Meeting):
+        super().__init__(rank, ranks)
+        self.place, self.meeting = rank, meeting
+        self.own_name = f"virtual_{next(_serials)}"
+        torch._C._distributed_c10d._register_process_group(self.own_name, self)
+
+    @property
+    def group_name(self) -> str:
+        return self.own_name
+
+    def _allgather_base(self, packets: Tensor, packet: Tensor, opts: Any = None) -> Work:
+        meeting = self.meeting
+        meeting.packets[self.place] = packet
+        meeting.wait()
+        shapes = {x.shape for x in meeting.packets}
+        if len(shapes) > 1:
+            raise RuntimeError(f"an exchange of packets of shapes {sorted(map(list, shapes))}")
+        with torch.no_grad():
+            for to, x in zip(packets.view(len(meeting.packets), *packet.shape), meeting.packets):
+                to.copy_(x)
+        meeting.wait()
+        return _Done()
+
+    all_gather_single = _allgather_base
+
+
+def on_ranks(ranks: int, function: Callable[[VirtualRank], T]) -> list[T]:
+    """`function(group)` of every rank of a virtual group; raises what one of them raises first."""
+    meeting = _Meeting(ranks)
+    groups = [VirtualRank(r, ranks, meeting) for r in range(ranks)]
+    found: list[Any] = [None] * ranks
+    failures: list[BaseException] = []
+    grad = torch.is_grad_enabled()
+
+    def run(r: int) -> None:
+        # GPU work of a backward pass runs in this thread too: in autograd's own, ranks would wait for each other
+        with meeting.turn, torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad):
+            try:
+                found[r] = function(groups[r])
+            except threading.BrokenBarrierError:
+                pass
+            except BaseException as failure:
+                failures.append(failure)
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        torch._C._distributed_c10d._unregister_process_group(group.own_name)
+    if failures:
+        raise failures[0]
+    return found

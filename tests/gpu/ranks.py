@@ -1,0 +1,132 @@
+"""What the processes of `test_parallel.py` do, each with a GPU of its own, over NCCL."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+import flashdelta as fd
+from flashdelta.parallel import context_parallel
+from flashdelta.testing.cases import BF16, FP32, Case
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import same_bits
+
+from ..support.ranks import SHARED, Cut, Found, incoming_of
+from .calls import KIMI, UNBOUNDED
+
+CASES = {
+    "through_all": replace(KIMI, name="ranks_all", lengths=(4096,), state=FP32),
+    "packed": replace(KIMI, name="ranks_packed", lengths=(700, 0, 1, 2000, 1395), state=FP32),
+    "unbounded": replace(UNBOUNDED, name="ranks_unbounded", lengths=(1000, 3096), state=FP32, v_first=True),
+    "grouped": replace(KIMI, name="ranks_grouped", lengths=(1000, 3096), H=2, HV=6, state=FP32),
+}
+CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
+REPEATS = 1000
+
+
+def cut_of(case: Case, ranks: int, backend: str, device: str = "cuda") -> Cut:
+    call = make_call(case, BF16, device) | {"output_final_state": True, "backend": backend}
+    return Cut(call, ranks, incoming_of(call))
+
+
+def on_host(found: Found) -> Found:
+    return {name: x.cpu() for name, x in found.items()}
+
+
+def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup) -> list[Found]:
+    """A captured forward with one batch, then with another one's lengths and tensors."""
+    context = context_parallel(cut.call["cu_seqlens"], group=group, max_sequences=8)
+    rooms = [8 - len(x.sequences(context.rank)) for x in (cut, other)]
+    call = cut.local(context, rooms[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fd.chunk_kda(**call)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, final_state = fd.chunk_kda(**call)
+    found = []
+    for each, room in zip((cut, other), rooms):
+        context.update_(each.call["cu_seqlens"])
+        for name, x in each.local(context, room).items():
+            if isinstance(x, torch.Tensor):
+                call[name].copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        rows = len(each.sequences(context.rank))
+        found.append({"o": o.clone(), "final_state": final_state[:rows].clone()})
+    return found
+
+
+def repeats_with_delays(cut: Cut, group: dist.ProcessGroup) -> bool:
+    """Whether calls of ranks that come late, each by another time, find the same bits every time."""
+    context = context_parallel(cut.call["cu_seqlens"], group=group)
+    call, delays = cut.local(context), random.Random(context.rank)
+    first = fd.chunk_kda(**call)
+    for _ in range(REPEATS):
+        if delays.random() < 0.2:
+            time.sleep(delays.random() * 2e-3)
+        if not all(same_bits(x, y) for x, y in zip(fd.chunk_kda(**call), first)):
+            return False
+    return True
+
+
+def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
+    """`o` and gradients of ours and of FLA's context parallelism, which takes no states."""
+    from fla.ops.cp import build_cp_context
+    from fla.ops.kda import chunk_kda
+
+    offsets = cut.call["cu_seqlens"]
+    contexts = {"ours": context_parallel(offsets, group=group), "fla": build_cp_context(offsets, group=group)}
+    found = {}
+    for name, op in (("ours", fd.chunk_kda), ("fla", chunk_kda)):
+        own = {"backend": cut.call["backend"]} if name == "ours" else {}
+        dropped = ("initial_state", "backend", "chunk_size", "return_intermediate_states", "output_final_state")
+        call = {key: x for key, x in cut.local(contexts["ours"]).items() if key not in dropped}
+        inputs = {key: call[key].requires_grad_() for key in (*TOKEN_TENSORS, *SHARED) if key in call}
+        o = op(**call | own | {"cp_context": contexts[name]})[0]
+        grads = torch.autograd.grad(o, list(inputs.values()), cut.gradients(group.rank())[0].contiguous())
+        found[name] = {"o": o.detach(), **dict(zip(inputs, grads))}
+    return found
+
+
+def work(rank: int, ranks: int, folder: str, backend: str) -> None:
+    torch.cuda.set_device(rank)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=ranks,
+        device_id=torch.device("cuda", rank),
+    )
+    group = dist.group.WORLD
+    found: dict[str, object] = {}
+    for name, case in CASES.items():
+        cut = cut_of(case, ranks, backend)
+        runs = [cut.run(group) for _ in range(3)]  # the third replays
+        found[name] = on_host(runs[0])
+        found[f"{name} repeats"] = all(same_bits(x, run[key]) for run in runs for key, x in runs[0].items())
+        found[f"{name} kept"] = on_host(cut.run(group, disable_recompute=True))
+    cut = cut_of(CASES["packed"], ranks, backend)
+    other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
+    found["graph"] = [on_host(x) for x in replayed(cut, other, group)]
+    context = context_parallel(cut.call["cu_seqlens"], group=group)
+    compiled = torch.compile(lambda call: fd.chunk_kda(**call), fullgraph=True)
+    found["compiled"] = on_host(dict(zip(("o", "final_state"), compiled(cut.local(context)))))
+    found["beside FLA"] = {
+        name: on_host(x) for name, x in beside_fla(cut_of(CASES["fla"], ranks, backend), group).items()
+    }
+    found["delays"] = repeats_with_delays(cut, group)
+    spoiled = cut_of(CASES["packed"], ranks, backend)
+    for name in ("q", "k", "v", "g", "beta"):
+        spoiled.call[name][:, 701:2701] = torch.nan
+    found["nan"] = on_host(spoiled.run(group))
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

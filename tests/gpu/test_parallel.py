@@ -1,0 +1,133 @@
+"""Sequences over ranks: virtual ones on one GPU, and processes with a GPU each, over NCCL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashdelta.testing.oracle import float64, same_bits
+
+from ..support.ranks import Cut, Found
+from .calls import KIMI
+from .ranks import CASES, cut_of, work
+
+pytestmark = pytest.mark.gpu
+
+RANKS = 2
+VALUES, GRADIENTS = 6e-3, 2e-2
+"""Errors of results and of gradients, bfloat16."""
+
+WORSE = 1.05
+"""How often as large as the whole call's an error may be."""
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+
+
+def truth_of(cut: Cut) -> Found:
+    assert cut.incoming is not None
+    exact = Cut(float64(cut.call), 1, tuple(x.double() for x in cut.incoming))
+    return exact.whole(backend="reference")
+
+
+def error(x: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((x.cpu().double() - truth.cpu()).norm() / truth.cpu().norm())
+
+
+def hold(found: Found, cut: Cut) -> None:
+    """To the truth, and to the whole call's errors."""
+    truth, whole = truth_of(cut), cut.whole(split=False)
+    for name, x in truth.items():
+        own, plain = error(found[name], x), error(whole[name], x)
+        limit = VALUES if name in ("o", "final_state") else GRADIENTS
+        limit = GRADIENTS if name == "initial_state" else limit
+        assert own <= limit, f"{name}: {own:.2e}"
+        assert own <= WORSE * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_ranks_find_what_one_finds(name: str, kept: bool, ranks: int, backend: str):
+    cut = cut_of(CASES[name], ranks, backend)
+    hold(cut.over_ranks(disable_recompute=kept), cut)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
+    """One sequence, whole chunks, as many on each rank."""
+    cut = Cut(cut_of(replace(KIMI, name="ranks_bits", lengths=(64 * 8 * 4,)), ranks, backend).call, ranks)
+    found, wanted = cut.over_ranks(), cut.whole(split=ranks)
+    assert same_bits(found["o"], wanted["o"]) and same_bits(found["final_state"], wanted["final_state"])
+
+
+@pytest.fixture(scope="module", params=["hopper", "triton"])
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
+    if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("hopper: not a Hopper GPU")
+    folder = tmp_path_factory.mktemp("nccl")
+    torch.multiprocessing.spawn(work, (RANKS, str(folder), request.param), nprocs=RANKS)
+    return request.param, [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@two_gpus
+@pytest.mark.parametrize("name", CASES)
+def test_gpus_find_what_virtual_ranks_find(processes: tuple[str, list[dict]], name: str):
+    """To the bit, and again when calls repeat; what the forward keeps changes nothing."""
+    backend, found = processes
+    cut = cut_of(CASES[name], RANKS, backend)
+    joined, virtual = cut.joined([x[name] for x in found]), cut.over_ranks()
+    for key, x in virtual.items():
+        assert same_bits(joined[key], x.cpu()), key
+    assert all(x[f"{name} repeats"] for x in found)
+    kept = cut.joined([x[f"{name} kept"] for x in found])
+    assert all(same_bits(kept[key], x) for key, x in joined.items())
+    hold(joined, cut)
+
+
+@two_gpus
+def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]]):
+    backend, found = processes
+    other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), RANKS, backend)
+    for i, cut in enumerate((cut_of(CASES["packed"], RANKS, backend), other)):
+        wanted = Cut(cut.call, RANKS).over_ranks()
+        joined = cut.joined([x["graph"][i] for x in found])
+        assert all(same_bits(joined[key], x.cpu()) for key, x in wanted.items())
+
+
+@two_gpus
+def test_a_compiled_call_has_the_same_bits(processes: tuple[str, list[dict]]):
+    for found in processes[1]:
+        assert all(same_bits(x, found["packed"][key]) for key, x in found["compiled"].items())
+
+
+@two_gpus
+def test_late_ranks_change_nothing(processes: tuple[str, list[dict]]):
+    assert all(found["delays"] for found in processes[1])
+
+
+@two_gpus
+def test_a_nan_stays_in_its_sequence(processes: tuple[str, list[dict]]):
+    backend, found = processes
+    cut = cut_of(CASES["packed"], RANKS, backend)
+    clean, spoiled = (cut.joined([x[name] for x in found]) for name in ("packed", "nan"))
+    for name in ("o", "q", "k", "v", "g", "beta"):
+        for tokens in (slice(0, 701), slice(2701, None)):
+            assert same_bits(spoiled[name][:, tokens], clean[name][:, tokens]), name
+    assert spoiled["o"][:, 701:2701].isnan().all()
+
+
+@two_gpus
+def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
+    """At most 1.1 times as much; where FLA's are wrong that says nothing, and ours are held to the truth."""
+    backend, found = processes
+    cut = cut_of(CASES["fla"], RANKS, backend)
+    do, dht = cut.incoming
+    truth = truth_of(Cut(cut.call, RANKS, (do, torch.zeros_like(dht))))
+    ours, fla = (cut.joined([x["beside FLA"][name] for x in found]) for name in ("ours", "fla"))
+    for name, x in ours.items():
+        own, theirs = error(x, truth[name]), error(fla[name], truth[name])
+        assert own <= (VALUES if name == "o" else GRADIENTS), f"{name}: {own:.2e}"
+        assert own <= 1.1 * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"

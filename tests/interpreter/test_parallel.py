@@ -1,0 +1,108 @@
+"""Sequences over virtual ranks: the Triton kernels against the whole in float64, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta.parallel import context_parallel
+from flashdelta.testing.cases import Case
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import float64, same_bits
+from flashdelta.testing.virtual import on_ranks
+
+from ..support.ranks import Cut, Found, incoming_of
+
+TOLERANCE = 2e-5
+
+SMALL = Case("ranks", "", K=32, V=64, H=1, HV=1, chunk_size=32, memory="long", state=torch.float32)
+CASES = {
+    # cut inside sequences, with an empty one, tails, and one that three ranks have
+    "packed": (replace(SMALL, lengths=(10, 0, 75, 11)), 3, False),
+    "kept": (replace(SMALL, lengths=(96,), v_first=True, HV=2), 3, True),
+}
+
+
+def cut_of(case: Case, ranks: int) -> Cut:
+    call = make_call(case) | {"output_final_state": True, "backend": "triton"}
+    return Cut(call, ranks, incoming_of(call))
+
+
+def exact(cut: Cut) -> Found:
+    """What the whole call finds in float64."""
+    incoming = None if cut.incoming is None else tuple(x.double() for x in cut.incoming)
+    return Cut(float64(cut.call), 1, incoming).whole(backend="reference")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_find_what_one_finds(name: str):
+    case, ranks, kept = CASES[name]
+    cut = cut_of(case, ranks)
+    found = cut.over_ranks(disable_recompute=kept)
+    for key, x in exact(cut).items():
+        error = (found[key].double() - x).norm() / x.norm()
+        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+
+
+def test_ranks_have_the_bits_of_a_split():
+    """Ranks of whole chunks, a segment each."""
+    cut = Cut(cut_of(replace(SMALL, lengths=(128,)), 4).call, 4)
+    found, wanted = cut.over_ranks(), cut.whole(split=4)
+    assert same_bits(found["o"], wanted["o"]) and same_bits(found["final_state"], wanted["final_state"])
+
+
+def test_batch_rows_over_all_ranks():
+    call = make_call(replace(SMALL, B=2, T=50, state=None), torch.float32) | {"output_final_state": True}
+    wanted = fd.chunk_kda(**float64(call), backend="reference")
+
+    def run(group) -> tuple[Tensor, Tensor]:
+        tokens = slice(0, 20) if group.rank() == 0 else slice(20, 50)
+        own = {name: call[name][:, tokens] for name in TOKEN_TENSORS}
+        return fd.chunk_kda(**call | own, group=group, backend="triton")
+
+    (first, _), (second, final_state) = on_ranks(2, run)
+    for x, y in ((torch.cat([first, second], dim=1), wanted[0]), (final_state, wanted[1])):
+        assert (x.double() - y).norm() / y.norm() <= TOLERANCE
+
+
+def test_a_second_backward_pass_exchanges_again():
+    """It has not what the forward left, and finds the same bits."""
+    cut = cut_of(replace(SMALL, lengths=(64,)), 2)
+
+    def run(group) -> bool:
+        context = context_parallel(cut.call["cu_seqlens"], group=group)
+        call = cut.local(context)
+        inputs = [call[name].requires_grad_() for name in TOKEN_TENSORS]
+        results = list(fd.chunk_kda(**call))
+        grads = [
+            torch.autograd.grad(results, inputs, list(cut.gradients(context.rank)), retain_graph=True) for _ in range(2)
+        ]
+        return all(same_bits(x, y) for x, y in zip(*grads))
+
+    assert all(on_ranks(2, run))
+
+
+def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends():
+    cut = cut_of(replace(SMALL, lengths=(20, 0, 44)), 2)
+    states = cut.call.pop("initial_state")
+    wanted = exact(Cut(cut.call | {"initial_state": states}, 2))["final_state"]
+    call = {name: x for name, x in cut.call.items() if name != "output_final_state"}
+
+    def run(group) -> Tensor:
+        context = context_parallel(call["cu_seqlens"], group=group)
+        slots = torch.tensor(cut.sequences(context.rank))
+        pool = states.clone()
+        own = Cut(call, 2).local(context) | {"state_pool": pool, "state_indices": slots, "state_v_first": False}
+        fd.chunk_kda(**own)
+        return pool
+
+    for pool, ended in zip(on_ranks(2, run), (0, 2)):
+        for n in range(3):
+            if n == ended:
+                assert (pool[n].double() - wanted[n]).norm() / wanted[n].norm() <= TOLERANCE
+            else:
+                assert same_bits(pool[n], states[n])

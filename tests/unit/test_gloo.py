@@ -1,0 +1,98 @@
+"""The same over processes: three of them, and gloo. What they compute is put together and compared here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import flashdelta as fd
+from flashdelta.parallel import context_parallel, halo
+from flashdelta.testing.cases import Case
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import same_bits
+
+from ..support.ranks import Cut, Found, incoming_of
+
+RANKS = 3
+CASES = {
+    "packed": Case("gloo_packed", "", lengths=(40, 0, 50, 6), state=torch.float64, memory="long", chunk_size=32),
+    "through_all": Case("gloo_all", "", lengths=(96,), gate="softplus", beta="logit", HV=4, chunk_size=32),
+}
+
+
+def cut_of(name: str) -> Cut:
+    call = make_call(CASES[name], torch.float64) | {"output_final_state": True, "backend": "reference"}
+    return Cut(call, RANKS, incoming_of(call))
+
+
+def convolved(group: dist.ProcessGroup) -> Found:
+    x = torch.arange(12.0 * RANKS, dtype=torch.float64).view(1, 6 * RANKS, 2)
+    own = x[:, 6 * group.rank() : 6 * (group.rank() + 1)].clone().requires_grad_()
+    w = torch.ones(2, 1, 4, dtype=torch.float64)
+    o = F.conv1d(torch.cat([halo(own, group, 3), own], dim=1).mT, w, groups=2).mT
+    o.square().sum().backward()
+    return {"o": o.detach(), "x": own.grad}
+
+
+def compiled(cut: Cut, group: dist.ProcessGroup) -> Found:
+    context = context_parallel(cut.call["cu_seqlens"], group=group)
+    call = cut.local(context)
+    run = torch.compile(lambda call: fd.chunk_kda(**call), fullgraph=True, backend="eager")
+    o, final_state = run(call)
+    return {"o": o, "final_state": final_state}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    group = dist.group.WORLD
+    found = {name: cut_of(name).run(group) for name in CASES}
+    found["halo"] = convolved(group)
+    found["compiled"] = compiled(cut_of("packed"), group)
+    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
+    cut = cut_of("packed")
+    context = context_parallel(cut.call["cu_seqlens"], group=alone)
+    call = {name: x for name, x in cut.call.items() if name != "cu_seqlens"}
+    o, final_state = fd.chunk_kda(**call, cp_context=context)
+    found["alone"] = {"o": o, "final_state": final_state}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_find_what_one_finds(found: list[dict[str, Found]], name: str):
+    cut = cut_of(name)
+    wanted, joined = cut.whole(), cut.joined([x[name] for x in found])
+    assert joined.keys() == wanted.keys()
+    for key, x in wanted.items():
+        torch.testing.assert_close(joined[key], x, rtol=1e-10, atol=1e-11, msg=key)
+
+
+def test_a_compiled_call_exchanges_too(found: list[dict[str, Found]]):
+    for rank in found:
+        assert all(same_bits(x, rank["packed"][name]) for name, x in rank["compiled"].items())
+
+
+def test_a_group_of_one_is_the_plain_call(found: list[dict[str, Found]]):
+    wanted = Cut(cut_of("packed").call, 1).whole()
+    for rank in found:
+        assert all(same_bits(x, wanted[name]) for name, x in rank["alone"].items())
+
+
+def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):
+    x = torch.arange(12.0 * RANKS, dtype=torch.float64).view(1, 6 * RANKS, 2).requires_grad_()
+    o = F.conv1d(F.pad(x.mT, (3, 0)), torch.ones(2, 1, 4, dtype=torch.float64), groups=2).mT
+    o.square().sum().backward()
+    torch.testing.assert_close(torch.cat([rank["halo"]["o"] for rank in found], dim=1), o.detach())
+    torch.testing.assert_close(torch.cat([rank["halo"]["x"] for rank in found], dim=1), x.grad)

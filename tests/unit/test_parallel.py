@@ -1,0 +1,368 @@
+"""Sequences over the ranks of a process group, on the reference: virtual ranks in one process, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flashdelta as fd
+from flashdelta.parallel import context_parallel, halo
+from flashdelta.problem import context as contexts
+from flashdelta.problem import device_checks
+from flashdelta.problem.context import OPEN_IN, OPEN_OUT, SEQUENCES, shard
+from flashdelta.testing.cases import BY_NAME, Case
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import same_bits
+from flashdelta.testing.virtual import on_ranks
+
+from ..support.ranks import Cut, Found, incoming_of, results_of
+
+FP64 = torch.float64
+
+
+def packed(lengths: tuple[int, ...], **changes) -> Case:
+    return replace(
+        Case("ranks", "", K=32, V=64, H=1, HV=2, chunk_size=32, memory="long", state=FP64), lengths=lengths, **changes
+    )
+
+
+def cut_of(case: Case, ranks: int, gradients: bool = True) -> Cut:
+    call = make_call(case, FP64) | {"output_final_state": True, "backend": "reference"}
+    return Cut(call, ranks, incoming_of(call) if gradients else None)
+
+
+def assert_same(found: Found, wanted: Found, tolerance: float = 1e-10) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        error = (found[name] - x).norm() / x.norm().clamp(min=1e-30)
+        assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+# ---- values -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    """Lengths whose sum the ranks share equally, borders of sequences on and beside those of ranks among them."""
+    ranks = draw(st.integers(2, 6))
+    tokens = draw(st.integers(1, 40))
+    border = st.integers(1, ranks - 1).map(lambda r: r * tokens)
+    anywhere = st.integers(0, ranks * tokens)
+    cuts = draw(st.lists(st.one_of(border, anywhere), max_size=6))
+    offsets = [0, *sorted(cuts), ranks * tokens]
+    return tuple(b - a for a, b in itertools.pairwise(offsets)), ranks
+
+
+@settings(max_examples=30)
+@given(batches(), st.integers(0, 2))
+def test_ranks_find_what_one_finds(batch: tuple[tuple[int, ...], int], spare: int):
+    lengths, ranks = batch
+    cut = cut_of(packed(lengths), ranks)
+    assert_same(cut.over_ranks(spare), cut.whole())
+
+
+CASES = {
+    "through_all": (packed((192,)), 6),
+    "no_state": (packed((50, 46), state=None), 4),
+    "v_first": (packed((50, 0, 46), v_first=True), 4),
+    "gva": (packed((20, 76), HV=3), 3),
+    "softplus": (packed((70, 26), gate="softplus", beta="logit"), 4),
+    "lower_bound": (packed((70, 26), gate="lower_bound", lower_bound=-5.0, beta="double_logit"), 4),
+    "logsigmoid": (packed((70, 26), gate="logsigmoid"), 4),
+    "one_token_each": (packed((9,)), 9),
+    "empty_at_borders": (packed((0, 0, 32, 0, 0, 32, 0, 0)), 2),
+    "many_ranks": (packed((3, 93, 0)), 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_call(name: str):
+    case, ranks = CASES[name]
+    cut = cut_of(case, ranks)
+    assert_same(cut.over_ranks(), cut.whole())
+
+
+def test_one_rank_is_the_plain_call():
+    cut = cut_of(packed((30, 34)), 1)
+    found, wanted = cut.over_ranks(), cut.whole()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (30, 50)])
+def test_a_batch_row_over_all_ranks(lengths: tuple[int, int]):
+    """`group=` alone; ranks may have different numbers of tokens."""
+    call = make_call(Case("rows", "", B=2, T=80, chunk_size=32, memory="long", state=FP64), FP64)
+    call |= {"output_final_state": True, "backend": "reference"}
+    wanted = fd.chunk_kda(**call)
+
+    def run(group) -> tuple:
+        begin = sum(lengths[: group.rank()])
+        tokens = {name: call[name][:, begin : begin + lengths[group.rank()]] for name in ("q", "k", "v", "g", "beta")}
+        return fd.chunk_kda(**call | tokens, group=group)
+
+    found = on_ranks(2, run)
+    torch.testing.assert_close(torch.cat([o for o, _ in found], dim=1), wanted[0], rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(found[1][1], wanted[1], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("spoiled", [0, 1, 2])
+def test_a_nan_stays_in_its_sequence(spoiled: int):
+    """In values and gradients, on every rank."""
+    cut = cut_of(packed((40, 30, 26)), 4)
+    begin, end = cut.offsets[spoiled : spoiled + 2]
+    clean = cut.whole()
+    for name in ("q", "k", "v", "g", "beta"):
+        cut.call[name][:, begin:end] = torch.nan
+    found = cut.over_ranks()
+    outside = torch.ones(cut.offsets[-1], dtype=torch.bool)
+    outside[begin:end] = False
+    others = [n for n in range(3) if n != spoiled]
+    for name in ("o", "q", "k", "v", "g", "beta"):
+        torch.testing.assert_close(found[name][:, outside], clean[name][:, outside], rtol=1e-10, atol=1e-11)
+    for name in ("final_state", "initial_state"):
+        torch.testing.assert_close(found[name][others], clean[name][others], rtol=1e-10, atol=1e-11)
+    assert found["o"][:, begin:end].isnan().all()
+
+
+def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends():
+    cut = cut_of(packed((40, 0, 56)), 3, gradients=False)
+    states = cut.call.pop("initial_state")
+    cut.call.pop("output_final_state")
+    whole = Cut(cut.call | {"initial_state": states, "output_final_state": True}, 3).whole()
+
+    def run(group) -> Tensor:
+        context = context_parallel(cut.call["cu_seqlens"], group=group)
+        own = cut.sequences(context.rank)
+        pool = states.clone()
+        call = cut.local(context) | {"state_pool": pool, "state_indices": torch.tensor(own), "state_v_first": False}
+        fd.chunk_kda(**call)
+        return pool
+
+    for rank, pool in enumerate(on_ranks(3, run)):
+        for n, (a, b) in enumerate(itertools.pairwise(cut.offsets)):
+            ends = a < b and rank * 32 < b <= (rank + 1) * 32
+            wanted = whole["final_state"][n] if ends else states[n]
+            torch.testing.assert_close(pool[n], wanted, rtol=1e-10, atol=1e-11)
+
+
+# ---- contexts ---------------------------------------------------------------------------------------------------------
+
+
+@given(batches(), st.integers(0, 2))
+def test_a_shard_has_the_sequences_that_lie_there(batch: tuple[tuple[int, ...], int], spare: int):
+    lengths, ranks = batch
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    cut = Cut({"cu_seqlens": offsets}, ranks)
+    for rank in range(ranks):
+        own = cut.sequences(rank)
+        low, high = rank * cut.tokens, (rank + 1) * cut.tokens
+        local, border = shard(offsets, rank, ranks, cut.tokens, len(own) + spare)
+        wanted = [min(max(cut.offsets[n], low), high) - low for n in (*own, *(own[-1:] and [own[-1] + 1]))] or [0]
+        assert local.tolist() == wanted + wanted[-1:] * (len(own) + spare + 1 - len(wanted))
+        opened = [i for i, n in enumerate(own) if cut.offsets[n] < low]
+        left = [i for i, n in enumerate(own) if cut.offsets[n + 1] > high]
+        assert int(border[SEQUENCES]) == len(own)
+        assert ([int(border[OPEN_IN])], [int(border[OPEN_OUT])]) == (opened or [-1], left or [-1])
+
+
+def test_update_takes_other_lengths_into_the_same_memory():
+    first, second = (cut_of(packed(lengths), 2) for lengths in ((64, 0, 0), (20, 30, 14)))
+
+    def run(group) -> Found:
+        context = context_parallel(first.call["cu_seqlens"], group=group, max_sequences=3)
+        pointers = context.cu_seqlens.data_ptr(), context.border.data_ptr()
+        context.update_(second.call["cu_seqlens"])
+        assert pointers == (context.cu_seqlens.data_ptr(), context.border.data_ptr())
+        spare = 3 - len(second.sequences(context.rank))
+        return results_of(second.local(context, spare), second.gradients(context.rank, spare))
+
+    assert_same(second.joined(on_ranks(2, run)), second.whole())
+
+
+def fla_context(group, cu_seqlens: Tensor) -> SimpleNamespace:
+    """What FLA's `build_cp_context` makes of these offsets, which has no empty sequences."""
+    ours = context_parallel(cu_seqlens, group=group)
+    border = ours.border.tolist()
+    return SimpleNamespace(
+        group=group,
+        cu_seqlens=ours.cu_seqlens,
+        cu_seqlens_cpu=ours.cu_seqlens,
+        is_first_rank=border[OPEN_IN] < 0,
+        is_last_rank=border[OPEN_OUT] < 0,
+        pre_num_ranks=ours.rank - border[2],
+        post_num_ranks=border[3] - ours.rank,
+        conv1d_kernel_size=4,
+        pre_num_conv_tokens=border[4],
+        layout="contiguous",
+    )
+
+
+def test_a_context_of_fla_is_taken():
+    cut = cut_of(packed((40, 50, 6), state=None), 3)
+
+    def run(group) -> Found:
+        context = fla_context(group, cut.call["cu_seqlens"])
+        call = cut.local(context_parallel(cut.call["cu_seqlens"], group=group)) | {"cp_context": context}
+        found = results_of(call, cut.gradients(group.rank()))
+        assert contexts.context_of(context, None, call["q"].device) is contexts.context_of(
+            context, None, call["q"].device
+        )
+        return found
+
+    assert_same(cut.joined(on_ranks(3, run)), cut.whole())
+
+
+# ---- halo -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lengths", "ranks"), [((40, 5, 51), 4), ((96,), 4), ((2, 6), 4), ((8,), 8), ((3, 0, 1), 2)])
+def test_halo_makes_a_convolution_whole(lengths: tuple[int, ...], ranks: int):
+    """In values and gradients, also where a rank has fewer tokens than the halo."""
+    W, D = 4, 3
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    x, w = torch.randn(1, sum(lengths), D, dtype=FP64), torch.randn(D, 1, W, dtype=FP64)
+    grad = torch.randn_like(x)
+    x.requires_grad_()
+    spans = [(a, b) for a, b in itertools.pairwise(offsets.tolist()) if b > a]
+    pieces = [F.conv1d(F.pad(x[:, a:b].mT, (W - 1, 0)), w, groups=D).mT for a, b in spans]
+    whole = torch.cat(pieces, dim=1)
+    whole.backward(grad)
+
+    def run(group) -> tuple[Tensor, Tensor]:
+        context = context_parallel(offsets, group=group)
+        low = context.rank * context.tokens
+        own = x[:, low : low + context.tokens].detach().clone().requires_grad_()
+        before = halo(own, context, W - 1)
+        outputs = []
+        for n, (a, b) in enumerate(itertools.pairwise(context.cu_seqlens.tolist())):
+            past = before if n == 0 else torch.zeros_like(before)
+            outputs.append(F.conv1d(torch.cat([past, own[:, a:b]], dim=1).mT, w, groups=D).mT if b > a else own[:, :0])
+        # a halo of zeros where no sequence comes from another rank
+        found = torch.cat(outputs, dim=1)
+        (found * grad[:, low : low + context.tokens]).sum().backward()
+        return found.detach(), own.grad
+
+    found = on_ranks(ranks, run)
+    torch.testing.assert_close(torch.cat([o for o, _ in found], dim=1), whole.detach())
+    torch.testing.assert_close(torch.cat([d for _, d in found], dim=1), x.grad)
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+OFFSETS = torch.tensor([0, 20, 64])
+
+
+def small_call(tokens: int = 32) -> dict:
+    return make_call(replace(BY_NAME["bounded"], T=tokens)) | {"backend": "reference"}
+
+
+def with_context(**options):
+    return lambda group: fd.chunk_kda(**small_call() | options, cp_context=context_parallel(OFFSETS, group=group))
+
+
+REFUSED = {
+    "tokens": (
+        lambda group: fd.chunk_kda(**small_call(31), cp_context=context_parallel(OFFSETS, group=group)),
+        "q: got 31 tokens, wanted the context's 32",
+    ),
+    "rows": (
+        lambda group: fd.chunk_kda(
+            **make_call(replace(BY_NAME["bounded"], T=32, B=2)), cp_context=context_parallel(OFFSETS, group=group)
+        ),
+        "q: got batch size 2",
+    ),
+    "indivisible": (lambda group: context_parallel(torch.tensor([0, 63]), group=group), "cu_seqlens: got 63 tokens"),
+    "falling": (
+        lambda group: context_parallel(torch.tensor([0, 9, 8]), group=group),
+        "cu_seqlens: got offsets that fall",
+    ),
+    "room": (lambda group: context_parallel(OFFSETS, group=group, max_sequences=1), "max_sequences: got 1"),
+    "exchange": (lambda group: context_parallel(OFFSETS, group=group, exchange="post"), "exchange: got 'post'"),
+    "group": (lambda group: context_parallel(OFFSETS, group="world"), "group: got str"),
+    "no_context": (lambda group: fd.chunk_kda(**small_call(), cp_context=7), "cp_context: got int"),
+    "both": (
+        lambda group: fd.chunk_kda(**small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group),
+        "group: got a group with cp_context",
+    ),
+    "offsets": (with_context(cu_seqlens=OFFSETS), "cu_seqlens: got a tensor with cp_context"),
+    "rows_and_offsets": (
+        lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group),
+        "cu_seqlens: got a",
+    ),
+    "split": (with_context(split=2), "split: got a number of segments with cp_context or group"),
+    "checkpoints": (
+        with_context(checkpoint_states=torch.zeros(1, 2, 32, 64), checkpoint_every=64),
+        "checkpoint_states: got a tensor with cp_context",
+    ),
+    "states": (with_context(initial_state=torch.zeros(3, 2, 32, 64)), "initial_state: got shape"),
+    "update": (
+        lambda group: context_parallel(OFFSETS, group=group).update_(torch.tensor([0, 65])),
+        "cu_seqlens: got last",
+    ),
+    "halo_width": (
+        lambda group: halo(torch.zeros(1, 32, 3), context_parallel(OFFSETS, group=group), 0),
+        "width: got 0",
+    ),
+    "halo_tokens": (lambda group: halo(torch.zeros(1, 2, 3), group, 3), "x: got 2 tokens"),
+    "zigzag": (
+        lambda group: fd.chunk_kda(
+            **small_call(), cp_context=SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"layout": "zigzag"})
+        ),
+        "cp_context: got layout 'zigzag'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_on_every_rank(name: str):
+    function, message = REFUSED[name]
+
+    def run(group) -> str:
+        with pytest.raises((ValueError, TypeError)) as refused:
+            function(group)
+        return str(refused.value)
+
+    assert all(message in text for text in on_ranks(2, run)), message
+
+
+@pytest.mark.parametrize("other", ["offsets", "heads"])
+def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        odd = group.rank() == 1
+        offsets = torch.tensor([0, 32, 64]) if odd and other == "offsets" else OFFSETS
+        heads = 4 if odd and other == "heads" else 2
+        call = make_call(replace(BY_NAME["bounded"], T=32, H=heads, HV=heads)) | {"backend": "reference"}
+        with pytest.raises(ValueError) as refused:
+            fd.chunk_kda(**call, cp_context=context_parallel(offsets, group=group))
+        return str(refused.value)
+
+    wanted = {"offsets": "cu_seqlens: got offsets on rank 0", "heads": "cp_context: got another call on rank 1"}
+    assert all(text.startswith(wanted[other]) for text in on_ranks(2, run))
+
+
+def test_ranks_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    cut = cut_of(packed((40, 50, 6)), 3)
+    assert_same(cut.over_ranks(1), cut.whole())
+
+
+def test_supports_and_explain_know_contexts():
+    def run(group) -> tuple:
+        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
+        explained = fd.explain(fd.chunk_kda, **call)
+        return fd.supports(fd.chunk_kda, **call), fd.supports(fd.chunk_kda, **call | {"split": 2}), explained.chosen
+
+    for fits, split, chosen in on_ranks(2, run):
+        assert fits.ok and chosen == "reference"
+        assert not split.ok and "split" in split.reason
