@@ -264,9 +264,8 @@ class Recorded:
         held, results = {}, {}
         for run, template, places, described, exchanged, outputs, scratch, done in replay.steps:
             for name, slot, make, shape, dtype in outputs:
-                x = held[slot] = results[name] = make(
-                    *shape, dtype=dtype, device=device
-                )  # a `torch.Size` takes twice as long
+                # a `torch.Size` takes twice as long as its numbers
+                x = held[slot] = results[name] = make(*shape, dtype=dtype, device=device)
                 addresses[slot] = x.data_ptr()
             for slot, nbytes in scratch:
                 x = held[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
