@@ -40,6 +40,7 @@ from .decode import (
     target_slot,
 )
 from .device.gates import decay_rate, sigmoid
+from .device.records import COUNTS
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import densed, strided
@@ -347,7 +348,8 @@ def fused_decode_kernel(
         if EACH == 3:
             states, has_row = open_record(
                 *(final_state, starts, targets, n, head, slot, tl.where(there, length, 0), 0),
-                *(start_row, target_row, target_pitch, lowest, slots, tl.where(known, target_slots, 0), K, V),
+                *(start_row, target_row, target_pitch, lowest, slots, tl.where(known, target_slots, 0)),
+                *(tl.arange(0, COUNTS), K, V),
             )
         else:
             states = final_state + head * (K * V)
