@@ -184,9 +184,10 @@ class HopperBackend(Backend):
 
     def _record_obstacle(self, problem: Problem, layout: str) -> str | None:
         """Why it can't write or replay records."""
-        if problem.most_tokens > RECORDED_AT_ONCE or not problem.state_v_first:
-            found = f"{problem.most_tokens} tokens a record, states {layout} first"
-            return f"{found}; it takes {RECORDED_AT_ONCE}, V first"
+        if problem.most_tokens > RECORDED_AT_ONCE:
+            return f"{problem.most_tokens} tokens a record; it takes up to {RECORDED_AT_ONCE}"
+        if problem.state_dtype == torch.float64 or not problem.state_v_first:
+            return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"
         if problem.operation == "commit":
             return self._width_obstacle(problem)
         if problem.gate != "lower_bound":

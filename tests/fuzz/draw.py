@@ -380,9 +380,10 @@ def pool_of_sequences(
 
 
 def decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
-    spec_tokens = pick(variant, (None, 3), (1, 1), (3, 1), (16, 0.5))
-    s = sizes_of(draw, variant, (16, 32, 64, 128), 17)
+    served = chance(variant, 0.3)  # as engines verify, which more kernels take
+    spec, dtype = Spec(op, {}), BF16 if served else draw_dtype(variant, doubles)
+    spec_tokens = pick(variant, (None, 0 if served else 3), (1, 1), (3, 1), (7, 1), (11, 0.5), (15, 0.5), (16, 0.5))
+    s = sizes_of(draw, variant, (64, 128) if served else (16, 32, 64, 128), 17)
     most = 1 + spec_tokens if spec_tokens else 17
     if s.packed:
         s.T = draw.randint(0, s.N * most)
@@ -395,7 +396,7 @@ def decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
     add_tokens(draw, spec, s, dtype, variant.choice(((), ("g", "beta"))), l2norm, gate)
     if s.packed:
         add_offsets(draw, spec, s, most)
-    v_first = chance(variant, 0.7)
+    v_first = served or chance(variant, 0.7)
     spec.options["state_v_first"] = v_first
     inner = (s.HV, s.V, s.K) if v_first else (s.HV, s.K, s.V)
     state_dtype = variant.choice((FP32, BF16))
@@ -437,7 +438,7 @@ def states_of_decoding(
     dtype: torch.dtype,
     spec_tokens: int | None,
 ) -> None:
-    kind = pick(variant, ("none", 1), ("own", 1), ("pool", 4), ("source", 1), ("read", 1))
+    kind = pick(variant, ("none", 1), ("own", 1), ("pool", 4), ("source", 1), ("read", 1 if spec_tokens is None else 6))
     if spec_tokens is not None and kind in ("none", "own"):
         kind = "pool"
     S1 = 1 + (spec_tokens or 0)
@@ -457,7 +458,7 @@ def states_of_decoding(
         spec.add("ssm_state_indices", dense((s.N,), kinds), distinct(s.N, slots))
         if spec_tokens is not None:
             rows = s.N + draw.choice((0, 2))
-            if chance(variant, 0.5):
+            if chance(variant, 0.7):
                 add_records(draw, spec, rows, S1, (s.HV, s.K, s.V))
             else:
                 add_pool(draw, spec, "intermediate_states", rows, (S1, *inner), dtype)
@@ -492,7 +493,7 @@ def add_records(draw: Random, spec: Spec, rows: int, tokens: int, sizes: tuple[i
 
 
 def committing(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
-    spec, N, tokens = Spec(op, {}), draw.choice((0, 1, 3, 6)), draw.choice((1, 2, 4, 17))
+    spec, N, tokens = Spec(op, {}), draw.choice((0, 1, 3, 6)), draw.choice((1, 2, 4, 8, 12, 16, 17))
     inner = (draw.choice((1, 2, 3)), variant.choice((32, 64, 128)), variant.choice((32, 64, 128)))
     dtype, kinds = variant.choice((FP32, BF16)), index_dtype(variant)
     slots = N + draw.choice((0, 1, 3))

@@ -355,10 +355,8 @@ def accepted(case: Case, call: dict, odd: frozenset[str], results: dict, after: 
 
 def surrounded(draw: Random, case: Case) -> str:
     name = draw.choice(sorted(SURROUNDINGS))
-    if name in TRANSFORMS and ("v" not in case.call or not case.claims or case.spec.written()):
+    if name in TRANSFORMS and ("v" not in case.call or not case.claims):
         name = "autocast"
-    if name.startswith("func.") and (case.spec.op not in ("chunk_kda", "fused_recurrent_kda")):
-        name = "inference_mode"
     with attributed(f"in {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

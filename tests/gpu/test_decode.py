@@ -222,8 +222,8 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, backend:
     check_rounds(200, backend, "cuda", state=state, K=64, dtype=BF16)
 
 
-def test_which_rows_of_records_are_written_and_emptied():
-    check_rows_of_records("triton", "cuda")
+def test_which_rows_of_records_are_written_and_emptied(backend: str):
+    check_rows_of_records(backend, "cuda", K=64, dtype=BF16)
 
 
 def test_a_captured_round_replays_with_other_slots_and_counts():

@@ -126,7 +126,8 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     call = make_step(step, dtype, device) | {"backend": backend}
     records = replay_buffer(step, device).to(torch.float64 if dtype == torch.float64 else torch.float32)
     before = memory_of(records).clone()
-    outputs = [torch.zeros(*output_shape(step), step.HV, step.V, dtype=dtype, device=device) for _ in range(2)]
+    shape = *output_shape(step), step.HV, step.V
+    outputs = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
     fd.recurrent_kda(**call | {"output": outputs[0], "backend": of_states})
     fd.recurrent_kda(**call | {"output": outputs[1], "intermediate_states": records})
     want = expected(step, call)
@@ -265,9 +266,9 @@ def check_rounds(
     assert_close("pool", pool.float(), want, 1e-5 if state == torch.float32 else 2e-2)
 
 
-def check_rows_of_records(backend: str, device: str = "cpu") -> None:
+def check_rows_of_records(backend: str, device: str = "cpu", K: int = 32, dtype: torch.dtype = torch.float32) -> None:
     """Whose row a verification writes and a commit empties: a null sequence's neither, one's without tokens both."""
-    S, HV, K, V = 2, 2, 32, 32
+    S, HV, V = 2, 2, K
     draw = torch.Generator().manual_seed(0)
     lengths, slots = (
         (3, 0, 2, 5, 1),
@@ -275,8 +276,10 @@ def check_rows_of_records(backend: str, device: str = "cpu") -> None:
     )  # of the fourth three tokens are looked at; slot 7 is past the end
     index = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
     shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
-    x = {name: torch.randn(1, 11, *shape, generator=draw).to(device) for name, shape in shapes.items()}
-    options = {"gate": "logsigmoid", "beta_is_logit": True, "backend": backend}
+    x = {name: torch.randn(1, 11, *shape, generator=draw).to(device, dtype) for name, shape in shapes.items()}
+    gate = {"gate": "lower_bound", "lower_bound": -5.0} if backend == "hopper" else {"gate": "logsigmoid"}
+    options = gate | {"beta_is_logit": True}
+    of_states = "triton" if backend == "hopper" else backend
     pool = torch.randn(4, HV, V, K, generator=draw).to(device)
     records = fd.replay_buffer(5, S, HV, K, V, device=device)
     counts = records[:, 0, :, counts_of(K, V)]
@@ -285,7 +288,7 @@ def check_rows_of_records(backend: str, device: str = "cpu") -> None:
     offsets = index(0, *torch.tensor(lengths).cumsum(0).tolist())
     verify = {"num_spec_tokens": S, "update_state": False, "cu_seqlens": offsets, "ssm_state_indices": index(*slots)}
     buffer = {"intermediate_states": records, "intermediate_state_indices": rows}
-    fd.recurrent_kda(**x, **options, initial_state=pool, **verify, **buffer)
+    fd.recurrent_kda(**x, **options, initial_state=pool, **verify, **buffer, backend=backend)
     assert same_bits(pool, start) and same_bits(records[[2, 4]], before[[2, 4]])
     assert [row.unique().tolist() for row in counts[[0, 1, 3]]] == [[3.0], [0.0], [3.0]]
     verified = records.clone()
@@ -295,5 +298,6 @@ def check_rows_of_records(backend: str, device: str = "cpu") -> None:
     for slot, begin, accepted in ((1, 0, 2), (0, 5, 3)):
         part = {name: y[:, begin : begin + accepted] for name, y in x.items()}
         want = start[slot : slot + 1].clone()
-        fd.recurrent_kda(**part, **options, initial_state=want, cu_seqlens=index(0, accepted))
+        steps = {"initial_state": want, "cu_seqlens": index(0, accepted), "backend": of_states}
+        fd.recurrent_kda(**part, **options, **steps)
         assert_close("pool", pool[slot], want[0].double(), 1e-5)

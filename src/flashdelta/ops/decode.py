@@ -95,8 +95,8 @@ def recurrent_kda(
             starts from). Their dtype is the pool's. `commit` brings the accepted one to the pool. Or a buffer made by
             `replay_buffer`: receives what each token changes, for `commit` to replay, in 2.4 % of the memory of float32 states
             with K = V = 128. No two sequences may name one row of it; null ones leave theirs alone, whatever it is.
-        backend: `"auto"`, `"hopper"` (one token a sequence, states in bfloat16, V first), `"triton"` or `"reference"`; see
-            `explain`.
+        backend: `"auto"`, `"hopper"` (V first: one token a sequence with states in bfloat16, or up to 16 into a replay buffer),
+            `"triton"` or `"reference"`; see `explain`.
 
     Returns:
         `(o [B, T, HV, V], states or None)`; `o` has v's dtype. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
@@ -133,8 +133,9 @@ def commit(
     (`recurrent_kda` with `update_state=False`).
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
-    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, to the same bits. A null index,
-    one past the end, or a count outside `1 .. 1 + S` stores nothing, and neither does a count past what is recorded. A record
+    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, within 1e-6 of the states kept and
+    one rounding. A null index, one past the end, or a count outside `1 .. 1 + S` stores nothing, and neither does a count past
+    what is recorded. A record
     is good for one commit: every sequence that has a slot empties its row, whatever the count. Commit each row that was
     verified, before it is verified again or given to another sequence. One launch, no allocation, nothing read on the host.
 
@@ -144,8 +145,10 @@ def commit(
         intermediate_states: `[rows, 1 + S, HV, V, K]`, the pool's dtype; or the replay buffer, see `replay_buffer`.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. No two sequences may have the same.
         num_accepted_tokens: `[N]` int32 or int64.
-        intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index.
-        null_index, state_v_first, backend: as in `recurrent_kda`.
+        intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index. No two sequences may have the same
+            row of a replay buffer.
+        null_index, state_v_first, backend: as in `recurrent_kda`. Copies of states are the same in either layout; records are
+            not, so the flag must be that of the verification.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.

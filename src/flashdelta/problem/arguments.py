@@ -259,9 +259,14 @@ def extent(x: Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
+def has_address(x: Tensor) -> bool:
+    """Not so on the meta device, in subclasses, and inside the transforms of `torch.func`."""
+    return is_plain(x) and x.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges meet. Interleaved slices of one buffer count as sharing."""
-    if not all(x.numel() > 0 and is_plain(x) and x.device.type != "meta" for x in (a, b)):
+    if not all(x.numel() > 0 and has_address(x) for x in (a, b)):
         return False
     a0, b0 = a.data_ptr(), b.data_ptr()
     return a0 < b0 + extent(b) and b0 < a0 + extent(a)

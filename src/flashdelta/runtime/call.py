@@ -80,8 +80,10 @@ class Call:
         `Operation.check`."""
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
-        if not torch.compiler.is_compiling() and (backend.name != "reference" or self.operation.no_gradients):
-            self.refuse_tangents(t)
+        if not torch.compiler.is_compiling():
+            self.refuse_batches(t)
+            if backend.name != "reference" or self.operation.no_gradients:
+                self.refuse_tangents(t)
         return problem, t, backend
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
@@ -89,6 +91,15 @@ class Call:
         bound = self.signature.bind(*arguments, **named)
         bound.apply_defaults()
         return bound.arguments
+
+    def refuse_batches(self, t: Tensors) -> None:
+        """Of `torch.func.vmap`, where a tensor of the caller's is written: it has room for one result."""
+        present, name_of = t.present(), self.operation.name_of
+        written = next((role for role in self.operation.overlaps if role in present), None)
+        for role, x in present.items() if written is not None else ():
+            if torch._C._functorch.is_batchedtensor(x):
+                wanted = f"one outside it ({name_of(written)} is written in place)"
+                raise wrong(name_of(role), "a tensor inside torch.func.vmap", wanted)
 
     def refuse_tangents(self, t: Tensors) -> None:
         """Of forward-mode derivatives, which only the reference has."""
