@@ -133,11 +133,11 @@ def commit(
     (`recurrent_kda` with `update_state=False`).
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
-    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, within 1e-6 of the states kept and
-    one rounding. A null index, one past the end, or a count outside `1 .. 1 + S` stores nothing, and neither does a count past
-    what is recorded. A record
-    is good for one commit: every sequence that has a slot empties its row, whatever the count. Commit each row that was
-    verified, before it is verified again or given to another sequence. One launch, no allocation, nothing read on the host.
+    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, within 1e-6 of the states kept
+    and one rounding. A null index, one past the end, or a count outside `1 .. 1 + S` stores nothing, and neither does a count
+    past what is recorded. A record is good for one commit: every sequence that has a slot empties its row, whatever the count.
+    Commit each row that was verified, before it is verified again or given to another sequence. One launch, no allocation,
+    nothing read on the host.
 
     Args:
         initial_state: `[slots, HV, V, K]` (or K first), float32 or bfloat16: the pool, written in place. Slots may lie any
