@@ -65,4 +65,4 @@ def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.runtime.warmup.WARM_MANY", 2)
     monkeypatch.setattr(decode, "DECODE_FEW", 3)
     options = {"dtype": FP32, "device": "cpu", "backend": "triton", "speculative": True}
-    assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (10 + 10)
+    assert fd.warmup(fd.recurrent_kda, [(32, 32)], **options) == (1 + 3) + (12 + 12)

@@ -356,7 +356,7 @@ def test_warmup_takes_the_options_of_a_call(options: dict):
 def test_warmup_of_recurrent_kda(v_first: bool):
     options = {"state_v_first": v_first, "state_dtype": BF16, "device": "cpu"}
     assert fd.warmup(fd.recurrent_kda, [(32, 64)], **options) == 1 + 3
-    assert fd.warmup(fd.recurrent_kda, [(32, 64)], speculative=True, **options) == (1 + 3) + (10 + 10)
+    assert fd.warmup(fd.recurrent_kda, [(32, 64)], speculative=True, **options) == (1 + 3) + (12 + 12)
 
 
 def test_warmup_refuses_what_the_operator_refuses():
