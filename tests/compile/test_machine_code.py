@@ -103,6 +103,8 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "prepare_bounded_kernel",
         "output_kernel",
         "plan_kernel",
+        "clear_kernel",
+        "merge_kernel",
         "decode_kernel",
         "fused_decode_kernel",
         "verify_kernel",
@@ -112,11 +114,14 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "norm_backward_kernel",
         "convolution_kernel",
         "convolution_backward_kernel",
+        "store_ends_kernel",
         "sums_kernel",
     }
     assert portable == forward | split | backward | alone
-    # `prepare` plans, and composition is the portable one
-    assert hopper == (forward | split | backward | {"decode_kernel"} if arch == 90 else set())
+    # `prepare` plans; composition, clearing and merging are the portable ones
+    recurrent = {"decode_kernel", "verify_kernel", "replay_kernel"}
+    parallel = {"clear_kernel", "merge_kernel"}
+    assert hopper == (forward | split | backward | recurrent | parallel if arch == 90 else set())
 
 
 def test_hopper_variants_are_named_so():

@@ -288,8 +288,9 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     if not aligned(given["initial_state"], 16):
         return [launch]
     tokens = next(x for x in (4, 8, 16) if problem.most_tokens <= x)
-    constants = {name: launch.constants[name] for name in ("K", "V", "GATE", "BETA", "L2NORM", "NULL_GIVES_ZERO")}
-    constants = {"K": problem.K, "V": problem.V, "TOKENS": tokens, **constants}
+    # in the kernel's order
+    names = ("K", "V", "TOKENS", "GATE", "BETA", "L2NORM", "NULL_GIVES_ZERO")
+    constants = {name: (launch.constants | {"TOKENS": tokens})[name] for name in names}
     return [
         replace(
             launch,
