@@ -19,10 +19,12 @@ from flashdelta.testing.oracle import assert_close, float64, one_rounding, relat
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     REPLAYED,
+    SPOILT,
     accepted_steps,
     check_replay,
     check_rounds,
     check_rows_of_records,
+    check_spoilt_token,
     check_step,
     replay_buffer,
 )
@@ -224,6 +226,14 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, backend:
 
 def test_which_rows_of_records_are_written_and_emptied(backend: str):
     check_rows_of_records(backend, "cuda", K=64, dtype=BF16)
+
+
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
+@pytest.mark.parametrize(("name", "token"), SPOILT)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str, backend: str):
+    if backend == "hopper" and gate != "lower_bound":
+        pytest.skip("records of lower_bound gates only")
+    check_spoilt_token(name, token, gate, backend, "cuda", K=128, dtype=BF16)
 
 
 def test_a_captured_round_replays_with_other_slots_and_counts():

@@ -301,3 +301,48 @@ def check_rows_of_records(backend: str, device: str = "cpu", K: int = 32, dtype:
         steps = {"initial_state": want, "cu_seqlens": index(0, accepted), "backend": of_states}
         fd.recurrent_kda(**part, **options, **steps)
         assert_close("pool", pool[slot], want[0].double(), 1e-5)
+
+
+SPOILT = [("q", 2), ("k", 1), ("v", 3), ("g", 2), ("beta", 1), ("initial_state", 0)]
+"""Inputs that may be no numbers, and of which token."""
+
+
+def check_spoilt_token(
+    name: str,
+    token: int,
+    gate: str,
+    backend: str,
+    device: str = "cpu",
+    K: int = 32,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A token that is no number, as of a rejected draft, spoils no token before it: neither its output nor its commit. What it
+    does spoil is no number either, as in the recurrence."""
+    N, S, HV, V = 2, 4, 2, K
+    draw = torch.Generator().manual_seed(token)
+    shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+    x = {key: torch.randn(N, 1 + S, *shape, generator=draw).to(device, dtype) for key, shape in shapes.items()}
+    pool = torch.randn(N, HV, V, K, generator=draw).to(device)
+    for bad in (torch.nan, torch.inf) if name != "g" else (torch.nan,):
+        call = {key: y.clone() for key, y in (x | {"initial_state": pool}).items()}
+        call[name].view(N, -1)[0, call[name].stride(1) * token + 1] = bad
+        options = {"gate": gate, "lower_bound": -5.0 if gate == "lower_bound" else None, "num_spec_tokens": S}
+        options |= {"update_state": False, "ssm_state_indices": torch.arange(N, device=device)}
+        records = fd.replay_buffer(N, S, HV, K, V, device=device)
+        got, _ = fd.recurrent_kda(**call, **options, intermediate_states=records, backend=backend)
+        kept = call["initial_state"].clone()
+        states = torch.empty(N, 1 + S, HV, V, K, device=device)
+        want, _ = fd.recurrent_kda(**call, **options, intermediate_states=states, backend="reference")
+        assert torch.equal(got.isfinite(), want.isfinite())
+        known = want.isfinite()
+        assert known[0].any() and not known[0].all() and known[1].all()
+        assert_close("o", got[known], want[known].double(), 1e-5 + one_rounding(dtype))
+        for accepted in range(1, 2 + S):
+            pools = kept.clone(), kept.clone()
+            count = torch.full((N,), accepted, device=device, dtype=torch.int32)
+            fd.recurrent_kda(**call, **options, intermediate_states=records, backend=backend)
+            fd.commit(pools[0], records, options["ssm_state_indices"], count, backend=backend)
+            fd.commit(pools[1], states, options["ssm_state_indices"], count, backend="reference")
+            known = pools[1].isfinite()
+            assert torch.equal(pools[0].isfinite(), known)
+            assert_close("pool", pools[0][known], pools[1][known].double(), 1e-5)

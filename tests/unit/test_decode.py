@@ -15,11 +15,13 @@ from flashdelta.testing.oracle import assert_close, same_bits
 
 from ..support.decoding_checks import (
     REPLAYED,
+    SPOILT,
     accepted_steps,
     check_commit,
     check_replay,
     check_rounds,
     check_rows_of_records,
+    check_spoilt_token,
     check_step,
     commit_call,
 )
@@ -84,6 +86,11 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("reference")
+
+
+@pytest.mark.parametrize(("name", "token"), SPOILT)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
+    check_spoilt_token(name, token, "logsigmoid", "reference")
 
 
 # ---- laws -----------------------------------------------------------------------------------------------------------
