@@ -230,6 +230,7 @@ def hold_claim(claim: truth.Claim, where: dict, dtype: torch.dtype, slack: float
     if claim.target not in where:
         raise AssertionError(f"{claim.target}: nothing was returned")
     target = where[claim.target].detach()[claim.index].resolve_conj().resolve_neg().cpu()
+    target = target if claim.read is None else claim.read(target.double()).to(target.dtype)
     want = claim.want.expand(target.shape) if claim.want.dim() == 0 else claim.want
     if claim.exact:
         if not same_bits(target + 0.0, want.to(target.dtype).contiguous() + 0.0):

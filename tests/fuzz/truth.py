@@ -24,13 +24,15 @@ LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 @dataclass(frozen=True)
 class Claim:
     """`target[index]`, of a result or an argument, must be `want` up to rounding; None: it may hold anything. `exact`: to the
-    bit. `group`: claims of one sequence, which is undefined as a whole if its numbers are not finite."""
+    bit. `group`: claims of one sequence, which is undefined as a whole if its numbers are not finite. `read`: what is made of
+    `target[index]` first."""
 
     target: str
     index: tuple
     want: Tensor | None
     exact: bool = False
     group: object = None
+    read: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ def counts_of(K: int, V: int) -> slice:
     return slice(2 * K + V, 2 * K + V + 4)
 
 
+def product_of(K: int) -> Callable[[Tensor], Tensor]:
+    """`k u^T` of records that begin at `k`."""
+    return lambda x: x[..., :K, None] * x[..., None, K:]
+
+
 class Slots:
     """What a call stores in a pool. A slot that it stores twice may hold anything."""
 
@@ -142,16 +149,17 @@ class Slots:
     def is_replay_buffer(self) -> bool:
         return self.pool is not None and self.pool.dim() == 4
 
-    def record(self, row: int, decays: Tensor | list, K: int, V: int, group: object) -> None:
-        """Of a row of a replay buffer: how many tokens it holds, and their decays. How `k u^T` is split is not said."""
+    def record(self, row: int, decays: Tensor | list, changes: list[Tensor], K: int, V: int, group: object) -> None:
+        """Of a row of a replay buffer: how many tokens it holds, their decays, and what they write, `k u^T`, whose split is not
+        said."""
         counts, length = counts_of(K, V), len(decays)
-        parts = [(0, counts, torch.tensor(float(length)).double())]
+        parts = [(0, counts, torch.tensor(float(length)).double(), None)]
         for i in range(length):
-            parts += [(i, slice(0, K), decays[i]), (i, slice(K, counts.start), None)]
-        for i, part, want in parts:
+            parts += [(i, slice(0, K), decays[i], None), (i, slice(K, counts.start), changes[i], product_of(K))]
+        for i, part, want, read in parts:
             key = (row, i, part.start)
             exact, want = part == counts, None if key in self.claims else want
-            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact, group)
+            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact, group, read)
 
     def store(self, place: tuple[int, ...], S: Tensor, group: object, exact: bool = False) -> None:
         want = None if place in self.claims else self.inner(S)
@@ -265,7 +273,8 @@ def decode(c: dict) -> list[Claim]:
                         scratch.store((row, i), after, n)
         if scratch.is_replay_buffer and begin is not None and scratch.has(row_of(c, n, own)):
             decays = tokens[3][s.row, s.begin : s.begin + length].exp()
-            scratch.record(row_of(c, n, own), decays, decays.shape[-1], tokens[2].shape[-1], n)
+            changes = [after - decay[..., None] * S for decay, (S, after) in zip(decays, itertools.pairwise(states))]
+            scratch.record(row_of(c, n, own), decays, changes, K, V, n)
         if c.get("output_final_state") and pool.pool is None:
             claims.append(Claim("final_state", (n,), pool.inner(S), group=n))
     return [*claims, *pool.claims.values(), *scratch.claims.values()]
@@ -345,7 +354,7 @@ def replayed(c: dict, pool: Slots, rows: Slots) -> list[Claim]:
                 decay, k, u = token[:, : 2 * K + V].split((K, K, V), dim=1)
                 S = decay[..., None] * S + k[..., None] * u[:, None]
             pool.store((index,), S, n)
-        rows.record(row, [], K, V, n)
+        rows.record(row, [], [], K, V, n)
     return [*pool.claims.values(), *rows.claims.values()]
 
 
