@@ -15,11 +15,13 @@ from ..support.decoding_checks import (
     REPLAYED,
     SPOILT,
     check_commit,
+    check_floor,
     check_replay,
     check_rounds,
     check_rows_of_records,
     check_spoilt_token,
     check_step,
+    check_wild_counts,
     commit_call,
 )
 
@@ -60,6 +62,14 @@ def test_rounds_of_replay():
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("triton")
+
+
+def test_sixteen_tokens_at_the_floor_of_the_gate():
+    check_floor("triton")
+
+
+def test_wild_counts_of_records():
+    check_wild_counts("triton")
 
 
 @pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])

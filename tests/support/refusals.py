@@ -856,7 +856,12 @@ REFUSED_ON_REQUEST = {
             intermediate_state_indices=offsets(4, 1, 5, 3),
         ),
         bad("row 1 again", "another row", intermediate_state_indices=offsets(4, 1, 1, 3)),
-        bad("index 6", "... buffer's 6 rows", of="intermediate_state_indices", intermediate_state_indices=offsets(4, 1, 6, 3)),
+        bad(
+            "index 6",
+            "... buffer's 6 rows",
+            of="intermediate_state_indices",
+            intermediate_state_indices=offsets(4, 1, 6, 3),
+        ),
         bad("slot 4 again", "another slot", ssm_state_indices=offsets(4, 1, 4, -1)),
     ],
     (DECODE, "source"): [

@@ -18,11 +18,13 @@ from ..support.decoding_checks import (
     SPOILT,
     accepted_steps,
     check_commit,
+    check_floor,
     check_replay,
     check_rounds,
     check_rows_of_records,
     check_spoilt_token,
     check_step,
+    check_wild_counts,
     commit_call,
 )
 
@@ -86,6 +88,14 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("reference")
+
+
+def test_sixteen_tokens_at_the_floor_of_the_gate():
+    check_floor("reference")
+
+
+def test_wild_counts_of_records():
+    check_wild_counts("reference")
 
 
 @pytest.mark.parametrize(("name", "token"), SPOILT)
