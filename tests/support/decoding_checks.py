@@ -305,10 +305,12 @@ def check_rows_of_records(backend: str, device: str = "cpu", K: int = 32, dtype:
 
 
 def check_floor(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = torch.float32) -> None:
-    """Sixteen tokens that write nothing, at the gate's floor of -5 each: outputs are the start's alone, down to `exp(-80)`."""
+    """Sixteen tokens that write nothing, at the gate's floor of -5 each: outputs are the start's alone, down to `exp(-80)`, and
+    of small queries."""
     S, HV = 15, 2
     draw = torch.Generator().manual_seed(0)
     x = {name: torch.randn(1, 1 + S, HV, K, generator=draw).to(device, dtype) for name in "qkv"}
+    x["q"] *= 1e-6
     x |= {"g": torch.full((1, 1 + S, HV, K), 1e4, device=device), "beta": torch.zeros(1, 1 + S, HV, device=device)}
     pool = torch.randn(1, HV, K, K, generator=draw).to(device)
     options = {
