@@ -310,7 +310,7 @@ def check_floor(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dty
     S, HV = 15, 2
     draw = torch.Generator().manual_seed(0)
     x = {name: torch.randn(1, 1 + S, HV, K, generator=draw).to(device, dtype) for name in "qkv"}
-    x["q"] *= 1e-6
+    x["q"] *= 1e-8
     x |= {"g": torch.full((1, 1 + S, HV, K), 1e4, device=device), "beta": torch.zeros(1, 1 + S, HV, device=device)}
     pool = torch.randn(1, HV, K, K, generator=draw).to(device)
     options = {
