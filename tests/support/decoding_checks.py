@@ -312,7 +312,7 @@ def check_floor(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dty
     x = {name: torch.randn(1, 1 + S, HV, K, generator=draw).to(device, dtype) for name in "qkv"}
     x["q"] *= 1e-8
     x |= {"g": torch.full((1, 1 + S, HV, K), 1e4, device=device), "beta": torch.zeros(1, 1 + S, HV, device=device)}
-    pool = torch.randn(1, HV, K, K, generator=draw).to(device)
+    pool = torch.randn(1, HV, K, K, generator=draw).to(device) * 1e10
     options = {
         "gate": "lower_bound",
         "lower_bound": -5.0,

@@ -260,7 +260,7 @@ def verify_kernel(
     initial_state += slot * start_pitch + head * (K * V)
     state = load_tile(initial_state, slice_ * BV, read, K, V, TILE, V_FIRST)
     records, has_row = open_record(
-        *(records, starts, targets, n, head, slot, tl.where(there, count, 0), slice_),
+        *(records, starts, targets, n, head, slot, count, slice_),
         *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, tl.arange(0, COUNTS), K, V),
     )
 
