@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 MOST_TOKENS = 17
 """Tokens that a call of `recurrent_kda` looks at of a sequence."""
 
-LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "x", "z", "weight", "bias")
 """Inputs that take gradients."""
 
 
@@ -105,7 +105,7 @@ def states_after(S: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, list[Te
 
 
 def sequences(c: dict) -> list[Sequence]:
-    B, T = c["q"].shape[:2]
+    B, T = c["x" if c.get("q") is None else "q"].shape[:2]
     if c.get("cu_seqlens") is None:
         return [Sequence(n, n, 0, T) for n in range(B)]
     offsets = c["cu_seqlens"].tolist()
@@ -415,6 +415,118 @@ def wy(c: dict) -> list[Claim]:
     return claims
 
 
+ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def norm(c: dict) -> list[Claim]:
+    """Of `gated_rms_norm`."""
+    x, gate = c["x"], ACTIVATIONS[c.get("activation", "sigmoid")](c["z"])
+    return [Claim("o", (), gated_norm(x, gate, c["weight"], c.get("eps", 1e-5)))]
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight * gate
+
+
+def convolved(inputs: Tensor, taps: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """`[tokens, D]` of the inputs `[W - 1 + tokens, D]`, `W - 1` of them before the first token."""
+    W = taps.shape[1]
+    tokens = len(inputs) - (W - 1)
+    total = sum(inputs[j : j + tokens] * taps[:, j] for j in range(W))
+    return ACTIVATIONS[activation](total if bias is None else total + bias)
+
+
+def convolution(c: dict) -> list[Claim]:
+    """Of `short_convolution`."""
+    D = c["x"].shape[2]
+    taps = c["weight"].reshape(D, -1)
+    W = taps.shape[1]
+    pool = Slots("state_pool", c.get("state_pool"), c.get("null_index", "negative"))
+    given = next((c[name] for name in ("initial_state", "state_pool", "final_state") if c.get(name) is not None), None)
+    L = W - 1 if given is None else given.shape[2]
+    claims = []
+    for s in sequences(c):
+        before = torch.zeros(D, L, dtype=torch.float64)
+        index = -1 if c.get("state_indices") is None else int(c["state_indices"][s.number])
+        flags = c.get("has_initial_state")
+        if c.get("initial_state") is not None:
+            before = c["initial_state"][s.number]
+        elif pool.has(index) and (flags is None or bool(flags[s.number])):
+            before = pool.read(index)
+        inputs = torch.cat([before.mT, c["x"][s.row, s.begin : s.end]])
+        o = convolved(inputs[L - (W - 1) :], taps, c.get("bias"), c.get("activation", "silu"))
+        claims.append(Claim("o", (s.row, slice(s.begin, s.end)), o, group=s.number))
+        if pool.pool is not None and s.length > 0 and pool.has(index):
+            pool.store((index,), inputs[-L:].mT, s.number)
+        elif pool.pool is None and (c.get("output_final_state") or c.get("final_state") is not None):
+            claims.append(Claim("final_state", (s.number,), inputs[-L:].mT, group=s.number))
+    return [*claims, *pool.claims.values()]
+
+
+def fused(c: dict) -> list[Claim]:
+    """Of `fused_kda_decode`: windows are convolved here, the rest is a step of decoding and a norm."""
+    x, windows, state = c["x"], c["conv_state"], c["state"]
+    spec, records = c.get("num_spec_tokens"), c.get("intermediate_states")
+    S1, packed = 1 + (spec or 0), c.get("cu_seqlens") is not None
+    leading = (1, len(x)) if packed else (len(x) // S1, S1)
+    HV, V, K = state.shape[1:] if c.get("state_v_first", True) else (state.shape[1], state.shape[3], state.shape[2])
+    taps = c["weight"].mT if c["weight"].dim() == 3 and c["weight"].shape[1] != 1 else c["weight"]
+    taps = taps.reshape(x.shape[1], -1)
+    W = taps.shape[1]
+    pools = [
+        Slots("conv_state", windows, c.get("null_index", "negative")),
+        Slots("state", state, c.get("null_index", "negative")),
+    ]
+    indices = c["state_indices"].clone()
+    indices = indices[:, None] if indices.dim() == 1 else indices
+    mixed, moved = torch.zeros_like(x), {}
+    batch = {"q": x.view(*leading, x.shape[1]), "cu_seqlens": c.get("cu_seqlens")}
+    for s in sequences(batch):
+        begin, length = s.row * leading[1] + s.begin, min(s.length, S1)
+        accepted = 1 if c.get("num_accepted_tokens") is None else int(c["num_accepted_tokens"][s.number])
+        row = indices[s.number]
+        of_start = accepted - 1 if len(row) > 1 else 0
+        if not 1 <= accepted <= S1 or not all(p.has(int(row[i])) for p in pools for i in (0, of_start)):
+            indices[s.number] = -1
+            continue
+        slot = int(row[0])
+        before = windows[slot, :, accepted - 1 : accepted - 1 + W - 1].mT
+        inputs = torch.cat([before, x[begin : begin + length]])
+        if length > 0:
+            mixed[begin : begin + length] = convolved(inputs, taps, c.get("bias"), "silu")
+        for place, value in enumerate(inputs[1:] if length > 0 else ()):
+            at = (slot, slice(None), place)
+            moved[slot, place] = Claim("conv_state", at, None if (slot, place) in moved else value, group=s.number)
+    kept = (
+        "A_log",
+        "dt_bias",
+        "scale",
+        "gate",
+        "use_qk_l2norm_in_kernel",
+        "allow_neg_eigval",
+        "cu_seqlens",
+        "state_v_first",
+    )
+    kept += ("null_index", "num_spec_tokens", "intermediate_states", "intermediate_state_indices")
+    step = {name: c[name] for name in kept if name in c}
+    step |= {"lower_bound": c.get("lower_bound", -5.0), "use_gate_in_kernel": True, "initial_state": state}
+    step |= {"beta_is_logit": c.get("beta_is_logit", True), "update_state": records is None, "mixed_qkv": mixed}
+    step |= {"g": c["raw_g"].reshape(len(x), HV * K), "beta": c["raw_beta"].reshape(len(x), HV)}
+    step["ssm_state_indices"] = indices if spec is not None and records is None else indices[:, 0]
+    if spec is not None and records is None:
+        step["num_accepted_tokens"] = c.get("num_accepted_tokens")
+    gate = c["output_gate"].reshape(*leading, HV, V).sigmoid()
+    claims = list(moved.values())
+    for claim in decode(step):
+        if claim.target == "o" and not claim.exact:
+            o = gated_norm(claim.want, gate[claim.index], c["norm_weight"], c.get("norm_eps", 1e-5))
+            claim = replace(claim, want=o)
+        elif claim.target == "initial_state":
+            claim = replace(claim, target="state")
+        claims.append(claim)
+    return claims
+
+
 def wy_chunk(c: dict, b: int, span: slice, row: int, head: int) -> list[Tensor]:
     """Gradients of `<do, o> + <dh, S'> + <dv, v'>`, where `o = scale (q exp G) S`, `S' = exp(G_C) S + (k exp(G_C - G))^T v_new`
     and `v' = (I + A)^-1 (beta (v - (k exp G) S))`."""
@@ -439,20 +551,24 @@ def wy_chunk(c: dict, b: int, span: slice, row: int, head: int) -> list[Tensor]:
     return [dq, dk, dv, dbeta, dg, padded]
 
 
+SPOILT = ("q", "k", "v", "g", "beta", "x")
+"""Inputs `[B, T, ..]` that may have rows of no sequence."""
+
+
 def padding(x: Tensor, used: int) -> list[int]:
     """For `F.pad`: tokens behind the first `used` ones."""
     return [0, 0] * (x.dim() - 2) + [0, x.shape[1] - used]
 
 
-def gradients(c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
-    """Of `<do, o> + <dht, final_state>` by autograd through the recurrence; rows of no sequence are zero."""
+def gradients(op: str, c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
+    """Of `<do, o> + <dht, final_state>` by autograd through the truth; rows of no sequence are zero."""
     if c.get("cu_seqlens") is not None:
         # NaN may stand in rows of no sequence, and 0 times NaN is NaN
         used = int(c["cu_seqlens"][-1])
-        c |= {name: F.pad(c[name][:, :used], padding(c[name], used)) for name in ("q", "k", "v", "g", "beta")}
+        c |= {name: F.pad(c[name][:, :used], padding(c[name], used)) for name in SPOILT if name in c}
     leaves = {name: c[name].clone().requires_grad_() for name in LEAVES if c.get(name) is not None}
     total = torch.zeros((), dtype=torch.float64)
-    for claim in chunk(c | leaves):
+    for claim in TRUTHS[op](c | leaves):
         if claim.target == "o":
             total = total + (claim.want * do[claim.index]).sum()
         elif claim.target == "final_state" and dht is not None:
@@ -470,6 +586,9 @@ TRUTHS: dict[str, Callable[[dict], list[Claim]]] = {
     "commit": commit,
     "kda_prefill": prefill,
     "chunk_bwd_wy_dqkg": wy,
+    "fused_kda_decode": fused,
+    "short_convolution": convolution,
+    "gated_rms_norm": norm,
 }
 
 
@@ -479,6 +598,6 @@ def claims_of(op: str, call: dict) -> list[Claim]:
         return TRUTHS[op](arguments(call))
 
 
-def gradients_of(call: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
+def gradients_of(op: str, call: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
     with torch.enable_grad():
-        return gradients(arguments(call), wide(do), None if dht is None else wide(dht))
+        return gradients(op, arguments(call), wide(do), None if dht is None else wide(dht))
