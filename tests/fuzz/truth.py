@@ -421,7 +421,7 @@ ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}
 def norm(c: dict) -> list[Claim]:
     """Of `gated_rms_norm`."""
     x, gate = c["x"], ACTIVATIONS[c.get("activation", "sigmoid")](c["z"])
-    return [Claim("o", (), gated_norm(x, gate, c["weight"], c.get("eps", 1e-5)))]
+    return [Claim("o", (), gated_norm(x, gate, c["weight"], c.get("eps", 1e-5)), group="all")]
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
