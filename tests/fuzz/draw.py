@@ -29,6 +29,9 @@ OPERATORS: dict[str, tuple[Callable, int]] = {
     "commit": (fd.commit, 1),
     "kda_prefill": (fd.kda_prefill, 2),
     "chunk_bwd_wy_dqkg": (fd.kernels.chunk_bwd_wy_dqkg, 2),
+    "fused_kda_decode": (fd.fused_kda_decode, 4),
+    "short_convolution": (fd.short_convolution, 2),
+    "gated_rms_norm": (fd.gated_rms_norm, 1),
 }
 """With how often each is drawn."""
 
@@ -39,9 +42,15 @@ RESULTS = {
     "commit": (),
     "kda_prefill": ("o", "w", "u"),
     "chunk_bwd_wy_dqkg": ("dq", "dk", "dv", "dbeta", "dg", "dA"),
+    "fused_kda_decode": ("o",),
+    "short_convolution": ("o", "final_state"),
+    "gated_rms_norm": ("o",),
 }
 
-WRITTEN = ("out", "output", "final_state", "state_pool", "initial_state", "intermediate_states", "checkpoint_states")
+WRITTEN = (
+    *("out", "output", "final_state", "state_pool", "initial_state", "intermediate_states", "checkpoint_states"),
+    *("state", "conv_state"),
+)
 """Arguments that a call may write; `initial_state` in decoding alone."""
 
 VARIANTS = 12
@@ -76,6 +85,8 @@ class Spec:
         inputs = {"commit": set(), "recurrent_kda": set()}.get(self.op, {"initial_state"})
         if self.options.get("update_state") is False:
             inputs = {"initial_state"}
+        if self.op == "fused_kda_decode" and "intermediate_states" in self.places:
+            inputs = {"state"}  # a call that records
         return {name for name in self.places if name in WRITTEN} - inputs
 
 
@@ -573,6 +584,133 @@ def inverses(B: int, T: int, HV: int, C: int) -> Numbers:
     return lambda source: torch.randn(B, T, HV, C, generator=source, dtype=FP64) * C**-0.5
 
 
+def convolving(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
+    spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
+    wide = FP64 if dtype == FP64 else FP32
+    s = sizes_of(draw, variant, (32,), 200)
+    D, W = draw.choice((1, 8, 24, 96, 100, 384)), variant.choice((2, 3, 4))
+    L = variant.choice((W - 1, W))
+    shape = (s.B, s.T, D)
+    spec.add("x", token_place(draw, shape, dtype, layouts(draw, "x")["x"]), normal(*shape))
+    taps = variant.choice(((D, W), (D, 1, W)))
+    spec.add("weight", dense(taps, variant.choice((wide, dtype))), normal(*taps))
+    if chance(variant, 0.5):
+        spec.add("bias", dense((D,), variant.choice((wide, dtype))), normal(D))
+    if chance(variant, 0.3):
+        spec.options["activation"] = None
+    if s.packed:
+        add_offsets(draw, spec, s)
+    kind = pick(variant, ("none", 1), ("state", 2), ("pool", 3), ("grad", 3))
+    spec.grad = kind == "grad"
+    states = variant.choice((wide, dtype))
+    order = draw.choice(((0, 1, 2), (0, 2, 1)))
+    if kind == "pool":
+        slots = s.N + draw.choice((0, 1, 3))
+        pads = {0: draw.choice((0, 7)), 1: draw.choice((0, 1))}
+        spec.add("state_pool", dense((slots, D, L), states, order, pads), normal(slots, D, L))
+        spec.add("state_indices", dense((s.N,), index_dtype(variant)), distinct(s.N, slots))
+        if chance(variant, 0.3):
+            spec.options["null_index"] = "non_positive"
+        if chance(variant, 0.5):
+            flags = lambda source: torch.rand(s.N, generator=source) < 0.6  # noqa: E731
+            spec.add("has_initial_state", dense((s.N,), torch.bool), flags)
+    else:
+        if kind == "state" or chance(variant, 0.5):
+            spec.add("initial_state", dense((s.N, D, L), states, order), normal(s.N, D, L))
+        spec.options["output_final_state"] = chance(variant, 0.7)
+        if not spec.grad and chance(variant, 0.3):
+            length = L if "initial_state" in spec.places else W - 1
+            final = (s.N, D, length)
+            place = dense(final, variant.choice((wide, dtype)), order)
+            spec.add("final_state", place, lambda source: torch.full(final, math.nan))
+    if not spec.grad and chance(draw, 0.4):
+        layout = draw.choice(("dense", "padded", "odd_offset"))
+        spec.add("out", token_place(draw, shape, dtype, layout), lambda source: torch.full(shape, math.nan))
+    return spec
+
+
+def norming(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
+    dtype = draw_dtype(variant, doubles)
+    wide = FP64 if dtype == FP64 else FP32
+    V = variant.choice((1, 17, 32, 64, 128, 1000))
+    shape = (*(draw.choice((0, 1, 2, 3, 33)) if chance(draw, 0.1) else draw.choice((1, 2, 3, 33)) for _ in range(3)), V)
+    spec = Spec(op, {"activation": variant.choice(("sigmoid", "silu")), "eps": variant.choice((1e-5, 0.1))})
+    spec.grad = chance(variant, 0.5)
+    for name, layout in layouts(draw, "xz").items():
+        # rows alike have a norm that rounding may be all of
+        layout = layout if layout != "expanded" else "dense"
+        spec.add(name, token_place(draw, shape, dtype, layout), normal(*shape))
+    spec.add("weight", dense((V,), variant.choice((wide, dtype))), normal(V))
+    return spec
+
+
+def fused_decoding(op: str, draw: Random, variant: Random, doubles: bool) -> Spec:
+    spec, dtype = Spec(op, {}), draw_dtype(variant, doubles)
+    wide = FP64 if dtype == FP64 else FP32
+    spec_tokens = pick(variant, (None, 3), (1, 1), (3, 1), (7, 0.5), (16, 0.3))
+    S1, W = 1 + (spec_tokens or 0), variant.choice((2, 3, 4))
+    s = sizes_of(draw, variant, (32, 64, 128), 17)
+    s.N = draw.choice((0, 1, 2, 5))
+    rows = draw.randint(0, s.N * S1 + 2) if s.packed else s.N * S1
+    s.T = rows
+    D = 2 * s.H * s.K + s.HV * s.V
+    pads = lambda: {0: draw.choice((0, 0, 8, 24))}  # noqa: E731
+    spec.add("x", dense((rows, D), dtype, pads=pads()), normal(rows, D))
+    taps = variant.choice(((D, W), (D, 1, W), *(((3, W, D // 3),) if s.H == s.HV and s.K == s.V else ())))
+    spec.add("weight", dense(taps, variant.choice((wide, dtype))), normal(*taps, scale=0.5))
+    if chance(variant, 0.5):
+        spec.add("bias", dense((D,), wide), normal(D))
+    gate = gate_options(variant, spec, decode=True)
+    spec.options.pop("use_gate_in_kernel", None)
+    spec.options["gate"] = gate
+    if gate != "lower_bound":
+        spec.options["lower_bound"] = None
+    spec.options["beta_is_logit"] = "beta_is_logit" in spec.options
+    shape = (rows, s.HV, s.K)
+    made = decays(*shape, floor=-50.0) if gate == "none" else normal(*shape, shift=2.0 * (gate == "logsigmoid"))
+    spec.add("raw_g", dense(shape, variant.choice((wide, dtype)), pads=pads()), made)
+    beta = normal(rows, s.HV) if spec.options["beta_is_logit"] else uniform(rows, s.HV, high=1.95)
+    spec.add("raw_beta", dense((rows, s.HV), variant.choice((wide, dtype))), beta)
+    if gate in ("softplus", "lower_bound"):
+        spec.add("A_log", dense((s.HV,), FP32), uniform(s.HV, low=-1.0))
+        spec.add("dt_bias", dense((s.HV, s.K), FP32), normal(s.HV, s.K, shift=-2.0))
+    else:
+        spec.options |= {"A_log": None, "dt_bias": None}
+    v_first = spec.options["state_v_first"] = chance(variant, 0.7)
+    inner = (s.HV, s.V, s.K) if v_first else (s.HV, s.K, s.V)
+    slots = s.N * S1 + draw.choice((0, 1, 4))
+    add_pool(draw, spec, "state", slots, inner, variant.choice((FP32, BF16)))
+    L = W - 1 + (spec_tokens or 0) + draw.choice((0, 0, 2))
+    order = variant.choice(((0, 1, 2), (0, 2, 1)))
+    place = dense((slots, D, L), variant.choice((wide, dtype)), order, {0: draw.choice((0, 16))})
+    spec.add("conv_state", place, normal(slots, D, L))
+    spec.add("output_gate", dense((rows, s.HV, s.V), dtype, pads=pads()), normal(rows, s.HV, s.V))
+    spec.add("norm_weight", dense((s.V,), variant.choice((wide, dtype))), normal(s.V, shift=1.0))
+    kinds, recorded = index_dtype(variant), spec_tokens is not None and chance(variant, 0.5)
+    shape = (s.N,) if spec_tokens is None or recorded else (s.N, S1)
+    every = distinct(math.prod(shape), slots)
+    spec.add("state_indices", dense(shape, kinds), lambda source: every(source).reshape(shape))
+    if spec_tokens is not None:
+        spec.options["num_spec_tokens"] = spec_tokens
+        if chance(variant, 0.7):
+            counts = lambda source: torch.randint(0, S1 + 2, (s.N,), generator=source)  # noqa: E731
+            spec.add("num_accepted_tokens", dense((s.N,), kinds), counts)
+    if recorded:
+        buffer = s.N + draw.choice((0, 2))
+        add_records(draw, spec, buffer, S1, (s.HV, s.K, s.V))
+        spec.add("intermediate_state_indices", dense((s.N,), kinds), distinct(s.N, buffer))
+    if s.packed:
+        add_offsets(draw, spec, s, S1)
+    if chance(variant, 0.3):
+        spec.options["null_index"] = "non_positive"
+    if chance(variant, 0.3):
+        spec.options["scale"] = 0.7
+    if chance(draw, 0.5):
+        shape_of_o = (1, rows, s.HV, s.V) if s.packed else (s.N, S1, s.HV, s.V)
+        spec.add("output", dense(shape_of_o, dtype), lambda source: torch.full(shape_of_o, math.nan))
+    return spec
+
+
 DRAWS = {
     "chunk_kda": whole_sequences,
     "fused_recurrent_kda": whole_sequences,
@@ -580,6 +718,9 @@ DRAWS = {
     "commit": committing,
     "kda_prefill": prefilling,
     "chunk_bwd_wy_dqkg": wy_stage,
+    "fused_kda_decode": fused_decoding,
+    "short_convolution": convolving,
+    "gated_rms_norm": norming,
 }
 
 
@@ -625,10 +766,12 @@ class Contents:
 
     def spoil(self, used: int) -> None:
         """NaN in the rows of tokens of no sequence."""
-        for name in ("q", "k", "v", "g", "beta", "mixed_qkv", "v_new", "A", "do", "dv"):
+        flat = ("mixed_qkv", "raw_g", "raw_beta", "output_gate")
+        for name in ("q", "k", "v", "g", "beta", "x", "v_new", "A", "do", "dv", *flat):
             if name in self.memories:
                 x = self.memories[name].tensor
-                rows = x[used:] if name == "mixed_qkv" or x.dim() < (3 if name == "beta" else 4) else x[:, used:]
+                batched = name not in flat and x.dim() >= (3 if name in ("beta", "x") else 4)
+                rows = x[:, used:] if batched else x[used:]
                 if 0 not in self.spec.places[name].strides:
                     rows.fill_(math.nan)
 

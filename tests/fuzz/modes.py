@@ -49,7 +49,8 @@ def run(spec: Spec, call: dict, incoming: dict[str, Tensor] | None = None) -> Re
         names = [name for name in truth.LEAVES if name in call]
         leaves = {name: call[name].detach().requires_grad_() for name in names}
         found = spec.function(**call | leaves)
-    results = dict(zip(RESULTS[spec.op], found if isinstance(found, tuple) else ()))
+    found = (found,) if isinstance(found, Tensor) else found or ()
+    results = dict(zip(RESULTS[spec.op], found))
     results = {name: x for name, x in results.items() if x is not None}
     if incoming is None:
         return results
@@ -62,20 +63,29 @@ def run(spec: Spec, call: dict, incoming: dict[str, Tensor] | None = None) -> Re
     return {name: x.detach() for name, x in results.items()} | named
 
 
+def first_of(call: dict) -> Tensor:
+    """The tensor whose dtype is the call's."""
+    return next(call[name] for name in ("q", "mixed_qkv", "x", "initial_state") if call.get(name) is not None)
+
+
 def incoming_of(spec: Spec, call: dict, seed: int) -> dict[str, Tensor]:
-    """Shapes are the call's: `o` is like v, and the final state lies as the options say."""
-    v, q = call["v"], call["q"]
-    N = q.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
-    inner = (v.shape[3], q.shape[3]) if call.get("state_v_first") else (q.shape[3], v.shape[3])
-    state = call.get("initial_state")
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    """Shapes are the call's: `o` is like v or x, and the final state lies as the options say."""
+    x, state = first_of(call), call.get("initial_state")
+    N = x.shape[0] if call.get("cu_seqlens") is None else len(call["cu_seqlens"]) - 1
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if "v" in call:
+        o, K, V = call["v"], x.shape[3], call["v"].shape[3]
+        final = (N, o.shape[2], *((V, K) if call.get("state_v_first") else (K, V)))
+    else:
+        o, wide = x, x.dtype
+        final = (N, x.shape[-1], call["weight"].shape[-1] - 1 if state is None else state.shape[2])
     source = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).to(q.device)
+        return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).to(x.device)
 
-    final = drawn(N, v.shape[2], *inner, dtype=wide if state is None else state.dtype)
-    return {"o": drawn(*v.shape, dtype=v.dtype), "final_state": final}
+    found = {"o": drawn(*o.shape, dtype=o.dtype)}
+    return found | {"final_state": drawn(*final, dtype=wide if state is None else state.dtype)}
 
 
 @dataclass
@@ -157,10 +167,10 @@ class Case:
         grads = self.incoming
         final = grads["final_state"] if "final_state" in results else None
         if self.wanted.gradients is None:
-            self.wanted.gradients = truth.gradients_of(self.call, grads["o"], final)
+            self.wanted.gradients = truth.gradients_of(self.spec.op, self.call, grads["o"], final)
         want = self.wanted.gradients
         most = max((float(x.norm()) for x in want.values()), default=0.0)
-        dtype = self.call["q"].dtype
+        dtype = first_of(self.call).dtype
         for name, x in want.items():
             found = results[GRADIENT + name]
             if found.shape != self.call[name].shape or found.dtype != self.call[name].dtype:
@@ -169,7 +179,7 @@ class Case:
             error, size = float((found.double().cpu() - x).norm()), float(x.norm())
             if error <= allowed * (size + 0.1 * most):
                 continue
-            others = (truth.gradients_of(shaken(self.call, n), grads["o"], final) for n in range(SHAKES))
+            others = (truth.gradients_of(self.spec.op, shaken(self.call, n), grads["o"], final) for n in range(SHAKES))
             slack = SLACK * max(float((other[name] - x).norm()) for other in others)
             if not error <= allowed * (size + 0.1 * most) + slack:
                 raise AssertionError(
@@ -178,7 +188,7 @@ class Case:
 
 
 def hold_claims(spec: Spec, call: dict, claims: list[truth.Claim], results: Results) -> None:
-    first = call["q"] if call.get("q") is not None else call.get("mixed_qkv", call.get("initial_state"))
+    first = first_of(call)
     by_group: dict[object, list[truth.Claim]] = {}
     for claim in claims:
         by_group.setdefault(claim.group, []).append(claim)
@@ -206,13 +216,13 @@ SHAKES, SLACK = 3, 4
 
 def shaken(call: dict, seed: int) -> dict:
     """The call with every operand of a product off by a rounding error."""
-    dtype = next(x.dtype for name, x in call.items() if name in ("q", "mixed_qkv", "initial_state"))
+    dtype = first_of(call).dtype
     # a float32 operand of a matrix product keeps 22 bits at least
     unit = 2.0**-22 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     source = torch.Generator().manual_seed(seed)
     found = dict(call)
     for name, x in call.items():
-        if isinstance(x, Tensor) and x.is_floating_point() and name not in ("g", "A_log", "dt_bias"):
+        if isinstance(x, Tensor) and x.is_floating_point() and name not in ("g", "raw_g", "A_log", "dt_bias"):
             noise = torch.randn(x.shape, generator=source, dtype=torch.float64)
             found[name] = truth.wide(x) * (1 + unit * noise)
     return found
@@ -230,6 +240,7 @@ def hold_claim(claim: truth.Claim, where: dict, dtype: torch.dtype, slack: float
     if claim.target not in where:
         raise AssertionError(f"{claim.target}: nothing was returned")
     target = where[claim.target].detach()[claim.index].resolve_conj().resolve_neg().cpu()
+    target = target if claim.read is None else claim.read(target.double()).to(target.dtype)
     want = claim.want.expand(target.shape) if claim.want.dim() == 0 else claim.want
     if claim.exact:
         if not same_bits(target + 0.0, want.to(target.dtype).contiguous() + 0.0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +17,22 @@ from torch import Tensor
 MOST_TOKENS = 17
 """Tokens that a call of `recurrent_kda` looks at of a sequence."""
 
-LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "x", "z", "weight", "bias")
 """Inputs that take gradients."""
 
 
 @dataclass(frozen=True)
 class Claim:
     """`target[index]`, of a result or an argument, must be `want` up to rounding; None: it may hold anything. `exact`: to the
-    bit. `group`: claims of one sequence, which is undefined as a whole if its numbers are not finite."""
+    bit. `group`: claims of one sequence, which is undefined as a whole if its numbers are not finite. `read`: what is made of
+    `target[index]` first."""
 
     target: str
     index: tuple
     want: Tensor | None
     exact: bool = False
     group: object = None
+    read: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def states_after(S: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, list[Te
 
 
 def sequences(c: dict) -> list[Sequence]:
-    B, T = c["q"].shape[:2]
+    B, T = c["x" if c.get("q") is None else "q"].shape[:2]
     if c.get("cu_seqlens") is None:
         return [Sequence(n, n, 0, T) for n in range(B)]
     offsets = c["cu_seqlens"].tolist()
@@ -119,6 +121,11 @@ def of(sequence: Sequence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def counts_of(K: int, V: int) -> slice:
     """Where a replay record has its counts."""
     return slice(2 * K + V, 2 * K + V + 4)
+
+
+def product_of(K: int) -> Callable[[Tensor], Tensor]:
+    """`k u^T` of records that begin at `k`."""
+    return lambda x: x[..., :K, None] * x[..., None, K:]
 
 
 class Slots:
@@ -142,16 +149,17 @@ class Slots:
     def is_replay_buffer(self) -> bool:
         return self.pool is not None and self.pool.dim() == 4
 
-    def record(self, row: int, decays: Tensor | list, K: int, V: int, group: object) -> None:
-        """Of a row of a replay buffer: how many tokens it holds, and their decays. How `k u^T` is split is not said."""
+    def record(self, row: int, decays: Tensor | list, changes: list[Tensor], K: int, V: int, group: object) -> None:
+        """Of a row of a replay buffer: how many tokens it holds, their decays, and what they write, `k u^T`, whose split is not
+        said."""
         counts, length = counts_of(K, V), len(decays)
-        parts = [(0, counts, torch.tensor(float(length)).double())]
+        parts = [(0, counts, torch.tensor(float(length)).double(), None)]
         for i in range(length):
-            parts += [(i, slice(0, K), decays[i]), (i, slice(K, counts.start), None)]
-        for i, part, want in parts:
+            parts += [(i, slice(0, K), decays[i], None), (i, slice(K, counts.start), changes[i], product_of(K))]
+        for i, part, want, read in parts:
             key = (row, i, part.start)
             exact, want = part == counts, None if key in self.claims else want
-            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact, group)
+            self.claims[key] = Claim(self.target, (row, i, slice(None), part), want, exact, group, read)
 
     def store(self, place: tuple[int, ...], S: Tensor, group: object, exact: bool = False) -> None:
         want = None if place in self.claims else self.inner(S)
@@ -265,7 +273,8 @@ def decode(c: dict) -> list[Claim]:
                         scratch.store((row, i), after, n)
         if scratch.is_replay_buffer and begin is not None and scratch.has(row_of(c, n, own)):
             decays = tokens[3][s.row, s.begin : s.begin + length].exp()
-            scratch.record(row_of(c, n, own), decays, decays.shape[-1], tokens[2].shape[-1], n)
+            changes = [after - decay[..., None] * S for decay, (S, after) in zip(decays, itertools.pairwise(states))]
+            scratch.record(row_of(c, n, own), decays, changes, K, V, n)
         if c.get("output_final_state") and pool.pool is None:
             claims.append(Claim("final_state", (n,), pool.inner(S), group=n))
     return [*claims, *pool.claims.values(), *scratch.claims.values()]
@@ -345,7 +354,7 @@ def replayed(c: dict, pool: Slots, rows: Slots) -> list[Claim]:
                 decay, k, u = token[:, : 2 * K + V].split((K, K, V), dim=1)
                 S = decay[..., None] * S + k[..., None] * u[:, None]
             pool.store((index,), S, n)
-        rows.record(row, [], K, V, n)
+        rows.record(row, [], [], K, V, n)
     return [*pool.claims.values(), *rows.claims.values()]
 
 
@@ -406,6 +415,118 @@ def wy(c: dict) -> list[Claim]:
     return claims
 
 
+ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def norm(c: dict) -> list[Claim]:
+    """Of `gated_rms_norm`."""
+    x, gate = c["x"], ACTIVATIONS[c.get("activation", "sigmoid")](c["z"])
+    return [Claim("o", (), gated_norm(x, gate, c["weight"], c.get("eps", 1e-5)), group="all")]
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight * gate
+
+
+def convolved(inputs: Tensor, taps: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """`[tokens, D]` of the inputs `[W - 1 + tokens, D]`, `W - 1` of them before the first token."""
+    W = taps.shape[1]
+    tokens = len(inputs) - (W - 1)
+    total = sum(inputs[j : j + tokens] * taps[:, j] for j in range(W))
+    return ACTIVATIONS[activation](total if bias is None else total + bias)
+
+
+def convolution(c: dict) -> list[Claim]:
+    """Of `short_convolution`."""
+    D = c["x"].shape[2]
+    taps = c["weight"].reshape(D, -1)
+    W = taps.shape[1]
+    pool = Slots("state_pool", c.get("state_pool"), c.get("null_index", "negative"))
+    given = next((c[name] for name in ("initial_state", "state_pool", "final_state") if c.get(name) is not None), None)
+    L = W - 1 if given is None else given.shape[2]
+    claims = []
+    for s in sequences(c):
+        before = torch.zeros(D, L, dtype=torch.float64)
+        index = -1 if c.get("state_indices") is None else int(c["state_indices"][s.number])
+        flags = c.get("has_initial_state")
+        if c.get("initial_state") is not None:
+            before = c["initial_state"][s.number]
+        elif pool.has(index) and (flags is None or bool(flags[s.number])):
+            before = pool.read(index)
+        inputs = torch.cat([before.mT, c["x"][s.row, s.begin : s.end]])
+        o = convolved(inputs[L - (W - 1) :], taps, c.get("bias"), c.get("activation", "silu"))
+        claims.append(Claim("o", (s.row, slice(s.begin, s.end)), o, group=s.number))
+        if pool.pool is not None and s.length > 0 and pool.has(index):
+            pool.store((index,), inputs[-L:].mT, s.number)
+        elif pool.pool is None and (c.get("output_final_state") or c.get("final_state") is not None):
+            claims.append(Claim("final_state", (s.number,), inputs[-L:].mT, group=s.number))
+    return [*claims, *pool.claims.values()]
+
+
+def fused(c: dict) -> list[Claim]:
+    """Of `fused_kda_decode`: windows are convolved here, the rest is a step of decoding and a norm."""
+    x, windows, state = c["x"], c["conv_state"], c["state"]
+    spec, records = c.get("num_spec_tokens"), c.get("intermediate_states")
+    S1, packed = 1 + (spec or 0), c.get("cu_seqlens") is not None
+    leading = (1, len(x)) if packed else (len(x) // S1, S1)
+    HV, V, K = state.shape[1:] if c.get("state_v_first", True) else (state.shape[1], state.shape[3], state.shape[2])
+    taps = c["weight"].mT if c["weight"].dim() == 3 and c["weight"].shape[1] != 1 else c["weight"]
+    taps = taps.reshape(x.shape[1], -1)
+    W = taps.shape[1]
+    pools = [
+        Slots("conv_state", windows, c.get("null_index", "negative")),
+        Slots("state", state, c.get("null_index", "negative")),
+    ]
+    indices = c["state_indices"].clone()
+    indices = indices[:, None] if indices.dim() == 1 else indices
+    mixed, moved = torch.zeros_like(x), {}
+    batch = {"q": x.view(*leading, x.shape[1]), "cu_seqlens": c.get("cu_seqlens")}
+    for s in sequences(batch):
+        begin, length = s.row * leading[1] + s.begin, min(s.length, S1)
+        accepted = 1 if c.get("num_accepted_tokens") is None else int(c["num_accepted_tokens"][s.number])
+        row = indices[s.number]
+        of_start = accepted - 1 if len(row) > 1 else 0
+        if not 1 <= accepted <= S1 or not all(p.has(int(row[i])) for p in pools for i in (0, of_start)):
+            indices[s.number] = -1
+            continue
+        slot = int(row[0])
+        before = windows[slot, :, accepted - 1 : accepted - 1 + W - 1].mT
+        inputs = torch.cat([before, x[begin : begin + length]])
+        if length > 0:
+            mixed[begin : begin + length] = convolved(inputs, taps, c.get("bias"), "silu")
+        for place, value in enumerate(inputs[1:] if length > 0 else ()):
+            at = (slot, slice(None), place)
+            moved[slot, place] = Claim("conv_state", at, None if (slot, place) in moved else value, group=s.number)
+    kept = (
+        "A_log",
+        "dt_bias",
+        "scale",
+        "gate",
+        "use_qk_l2norm_in_kernel",
+        "allow_neg_eigval",
+        "cu_seqlens",
+        "state_v_first",
+    )
+    kept += ("null_index", "num_spec_tokens", "intermediate_states", "intermediate_state_indices")
+    step = {name: c[name] for name in kept if name in c}
+    step |= {"lower_bound": c.get("lower_bound", -5.0), "use_gate_in_kernel": True, "initial_state": state}
+    step |= {"beta_is_logit": c.get("beta_is_logit", True), "update_state": records is None, "mixed_qkv": mixed}
+    step |= {"g": c["raw_g"].reshape(len(x), HV * K), "beta": c["raw_beta"].reshape(len(x), HV)}
+    step["ssm_state_indices"] = indices if spec is not None and records is None else indices[:, 0]
+    if spec is not None and records is None:
+        step["num_accepted_tokens"] = c.get("num_accepted_tokens")
+    gate = c["output_gate"].reshape(*leading, HV, V).sigmoid()
+    claims = list(moved.values())
+    for claim in decode(step):
+        if claim.target == "o" and not claim.exact:
+            o = gated_norm(claim.want, gate[claim.index], c["norm_weight"], c.get("norm_eps", 1e-5))
+            claim = replace(claim, want=o)
+        elif claim.target == "initial_state":
+            claim = replace(claim, target="state")
+        claims.append(claim)
+    return claims
+
+
 def wy_chunk(c: dict, b: int, span: slice, row: int, head: int) -> list[Tensor]:
     """Gradients of `<do, o> + <dh, S'> + <dv, v'>`, where `o = scale (q exp G) S`, `S' = exp(G_C) S + (k exp(G_C - G))^T v_new`
     and `v' = (I + A)^-1 (beta (v - (k exp G) S))`."""
@@ -430,20 +551,24 @@ def wy_chunk(c: dict, b: int, span: slice, row: int, head: int) -> list[Tensor]:
     return [dq, dk, dv, dbeta, dg, padded]
 
 
+SPOILT = ("q", "k", "v", "g", "beta", "x")
+"""Inputs `[B, T, ..]` that may have rows of no sequence."""
+
+
 def padding(x: Tensor, used: int) -> list[int]:
     """For `F.pad`: tokens behind the first `used` ones."""
     return [0, 0] * (x.dim() - 2) + [0, x.shape[1] - used]
 
 
-def gradients(c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
-    """Of `<do, o> + <dht, final_state>` by autograd through the recurrence; rows of no sequence are zero."""
+def gradients(op: str, c: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
+    """Of `<do, o> + <dht, final_state>` by autograd through the truth; rows of no sequence are zero."""
     if c.get("cu_seqlens") is not None:
         # NaN may stand in rows of no sequence, and 0 times NaN is NaN
         used = int(c["cu_seqlens"][-1])
-        c |= {name: F.pad(c[name][:, :used], padding(c[name], used)) for name in ("q", "k", "v", "g", "beta")}
+        c |= {name: F.pad(c[name][:, :used], padding(c[name], used)) for name in SPOILT if name in c}
     leaves = {name: c[name].clone().requires_grad_() for name in LEAVES if c.get(name) is not None}
     total = torch.zeros((), dtype=torch.float64)
-    for claim in chunk(c | leaves):
+    for claim in TRUTHS[op](c | leaves):
         if claim.target == "o":
             total = total + (claim.want * do[claim.index]).sum()
         elif claim.target == "final_state" and dht is not None:
@@ -461,6 +586,9 @@ TRUTHS: dict[str, Callable[[dict], list[Claim]]] = {
     "commit": commit,
     "kda_prefill": prefill,
     "chunk_bwd_wy_dqkg": wy,
+    "fused_kda_decode": fused,
+    "short_convolution": convolution,
+    "gated_rms_norm": norm,
 }
 
 
@@ -470,6 +598,6 @@ def claims_of(op: str, call: dict) -> list[Claim]:
         return TRUTHS[op](arguments(call))
 
 
-def gradients_of(call: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
+def gradients_of(op: str, call: dict, do: Tensor, dht: Tensor | None) -> dict[str, Tensor]:
     with torch.enable_grad():
-        return gradients(arguments(call), wide(do), None if dht is None else wide(dht))
+        return gradients(op, arguments(call), wide(do), None if dht is None else wide(dht))

@@ -19,11 +19,15 @@ from flashdelta.testing.oracle import assert_close, float64, one_rounding, relat
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     REPLAYED,
+    SPOILT,
     accepted_steps,
+    check_floor,
     check_replay,
     check_rounds,
     check_rows_of_records,
+    check_spoilt_token,
     check_step,
+    check_wild_counts,
     replay_buffer,
 )
 from .calls import CALLS_TO_A_REPLAY, compilations, gpu_call, peer
@@ -224,6 +228,23 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, backend:
 
 def test_which_rows_of_records_are_written_and_emptied(backend: str):
     check_rows_of_records(backend, "cuda", K=64, dtype=BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_sixteen_tokens_at_the_floor_of_the_gate(dtype: torch.dtype, backend: str):
+    check_floor(backend, "cuda", dtype=dtype)
+
+
+def test_wild_counts_of_records(backend: str):
+    check_wild_counts(backend, "cuda")
+
+
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
+@pytest.mark.parametrize(("name", "token"), SPOILT)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str, backend: str):
+    if backend == "hopper" and gate != "lower_bound":
+        pytest.skip("records of lower_bound gates only")
+    check_spoilt_token(name, token, gate, backend, "cuda", K=128, dtype=BF16)
 
 
 def test_a_captured_round_replays_with_other_slots_and_counts():

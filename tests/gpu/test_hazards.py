@@ -146,3 +146,20 @@ def test_bad_offsets_write_nothing_outside(values: tuple[int, ...], op, backend:
     torch.cuda.synchronize()
     assert state.shape[0] == len(values) - 1
     assert guarded[:, :200].eq(0).all() and guarded[:, 400:].eq(0).all()
+
+
+@pytest.mark.parametrize("spec", [None, 3])
+@pytest.mark.parametrize("values", BAD_OFFSETS, ids=str)
+def test_bad_offsets_of_a_step_write_nothing_outside(values: tuple[int, ...], spec: int | None, backend: str):
+    call = gpu_call(flashdelta.chunk_kda, KIMI, BF16, backend)
+    N = len(values) - 1
+    step = {name: call[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound")}
+    step |= {"initial_state": torch.zeros(N, 4, 128, 128, device="cuda"), "gate": "lower_bound", "backend": backend}
+    if spec is not None:
+        records = torch.zeros(3 * N, 1 + spec, 4, 400, device="cuda")
+        step |= {"num_spec_tokens": spec, "update_state": False, "intermediate_states": records[N : 2 * N]}
+    guarded = torch.zeros(1, 600, 4, 128, dtype=BF16, device="cuda")
+    flashdelta.recurrent_kda(**step, cu_seqlens=torch.tensor(values, device="cuda"), output=guarded[:, 200:400])
+    torch.cuda.synchronize()
+    assert guarded[:, :200].eq(0).all() and guarded[:, 400:].eq(0).all()
+    assert spec is None or (records[:N].eq(0).all() and records[2 * N :].eq(0).all())

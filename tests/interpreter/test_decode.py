@@ -13,13 +13,17 @@ from flashdelta.triton import decode
 
 from ..support.decoding_checks import (
     REPLAYED,
+    SPOILT,
     check_commit,
+    check_floor,
     check_replay,
     check_rounds,
     check_rows_of_records,
+    check_spoilt_token,
     check_step,
+    check_wild_counts,
+    commit_call,
 )
-from ..unit.test_decode import commit_call
 
 
 @pytest.mark.parametrize("step", STEPS, ids=case_id)
@@ -58,6 +62,20 @@ def test_rounds_of_replay():
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("triton")
+
+
+def test_sixteen_tokens_at_the_floor_of_the_gate():
+    check_floor("triton")
+
+
+def test_wild_counts_of_records():
+    check_wild_counts("triton")
+
+
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
+@pytest.mark.parametrize(("name", "token"), SPOILT)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str):
+    check_spoilt_token(name, token, gate, "triton")
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):

@@ -103,8 +103,7 @@ def check_commit(call: dict, backend: str) -> None:
 
 def replay_buffer(step: Step, device: str = "cpu", gap: int = 16) -> torch.Tensor:
     """Of as many rows as the step's buffer of states has: NaN wherever nothing may be read, and no token recorded."""
-    rows = step.slots if step.rows == "slots" else 3
-    plain = fd.replay_buffer(rows, step.spec, step.HV, step.K, step.V)
+    plain = fd.replay_buffer(step.buffer_rows, step.spec, step.HV, step.K, step.V)
     x = amid(Source(torch.float32, device, 0), torch.float32, plain.shape, gap)
     memory_of(x).fill_(torch.nan)
     x[:, 0, :, counts_of(step.K, step.V)] = 0
@@ -137,10 +136,12 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     pool = call["initial_state_source" if from_source else "initial_state"]
     slots = call.get("initial_state_indices" if from_source else "ssm_state_indices")
     slots = torch.arange(step.N, device=device) if slots is None else slots
-    rows = set(call.get("intermediate_state_indices", slots).tolist()) & {*range(len(records))}
-    outside = untouched(records, rows)
-    assert same_bits(memory_of(records)[outside], before[outside])
     lengths = torch.tensor(step.lengths or (step.T,) * step.B, device=device, dtype=torch.int32)
+    rows = call.get("intermediate_state_indices", slots).tolist()
+    written = [(row, i) for row, length in zip(rows, lengths.tolist()) for i in range(length)]
+    counts = [(row, 0, slice(None), counts_of(step.K, step.V)) for row in rows]
+    outside = untouched(records, [i for i in [*written, *counts] if 0 <= i[0] < len(records)])
+    assert same_bits(memory_of(records)[outside], before[outside])
     shared = {
         "ssm_state_indices": slots,
         "state_v_first": step.v_first,
@@ -301,3 +302,88 @@ def check_rows_of_records(backend: str, device: str = "cpu", K: int = 32, dtype:
         steps = {"initial_state": want, "cu_seqlens": index(0, accepted), "backend": of_states}
         fd.recurrent_kda(**part, **options, **steps)
         assert_close("pool", pool[slot], want[0].double(), 1e-5)
+
+
+def check_floor(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = torch.float32) -> None:
+    """Sixteen tokens that write nothing, at the gate's floor of -5 each: outputs are the start's alone, down to `exp(-80)`, and
+    of small queries."""
+    S, HV = 15, 2
+    draw = torch.Generator().manual_seed(0)
+    x = {name: torch.randn(1, 1 + S, HV, K, generator=draw).to(device, dtype) for name in "qkv"}
+    x["q"] *= 1e-8
+    x |= {"g": torch.full((1, 1 + S, HV, K), 1e4, device=device), "beta": torch.zeros(1, 1 + S, HV, device=device)}
+    pool = torch.randn(1, HV, K, K, generator=draw).to(device) * 1e10
+    options = {
+        "gate": "lower_bound",
+        "lower_bound": -5.0,
+        "num_spec_tokens": S,
+        "update_state": False,
+        "backend": backend,
+    }
+    records = fd.replay_buffer(1, S, HV, K, K, device=device)
+    o, _ = fd.recurrent_kda(**x, **options, initial_state=pool, intermediate_states=records)
+    q = x["q"][0].double() / (x["q"][0].double().square().sum(-1, keepdim=True) + 1e-6).sqrt() * K**-0.5
+    decays = torch.exp(-5.0 * torch.arange(1, 2 + S, device=device, dtype=torch.float64))
+    want = torch.einsum("thk,hvk->thv", q, pool[0].double())
+    assert_close("o", o[0] / decays[:, None, None].to(dtype), want, 2e-5 + 2 * one_rounding(dtype))
+
+
+def check_wild_counts(backend: str, device: str = "cpu", K: int = 64) -> None:
+    """Counts in a row that no verification writes: whatever it says, a commit takes no more tokens than the row has."""
+    S, HV = 3, 2
+    draw = torch.Generator().manual_seed(0)
+    records = torch.randn(fd.replay_buffer(2, S, HV, K, K).shape, generator=draw).to(device)
+    pool = torch.randn(2, HV, K, K, generator=draw).to(device)
+    slots = torch.arange(2, device=device)
+    for recorded in (1e9, torch.inf, torch.nan, -1.0, 2.5):
+        for accepted in (2 + S, 2**31 - 1, 1 + S):
+            left, given = pool.clone(), records.clone()
+            given[:, 0, :, counts_of(K, K)] = recorded
+            fd.commit(left, given, slots, torch.tensor([accepted, 0], device=device), backend=backend)
+            assert same_bits(left[1:], pool[1:]) and given[:, 0, :, counts_of(K, K)].eq(0).all()
+            assert same_bits(left[0], pool[0]) == (accepted > 1 + S or not recorded >= accepted)
+
+
+SPOILT = [("q", 2), ("k", 1), ("v", 3), ("g", 2), ("beta", 1), ("initial_state", 0)]
+"""Inputs that may be no numbers, and of which token."""
+
+
+def check_spoilt_token(
+    name: str,
+    token: int,
+    gate: str,
+    backend: str,
+    device: str = "cpu",
+    K: int = 32,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A token that is no number, as of a rejected draft, spoils no token before it: neither its output nor its commit. What it
+    does spoil is no number either, as in the recurrence."""
+    N, S, HV, V = 2, 4, 2, K
+    draw = torch.Generator().manual_seed(token)
+    shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+    x = {key: torch.randn(N, 1 + S, *shape, generator=draw).to(device, dtype) for key, shape in shapes.items()}
+    pool = torch.randn(N, HV, V, K, generator=draw).to(device)
+    for bad in (torch.nan, torch.inf) if name != "g" else (torch.nan,):
+        call = {key: y.clone() for key, y in (x | {"initial_state": pool}).items()}
+        call[name].view(N, -1)[0, call[name].stride(1) * token + 1] = bad
+        options = {"gate": gate, "lower_bound": -5.0 if gate == "lower_bound" else None, "num_spec_tokens": S}
+        options |= {"update_state": False, "ssm_state_indices": torch.arange(N, device=device)}
+        records = fd.replay_buffer(N, S, HV, K, V, device=device)
+        got, _ = fd.recurrent_kda(**call, **options, intermediate_states=records, backend=backend)
+        kept = call["initial_state"].clone()
+        states = torch.empty(N, 1 + S, HV, V, K, device=device)
+        want, _ = fd.recurrent_kda(**call, **options, intermediate_states=states, backend="reference")
+        assert torch.equal(got.isfinite(), want.isfinite())
+        known = want.isfinite()
+        assert known[0].any() and not known[0].all() and known[1].all()
+        assert_close("o", got[known], want[known].double(), 1e-5 + one_rounding(dtype))
+        for accepted in range(1, 2 + S):
+            pools = kept.clone(), kept.clone()
+            count = torch.full((N,), accepted, device=device, dtype=torch.int32)
+            fd.recurrent_kda(**call, **options, intermediate_states=records, backend=backend)
+            fd.commit(pools[0], records, options["ssm_state_indices"], count, backend=backend)
+            fd.commit(pools[1], states, options["ssm_state_indices"], count, backend="reference")
+            known = pools[1].isfinite()
+            assert torch.equal(pools[0].isfinite(), known)
+            assert_close("pool", pools[0][known], pools[1][known].double(), 1e-5)

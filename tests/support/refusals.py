@@ -631,6 +631,20 @@ REFUSED = {
         ),
         mistyped("dtype torch.bfloat16", "torch.float32", intermediate_states=zeros(6, 3, 2, 32, dtype=BF16)),
         mistyped("dtype torch.float16", "float32 or bfloat16", initial_state=zeros(6, 2, 8, 4, dtype=FP16)),
+        bad(
+            "K = 3",
+            "K in (1, 2, 4",
+            of="initial_state",
+            initial_state=zeros(6, 2, 8, 3),
+            intermediate_states=zeros(6, 3, 2, 32),
+        ),
+        bad(
+            "V = 12",
+            "V in (1, 2, 4",
+            of="initial_state",
+            initial_state=zeros(6, 2, 12, 4),
+            intermediate_states=zeros(6, 3, 2, 32),
+        ),
         bad("'hopper'", "one that can run this call", backend="hopper"),
         *no_tensors("initial_state"),
         mistyped("NoneType", "a torch.Tensor", num_accepted_tokens=None),
@@ -826,9 +840,12 @@ REFUSED_ON_REQUEST = {
         bad("4", "1 to 3", num_accepted_tokens=offsets(1, 4, 1)),
     ],
     (DECODE, "verify"): [
-        bad("slot 3 again", "another slot", ssm_state_indices=offsets(3, -1, 3)),
-        bad("slot 5 again", "another slot", intermediate_state_indices=offsets(5, 0, 5)),
-        bad("index 8", "... 8 slots", intermediate_state_indices=offsets(5, 0, 8)),
+        bad("row 3 again", "another row", ssm_state_indices=offsets(3, -1, 3)),
+        bad("row 5 again", "another row", intermediate_state_indices=offsets(5, 0, 5)),
+        bad("index 8", "... buffer's 8 rows", intermediate_state_indices=offsets(5, 0, 8)),
+    ],
+    (COMMIT, "plain"): [
+        bad("4", "at most the 3 tokens of a row", num_accepted_tokens=offsets(2, 0, 4, 1)),
     ],
     (COMMIT, "records"): [
         bad("3", "at most the 1 tokens that row 1 has recorded", num_accepted_tokens=offsets(2, 3, 0, 1)),
@@ -838,8 +855,13 @@ REFUSED_ON_REQUEST = {
             num_accepted_tokens=offsets(1, 1, 1, 1),
             intermediate_state_indices=offsets(4, 1, 5, 3),
         ),
-        bad("slot 1 again", "another slot", intermediate_state_indices=offsets(4, 1, 1, 3)),
-        bad("index 6", "... 6 slots", of="intermediate_state_indices", intermediate_state_indices=offsets(4, 1, 6, 3)),
+        bad("row 1 again", "another row", intermediate_state_indices=offsets(4, 1, 1, 3)),
+        bad(
+            "index 6",
+            "... buffer's 6 rows",
+            of="intermediate_state_indices",
+            intermediate_state_indices=offsets(4, 1, 6, 3),
+        ),
         bad("slot 4 again", "another slot", ssm_state_indices=offsets(4, 1, 4, -1)),
     ],
     (DECODE, "source"): [

@@ -124,6 +124,31 @@ def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, 
         fd.chunk_kda(**good_call(fd.chunk_kda, "plain") | changes, backend="triton")
 
 
+RECORDS = {"rows": 4, "num_spec_tokens": 3, "HV": 2, "K": 64, "V": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"rows": -1}, ValueError, "rows: got -1, wanted 0 or more"),
+        ({"rows": 2.0}, TypeError, "rows: got 2.0 (float), wanted an int"),
+        ({"num_spec_tokens": 17}, ValueError, "num_spec_tokens: got 17, wanted one of (1, 2"),
+        ({"num_spec_tokens": None}, TypeError, "num_spec_tokens: got None"),
+        ({"HV": 0}, ValueError, "HV: got 0, wanted 1 or more"),
+        ({"K": 48}, ValueError, "K: got 48, wanted one of (1, 2, 4"),
+        ({"V": 512}, ValueError, "V: got 512, wanted one of (1, 2, 4"),
+        ({"V": True}, TypeError, "V: got True (bool), wanted an int"),
+        ({"device": "foo"}, ValueError, "device: got 'foo', wanted a device such as"),
+        ({"device": 0}, TypeError, "device: got int, wanted a torch.device"),
+    ],
+)
+def test_replay_buffer_refuses_by_name(changes: dict, error: type[Exception], message: str):
+    assert fd.replay_buffer(**RECORDS).shape == (4, 4, 2, 272)
+    with pytest.raises(error) as caught:
+        fd.replay_buffer(**RECORDS | changes)
+    assert str(caught.value).startswith(message)
+
+
 # ---- values on the device ------------------------------------------------------------------------------------------
 
 

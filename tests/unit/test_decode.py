@@ -15,12 +15,16 @@ from flashdelta.testing.oracle import assert_close, same_bits
 
 from ..support.decoding_checks import (
     REPLAYED,
+    SPOILT,
     accepted_steps,
     check_commit,
+    check_floor,
     check_replay,
     check_rounds,
     check_rows_of_records,
+    check_spoilt_token,
     check_step,
+    check_wild_counts,
     commit_call,
 )
 
@@ -84,6 +88,19 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("reference")
+
+
+def test_sixteen_tokens_at_the_floor_of_the_gate():
+    check_floor("reference")
+
+
+def test_wild_counts_of_records():
+    check_wild_counts("reference")
+
+
+@pytest.mark.parametrize(("name", "token"), SPOILT)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
+    check_spoilt_token(name, token, "logsigmoid", "reference")
 
 
 # ---- laws -----------------------------------------------------------------------------------------------------------

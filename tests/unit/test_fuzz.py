@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.problem import operations
+from flashdelta.problem.arguments import Operation
 from flashdelta.reference import gate
 
 from ..fuzz import draw, modes, runner
@@ -96,5 +98,8 @@ def test_no_two_elements_share_memory_but_expanded_ones(layout: str):
 
 
 def test_the_operators_are_all_public_ones():
-    public = {fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda, fd.commit, fd.kda_prefill}
-    assert {function for function, _ in draw.OPERATORS.values()} == public | {fd.kernels.chunk_bwd_wy_dqkg}
+    public = {fd.chunk_kda, fd.fused_recurrent_kda, fd.recurrent_kda, fd.commit, fd.kda_prefill, fd.fused_kda_decode}
+    public |= {fd.short_convolution, fd.gated_rms_norm, fd.kernels.chunk_bwd_wy_dqkg}
+    assert {function for function, _ in draw.OPERATORS.values()} == public
+    checked = [x for x in vars(operations).values() if isinstance(x, Operation)]
+    assert len(public) == len(checked)

@@ -32,6 +32,7 @@ from flashdelta.testing.wy import WyCase, make_wy
 from ..support.decoding_checks import commit_call
 from ..support.pools import BY_NAME as POOLS
 from ..support.pools import call_for
+from ..support.refusals import commit_of_records
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 wy = fd.kernels.chunk_bwd_wy_dqkg
@@ -82,7 +83,11 @@ TRACED = (
 TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
 COMPILED = [
     *calls(*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS), marks=(pytest.mark.slow,)),
-    *calls(("", fd.commit, commit_call), ("", wy, partial(make_wy, WY_CASES["plain"]))),
+    *calls(
+        ("", fd.commit, commit_call),
+        ("records", fd.commit, commit_of_records),
+        ("", wy, partial(make_wy, WY_CASES["plain"])),
+    ),
     *calls(("", fd.kda_prefill, partial(prefill_call, LOGITS))),
 ]
 COMPILED_WITH_OUT = calls(

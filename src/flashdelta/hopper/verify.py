@@ -210,7 +210,7 @@ def verify_kernel(
     if dt_bias is not None:
         bias = gl.load(dt_bias + head * K + key).to(gl.float32)
     records, recorded = open_record(
-        *(records, starts, targets, n, head, slot, gl.where(there, count, 0), slice_),
+        *(records, starts, targets, n, head, slot, count, slice_),
         *(start_row, target_row, target_pitch, lowest, start_slots, target_slots),
         *(gl.arange(0, RECORD_COUNTS, layout=gl.SliceLayout(1, norm_l)), K, V),
     )
@@ -222,6 +222,7 @@ def verify_kernel(
     since = gl.associative_scan(gl.where(tile, exp_g, 1.0), 0, multiply) * AHEAD
     rows_s = gl.allocate_shared_memory(gl.float32, [2, ROWS, K], swizzled)
     store_parts(rows_s, rows_of(tile_k * since, tile_q.to(gl.float32) * since))
+    # an MMA has 16 rows; those of no token stay as they are, and so do the rows of pairs that come of them: nobody reads either
     until_s = gl.allocate_shared_memory(gl.float32, [2, 16, K], swizzled)
     store_parts(until_s, tile_k / since)
 

@@ -10,6 +10,7 @@ from ..problem.arguments import integer
 from ..problem.errors import wrong
 from ..problem.problem import DECODE_TOKENS, GateName, NullIndex, record_width
 from ..runtime.call import Call
+from ..runtime.devices import find_device
 
 
 def recurrent_kda(
@@ -170,24 +171,23 @@ def replay_buffer(
     Args:
         rows: how many; at most as many sequences are verified at once.
         num_spec_tokens: `S` in 1 to 16.
-        HV, K, V: value heads, key and value channels.
+        HV, K, V: value heads, key and value channels; the latter powers of two up to 256.
         device: of the buffer; PyTorch's default device by default.
 
     Returns:
         `[rows, 1 + num_spec_tokens, HV, width]` float32, zeros; `width` is `2 K + V + 4` up to a multiple of 16.
 
     Raises:
-        ValueError, TypeError: a number that does not fit.
+        ValueError, TypeError: a number that does not fit, or a device that is not there.
     """
-    for name, value, highest in (
-        ("rows", rows, None),
-        ("num_spec_tokens", num_spec_tokens, DECODE_TOKENS - 1),
-        *((name, value, None) for name, value in (("HV", HV), ("K", K), ("V", V))),
-    ):
+    for name, value, lowest in (("rows", rows, 0), ("HV", HV, 1)):
         integer()(name, value)
-        lowest = 0 if name == "rows" else 1
-        if value < lowest or (highest is not None and value > highest):
-            raise wrong(name, value, f"{lowest} or more" if highest is None else f"{lowest} to {highest}")
+        if value < lowest:
+            raise wrong(name, value, f"{lowest} or more")
+    integer(*range(1, DECODE_TOKENS))("num_spec_tokens", num_spec_tokens)
+    for name, value in (("K", K), ("V", V)):
+        integer(*operations.DECODE_HEAD_DIMS)(name, value)
+    device = None if device is None else find_device(device)
     shape = (rows, 1 + num_spec_tokens, HV, record_width(K, V))
     return torch.zeros(shape, dtype=torch.float32, device=device)
 

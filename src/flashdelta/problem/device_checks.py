@@ -108,27 +108,30 @@ def _check_counts(counts: torch.Tensor, lengths: list[int], problem: Problem) ->
 
 
 def _check_rows(problem: Problem, t: Tensors, lengths: list[int], name_of: NameOf) -> None:
-    """Of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a record has."""
+    """Of `intermediate_states`: no row may be written twice, nor may more tokens be accepted than a row has."""
     if t.source_pool is not None:
         role, pool, given = "source_indices", t.source_pool, t.source_indices
     else:
         role, pool, given = "state_indices", t.state_pool, t.state_indices
     starts = [*range(problem.N)] if given is None else given.tolist()
     lowest = 0 if given is None else problem.lowest_index
-    rows, claims = starts, _Claims(lowest, problem.rows)
+    rows, lowest_row = starts, lowest
     if t.intermediate_indices is not None:  # null only below 0
-        role, rows, claims = "intermediate_indices", t.intermediate_indices.tolist(), _Claims(0, problem.rows)
-    counts = t.num_accepted_tokens.tolist() if problem.operation == "commit" and problem.has_records else None
+        role, rows, lowest_row = "intermediate_indices", t.intermediate_indices.tolist(), 0
+    claims = _Claims(lowest_row, problem.rows, "buffer's", "rows")
+    counts = t.num_accepted_tokens.tolist() if problem.operation == "commit" else None
     for n, (start, row) in enumerate(zip(starts, rows)):
         live = lowest <= start < pool.shape[0]
         # a commit empties the records that it names
         written = problem.has_records or (problem.operation == "decode" and lengths[n] > 0)
         claims.claim(name_of(role), row, stored=live and written)
-        if counts is not None and live and row >= claims.lowest:
-            recorded = int(record_counts(problem, t.intermediate_states)[row].min())
-            if counts[n] > recorded:
-                wanted = f"at most the {recorded} tokens that row {row} has recorded"
-                raise wrong("num_accepted_tokens", counts[n], wanted)
+        if counts is not None and live and row >= lowest_row:
+            has, what = problem.most_tokens, f"the {problem.most_tokens} tokens of a row"
+            if problem.has_records:
+                has = int(record_counts(problem, t.intermediate_states)[row].min())
+                what = f"the {has} tokens that row {row} has recorded"
+            if counts[n] > has:
+                raise wrong("num_accepted_tokens", counts[n], f"at most {what}")
 
 
 def _check_checkpoints(offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims) -> None:

@@ -354,15 +354,20 @@ CHECKPOINTS = (
 )
 
 
+def check_head_dims(sizes: Sizes, head_dims: tuple[int, ...], **names: str) -> None:
+    """`names`: the argument that has K, and the one that has V."""
+    for symbol, name in names.items():
+        if sizes.get(symbol, head_dims[0]) not in head_dims:
+            raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
+
+
 def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) -> None:
     H, HV = sizes.get("H", 1), sizes.get("HV", sizes.get("H", 1))
     if H == 0:
         raise wrong("q", shape_of(c.q), "at least one head")
     if HV == 0 or HV % H != 0:
         raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
-    for name, symbol in (("q", "K"), ("v", "V")):
-        if sizes.get(symbol, head_dims[0]) not in head_dims:
-            raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
+    check_head_dims(sizes, head_dims, K="q", V="v")
     if c.cu_seqlens is not None and sizes["B"] != 1:
         raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
 
@@ -663,6 +668,8 @@ def check_commit(c: Any, sizes: Sizes) -> None:
     if math.prod(c.state_pool.shape[1:]) == 0:
         raise wrong("initial_state", shape_of(c.state_pool), "states with elements")
     bind_record(sizes)
+    if has_records(c):  # copies of states may have any size
+        check_head_dims(sizes, DECODE_HEAD_DIMS, K="initial_state", V="initial_state")
     if not 1 <= sizes.get("tokens", 1) <= DECODE_TOKENS:
         raise wrong(
             "intermediate_states", shape_of(c.intermediate_states), f"states of 1 to {DECODE_TOKENS} tokens a row"

@@ -22,12 +22,13 @@ def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch
     dtype, D, W = compute_dtype(problem), problem.D, problem.taps
     offsets = offsets_of(problem, t)
     begins, lengths = offsets[:-1], offsets.diff().clamp(min=0)
-    # a row of zeros at the end, for tokens of no sequence
-    x = torch.cat([t.x.reshape(-1, D).to(dtype), t.x.new_zeros(1, D, dtype=dtype)])
+    x = t.x.reshape(-1, D).to(dtype)
     states = _initial(problem, t, dtype)
-    token = torch.arange(x.shape[0] - 1, device=x.device)
+    token = torch.arange(x.shape[0], device=x.device)
     n = torch.searchsorted(offsets, token, right=True) - 1
     valid = (n >= 0) & (n < problem.N)
+    # zeros for tokens of no sequence, whose gradients are zeros then, and a row of them at the end
+    x = torch.cat([torch.where(valid[:, None], x, 0.0), x.new_zeros(1, D)])
     n = torch.where(valid, n, problem.N)
     # past the last one, a sequence that has no token
     position = token - torch.cat([begins, begins.new_zeros(1)])[n]

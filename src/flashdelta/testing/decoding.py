@@ -21,11 +21,11 @@ MARGIN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Case):
-    """One call. `offsets_dtype` is that of all indices.
+    """One call. `offsets_dtype` is that of all indices, which lie `every` numbers apart.
 
     `indices`: slots, one a sequence, with speculative tokens a row of them (None: slot `n` of `B`). `source`: slots of another
-    pool. `rows`: rows of `intermediate_states` ("slots": as `indices`). Slots lie `gap` elements further apart than
-    they must.
+    pool. `rows`: rows of `intermediate_states` ("slots": as `indices`), which has `buffer` of them (None: 3, or as many as
+    slots). Slots lie `gap` elements further apart than they must.
     """
 
     B: int = 3
@@ -47,6 +47,12 @@ class Step(Case):
     source: tuple[int, ...] | None = None
     update: bool = True
     rows: tuple[int, ...] | str | None = None
+    buffer: int | None = None
+    every: int = 1
+
+    @property
+    def buffer_rows(self) -> int:
+        return self.buffer or (self.slots if self.rows == "slots" else 3)
 
     @property
     def N(self) -> int:
@@ -203,6 +209,11 @@ STEPS = [
     Step("verify_16", "sixteen", **SIXTEEN_DRAFTS, B=2, update=False, indices=(3, 1), rows="slots", state=BF16),
     Step("verify_source", "from a source", **ONE_DRAFT, B=2, update=False, source=(3, 1), indices=None, rows=(2, 0)),
     Step("verify_own", "row n", **ONE_DRAFT, B=2, update=False, indices=None, slots=2, rows="slots"),
+    Step("verify_short", "slots past a buffer's end have no row", **PACKED_VERIFY, rows="slots", buffer=3),
+    Step("verify_short_own", "row n", **ONE_DRAFT, update=False, indices=None, slots=3, rows="slots", buffer=2),
+    Step(
+        "verify_strided", "indices amid others", **ONE_DRAFT, update=False, indices=(4, 1, 6), rows=(2, 0, 1), every=3
+    ),
 ]
 SINGLE_BF16 = [
     replace(step, name=f"{step.name}_K{K}_V{V}_bf16", state=BF16, K=K, V=V)
@@ -227,7 +238,10 @@ def make_step(step: Step, dtype: torch.dtype = FP32, device: str | torch.device 
 
 def _states(step: Step, source: Source) -> dict:
     def index(values: tuple) -> Tensor:
-        return torch.tensor(values, dtype=step.offsets_dtype, device=source.device)
+        dense = torch.tensor(values, dtype=step.offsets_dtype, device=source.device)
+        amid_others = dense.new_full((*dense.shape, step.every), 3)
+        amid_others[..., 0] = dense
+        return amid_others[..., 0]
 
     given = {}
     if step.state is not None and (step.source is None or step.update):
@@ -240,10 +254,8 @@ def _states(step: Step, source: Source) -> dict:
     if step.accepted is not None:
         given["num_accepted_tokens"] = index(step.accepted)
     if step.rows is not None:
-        count = step.slots if step.rows == "slots" else 3
-        given["intermediate_states"] = amid(
-            source, step.state, (count, 1 + (step.spec or 0), *step.state_shape), step.gap
-        )
+        shape = step.buffer_rows, 1 + (step.spec or 0), *step.state_shape
+        given["intermediate_states"] = amid(source, step.state, shape, step.gap)
         if step.rows != "slots":
             given["intermediate_state_indices"] = index(step.rows)
     return given

@@ -160,9 +160,10 @@ CONVOLUTION_BY_NAME = {case.name: case for case in CONVOLUTION_CASES}
 
 
 def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
-    """The arguments, drawn in float64 and rounded."""
+    """The arguments, drawn in float64 and rounded; tokens of no sequence are NaN."""
     source = source_of(case.name)
     x = normal(source, case.B, case.tokens, case.D).to(dtype).to(device)
+    x[:, case.tokens - case.padding :] = torch.nan
     weight = normal(source, case.D, case.W).to(dtype).to(device)
     call: dict = {"x": in_memory(x, 3) if case.sliced else x, "weight": weight[:, None] if case.like_conv1d else weight}
     call["bias"] = normal(source, case.D).to(wide_of(dtype)).to(device) if case.bias else None

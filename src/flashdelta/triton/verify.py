@@ -19,7 +19,9 @@ while it is in flight. Bounded decays: `exp(G_t)` and its inverse are within flo
 over the tokens decays a tile of keys, whose row `s` is `k_s exp(G_t - G_s)` at token `t`; its sums with `k_t` and `q_t` are
 rows of A and B. No exponent is a difference.
 
-Products are MMAs of 22 bits or more, so that results differ from those of `decode` by rounding alone.
+Products are MMAs of 22 bits or more, so that results differ from those of `decode` by rounding alone. An MMA multiplies what
+is not finite by the zeros of earlier rows too. So rows with such an entry are zeros in it and NaN afterwards: the token's and,
+if it changes the state, those of all later ones.
 """
 
 from __future__ import annotations
@@ -151,6 +153,12 @@ def inverse(A, tokens, COUNT: tl.constexpr):
 
 
 @triton.jit
+def not_finite(x):
+    """Which of `x` are infinite or NaN."""
+    return x - x != 0.0
+
+
+@triton.jit
 def with_corners(X, A, level: tl.constexpr, COUNT: tl.constexpr):
     """The inverse of blocks of `2 << level` rows from those of their halves: `[[x, 0], [c, y]]^-1 = [[X, 0], [-Y c X, Y]]`."""
     parts = two_parts(X)
@@ -252,7 +260,7 @@ def verify_kernel(
     initial_state += slot * start_pitch + head * (K * V)
     state = load_tile(initial_state, slice_ * BV, read, K, V, TILE, V_FIRST)
     records, has_row = open_record(
-        *(records, starts, targets, n, head, slot, tl.where(there, count, 0), slice_),
+        *(records, starts, targets, n, head, slot, count, slice_),
         *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, tl.arange(0, COUNTS), K, V),
     )
 
@@ -311,7 +319,10 @@ def verify_kernel(
     pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
     weight = tl.where(of_k, strength * norms, -1.0)
-    solution = inverse(tl.where(earlier, pairs * weight[:, None], 0.0), most_tokens, ROWS)
+    system = tl.where(earlier, pairs * weight[:, None], 0.0)
+    spoiled = not_finite(strength + tl.sum(rows * 0.0, axis=1) + tl.sum(system * 0.0, axis=1))
+    spoiled |= own >= tl.min(tl.where(spoiled & of_k, own, TOKENS), axis=0)
+    solution = inverse(tl.where(spoiled[:, None], 0.0, system), most_tokens, ROWS)
 
     solution = two_parts(tl.trans(solution))
     of_w = known & of_k
@@ -323,7 +334,10 @@ def verify_kernel(
         if tile_ + TILE < BV:
             state = load_tile(initial_state, slice_ * BV + tile_ + TILE, read, K, V, TILE, V_FIRST)
         right = strength[None, :] * tile_v.to(tl.float32) - weight[None, :] * (sums * (1 / AHEAD))
-        result = products(two_parts(right), solution)
+        without = spoiled[None, :] | not_finite(right)
+        since_then = tl.min(tl.where(without & of_k[None, :], own[None, :], TOKENS), axis=1)
+        result = products(two_parts(tl.where(without, 0.0, right)), solution)
+        result = tl.where(without | (own[None, :] >= since_then[:, None]), float("nan"), result)
         out = result * (norms * scale)[None, :]
         if NULL_GIVES_ZERO:
             out = tl.where(live, out, 0.0)
