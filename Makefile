@@ -85,7 +85,7 @@ format: $(STAMP) ## apply what lint asks for
 	@$(BIN)/ruff format .
 
 docs: $(DOCS_STAMP) ## build the site into build/site; a warning or a link that leads nowhere fails
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP) ## measure prefill beside FLA (needs an NVIDIA GPU)
 	@$(PIP) install -e '.[bench]'
