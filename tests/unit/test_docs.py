@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 import sys
@@ -146,3 +147,13 @@ def test_split_errors_are_below_flas():
     document = load(pages.RESULTS / "split-hopper-h200.json")
     errors = [(row["ours"]["error"][x], row["fla"]["error"][x]) for row in document["rows"] for x in ("o", "state")]
     assert len(document["rows"]) == 52 and all(ours < fla for ours, fla in errors)
+
+
+def test_pictures_are_as_drawn():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = module.pictures()
+    assert {path: path.read_text() for path in (ROOT / "docs" / "kernels").glob("*.svg")} == drawn
+    pages = {path.with_suffix(".svg") for path in (ROOT / "docs" / "kernels").glob("*.md")}
+    assert pages == drawn.keys() | {ROOT / "docs" / "kernels" / "index.svg"}, "a page without a picture, or the reverse"
