@@ -1,7 +1,7 @@
 """The pictures of docs/kernels/: what a stage reads, does and leaves. `python docs/pictures.py` writes them.
 
-A picture is columns of boxes, from left to right: grey ones lie in memory, blue ones are work of a CTA, orange ones stay on chip
-from step to step. Arrows say what needs what; one from a box to itself is carried from step to step.
+A picture is columns of boxes, from left to right. Grey ones lie in memory, blue ones are work of a CTA, orange ones stay on chip
+from step to step, which an arrow from a box to itself says. Other arrows say what needs what.
 """
 
 from __future__ import annotations
@@ -105,12 +105,16 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
             ],
             [
                 work("pairs", "MMAs of pairs of rows:", "Akk, Aqk [C, C]"),
-                work("scaled", "qg = q exp(G)", "kg = k exp(G_C - G)"),
+                work("scaled", "k exp(G), qg = scale q exp(G)", "kg = k exp(G_C - G)"),
             ],
-            [work("solve", "(I + Akk)^-1 by", "forward substitution"), work("w", "w = inverse (k exp(G))")],
-            [memory("tiles", "w, qg, kg [C, K]", "inverse, Aqk [C, C]", "decay [K]")],
+            [
+                work("solve", "(I + Akk)^-1 by", "forward substitution"),
+                work("w", "w = inverse (k exp(G))"),
+                memory("rest", "qg, kg [C, K], decay [K]"),
+            ],
+            [memory("matrices", "inverse, Aqk [C, C]"), memory("tile", "w [C, K]")],
         ],
-        "rows>gate gate>sums sums>pairs sums>scaled pairs>solve solve>w scaled>w solve>tiles w>tiles",
+        "rows>gate gate>sums sums>pairs sums>scaled pairs>solve solve>w scaled>w scaled>rest solve>matrices w>tile",
     ),
     "recurrence": (
         "recurrence: one CTA per sequence, value head and slice of value channels, chunk after chunk",
@@ -138,8 +142,8 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
     "segments": (
         "plan, transitions, compose: a sequence of three segments",
         [
-            [TILES, memory("v", "v"), memory("offsets", "cu_seqlens")],
-            [work("plan", "plan: how many segments", "each sequence has")],
+            [memory("offsets", "cu_seqlens")],
+            [work("plan", "plan: how many segments", "each sequence has"), memory("tiles", "tiles of prepare, v")],
             [
                 work("t0", "transitions, segment 0:", "b_0 = state after it"),
                 work("t1", "transitions, segment 1:", "(M_1, b_1)"),
@@ -151,7 +155,7 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
                 work("r2", "recurrence, segment 2", "from S_2"),
             ],
         ],
-        "offsets>plan plan>t0 plan>t1 t0>compose t1>compose compose>r0 compose>r1 compose>r2",
+        "offsets>plan plan>t0 plan>t1 tiles>t0 tiles>t1 t0>compose t1>compose compose>r0 compose>r1 compose>r2",
     ),
     "merge": (
         "merge: rank 2 of a sequence that began on rank 0",
@@ -175,7 +179,11 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
                 work("new", "dv_new = Aqk^T do + kg dS'"),
                 carried("S", "gradient dS of the state [K, BV]", "dS = decay dS' + qg^T do", "     - w^T dv_new"),
             ],
-            [memory("dv", "dv_new [C, BV]"), memory("dh", "dS' of every chunk"), memory("dh0", "gradient of the", "initial state")],
+            [
+                memory("dv", "dv_new [C, BV]"),
+                memory("dh", "dS' of every chunk"),
+                memory("dh0", "gradient of the", "initial state"),
+            ],
         ],
         "tiles>new do>new dht>S S>new new>S S>S new>dv S>dh S>dh0",
     ),
@@ -189,10 +197,19 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
             ],
             [
                 work("values", "through v_new and o:", "dAqk = do v_new^T", "dw = -dv_new S^T"),
-                work("inverse", "through the inverse:", "R, Z = Akk_inv^T (dv_new, dw)", "dAkk = -Akk_inv^T (..) Akk_inv^T"),
+                work(
+                    "inverse",
+                    "through the inverse:",
+                    "R, Z = Akk_inv^T (dv_new, dw)",
+                    "dAkk = -Akk_inv^T (..) Akk_inv^T",
+                ),
                 work("states", "through qg and kg:", "do S^T, v_new dS'^T"),
             ],
-            [memory("matrices", "dAkk, dAqk [C, C]"), memory("dv", "dv, dbeta"), memory("parts", "parts of dq, dk, dG [C, K]")],
+            [
+                memory("matrices", "dAkk, dAqk [C, C]"),
+                memory("dv", "dv, dbeta"),
+                memory("parts", "parts of dq, dk, dG [C, K]"),
+            ],
         ],
         "rows>values forward>values back>values values>inverse forward>inverse back>states"
         " values>matrices inverse>matrices inverse>dv inverse>parts states>parts",
@@ -201,16 +218,25 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
         "intra: one CTA per chunk and value head",
         [
             [ROWS, memory("matrices", "dAkk, dAqk [C, C]"), memory("parts", "parts of dq, dk, dG")],
-            [work("factors", "exp(G_i - G_j) as", "left_i right_j"), work("pairs", "MMAs of pairs:", "more of dq, dk, dbeta, dG")],
+            [
+                work("factors", "exp(G_i - G_j) as", "left_i right_j"),
+                work("pairs", "MMAs of pairs:", "more of dq, dk, dbeta, dG"),
+            ],
             [work("sum", "dg_t = sum of dG_i, i >= t"), work("gate", "back through gate,", "L2 norm, sigmoid")],
-            [memory("out", "dq, dk by value head", "dg, dbeta"), memory("sums", "a partial sum a chunk", "of dA_log, ddt_bias")],
+            [
+                memory("out", "dq, dk by value head", "dg, dbeta"),
+                memory("sums", "a partial sum a chunk", "of dA_log, ddt_bias"),
+            ],
         ],
         "rows>factors factors>pairs matrices>pairs parts>pairs pairs>sum sum>gate gate>out gate>sums",
     ),
     "finish": (
         "finish: sums in a fixed order, without atomics",
         [
-            [memory("heads", "dq, dk by value head", "[B, T, HV, K]"), memory("chunks", "partial sums by chunk", "[S, HV, K]")],
+            [
+                memory("heads", "dq, dk by value head", "[B, T, HV, K]"),
+                memory("chunks", "partial sums by chunk", "[S, HV, K]"),
+            ],
             [work("group", "sum over the value heads", "of a query head"), work("over", "sum over chunk slots")],
             [memory("dq", "dq, dk [B, T, H, K]"), memory("dA", "dA_log [HV]", "ddt_bias [HV, K]")],
         ],
@@ -219,12 +245,15 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
     "decode": (
         "decode: one CTA per sequence, value head and slice of value channels",
         [
-            [memory("index", "slot's index"), memory("rows", "q, k, g, beta, v", "of a token"), memory("pool", "S^T [BV, K] in its slot")],
-            [work("gate", "gate, norms, q^T k,", "while S is on its way")],
+            [memory("rows", "q, k, g, beta, v", "of a token")],
+            [
+                work("gate", "gate, norms, q^T k,", "while S is on its way"),
+                memory("pool", "slot's index, then", "S^T [BV, K] in the slot"),
+            ],
             [carried("S", "D = exp(g) S", "a = k^T D,  b = q^T D", "d = beta (v - a)", "S <- D + k d")],
             [memory("o", "o = scale (b + (q^T k) d)"), memory("back", "S^T to its slot, or", "one after each token")],
         ],
-        "rows>gate pool>S gate>S S>S S>o S>back index>gate",
+        "rows>gate pool>S gate>S S>S S>o S>back",
     ),
     "verify": (
         "verify and commit: drafts by replay",
@@ -247,15 +276,17 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
             [
                 memory("x", "x of the token,", "windows of W - 1 inputs"),
                 memory("gate", "g, beta"),
-                memory("pool", "state in its slot"),
-                memory("z", "output gate z"),
             ],
-            [work("conv", "q, k, v =", "silu(convolution)"), work("norms", "L2 norms, gate")],
-            [carried("S", "a step of decode,", "state in registers")],
-            [work("norm", "rmsnorm(o) * weight", "* sigmoid(z)")],
-            [memory("o", "o"), memory("back", "state and window", "to their slots")],
+            [
+                work("conv", "q, k, v =", "silu(convolution)"),
+                work("norms", "L2 norms, gate"),
+                memory("pool", "state in its slot"),
+            ],
+            [carried("S", "a step of decode,", "state in registers"), memory("z", "output gate z")],
+            [memory("back", "state and window", "to their slots"), work("norm", "rmsnorm(o) * weight", "* sigmoid(z)")],
+            [memory("o", "o")],
         ],
-        "x>conv gate>norms conv>S norms>S S>norm norm>o S>back",
+        "x>conv gate>norms conv>S norms>S pool>S S>S S>norm z>norm norm>o S>back",
     ),
     "around": (
         "convolution and norm: what the layer has around attention",

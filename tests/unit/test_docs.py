@@ -66,7 +66,10 @@ def test_every_block_is_tested_or_says_why_not(path: Path):
         ("<!-- needs: an engine -->\n```bash\nmake test\n```\n", "marked, but it needs no engine"),
         ("<!-- needs: luck -->\n```bash\nmake test\n```\n", "marked with 'luck'"),
         ("<!-- needs: a GPU -->\n```python\nx = 1\n```\n", "marked, but it needs no GPU"),
-        ('```python title="examples/train_tiny_lm.py"\nno such line\n```\n', "not an excerpt of examples/train_tiny_lm.py"),
+        (
+            '```python title="examples/train_tiny_lm.py"\nno such line\n```\n',
+            "not an excerpt of examples/train_tiny_lm.py",
+        ),
     ],
     ids=lambda text: text[:40].replace("\n", " "),
 )
