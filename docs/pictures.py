@@ -1,6 +1,6 @@
 """The pictures of docs/kernels/: what a stage reads, does and leaves. `python docs/pictures.py` writes them.
 
-A picture is columns of boxes, from left to right. Grey ones lie in memory, blue ones are work of a CTA, orange ones stay on chip
+A picture is columns of boxes, left to right. Grey boxes lie in memory, blue ones are work of a CTA, orange ones stay on chip
 from step to step, which an arrow from a box to itself says. Other arrows say what needs what.
 """
 
