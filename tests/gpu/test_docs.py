@@ -15,7 +15,10 @@ from tests.support import documents
 pytestmark = pytest.mark.gpu
 
 ROOT = documents.ROOT
-PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if documents.program(path.read_text(), on_gpu=True)]
+PAGES = [
+    path for path in sorted((ROOT / "docs").rglob("*.md")) if "cuda" in documents.program(path.read_text(), on_gpu=True)
+]
+"""Those whose code goes to a GPU if there is one."""
 
 
 def run(*arguments: str) -> str:

@@ -115,6 +115,21 @@ def test_differences_from_fla_are_all_named():
         assert [x for x, p in ours.items() if p.kind != p.KEYWORD_ONLY] == ["q", "k", "v", "g", "beta"]
 
 
+def test_every_public_name_has_an_entry_in_the_reference():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    entries = set(re.findall(r"^::: (?:.*\n    options: \{heading: )?([\w.]+)", pages, flags=re.MULTILINE))
+    modules = {
+        "flashdelta": fd,
+        "flashdelta.nn": fd.nn,
+        "flashdelta.parallel": fd.parallel,
+        "flashdelta.kernels": fd.kernels,
+    }
+    public = {f"{name}.{x}" for name, module in modules.items() for x in module.__all__}
+    public |= {f"flashdelta.integrations.{x}" for x in ("status", "Status")}
+    public |= {f"flashdelta.integrations.fla.{x}" for x in ("ENVIRONMENT", "disable", "enable", "status")}
+    assert public - entries == {"flashdelta.nn", "flashdelta.parallel", "flashdelta.kernels"}
+
+
 # ---- tables and figures --------------------------------------------------------------------------------------------------
 
 
