@@ -18,6 +18,8 @@ TRITON ?= triton==3.9.0
 endif
 TRITON_OLDEST ?= triton==3.6.0
 
+DOCS_STAMP := $(VENV)/.installed-docs
+
 # between the oldest and the newest, for compile-all
 TRITONS_BETWEEN ?= 3.7.0 3.7.1 3.8.0
 BETWEEN := $(foreach version,$(TRITONS_BETWEEN),$(VENV)/triton-$(version))
@@ -32,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz lint format bench clean
+.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +84,9 @@ format: $(STAMP) ## apply what lint asks for
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(DOCS_STAMP) ## build the site into build/site; a warning or a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP) ## measure prefill beside FLA (needs an NVIDIA GPU)
 	@$(PIP) install -e '.[bench]'
 	@$(BIN)/flashdelta bench prefill
@@ -95,6 +100,10 @@ $(STAMP): pyproject.toml
 	@$(PIP) install '$(TORCH)'
 	@$(PIP) install -e '.[cli,test]'
 	@$(if $(TRITON),$(PIP) install '$(TRITON)')
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) install -e '.[docs]'
 	@touch $@
 
 # a second Triton beside the first, for the tests that compile kernels on both

@@ -2,43 +2,135 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+import flashdelta as fd
 from flashdelta.tools.bench import pages
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.report import load
 from flashdelta.tools.bench.workloads import select
+from tests.support import documents
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
-DOCUMENTS.append(ROOT / "examples" / "c" / "README.md")
-SNIPPETS = [
-    pytest.param(code, id=f"{path.name}-{i}")
-    for path in DOCUMENTS
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
+DOCUMENTS = [
+    *(ROOT / "README.md", ROOT / "benchmarks" / "README.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 
 
-def test_there_are_snippets():
-    assert SNIPPETS
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT).with_suffix("")).replace("/", "-")
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippet_runs(code: str):
-    exec(compile(code, "snippet", "exec"), {})
-    if "flashdelta.integrations.fla" in sys.modules:  # its import enables it
-        del sys.modules["flashdelta.integrations.fla"]
-        sys.modules["flashdelta.integrations._fla"].disable()
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+WITH_CODE = [path for path in DOCUMENTS if documents.program(path.read_text())]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_quickstart_has_code():
+    assert {path.name for path in WITH_CODE} >= {"serving.md", "training.md", "coming-from.md"}
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=named)
+def test_code_runs(path: Path):
+    """The blocks of a page are one program."""
+    try:
+        exec(compile(documents.program(path.read_text()), path.name, "exec"), {"__name__": path.stem})
+    finally:
+        if "flashdelta.integrations.fla" in sys.modules:  # its import enables it
+            del sys.modules["flashdelta.integrations.fla"]
+            sys.modules["flashdelta.integrations._fla"].disable()
+
+
+@every_document
+def test_every_block_is_tested_or_says_why_not(path: Path):
+    assert documents.faults(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("```\nx\n```\n", "a block in no language"),
+        ("```rust\nx\n```\n", "a block in 'rust'"),
+        ("```bash\nflashdelta nothing\n```\n", "'flashdelta nothing': no such command"),
+        ("```bash\nmake nothing\n```\n", "'make nothing': no such target"),
+        ("```bash\npython nothing.py\n```\n", "'python nothing.py': no such file"),
+        ("```bash\npip install vllm\n```\n", "'pip install vllm': not marked, but it needs an engine"),
+        ("<!-- needs: an engine -->\n```bash\nmake test\n```\n", "marked, but it needs no engine"),
+        ("<!-- needs: luck -->\n```bash\nmake test\n```\n", "marked with 'luck'"),
+        ("<!-- needs: a GPU -->\n```python\nx = 1\n```\n", "marked, but it needs no GPU"),
+        (
+            '```python title="examples/train_tiny_lm.py"\nno such line\n```\n',
+            "not an excerpt of examples/train_tiny_lm.py",
+        ),
+    ],
+    ids=lambda text: text[:40].replace("\n", " "),
+)
+def test_a_block_that_is_neither_is_found(text: str, said: str):
+    (found,) = documents.faults(text)
+    assert said in found
+
+
+@every_document
 def test_links_lead_somewhere(path: Path):
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+# ---- names and defaults --------------------------------------------------------------------------------------------------
+
+
+def test_names_and_defaults_side_by_side_are_the_signatures():
+    text = (ROOT / "docs" / "start" / "serving.md").read_text()
+    names, table = re.search(r"<!-- signatures: (.*?) -->\n\n(.*?)\n\n<!-- end", text, flags=re.DOTALL).groups()
+    functions = [getattr(fd, name) for name in names.split(", ")]
+    compared = 0
+    for line in table.splitlines()[2:]:
+        for function, cell in zip(functions, line.strip("|").split("|")[1:], strict=True):
+            parameters = inspect.signature(function).parameters
+            for name, default in re.findall(r"`(\w+)(?:=([^`]+))?`", cell):
+                expected = inspect.Parameter.empty if not default else ast.literal_eval(default)
+                # what a cell says of an argument besides its default has no `=`
+                assert parameters[name].default == expected or (name, expected) == ("gate", None), (function, name)
+                compared += 1
+    assert compared > 30
+
+
+def test_differences_from_fla_are_all_named():
+    kda = pytest.importorskip("fla.ops.kda")
+    text = (ROOT / "docs" / "start" / "coming-from.md").read_text()
+    named = set(re.findall(r"`(\w+)", text))
+    for name in ("chunk_kda", "fused_recurrent_kda"):
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (fd, kda))
+        different = {x for x in ours.keys() & theirs.keys() if ours[x].default != theirs[x].default}
+        assert different == {"use_qk_l2norm_in_kernel", "state_v_first"}
+        assert (ours.keys() ^ theirs.keys()) - {"kwargs"} <= named
+        assert [x for x, p in ours.items() if p.kind != p.KEYWORD_ONLY] == ["q", "k", "v", "g", "beta"]
+
+
+def test_every_public_name_has_an_entry_in_the_reference():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    entries = set(re.findall(r"^::: (?:.*\n    options: \{heading: )?([\w.]+)", pages, flags=re.MULTILINE))
+    modules = {
+        "flashdelta": fd,
+        "flashdelta.nn": fd.nn,
+        "flashdelta.parallel": fd.parallel,
+        "flashdelta.kernels": fd.kernels,
+    }
+    public = {f"{name}.{x}" for name, module in modules.items() for x in module.__all__}
+    public |= {f"flashdelta.integrations.{x}" for x in ("status", "Status")}
+    public |= {f"flashdelta.integrations.fla.{x}" for x in ("ENVIRONMENT", "disable", "enable", "status")}
+    assert public - entries == {"flashdelta.nn", "flashdelta.parallel", "flashdelta.kernels"}
+
+
+# ---- tables and figures --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.parent.name + "-" + path.stem)
@@ -73,3 +165,13 @@ def test_split_errors_are_below_flas():
     document = load(pages.RESULTS / "split-hopper-h200.json")
     errors = [(row["ours"]["error"][x], row["fla"]["error"][x]) for row in document["rows"] for x in ("o", "state")]
     assert len(document["rows"]) == 52 and all(ours < fla for ours, fla in errors)
+
+
+def test_pictures_are_as_drawn():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = module.pictures()
+    assert {path: path.read_text() for path in (ROOT / "docs" / "kernels").glob("*.svg")} == drawn
+    pages = {path.with_suffix(".svg") for path in (ROOT / "docs" / "kernels").glob("*.md")}
+    assert pages == drawn.keys() | {ROOT / "docs" / "kernels" / "index.svg"}, "a page without a picture, or the reverse"

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml")
 FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
 MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"

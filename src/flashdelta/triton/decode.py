@@ -46,7 +46,7 @@ SCALARS = (
 
 CHANNELS_A_THREAD = tl.constexpr(4)
 """Adjacent value channels of a thread where states lie K first, in bf16 too. With 8 fewer threads lie along V and more along K,
-over which sums run (docs/tuning.md)."""
+over which sums run (docs/log/tuning.md)."""
 
 
 @triton.jit
@@ -383,7 +383,7 @@ DECODE_FEW = 256
 def decode_config(problem: Problem, capability: int) -> DecodeConfig:
     """By kind of call: bytes in flight decide, so a CTA has 4 KB of states (bf16, one warp: 2 KB reach 76 % of the copy
     rate, 4 KB 89 %, and with 8 KB registers let too few CTAs run). K first, only the width of a tile makes accesses to
-    whole sectors: 64 channels where there are many CTAs. docs/tuning.md has all that was tried.
+    whole sectors: 64 channels where there are many CTAs. docs/log/tuning.md has all that was tried.
     """
     wide = problem.state_dtype == torch.float32
     if problem.T > 1 or problem.packed:

@@ -1,0 +1,89 @@
+"""The code of a document: which blocks there are, what runs them, and which can't run in a test.
+
+    ```python                        runs: the blocks of a page are one program
+    ```python title="FILE"           lines of a file of the repository, which tests of its own run
+    ```bash                          commands: those of this repository are looked up
+    ```diff                          of docs/howto/gate.md, applied by its test
+    ```text                          a picture
+
+`<!-- needs: a GPU -->` or `<!-- needs: an engine -->` before a block says why no test without one runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from flashdelta.tools.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>.*?) -->\n)?```(?P<info>.*)\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
+NEEDS = {"a GPU": ("cuda",), "an engine": ("vllm", "sglang")}
+"""Marks, and the words one of which their blocks have."""
+
+OTHERS = ("FLASHDELTA_", "SGLANG_", "VLLM_", "cd ", "cmake ", "export ", "git ", "pip install ", "torchrun ", "vllm ")
+
+
+class Block(NamedTuple):
+    language: str
+    title: str | None
+    needs: str | None
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    found = []
+    for match in BLOCK.finditer(text):
+        language, _, rest = match["info"].partition(" ")
+        title = re.fullmatch(r'title="(.*)"', rest.strip())
+        found.append(Block(language, title and title[1], match["needs"], match["code"]))
+    return found
+
+
+def program(text: str, on_gpu: bool = False) -> str:
+    """The Python blocks that run, one after another."""
+    wanted = (None, "a GPU") if on_gpu else (None,)
+    return "\n".join(b.code for b in blocks(text) if b.language == "python" and not b.title and b.needs in wanted)
+
+
+def faults(text: str) -> list[str]:
+    """What is wrong with the blocks that no test runs, and with marks."""
+    return [fault for block in blocks(text) for fault in _faults(block)]
+
+
+def _faults(block: Block) -> list[str]:
+    if block.language not in ("python", "bash", "diff", "text"):
+        return [f"a block in {block.language!r}" if block.language else "a block in no language"]
+    if block.needs is not None:
+        if block.needs not in NEEDS:
+            return [f"marked with {block.needs!r}"]
+        if not any(word in block.code for word in NEEDS[block.needs]):
+            return [f"marked, but it needs no {block.needs.split()[1]}"]
+    if block.title is not None:
+        source = (ROOT / block.title).read_text()
+        return [] if block.code in source else [f"not an excerpt of {block.title}"]
+    if block.language == "bash":
+        found = (_command(line.split("#")[0].strip(), block.needs) for line in block.code.splitlines())
+        return [fault for fault in found if fault]
+    return []
+
+
+def _command(line: str, needs: str | None) -> str | None:
+    words = line.split()
+    if needs is None and any(engine in line for engine in NEEDS["an engine"]):
+        return f"{line!r}: not marked, but it needs an engine"
+    if not words or line.startswith(OTHERS):
+        return None
+    if words[0] == "flashdelta":
+        known = {command.name or command.callback.__name__ for command in app.registered_commands}
+        known |= {group.name for group in app.registered_groups}
+        return None if words[1] in known else f"{line!r}: no such command"
+    if words[0] == "make":
+        return None if f"\n{words[1]}:" in (ROOT / "Makefile").read_text() else f"{line!r}: no such target"
+    if words[0] == "python":
+        path = words[1] if words[1] != "-m" else words[2].replace(".", "/") + ".py"
+        places = (ROOT / path, ROOT / "src" / path)
+        known = words[1:3] in (["-m", "pytest"], ["-m", "sglang.launch_server"])
+        return None if known or any(place.exists() for place in places) else f"{line!r}: no such file"
+    return f"{line!r}: an unknown command"
