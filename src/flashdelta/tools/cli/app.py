@@ -245,11 +245,13 @@ _command(
 
 @bench_app.command()
 def show(
-    results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file that a benchmark wrote.")],
+    results: Annotated[
+        Path, typer.Argument(exists=True, help="A JSON file that a benchmark wrote, or a folder of them.")
+    ],
     plot: Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
 ) -> None:
-    """Print a benchmark's table again from its JSON file."""
+    """Print a benchmark's table again from its JSON file, or of a folder the rows that README.md shows."""
     from .bench import show_results
 
     with _bad_parameters():
@@ -258,7 +260,8 @@ def show(
 
 @bench_app.command()
 def pages() -> None:
-    """Write the tables in README.md and benchmarks/README.md again from the result files."""
+    """Write the tables of README.md, benchmarks/README.md and docs/ and the README's picture again from the result files."""
     from ..bench.pages import write
 
-    write()
+    with _bad_parameters():
+        write()
