@@ -38,8 +38,9 @@ def section(path: Path) -> str:
     """A result file: what was measured and how to repeat it, rows, and what they say."""
     document, view = load(path), VIEWS[load(path)["benchmark"]]
     names = shown(document)
-    measured = f"{headline(document)}; {document['date'][:10]}, commit `{document['environment']['commit'][:7]}`"
-    source = f"`{command(document)}`, {measured} ([all {len(document['rows'])} rows](results/{path.name}))."
+    rows = "its row" if len(document["rows"]) == 1 else f"all {len(document['rows'])} rows"
+    when = f"{document['date'][:10]}, commit `{document['environment']['commit'][:7]}`"
+    source = f"`{command(document)}`, {headline(document)}; {when} ([{rows}](results/{path.name}))."
     said = [f"### {path.stem}", fold(source)]
     said += [markdown_table(cells(document, view, wide=False, names=names))] if names else []
     return "\n\n".join([*said, "\n".join(fold(f"* {line.strip()}", "  ") for line in summary(document, view))])

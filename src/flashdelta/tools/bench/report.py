@@ -205,6 +205,8 @@ def mean(title: str, found: Sequence[float | None], form: str = "x") -> str:
     known = [x for x in found if x is not None]
     if not known:
         return ""
+    if len(known) == 1:
+        return f"{title}: {FORMS[form](known[0])} (one row)"
     ends = f"{FORMS[form](min(known))} to {FORMS[form](max(known))}"
     return f"{title}: {FORMS[form](statistics.geometric_mean(known))} (geometric mean of {len(known)} rows, {ends})"
 
@@ -220,8 +222,8 @@ def bounds(rows: Sequence[dict]) -> list[str]:
             words = ", ".join(words for words, met in row["bounds"].items() if met is False)
             ms = value(row, "ours.ms.median")
             missed.append(f"{row['name']} ({words}{'' if ms is None else f'; {short(ms)} ms'})")
-    found = f"bounds: {len(judged) - len(missed)} of {len(judged)} rows met theirs"
-    return [found + (", not: " + "; ".join(missed) if missed else "")]
+    found = f"bounds: {len(judged) - len(missed)} of {len(judged)} rows meet theirs"
+    return [found + ("; missed: " + "; ".join(missed) if missed else "")]
 
 
 def failures(document: dict) -> list[dict]:
