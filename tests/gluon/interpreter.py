@@ -15,10 +15,10 @@ missing, places that are written too early, deadlocks (`machine`).
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import functools
 import inspect
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -112,9 +112,8 @@ class Function:
 
     @functools.cached_property
     def python(self) -> Callable:
-        fn = self.real.fn
-        lines, first = inspect.getsourcelines(fn)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        fn, first = self.real.fn, self.real.starting_line_number
+        tree = ast.parse(textwrap.dedent("".join(self.real.raw_src)))
         definition = tree.body[0]
         assert isinstance(definition, ast.FunctionDef)
         definition.decorator_list, definition.returns = [], None
@@ -235,10 +234,16 @@ def run(launch: Launch) -> None:
 def hopper_on_cpu(workers_first: bool = True, sms: int | None = None) -> Iterator[None]:
     """The Hopper backend takes CPU tensors, and launches are interpreted. `sms`: of the GPU that the host code sees; with few of
     them a persistent CTA has several work tiles. `workers_first`: see `language.WORKERS_FIRST`."""
+    patches = [
+        mock.patch.object(backends.HopperBackend, "_device_obstacle", lambda self, device: None),
+        mock.patch.object(Launch, "run", run),
+        mock.patch.object(build, "capability", lambda device: 90),
+        mock.patch.object(language, "WORKERS_FIRST", workers_first),
+    ]
+    if sms is not None:
+        modules = [x for name, x in sys.modules.items() if name.startswith("flashdelta.") and hasattr(x, "sm_count")]
+        patches += [mock.patch.object(module, "sm_count", lambda device: sms) for module in modules]
     with contextlib.ExitStack() as stack:
-        patch = functools.partial(mock.patch.object)
-        stack.enter_context(patch(backends.HopperBackend, "_device_obstacle", lambda self, device: None))
-        stack.enter_context(patch(Launch, "run", run))
-        stack.enter_context(patch(build, "capability", lambda device: 90))
-        stack.enter_context(patch(language, "WORKERS_FIRST", [workers_first]))
+        for patch in patches:
+            stack.enter_context(patch)
         yield

@@ -32,7 +32,7 @@ from .values import (
     value,
 )
 
-WORKERS_FIRST = [True]
+WORKERS_FIRST = True
 """Which of a CTA's partitions goes on if several can: those of the workers, or the default one."""
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def warp_specialize(
     for (function, arguments), count in zip(functions, warps, strict=True):
         partition = Partition(cta, f"{cta.kernel}: {function.__name__} of CTA {cta.place}", count)
         partitions.append((partition, functools.partial(function, *arguments)))
-    run_partitions(partitions, WORKERS_FIRST[0])
+    run_partitions(partitions, WORKERS_FIRST)
 
 
 # ---- PTX -----------------------------------------------------------------------------------------------------------
