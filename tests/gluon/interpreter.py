@@ -230,12 +230,18 @@ def run(launch: Launch) -> None:
                     raise Fault(f"{cta.kernel}, CTA {cta.place} of {grid}: {fault}") from fault
 
 
+def _as_on_hopper(obstacle: Callable) -> Callable:
+    return lambda self, problem, device: obstacle(self, problem, torch.device("cuda"))
+
+
 @contextlib.contextmanager
 def hopper_on_cpu(workers_first: bool = True, sms: int | None = None) -> Iterator[None]:
-    """The Hopper backend takes CPU tensors, and launches are interpreted. `sms`: of the GPU that the host code sees; with few of
+    """Backends take CPU tensors for a Hopper GPU's, and launches are interpreted. `sms`: of the GPU that the host code sees; with few of
     them a persistent CTA has several work tiles. `workers_first`: see `language.WORKERS_FIRST`."""
+    kinds = (backends.HopperBackend, backends.TritonBackend)
     patches = [
-        mock.patch.object(backends.HopperBackend, "_device_obstacle", lambda self, device: None),
+        *(mock.patch.object(kind, "obstacle", _as_on_hopper(kind.obstacle)) for kind in kinds),
+        mock.patch.object(backends, "_cached_capability", lambda index: (9, 0)),
         mock.patch.object(Launch, "run", run),
         mock.patch.object(build, "capability", lambda device: 90),
         mock.patch.object(language, "WORKERS_FIRST", workers_first),
