@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -25,7 +26,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -39,9 +39,9 @@ from flashdelta.hopper import build
 from flashdelta.hopper.device import compat
 from flashdelta.program.launch import Launch
 
-from . import language
+from . import language, machine
 from .language import Module
-from .machine import Cta, running
+from .machine import Cta, run_ctas
 from .memory import Descriptor, Memory
 from .values import Fault, Value, scalar
 
@@ -206,28 +206,16 @@ def argument(name: str, annotation: str, x: Any) -> Any:
 
 
 def run(launch: Launch) -> None:
-    """All CTAs, in their order: each has what the ones before have left."""
     parameters = launch.kernel.params
-    given = [
-        argument(p.name, str(p.annotation or ""), x) for p, x in zip(parameters, launch.arguments)
-    ]
+    given = [argument(p.name, str(p.annotation or ""), x) for p, x in zip(parameters, launch.arguments)]
     missing = [p.name for p in parameters[len(given) :] if p.name not in launch.constants]
     if missing:
         raise Fault(f"{launch.kernel.__name__}: no argument {', '.join(missing)}")
     memories = [x.sources[0] for x in given if isinstance(x, Value) and x.sources]
-    kernel = interpreted(launch.kernel)
     grid = (launch.ctas, launch.rows)
-    with np.errstate(all="ignore"):
-        for y in range(launch.rows):
-            for x in range(launch.ctas):
-                cta = Cta(launch.kernel.__name__, (x, y), grid, launch.num_warps)
-                cta.memories = memories
-                try:
-                    with running(cta.main):
-                        kernel(*given, **launch.constants)
-                        cta.main.finish()
-                except Fault as fault:
-                    raise Fault(f"{cta.kernel}, CTA {cta.place} of {grid}: {fault}") from fault
+    body = functools.partial(interpreted(launch.kernel), *given, **launch.constants)
+    places = itertools.product(range(launch.rows), range(launch.ctas))
+    run_ctas([(Cta(launch.kernel.__name__, (x, y), grid, launch.num_warps, memories), body) for y, x in places])
 
 
 def _as_on_hopper(obstacle: Callable) -> Callable:
@@ -235,16 +223,16 @@ def _as_on_hopper(obstacle: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def hopper_on_cpu(workers_first: bool = True, sms: int | None = None) -> Iterator[None]:
-    """Backends take CPU tensors for a Hopper GPU's, and launches are interpreted. `sms`: of the GPU that the host code sees; with few of
-    them a persistent CTA has several work tiles. `workers_first`: see `language.WORKERS_FIRST`."""
+def hopper_on_cpu(sms: int | None = None, **order: bool) -> Iterator[None]:
+    """Backends take CPU tensors for a Hopper GPU's, and launches are interpreted. `sms`: SMs that the host code sees; with few
+    of them a persistent CTA has several work tiles. `order`: of `machine.Order`."""
     kinds = (backends.HopperBackend, backends.TritonBackend)
     patches = [
         *(mock.patch.object(kind, "obstacle", _as_on_hopper(kind.obstacle)) for kind in kinds),
         mock.patch.object(backends, "_cached_capability", lambda index: (9, 0)),
         mock.patch.object(Launch, "run", run),
         mock.patch.object(build, "capability", lambda device: 90),
-        mock.patch.object(language, "WORKERS_FIRST", workers_first),
+        mock.patch.object(machine, "ORDER", machine.Order(**order)),
     ]
     if sms is not None:
         modules = [x for name, x in sys.modules.items() if name.startswith("flashdelta.") and hasattr(x, "sm_count")]

@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from triton.experimental.gluon import language as gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as real_mbarrier
 
 from . import memory
-from .machine import Cta, Partition, let_others_run, now, run_partitions, wait_until
+from .machine import Partition, let_others_run, now, run_partitions, wait_until
 from .memory import Barriers, Descriptor, Shared
 from .values import (
     NUMPY,
-    UNDEFINED,
-    STORED,
     Fault,
     Value,
     check_ranks,
@@ -32,9 +29,6 @@ from .values import (
     shape_of,
     value,
 )
-
-WORKERS_FIRST = True
-"""Which of a CTA's partitions goes on if several can: those of the workers, or the default one."""
 
 # ---- elementwise ---------------------------------------------------------------------------------------------------
 
@@ -384,7 +378,7 @@ def copy_async(shared: Shared, p: Value, mask: Any = None, **options: Any) -> No
 
     def land() -> None:
         shared.receive(cells)
-        now().cta.unfenced.append(shared.extent())
+        now().cta.unfenced.add(shared.extent())
 
     now().open.append(land)
 
@@ -453,13 +447,12 @@ def warp_specialize(
     functions: list[tuple[Callable, tuple]], worker_num_warps: list[int], worker_num_regs: Any = None
 ) -> None:
     parent = now()
-    cta: Cta = parent.cta
-    warps = [parent.num_warps, *worker_num_warps]
+    cta, warps = parent.cta, [parent.num_warps, *worker_num_warps]
     partitions = []
     for (function, arguments), count in zip(functions, warps, strict=True):
-        partition = Partition(cta, f"{cta.kernel}: {function.__name__} of CTA {cta.place}", count)
+        partition = Partition(cta, f"{function.__name__} of {parent.name}", count)
         partitions.append((partition, functools.partial(function, *arguments)))
-    run_partitions(partitions, WORKERS_FIRST)
+    run_partitions(partitions)
 
 
 # ---- PTX -----------------------------------------------------------------------------------------------------------
@@ -475,8 +468,7 @@ def high_pair(x: Value, y: Value) -> Value:
 
 def low_pair(x: Value, y: Value) -> Value:
     low = [
-        round_bf16(v.data - (bits_of(v) & np.uint32(0xFFFF0000)).view(np.float32)).view(np.uint32) >> 16
-        for v in (x, y)
+        round_bf16(v.data - (bits_of(v) & np.uint32(0xFFFF0000)).view(np.float32)).view(np.uint32) >> 16 for v in (x, y)
     ]
     return Value((low[0] | low[1] << 16).view(np.int32), tl.int32, x.layout)
 
@@ -539,7 +531,10 @@ class Module:
 
 
 COMMON = {
-    **{f.__name__: f for f in (where, arange, full, zeros, zeros_like, join, split, reduce, associative_scan, cdiv, fma)},
+    **{
+        f.__name__: f
+        for f in (where, arange, full, zeros, zeros_like, join, split, reduce, associative_scan, cdiv, fma)
+    },
     **{f.__name__: f for f in (load, store, atomic_add, program_id, num_programs, static_assert)},
     **{f.__name__: f for f in (broadcast_to, expand_dims, static_range, inline_asm_elementwise)},
     **{"abs": abs_, "sum": sum_, "max": max_, "min": min_, "xor_sum": xor_sum, "range": range_},

@@ -1,18 +1,19 @@
 """What a kernel runs on: CTAs and their partitions of warps, mbarriers, and what is under way.
 
 Everything asynchronous is done as late as the kernel allows. A copy leaves poison where it goes to until the kernel has waited
-for it. An MMA reads its operands in shared memory, and a store by TMA its source, when the kernel waits for them. A wait that is
-missing, or a place that is written too early, shows as NaN.
+for it. An MMA reads its operands in shared memory, and a store by TMA its source, when the kernel waits for them. A wait that
+is missing, or a place that is written too early, shows as NaN.
 
 Partitions are threads of which one runs at a time, until it has to wait or lets another one pass.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,11 +64,13 @@ class Partition:
 
 
 class Cta:
-    def __init__(self, kernel: str, place: tuple[int, int], grid: tuple[int, int], num_warps: int):
-        self.kernel, self.place, self.grid = kernel, place, grid
-        self.unfenced: list[tuple[int, int]] = []
+    """`memories`: the tensors that the kernel was given."""
+
+    def __init__(self, kernel: str, place: tuple[int, int], grid: tuple[int, int], num_warps: int, memories: list[Any]):
+        self.place, self.grid, self.memories = place, grid, memories
+        self.unfenced: set[tuple[int, int]] = set()
         """Addresses in shared memory that threads wrote, which MMAs and the TMA unit may not see yet."""
-        self.main = Partition(self, kernel, num_warps)
+        self.main = Partition(self, f"{kernel}, CTA {place} of {grid}", num_warps)
 
     def fence(self) -> None:
         self.unfenced.clear()
@@ -119,8 +122,10 @@ class Barrier:
             raise Fault("a wait for an mbarrier that was not initialised")
         wait_until(
             lambda: self.completed & 1 != phase,
-            lambda: f"phase {phase} of an mbarrier: {self.completed} completed, {self.pending} of {self.count} arrivals and "
-            f"{self.bytes} bytes are missing",
+            lambda: (
+                f"phase {phase} of an mbarrier: {self.completed} completed, {self.pending} of {self.count} arrivals and "
+                f"{self.bytes} bytes are missing"
+            ),
         )
         landed, self.landed = self.landed, []
         for land in landed:
@@ -135,9 +140,11 @@ class _Stopped(BaseException):
 
 
 class Strand(threading.Thread):
-    def __init__(self, partition: Partition, body: Callable[[], None]):
+    """A thread in which a partition runs."""
+
+    def __init__(self, partition: Partition, body: Callable[[], None], pool: Pool):
         super().__init__(daemon=True)
-        self.partition, self.body = partition, body
+        self.partition, self.body, self.pool = partition, body, pool
         self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
         self.condition: Callable[[], bool] | None = None
         self.reason: Callable[[], str] = str
@@ -164,6 +171,8 @@ class Strand(threading.Thread):
         self.go.release()
         self.back.acquire()
         _current.pop()
+        if isinstance(self.error, Fault):
+            raise Fault(f"{self.partition.name}: {self.error}") from self.error
         if self.error is not None:
             raise self.error
 
@@ -180,6 +189,31 @@ class Strand(threading.Thread):
         self.join()
 
 
+class Pool:
+    """Strands that take turns. Whenever one stops, the first of them that can go on does."""
+
+    def __init__(self) -> None:
+        self.strands: list[Strand] = []
+
+    def add(self, partition: Partition, body: Callable[[], None], at: int | None = None) -> Strand:
+        strand = Strand(partition, body, self)
+        self.strands.insert(len(self.strands) if at is None else at, strand)
+        strand.start()
+        return strand
+
+    def run(self) -> None:
+        try:
+            while left := [strand for strand in self.strands if not strand.done]:
+                ready = next((x for x in left if x.condition is None or x.condition()), None)
+                if ready is None:
+                    reasons = "".join(f"\n  {x.partition.name} waits for {x.reason()}" for x in left)
+                    raise Fault(f"all wait for each other:{reasons}")
+                ready.resume()
+        finally:
+            for strand in self.strands:
+                strand.stop()
+
+
 _current: list[Partition] = []
 
 
@@ -188,20 +222,9 @@ def now() -> Partition:
     return _current[-1]
 
 
-@contextlib.contextmanager
-def running(partition: Partition) -> Iterator[None]:
-    _current.append(partition)
-    try:
-        yield
-    finally:
-        _current.pop()
-
-
 def wait_until(condition: Callable[[], bool], reason: Callable[[], str]) -> None:
     strand = now().strand
     while not condition():
-        if strand is None:
-            raise Fault(f"waits for ever for {reason()}")
         strand.condition, strand.reason = condition, reason
         strand.pause()
         strand.condition = None
@@ -209,25 +232,34 @@ def wait_until(condition: Callable[[], bool], reason: Callable[[], str]) -> None
 
 def let_others_run() -> None:
     """After what another partition may wait for."""
-    strand = now().strand
-    if strand is not None:
-        strand.pause()
+    now().strand.pause()
 
 
-def run_partitions(partitions: Sequence[tuple[Partition, Callable[[], None]]], workers_first: bool) -> None:
-    """The first partition is the default one. Whenever one stops, the first that can go on does: of the workers if they come
-    first, which then run as far ahead as their barriers let them."""
-    strands = [Strand(partition, body) for partition, body in partitions]
-    order = strands[1:] + strands[:1] if workers_first else strands
-    for strand in strands:
-        strand.start()
-    try:
-        while left := [strand for strand in order if not strand.done]:
-            ready = next((x for x in left if x.condition is None or x.condition()), None)
-            if ready is None:
-                reasons = "".join(f"\n  {strand.partition.name} waits for {strand.reason()}" for strand in left)
-                raise Fault(f"all wait for each other:{reasons}")
-            ready.resume()
-    finally:
-        for strand in strands:
-            strand.stop()
+@dataclass(frozen=True)
+class Order:
+    """Which of several that can go on does. `workers_first`: of a CTA's partitions the workers, which then run as far ahead as
+    their barriers let them, or the default one. `last_first`: all CTAs take turns, the last of them first; else a CTA starts
+    when the one before it has ended."""
+
+    workers_first: bool = True
+    last_first: bool = False
+
+
+ORDER = Order()
+
+
+def run_ctas(bodies: list[tuple[Cta, Callable[[], None]]]) -> None:
+    for some in [bodies[::-1]] if ORDER.last_first else [[one] for one in bodies]:
+        pool = Pool()
+        for cta, body in some:
+            pool.add(cta.main, body)
+        pool.run()
+
+
+def run_partitions(partitions: Sequence[tuple[Partition, Callable[[], None]]]) -> None:
+    """The first is the default one."""
+    pool, at = now().strand.pool, now().strand.pool.strands.index(now().strand)
+    ordered = partitions if ORDER.workers_first else partitions[::-1]
+    # each before those that were added before it
+    strands = [pool.add(partition, body, at) for partition, body in ordered]
+    wait_until(lambda: all(strand.done for strand in strands), lambda: "its partitions")

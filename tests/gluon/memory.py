@@ -240,7 +240,7 @@ class Shared:
     def store(self, x: Value) -> None:
         self._check(x)
         self.cells[...] = to_memory(x.data, self.dtype)
-        now().cta.unfenced.append(self.extent())
+        now().cta.unfenced.add(self.extent())
 
     def poison(self) -> None:
         """What a copy will overwrite."""

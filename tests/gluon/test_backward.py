@@ -55,14 +55,13 @@ def test_gradients_are_those_of_the_reference(case: Case):
     hold(found, true_gradients(call, *grads))
 
 
-@pytest.mark.parametrize("sms", [1, 3])
 @pytest.mark.parametrize("case", GRADIENTS[:3], ids=case_id)
-def test_kept_gradients_by_few_ctas(case: Case, sms: int):
+def test_kept_gradients_by_few_ctas(case: Case):
     """The bits of a forward that runs again, by a CTA for each tile."""
     call = hopper_call(case) | {"split": False}
     grads = incoming(call)
     want = gradients(call, *grads)
-    with poisoned_memory(), hopper_on_cpu(sms=sms * (case.V // 64), workers_first=False):
+    with poisoned_memory(), hopper_on_cpu(sms=2, workers_first=False):
         found = gradients(call | {"disable_recompute": True}, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
@@ -99,7 +98,7 @@ def test_wy(case: WyCase):
     check_wy(case)
 
 
-@pytest.mark.parametrize("sms", [1, 2, 5])
+@pytest.mark.parametrize("sms", [1, 5])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_wy_of_persistent_ctas(v_first: bool, sms: int):
     """Tiles that a CTA fetches while it stores those of the one before."""
