@@ -1,0 +1,152 @@
+"""Kernels that are broken on purpose, in one place at a time: the tests of this tier find each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from flashdelta.hopper import decode, intra, prepare, recurrence, reverse, segments, verify, wy
+from flashdelta.hopper.device import layouts, pipeline, tma
+from flashdelta.testing.cases import FP32
+from flashdelta.testing.decoding import SINGLE_BF16
+from flashdelta.testing.wy import WyCase
+
+from ..gpu.calls import KIMI
+from ..support.decoding_checks import HOPPER_REPLAYED
+from . import test_backward, test_chunk, test_decode
+from .interpreter import hopper_on_cpu, interpreted
+
+LONG = replace(KIMI, H=1, HV=1, T=330, memory="long")
+EXACT = replace(LONG, gate="none", lower_bound=None, hard="g-50", T=129)
+PACKED = replace(LONG, lengths=(130, 0, 64, 70), state=FP32)
+
+
+def prefill() -> None:
+    test_chunk.check(LONG)
+
+
+def exact_prefill() -> None:
+    test_chunk.check(EXACT)
+
+
+def packed() -> None:
+    test_chunk.check(PACKED)
+
+
+def in_segments() -> None:
+    test_chunk.check(replace(PACKED, lengths=(330, 70)), split=3)
+
+
+def stream_k() -> None:
+    with hopper_on_cpu(sms=2, last_first=True), mock.patch.object(recurrence, "stream_k_pays", lambda *_: True):
+        test_chunk.check(replace(PACKED, V=64, lengths=(200, 0, 520)), split=False)
+
+
+def gradients() -> None:
+    test_backward.test_gradients_are_those_of_the_reference(PACKED)
+
+
+def persistent_wy() -> None:
+    with hopper_on_cpu(sms=2):
+        test_backward.check_wy(WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True))
+
+
+def step() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_decode.test_step(next(x for x in SINGLE_BF16 if x.name.startswith("negative")), patch)
+
+
+def replay() -> None:
+    test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == "4 tokens"))
+
+
+@dataclass(frozen=True)
+class Break:
+    """The `nth` place of `function` that reads `old` reads `new`, which `run` finds."""
+
+    name: str
+    function: JITFunction
+    old: str
+    new: str
+    run: Callable[[], None]
+    nth: int = 0
+
+
+WAIT_FULL = "mbarrier.wait(self.full.index(stage), (iteration // self.STAGES) & 1)"
+WAIT_EMPTY = "mbarrier.wait(self.empty.index(stage), (iteration // self.STAGES) & 1 ^ 1)"
+ARRIVE = "mbarrier.arrive(self.empty.index(stage), count=1)"
+STORE_WAIT = "tma.store_wait(0)"
+
+FAULTS = [
+    Break("a row too many is copied", prepare.copy_pair, "inside = token <", "inside = token <=", prefill),
+    Break("a row too many is fetched", recurrence.load, "row < (stop", "row <= (stop", packed),
+    Break("a row too many is stored", layouts.store_transposed, "row < count", "row <= count", packed),
+    Break("a stage is read before it is full", pipeline.Ring.wait, WAIT_FULL, "pass", prefill),
+    Break("a stage is filled before it is empty", pipeline.Ring.acquire, WAIT_EMPTY, "pass", prefill),
+    Break("the other phase", pipeline.Ring.wait, "& 1)", "& 1 ^ 1)", prefill),
+    Break("no stage is released", pipeline.Ring.release, ARRIVE, "pass", prefill),
+    Break("the next stage", recurrence.compute, "= iteration % ring", "= (iteration + 1) % ring", prefill),
+    Break("the wrong tile", recurrence.compute, "KG + 1), state1", "KG), state1", prefill),
+    Break("too few MMAs are waited for", recurrence.compute, "1, deps=[state0", "3, deps=[state0", prefill),
+    Break(
+        "the gate is read before it is there",
+        prepare.prepare_kernel,
+        "copy.wait_group(1)",
+        "copy.wait_group(2)",
+        prefill,
+    ),
+    Break("no fence", prepare.bounded_pairs, "fence_async_shared()", "pass", prefill),
+    Break("no fence, exact", prepare.exact_pairs, "fence_async_shared()", "pass", exact_prefill, nth=1),
+    Break("a state is taken before it is there", recurrence.compute, "wait(semaphore - SLICES)", "pass", stream_k),
+    Break("a state is passed on in silence", recurrence.compute, "signal(semaphore)", "pass", stream_k),
+    Break("semaphores are not cleared", prepare.prepare_kernel, "if tile == 0", "if tile == -1", stream_k),
+    Break("the initial state of another segment", segments.compute, "(place == 0)", "(place == 1)", in_segments),
+    *(
+        Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)
+        for nth in range(3)
+    ),
+    Break("a store is not fenced", tma.tma_store, "fence_async_shared()", "pass", persistent_wy),
+    Break("an operand is not waited for", wy.wy_kernel, "wait_tiles(outputs, phase)", "pass", persistent_wy),
+    Break("the phase stays", wy.wy_kernel, "phase = next_phase(phase)", "pass", persistent_wy),
+    Break("chunks in the wrong order", reverse.load, "chunks - 1 - step", "step", gradients),
+    Break(
+        "a place is overwritten too early",
+        intra.bounded_pairs,
+        "i, s = opaque",
+        "replace_decays(last_rows); i, s = opaque",
+        gradients,
+    ),
+    Break("a tile of the state is not there yet", decode.decode_kernel, "(TILES - 1 - i)", "(TILES - i)", step),
+    Break("a state of no slot is read", decode.copy_tiles, "(in_slot, read)", "(in_slot, read + 1)", step),
+    Break("a token sees itself", verify.verify_kernel, "nth > s", "nth >= s", replay),
+]
+
+
+@pytest.fixture
+def broken(fault: Break) -> Iterator[None]:
+    lines, function = "".join(fault.function.raw_src), interpreted(fault.function)
+    parts = lines.split(fault.old)
+    assert len(parts) > fault.nth + 1, f"{fault.function.__name__} has no {fault.old!r} any more"
+    wrong = fault.old.join(parts[: fault.nth + 1]) + fault.new + fault.old.join(parts[fault.nth + 1 :])
+    before = function.__dict__.pop("python", None)
+    with mock.patch.object(fault.function, "raw_src", [wrong]):
+        yield
+    function.__dict__.pop("python", None)
+    if before is not None:
+        function.__dict__["python"] = before
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_it_is_found(fault: Break):
+    with pytest.raises(AssertionError):
+        fault.run()
+
+
+@pytest.mark.parametrize("run", {fault.run: None for fault in FAULTS}, ids=lambda run: run.__name__)
+def test_unbroken_kernels_pass(run: Callable[[], None]):
+    run()

@@ -1,0 +1,359 @@
+"""Tensors and scalars of an interpreted kernel: a NumPy array and Triton's type of it, with Triton's rules of promotion.
+
+A bfloat16 is kept as the float32 it equals. A pointer is an array of addresses, with the tensors that it may lead to.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+
+class Fault(AssertionError):
+    """What a kernel must not do."""
+
+
+NUMPY = {
+    tl.int1: np.bool_,
+    tl.int8: np.int8,
+    tl.int16: np.int16,
+    tl.int32: np.int32,
+    tl.int64: np.int64,
+    tl.uint8: np.uint8,
+    tl.uint16: np.uint16,
+    tl.uint32: np.uint32,
+    tl.uint64: np.uint64,
+    tl.float16: np.float16,
+    tl.bfloat16: np.float32,
+    tl.float32: np.float32,
+    tl.float64: np.float64,
+}
+"""What numbers are kept as."""
+
+STORED = NUMPY | {tl.bfloat16: np.uint16}
+"""What they are in memory."""
+
+OF_TORCH = {
+    torch.bool: tl.int1,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+    torch.uint8: tl.uint8,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+UNDEFINED = {kind: np.array(-1).astype(kind) if kind != np.bool_ else np.array(True) for kind in set(STORED.values())}
+"""Of every kind what nobody wrote: all ones where that is NaN."""
+UNDEFINED |= {kind: np.array(np.nan, kind) for kind in (np.float16, np.float32, np.float64)}
+
+
+def round_bf16(x: np.ndarray) -> np.ndarray:
+    """To the nearest bfloat16, ties to even; a NaN stays one."""
+    x = np.asarray(x, np.float32)
+    bits = x.view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
+    return np.where(x == x, rounded.view(np.float32), np.float32(np.nan))[()]
+
+
+def from_memory(cells: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    if dtype is tl.bfloat16:
+        return (cells.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return cells.copy()
+
+
+def to_memory(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    if dtype is tl.bfloat16:
+        x = np.asarray(x, np.float32)
+        # a NaN may have no bits but the last ones
+        return np.where(x == x, x.view(np.uint32) >> 16, 0x7FFF).astype(np.uint16)
+    return x
+
+
+class TypeOf:
+    """`x.type`, as far as kernels ask."""
+
+    def __init__(self, x: Any):
+        self.layout, self.shape, self.element_ty = x.layout, x.shape, x.dtype
+        self.scalar = x.dtype
+
+
+class Value:
+    """`sources`: of pointers, the tensors (`memory.Memory`) that they may lead to."""
+
+    __slots__ = ("data", "dtype", "layout", "sources")
+
+    def __init__(self, data: Any, dtype: tl.dtype, layout: Any = None, sources: tuple = ()):
+        self.data, self.dtype, self.layout, self.sources = data, dtype, layout, sources
+
+    @property
+    def shape(self) -> list[int]:
+        return list(np.shape(self.data))
+
+    @property
+    def type(self) -> TypeOf:
+        return TypeOf(self)
+
+    def __repr__(self) -> str:
+        return f"Value({self.data}, {self.dtype})"
+
+    def with_data(self, data: Any, layout: Any = None) -> Value:
+        return Value(data, self.dtype, layout, self.sources)
+
+    def __bool__(self) -> bool:
+        if np.ndim(self.data):
+            raise Fault(f"a branch on a tensor of shape {self.shape}")
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        if np.ndim(self.data) or not self.dtype.is_int():
+            raise Fault(f"a tensor {self.dtype} {self.shape} where an integer is wanted")
+        return int(self.data)
+
+    def __getitem__(self, key: Any) -> Value:
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(k is not None and k != slice(None) for k in keys):
+            raise Fault(f"a tensor is indexed by {keys}: only None and : are allowed")
+        if sum(k is not None for k in keys) != np.ndim(self.data):
+            raise Fault(f"a tensor of shape {self.shape} is indexed by {len(keys)} keys")
+        return self.with_data(self.data[keys])
+
+    def to(self, dtype: tl.dtype, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Value:
+        if dtype is self.dtype:
+            return self
+        if self.dtype.is_ptr() or dtype.is_ptr():
+            return Value(self.data, dtype, self.layout, self.sources)
+        if bitcast:
+            if self.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
+                raise Fault(f"{self.dtype} can't be taken for {dtype}")
+            cells = np.ascontiguousarray(to_memory(self.data, self.dtype)).reshape(np.shape(self.data))
+            return Value(from_memory(cells.view(STORED[dtype]), dtype)[()], dtype, self.layout)
+        return Value(converted(self.data, self.dtype, dtype), dtype, self.layout)
+
+    cast = to
+
+    def reshape(self, *shape: Any) -> Value:
+        shape = shape_of(shape)
+        if int(np.prod(shape)) != np.size(self.data):
+            raise Fault(f"a tensor of shape {self.shape} can't have shape {shape}")
+        return self.with_data(np.reshape(self.data, shape))
+
+    def permute(self, *order: Any) -> Value:
+        return self.with_data(np.transpose(self.data, shape_of(order)))
+
+    def trans(self, *order: Any) -> Value:
+        return self.permute(order) if order else self.with_data(np.swapaxes(self.data, -1, -2))
+
+    @property
+    def T(self) -> Value:
+        return self.trans()
+
+    def __neg__(self) -> Value:
+        return self.with_data(-self.data, self.layout)
+
+    def __invert__(self) -> Value:
+        return self.with_data(~self.data, self.layout)
+
+    def __abs__(self) -> Value:
+        return self.with_data(np.abs(self.data), self.layout)
+
+
+def shape_of(arguments: Any) -> tuple[int, ...]:
+    """From `(2, 3)`, `([2, 3],)` or `((2, 3),)`."""
+    if len(arguments) == 1 and isinstance(arguments[0], (list, tuple)):
+        arguments = arguments[0]
+    return tuple(operator.index(n) for n in arguments)
+
+
+def converted(x: Any, old: tl.dtype, new: tl.dtype) -> Any:
+    if new is tl.int1:
+        return x != 0
+    if new is tl.bfloat16:
+        return round_bf16(x)
+    if old.is_floating() and new.is_int():
+        # as the GPU: towards zero, saturated, 0 for NaN
+        limits = np.iinfo(NUMPY[new])
+        whole = np.nan_to_num(np.trunc(np.asarray(x, np.float64)), nan=0.0)
+        inside = np.clip(whole, float(limits.min), float(limits.max))
+        return np.where(inside >= float(limits.max), limits.max, inside.astype(np.int64)).astype(NUMPY[new])[()]
+    return np.asarray(x).astype(NUMPY[new])[()]
+
+
+# ---- types ---------------------------------------------------------------------------------------------------------
+
+
+def scalar(x: bool | int | float) -> Value:
+    """A number of Python's, as Triton types it."""
+    if isinstance(x, (bool, np.bool_)):
+        return Value(np.bool_(x), tl.int1)
+    if isinstance(x, int):
+        if -(2**31) <= x < 2**31:
+            return Value(np.int32(x), tl.int32)
+        return Value(np.int64(x), tl.int64) if x < 2**63 else Value(np.uint64(x), tl.uint64)
+    return Value(np.float32(x), tl.float32)
+
+
+def is_number(x: object) -> bool:
+    return isinstance(x, (bool, int, float))
+
+
+def value(x: Any) -> Value:
+    if isinstance(x, Value):
+        return x
+    if is_number(x):
+        return scalar(x)
+    raise Fault(f"{type(x).__name__} where a tensor is wanted: {x!r}")
+
+
+KINDS = {"int1": 0, "uint": 1, "int": 2, "fp": 3, "bf": 3}
+
+
+@functools.cache
+def kind(dtype: tl.dtype) -> int:
+    return next(n for prefix, n in KINDS.items() if dtype.name.startswith(prefix))
+
+
+@functools.cache
+def promoted(a: tl.dtype, a_is_number: bool, b: tl.dtype, b_is_number: bool, division: bool) -> tl.dtype:
+    """The type in which two operands meet (`triton.language.semantic: computation_type_impl`)."""
+    if a_is_number != b_is_number:
+        number, tensor = (a, b) if a_is_number else (b, a)
+        if kind(number) <= kind(tensor):
+            return tl.float32 if division and tensor in (tl.float16, tl.bfloat16) else tensor
+    for wide in (tl.float64, tl.float32):
+        if wide in (a, b):
+            return wide
+    if tl.float16 in (a, b):
+        return tl.float32 if division else tl.float16
+    if tl.bfloat16 in (a, b):
+        return tl.bfloat16 if a == b and not division else tl.float32
+    if a == b or kind(a) == kind(b):
+        return a if a.primitive_bitwidth >= b.primitive_bitwidth else b
+    signed, unsigned = (a, b) if kind(a) > kind(b) else (b, a)
+    return unsigned if unsigned.primitive_bitwidth >= signed.primitive_bitwidth else signed
+
+
+def meet(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, tl.dtype, Any]:
+    """Two operands as arrays of one type, and a layout."""
+    x, y = value(a), value(b)
+    dtype = x.dtype
+    if dtype is not y.dtype or division:
+        dtype = promoted(dtype, is_number(a), y.dtype, is_number(b), division)
+    p, q = x.data, y.data
+    if x.dtype is not dtype:
+        p = converted(p, x.dtype, dtype)
+    if y.dtype is not dtype:
+        q = converted(q, y.dtype, dtype)
+    check_ranks(p, q)
+    return p, q, dtype, x.layout if np.ndim(p) else y.layout
+
+
+def check_ranks(p: Any, q: Any) -> None:
+    if np.ndim(p) and np.ndim(q) and np.ndim(p) != np.ndim(q):
+        raise Fault(f"shapes {np.shape(p)} and {np.shape(q)} have different ranks")
+
+
+def result(data: Any, dtype: tl.dtype, layout: Any) -> Value:
+    return Value(round_bf16(data) if dtype is tl.bfloat16 else data, dtype, layout)
+
+
+def arithmetic(function: Callable, of_pointers: bool = False) -> tuple[Callable, Callable]:
+    def forward(a: Any, b: Any) -> Value:
+        if of_pointers:
+            for p, offset in ((a, b), (b, a)):
+                if isinstance(p, Value) and p.dtype.is_ptr():
+                    return moved(p, offset, function)
+        p, q, dtype, layout = meet(a, b)
+        if dtype is tl.int1:  # of two truth values: 32 bits hold the sum
+            return Value(function(p.astype(np.int32), q.astype(np.int32)) != 0, tl.int1, layout)
+        return result(function(p, q), dtype, layout)
+
+    return forward, lambda a, b: forward(b, a)
+
+
+def moved(p: Value, offset: Any, function: Callable) -> Value:
+    by = value(offset)
+    if not by.dtype.is_int():
+        raise Fault(f"a pointer is moved by a {by.dtype}")
+    check_ranks(p.data, by.data)
+    size = np.int64(p.dtype.element_ty.primitive_bitwidth // 8 or 1)
+    return Value(function(p.data, np.asarray(by.data).astype(np.int64)[()] * size), p.dtype, by.layout, p.sources)
+
+
+def divide(a: Any, b: Any) -> Value:
+    p, q, dtype, layout = meet(a, b, division=True)
+    if dtype.is_int():
+        p, q, dtype = converted(p, dtype, tl.float32), converted(q, dtype, tl.float32), tl.float32
+    return result(p / q, dtype, layout)
+
+
+def quotient(p: Any, q: Any) -> Any:
+    """Towards zero, as C has it."""
+    whole = p // q
+    return whole + ((whole < 0) & (whole * q != p)).astype(np.asarray(whole).dtype)
+
+
+def divide_whole(a: Any, b: Any) -> Value:
+    p, q, dtype, layout = meet(a, b)
+    if not dtype.is_int():
+        raise Fault(f"// of {dtype}")
+    return Value(quotient(p, q), dtype, layout)
+
+
+def remainder(a: Any, b: Any) -> Value:
+    p, q, dtype, layout = meet(a, b)
+    if dtype.is_int():
+        return Value(p - quotient(p, q) * q, dtype, layout)
+    return result(np.fmod(p, q), dtype, layout)
+
+
+def bitwise(function: Callable) -> Callable:
+    def forward(a: Any, b: Any) -> Value:
+        p, q, dtype, layout = meet(a, b)
+        if not dtype.is_int():
+            raise Fault(f"bits of {dtype}")
+        return Value(function(p, q), dtype, layout)
+
+    return forward
+
+
+def compare(function: Callable) -> Callable:
+    def forward(a: Any, b: Any) -> Value:
+        if isinstance(a, Value) and a.dtype.is_ptr() and isinstance(b, Value):
+            return Value(function(a.data, b.data), tl.int1, a.layout)
+        p, q, _, layout = meet(a, b)
+        return Value(function(p, q), tl.int1, layout)
+
+    return forward
+
+
+def _install() -> None:
+    for name, function, of_pointers in (
+        ("add", operator.add, True),
+        ("sub", operator.sub, True),
+        ("mul", operator.mul, False),
+    ):
+        forward, backward = arithmetic(function, of_pointers)
+        setattr(Value, f"__{name}__", forward)
+        setattr(Value, f"__r{name}__", backward)
+    others = {"truediv": divide, "floordiv": divide_whole, "mod": remainder}
+    others |= {name: bitwise(getattr(operator, name + "_")) for name in ("and", "or")}
+    others |= {name: bitwise(getattr(operator, name)) for name in ("xor", "lshift", "rshift")}
+    for name, forward in others.items():
+        setattr(Value, f"__{name}__", forward)
+        setattr(Value, f"__r{name}__", lambda a, b, forward=forward: forward(b, a))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Value, f"__{name}__", compare(getattr(operator, name)))
+    Value.__hash__ = None  # type: ignore[assignment]
+
+
+_install()
