@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import flashdelta as fd
+from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import same_bits
 
+from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, incoming_of
 
 RANKS = 3
@@ -46,6 +49,34 @@ def compiled(cut: Cut, group: dist.ProcessGroup) -> Found:
     return {"o": o, "final_state": final_state}
 
 
+LAYERS = {"bounded": {}, "softplus": {"gate": "softplus", "conv_size": 3, "num_v_heads": 2}}
+OFFSETS = (0, 40, 42, 90, 96)
+"""Sequences of the layer: cut inside, and one whose halo is longer than what it has on the rank before."""
+
+
+def mixed(layer: KimiDeltaAttention, rank: int | None, cp_context: object = None) -> Found:
+    """A layer's output and gradients on a rank's tokens, or on all."""
+    layer.zero_grad()
+    T = OFFSETS[-1] if rank is None else OFFSETS[-1] // RANKS
+    begin = 0 if rank is None else rank * T
+    both = rows(2, OFFSETS[-1], dtype=torch.float64, device="cpu")
+    x, grad = both[:, begin : begin + T].split(1)
+    x = x.clone()
+    x.requires_grad_()
+    where = {"cu_seqlens": torch.tensor(OFFSETS)} if rank is None else {"cp_context": cp_context}
+    y, _ = layer(x, **where)
+    y.backward(grad)
+    return {"y": y.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def context_of_fla(group: dist.ProcessGroup) -> object | None:
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.cp import build_cp_context
+
+    return build_cp_context(torch.tensor(OFFSETS), group=group, conv1d_kernel_size=4)
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
@@ -53,6 +84,14 @@ def work(rank: int, folder: str) -> None:
     found = {name: cut_of(name).run(group) for name in CASES}
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
+    offsets = torch.tensor(OFFSETS)
+    for name, arguments in LAYERS.items():
+        layer = make_layer(torch.float64, **arguments)
+        context = context_parallel(offsets, group=group, conv_size=layer.conv_size, max_sequences=4)
+        found[f"layer {name}"] = mixed(layer, rank, context)
+    theirs = context_of_fla(group)
+    if theirs is not None:
+        found["layer of fla"] = mixed(make_layer(torch.float64), rank, theirs)
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
     cut = cut_of("packed")
     context = context_parallel(cut.call["cu_seqlens"], group=alone)
@@ -88,6 +127,25 @@ def test_a_group_of_one_is_the_plain_call(found: list[dict[str, Found]]):
     wanted = Cut(cut_of("packed").call, 1).whole()
     for rank in found:
         assert all(same_bits(x, wanted[name]) for name, x in rank["alone"].items())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], name: str):
+    """Outputs and the gradients of inputs, and of parameters, which are added up."""
+    hold_layer(mixed(make_layer(torch.float64, **LAYERS[name]), None), [x[f"layer {name}"] for x in found])
+
+
+def test_a_layer_takes_the_context_of_fla(found: list[dict[str, Found]]):
+    pytest.importorskip("fla")
+    hold_layer(mixed(make_layer(torch.float64), None), [x["layer of fla"] for x in found])
+
+
+def hold_layer(wanted: Found, parts: list[Found]) -> None:
+    for name, x in wanted.items():
+        pieces = [part[name] for part in parts]
+        joined = torch.cat(pieces, dim=1) if name in ("y", "x") else torch.stack(pieces).sum(0)
+        # the gate's parameters are float32
+        torch.testing.assert_close(joined, x, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):
