@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.testing.cases import Case
-from flashdelta.testing.inputs import make_call
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 
 from ..support.layers import make_layer, rows
@@ -69,12 +70,42 @@ def mixed(layer: KimiDeltaAttention, rank: int | None, cp_context: object = None
     return {"y": y.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
 
 
-def context_of_fla(group: dist.ProcessGroup) -> object | None:
-    if importlib.util.find_spec("fla") is None:
-        return None
+def by_fla(group: dist.ProcessGroup) -> dict[str, Found]:
+    """Of a layer with FLA's context, and of FLA's function, which flashdelta runs then."""
     from fla.ops.cp import build_cp_context
+    from fla.ops.kda import chunk_kda
 
-    return build_cp_context(torch.tensor(OFFSETS), group=group, conv1d_kernel_size=4)
+    from flashdelta.integrations import fla
+
+    context = build_cp_context(torch.tensor(OFFSETS), group=group, conv1d_kernel_size=4)
+    found = {"layer of fla": mixed(make_layer(torch.float64), group.rank(), context)}
+    tokens = fla_tokens(group.rank())
+    o, _ = chunk_kda(**tokens, use_qk_l2norm_in_kernel=True, cp_context=context)
+    o.square().sum().backward()
+    fla.disable()
+    return found | {"fla": {"o": o.detach()} | {name: x.grad for name, x in tokens.items()}}
+
+
+def fla_tokens(rank: int | None) -> Found:
+    """Of a rank, or of all."""
+    call, T = make_call(CASES["through_all"], torch.float64), OFFSETS[-1] // RANKS
+    own = slice(None) if rank is None else slice(rank * T, (rank + 1) * T)
+    tokens = {name: call[name][:, own].detach().clone() for name in TOKEN_TENSORS}
+    tokens |= {"g": -tokens["g"].abs(), "beta": tokens["beta"].sigmoid()}
+    return {name: x.requires_grad_() for name, x in tokens.items()}
+
+
+def failure_of_a_lost_rank(group: dist.ProcessGroup) -> str:
+    """What the others are told when the last rank does not come."""
+    brief = dist.new_group(timeout=timedelta(seconds=5))
+    if group.rank() + 1 == RANKS:
+        return ""
+    call = {name: x for name, x in make_call(CASES["through_all"], torch.float64).items() if name != "cu_seqlens"}
+    try:
+        fd.chunk_kda(**call, group=brief, backend="reference")
+    except RuntimeError as failure:
+        return str(failure)
+    return "nothing"
 
 
 def work(rank: int, folder: str) -> None:
@@ -89,16 +120,15 @@ def work(rank: int, folder: str) -> None:
         layer = make_layer(torch.float64, **arguments)
         context = context_parallel(offsets, group=group, conv_size=layer.conv_size, max_sequences=4)
         found[f"layer {name}"] = mixed(layer, rank, context)
-    theirs = context_of_fla(group)
-    if theirs is not None:
-        found["layer of fla"] = mixed(make_layer(torch.float64), rank, theirs)
+    if importlib.util.find_spec("fla") is not None:
+        found |= by_fla(group)
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
     cut = cut_of("packed")
     context = context_parallel(cut.call["cu_seqlens"], group=alone)
     call = {name: x for name, x in cut.call.items() if name != "cu_seqlens"}
     o, final_state = fd.chunk_kda(**call, cp_context=context)
     found["alone"] = {"o": o, "final_state": final_state}
-    torch.save(found, f"{folder}/{rank}.pt")
+    torch.save(found | {"lost": failure_of_a_lost_rank(group)}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -138,6 +168,24 @@ def test_a_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], name: 
 def test_a_layer_takes_the_context_of_fla(found: list[dict[str, Found]]):
     pytest.importorskip("fla")
     hold_layer(mixed(make_layer(torch.float64), None), [x["layer of fla"] for x in found])
+
+
+def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
+    """And flashdelta runs it: a CPU has no kernel of FLA's."""
+    pytest.importorskip("fla")
+    tokens = fla_tokens(None)
+    o, _ = fd.chunk_kda(**tokens, use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor(OFFSETS))
+    o.square().sum().backward()
+    wanted = {"o": o.detach()} | {name: x.grad for name, x in tokens.items()}
+    for name, x in wanted.items():
+        joined = torch.cat([rank["fla"][name] for rank in found], dim=1)
+        torch.testing.assert_close(joined, x, rtol=1e-10, atol=1e-11, msg=name)
+
+
+def test_ranks_hear_of_one_that_is_lost(found: list[dict]):
+    """The group's timeout, or that the connection is gone: no rank waits for ever."""
+    assert found[-1]["lost"] == ""
+    assert all("timed out" in text.lower() or "connection" in text.lower() for text in (x["lost"] for x in found[:-1]))
 
 
 def hold_layer(wanted: Found, parts: list[Found]) -> None:
