@@ -244,7 +244,10 @@ def reverse_kernel(
     between = (offsets, ends)
     gl.warp_specialize(
         [
-            (compute, (ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST)),
+            (
+                compute,
+                (ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST),
+            ),
             (load, (tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K)),
         ],
         [1],

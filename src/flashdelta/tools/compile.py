@@ -484,7 +484,9 @@ VARIANTS = (
     _hopper("K64 V128 backward", K=64, backward=True),
     _hopper("K128 V64 backward, unbounded", V=64, gate="logsigmoid", backward=True),
     _hopper("K128 V128 split, backward", split=4, backward=True),
-    _hopper("K128 V128 split, fixed length, V first, backward", split=4, packed=False, state_v_first=True, backward=True),
+    _hopper(
+        "K128 V128 split, fixed length, V first, backward", split=4, packed=False, state_v_first=True, backward=True
+    ),
     _hopper("K128 V128 split, stream-K, backward", split=4, heads=96, backward=True),
     _hopper("K64 V64 split, backward", K=64, V=64, split=4, backward=True),
     _hopper("K128 V128 kept for the backward pass", kept=True),

@@ -66,8 +66,8 @@ class Stages:
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
-    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0)`, which without `scanned` finds no more than `dh0`, or
-    the offsets of segments; `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0)`, which without `scanned` finds `dh0` alone, or the
+    offsets of segments; `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
     problem: Problem

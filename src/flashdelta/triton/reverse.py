@@ -83,11 +83,10 @@ def reverse_kernel(
         head = (tl.program_id(0) // (V // BV) % HV).to(tl.int64)
         segment = tl.program_id(0) // (V // BV) // HV
         n, part, parts, exists = segment_of(segment, first_segment, N)
+        if offsets is not None:
+            exists &= part > 0
         if not exists:
             return
-        if offsets is not None:
-            if part == 0:
-                return
         batch, begin, end, chunk_slot, _, first, stop = place_segment(
             n, part, parts, cu_seqlens, None, 0, chunk_slots, T, C
         )
