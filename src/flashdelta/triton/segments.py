@@ -271,7 +271,7 @@ def compose_kernel(
     OVERLAP: tl.constexpr,
 ):
     """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first. Of
-    gradients, which go from a sequence's last segment to its first, `dS_{j-1} = M_j^T dS_j + c_j`: that of the state after each.
+    gradients, from the last segment to the first: `dS_{j-1} = M_j^T dS_j + c_j`, that of the state after each.
 
     One CTA per (sequence, value head, `BV` value channels). If shared memory holds an M, `BK == K`: these are fetched ahead and
     the state stays in registers. Otherwise the state goes from segment to segment through `starts` itself, `BK` key channels at
