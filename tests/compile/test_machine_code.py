@@ -13,9 +13,22 @@ import triton
 import triton.language as tl
 
 from flashdelta.hopper.decode import DECODE_AT_ONCE
+from flashdelta.ops.chunk import chunk_kda
 from flashdelta.program.launch import Launch
+from flashdelta.runtime.call import check
+from flashdelta.testing.cases import Case
+from flashdelta.testing.inputs import meta_call
 from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
-from flashdelta.tools.compile import ARCHITECTURES, VARIANTS, compile_launch, fingerprint, late_operands
+from flashdelta.tools.compile import (
+    ARCHITECTURES,
+    BUILD,
+    VARIANTS,
+    backward_of,
+    compile_launch,
+    fingerprint,
+    late_operands,
+    only_launches,
+)
 
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
@@ -88,6 +101,22 @@ def test_page_shows_what_is_recorded():
 @pytest.mark.parametrize("version", records.recorded_tritons())
 def test_records_have_no_fault(version: str):
     assert not records.all_faults(records.read(version))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
+@pytest.mark.parametrize("backend", BUILD)
+def test_long_sequences_of_few_heads_are_split_both_ways(backend: str, kept: bool):
+    """And those of many heads in neither."""
+    for heads, split in ((4, 1), (64, 0)):
+        case = Case("long", "", T=8192, H=heads, HV=heads, K=128, V=128, gate="lower_bound", lower_bound=-5.0)
+        problem, t = check(chunk_kda, **meta_call(case, torch.bfloat16), disable_recompute=kept)
+        problem = replace(problem, requires_grad=True)
+        steps = BUILD[backend](problem, t, 90), BUILD[backend](*backward_of(problem, t), 90)
+        forward, backward = ([launch.kernel.fn.__name__ for launch in only_launches(x)] for x in steps)
+        assert forward.count("compose_kernel") == forward.count("transitions_kernel") == split
+        # the backward pass computes the forward's states again
+        assert backward.count("reverse_kernel") == 1 + split
+        assert backward.count("compose_kernel") == 2 * split
 
 
 @pytest.mark.parametrize("version", records.recorded_tritons())

@@ -92,6 +92,79 @@ def test_gradients_of_a_long_sequence(backend: str):
     hold(call, grads, gradients(call, *grads))
 
 
+# ---- split sequences ------------------------------------------------------------------------------------------------
+
+SPLIT = [
+    replace(KIMI, name="kimi", lengths=(*LENGTHS, 700), state=FP32),
+    replace(UNBOUNDED, name="unbounded", lengths=(*LENGTHS, 700), state=FP32, v_first=True),
+    replace(KIMI, name="grouped", H=2, HV=6, T=520),
+    replace(KIMI, name="rows", B=2, T=520, state=BF16),
+    replace(KIMI, name="small_heads", K=64, V=64, T=777),
+    replace(KIMI, name="large_heads", K=256, V=256, T=400),
+]
+
+
+@pytest.mark.parametrize("parts", [2, 7, 64])
+@pytest.mark.parametrize("case", SPLIT, ids=case_id)
+def test_gradients_of_split_sequences(case: Case, parts: int, backend: str):
+    """As near to the truth as those of whole ones; kept, computed again, and repeated, the same bits."""
+    call = gpu_call(fd.chunk_kda, case, backend=backend)
+    grads = incoming(call)
+    whole = gradients(call | {"split": False}, *grads)
+    with poisoned_memory():
+        found = gradients(call | {"split": parts}, *grads)
+    hold(call, grads, found)
+    truth = true_gradients(call, *grads)
+    errors, plain = relative_errors(found, truth), relative_errors(whole, truth)
+    assert all(error <= 1.2 * plain[name] + 1e-5 for name, error in errors.items()), (errors, plain)
+    for options in (*[{"disable_recompute": True}] * CALLS_TO_A_REPLAY, *[{}] * CALLS_TO_A_REPLAY):
+        with poisoned_memory():
+            again = gradients(call | {"split": parts} | options, *grads)
+        assert all(torch.equal(x, found[name]) for name, x in again.items())
+
+
+def test_gradients_of_a_forced_split_are_the_sequences_own(backend: str):
+    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 500), state=FP32), backend=backend) | {"split": 3}
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    alone = call | {name: call[name][:, :300] for name in TOKEN_TENSORS}
+    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
+    found = gradients(alone, grad_o[:, :300], grad_final[:1])
+    assert all(torch.equal(found[name], together[name][:, :300]) for name in TOKEN_TENSORS)
+    assert torch.equal(found["initial_state"], together["initial_state"][:1])
+
+
+def test_a_batch_invariant_split_has_its_own_gradients(backend: str):
+    """A plan that depends on a sequence's own length alone, so the bits of its gradients do."""
+    case = replace(KIMI, H=2, HV=2, lengths=(8192, 4096), state=FP32)
+    call = gpu_call(fd.chunk_kda, case, backend=backend) | {"batch_invariant": True}
+    assert max(fd.explain(fd.chunk_kda, **call).segments) > 1
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    alone = call | {name: call[name][:, :8192] for name in TOKEN_TENSORS}
+    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
+    found = gradients(alone, grad_o[:, :8192], grad_final[:1])
+    assert all(torch.equal(found[name], together[name][:, :8192]) for name in TOKEN_TENSORS)
+
+
+def test_nan_stays_in_its_split_sequence(backend: str):
+    call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 400), state=FP32), backend=backend) | {"split": 4}
+    grad_o, grad_final = incoming(call)
+    clean = gradients(call, grad_o, grad_final)
+    grad_o[:, 3] = torch.nan
+    found = gradients(call, grad_o, grad_final)
+    assert all(torch.equal(found[name][:, 300:], clean[name][:, 300:]) for name in TOKEN_TENSORS)
+    assert found["v"][:, :300].isnan().any()
+
+
+def test_a_long_sequence_of_few_heads_is_split(backend: str):
+    """By the planner, both ways: fewer heads than SMs leave room."""
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=8192, H=4, HV=4), backend=backend)
+    assert max(fd.explain(fd.chunk_kda, **call).segments) > 1
+    grads = incoming(call)
+    hold(call, grads, gradients(call, *grads))
+
+
 # ---- repeated steps -------------------------------------------------------------------------------------------------
 
 REPEATED = [CASES[0], CASES[2], replace(CASES[1], name="copied", layout="odd_offset")]

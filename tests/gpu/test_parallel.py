@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import float64, same_bits
 
 from ..support.ranks import Cut, Found
@@ -57,10 +58,10 @@ def test_virtual_ranks_find_what_one_finds(name: str, kept: bool, ranks: int, ba
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
-    """One sequence, whole chunks, as many on each rank."""
-    cut = Cut(cut_of(replace(KIMI, name="ranks_bits", lengths=(64 * 8 * 4,)), ranks, backend).call, ranks)
+    """One sequence, whole chunks, as many on each rank: results, and the gradients of tokens."""
+    cut = cut_of(replace(KIMI, name="ranks_bits", lengths=(64 * 8 * 4,)), ranks, backend)
     found, wanted = cut.over_ranks(), cut.whole(split=ranks)
-    assert same_bits(found["o"], wanted["o"]) and same_bits(found["final_state"], wanted["final_state"])
+    assert all(same_bits(found[name], wanted[name]) for name in ("o", "final_state", *TOKEN_TENSORS))
 
 
 @pytest.fixture(scope="module", params=["hopper", "triton"])

@@ -68,6 +68,7 @@ interpreter a third less to keep what the forward pass leaves; both give the sam
 
 KINDS = {name: small(BY_NAME[name]) for names in KINDS_OF_CASES.values() for name in names}
 KEPT = {"backend": "triton", "disable_recompute": True}
+RECOMPUTED = {"backend": "triton"}
 
 
 def assert_gradients(found: dict, truth: dict, tolerance: float = TOLERANCE, **others: float) -> None:
@@ -119,6 +120,50 @@ def test_kept_gradients_are_those_of_a_forward_that_runs_again(name: str, monkey
         found = gradients(call | {"disable_recompute": True}, *grads)
     assert len(scans) == 1
     assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+SPLIT = {
+    # segments of unequal length beside a sequence of one chunk, an empty one and one that stays whole
+    "packed": replace(KINDS["packed"], T=0, lengths=(70, 0, 100, 5), chunk_size=32, K=32, V=32, H=1, HV=1),
+    "rows": replace(KINDS["softplus"], B=2, T=70, chunk_size=32, K=32, V=32, H=1, HV=2),
+    "v_first": replace(KINDS["state_bf16_v_first"], T=66, chunk_size=32, K=32, V=32, H=1, HV=1),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_gradients_of_split_sequences(name: str):
+    """Those of the reference, whose autograd knows of no segments; kept or computed again, the same bits."""
+    call = make_call(SPLIT[name])
+    grads = incoming(call)
+    with poisoned_memory():
+        found, again = (gradients(call | options | {"split": 3}, *grads) for options in (KEPT, RECOMPUTED))
+    assert_gradients(found, true_gradients(call, *grads), 5e-3 if SPLIT[name].state == BF16 else TOLERANCE)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+def test_gradients_of_split_sequences_of_wide_states():
+    """Which go from segment to segment through memory; and without a gradient of the final state."""
+    call = make_call(replace(SPLIT["rows"], B=1, HV=1, K=256)) | {"output_final_state": False}
+
+    def found(**options: object) -> dict[str, torch.Tensor]:
+        leaves = {name: call[name].detach().clone().requires_grad_() for name in TOKEN_TENSORS}
+        o, _ = fd.chunk_kda(**call | leaves | options)
+        return dict(zip(leaves, torch.autograd.grad(o.sum(), list(leaves.values()))))
+
+    want = found(backend="reference")
+    errors = relative_errors(found(backend="triton", split=3), {name: x.double() for name, x in want.items()})
+    assert all(error <= TOLERANCE for error in errors.values()), errors
+
+
+def test_gradients_of_a_forced_split_are_the_sequences_own():
+    call = make_call(SPLIT["packed"]) | KEPT | {"split": 3}
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    alone = call | {name: call[name][:, :70] for name in TOKEN_TENSORS}
+    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
+    found = gradients(alone, grad_o[:, :70], grad_final[:1])
+    assert all(torch.equal(found[name], together[name][:, :70]) for name in TOKEN_TENSORS)
+    assert torch.equal(found["initial_state"], together["initial_state"][:1])
 
 
 def test_what_was_kept_serves_one_backward_pass():

@@ -49,10 +49,11 @@ def test_ranks_find_what_one_finds(name: str):
 
 
 def test_ranks_have_the_bits_of_a_split():
-    """Ranks of whole chunks, a segment each."""
-    cut = Cut(cut_of(replace(SMALL, lengths=(128,)), 4).call, 4)
+    """Ranks of whole chunks, a segment each: results and gradients."""
+    cut = cut_of(replace(SMALL, lengths=(128,)), 4)
     found, wanted = cut.over_ranks(), cut.whole(split=4)
-    assert same_bits(found["o"], wanted["o"]) and same_bits(found["final_state"], wanted["final_state"])
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
 
 
 def test_batch_rows_over_all_ranks():

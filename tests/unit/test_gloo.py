@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import flashdelta as fd
+from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.testing.cases import Case
-from flashdelta.testing.inputs import make_call
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 
+from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, incoming_of
 
 RANKS = 3
@@ -46,6 +50,64 @@ def compiled(cut: Cut, group: dist.ProcessGroup) -> Found:
     return {"o": o, "final_state": final_state}
 
 
+LAYERS = {"bounded": {}, "softplus": {"gate": "softplus", "conv_size": 3, "num_v_heads": 2}}
+OFFSETS = (0, 40, 42, 90, 96)
+"""Sequences of the layer: cut inside, and one whose halo is longer than what it has on the rank before."""
+
+
+def mixed(layer: KimiDeltaAttention, rank: int | None, cp_context: object = None) -> Found:
+    """A layer's output and gradients on a rank's tokens, or on all."""
+    layer.zero_grad()
+    T = OFFSETS[-1] if rank is None else OFFSETS[-1] // RANKS
+    begin = 0 if rank is None else rank * T
+    both = rows(2, OFFSETS[-1], dtype=torch.float64, device="cpu")
+    x, grad = both[:, begin : begin + T].split(1)
+    x = x.clone()
+    x.requires_grad_()
+    where = {"cu_seqlens": torch.tensor(OFFSETS)} if rank is None else {"cp_context": cp_context}
+    y, _ = layer(x, **where)
+    y.backward(grad)
+    return {"y": y.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def by_fla(group: dist.ProcessGroup) -> dict[str, Found]:
+    """Of a layer with FLA's context, and of FLA's function, which flashdelta runs then."""
+    from fla.ops.cp import build_cp_context
+    from fla.ops.kda import chunk_kda
+
+    from flashdelta.integrations import fla
+
+    context = build_cp_context(torch.tensor(OFFSETS), group=group, conv1d_kernel_size=4)
+    found = {"layer of fla": mixed(make_layer(torch.float64), group.rank(), context)}
+    tokens = fla_tokens(group.rank())
+    o, _ = chunk_kda(**tokens, use_qk_l2norm_in_kernel=True, cp_context=context)
+    o.square().sum().backward()
+    fla.disable()
+    return found | {"fla": {"o": o.detach()} | {name: x.grad for name, x in tokens.items()}}
+
+
+def fla_tokens(rank: int | None) -> Found:
+    """Of a rank, or of all."""
+    call, T = make_call(CASES["through_all"], torch.float64), OFFSETS[-1] // RANKS
+    own = slice(None) if rank is None else slice(rank * T, (rank + 1) * T)
+    tokens = {name: call[name][:, own].detach().clone() for name in TOKEN_TENSORS}
+    tokens |= {"g": -tokens["g"].abs(), "beta": tokens["beta"].sigmoid()}
+    return {name: x.requires_grad_() for name, x in tokens.items()}
+
+
+def failure_of_a_lost_rank(group: dist.ProcessGroup) -> str:
+    """What the others are told when the last rank does not come."""
+    brief = dist.new_group(timeout=timedelta(seconds=5))
+    if group.rank() + 1 == RANKS:
+        return ""
+    call = {name: x for name, x in make_call(CASES["through_all"], torch.float64).items() if name != "cu_seqlens"}
+    try:
+        fd.chunk_kda(**call, group=brief, backend="reference")
+    except RuntimeError as failure:
+        return str(failure)
+    return "nothing"
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
@@ -53,13 +115,20 @@ def work(rank: int, folder: str) -> None:
     found = {name: cut_of(name).run(group) for name in CASES}
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
+    offsets = torch.tensor(OFFSETS)
+    for name, arguments in LAYERS.items():
+        layer = make_layer(torch.float64, **arguments)
+        context = context_parallel(offsets, group=group, conv_size=layer.conv_size, max_sequences=4)
+        found[f"layer {name}"] = mixed(layer, rank, context)
+    if importlib.util.find_spec("fla") is not None:
+        found |= by_fla(group)
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
     cut = cut_of("packed")
     context = context_parallel(cut.call["cu_seqlens"], group=alone)
     call = {name: x for name, x in cut.call.items() if name != "cu_seqlens"}
     o, final_state = fd.chunk_kda(**call, cp_context=context)
     found["alone"] = {"o": o, "final_state": final_state}
-    torch.save(found, f"{folder}/{rank}.pt")
+    torch.save(found | {"lost": failure_of_a_lost_rank(group)}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -88,6 +157,43 @@ def test_a_group_of_one_is_the_plain_call(found: list[dict[str, Found]]):
     wanted = Cut(cut_of("packed").call, 1).whole()
     for rank in found:
         assert all(same_bits(x, wanted[name]) for name, x in rank["alone"].items())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], name: str):
+    """Outputs and the gradients of inputs, and of parameters, which are added up."""
+    hold_layer(mixed(make_layer(torch.float64, **LAYERS[name]), None), [x[f"layer {name}"] for x in found])
+
+
+def test_a_layer_takes_the_context_of_fla(found: list[dict[str, Found]]):
+    pytest.importorskip("fla")
+    hold_layer(mixed(make_layer(torch.float64), None), [x["layer of fla"] for x in found])
+
+
+def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
+    """And flashdelta runs it: a CPU has no kernel of FLA's."""
+    pytest.importorskip("fla")
+    tokens = fla_tokens(None)
+    o, _ = fd.chunk_kda(**tokens, use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor(OFFSETS))
+    o.square().sum().backward()
+    wanted = {"o": o.detach()} | {name: x.grad for name, x in tokens.items()}
+    for name, x in wanted.items():
+        joined = torch.cat([rank["fla"][name] for rank in found], dim=1)
+        torch.testing.assert_close(joined, x, rtol=1e-10, atol=1e-11, msg=name)
+
+
+def test_ranks_hear_of_one_that_is_lost(found: list[dict]):
+    """The group's timeout, or that the connection is gone: no rank waits for ever."""
+    assert found[-1]["lost"] == ""
+    assert all("timed out" in text.lower() or "connection" in text.lower() for text in (x["lost"] for x in found[:-1]))
+
+
+def hold_layer(wanted: Found, parts: list[Found]) -> None:
+    for name, x in wanted.items():
+        pieces = [part[name] for part in parts]
+        joined = torch.cat(pieces, dim=1) if name in ("y", "x") else torch.stack(pieces).sum(0)
+        # the gate's parameters are float32
+        torch.testing.assert_close(joined, x, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):

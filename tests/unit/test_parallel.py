@@ -23,6 +23,7 @@ from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.virtual import on_ranks
 
+from ..support.layers import HIDDEN, make_layer
 from ..support.ranks import Cut, Found, incoming_of, results_of
 
 FP64 = torch.float64
@@ -269,6 +270,10 @@ def with_context(**options):
     return lambda group: fd.chunk_kda(**small_call() | options, cp_context=context_parallel(OFFSETS, group=group))
 
 
+def in_layer(cp_context: object, tokens: int = 32, **options):
+    return make_layer(torch.float32)(torch.zeros(1, tokens, HIDDEN), cp_context=cp_context, **options)
+
+
 REFUSED = {
     "tokens": (
         lambda group: fd.chunk_kda(**small_call(31), cp_context=context_parallel(OFFSETS, group=group)),
@@ -288,6 +293,28 @@ REFUSED = {
     "room": (lambda group: context_parallel(OFFSETS, group=group, max_sequences=1), "max_sequences: got 1"),
     "exchange": (lambda group: context_parallel(OFFSETS, group=group, exchange="post"), "exchange: got 'post'"),
     "group": (lambda group: context_parallel(OFFSETS, group="world"), "group: got str"),
+    "other_group": (
+        lambda group: context_parallel(OFFSETS, group=torch.distributed.GroupMember.NON_GROUP_MEMBER),
+        "group: got a group that this process is not in",
+    ),
+    "dtype": (with_context(q=torch.zeros(1, 32, 2, 32, dtype=torch.int32)), "q: got dtype torch.int32"),
+    "offsets_dtype": (
+        lambda group: context_parallel(OFFSETS.float(), group=group),
+        "cu_seqlens: got dtype torch.float32",
+    ),
+    "layer_cache": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group), return_cache=True),
+        "return_cache: got one with cp_context",
+    ),
+    "layer_taps": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group, conv_size=3)),
+        "cp_context: got one for 3 taps",
+    ),
+    "layer_context": (lambda group: in_layer(7), "cp_context: got int"),
+    "layer_tokens": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group), tokens=31),
+        "x: got shape [1, 31",
+    ),
     "no_context": (lambda group: fd.chunk_kda(**small_call(), cp_context=7), "cp_context: got int"),
     "both": (
         lambda group: fd.chunk_kda(**small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group),

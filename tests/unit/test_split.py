@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 import flashdelta as fd
 from flashdelta.problem.split import AUTO, gains, known_lengths, most_segments, parts_of_sequences, segments_of_call
 from flashdelta.reference import chunk_kda, split
-from flashdelta.reference.chunk import prepare, segment_transition
+from flashdelta.reference.chunk import prepare, recur, segment_transition
 from flashdelta.reference.split import Transition, cut, identity
 from flashdelta.runtime.call import check
 
+from ..support.gradients import gradients, incoming
 from ..support.split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
 
 FP64 = torch.float64
@@ -231,6 +232,36 @@ def test_starts_follow_the_maps():
     segments = cut(torch.tensor([0, 2]), torch.tensor([2, 1]), torch.tensor([2, 1]))
     found = split.starts(segments, maps, torch.tensor([10.0, 20.0]).view(2, 1, 1, 1))
     assert found.flatten().tolist() == [10.0, 21.0, 20.0]
+
+
+def test_gradients_go_back_through_the_transposed_maps():
+    """`dS = M^T dS' + c`, where c knows nothing of `dS'`."""
+    tensors = split_inputs(3 * CHUNK, dtype=FP64)
+    q, k, v, g, beta = (
+        tensors[name].unflatten(1, (3, CHUNK)).transpose(0, 1).movedim(3, 2) for name in ("q", "k", "v", "g", "beta")
+    )
+    q, k = (x.expand(-1, -1, 2, -1, -1) for x in (q, k))
+    prepared = [prepare(q[i], k[i], g[i], beta[i]) for i in range(3)]
+    M = segment_transition(prepared, v).M
+    S = torch.randn(1, 2, 32, 64, dtype=FP64, requires_grad=True)
+    state, outputs = S, []
+    for p, v_chunk in zip(prepared, v):
+        v_new, after = recur(p, v_chunk, state)
+        outputs.append(p.qg @ state + p.Aqk @ v_new)
+        state = after
+    o, dS = torch.stack(outputs), torch.randn_like(state)
+    do = torch.randn_like(o)
+    c, found = (torch.autograd.grad((o, state), S, (do, x), retain_graph=True)[0] for x in (torch.zeros_like(dS), dS))
+    _close(found, M.mT @ dS + c)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gradients_of_a_split_are_those_of_the_whole(lengths: list[int]):
+    call = forced(split_call(lengths), FP64) | {"backend": "reference"}
+    grads = incoming(call)
+    found, wanted = (gradients(call | {"split": parts}, *grads) for parts in (3, False))
+    for name, x in wanted.items():
+        _close(found[name], x)
 
 
 def test_explain_says_the_plan():

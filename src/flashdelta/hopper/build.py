@@ -12,14 +12,13 @@ from ..program.workspace import Workspace
 from ..triton import launch as portable
 from ..triton.launch import StageCall
 from ..triton.merge import around_recurrence
-from ..triton.segments import compose
 from . import gradients
 from .commit import commit
 from .decode import decode
 from .launch import aligned, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
-from .segments import SPLIT_COSTS, outgoing, room, transitions
+from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -48,7 +47,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     final_state = outputs.get("final_state")
-    split = [transitions(call, final_state), compose(call, final_state)] if segments else []
+    split = before_segments(call, final_state)
     prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
     if problem.ranks > 1:
         carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Tensors
+from ..problem.split import segments_of_call
 from ..program.program import Program, Step
 from ..triton import backward_pass
 from ..triton.backward_pass import Kept, Stages
@@ -19,7 +20,7 @@ from .launch import TILE, copyable, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
-from .segments import outgoing
+from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .wy import wy
 
 ARCH = 90
@@ -38,7 +39,7 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
     return Stages(
         problem,
         t,
-        layout(problem),
+        layout(problem, segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)),
         squares=(problem.B, problem.T, problem.HV, TILE),
         squares_dtype=torch.bfloat16,
         scan=functools.partial(scan, problem, t),
@@ -54,4 +55,5 @@ def scan(problem: Problem, t: Tensors, kept: Kept, o: Tensor | None, final_state
     prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
     if problem.ranks > 1:
         carried, call = carried_states(call, outgoing, kept.packets)
-    return [prepared, *carried, recurrence(call, o, final_state, kept.h, kept.v_new)]
+    split = before_segments(call, final_state)
+    return [prepared, *carried, *split, recurrence(call, o, final_state, kept.h, kept.v_new)]

@@ -1,5 +1,5 @@
 """Stage `reverse` of the backward pass for Hopper: scans a sequence's chunks from the last to the first and leaves the gradient
-of the state after each. A tile is a (sequence, value head, slice of 64 value channels).
+of the state after each. A tile is a (sequence, value head, slice of 64 value channels), or a segment of a split sequence.
 
 Contract: as `triton/reverse.py`, from the tiles that `prepare` leaves; `grad_h [R, HV, V, K]` has the chunks of all sequences
 one after the other.
@@ -43,7 +43,16 @@ from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
-def load(tiles_d, decay, grad_o, ring, scheduler, strides, K: gl.constexpr):
+def wanted_chunks(tile, offsets):
+    """How many chunks of a work tile are scanned. A sequence's first segment has no offset: nobody needs it."""
+    chunks = (tile.end - tile.begin + C - 1) // C
+    if offsets is not None:
+        chunks = gl.where(tile.is_segment & (tile.first > 0), chunks, 0)
+    return chunks
+
+
+@gluon.jit
+def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.constexpr):
     """The loader: one warp that keeps the ring full, of each chunk with all tiles but `inverse`."""
     HV = scheduler.HV
     slice_ = scheduler.slice()
@@ -55,7 +64,7 @@ def load(tiles_d, decay, grad_o, ring, scheduler, strides, K: gl.constexpr):
     for k in range(tiles):
         tile = scheduler.tile(k, segments)
         tokens = tile.end - tile.begin
-        chunks = (tokens + C - 1) // C
+        chunks = wanted_chunks(tile, offsets)
         in_head = (wide(tile.batch, o_batch) + wide(tile.head, o_head)) * 8 + slice_ * BV
         for step in range(chunks):
             i = chunks - 1 - step
@@ -82,6 +91,7 @@ def compute(
     grad_final,
     has_initial,
     has_final,
+    between,
     scheduler,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -90,6 +100,7 @@ def compute(
     """The consumer: four warps that carry a tile's gradient from chunk to chunk. `do^T Aqk` of the next chunk runs beside the
     end of one; what a chunk leaves goes to memory during the next one's first MMAs."""
     grad_v_new, grad_h, grad_initial = outputs
+    offsets, ends = between
     T = scheduler.T
     HV = scheduler.HV
     slice_ = scheduler.slice()
@@ -113,13 +124,25 @@ def compute(
     for k in range(tiles):
         tile = scheduler.tile(k, segments)
         tokens = tile.end - tile.begin
-        chunks = (tokens + C - 1) // C
+        chunks = wanted_chunks(tile, offsets)
         first = tile.n * ((T + C - 1) // C)
         if scheduler.cu_seqlens is not None:
             first = rows_before(scheduler.cu_seqlens, tile.n, T, C)
+        if scheduler.first_segment is not None:
+            first += tile.first
         at = state_offsets((tile.n.to(gl.int64) * HV + tile.head) * (K * V), value, key, K, V, V_FIRST)
-        state0, state1 = load_halves(grad_final, at, NEXT, has_final, K)
-        v_new_tile = grad_v_new + (wide(tile.batch, T) * HV + tile.head) * V + slice_ * BV
+        if scheduler.first_segment is None:
+            state0, state1 = load_halves(grad_final, at, NEXT, has_final, K)
+        else:
+            in_segment = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
+            if offsets is not None:
+                state0, state1 = load_halves(grad_final, at, NEXT, gl.where(tile.stop > 0, 0, has_final), K)
+            elif tile.is_segment:
+                state0, state1 = load_halves(ends, in_segment, 64, 1, K)
+            else:
+                state0, state1 = load_halves(grad_final, at, NEXT, has_final, K)
+        if grad_v_new is not None:
+            v_new_tile = grad_v_new + (wide(tile.batch, T) * HV + tile.head) * V + slice_ * BV
         if chunks > 0:
             done = zero.to(gl.bfloat16)
             done_token = tile.begin
@@ -140,11 +163,13 @@ def compute(
                 if KH == 2:
                     state1 = state1 * ring.decays(s, 1, ACC)
                     state1 = mma(o_t, ring.tile(s, QG + 1), state1)
-                here = grad_h + (wide(first + i, HV) + tile.head) * (K * V)
-                gl.store(here + in_state, to_lines(gl.convert_layout(left0, ACC, assert_trivial=True)))
-                if KH == 2:
-                    gl.store(here + 64 + in_state, to_lines(gl.convert_layout(left1, ACC, assert_trivial=True)))
-                store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
+                if grad_h is not None:
+                    here = grad_h + (wide(first + i, HV) + tile.head) * (K * V)
+                    gl.store(here + in_state, to_lines(gl.convert_layout(left0, ACC, assert_trivial=True)))
+                    if KH == 2:
+                        gl.store(here + 64 + in_state, to_lines(gl.convert_layout(left1, ACC, assert_trivial=True)))
+                if grad_v_new is not None:
+                    store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
                 if KH == 2:
                     v_new_t, left0, left1 = warpgroup_mma_wait(KH, deps=[v_new_t, left0, left1])
                 else:
@@ -169,8 +194,14 @@ def compute(
                     state0, v_new_left = warpgroup_mma_wait(1, deps=[state0, v_new_left])
                 ring.release(s)
             v_new_t, o_t = warpgroup_mma_wait(0, deps=[v_new_t, o_t])
-            store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
-        store_halves(grad_initial, at, NEXT, state0, state1, has_initial, K)
+            if grad_v_new is not None:
+                store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
+        if offsets is not None:
+            store_halves(offsets, in_segment, 64, state0, state1, (chunks > 0).to(gl.int32), K)
+        elif scheduler.first_segment is not None:
+            store_halves(grad_initial, at, NEXT, state0, state1, gl.where(tile.first > 0, 0, has_initial), K)
+        else:
+            store_halves(grad_initial, at, NEXT, state0, state1, has_initial, K)
 
 
 _STRIDES = [f"o_{dim}" for dim in ("batch", "token", "head")]
@@ -187,6 +218,9 @@ def reverse_kernel(
     grad_v_new,
     grad_h,
     grad_initial,
+    first_segment,
+    offsets,
+    ends,
     cu_seqlens,
     has_initial: gl.int32,
     has_final: gl.int32,
@@ -204,13 +238,17 @@ def reverse_kernel(
 ):
     ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 1)
     staging_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
-    scheduler = TileScheduler(None, None, cu_seqlens, None, T, N, HV, slots, 0, V // BV)
+    scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV)
     strides = (o_batch, o_token, o_head)
     outputs = (grad_v_new, grad_h, grad_initial)
+    between = (offsets, ends)
     gl.warp_specialize(
         [
-            (compute, (ring, staging_s, outputs, grad_final, has_initial, has_final, scheduler, K, V, V_FIRST)),
-            (load, (tiles_d, decay, grad_o, ring, scheduler, strides, K)),
+            (
+                compute,
+                (ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler, K, V, V_FIRST),
+            ),
+            (load, (tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K)),
         ],
         [1],
         [96],
@@ -218,16 +256,18 @@ def reverse_kernel(
 
 
 def reverse(
-    problem: Problem, t: Tensors, kept: Kept, scanned: Scanned, dht: Tensor | None, dh0: Tensor | None
+    problem: Problem, t: Tensors, kept: Kept, scanned: Scanned | None, dht: Tensor | None, dh0: Tensor | None
 ) -> Launch:
+    """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
     final, initial = or_empty(problem, t, dht, dh0)
+    most = ctas(problem, t.q.device)
     return Launch(
         reverse_kernel,
-        min(work_tiles(problem), ctas(problem, t.q.device)),
+        most if kept.split and problem.N > 0 else min(work_tiles(problem), most),
         (
             *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
-            *(final, scanned.dv, scanned.dh, initial),
-            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
+            *(final, *((None, None) if scanned is None else (scanned.dv, scanned.dh)), initial),
+            *(*kept.segments(scanned), t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
             *(problem.T, problem.N, problem.HV, problem.slots),
             *stride_div8(t.do),
         ),
@@ -238,5 +278,5 @@ def reverse(
             STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
         ),
         num_warps=4,
-        scratch=(kept.workspace.buffer, scanned.dv, scanned.dh, final, initial),
+        scratch=(kept.workspace.buffer, *(() if scanned is None else (scanned.dv, scanned.dh)), final, initial),
     )

@@ -20,6 +20,7 @@ from ..problem.problem import Problem
 from ..problem.split import SplitCosts
 from ..program.launch import Launch, sm_count
 from ..triton.launch import StageCall, state_arguments
+from ..triton.segments import compose
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -318,3 +319,9 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
         overlaps=True,
         scratch=call.buffers,
     )
+
+
+def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
+    """What finds the states before the segments, if sequences may be split. `prepare` forms the plan."""
+    split = call.workspace.get("starts") is not None
+    return [transitions(call, final_state), compose(call, final_state)] if split else []

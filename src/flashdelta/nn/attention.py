@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from ..ops.convolution import short_convolution
 from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
+from ..parallel.halo import halo
+from ..problem.context import ContextParallel, context_of
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
@@ -188,6 +191,7 @@ class KimiDeltaAttention(nn.Module):
         slots: Tensor | None = None,
         has_initial_state: Tensor | None = None,
         null_index: NullIndex = "negative",
+        cp_context: Any = None,
     ) -> tuple[Tensor, KdaCache | None]:
         """Mixes the tokens of every sequence; no token sees a later one.
 
@@ -203,6 +207,10 @@ class KimiDeltaAttention(nn.Module):
             slots: `[N]` int32 or int64, with `pool`: each sequence's slot. No two sequences may have one.
             has_initial_state: `[N]` bool, with `pool`: where False the sequence starts anew in its slot.
             null_index: which indices name no slot, as in `chunk_kda`; outputs of such sequences mean nothing.
+            cp_context: instead of all these: how packed sequences lie over the ranks of a process group
+                (`parallel.context_parallel`; FLA's context does, too). `x` has this rank's tokens. The convolutions' inputs
+                and the states before them come from the ranks before, gradients from those after. Gradients of parameters
+                are of this rank's tokens; the caller adds them up.
 
         Returns:
             `(y [B, T, hidden_size], cache or None)`.
@@ -211,6 +219,11 @@ class KimiDeltaAttention(nn.Module):
             ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
         """
         self._check_inputs(x, cache, cu_seqlens)
+        context = None
+        if cp_context is not None:
+            others = {"cache": cache, "cu_seqlens": cu_seqlens, "pool": pool, "return_cache": return_cache or None}
+            context = self._context(cp_context, others, x.device)
+            cu_seqlens = context.cu_seqlens
         if pool is not None or slots is not None or has_initial_state is not None:
             self._check_pool(cache, return_cache, pool, slots)
         mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
@@ -226,9 +239,13 @@ class KimiDeltaAttention(nn.Module):
         else:
             past = {"initial_state": None if cache is None else cache.conv, "output_final_state": return_cache}
             states = {"initial_state": None if cache is None else cache.state, "output_final_state": return_cache}
+        if context is not None:
+            past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
         weight, bias = self._filters(mixed.dtype)
         mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
-        op, arguments, options = self._kda_call(x, mixed, states | {"cu_seqlens": cu_seqlens})
+        if context is None:
+            states["cu_seqlens"] = cu_seqlens
+        op, arguments, options = self._kda_call(x, mixed, states)
         o, state = op(*arguments, **options)
         o = gated_rms_norm(o, gate, _narrowed(self.o_norm, o.dtype), eps=self.norm_eps, backend=self._around())
         return self.o_proj(o.flatten(2)), KdaCache(conv, state) if return_cache else None
@@ -309,9 +326,26 @@ class KimiDeltaAttention(nn.Module):
             "backend": self.backend,
             **states,
         }
-        if T <= MAX_STEP_TOKENS:
+        if T <= MAX_STEP_TOKENS and "cp_context" not in states:
             return fused_recurrent_kda, arguments, options
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}
+
+    def _context(self, cp_context: Any, others: dict[str, object], device: torch.device) -> ContextParallel:
+        given = next((name for name, value in others.items() if value is not None), None)
+        if given is not None:
+            raise ValueError(f"{given}: got one with cp_context, wanted one of the two")
+        context = context_of(cp_context, None, device)
+        if context.conv_size not in (None, self.conv_size):
+            raise ValueError(
+                f"cp_context: got one for {context.conv_size} taps, wanted the layer's conv_size = {self.conv_size}"
+            )
+        return context
+
+    def _inputs_before(self, mixed: Tensor, context: ContextParallel) -> Tensor:
+        """The states of the convolutions `[N, D, W - 1]`: only a rank's first sequence goes on from another one."""
+        before = halo(mixed, context, self.conv_size - 1).mT
+        N = before.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+        return torch.cat([before[:N], before.new_zeros(max(N - before.shape[0], 0), *before.shape[1:])])
 
     def _check_inputs(self, x: Tensor, cache: KdaCache | None, cu_seqlens: Tensor | None) -> None:
         if not isinstance(x, Tensor):

@@ -82,8 +82,8 @@ def chunk_kda(
             `lower_bound` needs no promise, and the unbounded `softplus` gate ignores it. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
-            about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. A call
-            with gradients then splits no sequence. Traced calls (`torch.compile`) and the reference compute it again.
+            about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
+            calls (`torch.compile`) and the reference compute it again.
         return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable.
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
@@ -132,7 +132,7 @@ def chunk_kda(
             refused.
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
-            sequences. Results differ in rounding.
+            sequences. The backward pass has the same segments. Results differ in rounding.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and

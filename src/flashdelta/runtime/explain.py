@@ -18,7 +18,7 @@ from .supports import Support, answer_of
 @dataclass(frozen=True)
 class Explanation:
     """The answer of `explain`: what `supports` says, every backend's verdict, and of `chunk_kda` how many `segments` each
-    sequence is cut into (None where the lengths can't be read)."""
+    sequence is cut into, in its backward pass too (None where the lengths can't be read)."""
 
     support: Support
     verdicts: tuple[Verdict, ...]

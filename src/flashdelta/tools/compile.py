@@ -337,6 +337,16 @@ VARIANTS = (
     Variant("bf16 K64 V64 backward, chunk 32, fixed length", K=64, V=64, chunk_size=32, packed=False, backward=True),
     Variant("bf16 K256 V256 backward", K=256, V=256, backward=True),
     Variant("fp32 K128 V128 backward", dtype=torch.float32, backward=True),
+    Variant("bf16 K128 V128 split, backward", split=4, backward=True),
+    Variant(
+        "bf16 K128 V128 split, fixed length, V first, backward",
+        split=4,
+        packed=False,
+        state_v_first=True,
+        backward=True,
+    ),
+    Variant("bf16 K256 V256 split, backward", K=256, V=256, split=4, backward=True),
+    Variant("fp32 K128 V128 split, backward", dtype=torch.float32, split=4, backward=True),
     Variant("bf16 K128 V128 over ranks", ranks=2),
     Variant("bf16 K128 V128 over ranks, pool, V first", ranks=2, pool=True, state_v_first=True),
     Variant(
@@ -473,7 +483,14 @@ VARIANTS = (
     _hopper("K128 V128 backward, log decays in fp32", gate="none", g_dtype=torch.float32, backward=True),
     _hopper("K64 V128 backward", K=64, backward=True),
     _hopper("K128 V64 backward, unbounded", V=64, gate="logsigmoid", backward=True),
+    _hopper("K128 V128 split, backward", split=4, backward=True),
+    _hopper(
+        "K128 V128 split, fixed length, V first, backward", split=4, packed=False, state_v_first=True, backward=True
+    ),
+    _hopper("K128 V128 split, stream-K, backward", split=4, heads=96, backward=True),
+    _hopper("K64 V64 split, backward", K=64, V=64, split=4, backward=True),
     _hopper("K128 V128 kept for the backward pass", kept=True),
+    _hopper("K128 V128 split, kept for the backward pass", split=4, kept=True),
     _hopper_step(128, "lower_bound"),
     _hopper_step(64, "softplus"),
     _hopper_replay("K128 V128", 7),

@@ -18,6 +18,7 @@ from ..program.workspace import Layout, Workspace
 from .finish import ByHead, finish
 from .launch import StageCall
 from .merge import carried_gradients, clear, room_for_packets
+from .segments import compose
 from .wy import Parts, WyOperands
 
 
@@ -38,6 +39,17 @@ class Kept:
         """The workspace."""
         return self.Akk_inv, self.h, self.v_new
 
+    @property
+    def split(self) -> bool:
+        """Whether sequences may be."""
+        return self.workspace.get("starts") is not None
+
+    def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
+        """Of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the gradients
+        of the states after segments."""
+        first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
+        return [first_segment, offsets if scanned is None else None, ends]
+
 
 @dataclass(frozen=True)
 class Scanned:
@@ -54,7 +66,8 @@ class Stages:
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
-    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0)`, `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0)`, which without `scanned` finds `dh0` alone, or the
+    offsets of segments; `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
     problem: Problem
@@ -64,7 +77,7 @@ class Stages:
     squares: tuple[int, ...]
     squares_dtype: torch.dtype
     scan: Callable[[Kept, Tensor | None, Tensor | None], Sequence[Step]]
-    reverse: Callable[[Problem, Tensors, Kept, Scanned, Tensor | None, Tensor | None], Launch]
+    reverse: Callable[[Problem, Tensors, Kept, Scanned | None, Tensor | None, Tensor | None], Launch]
     wy: Callable[[WyOperands, Parts, Tensor], Launch]
     intra: Callable[[Parts, ByHead], Launch]
 
@@ -86,7 +99,7 @@ class Stages:
 
 
 def forward(stages: Stages) -> Program:
-    """The forward that also leaves what its backward pass would compute again. Sequences stay whole."""
+    """The forward that also leaves what its backward pass would compute again."""
     outputs, kept = Outputs.of(stages.problem, stages.t), stages.kept()
     o, final_state = outputs["o"], outputs.get("final_state")
     outputs |= {"workspace": kept.workspace.buffer, "Akk_inv": kept.Akk_inv, "h": kept.h, "v_new": kept.v_new}
@@ -111,13 +124,15 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     else:
         kept = stages.kept()
         yield from stages.scan(kept, None, None)
-    scanned = Scanned(torch.empty_like(kept.h), torch.empty_like(kept.v_new))
     dh0 = None
     if problem.has_initial_state:
         dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
     dht = None if t.dht is None or not problem.output_final_state else t.dht.contiguous()
     if kept.packets is not None:
-        dht = yield from gradients_of_ranks(stages, kept, scanned, dht)
+        dht = yield from gradients_of_ranks(stages, kept, dht)
+    if kept.split:
+        yield from gradients_of_segments(stages, kept, dht)
+    scanned = Scanned(torch.empty_like(kept.h), torch.empty_like(kept.v_new))
     yield stages.reverse(problem, t, kept, scanned, dht, dh0)
     if kept.packets is not None and dh0 is not None:
         yield clear(problem, t, dh0)
@@ -135,18 +150,24 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     yield from finish(problem, t, heads, outputs)
 
 
-def gradients_of_ranks(
-    stages: Stages, kept: Kept, scanned: Scanned, dht: Tensor | None
-) -> Generator[Step, None, Tensor]:
-    """The gradients of the final states, with those that come from other ranks. What `reverse` leaves on the way is written
-    again after it."""
+def gradients_of_ranks(stages: Stages, kept: Kept, dht: Tensor | None) -> Generator[Step, None, Tensor]:
+    """The gradients of the final states, with those that come from other ranks."""
     problem, t = stages.problem, stages.t
     assert kept.packets is not None
     grads = new(problem.state_shape, torch.float32, t.device)
 
     def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, kept, scanned, dht, dh0)
+        return stages.reverse(problem, t, kept, None, dht, dh0)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
     yield from carried_gradients(call, kept.packets, reverse, grads)
     return grads
+
+
+def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
+    """What leaves the gradients of the states after segments. The transitions are the forward's, whose other states between
+    segments nobody needs any more."""
+    problem, t = stages.problem, stages.t
+    yield stages.reverse(problem, t, kept, None, dht, None)
+    given = replace(problem, has_initial_state=dht is not None)
+    yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)

@@ -22,7 +22,7 @@ from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
-from .segments import SPLIT_COSTS, compose, outgoing, plan, room, transitions
+from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -43,11 +43,11 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     segments = segments_of_call(problem, most, SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
-    split = [plan(call, most), transitions(call, segments, final_state), compose(call, final_state)] if segments else []
+    split = before_segments(call, most, final_state)
     prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
     if problem.ranks > 1:
         carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
-    return [prepared, *carried, *split, recurrence(call, o, final_state, h, segments=segments), *stored]
+    return [prepared, *carried, *split, recurrence(call, o, final_state, h), *stored]
 
 
 def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Tensors
+from ..problem.split import segments_of_call
+from ..program.launch import sm_count
 from ..program.program import Program, Step
 from . import backward_pass
 from .backward_pass import Kept, Stages
@@ -18,7 +20,7 @@ from .merge import carried_states
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
-from .segments import outgoing
+from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .wy import wy
 
 
@@ -32,14 +34,14 @@ def backward(problem: Problem, t: Tensors, arch: int) -> Program:
 
 
 def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
-    t = prepare_inputs(problem, t)
+    t, most = prepare_inputs(problem, t), room(problem, arch, sm_count(t.device))
     return Stages(
         problem,
         t,
-        layout(problem),
+        layout(problem, segments_of_call(problem, most, SPLIT_COSTS)),
         squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
         squares_dtype=torch.float32,
-        scan=functools.partial(scan, problem, t, arch),
+        scan=functools.partial(scan, problem, t, arch, most),
         arch=arch,
         reverse=functools.partial(reverse, arch=arch),
         wy=functools.partial(wy, problem, arch),
@@ -48,10 +50,11 @@ def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
 
 
 def scan(
-    problem: Problem, t: Tensors, arch: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
+    problem: Problem, t: Tensors, arch: int, room: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
 ) -> list[Step]:
     call = StageCall(problem, t, arch, kept.workspace, kept.beside)
     prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
     if problem.ranks > 1:
         carried, call = carried_states(call, outgoing, kept.packets)
-    return [prepared, *carried, recurrence(call, o, final_state, kept.h, v_new=kept.v_new)]
+    split = before_segments(call, room, final_state)
+    return [prepared, *carried, *split, recurrence(call, o, final_state, kept.h, v_new=kept.v_new)]

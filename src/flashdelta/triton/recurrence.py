@@ -352,7 +352,6 @@ def recurrence(
     final_state: Tensor | None,
     h: Tensor | None,
     *,
-    segments: int = 0,
     v_new: Tensor | None = None,
     u: Tensor | None = None,
 ) -> Launch:
@@ -362,13 +361,14 @@ def recurrence(
     if u is not None:
         c = states_config(problem, call.arch, problem.precision)
     inverse, v = (workspace["Akk_inv"], t.v) if u is None else (None, None)
+    first_segment, starts = workspace.select("first_segment", "starts")
     return Launch(
         recurrence_kernel,
-        (segments or problem.N) * problem.HV * (problem.V // c.BV),
+        (problem.N if starts is None else starts.shape[0]) * problem.HV * (problem.V // c.BV),
         (
             *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
             *(v, o, h, v_new, u, t.cu_seqlens, *checkpoint_arguments(problem, t)),
-            *workspace.select("first_segment", "starts"),
+            *(first_segment, starts),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *strides(t.v, t.v if o is None else o),

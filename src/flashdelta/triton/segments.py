@@ -266,10 +266,12 @@ def compose_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
     V_FIRST: tl.constexpr,
+    BACKWARD: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first.
+    """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first. Of
+    gradients, from the last segment to the first: `dS_{j-1} = M_j^T dS_j + c_j`, that of the state after each.
 
     One CTA per (sequence, value head, `BV` value channels). If shared memory holds an M, `BK == K`: these are fetched ahead and
     the state stays in registers. Otherwise the state goes from segment to segment through `starts` itself, `BK` key channels at
@@ -287,38 +289,45 @@ def compose_kernel(
     )
     value = slice_ * BV + tl.arange(0, BV)
     key = tl.arange(0, BK)
+    # from the segment whose state is known
+    known = last if BACKWARD else first
+    STEP: tl.constexpr = -1 if BACKWARD else 1
+    ROW: tl.constexpr = 1 if BACKWARD else K
+    COLUMN: tl.constexpr = K if BACKWARD else 1
     if BK == K:
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         in_state = state_offsets(head * K * V, value, key, K, V, True)
-        here = first.to(tl.int64) * HV * K
+        here = known.to(tl.int64) * HV * K
         tl.store(starts + here * V + in_state, load_state(initial_state, at, read))
         state = tl.load(offsets + here * V + in_state)
-        here += HV * K
-        in_transition = head * K * K + key[:, None] * K + key[None, :]
+        here += STEP * HV * K
+        in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
         for _ in tl.range(first + 1, last, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)
             right = tl.load(transitions + here * K + in_transition)
             state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
-            here += HV * K
+            here += STEP * HV * K
         tl.store(starts + here * V + in_state, state)
     else:
-        here = first.to(tl.int64) * HV + head
+        here = known.to(tl.int64) * HV + head
+        onward = STEP * HV
         for block in range(0, K, BK):
             at = own * state_pitch + state_offsets(head * K * V, value, block + key, K, V, V_FIRST)
             place = state_offsets(here * K * V, value, block + key, K, V, True)
             tl.store(starts + place, load_state(initial_state, at, read))
-            tl.store(starts + place + HV * K * V, tl.load(offsets + place))
-        here += HV
+            tl.store(starts + place + onward * K * V, tl.load(offsets + place))
+        here += onward
         for _ in range(first + 1, last):
             tl.debug_barrier()
             for block in range(0, K, BK):
                 state = tl.load(offsets + state_offsets(here * K * V, value, block + key, K, V, True))
                 for along in range(0, K, BK):
                     left = tl.load(starts + state_offsets(here * K * V, value, along + key, K, V, True))
-                    right = tl.load(transitions + here * K * K + (along + key)[:, None] * K + (block + key)[None, :])
+                    in_transition = (along + key)[:, None] * ROW + (block + key)[None, :] * COLUMN
+                    right = tl.load(transitions + here * K * K + in_transition)
                     state = dot(left, right, state, "tf32x3")
-                tl.store(starts + state_offsets((here + HV) * K * V, value, block + key, K, V, True), state)
-            here += HV
+                tl.store(starts + state_offsets((here + onward) * K * V, value, block + key, K, V, True), state)
+            here += onward
 
 
 SPLIT_COSTS = SplitCosts(step=165, transition=100, compose=230, fixed=1500)
@@ -400,7 +409,9 @@ def _transitions(call: StageCall, segments: int, where: list[Tensor | None], fin
     )
 
 
-def compose(call: StageCall, final_state: Tensor | None) -> Launch:
+def compose(call: StageCall, final_state: Tensor | None, backward: bool = False) -> Launch:
+    """The states before all segments; with `backward` the gradients of those after them, in their place, from
+    `call.t.initial_state`."""
     problem, t = call.problem, call.t
     c = compose_config(problem, call.arch)
     overlaps = call.arch >= 90
@@ -413,9 +424,24 @@ def compose(call: StageCall, final_state: Tensor | None) -> Launch:
             *(problem.T, problem.N, problem.HV),
         ),
         dict(
-            K=problem.K, V=problem.V, BV=c.BV, BK=c.BK, V_FIRST=problem.state_v_first, STAGES=c.stages, OVERLAP=overlaps
+            K=problem.K,
+            V=problem.V,
+            BV=c.BV,
+            BK=c.BK,
+            V_FIRST=problem.state_v_first,
+            BACKWARD=int(backward),
+            STAGES=c.stages,
+            OVERLAP=overlaps,
         ),
         c.num_warps,
         overlaps=overlaps,
         scratch=call.buffers,
     )
+
+
+def before_segments(call: StageCall, room: int, final_state: Tensor | None) -> list[Launch]:
+    """What finds the states before the segments, if sequences may be split."""
+    starts = call.workspace.get("starts")
+    if starts is None:
+        return []
+    return [plan(call, room), transitions(call, starts.shape[0], final_state), compose(call, final_state)]

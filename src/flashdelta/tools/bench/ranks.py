@@ -1,5 +1,5 @@
 """Sequences over the GPUs of this machine (docs/parallel.md): a process for each, beside one GPU with as many tokens, FLA's
-context parallelism, and the exchange alone.
+context parallelism, and the exchange alone. Rows of one GPU have few heads, and the same call with whole sequences beside it.
 
 Every sample starts at a barrier with cold caches and is timed by events; a row has the slowest rank's time of each sample.
 """
@@ -23,7 +23,7 @@ from ...problem.context import ContextParallel, context_parallel, gather
 from ...testing.cases import BF16, Case
 from ...testing.inputs import TOKEN_TENSORS, make_call
 from ...testing.oracle import TOLERANCE, relative_error
-from .contenders import Setup, find, shared
+from .contenders import Setup, find, let_fla_split, shared
 from .timing import Timer, Timing, summarize
 from .training import LEAVES, random_like
 from .workloads import Bound, Row, model
@@ -64,17 +64,28 @@ ROWS = tuple(
         (32, 32, True),
     )
 )
+ALONE = "one GPU"
+"""The table of rows that split sequences on one GPU."""
+
+ROWS += tuple(
+    Row(
+        model(f"{STEP}, H4, {tokens}K on one GPU", "few heads: split, and whole", 4, T=tokens * 1024, final=False),
+        ALONE,
+        (Bound("efficiency", 2.0),),
+    )
+    for tokens in (32, 128)
+)
 
 
 def measure(row: Row, setup: Setup) -> Iterator[dict]:
     """One row of the document.
 
     Raises:
-        ValueError: fewer than two GPUs.
+        ValueError: fewer than two GPUs, of a row that has several.
         torch.multiprocessing.ProcessRaisedException: a process failed.
     """
-    ranks = torch.cuda.device_count()
-    if ranks < 2:
+    ranks = 1 if row.table == ALONE else torch.cuda.device_count()
+    if row.table != ALONE and ranks < 2:
         raise ValueError(f"device: got {ranks} GPUs, wanted 2 or more (bench cp has a process for each)")
     asked = not isinstance(setup.found("fla", row), str)
     options = {"backend": setup.backend, "rounds": setup.effort.rounds, "fla": asked}
@@ -97,6 +108,8 @@ def _work(rank: int, ranks: int, folder: str, row: Row, options: Mapping[str, An
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if ranks == 1:
+        let_fla_split()
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, device_id=device
     )
@@ -117,16 +130,23 @@ def _measured(row: Row, options: Mapping[str, Any], group: dist.ProcessGroup, de
     offsets = torch.tensor(cuts, dtype=torch.int32, device=device)
     context = context_parallel(offsets, group=group)
     call = _inputs(case, device, rank)
-    one = call | ({"cu_seqlens": context.cu_seqlens} if row.table == "packed" else {})
+    one: dict[str, Any] = {"cu_seqlens": context.cu_seqlens} if row.table == "packed" else {}
+    where: dict[str, Any] = {"cp_context": context}
+    of_fla: dict[str, Any] = {}
+    if ranks == 1:
+        one, where = {"split": False}, {}
     runs: dict[str, Callable[[], object]] = {
-        "one": _timed(row, chunk_kda, one | {"backend": options["backend"]}),
-        "ours": _timed(row, chunk_kda, call | {"cp_context": context, "backend": options["backend"]}),
-        "exchange": _exchange(case, context),
+        "one": _timed(row, chunk_kda, call | one | {"backend": options["backend"]}),
+        "ours": _timed(row, chunk_kda, call | where | {"backend": options["backend"]}),
     }
+    if ranks > 1:
+        runs["exchange"] = _exchange(case, context)
     problems: dict[str, str | None] = dict.fromkeys(runs)
     if options["fla"]:
         theirs = find("fla")
-        runs["fla"] = _timed(row, theirs, shared(call) | {"cp_context": _context_of_fla(offsets, group)})
+        if ranks > 1:
+            of_fla = {"cp_context": _context_of_fla(offsets, group)}
+        runs["fla"] = _timed(row, theirs, shared(call) | of_fla)
     found: dict[str, dict] = {name: {} for name in runs}
     for name in list(runs):
         try:
