@@ -21,10 +21,10 @@ def shard_attention(
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool | None = None,
 ) -> nn.Module:
-    """Shards every `KimiDeltaAttention` in `module` by `torch.distributed.fsdp.fully_shard`, in two groups: its projections, which
-    are gathered and multiplied in `param_dtype`, and what it has beside them, which is gathered in float32. Those are `A_log`
-    and `dt_bias`, of which a rounded one would change the decay of every token, and the filters and weights of convolution
-    and norm, whose kernels read them in float32: a thousandth of the layer. `fully_shard` alone would round them all.
+    """Shards every `KimiDeltaAttention` in `module` by `torch.distributed.fsdp.fully_shard`, in two groups: its projections,
+    which are gathered and multiplied in `param_dtype`, and what it has beside them, which is gathered in float32. Those are
+    `A_log` and `dt_bias`, of which a rounded one would change the decay of every token, and the filters and weights of
+    convolution and norm, whose kernels read them in float32: a thousandth of the layer. `fully_shard` alone would round all.
 
     Call it before `fully_shard` of the blocks and the model around the layers, which then leave these to their own groups:
 

@@ -297,74 +297,75 @@ def true_layer_gradients(
     return found
 
 
+def trained(
+    forward: Callable[[], Tensor], leaves: Mapping[str, Sequence[Tensor]], grad: Tensor, tolerance: float
+) -> Contender:
+    """`leaves`: by name of ours the parts that a contender has of it, side by side."""
+    flat = [x for parts in leaves.values() for x in parts]
+
+    def both() -> Results:
+        return torch.autograd.grad(forward(), flat, grad)
+
+    def checked() -> Results:
+        found = iter(both())
+        return [
+            torch.cat([next(found) for _ in parts], dim=-1 if parts[0].dim() > 2 else 0) for parts in leaves.values()
+        ]
+
+    return Contender(both, tolerance, checked, more={"forward_ms": forward}, memory=True, describe=profiling.times)
+
+
+def fla_training(
+    functions: Mapping[str, Any], t: Mapping[str, Tensor], options: dict, case: LayerCall, grad: Tensor
+) -> Contender:
+    """As its layer: q, k and v are tensors of their own, with filters of their own."""
+    channels = case.H * case.K, case.H * case.K, case.HV * case.V
+    rows, filters = (
+        [part.detach().contiguous().requires_grad_() for part in t[name].split(channels, dim=dim)]
+        for name, dim in (("x", -1), ("weight", 0))
+    )
+    heads = (case.H, case.K), (case.H, case.K), (case.HV, case.V)
+    offsets, given = options.get("cu_seqlens"), shared(options)
+    parameters = {name: t[name] for name in PARAMETERS}
+
+    def forward() -> Tensor:
+        mixed = [
+            functions["fla_conv"](x, w, activation="silu", cu_seqlens=offsets)[0].unflatten(-1, head)
+            for x, w, head in zip(rows, filters, heads)
+        ]
+        o = functions["fla"](**dict(zip("qkv", mixed)), **parameters, **given)[0]
+        return functions["fla_norm"](o, t["z"], t["norm_weight"], **FLA_NORM)
+
+    parts = {"x": rows, "weight": filters}
+    return trained(forward, {name: parts.get(name, [x]) for name, x in t.items()}, grad, PEER_TOLERANCE)
+
+
 def training(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     t, options, grad = layer_inputs(case, setup.device)
     for x in t.values():
         x.requires_grad_()
-    names, want = list(t), true_layer_gradients(t, options, grad, case)
-
-    def contender(forward: Callable[[], Tensor], leaves: Mapping[str, Sequence[Tensor]], tolerance: float) -> Contender:
-        """`leaves`: by name of ours the parts that it has, side by side."""
-        flat = [x for parts in leaves.values() for x in parts]
-
-        def both() -> Results:
-            return torch.autograd.grad(forward(), flat, grad)
-
-        def checked() -> Results:
-            found = iter(both())
-            return [
-                torch.cat([next(found) for _ in parts], dim=0 if name == "weight" else -1)
-                for name, parts in leaves.items()
-            ]
-
-        return Contender(both, tolerance, checked, more={"forward_ms": forward}, memory=True, describe=profiling.times)
-
-    def fla(functions: Mapping[str, Any]) -> Contender:
-        """As its layer: q, k and v are tensors of their own, with filters of their own."""
-        channels = case.H * case.K, case.H * case.K, case.HV * case.V
-        rows, filters = (
-            [part.detach().contiguous().requires_grad_() for part in t[name].split(channels, dim=dim)]
-            for name, dim in (("x", -1), ("weight", 0))
-        )
-        heads = (case.H, case.K), (case.H, case.K), (case.HV, case.V)
-        offsets, given = options.get("cu_seqlens"), shared(options)
-        parameters = {name: t[name] for name in PARAMETERS}
-
-        def forward() -> Tensor:
-            mixed = [
-                functions["fla_conv"](x, w, activation="silu", cu_seqlens=offsets)[0].unflatten(-1, head)
-                for x, w, head in zip(rows, filters, heads)
-            ]
-            o = functions["fla"](**dict(zip("qkv", mixed)), **parameters, **given)[0]
-            return functions["fla_norm"](o, t["z"], t["norm_weight"], **FLA_NORM)
-
-        parts = {"x": rows, "weight": filters}
-        return contender(forward, {name: parts.get(name, [t[name]]) for name in names}, PEER_TOLERANCE)
-
+    want = true_layer_gradients(t, options, grad, case)
     functions = fla_functions(FLA_LAYER, row, setup)
+    own = {name: [x] for name, x in t.items()}
     contenders = {
-        "ours": contender(
-            lambda: whole(t, options, case, setup.backend),
-            {name: [t[name]] for name in names},
-            checks.GRADIENT_TOLERANCE,
-        ),
-        "fla": functions if isinstance(functions, str) else fla(functions),
+        "ours": trained(lambda: whole(t, options, case, setup.backend), own, grad, checks.GRADIENT_TOLERANCE),
+        "fla": functions if isinstance(functions, str) else fla_training(functions, t, options, case, grad),
     }
 
     def errors(results: Results) -> checks.Errors:
-        found = [parts_of(dict(zip(names, results)), case, head) for head in want]
+        found = [parts_of(dict(zip(t, results)), case, head) for head in want]
         exact, ours = (
             [torch.cat([part[name].flatten() for part in parts]) for name in LEAVES] for parts in (want.values(), found)
         )
         return checks.errors(exact, LEAVES, ours)
 
-    given = input_bytes(t, grad)
     facts = {
         "reference": f"float64 autograd, heads {', '.join(map(str, checks.checked_heads(case)))}",
         "backend": setup.backend,
         "result_bytes": sum(x.nbytes for x in t.values()),
     }
+    given = input_bytes({**t}, grad)
     return Work(contenders, errors, sizes(case), layer_bytes(case), input_bytes=given, facts=facts)
 
 
