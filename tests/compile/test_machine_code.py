@@ -142,6 +142,7 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "norm_kernel",
         "norm_backward_kernel",
         "convolution_kernel",
+        "convolution_checkpoints_kernel",
         "convolution_backward_kernel",
         "store_ends_kernel",
         "sums_kernel",

@@ -17,6 +17,7 @@ from flashdelta.testing.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
+    checkpoints_by_tokens,
     convolved_by_tokens,
     gradients,
     make_convolution,
@@ -42,7 +43,7 @@ CONVOLUTIONS = [
     replace(MODEL, name="model_pool", indices=(4, 0, 2, -1, 5), order="token"),
 ]
 BY_NAME = CONVOLUTION_BY_NAME | {case.name: case for case in CONVOLUTIONS}
-IN_GRADIENTS = [case for case in CONVOLUTIONS if case.indices is None]
+IN_GRADIENTS = [case for case in CONVOLUTIONS if case.indices is None and not case.buffer]
 
 
 def close(found: Tensor, want: Tensor, dtype: torch.dtype) -> None:
@@ -94,6 +95,7 @@ def test_convolution(case: ConvolutionCase, dtype: torch.dtype):
     """The first call and replays, each from the states that the case has."""
     call = make_convolution(case, dtype, "cuda")
     want, states = convolved_by_tokens(on_cpu(call))
+    buffer = checkpoints_by_tokens(on_cpu(call)) if "checkpoint_states" in call else None
     there = ~want.isnan()
     for _ in range(CALLS_TO_A_REPLAY + 1):
         again = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
@@ -101,6 +103,8 @@ def test_convolution(case: ConvolutionCase, dtype: torch.dtype):
             o, final = fd.short_convolution(**again)
         close(o.cpu()[there], want[there], dtype)
         assert same_bits((again["state_pool"] if final is None else final).cpu(), states.to(dtype))
+        if buffer is not None:
+            assert same_bits(again["checkpoint_states"].cpu(), buffer.float())
 
 
 @every_dtype

@@ -16,6 +16,7 @@ from flashdelta.testing.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
+    checkpoints_by_tokens,
     convolved_by_tokens,
     gradients,
     make_convolution,
@@ -60,8 +61,11 @@ def test_half_precision_rounds_once(dtype: torch.dtype):
 def check_convolution(case: ConvolutionCase) -> None:
     call = make_convolution(case)
     want, states = convolved_by_tokens(call)
+    buffer = checkpoints_by_tokens(call) if "checkpoint_states" in call else None
     with poisoned_memory():
         o, final = convolution(**call)
+    if buffer is not None:
+        assert same_bits(call["checkpoint_states"].contiguous(), buffer.float().contiguous())
     there = ~want.isnan()
     close(o[there], want[there].float())
     assert same_bits(call["state_pool"] if final is None else final, states.float())
@@ -72,7 +76,7 @@ def test_convolution(case: ConvolutionCase):
     check_convolution(case)
 
 
-IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None]
+IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None and not case.buffer]
 
 
 @pytest.mark.parametrize("case", IN_GRADIENTS, ids=str)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
+from flashdelta.problem import device_checks
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
 from flashdelta.testing.layer import (
@@ -20,6 +21,7 @@ from flashdelta.testing.layer import (
     NORM_CASES,
     ConvolutionCase,
     NormCase,
+    checkpoints_by_tokens,
     convolved_by_tokens,
     gradients,
     leaves_of,
@@ -53,9 +55,12 @@ def test_norm_is_that_of_each_row(case: NormCase):
 def test_convolution_is_that_of_each_token(case: ConvolutionCase):
     call = make_convolution(case, torch.float64)
     want, states = convolved_by_tokens(call)
+    buffer = checkpoints_by_tokens(call) if "checkpoint_states" in call else None
     o, final = fd.short_convolution(**call)
     close(o[~want.isnan()], want[~want.isnan()])
     close(states_after(call, final), states)
+    if buffer is not None:
+        assert torch.equal(call["checkpoint_states"], buffer)
 
 
 def test_convolution_is_pytorchs():
@@ -63,6 +68,61 @@ def test_convolution_is_pytorchs():
     x, weight, bias = call["x"].mT, call["weight"], call["bias"]
     want = torch.nn.functional.conv1d(x, weight, bias, padding=3, groups=x.shape[1])[..., : x.shape[2]]
     close(fd.short_convolution(**call)[0], torch.nn.functional.silu(want).mT)
+
+
+def test_a_checkpoint_is_the_state_that_a_shorter_sequence_leaves():
+    call = make_convolution(CONVOLUTION_BY_NAME["state"], torch.float64)
+    buffer = call["x"].new_zeros(2, *call["initial_state"].shape[1:])
+    marks = {"checkpoint_offsets": torch.tensor([13, 2]), "checkpoint_indices": torch.tensor([1, 0])}
+    fd.short_convolution(**call, **marks, checkpoint_states=buffer)
+    for n, (offset, row) in enumerate(((13, 1), (2, 0))):
+        close(buffer[row], fd.short_convolution(**call | {"x": call["x"][:, :offset]})[1][n])
+
+
+def test_checkpoints_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
+    call = make_convolution(CONVOLUTION_BY_NAME["marks"])
+    every = make_convolution(CONVOLUTION_BY_NAME["every"])
+    offsets, indices, buffer = (call[f"checkpoint_{name}"] for name in ("offsets", "indices", "states"))
+    for given, reason in (
+        (call | {"checkpoint_states": None}, "checkpoint_offsets: got a tensor without checkpoint_states"),
+        (call | {"checkpoint_indices": None}, "checkpoint_indices: got None with checkpoint_offsets"),
+        (call | {"checkpoint_offsets": None}, "checkpoint_offsets: got None with checkpoint_indices"),
+        (call | {"checkpoint_indices": indices[:, None]}, r"checkpoint_indices: got shape \[4, 1\]"),
+        (call | {"checkpoint_offsets": offsets.short()}, "checkpoint_offsets: got dtype torch.int16"),
+        (call | {"checkpoint_every": 64}, "checkpoint_every: got a number with checkpoint_offsets"),
+        (call | {"checkpoint_states": buffer[:, :5]}, "checkpoint_states: got shape"),
+        (
+            call | {"checkpoint_states": buffer[..., :2]},
+            r"checkpoint_states: got shape \[6, 24, 2\], wanted the last W - 1",
+        ),
+        (call | {"checkpoint_states": call["x"].mT[..., :3]}, "checkpoint_states: got memory shared with x"),
+        (call | {"checkpoint_states": buffer.half()}, "checkpoint_states: got dtype torch.float16"),
+        (call | {"checkpoint_states": buffer[:1].expand(6, -1, -1)}, "checkpoint_states: got strides"),
+        (every | {"checkpoint_every": 65}, "checkpoint_every: got 65"),
+        (every | {"checkpoint_states": None}, "checkpoint_every: got a number without checkpoint_states"),
+        (
+            every | {"checkpoint_states": every["checkpoint_states"][:5]},
+            "checkpoint_states: got 5 rows, wanted at least",
+        ),
+        (
+            every | {"checkpoint_states": every["initial_state"]},
+            "checkpoint_states: got 2 rows, wanted at least",
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^(?:{reason})"):
+            fd.short_convolution(**given)
+    with pytest.raises(ValueError, match=r"^checkpoint_states: got a tensor with inputs that require grad"):
+        fd.short_convolution(**call | {"x": call["x"].clone().requires_grad_()})
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    good = {"checkpoint_offsets": torch.tensor([3, 0, 40, 17])}
+    for change, reason in (
+        ({"checkpoint_offsets": torch.tensor([3, 0, 41, 40])}, "checkpoint_offsets: got offset 41"),
+        ({"checkpoint_indices": torch.tensor([0, 1, 0, 2])}, "checkpoint_indices: got row 0 again"),
+        ({"checkpoint_indices": torch.tensor([0, 1, 6, 2])}, "checkpoint_indices: got index 6"),
+    ):
+        with pytest.raises(ValueError, match=f"^{reason}"):
+            fd.short_convolution(**call | good | change)
+    fd.short_convolution(**call | good)
 
 
 def test_a_cut_changes_nothing():
@@ -155,7 +215,7 @@ TRACED = [
     *((fd.gated_rms_norm, partial(make_norm, NORM_BY_NAME[name])) for name in ("heads", "fused")),
     *(
         (fd.short_convolution, partial(make_convolution, CONVOLUTION_BY_NAME[name]))
-        for name in ("bias", "packed", "pool", "pool_flags", "step")
+        for name in ("bias", "packed", "pool", "pool_flags", "step", "marks_pool", "every_packed")
     ),
 ]
 
@@ -175,8 +235,8 @@ def test_compiles_in_one_graph(op: Callable, make: Callable[[], dict]):
     want = tensors_of(op(**eager))
     found = tensors_of(compiled(lambda call: op(**call))(traced))
     assert len(want) == len(found) and all(same_bits(x, y) for x, y in zip(found, want))
-    if "state_pool" in eager:
-        assert same_bits(traced["state_pool"], eager["state_pool"])
+    for name in {"state_pool", "checkpoint_states"} & eager.keys():
+        assert same_bits(traced[name].contiguous(), eager[name].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -214,6 +274,7 @@ def test_operators_pass_opcheck():
         (fd.gated_rms_norm, make_norm(NORM_BY_NAME["rows"]), NORM),
         (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["packed_fla"]), CONVOLUTION),
         (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["pool"]), CONVOLUTION_OUT),
+        (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["every"]), CONVOLUTION_OUT),
     ]
     for op, call, operator in calls:
         problem, t = check(op, **call)

@@ -139,6 +139,36 @@ def test_a_step_over_a_pool_compiles_into_one_graph():
     assert torch.equal(pools[1].conv, pools[0].conv)
 
 
+WAYS = ("plain", "packed", "autocast", "checkpointed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_training_compiles_into_one_graph(way: str):
+    """Forward and backward, whatever is around them; gradients are those of the eager layer."""
+    layer = make_layer(torch.float32)
+    x = rows(1, 40, dtype=torch.float32, device="cpu")
+    offsets = torch.tensor([0, 13, 40], dtype=torch.int32) if way == "packed" else None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if way == "checkpointed":
+            return checkpoint(lambda y: layer(y, cu_seqlens=offsets)[0], x, use_reentrant=False)
+        return layer(x, cu_seqlens=offsets)[0]
+
+    def gradients(function) -> list:
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            y = function(x)
+        y.float().square().sum().backward()
+        return [parameter.grad.clone() for parameter in layer.parameters()]
+
+    want = gradients(forward)
+    torch._dynamo.reset()
+    found = gradients(torch.compile(forward, backend="aot_eager", fullgraph=True))
+    for a, b in zip(found, want):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_bad_pools_are_named():
     layer = make_layer(torch.float32)
     x, pool, slots = rows(2, 1, dtype=torch.float32, device="cpu"), layer.make_pool(3), torch.tensor([0, 1])

@@ -2,6 +2,7 @@
 
 from .attention import KdaCache, KdaPool, KimiDeltaAttention
 from .lm import KdaLanguageModel, LanguageModelConfig, load_model, save_model
+from .sharding import shard_attention
 from .weights import export_weights, import_weights
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "import_weights",
     "load_model",
     "save_model",
+    "shard_attention",
 ]

@@ -89,7 +89,8 @@ class KimiDeltaAttention(nn.Module):
 
     `A_log [HV]` and `dt_bias [HV * K]` stay float32 when the layer is cast: a rounded rate would compound over every
     token. They carry `_no_weight_decay = True` for optimizers that look for it. Under autocast the projections run in 16 bits
-    and all other parameters are read as they are. Weights of FLA's layer and of Hugging Face's Kimi-Linear: `nn.weights`.
+    and all other parameters are read as they are; `shard_attention` does the same under FSDP2. Weights of FLA's layer and of
+    Hugging Face's Kimi-Linear: `nn.weights`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import KdaCache, KimiDeltaAttention
+from .attention import KdaCache, KdaPool, KimiDeltaAttention
 
 VOCABULARY = "\n" + " " + string.digits + string.ascii_letters + string.punctuation
 """Every character the model reads and writes; a token is an index into this string."""
@@ -29,6 +29,9 @@ _CONFIG_KEY = "flashdelta.language_model"
 
 Caches = tuple[KdaCache, ...]
 """One `KdaCache` a layer."""
+
+Pools = tuple[KdaPool, ...]
+"""One `KdaPool` a layer."""
 
 
 def encode(text: str) -> Tensor:
@@ -98,8 +101,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
-    def forward(self, x: Tensor, cache: KdaCache | None, return_cache: bool) -> tuple[Tensor, KdaCache | None]:
-        mixed, cache = self.attention(self.attention_norm(x), cache, return_cache=return_cache)
+    def forward(
+        self, x: Tensor, cache: KdaCache | None, return_cache: bool, pool: KdaPool | None = None, **where: Tensor | None
+    ) -> tuple[Tensor, KdaCache | None]:
+        mixed, cache = self.attention(self.attention_norm(x), cache, return_cache=return_cache, pool=pool, **where)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -137,8 +142,20 @@ class KdaLanguageModel(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
+    def make_pools(self, slots: int) -> Pools:
+        """Pools of so many slots for all layers, states in float32 (float64 of a float64 model)."""
+        dtype = torch.promote_types(torch.float32, self.embedding.weight.dtype)
+        return tuple(block.attention.make_pool(slots, state_dtype=dtype) for block in self.blocks)
+
     def forward(
-        self, tokens: Tensor, caches: Caches | None = None, *, return_caches: bool = False
+        self,
+        tokens: Tensor,
+        caches: Caches | None = None,
+        *,
+        return_caches: bool = False,
+        pools: Pools | None = None,
+        slots: Tensor | None = None,
+        has_initial_state: Tensor | None = None,
     ) -> tuple[Tensor, Caches | None]:
         """Scores every next token.
 
@@ -146,6 +163,9 @@ class KdaLanguageModel(nn.Module):
             tokens: `[B, T]` int64, `T >= 1`.
             caches: of the tokens before these, from an earlier call; None at the start of the text.
             return_caches: also return the caches after the last token.
+            pools: instead of caches: texts go on from their slots, as in `KimiDeltaAttention.forward`.
+            slots: `[B]` int32 or int64, with `pools`: each text's slot, null below 0.
+            has_initial_state: `[B]` bool, with `pools`: where False the text starts anew in its slot.
 
         Returns:
             `(logits [B, T, len(VOCABULARY)], caches or None)`, the logits in the model's dtype.
@@ -159,8 +179,10 @@ class KdaLanguageModel(nn.Module):
             raise ValueError(f"caches: got {len(caches)}, wanted one a layer = {len(self.blocks)}")
         x = self.embedding(tokens)
         after = []
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
-            x, cache = block(x, cache, return_caches)
+        nothing = [None] * len(self.blocks)
+        where = {"slots": slots, "has_initial_state": has_initial_state}
+        for block, cache, pool in zip(self.blocks, caches or nothing, pools or nothing):
+            x, cache = block(x, cache, return_caches, pool, **where)
             after.append(cache)
         logits = F.linear(self.norm(x), self.embedding.weight)
         return logits, tuple(after) if return_caches else None

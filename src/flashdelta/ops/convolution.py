@@ -24,6 +24,10 @@ def short_convolution(
     state_indices: Tensor | None = None,
     null_index: NullIndex = "negative",
     has_initial_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_every: int | None = None,
     out: Tensor | None = None,
     final_state: Tensor | None = None,
     backend: str = "auto",
@@ -33,10 +37,10 @@ def short_convolution(
 
         o[t] = act(bias + sum_j weight[:, j] * x[t - (W - 1) + j])
 
-    Inputs before a sequence's first token are its state's, zeros without one. In float32, rounded once, in one launch. `x` may
-    be a slice of a fused projection: if its last dimension is dense it is read in place. Convolve q, k and v side by side, and
-    `o.split(...)` has the views that `chunk_kda` reads in place. Differentiable in x, weight, bias and the initial state;
-    the gradients of weight and bias are summed in a fixed order.
+    Inputs before a sequence's first token are its state's, zeros without one. In float32, rounded once, in one launch (with
+    checkpoints two). `x` may be a slice of a fused projection: if its last dimension is dense it is read in place. Convolve q,
+    k and v side by side, and `o.split(...)` has the views that `chunk_kda` reads in place. Differentiable in x, weight, bias
+    and the initial state; the gradients of weight and bias are summed in a fixed order.
 
     Args:
         x: `[B, T, D]`, bfloat16, float16 or float32 (float64: reference backend).
@@ -56,6 +60,16 @@ def short_convolution(
             pool's end, starts from zeros and stores nothing. No two states may be stored to one slot.
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot.
+        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `checkpoint_states`: the state after so many tokens of the
+            sequence is stored too. 0 means none; others must rise in a row, to at most the sequence's length. Offsets past
+            the end are ignored. The values are not read on the host; FLASHDELTA_CHECK=1 verifies them.
+        checkpoint_indices: the rows for them, shaped like `checkpoint_offsets`: null if below 0 or past the end. No two
+            states may be stored to one row.
+        checkpoint_states: `[rows, D, L]`, float32 or dtype of x whatever other states have, any strides that do not overlap:
+            a buffer that receives the checkpoints. Rows of no checkpoint stay as they are. Must not share memory with another
+            argument. Takes no gradients.
+        checkpoint_every: a multiple of 64, with `checkpoint_states` and without offsets: the states before tokens 0, n, 2n, ...
+            of each sequence are stored, in the rows in which `chunk_kda` stores them.
         out: `[B, T, D]`, rows any distance apart: written and returned instead of a new `o`. Must not share memory with an
             input. Takes no gradients.
         final_state: `[N, D, L]`, float32 or dtype of x, any strides that do not overlap: written and returned instead of a new
@@ -77,10 +91,13 @@ def short_convolution(
         state_pool,
         state_indices,
         has_initial_state,
+        checkpoint_offsets,
+        checkpoint_indices,
+        checkpoint_states,
         out,
         final_state,
     )
-    found = _call.run(tensors, (activation, output_final_state, null_index, backend))
+    found = _call.run(tensors, (activation, output_final_state, null_index, checkpoint_every, backend))
     return found["o"], found.get("final_state")
 
 

@@ -58,7 +58,8 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         _check_rows(problem, t, lengths, name_of)
     buffer = None if problem.checkpoint_rows is None else _Claims(0, problem.checkpoint_rows, "buffer's", "rows")
     if t.checkpoint_offsets is not None and t.checkpoint_indices is not None:
-        _check_checkpoints(t.checkpoint_offsets, t.checkpoint_indices, lengths, buffer or pool)
+        multiple = 1 if problem.operation == "short_convolution" else CHECKPOINT_MULTIPLE
+        _check_checkpoints(t.checkpoint_offsets, t.checkpoint_indices, lengths, buffer or pool, multiple)
     if problem.checkpoint_every > 0 and problem.checkpoint_rows is not None:
         rows = sum(-(-length // problem.checkpoint_every) for length in lengths)
         if rows > problem.checkpoint_rows:
@@ -134,14 +135,16 @@ def _check_rows(problem: Problem, t: Tensors, lengths: list[int], name_of: NameO
                 raise wrong("num_accepted_tokens", counts[n], f"at most {what}")
 
 
-def _check_checkpoints(offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims) -> None:
+def _check_checkpoints(
+    offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims, multiple: int
+) -> None:
     for row, slots, length in zip(offsets.tolist(), indices.tolist(), lengths):
         before = 0
         for offset, slot in zip(row, slots):
             if offset == 0:
                 continue
-            if offset % CHECKPOINT_MULTIPLE != 0:
-                raise wrong("checkpoint_offsets", f"offset {offset}", f"a multiple of {CHECKPOINT_MULTIPLE}")
+            if offset % multiple != 0:
+                raise wrong("checkpoint_offsets", f"offset {offset}", f"a multiple of {multiple}")
             if offset <= before:
                 raise wrong("checkpoint_offsets", f"{offset} after {before}", "offsets above 0 that rise in a row")
             if offset > length:

@@ -264,16 +264,7 @@ POOL_RULES = (
     unnamed("use_qk_l2norm_in_kernel"),
 )
 
-CHECKPOINT_RULES = (
-    *(
-        without(
-            role,
-            ("state_pool", "checkpoint_states"),
-            "a tensor without state_pool and checkpoint_states",
-            "one of these, which receives the checkpoints",
-        )
-        for role in ("checkpoint_offsets", "checkpoint_indices")
-    ),
+BUFFER_RULES = (
     together("checkpoint_offsets", "checkpoint_indices"),
     together("checkpoint_indices", "checkpoint_offsets"),
     without(
@@ -289,6 +280,19 @@ CHECKPOINT_RULES = (
         "a number with checkpoint_offsets",
         "one of the two",
     ),
+)
+
+CHECKPOINT_RULES = (
+    *(
+        without(
+            role,
+            ("state_pool", "checkpoint_states"),
+            "a tensor without state_pool and checkpoint_states",
+            "one of these, which receives the checkpoints",
+        )
+        for role in ("checkpoint_offsets", "checkpoint_indices")
+    ),
+    *BUFFER_RULES,
     needs("cu_seqlens_cpu", "cu_seqlens"),
 )
 
@@ -347,9 +351,12 @@ SEQUENCES = (
 OUT = Argument("out", "B T HV V", like_first, dense=1, written=True)
 FINAL = Argument("final_state", "N HV STATE", state, dense=4, written=True)
 BORDERS = Argument("border", str(BORDER), INT32)
-CHECKPOINTS = (
+MARKS = (
     Argument("checkpoint_offsets", ("N", "N M"), INDEX),
     Argument("checkpoint_indices", lambda c: "N" if c.checkpoint_offsets.dim() == 1 else "N M", INDEX),
+)
+CHECKPOINTS = (
+    *MARKS,
     Argument("checkpoint_states", "rows HV STATE", state, dense=3, written=True),
 )
 
@@ -383,6 +390,10 @@ def check_chunks(c: Any, sizes: Sizes) -> None:
     check_heads(c, sizes)
     if c.cp_context is not None and c.cp_context.tokens not in (None, sizes["T"]):
         raise wrong("q", f"{sizes['T']} tokens", f"the context's {c.cp_context.tokens} tokens a rank")
+    check_checkpoints(c, sizes)
+
+
+def check_checkpoints(c: Any, sizes: Sizes) -> None:
     M, buffer = sizes.get("M", 1), c.checkpoint_states is not None
     if M == 0 or (M > MAX_CHECKPOINTS and not buffer):
         wanted = "at least 1" if buffer else f"1 to {MAX_CHECKPOINTS}"
@@ -853,8 +864,10 @@ def check_convolution(c: Any, sizes: Sizes) -> None:
     if not MIN_TAPS <= taps <= MAX_TAPS:
         raise wrong("weight", shape_of(c.weight), f"{MIN_TAPS} to {MAX_TAPS} taps")
     if "L" in sizes and sizes["L"] not in (taps - 1, taps):
-        role = next(x for x in ("initial_state", "state_pool", "final_state") if getattr(c, x) is not None)
+        roles = ("initial_state", "state_pool", "checkpoint_states", "final_state")
+        role = next(x for x in roles if getattr(c, x) is not None)
         raise wrong(role, shape_of(getattr(c, role)), f"the last W - 1 = {taps - 1} or W = {taps} inputs of a channel")
+    check_checkpoints(c, sizes)
 
 
 def convolution_problem(c: Any, t: Tensors) -> Made:
@@ -863,6 +876,7 @@ def convolution_problem(c: Any, t: Tensors) -> Made:
         operation="short_convolution",
         activation="none" if c.activation is None else c.activation,
         output_final_state=c.output_final_state or c.final_state is not None,
+        checkpoint_every=c.checkpoint_every or 0,
         null_index=c.null_index,
     ), t
 
@@ -878,11 +892,18 @@ SHORT_CONVOLUTION = Operation(
         Argument("state_pool", "slots D L", wide_or_x, written=True),
         Argument("state_indices", "N", INDEX, required=needs_indices),
         Argument("has_initial_state", "N", BOOL),
+        *MARKS,
+        Argument("checkpoint_states", "rows D L", wide_or_x, written=True),
         Argument("out", "B T D", like_x, dense=1, written=True),
         Argument("final_state", "N D L", wide_or_x, written=True),
     ),
-    {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES)},
-    (*SLOT_RULES, FINAL_STATE_RULE),
+    {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES), "checkpoint_every": tokens_apart},
+    (
+        *SLOT_RULES,
+        FINAL_STATE_RULE,
+        *(needs(role, "checkpoint_states") for role in ("checkpoint_offsets", "checkpoint_indices")),
+        *BUFFER_RULES,
+    ),
     convolution_problem,
     check_convolution,
 )

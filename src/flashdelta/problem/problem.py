@@ -410,6 +410,8 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
         return Problem(**settings, **given, V=shape[-1])
     state = next((x for x in (t.state_pool, t.initial_state, t.final_state) if x is not None), None)
     state_dtype, taps = t.x.dtype if state is None else state.dtype, t.weight.shape[-1]
+    buffer = t.checkpoint_states
+    any_state = buffer if state is None else state
     return Problem(
         **settings,
         **given,
@@ -418,11 +420,13 @@ def layer_problem_of(t: Tensors, **settings: Any) -> Problem:
         D=shape[2],
         N=number_of_sequences(t),
         taps=taps,
-        state_length=taps - 1 if state is None else state.shape[2],
+        state_length=taps - 1 if any_state is None else any_state.shape[2],
         state_dtype=state_dtype,
         final_dtype=state_dtype if t.final_state is None else t.final_state.dtype,
         has_initial_state=t.initial_state is not None,
         has_pool=t.state_pool is not None,
         pool_slots=0 if t.state_pool is None else t.state_pool.shape[0],
+        checkpoints=0 if t.checkpoint_offsets is None else t.checkpoint_offsets.shape[1],
+        checkpoint_rows=None if buffer is None else buffer.shape[0],
         packed=t.cu_seqlens is not None,
     )

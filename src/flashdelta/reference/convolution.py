@@ -8,6 +8,8 @@ sequence holds its last `L` inputs. Never waits for a device.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..problem.problem import Problem, Tensors
@@ -38,6 +40,8 @@ def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch
         o = o + weight[:, j] * _inputs(x, states, begins, n, position - (W - 1) + j)
     o = torch.where(valid[:, None], ACTIVATIONS[problem.activation](o), 0.0)
     o = o.view(problem.shape).to(problem.dtype)
+    if t.checkpoint_states is not None and problem.N > 0:
+        _store_checkpoints(problem, t, x, states, begins, lengths)
     if not problem.stores_final_state:
         return o, None, None
     sequence = torch.arange(problem.N, device=x.device)
@@ -48,6 +52,35 @@ def short_convolution(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch
         store_rows(problem, t.state_pool, t.state_indices, lengths > 0, final)
         return o, None, None
     return o, final, None
+
+
+def _store_checkpoints(
+    problem: Problem,
+    t: Tensors,
+    x: torch.Tensor,
+    states: torch.Tensor,
+    begins: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """The states after some tokens of each sequence, to rows of their buffer. Regular ones lie without gaps, sequence after
+    sequence."""
+    every, L, buffer = problem.checkpoint_every, states.shape[2], t.checkpoint_states
+    assert buffer is not None
+    if every > 0:
+        past = ((lengths + every - 1) // every).cumsum(0)
+        most = problem.T // every + problem.N if problem.packed else problem.B * -(-problem.T // every)
+        row = torch.arange(most, device=x.device)
+        n = torch.searchsorted(past, row, right=True)
+        stored, n = n < problem.N, n.clamp(max=problem.N - 1)
+        offset = (row - torch.cat([past.new_zeros(1), past])[n]) * every
+    else:
+        assert t.checkpoint_offsets is not None and t.checkpoint_indices is not None
+        row, offset = t.checkpoint_indices.flatten(), t.checkpoint_offsets.flatten().long()
+        n = torch.arange(problem.N, device=x.device).repeat_interleave(problem.checkpoints)
+        stored = (offset > 0) & (offset <= lengths[n])
+        offset = torch.where(stored, offset, 0)
+    found = torch.stack([_inputs(x, states, begins, n, offset - L + j) for j in range(L)], dim=-1)
+    store_rows(replace(problem, null_index="negative"), buffer, row, stored, found.to(buffer.dtype))
 
 
 def _initial(problem: Problem, t: Tensors, dtype: torch.dtype) -> torch.Tensor:

@@ -106,7 +106,7 @@ COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool",))
 COMMIT_RECORDS = Operator("kda_commit_records", COMMIT, (), writes=("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
 NORM = Operator("gated_rms_norm", LAYER_INPUTS["gated_rms_norm"], ("o",), settings=("operation", "activation", "eps"))
-CONVOLUTION_SETTINGS = ("operation", "activation", "output_final_state", "null_index")
+CONVOLUTION_SETTINGS = ("operation", "activation", "output_final_state", "checkpoint_every", "null_index")
 CONVOLUTION = Operator(
     "short_convolution",
     LAYER_INPUTS["short_convolution"],
@@ -115,9 +115,13 @@ CONVOLUTION = Operator(
 )
 CONVOLUTION_OUT = Operator(
     "short_convolution_out",
-    (*LAYER_INPUTS["short_convolution"], "state_pool", "state_indices", "has_initial_state", "out", "final_state"),
+    (
+        *LAYER_INPUTS["short_convolution"],
+        *("state_pool", "state_indices", "has_initial_state"),
+        *("checkpoint_offsets", "checkpoint_indices", "checkpoint_states", "out", "final_state"),
+    ),
     ("o", "final_state"),
-    writes=("state_pool", "out", "final_state"),
+    writes=("state_pool", "out", "final_state", "checkpoint_states"),
     settings=CONVOLUTION_SETTINGS,
 )
 
@@ -141,7 +145,7 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
     if problem.operation == "gated_rms_norm":
         return NORM
     if problem.operation == "short_convolution":
-        written = (t.state_pool, t.out, t.final_state)
+        written = (t.state_pool, t.out, t.final_state, t.checkpoint_states)
         return CONVOLUTION if all(x is None for x in written) else CONVOLUTION_OUT
     beside = (*WRITTEN, "source_pool")
     return FORWARD if all(getattr(t, role) is None for role in beside) else FORWARD_OUT

@@ -93,7 +93,9 @@ def normed_by_rows(call: dict) -> Tensor:
 class ConvolutionCase:
     """`lengths` of packed sequences, else `B` of `T` tokens. `state`: how many inputs more than `W - 1` a state holds, None
     without one. `indices`: slots of a pool of `slots`, with `flags` of those that have a state, whose dimensions lie
-    as `order` says: by `"channel"`, or by `"token"`. `like_conv1d`: the weight is `[D, 1, W]`."""
+    as `order` says: by `"channel"`, or by `"token"`. `like_conv1d`: the weight is `[D, 1, W]`. `marks`: offsets of each
+    sequence's checkpoints, with the `rows` of a buffer of `buffer` rows that they go to; or a checkpoint `every` so many
+    tokens."""
 
     name: str
     why: str
@@ -113,6 +115,10 @@ class ConvolutionCase:
     sliced: bool = False
     like_conv1d: bool = False
     padding: int = 0
+    marks: tuple | None = None
+    rows: tuple | None = None
+    every: int | None = None
+    buffer: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -153,9 +159,54 @@ CONVOLUTION_CASES = [
         **SIX,
     ),
     ConvolutionCase("step", "a token of each sequence, states of W inputs", B=4, T=1, indices=(2, 0, -1, 4), state=1),
+    ConvolutionCase(
+        "marks",
+        "a checkpoint each, with none, past the end, at it",
+        B=4,
+        marks=(3, 0, 41, 40),
+        rows=(2, 1, 0, 4),
+        buffer=6,
+    ),
+    ConvolutionCase(
+        "marks_packed",
+        "several of each, some inside the state before, null rows and one past the end",
+        lengths=LENGTHS,
+        marks=((1, 6), (-7, 2**40), (1, 0), (2, 35), (16, 17), (1, 2)),
+        rows=((5, 0), (1, 1), (-1, 1), (2, 3), (9, 4), (4, 6)),
+        buffer=7,
+        state=1,
+        order="token",
+    ),
+    ConvolutionCase(
+        "marks_pool",
+        "from a pool that the same call stores to; row 0 is a row though slot 0 is none",
+        lengths=LENGTHS,
+        flags=(True, True, True, True, True, False),
+        null_index="non_positive",
+        marks=(1, 0, 1, 2, 3, 1),
+        rows=(0, 5, 1, 2, 3, 4),
+        buffer=5,
+        **SIX,
+    ),
+    ConvolutionCase(
+        "every", "regular ones, one more buffer row than there are", B=2, T=130, state=0, every=64, buffer=7
+    ),
+    ConvolutionCase(
+        "every_packed",
+        "the same of packed sequences, and too few rows",
+        lengths=(64, 0, 129, 1, 65),
+        W=3,
+        state=0,
+        every=64,
+        buffer=6,
+    ),
+    ConvolutionCase(
+        "every_pool", "the same from a pool", lengths=(65, 1, 128), W=2, indices=(2, -1, 0), state=1, every=64, buffer=9
+    ),
     ConvolutionCase("empty", "no token", T=0, state=0),
     ConvolutionCase("no_sequence", "offsets of no sequence", lengths=(), padding=3),
 ]
+MARKS = ("offsets", "indices")
 CONVOLUTION_BY_NAME = {case.name: case for case in CONVOLUTION_CASES}
 
 
@@ -184,6 +235,14 @@ def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, 
             call["has_initial_state"] = torch.tensor(case.flags, device=device)
     else:
         call["output_final_state"] = True
+    if case.buffer:
+        length = case.W - 1 + (case.state or 0)
+        call["checkpoint_states"] = normal(source, case.buffer, length, case.D).to(wide_of(dtype)).to(device).mT
+    if case.marks is not None:
+        call |= {"checkpoint_offsets": torch.tensor(case.marks), "checkpoint_indices": torch.tensor(case.rows)}
+        call |= {name: call[name].to(device) for name in ("checkpoint_offsets", "checkpoint_indices")}
+    if case.every is not None:
+        call["checkpoint_every"] = case.every
     return call
 
 
@@ -194,25 +253,55 @@ def sequences_of(call: dict) -> list[tuple[int, int, int]]:
     return [(0, begin, end) for begin, end in itertools.pairwise(call["cu_seqlens"].tolist())]
 
 
+def inputs_of_sequence(call: dict, n: int) -> tuple[Tensor, int]:
+    """The inputs before sequence `n`, zeros where it starts anew, and its own, `[L + tokens, D]`; and its slot, -1 for none."""
+    x, W = call["x"].double(), call["weight"].shape[-1]
+    row, begin, end = sequences_of(call)[n]
+    pool, initial, buffer = (call.get(name) for name in ("state_pool", "initial_state", "checkpoint_states"))
+    given = initial if pool is None else pool
+    sized = buffer if given is None else given
+    past, slot = x.new_zeros(W - 1 if sized is None else sized.shape[2], x.shape[2]), n
+    if pool is not None:
+        slot = int(call["state_indices"][n])
+        lowest = 1 if call["null_index"] == "non_positive" else 0
+        slot = slot if lowest <= slot < pool.shape[0] else -1
+    if given is not None and slot >= 0 and (call.get("has_initial_state") is None or call["has_initial_state"][n]):
+        past = given[slot].double().T
+    return torch.cat([past, x[row, begin:end]]), slot
+
+
+def checkpoints_by_tokens(call: dict) -> Tensor:
+    """The buffer of checkpoints after the call."""
+    buffer = call["checkpoint_states"].double().clone()
+    L, next_row = buffer.shape[2], 0
+    for n, (_, begin, end) in enumerate(sequences_of(call)):
+        if call.get("checkpoint_every") is not None:
+            offsets = [*range(0, end - begin, call["checkpoint_every"])]
+            rows = [*range(next_row, next_row + len(offsets))]
+            next_row += len(offsets)
+        else:
+            marks = ([x] if isinstance(x, int) else x for x in (call[f"checkpoint_{y}"][n].tolist() for y in MARKS))
+            offsets, rows = marks
+            rows = [row if offset > 0 else -1 for offset, row in zip(offsets, rows)]
+        inputs = inputs_of_sequence(call, n)[0]
+        for offset, row in zip(offsets, rows):
+            if offset <= end - begin and 0 <= row < len(buffer):
+                buffer[row] = inputs[offset : offset + L].T
+    return buffer
+
+
 def convolved_by_tokens(call: dict) -> tuple[Tensor, Tensor]:
     """Token by token in float64: `o`, with NaN for tokens of no sequence, and the states after all sequences, or the pool."""
     x, D = call["x"].double(), call["x"].shape[2]
     weight = call["weight"].double().reshape(D, -1)
     W = weight.shape[1]
-    pool, initial = call.get("state_pool"), call.get("initial_state")
-    given = initial if pool is None else pool
-    length = W - 1 if given is None else given.shape[2]
+    pool = call.get("state_pool")
     o, states = torch.full_like(x, torch.nan), []
     after = None if pool is None else pool.double().clone()
+    length = W - 1
     for n, (row, begin, end) in enumerate(sequences_of(call)):
-        past, slot = x.new_zeros(length, D), n
-        if pool is not None:
-            slot = int(call["state_indices"][n])
-            lowest = 1 if call["null_index"] == "non_positive" else 0
-            slot = slot if lowest <= slot < pool.shape[0] else -1
-        if given is not None and slot >= 0 and (call.get("has_initial_state") is None or call["has_initial_state"][n]):
-            past = given[slot].double().T
-        inputs = torch.cat([past, x[row, begin:end]])
+        inputs, slot = inputs_of_sequence(call, n)
+        length = len(inputs) - (end - begin)
         for t in range(begin, end):
             window = inputs[length + t - begin - (W - 1) : length + t - begin + 1]
             total = (window * weight.T).sum(0)

@@ -245,7 +245,15 @@ class Variant:
             call["cu_seqlens"] = _make(self.offsets)(N + 1)
         if self.pool:
             call |= {"state_pool": make(4, self.taps - 1, D).mT, "state_indices": index(N), "bias": make(D)}
-            return short_convolution, call | {"has_initial_state": index(N).bool(), "out": make(1, self.T, D)}
+            call |= {"has_initial_state": index(N).bool(), "out": make(1, self.T, D)}
+        if self.buffer is not None:
+            call["checkpoint_states"] = _make(self.buffer)(4, self.taps - 1, D).mT
+        if self.every is not None:
+            call["checkpoint_every"] = self.every
+        if self.checkpoints:
+            call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
+        if self.pool:
+            return short_convolution, call
         return short_convolution, call | {"initial_state": make(N, D, self.taps - 1), "output_final_state": True}
 
 
@@ -417,6 +425,8 @@ VARIANTS = (
     _convolution("bf16 W4"),
     _convolution("bf16 W4, long", T=2**17, packed=False),
     _convolution("bf16 W4, pool", pool=True),
+    _convolution("bf16 W4, pool, checkpoints", pool=True, checkpoints=True, buffer=torch.bfloat16),
+    _convolution("bf16 W4, regular checkpoints", **REGULAR),
     _convolution("fp32 W3", taps=3, dtype=torch.float32),
     _convolution("bf16 W4 backward", backward=True),
     _convolution("bf16 W2 backward, fixed length", taps=2, packed=False, backward=True),

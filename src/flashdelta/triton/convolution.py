@@ -13,7 +13,7 @@ The four taps are `w0` to `w3`, of which the last is the token's own; of fewer t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs, Program, new
-from .device.sequences import first_chunk_slot, locate_sequence, sequence_bounds
+from .device.sequences import OFFSETS_AT_A_TIME, first_chunk_slot, locate_sequence, rows_before, sequence_bounds
 from .device.states import everywhere, sequence_slot
 from .launch import densed, strided
 from .sums import sums
@@ -161,7 +161,7 @@ def convolution_kernel(
             x3 = load_before(rows, x_token, start, states, initial_input, tile, read, inside, 3, L)
         if (tile == 0) & (stored != 0):
             store_last(
-                rows, x_token, initial, final, slot, read, begin, end, channel, inside,
+                rows, x_token, initial, final, slot, slot, read, begin, end, channel, inside,
                 initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L,
             )  # fmt: skip
         count = tl.minimum(end - start, BT)
@@ -190,11 +190,11 @@ def convolution_kernel(
 
 @triton.jit
 def store_last(
-    rows, token_stride, initial, final, slot, read, begin, end, channel, inside,
+    rows, token_stride, initial, final, slot, final_row, read, begin, end, channel, inside,
     initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L: tl.constexpr,
 ):  # fmt: skip
-    """The last `L` inputs of a sequence, and of the state before it if it is shorter, to the state after it. Both states may
-    be one: only the CTA of the first tile reads it."""
+    """The last `L` inputs of a sequence, and of the state before it in `slot` if it is shorter, to the state after it in
+    `final_row`. Both may be one: only the CTA of the first tile reads it."""
     place = tl.arange(0, 4)[None, :]
     position = end - begin - L + place
     present = inside[:, None] & (place < L)
@@ -208,10 +208,69 @@ def store_last(
     ).to(tl.float32)
     tl.debug_barrier()  # all threads have read the state
     tl.store(
-        final + slot * final_slot + channel[:, None] * final_channel + place * final_input,
+        final + final_row * final_slot + channel[:, None] * final_channel + place * final_input,
         tl.where(position >= 0, own, kept).to(final.dtype.element_ty),
         mask=present,
     )
+
+
+@triton.jit(
+    do_not_specialize=["T", "N", "token_tiles", "checkpoints", "checkpoint_rows", "lowest", "slots", "has_initial"]
+)
+def convolution_checkpoints_kernel(
+    x,
+    initial,
+    checkpoint_states,
+    checkpoint_offsets,
+    checkpoint_indices,
+    state_indices,
+    has_initial_state,
+    cu_seqlens,
+    checkpoints,
+    checkpoint_rows,
+    lowest,
+    slots,
+    has_initial,
+    T,
+    N,
+    D,
+    token_tiles,
+    x_batch: tl.int64,
+    x_token: tl.int64,
+    initial_slot: tl.int64,
+    initial_channel: tl.int64,
+    initial_input: tl.int64,
+    states_row: tl.int64,
+    states_channel: tl.int64,
+    states_input: tl.int64,
+    L: tl.constexpr,
+    EVERY: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The states after some tokens of each sequence, to rows of a buffer: a CTA for each (checkpoint, block of channels). With
+    `EVERY` a checkpoint lies before each tile of so many tokens, else after `checkpoint_offsets [N, checkpoints]`."""
+    if EVERY:
+        channel, n, tile, batch, begin, end = own_tile(cu_seqlens, token_tiles, T, N, D, EVERY, BD)
+        offset = tile * EVERY
+        due = (tile >= 0) & (begin + offset < end)
+        row = rows_before(cu_seqlens, n, T, EVERY, OFFSETS_AT_A_TIME) + tile
+    else:
+        blocks = tl.cdiv(D, BD)
+        channel = (tl.program_id(0) % blocks) * BD + tl.arange(0, BD)
+        mark = (tl.program_id(0) // blocks).to(tl.int64)
+        n = mark // checkpoints
+        batch, begin, end = locate_sequence(n, cu_seqlens, T)
+        offset = tl.load(checkpoint_offsets + mark).to(tl.int64)
+        due = (offset > 0) & (offset <= end - begin)
+        row = tl.load(checkpoint_indices + mark).to(tl.int64)
+    if due & (row >= 0) & (row < checkpoint_rows):
+        slot, read, _stored = sequence_slot(
+            state_indices, has_initial_state, n, end - begin, lowest, slots, has_initial, 0
+        )
+        store_last(
+            x + batch * x_batch + channel, x_token, initial, checkpoint_states, slot, row, read, begin, begin + offset,
+            channel, channel < D, initial_slot, initial_channel, initial_input, states_row, states_channel, states_input, L,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "N", "token_tiles", "has_initial", "has_final"])
@@ -398,6 +457,7 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
 
 
 DENSE = ("weight", "bias", "cu_seqlens", "state_indices", "has_initial_state")
+MARKS = ("checkpoint_offsets", "checkpoint_indices")
 
 
 def constants(problem: Problem, c: ConvolutionConfig) -> dict[str, object]:
@@ -415,6 +475,8 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
     c = convolution_config(problem)
     one, tiles = token_tiles(problem, c)
     return [
+        # first, as the next launch may store over the states that both read
+        *checkpoint_launches(problem, t, from_, initial, c),
         Launch(
             convolution_kernel,
             tiles * -(-problem.D // c.BD),
@@ -428,8 +490,38 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
             constants(problem, c),
             c.num_warps,
             max_registers=REGISTERS,
-        )
+        ),
     ]
+
+
+def checkpoint_launches(
+    problem: Problem, t: Tensors, x: Tensor, initial: Tensor, c: ConvolutionConfig
+) -> Iterator[Launch]:
+    if t.checkpoint_states is None:
+        return
+    every, dense, buffer = problem.checkpoint_every, densed(t, (*DENSE, *MARKS)), t.checkpoint_states
+    one, marks = 1, problem.N * problem.checkpoints
+    if every > 0:
+        one, marks = token_tiles(problem, replace(c, BT=every))
+    yield Launch(
+        convolution_checkpoints_kernel,
+        marks * -(-problem.D // c.BD),
+        (
+            *(x, initial, buffer, dense["checkpoint_offsets"], dense["checkpoint_indices"], dense["state_indices"]),
+            *(dense["has_initial_state"], dense["cu_seqlens"], problem.checkpoints, buffer.shape[0]),
+            *(
+                problem.lowest_index,
+                problem.pool_slots,
+                int(problem.has_initial_state),
+                problem.T,
+                problem.N,
+                problem.D,
+            ),
+            *(one, *x.stride()[:2], *initial.stride(), *buffer.stride()),
+        ),
+        dict(L=problem.state_length, EVERY=every, BD=c.BD),
+        c.num_warps,
+    )
 
 
 def backward(problem: Problem, t: Tensors, arch: int) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import contenders, models, ranks, serving, startup, workloads
+from . import contenders, layer, models, ranks, serving, startup, workloads
 from .runner import Benchmark
 from .timing import Effort, float32_ceilings
 from .workloads import quotient, value, with_gates
@@ -157,6 +157,19 @@ BENCHMARKS = {
             derive=models_extra,
             grad=models.session,
             options=("json", "rows", "fla", "no_fla", "quick", "repeats", "device", "wide"),
+        ),
+        Benchmark(
+            "layer",
+            "Time the layer but its projections: steps in one launch, training steps, single kernels",
+            workloads.LAYER,
+            layer.layer,
+            quick=tuple(f"decode N{N} H32 {state}" for state in workloads.STATES for N in (8, 128)),
+            effort=Effort(rounds=7, min_rounds=3, budget_ms=100.0, warmup_ms=2.0),
+            over={"chain_ratio": ("chain", "ours"), "gated_ratio": ("fla_gated", "ours")},
+            derive=layer.layer_extra,
+            grad=torch.enable_grad,
+            peers=layer.PEERS,
+            options=(*COMMON, "quick", "plot"),
         ),
         Benchmark(
             "engines",

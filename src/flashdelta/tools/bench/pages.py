@@ -1,4 +1,5 @@
-"""The tables of README.md, benchmarks/README.md and docs/machine-code.md and the README's picture, from benchmarks/results."""
+"""The tables of README.md, benchmarks/README.md, docs/layer.md and docs/machine-code.md and the README's picture, from
+benchmarks/results."""
 
 from __future__ import annotations
 
@@ -173,9 +174,20 @@ def toolchains() -> str:
     return markdown_table([[line[0].strip(), *line[1:]] for line in cells(document, view, wide=False)])
 
 
+def layer() -> str:
+    """The table of docs/layer.md, of the newest file."""
+    paths = sorted(RESULTS.glob("layer-*.json"), key=lambda path: load(path)["date"])
+    if not paths:
+        return "Not measured yet."
+    document, view = load(paths[-1]), VIEWS["layer"]
+    said = "\n".join(fold(f"* {line.strip()}", "  ") for line in summary(document, view))
+    return f"{fold(headline(document) + '.')}\n\n{markdown_table(cells(document, view, wide=False))}\n\n{said}"
+
+
 PAGES = {
     ROOT / "README.md": headlines,
     ROOT / "benchmarks" / "README.md": all_sections,
+    ROOT / "docs" / "layer.md": layer,
     ROOT / "docs" / "machine-code.md": toolchains,
 }
 

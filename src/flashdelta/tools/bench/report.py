@@ -329,27 +329,36 @@ def kernel_name(name: str) -> str:
     return name.removeprefix("void ").split("<")[0].split("(")[0].removesuffix("_kernel")
 
 
+@dataclass(frozen=True)
 class KernelPlot:
-    """Time by kernel of the first row that has kernels of both, ours and FLA's, in two stacked bars."""
+    """Time by kernel, in a stacked bar a contender (key and label), of the first row that has kernels of all of them."""
+
+    bars: tuple[tuple[str, str], ...]
+    title: str
+    unit: str = "ms"
 
     def draw(self, document: dict, path: Path) -> None:
         """Raises a ValueError where the document has no such row, or matplotlib is not installed."""
-        figure, axes = new_figure(9, 6)
-        rows = [row for row in document["rows"] if value(row, "ours.kernels") and value(row, "fla.kernels")]
+        figure, axes = new_figure(4.5 * len(self.bars), 6)
+        rows = [row for row in document["rows"] if all(value(row, f"{name}.kernels") for name, _ in self.bars)]
         if not rows:
-            raise ValueError("plot: got no row with the kernels of ours and FLA's")
-        least = 0.03 * sum(kernel["ms"] for kernel in rows[0]["fla"]["kernels"])
-        for place, name in ((0.0, "fla"), (1.8, "ours")):  # names of kernels have room between the bars
+            said = " and ".join(label for _, label in self.bars)
+            raise ValueError(f"plot: got no row with the kernels of {said}")
+        row, scale, form = rows[0], {"ms": 1.0, "us": 1e3}[self.unit], {"ms": ".3f", "us": ".1f"}[self.unit]
+        least = 0.03 * max(sum(kernel["ms"] for kernel in row[name]["kernels"]) for name, _ in self.bars)
+        places = [1.8 * i for i in range(len(self.bars))]  # names of kernels have room between the bars
+        for place, (name, _) in zip(places, self.bars):
             below = 0.0
-            for kernel in rows[0][name]["kernels"]:
-                axes.bar(place, kernel["ms"], bottom=below, width=0.5, edgecolor="white")
+            for kernel in row[name]["kernels"]:
+                height = scale * kernel["ms"]
+                axes.bar(place, height, bottom=below, width=0.5, edgecolor="white")
                 if kernel["ms"] >= least:
-                    label = f"{kernel_name(kernel['kernel'])[:44]} {kernel['ms']:.3f}"
-                    axes.text(place + 0.27, below + kernel["ms"] / 2, label, va="center", fontsize=7)
-                below += kernel["ms"]
-            axes.text(place, below, f"{below:.2f} ms", ha="center", va="bottom")
-        axes.set_xticks([0.0, 1.8], ["FLA", "flashdelta"])
-        axes.set_xlim(-0.4, 3.0)
-        axes.set(ylabel="ms", title=f"Forward and backward by kernel, {rows[0]['name']}, K = V = 128, bf16")
+                    label = f"{kernel_name(kernel['kernel'])[:44]} {height:{form}}"
+                    axes.text(place + 0.27, below + height / 2, label, va="center", fontsize=7)
+                below += height
+            axes.text(place, below, f"{below:.2f} {self.unit}", ha="center", va="bottom")
+        axes.set_xticks(places, [label for _, label in self.bars])
+        axes.set_xlim(-0.4, places[-1] + 1.2)
+        axes.set(ylabel=self.unit, title=self.title.format(name=row["name"]))
         with whole_file(path) as unfinished:
             figure.savefig(unfinished, dpi=150)

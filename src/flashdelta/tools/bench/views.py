@@ -353,6 +353,47 @@ MODELS = View(
     summary=models_summary,
 )
 
+# ---- layer -----------------------------------------------------------------------------------------------------------
+
+LAYER_STEPS = (("chain", "single operators"), ("fla_gated", "FLA, gate inside"), ("bare", "a bare step"))
+
+
+def layer_summary(document: dict) -> list[str]:
+    """What is no table's: the ratios of steps by state, and what a norm in the last kernel of a prefill could gain."""
+    lines = []
+    for name, said in (("fla", "FLA's kernels"), *LAYER_STEPS):
+        for state in ("fp32", "bf16"):
+            rows = [row for row in document["rows"] if row["shape"].get("state") == state]
+            lines.append(
+                mean(f"{said}/ours, {state}", [value(row, f"{name}.ms.median/ours.ms.median") for row in rows])
+            )
+    for row in document["rows"]:
+        share = value(row, "norm_share")
+        lines += [f"{row['name']}: {share:.1%} of the time"] if share is not None else []
+    return lines
+
+
+LAYER = View(
+    (
+        *(Column(title, f"{name}.ms.median", scale=US) for title, name in (("ours us", "ours"), ("FLA us", "fla"))),
+        Column("bare us", "bare.ms.median", scale=US),
+        Column("chain us", "chain.ms.median", scale=US),
+        Column("gate inside us", "fla_gated.ms.median", scale=US, wide=True),
+        *RATIOS,
+        Column("of copy", "share_of_floor", "%"),
+        Column("memory", "beyond_bytes.ours/beyond_bytes.fla"),
+        *both("{} sustained us", "sustained_ms", scale=US),
+        *both("{} host us", "host_us"),
+        *both("{} GiB beyond results", "beyond_bytes", scale=GIB),
+        *both("largest error {}", "error", "largest"),
+        BOUND,
+        MET,
+    ),
+    titles=(("fla", "FLA"), *LAYER_STEPS),
+    ratios=(),
+    summary=layer_summary,
+)
+
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 ENGINES = View(
@@ -441,6 +482,7 @@ VIEWS = {
     "wy": WY,
     "fp32": FP32,
     "models": MODELS,
+    "layer": LAYER,
     "engines": ENGINES,
     "cp": CP,
     "startup": STARTUP,
@@ -464,5 +506,12 @@ PLOTS: dict[str, Plot | KernelPlot] = {
         (("FLA", "fla.graph_ms.median"), ("{ours}", "ours.graph_ms.median")),
         floor="all tensors",
     ),
-    "train": KernelPlot(),
+    "train": KernelPlot(
+        (("fla", "FLA"), ("ours", "flashdelta")), "Forward and backward by kernel, {name}, K = V = 128, bf16"
+    ),
+    "layer": KernelPlot(
+        (("fla", "FLA"), ("chain", "single operators"), ("ours", "one launch"), ("bare", "attention alone")),
+        "A step of the layer by kernel, {name}, K = V = 128",
+        unit="us",
+    ),
 }

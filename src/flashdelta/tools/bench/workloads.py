@@ -10,6 +10,7 @@ from typing import Any
 
 from ...testing.cases import BF16, BOUNDED, FP32, Case
 from ...testing.decoding import Step
+from ...testing.fused import FusedStep
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,18 @@ def faster(row: dict, *names: str) -> float | None:
     return min(filter(None, (value(row, f"{name}.ms.median") for name in names)), default=None)
 
 
+ALLOWED_MS = 1.5e-3
+"""More than a bare step takes, where that is little itself."""
+
+
+def over_a_bare_step(row: dict, allowed: float = 0.0) -> float | None:
+    """The fused step's time over a step of attention alone; 1 where the difference is allowed."""
+    ours, bare = value(row, "ours.ms.median"), value(row, "bare.ms.median")
+    if ours is None or bare is None:
+        return None
+    return 1.0 if ours - bare <= allowed else ours / bare
+
+
 QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] = {
     "ms": ("<= {:g} ms", lambda row, other: value(row, "ours.ms.median")),
     "us": ("<= {:g} us", lambda row, other: None if not value(row, "ours.ms") else row["ours"]["ms"]["median"] * 1e3),
@@ -78,6 +91,12 @@ QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] =
     ),
     "scratch": ("<= {:g} of its scratch", lambda row, other: value(row, "scratch_bytes.ours/scratch_bytes.states")),
     "bare": ("verify <= {:g}x a bare step", lambda row, other: value(row, "verify.ms.median/bare.ms.median")),
+    "step": ("<= {:g}x a bare step", lambda row, other: over_a_bare_step(row)),
+    "few": ("<= {:g}x a bare step or 1.5 us more", lambda row, other: over_a_bare_step(row, ALLOWED_MS)),
+    "scratch memory": (
+        "<= {:g} of its memory beyond results",
+        lambda row, other: value(row, "beyond_bytes.ours/beyond_bytes.fla"),
+    ),
     "float32": ("<= {:g} of FLA's on float32", lambda row, other: quotient(1.0, value(row, "speedup"))),
     "error": ("error <= {:g} of FLA's", lambda row, other: value(row, "ours.error.o/fla.error.o")),
     "C": ("C <= {:g} x Python", lambda row, other: value(row, "c.ms.median/ours.ms.median")),
@@ -545,3 +564,71 @@ SERVED = (
     ),
 )
 """28 rows: 2 engines x 2 numbers of heads x (3 prompts + 2 dtypes of states x 2 batches)."""
+
+# ---- the whole layer -------------------------------------------------------------------------------------------------
+
+LAYER_BATCHES = (1, 8, 32, 128, 256)
+LAYER_HEADS = {12: "96 heads over 8 cards", 32: "a 32-head model", 96: "a 96-head model"}
+OVER_STEP, OVER_CHAIN = {"fp32": 1.12, "bf16": 1.18}, {"fp32": 0.8, "bf16": 0.65}
+"""Of a bare step's time, and of that of FLA's kernels, by state; from 32 sequences on."""
+
+
+def layer_step_row(N: int, H: int, state: str, why: str, **changes: Any) -> Row:
+    """A step of a token for each of `N` sequences."""
+    sizes = {"B": N, "H": H, "HV": H, "K": 128, "V": 128, "layout": "dense", "state": STATES[state], "indices": None}
+    step = FusedStep(**{"name": f"decode N{N} H{H} {state}", "why": why, "memory": "long", **sizes, **changes})
+    over = Bound("step", OVER_STEP[state]) if N >= 32 else Bound("few", 1.25)
+    chain = [Bound("FLA", OVER_CHAIN[state] if N >= 32 else 0.5)] if N <= 8 or N >= 32 else []
+    return Row(step, "decode", (over, *chain), host=N in (1, 32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCall(Case):
+    """A call of whole sequences. `part`: "convolution" or "norm", forward or `backward`; "all", which is convolution, attention
+    and norm; or "attention" with the norm behind it."""
+
+    part: str
+    backward: bool = False
+    W: int = 4
+    K: int = 128
+    V: int = 128
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.H * self.K + self.HV * self.V
+
+
+def layer_call_row(name: str, why: str, part: str, bounds: tuple[Bound, ...] = (), **changes: Any) -> Row:
+    asked = {"T": 8192, "H": 32, "HV": 32, "safe": True, "memory": "long", "final": False, **BOUNDED, **changes}
+    peers = part == "all"
+    return Row(LayerCall(name, why, part=part, **asked), "train" if peers else part, bounds, peers)
+
+
+TRAINED = (Bound("FLA", 0.45), Bound("scratch memory", 0.6))
+AROUND = {"convolution": (768, 2048, 8192), "norm": (1536, 4096, 16384)}
+"""Tokens by kernel: forwards move 38, 100 and 403 MB."""
+
+LAYER = (
+    *(
+        layer_step_row(N, H, state, why)
+        for (H, why), state, N in itertools.product(LAYER_HEADS.items(), STATES, LAYER_BATCHES)
+    ),
+    layer_call_row("train T8192 H32", "one long sequence", "all", TRAINED),
+    layer_call_row("train B4 T2048 H32", "as many tokens in shorter chains", "all", TRAINED, B=4, T=2048),
+    layer_call_row("train packed 6 uneven H32", "documents packed into one row", "all", TRAINED, lengths=UNEVEN),
+    *(
+        layer_call_row(
+            f"{part}{' backward' * backward} T{T}",
+            "what lies around attention, bound by memory",
+            part,
+            (Bound("copy", 0.85),),
+            T=T,
+            backward=backward,
+        )
+        for part, backward in itertools.product(AROUND, (False, True))
+        for T in AROUND[part]
+    ),
+    layer_call_row("prefill T8192 H32, norm", "what a norm in the last kernel could gain", "attention"),
+    layer_call_row("prefill T8192 H64, norm", "the same at the headline's heads", "attention", H=64, HV=64),
+)
+"""47 rows: 3 numbers of heads x 2 dtypes of states x 5 batches; 3 training steps; 12 of single kernels; 2 of prefill."""

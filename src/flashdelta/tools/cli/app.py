@@ -131,13 +131,25 @@ def demo(
         float, typer.Option(min=0.0, help="Of the sampling; 0 always takes the likeliest character.")
     ] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    requests: Annotated[
+        Optional[int], typer.Option(min=1, help="Instead: so many requests, joining and leaving a running batch.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Of that batch: how many run at a time.")] = 4,
     backend: Backend = "auto",
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Let a small KDA model write, and compare its prefill with its decode (exit code 1 if they differ)."""
+    """Let a small KDA model write, and compare its prefill with its decode; or serve requests, each of which must get the text
+    that it gets alone. Exit code 1 if they differ."""
     from .demo import run_demo, show
 
+    if requests is not None:
+        from . import batching
+
+        given = {"tokens": tokens, "temperature": temperature, "seed": seed, "prompt": prompt}
+        with _bad_parameters():
+            served = batching.run_batch(requests=requests, slots=slots, **given, backend=backend, device=device)
+        _end(asdict(served), batching.show, json, served.checked)
     sampling = {"tokens": tokens, "temperature": temperature, "seed": seed}
     with _bad_parameters():
         result = run_demo(prompt=prompt, **sampling, backend=backend, device=device)

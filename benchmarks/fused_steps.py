@@ -1,0 +1,134 @@
+"""Steps of the layer in one launch with other warps, tiles and registers than `fused_config` has: which of them it should have.
+
+    python benchmarks/fused_steps.py [--quick] [--out FILE]
+
+Every form is held to the float64 reference first. Then all forms of a shape take turns, each by a CUDA graph of many launches
+on slots of their own, beside a step of attention alone ("bare"). A form is named by its warps, the tiles of a state, and the
+most registers that ptxas may give a thread; what that spills of two shapes is listed at the end. `--quick`: H = 32 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from flashdelta.runtime.call import CACHE
+from flashdelta.tools.bench import profiling
+from flashdelta.tools.bench.checks import fault
+from flashdelta.tools.bench.contenders import DECODE_TOLERANCE, Contender, Setup, launch_all
+from flashdelta.tools.bench.environment import environment
+from flashdelta.tools.bench.layer import LayerStep
+from flashdelta.tools.bench.report import text_table
+from flashdelta.tools.bench.timing import Effort, Run, Timer, capture, summarize, sustained, take_turns
+from flashdelta.tools.bench.workloads import LAYER, Row
+from flashdelta.triton import fused_decode
+from flashdelta.triton.fused_decode import FusedConfig
+
+FORMS = {
+    (warps, tiles, registers): f"{warps} warps, {tiles} tiles, {registers}"
+    for warps, tiles, registers in (
+        *itertools.product((4,), (2, 4, 8), (168, 255)),
+        *itertools.product((8,), (2, 4, 8), (80, 128)),
+    )
+}
+"""With 128 channels 8 warps have two threads a channel, 64 elements of a state each."""
+
+EFFORT = Effort(rounds=7, min_rounds=3, budget_ms=150.0, warmup_ms=2.0)
+
+
+def configured(warps: int, tiles: int, registers: int) -> Callable[..., FusedConfig]:
+    """As `fused_config`, but for these."""
+    usual = fused_decode.fused_config
+
+    def config(problem: object, arch: int) -> FusedConfig:
+        return FusedConfig(warps, tiles, usual(problem, arch).stream, registers)  # type: ignore[arg-type]
+
+    return config
+
+
+def graphs_of(step: LayerStep) -> Iterator[tuple[str, Run | str]]:
+    """The replay of each form's graph, or why it has none."""
+    work = step.work()
+    bare = work.contenders["bare"]
+    assert isinstance(bare, Contender)
+    yield "bare", capture(lambda: tuple(bare.call()))[0]
+    for form, name in FORMS.items():
+        with mock.patch.object(fused_decode, "fused_config", configured(*form)):
+            CACHE.clear()  # else a call like an earlier one replays that one's launch
+            try:
+                ours = step.contender(step.fused, step.fused, DECODE_TOLERANCE)
+                assert ours.checked is not None
+                step.pool[step.some], step.windows[step.some] = step.before  # graphs have moved them on
+                wrong = fault(work.errors(ours.checked())["error"], DECODE_TOLERANCE)
+                yield name, wrong or capture(lambda: tuple(launch_all(step.fused, step.slots)()))[0]
+            except Exception as error:  # a form that does not compile or fit leaves the others to be timed
+                yield name, summarize(error)
+    CACHE.clear()
+
+
+def measured(row: Row, setup: Setup) -> dict:
+    step = LayerStep(row, setup)
+    found = dict(graphs_of(step))
+    runs = {name: run for name, run in found.items() if not isinstance(run, str)}
+    assert setup.timer is not None
+    cold, warm = take_turns(runs, setup.timer, EFFORT), sustained(runs, setup.timer)
+    launches = len(step.slots)
+    times = {
+        name: {"us": 1e3 * cold[name].median / launches, "sustained_us": 1e3 * warm[name] / launches} for name in runs
+    }
+    return {"name": row.name, "forms": times, "problems": {k: x for k, x in found.items() if isinstance(x, str)}}
+
+
+def table(row: dict) -> str:
+    bare = row["forms"]["bare"]["us"]
+    lines = [["form", "us", "over bare", "sustained us"]]
+    for name, x in sorted(row["forms"].items(), key=lambda item: item[1]["us"]):
+        lines.append([name, f"{x['us']:.2f}", f"{x['us'] / bare:.3f}", f"{x['sustained_us']:.2f}"])
+    return text_table([*lines, *([name, said, "", ""] for name, said in row["problems"].items())])
+
+
+def spills(row: Row, setup: Setup) -> list[str]:
+    """What each form's kernel has, of one launch."""
+    step = LayerStep(row, setup)
+    lines = []
+    for form, name in FORMS.items():
+        with mock.patch.object(fused_decode, "fused_config", configured(*form)):
+            CACHE.clear()
+            runs = profiling.profiled(lambda: step.fused(step.slots[0]))
+        for run in runs:
+            lines.append(f"{name}: {run.registers} registers, {profiling.spilled_bytes(run)} B spilled")
+    CACHE.clear()
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="H = 32 alone")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    setup = Setup(device, Timer(device), EFFORT, backend="triton")
+    rows = [row for row in LAYER if row.table == "decode" and (not arguments.quick or row.call.H == 32)]
+    document: dict = {"environment": environment(device), "rows": []}
+    with torch.no_grad():
+        for row in rows:
+            found = measured(row, setup)
+            document["rows"].append(found)
+            print(f"{row.name}\n{table(found)}\n", flush=True)
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        for state in ("fp32", "bf16"):
+            row = next(row for row in rows if row.name == f"decode N128 H32 {state}")
+            print(row.name, *spills(row, setup), sep="\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

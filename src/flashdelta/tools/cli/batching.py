@@ -1,0 +1,238 @@
+"""`flashdelta demo --requests N`: requests of different lengths join and leave a running batch (continuous batching).
+
+A batch has a fixed number of rows. A request that joins has its prompt prefilled into the slot of a free row; every step
+writes a token of every row, those without a request with a null index, which reads and stores nothing. On a GPU a step is one
+CUDA graph, sampling included: who joins or leaves changes what its tensors hold, and never which. What a row computes does not
+depend on the others, so that a request gets the text that it gets alone; the demo checks that.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
+from ...problem.errors import wrong
+from ...runtime.devices import find_device
+from ..bench.environment import default_device
+from ..bench.timing import capture, synchronize
+from .demo import DEFAULT_PROMPT, load_demo_model
+
+PROMPTS = (
+    DEFAULT_PROMPT,
+    "The value of an object can be changed when ",
+    "A class definition ",
+    "If the sequence is empty, the statement does nothing. Otherwise the items of the sequence are assigned, from left to "
+    "right, to the ",
+    "An import statement ",
+    "The `yield` expression is used when defining a generator function, and so can only be used in the body of ",
+)
+STEPS_APART = 5
+"""Steps from one request's arrival to the next one's."""
+
+NULL = -1
+
+
+@dataclass(frozen=True)
+class Request:
+    """Continue `prompt` by `tokens` characters; `seed` of the sampling. It may join from step `arrival` on."""
+
+    prompt: str
+    tokens: int
+    seed: int
+    arrival: int
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a run wrote and how it went.
+
+    `tokens_per_s`: written tokens of all requests over the seconds of the run, prefills included, without compilation. `joined`
+    and `left`: the steps at which each request did. `most_running`: requests at a time. `checked`: each one's text is the one
+    that it gets alone in the batch.
+    """
+
+    prompts: list[str]
+    continuations: list[str]
+    joined: list[int]
+    left: list[int]
+    slots: int
+    steps: int
+    most_running: int
+    tokens_per_s: float
+    graph: bool
+    device: str
+    dtype: str
+    checked: bool
+
+
+class Batch:
+    """Rows that requests join and leave. `token`, `slot`, `position` and `noise` are what a step reads of every row; it writes
+    `token`, `position` and `written`."""
+
+    def __init__(self, model: KdaLanguageModel, slots: int, most_tokens: int, temperature: float) -> None:
+        self.model, self.temperature, device = model, temperature, model.device
+        self.pools = model.make_pools(slots)
+        self.token = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.slot = torch.full((slots,), NULL, dtype=torch.int32, device=device)
+        self.position = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.written = torch.zeros(slots, most_tokens, dtype=torch.int64, device=device)
+        self.noise = torch.ones(slots, most_tokens, len(VOCABULARY), device=device)
+        self.step: Callable[[], object] = self._step
+
+    def capture(self) -> None:
+        """Makes a step a CUDA graph. No request may run."""
+        self.step, _ = capture(self._step)
+
+    @torch.no_grad()
+    def join(self, row: int, request: Request) -> None:
+        """Prefills the prompt into the row's slot, and samples the first token."""
+        device = self.model.device
+        source = torch.Generator().manual_seed(request.seed)
+        draws = torch.empty(request.tokens, len(VOCABULARY)).exponential_(generator=source)
+        self.noise[row, : request.tokens] = draws.to(device)
+        slot = torch.tensor([row], dtype=torch.int32, device=device)
+        anew = torch.zeros(1, dtype=torch.bool, device=device)
+        prompt = encode(request.prompt)[None].to(device)
+        logits, _ = self.model(prompt, pools=self.pools, slots=slot, has_initial_state=anew)
+        self.token[row] = self._sampled(logits[:, -1], self.noise[row, :1])[0]
+        self.written[row, 0] = self.token[row]
+        self.position[row], self.slot[row] = 1, row
+
+    def leave(self, row: int, request: Request) -> Tensor:
+        """Frees the row: the tokens that were written."""
+        self.slot[row] = NULL
+        return self.written[row, : request.tokens].clone()
+
+    @torch.no_grad()
+    def _step(self) -> tuple[()]:
+        logits, _ = self.model(self.token[:, None], pools=self.pools, slots=self.slot)
+        # of a row without a request, which has come to its end, the last place
+        at = self.position.clamp(max=self.written.shape[1] - 1)[:, None]
+        noise = self.noise.gather(1, at[..., None].expand(-1, -1, len(VOCABULARY)))[:, 0]
+        self.token.copy_(self._sampled(logits[:, -1], noise))
+        self.written.scatter_(1, at, self.token[:, None])
+        self.position.add_(1)
+        return ()
+
+    def _sampled(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """A token a row: the likeliest, or the first of exponential clocks, which is a draw from the softmax."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return (torch.softmax(logits.float() / self.temperature, dim=-1) / noise).argmax(-1)
+
+
+def serve(batch: Batch, requests: Sequence[Request]) -> tuple[list[str], list[int], list[int], int]:
+    """Runs the requests to their ends, in order of arrival: texts, the steps at which each joined and left, and the most that
+    ran at a time."""
+    waiting = collections.deque(range(len(requests)))
+    running: dict[int, tuple[int, int]] = {}  # request and step at which it joined, by row
+    texts: dict[int, Tensor] = {}
+    joined, left, step, most = [0] * len(requests), [0] * len(requests), 0, 0
+    while waiting or running:
+        free = [row for row in range(len(batch.slot)) if row not in running]
+        while waiting and free and (requests[waiting[0]].arrival <= step or not running):
+            i, row = waiting.popleft(), free.pop(0)
+            batch.join(row, requests[i])
+            running[row], joined[i] = (i, step), step
+        most = max(most, len(running))
+        if any(requests[i].tokens > 1 + step - since for i, since in running.values()):
+            batch.step()
+        step += 1
+        for row, (i, since) in list(running.items()):
+            if step - since + 1 >= requests[i].tokens:
+                texts[i], left[i] = batch.leave(row, requests[i]), step
+                del running[row]
+    return [decode(texts[i].cpu()) for i in range(len(requests))], joined, left, most
+
+
+def make_requests(count: int, tokens: int, seed: int, prompt: str | None) -> list[Request]:
+    """Prompts in turn, lengths from a quarter of `tokens` to all of it."""
+    return [
+        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (1 + 3 * i % 4) // 4), seed + i, i * STEPS_APART)
+        for i in range(count)
+    ]
+
+
+def run_batch(
+    *,
+    requests: int = 8,
+    slots: int = 4,
+    tokens: int = 300,
+    temperature: float = 0.5,
+    seed: int = 0,
+    prompt: str | None = None,
+    backend: str = "auto",
+    device: str | None = None,
+) -> BatchResult:
+    """Serves requests with the model in the package. Prints nothing.
+
+    Args:
+        requests: how many, at least 1.
+        slots: rows of the batch, at least 1.
+        tokens: characters of the longest request, at least 1.
+        prompt: of all requests, printable ASCII; None takes prompts of our own.
+        temperature, seed, backend, device: as in `run_demo`.
+
+    Raises:
+        ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
+    """
+    for name, count in (("requests", requests), ("slots", slots), ("tokens", tokens)):
+        if count < 1:
+            raise wrong(name, count, "at least 1")
+    if temperature < 0:
+        raise wrong("temperature", temperature, "at least 0")
+    if prompt == "":
+        raise wrong("prompt", "an empty text", "at least one character")
+    place = default_device() if device is None else find_device(device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model, asked = load_demo_model(place, dtype, backend), make_requests(requests, tokens, seed, prompt)
+    batch = Batch(model, slots, max(request.tokens for request in asked), temperature)
+    for text in {request.prompt for request in asked}:  # compiles what the timed run will use
+        serve(batch, [Request(text, min(2, tokens), 0, 0)])
+    if place.type == "cuda":
+        batch.capture()
+    synchronize(place)
+    began = time.perf_counter()
+    texts, joined, left, most = serve(batch, asked)
+    synchronize(place)
+    seconds = time.perf_counter() - began
+    alone = [serve(batch, [request])[0][0] for request in asked]
+    return BatchResult(
+        prompts=[request.prompt for request in asked],
+        continuations=texts,
+        joined=joined,
+        left=left,
+        slots=slots,
+        steps=max(left),
+        most_running=most,
+        tokens_per_s=sum(request.tokens for request in asked) / seconds,
+        graph=place.type == "cuda",
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+        dtype=str(dtype).removeprefix("torch."),
+        checked=texts == alone,
+    )
+
+
+def show(report: dict, console: Console) -> None:
+    """Prints every request's text with the steps at which it ran, then speed and check."""
+    for prompt, text, joined, left in zip(*(report[x] for x in ("prompts", "continuations", "joined", "left"))):
+        console.print(Text.assemble((f"steps {joined} to {left}  ", "cyan"), (prompt, "dim"), (text, "bold")))
+        console.print()
+    way = "a CUDA graph a step" if report["graph"] else "without graphs"
+    facts = (
+        f"{len(report['prompts'])} requests in {report['steps']} steps, up to {report['most_running']} of "
+        f"{report['slots']} slots at a time, {way}, {report['dtype']} on {report['device']}",
+        f"{report['tokens_per_s']:,.0f} tokens/s, prefills included",
+    )
+    for fact in facts:
+        console.print(fact, markup=False, highlight=False)
+    outcome = "[green]check passed[/green]" if report["checked"] else "[red]check failed[/red]"
+    console.print(f"{outcome}: each request's text is the one that it gets alone", highlight=False)
