@@ -143,7 +143,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def record(real: type) -> type:
     """An aggregate: its fields in order, and its methods."""
-    fields = tuple(real.__annotations__)
+    # Triton 3.6 leaves the fields to the class that it wraps
+    fields = tuple(inspect.getclosurevars(real.__new__).nonlocals["cls"].__annotations__)
 
     def init(self: Any, *values: Any) -> None:
         for name, x in zip(fields, values, strict=True):

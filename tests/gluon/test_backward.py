@@ -19,6 +19,8 @@ from ..support.gradients import gradients, incoming, relative_errors, true_gradi
 from ..support.ranks import Cut, incoming_of
 from .interpreter import hopper_on_cpu
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-2
 
 GRADIENTS = [

@@ -20,6 +20,8 @@ from ..support.decoding_checks import HOPPER_REPLAYED
 from . import test_backward, test_chunk, test_decode
 from .interpreter import hopper_on_cpu, interpreted
 
+pytestmark = pytest.mark.slow
+
 LONG = replace(KIMI, H=1, HV=1, T=330, memory="long")
 EXACT = replace(LONG, gate="none", lower_bound=None, hard="g-50", T=129)
 PACKED = replace(LONG, lengths=(130, 0, 64, 70), state=FP32)

@@ -26,6 +26,8 @@ from ..support.stream_k import Work
 from ..unit.test_hopper_choice import TABLE
 from .interpreter import hopper_on_cpu
 
+pytestmark = pytest.mark.slow
+
 
 def hopper_call(case: Case, **options: object) -> dict:
     return make_call(case, BF16) | {"backend": "hopper"} | options

@@ -14,6 +14,8 @@ from flashdelta.testing.decoding import SINGLE_BF16, Step
 from ..gpu.test_decode import MODELS
 from ..support.decoding_checks import HOPPER_REPLAYED, check_replay, check_rounds, check_rows_of_records, check_step
 
+pytestmark = pytest.mark.slow
+
 KIMI_BF16 = next(step for step in MODELS if step.name == "kimi_bf16")
 
 

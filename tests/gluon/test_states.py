@@ -31,6 +31,8 @@ from ..support.pools import (
     untouched_memory,
 )
 
+pytestmark = pytest.mark.slow
+
 POOLS = [pool_case for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS if pool_case.case.chunk_size == 64]
 BUFFERS = [buffer_case for buffer_case in CASES + SPLITS if buffer_case.case.chunk_size == 64]
 

@@ -1,0 +1,40 @@
+"""One call of each kind that the Hopper kernels run, interpreted: what `make check` has of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashdelta.testing.cases import BF16, BY_NAME
+from flashdelta.testing.decoding import SINGLE_BF16
+from flashdelta.testing.wy import WyCase
+
+from ..gpu.calls import on_gpu
+from ..support.decoding_checks import HOPPER_REPLAYED, check_replay
+from . import test_backward, test_chunk, test_decode
+
+
+@pytest.mark.parametrize("name", ["bounded", "softplus", "packed"])
+def test_prefill(name: str):
+    test_chunk.check(on_gpu(BY_NAME[name]))
+
+
+def test_split():
+    test_chunk.check(test_chunk.SPLIT[0], split=3)
+
+
+def test_gradients():
+    test_backward.test_gradients_are_those_of_the_reference(replace(on_gpu(BY_NAME["bounded"]), H=1, HV=2))
+
+
+def test_wy():
+    test_backward.check_wy(WyCase("smoke", "", K=128, V=128, H=1, HV=2))
+
+
+def test_step(monkeypatch: pytest.MonkeyPatch):
+    test_decode.test_step(SINGLE_BF16[0], monkeypatch)
+
+
+def test_replay():
+    check_replay(replace(HOPPER_REPLAYED[1], H=1, HV=1), BF16, "hopper")
