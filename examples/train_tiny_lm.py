@@ -169,21 +169,22 @@ def smooth(losses: list[float], width: int = 20) -> Tensor:
 
 
 def plot(found: dict, reference: dict | None, path: Path, title: str = "") -> None:
-    """Training and held-out losses against the step, the reference's beside them."""
+    """Training and held-out losses against the step, over the wider lines of the reference: both show where they meet."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()
-    for run, color in ((reference, "gray"), (found, "C0")):
+    for run, color, width in ((reference, "silver", 5), (found, "C0", 1.5)):
         if run is None:
             continue
         name = run["settings"]["backend"]
         if len(run["train"]) >= 20:
             means = smooth(run["train"])
             label = f"{name}: training, means of 20 steps"
-            axes.plot(range(20, 20 + len(means)), means, color=color, alpha=0.6, label=label)
-        steps = [int(step) for step in run["held_out"]]
-        axes.plot(steps, list(run["held_out"].values()), "o--", color=color, label=f"{name}: held out")
+            axes.plot(range(20, 20 + len(means)), means, color=color, linewidth=width, label=label)
+        steps, losses = [int(step) for step in run["held_out"]], list(run["held_out"].values())
+        look = {"color": color, "linewidth": width, "markersize": 4 + 2 * width}
+        axes.plot(steps, losses, "o:", **look, label=f"{name}: held out")
     axes.set(xlabel="step", ylabel="nats per character", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

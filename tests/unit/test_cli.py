@@ -209,6 +209,7 @@ REFUSED = {
     **{f"bench {name} --device cpu": "wanted an NVIDIA GPU" for name in BENCHMARKS if name != "startup"},
     f"bench show {ROOT}/examples/tiny_lm_losses.json": "wanted a JSON file of one of: prefill, classic, shards, split, kernels",
     "bench show " + str(pages.RESULTS / "decode-h200.json") + " --plot plot.png": "got a decode result",
+    f"bench show {ROOT}/docs": f"results: got {ROOT}/docs, wanted a folder with one of: prefill-hopper-h200",
     "export --out out --arch=sm_75": "arch: got 'sm_75', wanted one of sm_80, sm_86",
     "export --out out --arch=sm_90 --op=prefill": "op: got 'prefill', wanted one of prefill_f32",
     "export --out out --arch=sm_90 --size=64,64,16": "size: got '64,64,16', wanted one of 64,64,32",
@@ -310,8 +311,17 @@ def test_bench_show_prints_a_saved_result(name, tmp_path):
     assert len(result.stdout) > len(run("bench", "show", str(path)).stdout) or name in ("startup", "toolchains")
 
 
+def test_bench_show_prints_the_headlines_of_a_folder():
+    result = run("bench", "show", str(pages.RESULTS))
+    assert result.exit_code == 0
+    assert all(found.headline.what in result.stdout for found in pages.measured())
+    assert len(result.stdout.splitlines()) == 2 + len(pages.measured())
+
+
 def test_bench_show_plots(tmp_path):
     pytest.importorskip("matplotlib")
+    assert run("bench", "show", str(pages.RESULTS), "--plot", str(tmp_path / "headlines.svg")).exit_code == 0
+    assert (tmp_path / "headlines.svg").stat().st_size > 1000
     for name in ("wy", "train"):
         path = pages.RESULTS / f"{name}-hopper-h200.json"
         assert run("bench", "show", str(path), "--plot", str(tmp_path / f"{name}.png")).exit_code == 0

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml")
+HABITS = ("CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml")
 FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
 MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
@@ -31,7 +32,7 @@ def build(what: str, tree: Path, out: Path) -> Path:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository's files, as building leaves some of its own beside them."""
     found = tmp_path_factory.mktemp("tree")
-    for name in FILES:
+    for name in FILES + HABITS:
         shutil.copy(ROOT / name, found)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, found / name, ignore=MADE)

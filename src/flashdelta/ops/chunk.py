@@ -61,8 +61,8 @@ def chunk_kda(
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
-    never written, but for `state_pool`. A sequence's result does not depend, to the bit, on what else is in the batch, but for
-    the plan of a split (see `split`).
+    never written, except `state_pool`. A sequence's result is bitwise independent of the rest of the batch, except for the plan
+    of a split (see `split`).
 
     Args:
         q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -79,7 +79,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: beta is a logit: `sigmoid(beta)` is the write strength.
         allow_neg_eigval: with beta logits, the write strength is `2 sigmoid(beta)`.
         safe_gate: promises that every log decay lies in `[-5, 0]`, which makes the kernels faster. A gate with a
-            `lower_bound` needs no promise, and the unbounded `softplus` gate heeds none. Without it any decay is exact.
+            `lower_bound` needs no promise, and the unbounded `softplus` gate ignores it. Without it any decay is exact.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. A call
@@ -88,11 +88,10 @@ def chunk_kda(
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
         cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
-            0, never falling, at most T; empty sequences are legal. The values are not read on the host: offsets outside
-            `[0, T]` are clamped, rows of `o` of no sequence are undefined, and FLASHDELTA_CHECK=1 verifies them.
-        cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length, and a call
-            in which no sequence is long enough to be split leaves out the kernels that would find that out (as does a graph of
-            it).
+            0, non-decreasing, at most T; empty sequences are legal. The values are not read on the host: offsets outside
+            `[0, T]` are clamped, rows of `o` outside all sequences are undefined, and FLASHDELTA_CHECK=1 verifies them.
+        cu_seqlens_cpu: the same offsets on the host, if at hand; they are checked. They give `h` its exact length. If no
+            sequence is long enough to be split, the call leaves out the kernels that plan a split, in a CUDA graph too.
         A_log: `[HV]` or `[1, 1, HV, 1]`, float32 or dtype of q. Read by the gates `softplus` (required) and `lower_bound`;
             refused with others, which would ignore it.
         dt_bias: `[HV * K]` or `[HV, K]`, float32 or dtype of q. Read by the same gates.
@@ -102,7 +101,7 @@ def chunk_kda(
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
-            contiguous: written and returned instead of a new final state; `output_final_state` then goes without saying. Must
+            contiguous: written and returned instead of a new final state; implies `output_final_state`. Must
             not share memory with another argument (`state_pool` updates states in place), and takes no gradients.
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
@@ -131,9 +130,9 @@ def chunk_kda(
             bit of the results changes. Rows past the end of the buffer are not stored: packed sequences need at most
             `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer than `B ceil(T / n)` are
             refused.
-        split: into how many segments, that run at the same time, each sequence is cut (docs/split.md): a number up to 1024
-            (fewer where a sequence has fewer chunks), False for none, or `"auto"`, as many as pay, which few heads and long
-            sequences do. Results differ in rounding.
+        split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
+            (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
+            sequences. Results differ in rounding.
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
@@ -150,7 +149,7 @@ def chunk_kda(
         of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
         zeros past the last chunk.
 
-        Beside its results a call of kernels takes `S HV ((3 C K + 2 C C) b + 4 K)` bytes while it runs, where `C` is
+        Besides its results a call of kernels needs `S HV ((3 C K + 2 C C) b + 4 K)` bytes while it runs, where `C` is
         `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be: `B` times, or packed once, the
         bounds `NT` above. The backend `hopper` takes up to `36864 K + 1024` more, and sequences cut into `G` segments in
         all `4 G HV K (K + 2 V) + 4 (N + 1)` more.

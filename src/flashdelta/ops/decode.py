@@ -61,8 +61,8 @@ def recurrent_kda(
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
         g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
         beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
-        mixed_qkv: `[tokens, 2 * H * K + HV * V]`, rows any distance apart: q, k and v of a token side by side, instead of
-            them. `g` may then be `[tokens, HV * K]` and `beta` `[tokens, HV]`. Without `cu_seqlens` each row is a sequence
+        mixed_qkv: `[tokens, 2 * H * K + HV * V]`, rows any distance apart: q, k and v of a token side by side, in their
+            place. `g` may then be `[tokens, HV * K]` and `beta` `[tokens, HV]`. Without `cu_seqlens` each row is a sequence
             (each `1 + num_spec_tokens` rows are one). HV, K and V are `initial_state`'s.
         A_log, dt_bias: the gate's parameters, as in `chunk_kda`.
         scale: factor on the output; `K ** -0.5` by default.
@@ -73,9 +73,9 @@ def recurrent_kda(
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)` first.
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
-        cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, never falling. Lengths
-            0 to 17 (to `1 + num_spec_tokens`); further tokens of a sequence are not looked at. A sequence without tokens leaves
-            its slots alone. Rows of `o` of no sequence are undefined.
+        cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, non-decreasing. Lengths
+            are 0 to 17 (to `1 + num_spec_tokens`); further tokens of a sequence are ignored. A sequence without tokens leaves
+            its slots alone. Rows of `o` outside all sequences are undefined.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. With `num_spec_tokens`, `[N, 1 + num_spec_tokens]`: the
             slot that receives the state after each token. Any strides. No two states may be stored to one slot.
         num_spec_tokens: `S` in 1 to 16: verify `1 + S` tokens a sequence (packed: up to) in one launch.
@@ -83,16 +83,16 @@ def recurrent_kda(
             `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
             makes it null. None: 1 everywhere.
         output: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
-        initial_state_source, initial_state_indices: a second pool, only read, and `[N]` each sequence's slot there: sequences
+        initial_state_source, initial_state_indices: a second, read-only pool, and `[N]` each sequence's slot there: sequences
             start from it, and `initial_state` only receives states.
         beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
         gate: names the gate directly: `"none"`, `"softplus"`, `"lower_bound"` or `"logsigmoid"`, as in `chunk_kda`.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
-        update_state: with False the pool is only read; `ssm_state_indices` is `[N]` then.
+        update_state: with False the pool is read-only; `ssm_state_indices` is then `[N]`.
         intermediate_states: `[slots, 1 + S, HV, V, K]`, with `update_state=False` and `num_spec_tokens`: receives the state
             after each token, in row `intermediate_state_indices[n]` (`[N]`, null below 0; by default the index the sequence
-            starts from). Their dtype is the pool's. `commit` brings the accepted one to the pool. Or a buffer made by
+            starts from). Their dtype is the pool's. `commit` copies the accepted one to the pool. Or a buffer made by
             `replay_buffer`: receives what each token changes, for `commit` to replay, in 2.4 % of the memory of float32 states
             with K = V = 128. No two sequences may name one row of it; null ones leave theirs alone, whatever it is.
         backend: `"auto"`, `"hopper"` (V first: one token a sequence with states in bfloat16, or up to 16 into a replay buffer),
@@ -165,7 +165,7 @@ def replay_buffer(
 
     Of a token and head it holds `exp(g)` and `k` `[K]`, then `u` `[V]`, with `S_t = diag(exp(g)) S_(t-1) + k u^T` (Kimi Linear,
     arXiv 2510.26692, eq. 1), then four numbers, which of the row's first token say how many tokens are recorded. Rows of a
-    larger buffer may lie any pitch apart; a multiple of 16 numbers spares compilations.
+    larger buffer may lie any pitch apart; a multiple of 16 numbers avoids further compilations.
 
     Args:
         rows: how many; at most as many sequences are verified at once.

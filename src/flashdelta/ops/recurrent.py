@@ -39,8 +39,8 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token: the same function as `chunk_kda`, faster for a few tokens a sequence.
 
-    Arguments, results, errors and source as in `chunk_kda`; the matrix products are exact float32 here. Kernels have gradients
-    in chunks: a call with inputs that require grad runs as one of `chunk_kda`.
+    Arguments, results, errors and source as in `chunk_kda`; the matrix products are exact float32 here. Only the
+    chunked kernels have gradients: a call whose inputs require grad runs as `chunk_kda`.
 
     Returns:
         `(o [B, T, HV, V], final_state or None)`.

@@ -20,7 +20,7 @@ from .call import Pairs, public_call
 class Support(NamedTuple):
     """The answer of `supports`: true as a condition if the call can run.
 
-    `backend` would run it (None: no one would). `reason` says why the call is refused, or else why a faster backend was passed
+    `backend` would run it (None: none would). `reason` says why the call is refused, or else why a faster backend was passed
     over; it is empty if the fastest takes the call.
     """
 
@@ -56,7 +56,7 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
 
     Reads no device data, allocates nothing on a device, and raises nothing: what `op` would refuse is the answer's `reason`. It
     may be asked on every call (a repeated question takes some microseconds), while a CUDA graph is captured, and inside
-    `torch.compile`. Values on a device are not looked at, with FLASHDELTA_CHECK=1 neither.
+    `torch.compile`. Values on a device are not read, not even with FLASHDELTA_CHECK=1.
 
     Args:
         op: a public operator; the rest are its own arguments.

@@ -1,12 +1,13 @@
-"""The tables in README.md, benchmarks/README.md and docs/machine-code.md, made from benchmarks/results."""
+"""The tables of README.md, benchmarks/README.md and docs/machine-code.md and the README's picture, from benchmarks/results."""
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..files import whole_file
-from .report import View, cells, headline, load, markdown_table, short, summary
+from .report import View, cells, headline, load, markdown_table, new_figure, require_matplotlib, short, summary
 from .views import VIEWS
 from .workloads import value
 
@@ -37,8 +38,9 @@ def section(path: Path) -> str:
     """A result file: what was measured and how to repeat it, rows, and what they say."""
     document, view = load(path), VIEWS[load(path)["benchmark"]]
     names = shown(document)
-    measured = f"{headline(document)}; {document['date'][:10]}, commit `{document['environment']['commit'][:7]}`"
-    source = f"`{command(document)}`, {measured} ([all {len(document['rows'])} rows](results/{path.name}))."
+    rows = "its row" if len(document["rows"]) == 1 else f"all {len(document['rows'])} rows"
+    when = f"{document['date'][:10]}, commit `{document['environment']['commit'][:7]}`"
+    source = f"`{command(document)}`, {headline(document)}; {when} ([{rows}](results/{path.name}))."
     said = [f"### {path.stem}", fold(source)]
     said += [markdown_table(cells(document, view, wide=False, names=names))] if names else []
     return "\n\n".join([*said, "\n".join(fold(f"* {line.strip()}", "  ") for line in summary(document, view))])
@@ -52,31 +54,116 @@ def all_sections() -> str:
     return "\n\n".join(section(path) for path in sorted(RESULTS.glob("*.json")))
 
 
+@dataclass(frozen=True)
+class Headline:
+    """A row of README.md: what it is, the result file, the row of it, and the unit of its times."""
+
+    what: str
+    stem: str
+    row: str
+    unit: str = "ms"
+
+
 HEADLINES = (
-    ("prefill, 8192 tokens, 64 heads", "prefill-hopper-h200", "T8192 H64"),
-    ("prefill, 20 packed sequences, 64 heads", "prefill-hopper-h200", "packed 20 random H64"),
-    ("prefill, 131072 tokens, 8 heads", "split-hopper-h200", "128K H8"),
-    ("prefill in float32, 4096 tokens, 32 heads", "fp32-h200", "B1 H32 T4096 K128 C64"),
-    ("decoding, 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16"),
-    ("training step, 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32"),
+    Headline("prefill: 8192 tokens, 64 heads", "prefill-hopper-h200", "T8192 H64"),
+    Headline("packed: 20 sequences, 64 heads", "prefill-hopper-h200", "packed 20 random H64"),
+    Headline("long: 131072 tokens, 8 heads", "split-hopper-h200", "128K H8"),
+    Headline("training: 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32"),
+    Headline("decode: 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16", "us"),
+    Headline("layer: decode, 128 sequences, 32 heads", "layer-h200", "N128 H32 bf16", "us"),
 )
-"""Rows of README.md: what, file, row."""
+"""Those that are shown have a file with sustained times of ours and of FLA's."""
+
+PICTURE = RESULTS / "headlines.svg"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A headline that has been measured; times are sustained."""
+
+    headline: Headline
+    document: dict
+    ours: float
+    fla: float
+    cold: float
+
+    def short(self, ms: float) -> str:
+        return f"{short(ms * (1e3 if self.headline.unit == 'us' else 1.0))} {self.headline.unit}"
+
+
+def measured(folder: Path = RESULTS) -> list[Measured]:
+    """The headlines that the files of `folder` hold, in order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = []
+    for wanted in HEADLINES:
+        path = folder / f"{wanted.stem}.json"
+        document = load(path) if path.exists() else {"rows": []}
+        row = next((row for row in document["rows"] if row["name"] == wanted.row), None)
+        times = [value(row, path) for path in ("ours.sustained_ms", "fla.sustained_ms", "speedup")]
+        if None not in times:
+            found.append(Measured(wanted, document, *times))
+    if not found:
+        raise ValueError(f"results: got {folder}, wanted a folder with one of: {', '.join(x.stem for x in HEADLINES)}")
+    return found
+
+
+def headline_table(folder: Path = RESULTS) -> list[list[str]]:
+    """Titles, then a line for each headline."""
+    table = [["", "ours", "FLA", "FLA/ours", "cold", "repeat with"]]
+    for found in measured(folder):
+        times = [
+            found.short(found.ours),
+            found.short(found.fla),
+            f"{found.fla / found.ours:.2f}x",
+            f"{found.cold:.2f}x",
+        ]
+        table.append([found.headline.what, *times, f'{command(found.document)} --rows "{found.headline.row}"'])
+    return table
 
 
 def headlines() -> str:
-    """The table of README.md. The last ratio is there once a file has it."""
-    table = [["", "ours ms", "FLA ms", "FLA/ours, cold", "sustained", "repeat with", "file"]]
-    for what, stem, name in HEADLINES:
-        document = load(RESULTS / f"{stem}.json")
-        row = next(row for row in document["rows"] if row["name"] == name)
-        times = [short(value(row, f"{contender}.ms.median")) for contender in ("ours", "fla")]
-        again = value(row, "sustained_speedup")
-        ratios = [f"{row['speedup']:.2f}x", "-" if again is None else f"{again:.2f}x"]
-        repeat = f'`{command(document)} --rows "{name}"`'
-        table.append([what, *times, *ratios, repeat, f"[{stem}](benchmarks/results/{stem}.json)"])
-    if all(line[4] == "-" for line in table[1:]):
-        table = [[*line[:4], *line[5:]] for line in table]
-    return markdown_table(table, words=2)
+    """The table of README.md, whose rows link to their files."""
+    titles, *lines = headline_table()
+    rows = [
+        [f"[{what}](benchmarks/results/{found.headline.stem}.json)", *rest, f"`{repeat}`"]
+        for found, (what, *rest, repeat) in zip(measured(), lines)
+    ]
+    return markdown_table([titles, *rows], words=1)
+
+
+def draw_headlines(path: Path, folder: Path = RESULTS) -> None:
+    """Ours and FLA's sustained times in pairs of bars, in shares of FLA's; the suffix of `path` names the format. An SVG holds
+    its words as text and nothing of when it was drawn.
+
+    Raises:
+        ValueError: the folder has no such times, or matplotlib is not installed.
+    """
+    rows = measured(folder)[::-1]
+    figure, axes = new_figure(8, 0.6 + 0.55 * len(rows))
+    import matplotlib
+
+    for place, row in enumerate(rows):
+        share = row.ours / row.fla
+        axes.barh(place - 0.2, 1.0, height=0.36, color="silver")
+        axes.barh(place + 0.2, share, height=0.36, color="C0")
+        axes.text(1.01, place - 0.2, f"FLA {row.short(row.fla)}", va="center", fontsize=8)
+        said = f"flashdelta {row.short(row.ours)}, {row.fla / row.ours:.1f}x as fast"
+        axes.text(share + 0.01, place + 0.2, said, va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row.headline.what for row in rows], fontsize=9)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_xlim(0, 1.25)
+    where = sorted({row.document["environment"]["gpu"]["name"] for row in rows})
+    beside = sorted({row.document["environment"]["versions"]["fla"] for row in rows})
+    axes.set_title(
+        f"Sustained time on one {', '.join(where)}, bf16, K = V = 128, beside FLA {', '.join(beside)}", fontsize=10
+    )
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": "flashdelta"}
+    with matplotlib.rc_context(fixed), whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def toolchains() -> str:
@@ -100,6 +187,13 @@ def page(path: Path) -> str:
 
 
 def write() -> None:
+    """Writes all pages and the picture.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    require_matplotlib()
     for path in PAGES:
         with whole_file(path) as unfinished:
             unfinished.write_text(page(path))
+    draw_headlines(PICTURE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from . import workloads
 from .contenders import CUDNN, GRADIENTS, TITLES
 from .report import Column, KernelPlot, Plot, View, kernel_name, mean, short
 from .training import LEAVES
@@ -451,10 +452,13 @@ _PREFILL_LINES = (
     ("{ours}, CUDA graph", "ours.graph_ms.median"),
 )
 PLOTS: dict[str, Plot | KernelPlot] = {
-    "prefill": Plot(64, "KDA prefill", _PREFILL_LINES),
-    "classic": Plot(64, "KDA prefill", _PREFILL_LINES),
-    "split": Plot(4, "KDA prefill, few heads", (*_PREFILL_LINES, ("{ours}, not split", "whole.ms.median"))),
+    "prefill": Plot(workloads.PREFILL, 64, "KDA prefill", _PREFILL_LINES),
+    "classic": Plot(workloads.CLASSIC, 64, "KDA prefill", _PREFILL_LINES),
+    "split": Plot(
+        workloads.SPLIT, 4, "KDA prefill, few heads", (*_PREFILL_LINES, ("{ours}, not split", "whole.ms.median"))
+    ),
     "wy": Plot(
+        workloads.WY,
         32,
         "Backward of the WY step",
         (("FLA", "fla.graph_ms.median"), ("{ours}", "ours.graph_ms.median")),

@@ -98,7 +98,7 @@ def all_commands(
 
 @app.command()
 def doctor(device: Device = None, json: Json = False) -> None:
-    """Say what this machine has, which backends run here, and whether results are right (exit code 1 if not)."""
+    """Show versions, which backends can run here, and whether a call is right (exit code 1 if not)."""
     from .doctor import examine, show
 
     report = examine(torch.device(device))
@@ -114,7 +114,7 @@ def verify(
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Hold every backend's results against the float64 recurrence (exit code 1 past tolerance or on NaN)."""
+    """Check every backend against the float64 recurrence (exit code 1 past tolerance or on NaN)."""
     from .verify import run_verify, show
 
     report = run_verify(torch.device(device), backend=backend, quick=quick, progress=not json)
@@ -124,16 +124,18 @@ def verify(
 @app.command()
 def demo(
     prompt: Annotated[
-        Optional[str], typer.Option(help="Text to continue, printable ASCII.", show_default="a text of our own")
+        Optional[str], typer.Option(help="Text to continue, printable ASCII.", show_default="a built-in text")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Characters to write.")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest character.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Of the sampling; 0 always takes the likeliest character.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     backend: Backend = "auto",
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Let a small KDA model write, and hold its prefill and decode against each other (exit code 1 if they differ)."""
+    """Let a small KDA model write, and compare its prefill with its decode (exit code 1 if they differ)."""
     from .demo import run_demo, show
 
     sampling = {"tokens": tokens, "temperature": temperature, "seed": seed}
@@ -144,7 +146,7 @@ def demo(
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; made if need be.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write; created if missing.")],
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120; repeatable.")],
     op: Annotated[
         Optional[list[str]],
@@ -159,7 +161,7 @@ def export(
     precision: Annotated[
         Optional[list[str]], typer.Option(help="tf32x3 or ieee, of prefill_f32; repeatable.", show_default="tf32x3")
     ] = None,
-    jobs: Annotated[Optional[int], typer.Option(min=1, help="Kernels compiled at a time.")] = None,
+    jobs: Annotated[Optional[int], typer.Option(min=1, help="Kernels to compile at once.")] = None,
 ) -> None:
     """Compile kernels ahead of time and write them as a C library: header, sources, CMakeLists.txt. Needs no GPU."""
     from .export import run_export
@@ -181,7 +183,7 @@ JsonPath = Annotated[
 
 def _benchmark(
     *,
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Kernels as another Triton compiles them.")],
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Kernels compiled by another Triton.")],
     compiles: Annotated[
         bool, typer.Option("--compile", help="Fill the folder with this Triton's kernels; needs no GPU.")
     ] = False,
@@ -201,10 +203,10 @@ def _benchmark(
     ] = None,
     no_fla: Annotated[bool, typer.Option("--no-fla", help="The same as --fla none.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A few rows.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Most samples of each contender in a row.")],
-    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Maximum samples of each contender in a row.")],
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result to this file.")] = None,
     library: Annotated[
-        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time beside.")
+        Optional[Path], typer.Option(exists=True, dir_okay=False, help="A libflashdelta.so to time as well.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the calls.")] = 8192,
     device: Device = None,
@@ -245,11 +247,13 @@ _command(
 
 @bench_app.command()
 def show(
-    results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file that a benchmark wrote.")],
-    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result into this file.")] = None,
+    results: Annotated[
+        Path, typer.Argument(exists=True, help="A JSON file that a benchmark wrote, or a folder of them.")
+    ],
+    plot: Annotated[Optional[Path], typer.Option(help="Also plot the result to this file.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="All columns.")] = False,
 ) -> None:
-    """Print a benchmark's table again from its JSON file."""
+    """Print a benchmark's table again from its JSON file, or of a folder the rows that README.md shows."""
     from .bench import show_results
 
     with _bad_parameters():
@@ -258,7 +262,8 @@ def show(
 
 @bench_app.command()
 def pages() -> None:
-    """Write the tables in README.md and benchmarks/README.md again from the result files."""
+    """Write the tables of README.md, benchmarks/README.md and docs/ and the README's picture again from the result files."""
     from ..bench.pages import write
 
-    write()
+    with _bad_parameters():
+        write()

@@ -13,6 +13,7 @@ import torch
 from ..bench.benchmarks import benchmark_of
 from ..bench.contenders import Setup, find, let_fla_split
 from ..bench.environment import gpu
+from ..bench.pages import draw_headlines, headline_table
 from ..bench.report import (
     default_path,
     failures,
@@ -20,6 +21,7 @@ from ..bench.report import (
     progress_line,
     require_matplotlib,
     show,
+    text_table,
     to_json,
 )
 from ..bench.runner import Benchmark, run
@@ -128,11 +130,17 @@ def _say(line: str) -> None:
 
 
 def show_results(path: Path, plot: Path | None, wide: bool = False) -> None:
-    """Prints, and on request plots, a saved document.
+    """Prints, and on request plots, a saved document, or the headlines of a folder of them.
 
     Raises:
-        ValueError: the file holds no benchmark's document, or nothing to plot.
+        ValueError: the file holds no benchmark's document, the folder none of the headlines', or there is nothing to plot.
     """
+    if path.is_dir():
+        print(text_table(headline_table(path)))
+        if plot is not None:
+            require_writable("plot", plot)
+            draw_headlines(plot, path)
+        return
     document = load(path)
     if not isinstance(document, dict) or document.get("benchmark") not in VIEWS:
         raise ValueError(f"results: got {path}, wanted a JSON file of one of: {', '.join(VIEWS)}")
