@@ -14,7 +14,8 @@ TORCH ?= torch>=2.11
 TRITON ?=
 else
 TORCH ?= torch==2.13.0
-TRITON ?= triton==3.9.0
+# Triton 3.9 has no wheel for Python 3.10
+TRITON ?= triton==$(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),3.8.0,3.9.0)
 endif
 TRITON_OLDEST ?= triton==3.6.0
 
@@ -45,14 +46,14 @@ demo: $(STAMP) ## let a small KDA model write, on this machine
 check: lint $(STAMP) ## style, types and unit tests, in two minutes
 	@$(TIMED) $(PYTEST) -m 'not gpu and not slow'
 
-test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all that needs no GPU: unit tests, and of kernels what changed since it was recorded
+test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU; kernels only where they changed since they were recorded
 	@$(TIMED) $(PYTEST)
 
-test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every kernel interpreted and compiled, changed or not
+test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every kernel, changed or not
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
 	@$(MAKE) compile-all
 
-test-integrations: $(STAMP) ## hold the integrations of vLLM and SGLang to their wheels (downloads 400 MB)
+test-integrations: $(STAMP) ## test the integrations against the wheels of vLLM and SGLang (downloads 400 MB)
 	@FLASHDELTA_WHEELS=$(abspath $(VENV))/wheels $(BIN)/python -m pytest -q tests/contract
 
 record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
@@ -60,7 +61,7 @@ record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interprete
 	@$(BIN)/python -m tests.interpreter.record
 
 BASE ?= HEAD
-gate: $(STAMP) $(OLDEST_STAMP) ## what machine code and launches differ from git revision BASE
+gate: $(STAMP) $(OLDEST_STAMP) ## list machine code and launches that differ from git revision BASE
 	@$(BIN)/python -m tests.compile gate --base $(BASE)
 
 compile-all: $(STAMP) $(OLDEST_STAMP) $(BETWEEN) ## compile everything from nothing, with every supported Triton
@@ -72,7 +73,7 @@ gpu-test: $(STAMP) ## run the tests that need an NVIDIA GPU
 SECONDS ?= 60
 SEED ?= 0
 JOBS ?= 4
-fuzz: $(STAMP) ## random and mutated calls for SECONDS, drawn from SEED, on the GPU if there is one
+fuzz: $(STAMP) ## random and mutated calls from SEED for SECONDS, on the GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
 lint: $(STAMP) ## check style, formatting and types
@@ -80,7 +81,7 @@ lint: $(STAMP) ## check style, formatting and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: $(STAMP) ## apply what lint asks for
+format: $(STAMP) ## fix style and formatting
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

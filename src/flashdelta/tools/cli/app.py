@@ -197,7 +197,7 @@ def _benchmark(
         Optional[list[str]],
         typer.Option(
             help="Rows in which other libraries are timed: all, none, or as in --rows (repeatable). "
-            "FLA tunes itself for a minute or two at a head count that its cache does not know.",
+            "FLA autotunes for a minute or two at each new head count.",
             show_default="all",
         ),
     ] = None,
