@@ -35,7 +35,7 @@ FORMS = {
     (warps, tiles, registers): f"{warps} warps, {tiles} tiles, {registers}"
     for warps, tiles, registers in (
         *itertools.product((4,), (2, 4, 8), (168, 255)),
-        *itertools.product((8,), (2, 4, 8), (80, 128)),
+        *itertools.product((8,), (2, 4, 8), (128,)),
     )
 }
 """With 128 channels 8 warps have two threads a channel, 64 elements of a state each."""
