@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..program.launch import Launch, strides
 from ..triton.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
-from .device.layouts import ACC, LEFT, ROWS, position, store_block, store_tile
+from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
 from .device.math import (
     LOWEST,
     LOWEST_HALF,
@@ -65,8 +65,6 @@ BLOCKS = gl.constexpr(gl.BlockedLayout([2, 1, 8, 2], [1, 1, 1, 32], [1, 4, 1, 1]
 """Two blocks like that."""
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0]))
 """`[16 rows, half of them, row, column]`: a warp has 16 rows, a lane all of them in 2 columns."""
-ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
-"""Accumulators `[64, 32]`."""
 GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 """Accumulators `[4, 16, 16]`, one a warp."""
 
@@ -319,13 +317,6 @@ def store_parts(parts_s, x):
     shape: gl.constexpr = x.shape
     parts = gl.join(high, low)
     parts_s.reshape([2, shape[0], shape[1], shape[2], shape[3]]).store(parts.permute((4, 0, 1, 2, 3)))
-
-
-@gluon.jit
-def beside(left, right, layout: gl.constexpr):
-    """`[64, 64]` from two `[64, 32]`; no data moves between threads."""
-    both = gl.join(left, right).permute((0, 2, 1)).reshape([64, 64])
-    return gl.convert_layout(both, layout, assert_trivial=True)
 
 
 @gluon.jit

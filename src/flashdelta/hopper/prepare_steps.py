@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..program.launch import Launch, strides
 from ..triton.launch import StageCall
 from .device.compat import barrier, copy_async, reinterpret, store_tile
-from .device.layouts import ACC, ROWS
+from .device.layouts import ACC, ACC_HALF, ROWS, beside
 from .device.math import (
     beta_value,
     column_halves,
@@ -47,7 +47,7 @@ from .device.portable import decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, tiles
-from .prepare import ACC_HALF, FLAT, GRAM, PLAIN, TILE, row_norms
+from .prepare import FLAT, GRAM, PLAIN, TILE, row_norms
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)

@@ -25,12 +25,14 @@ from ..triton.launch import StageCall, checkpoint_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
+    ACC_HALF,
     BV,
     LEFT,
     LINES,
     ROWS,
     C,
     as_left,
+    beside,
     load_halves,
     loader_offsets,
     position,
@@ -38,21 +40,37 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import mma, mma_first, wide
+from .device.math import column_halves, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
+from .launch import TILE, ctas, half_tiles, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
+def load_steps(tiles_d, at, full, ring, stage, K: gl.constexpr):
+    """Starts the copies of a chunk in two steps, by tiles of 32 rows: for each step and half of the channels -w and qa one below
+    the other, then `kb`, then inverse and Aqk side by side."""
+    KH: gl.constexpr = K // 64
+    for step in gl.static_range(2):
+        for h in gl.static_range(KH):
+            to = ring.tile(stage, step * KH + h)
+            copy_tile(tiles_d, [at + h * 64 + step * 32, 0], full, to.slice(0, 32))
+            copy_tile(tiles_d, [at + (KH + h) * 64 + step * 32, 0], full, to.slice(32, 32))
+    for t in gl.static_range(2 * KH, 3 * KH + 1):
+        to = ring.tile(stage, t)
+        copy_tile(tiles_d, [at + t * 64, 0], full, to.slice(0, 32))
+        copy_tile(tiles_d, [at + t * 64 + 32, 0], full, to.slice(32, 32))
+
+
+@gluon.jit
+def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """The loader: one warp that keeps the ring full."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
-    TILES: gl.constexpr = 3 * (K // 64) + 2
-    row, in_v, key = loader_offsets(v_token, K)
+    TILES: gl.constexpr = ring.TILES
+    row, in_v, key = loader_offsets(v_token, K, STEPS)
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -67,18 +85,43 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
                 chunk = (slot + i) * scheduler.HV + tile.head
                 at = (chunk * (TILES * 64)).to(gl.int32)
                 ring.expect(full)
-                for t in gl.static_range(TILES):
-                    copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
+                if STEPS:
+                    load_steps(tiles_d, at, full, ring, stage, K)
+                else:
+                    for t in gl.static_range(TILES):
+                        copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
                 token = start + i * C
                 rows = v + (in_head + wide(token, v_token) * 8)
                 # zeros past the end: a NaN of the next sequence would spread through the products
                 inside = (row < (stop - token).to(gl.int32))[:, None]
                 copy_async(ring.rows.index(stage), rows + in_v, mask=inside)
-                copy_async(ring.decay.index(stage), decay + chunk * K + key)
+                DECAYS: gl.constexpr = 4 * K if STEPS else K
+                copy_async(ring.decay.index(stage), decay + chunk * DECAYS + key)
                 ring.commit(full)
                 iteration += 1
             slot += chunks
             start = stop
+
+
+@gluon.jit
+def keys_of_step(ring, stage, step: gl.constexpr, h: gl.constexpr):
+    """`kb [32, 64]`."""
+    return ring.tile(stage, 4 + h).slice(32 * step, 32)
+
+
+@gluon.jit
+def inverse_times(ring, stage, step: gl.constexpr, v_t, half_zero):
+    """Starts `v^T inverse^T [64, 32]`."""
+    inverse = ring.tile(stage, 6).slice(32 * step, 32).slice(0, 32, 1)
+    return mma_first(v_t, inverse.permute((1, 0)), half_zero)
+
+
+@gluon.jit
+def values_of_step(both, v_new_t):
+    """`v_new^T` as a left operand and the output so far, from `S^T [-w; qa]^T [64, 64]` and `v^T inverse^T [64, 32]`."""
+    of_state, out = column_halves(both, ACC_HALF)
+    v_new_t += of_state
+    return gl.convert_layout(v_new_t.to(gl.bfloat16), LEFT, assert_trivial=True), out
 
 
 @gluon.jit
@@ -94,6 +137,7 @@ def compute(
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     H_V_FIRST: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     """The consumer: four warps that carry a tile's state from chunk to chunk.
 
@@ -130,13 +174,18 @@ def compute(
     KG: gl.constexpr = 2 * KH
     INVERSE: gl.constexpr = 3 * KH
     AQK: gl.constexpr = 3 * KH + 1
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    STATE: gl.constexpr = ACC if STEPS else LINES
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, STATE))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     H_NEXT: gl.constexpr = 64 if H_V_FIRST else 64 * V
-    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)))
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
+    if not STEPS:
+        row = position(row)
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
+    if STEPS:
+        half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -166,19 +215,19 @@ def compute(
         if v_new is not None:
             v_new_tile = v_new + (wide(tile.batch, scheduler.T) * HV + head) * V + slice_ * BV
         total = scheduler.chunks(tile)
-        in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+        in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
             at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
-            state0, state1 = load_halves(starts, at_start, 64, 1, K)
+            state0, state1 = load_halves(starts, at_start, 64, 1, K, STEPS)
         elif tile.carry_in:
             wait(semaphore - SLICES)
             at_start = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
-            state0, state1 = load_halves(carry, at_start, 64, 1, K)
+            state0, state1 = load_halves(carry, at_start, 64, 1, K, STEPS)
         else:
-            state0, state1 = load_halves(initial_state, at, NEXT, read, K)
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -186,7 +235,11 @@ def compute(
             done_count = 0
             ahead = ring.wait(iteration)
             v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-            v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
+            if STEPS:
+                v_t, v_later = column_halves(v_t, LEFT)
+                v_new_t = inverse_times(ring, ahead, 0, v_t, half_zero)
+            else:
+                v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             if scheduler.checkpoint_offsets is not None:
                 span, start, stop = scheduler.first_span(tile)
@@ -208,49 +261,94 @@ def compute(
                         if next_row < checkpoint_rows:
                             in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
                             row_states = at_checkpoints + (next_row * pitch + head * (K * V))
-                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         next_row += 1
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
-                left0 = as_left(state0)
-                if KH == 2:
-                    left1 = as_left(state1)
-                # w is stored negated: v_new comes out of one accumulator, which holds inverse v
-                v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
-                if KH == 2:
-                    v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-                out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
-                if KH == 2:
-                    out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
-                if o is not None:
-                    store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                state0 = state0 * ring.decays(s, 0, ACC)
-                if KH == 2:
+                if STEPS:
+                    # the reference of the first step, of the first half of the channels first: MMAs of one half run beside
+                    # multiplications of the other
+                    state0 = state0 * ring.decays(s, 0, ACC)
+                    left0 = as_left(state0)
+                    both = mma_first(left0, ring.tile(s, 0).permute((1, 0)), zero)
                     state1 = state1 * ring.decays(s, 1, ACC)
-                v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
-                v_new_left = as_left(v_new_t)
-                out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
-                state0 = mma(v_new_left, ring.tile(s, KG), state0)
-                if KH == 2:
-                    state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
-                if v_new is not None:
-                    token = start + i * C
-                    store_transposed(
-                        *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
-                        *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
+                    left1 = as_left(state1)
+                    both = mma(left1, ring.tile(s, 1).permute((1, 0)), both)
+                    if o is not None:
+                        store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+                    both, v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[both, v_new_t, v_t, left0, left1])
+                    v_new_left, out = values_of_step(both, v_new_t)
+                    state0 = mma(v_new_left, keys_of_step(ring, s, 0, 0), state0)
+                    state1 = mma(v_new_left, keys_of_step(ring, s, 0, 1), state1)
+                    out = mma(v_new_left, ring.tile(s, 6).slice(0, 32).slice(32, 32, 1).permute((1, 0)), out)
+                    v_new_t = inverse_times(ring, s, 1, v_later, half_zero)
+                    state0, v_new_left = warpgroup_mma_wait(3, deps=[state0, v_new_left])
+                    state0 = state0 * ring.decays(s, 2, ACC) * ring.decays(s, 4, ACC)
+                    left0 = as_left(state0)
+                    both = mma_first(left0, ring.tile(s, 2).permute((1, 0)), zero)
+                    state1, v_new_left = warpgroup_mma_wait(3, deps=[state1, v_new_left])
+                    state1 = state1 * ring.decays(s, 3, ACC) * ring.decays(s, 5, ACC)
+                    left1 = as_left(state1)
+                    both = mma(left1, ring.tile(s, 3).permute((1, 0)), both)
+                    out, both, v_new_t, v_new_left, v_later, left0, left1 = warpgroup_mma_wait(
+                        0, deps=[out, both, v_new_t, v_new_left, v_later, left0, left1]
                     )
-                # the last chunk does its own `inverse v` again, which nobody uses
-                iteration += 1
-                ahead = ring.wait(gl.minimum(iteration, first + total - 1))
-                v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
-                if KH == 2:
-                    state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
-                        1, deps=[state0, state1, out, v_new_left, left0, left1]
-                    )
+                    out_first = out
+                    v_new_left, out = values_of_step(both, v_new_t)
+                    state0 = mma(v_new_left, keys_of_step(ring, s, 1, 0), state0)
+                    state1 = mma(v_new_left, keys_of_step(ring, s, 1, 1), state1)
+                    out = mma(v_new_left, ring.tile(s, 6).slice(32, 32).slice(32, 32, 1).permute((1, 0)), out)
+                    iteration += 1
+                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
+                    v_new_t = inverse_times(ring, ahead, 0, v_t, half_zero)
+                    state0, v_new_left = warpgroup_mma_wait(3, deps=[state0, v_new_left])
+                    state0 = state0 * ring.decays(s, 6, ACC)
+                    state1, v_new_left = warpgroup_mma_wait(2, deps=[state1, v_new_left])
+                    state1 = state1 * ring.decays(s, 7, ACC)
+                    out, v_new_left = warpgroup_mma_wait(1, deps=[out, v_new_left])
+                    out = beside(out_first, out, ACC)
+                    ring.release(s)
                 else:
-                    state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
-                ring.release(s)
+                    left0 = as_left(state0)
+                    if KH == 2:
+                        left1 = as_left(state1)
+                    # w is stored negated: v_new comes out of one accumulator, which holds inverse v
+                    v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
+                    if KH == 2:
+                        v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+                    out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
+                    if KH == 2:
+                        out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
+                    if o is not None:
+                        store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+                    state0 = state0 * ring.decays(s, 0, ACC)
+                    if KH == 2:
+                        state1 = state1 * ring.decays(s, 1, ACC)
+                    v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
+                    v_new_left = as_left(v_new_t)
+                    out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
+                    state0 = mma(v_new_left, ring.tile(s, KG), state0)
+                    if KH == 2:
+                        state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+                    if v_new is not None:
+                        token = start + i * C
+                        store_transposed(
+                            *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
+                            *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
+                        )
+                    # the last chunk does its own `inverse v` again, which nobody uses
+                    iteration += 1
+                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+                    v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
+                    if KH == 2:
+                        state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
+                            1, deps=[state0, state1, out, v_new_left, left0, left1]
+                        )
+                    else:
+                        state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
+                    ring.release(s)
                 done = out.to(gl.bfloat16)
                 if scheduler.checkpoint_offsets is None:
                     done_token = start + i * C
@@ -267,7 +365,7 @@ def compute(
                         if reached != 0:
                             in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
                             row_states = at_checkpoints + (there * pitch + head * (K * V))
-                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         span += 1
                         stop = scheduler.span_stop(tile, span, start)
             v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
@@ -280,10 +378,10 @@ def compute(
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
         if tile.carry_out:
-            store_halves(carry, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
+            store_halves(carry, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K, STEPS)
             signal(semaphore)
         else:
-            store_halves(final_state, at, NEXT, state0, state1, stored, K)
+            store_halves(final_state, at, NEXT, state0, state1, stored, K, STEPS)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
@@ -350,8 +448,12 @@ def recurrence_kernel(
     H_V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     STREAM_K: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
-    ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 2)
+    if STEPS:
+        ring = make_ring(tiles_d, 4 * K, STAGES, 3 * (K // 64) + 1)
+    else:
+        ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 2)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     SLICES: gl.constexpr = V // BV
     if not STREAM_K:
@@ -372,8 +474,8 @@ def recurrence_kernel(
     starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
-            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST)),
-            (load, (tiles_d, decay, v, ring, scheduler, in_v, K)),
+            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
+            (load, (tiles_d, decay, v, ring, scheduler, in_v, K, STEPS)),
         ],
         [1],
         [96],
@@ -399,9 +501,14 @@ def stream_k_pays(problem: Problem, ctas: int) -> bool:
 
 
 def recurrence(
-    call: StageCall, o: Tensor | None, final_state: Tensor | None, h: Tensor | None, v_new: Tensor | None = None
+    call: StageCall,
+    o: Tensor | None,
+    final_state: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None = None,
+    steps: bool = False,
 ) -> Launch:
-    """With `v_new`, for the backward pass, `h` is V first and `o` may be None."""
+    """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
     problem, t, workspace = call.problem, call.t, call.workspace
     most = ctas(problem, t.v.device)
     split = workspace.get("starts") is not None
@@ -409,7 +516,7 @@ def recurrence(
         recurrence_kernel,
         most if split and problem.N > 0 else min(work_tiles(problem), most),
         (
-            tiles(workspace["tiles"]),
+            half_tiles(workspace["tiles"]) if steps else tiles(workspace["tiles"]),
             workspace["decay"],
             *(t.v, o, h, v_new),
             *(t.cu_seqlens, *checkpoint_arguments(problem, t)),
@@ -423,8 +530,9 @@ def recurrence(
             V=problem.V,
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
-            STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
+            STAGES=3 if steps else stages(problem, 3 * problem.K // TILE + 3, beside=1),
             STREAM_K=stream_k_pays(problem, most),
+            STEPS=steps,
         ),
         num_warps=4,
         scratch=call.buffers,
