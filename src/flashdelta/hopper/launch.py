@@ -81,11 +81,6 @@ def tiles(x: torch.Tensor) -> TensorDescriptor:
     return describe(x, (TILE, TILE))
 
 
-def half_tiles(x: torch.Tensor) -> TensorDescriptor:
-    """By 32 rows."""
-    return describe(x, (TILE // 2, TILE))
-
-
 def describe(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
     """For copies of tiles of this shape by the TMA unit."""
     return TensorDescriptor(x, x.shape, x.stride(), tile, tile_layout(tile, x.dtype))

@@ -45,23 +45,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, ctas, half_tiles, stages, stride_div8, tiles, work_tiles
-
-
-@gluon.jit
-def load_steps(tiles_d, at, full, ring, stage, K: gl.constexpr):
-    """Starts the copies of a chunk in two steps, by tiles of 32 rows: for each step and half of the channels -w and qa one below
-    the other, then `kb`, then inverse and Aqk side by side."""
-    KH: gl.constexpr = K // 64
-    for step in gl.static_range(2):
-        for h in gl.static_range(KH):
-            to = ring.tile(stage, step * KH + h)
-            copy_tile(tiles_d, [at + h * 64 + step * 32, 0], full, to.slice(0, 32))
-            copy_tile(tiles_d, [at + (KH + h) * 64 + step * 32, 0], full, to.slice(32, 32))
-    for t in gl.static_range(2 * KH, 3 * KH + 1):
-        to = ring.tile(stage, t)
-        copy_tile(tiles_d, [at + t * 64, 0], full, to.slice(0, 32))
-        copy_tile(tiles_d, [at + t * 64 + 32, 0], full, to.slice(32, 32))
+from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
@@ -85,11 +69,8 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl
                 chunk = (slot + i) * scheduler.HV + tile.head
                 at = (chunk * (TILES * 64)).to(gl.int32)
                 ring.expect(full)
-                if STEPS:
-                    load_steps(tiles_d, at, full, ring, stage, K)
-                else:
-                    for t in gl.static_range(TILES):
-                        copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
+                for t in gl.static_range(TILES):
+                    copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
                 token = start + i * C
                 rows = v + (in_head + wide(token, v_token) * 8)
                 # zeros past the end: a NaN of the next sequence would spread through the products
@@ -104,24 +85,52 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl
 
 
 @gluon.jit
-def keys_of_step(ring, stage, step: gl.constexpr, h: gl.constexpr):
-    """`kb [32, 64]`."""
-    return ring.tile(stage, 4 + h).slice(32 * step, 32)
+def rows_of_step(ring, stage, tile: gl.constexpr, STEP: gl.constexpr):
+    """`[32, 64]`: of a tile of a stage."""
+    return ring.tile(stage, tile).slice(32 * STEP, 32)
 
 
 @gluon.jit
-def inverse_times(ring, stage, step: gl.constexpr, v_t, half_zero):
-    """Starts `v^T inverse^T [64, 32]`."""
-    inverse = ring.tile(stage, 6).slice(32 * step, 32).slice(0, 32, 1)
-    return mma_first(v_t, inverse.permute((1, 0)), half_zero)
+def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t):
+    """Step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`, up to what depends on the state before it:
+
+        S'    = exp(G_m) S                      v_new = inverse v - w S'
+        o     = qa S' + Aqk v_new               S     = exp(G_C - G_m) (S' + kb^T v_new)
+
+    Each half of the channels is multiplied while MMAs of the other run.
+    """
+    W: gl.constexpr = 0
+    QA: gl.constexpr = 2
+    squares = rows_of_step(ring, s, 6, STEP)
+    half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
+    v_new_t = mma_first(v_t, squares.slice(0, 32, 1).permute((1, 0)), half_zero)
+    state0 = state0 * ring.decays(s, 4 * STEP, ACC)
+    left0 = as_left(state0)
+    v_new_t = mma(left0, rows_of_step(ring, s, W, STEP).permute((1, 0)), v_new_t)
+    state1 = state1 * ring.decays(s, 4 * STEP + 1, ACC)
+    left1 = as_left(state1)
+    v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
+    out = mma_first(left0, rows_of_step(ring, s, QA, STEP).permute((1, 0)), half_zero)
+    out = mma(left1, rows_of_step(ring, s, QA + 1, STEP).permute((1, 0)), out)
+    return state0, state1, v_new_t, out, v_t, left0, left1
 
 
 @gluon.jit
-def values_of_step(both, v_new_t):
-    """`v_new^T` as a left operand and the output so far, from `S^T [-w; qa]^T [64, 64]` and `v^T inverse^T [64, 32]`."""
-    of_state, out = column_halves(both, ACC_HALF)
-    v_new_t += of_state
-    return gl.convert_layout(v_new_t.to(gl.bfloat16), LEFT, assert_trivial=True), out
+def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1):
+    """The states after the step that `start_step` began, and `o^T [64, 32]`."""
+    KB: gl.constexpr = 4
+    squares = rows_of_step(ring, s, 6, STEP)
+    v_new_t, v_t = warpgroup_mma_wait(2, deps=[v_new_t, v_t])
+    v_new_left = as_left(v_new_t)
+    state0 = mma(v_new_left, rows_of_step(ring, s, KB, STEP), state0)
+    state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
+    out = mma(v_new_left, squares.slice(32, 32, 1).permute((1, 0)), out)
+    state0, left0 = warpgroup_mma_wait(2, deps=[state0, left0])
+    state0 = state0 * ring.decays(s, 4 * STEP + 2, ACC)
+    state1, left1 = warpgroup_mma_wait(1, deps=[state1, left1])
+    state1 = state1 * ring.decays(s, 4 * STEP + 3, ACC)
+    out, v_new_left = warpgroup_mma_wait(0, deps=[out, v_new_left])
+    return state0, state1, out
 
 
 @gluon.jit
@@ -184,8 +193,6 @@ def compute(
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
-    if STEPS:
-        half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -237,7 +244,6 @@ def compute(
             v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
             if STEPS:
                 v_t, v_later = column_halves(v_t, LEFT)
-                v_new_t = inverse_times(ring, ahead, 0, v_t, half_zero)
             else:
                 v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
@@ -266,47 +272,15 @@ def compute(
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
                 if STEPS:
-                    # the reference of the first step, of the first half of the channels first: MMAs of one half run beside
-                    # multiplications of the other
-                    state0 = state0 * ring.decays(s, 0, ACC)
-                    left0 = as_left(state0)
-                    both = mma_first(left0, ring.tile(s, 0).permute((1, 0)), zero)
-                    state1 = state1 * ring.decays(s, 1, ACC)
-                    left1 = as_left(state1)
-                    both = mma(left1, ring.tile(s, 1).permute((1, 0)), both)
+                    begun = start_step(ring, s, 0, state0, state1, v_t)
                     if o is not None:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                    both, v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[both, v_new_t, v_t, left0, left1])
-                    v_new_left, out = values_of_step(both, v_new_t)
-                    state0 = mma(v_new_left, keys_of_step(ring, s, 0, 0), state0)
-                    state1 = mma(v_new_left, keys_of_step(ring, s, 0, 1), state1)
-                    out = mma(v_new_left, ring.tile(s, 6).slice(0, 32).slice(32, 32, 1).permute((1, 0)), out)
-                    v_new_t = inverse_times(ring, s, 1, v_later, half_zero)
-                    state0, v_new_left = warpgroup_mma_wait(3, deps=[state0, v_new_left])
-                    state0 = state0 * ring.decays(s, 2, ACC) * ring.decays(s, 4, ACC)
-                    left0 = as_left(state0)
-                    both = mma_first(left0, ring.tile(s, 2).permute((1, 0)), zero)
-                    state1, v_new_left = warpgroup_mma_wait(3, deps=[state1, v_new_left])
-                    state1 = state1 * ring.decays(s, 3, ACC) * ring.decays(s, 5, ACC)
-                    left1 = as_left(state1)
-                    both = mma(left1, ring.tile(s, 3).permute((1, 0)), both)
-                    out, both, v_new_t, v_new_left, v_later, left0, left1 = warpgroup_mma_wait(
-                        0, deps=[out, both, v_new_t, v_new_left, v_later, left0, left1]
-                    )
-                    out_first = out
-                    v_new_left, out = values_of_step(both, v_new_t)
-                    state0 = mma(v_new_left, keys_of_step(ring, s, 1, 0), state0)
-                    state1 = mma(v_new_left, keys_of_step(ring, s, 1, 1), state1)
-                    out = mma(v_new_left, ring.tile(s, 6).slice(32, 32).slice(32, 32, 1).permute((1, 0)), out)
+                    state0, state1, out_first = end_step(ring, s, 0, *begun)
+                    begun = start_step(ring, s, 1, state0, state1, v_later)
+                    state0, state1, out = end_step(ring, s, 1, *begun)
                     iteration += 1
                     ahead = ring.wait(gl.minimum(iteration, first + total - 1))
                     v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
-                    v_new_t = inverse_times(ring, ahead, 0, v_t, half_zero)
-                    state0, v_new_left = warpgroup_mma_wait(3, deps=[state0, v_new_left])
-                    state0 = state0 * ring.decays(s, 6, ACC)
-                    state1, v_new_left = warpgroup_mma_wait(2, deps=[state1, v_new_left])
-                    state1 = state1 * ring.decays(s, 7, ACC)
-                    out, v_new_left = warpgroup_mma_wait(1, deps=[out, v_new_left])
                     out = beside(out_first, out, ACC)
                     ring.release(s)
                 else:
@@ -368,7 +342,8 @@ def compute(
                             store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         span += 1
                         stop = scheduler.span_stop(tile, span, start)
-            v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
+            if not STEPS:
+                v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
@@ -516,7 +491,7 @@ def recurrence(
         recurrence_kernel,
         most if split and problem.N > 0 else min(work_tiles(problem), most),
         (
-            half_tiles(workspace["tiles"]) if steps else tiles(workspace["tiles"]),
+            tiles(workspace["tiles"]),
             workspace["decay"],
             *(t.v, o, h, v_new),
             *(t.cu_seqlens, *checkpoint_arguments(problem, t)),
