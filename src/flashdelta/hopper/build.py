@@ -50,16 +50,16 @@ STEPS = False
 """Whether calls that can take steps of 32 tokens do. They have yet to be timed."""
 
 
-def in_steps(problem: Problem, t: Tensors) -> bool:
+def in_steps(problem: Problem) -> bool:
     """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`)."""
-    plain = problem.ranks == 1 and not problem.output_h
-    return STEPS and plain and problem.K == 128 and problem.l2norm and problem.safe_gate and t.g.dtype == torch.bfloat16
+    plain = problem.ranks == 1 and not problem.return_intermediate_states
+    return STEPS and plain and problem.K == 128 and problem.l2norm and problem.safe_gate and problem.g_dtype == torch.bfloat16
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
     segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
-    if segments == 0 and in_steps(problem, t):
+    if segments == 0 and in_steps(problem):
         call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
         return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
