@@ -1,0 +1,126 @@
+"""Gradients by the Hopper kernels, interpreted: `reverse`, `wy`, `intra`, on one GPU and over ranks, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, GATE_CASES, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import float64, poisoned_memory
+from flashdelta.testing.wy import BY_NAME as WY_CASES
+from flashdelta.testing.wy import WyCase, errors, exact, make_wy
+
+from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
+from ..support.gradients import gradients, incoming, relative_errors, true_gradients
+from ..support.ranks import Cut, incoming_of
+from .interpreter import hopper_on_cpu
+
+TOLERANCE = 1e-2
+
+GRADIENTS = [
+    replace(KIMI, name="packed_wide", H=1, HV=2, lengths=(1, 63, 64, 65, 0), state=FP32),
+    replace(UNBOUNDED, name="packed_wide_unbounded", H=1, HV=1, lengths=(1, 63, 64, 65, 0), state=FP32, v_first=True),
+    replace(KIMI, name="small_heads", H=1, HV=2, K=64, V=64, T=130),
+    *map(on_gpu, GATE_CASES),
+    *(
+        on_gpu(BY_NAME[name])
+        for name in (
+            *("T1", "T64", "T131", "B3", "beta_double", "no_l2norm", "gva4", "gva3_unsafe", "state_bf16_v_first"),
+            *("packed", "packed_unused", "packed_gva", "fused", "expanded", "padded", "same_keys", "g-50", "zero_rows"),
+        )
+    ),
+]
+
+
+def hopper_call(case: Case) -> dict:
+    return make_call(case, BF16) | {"backend": "hopper"}
+
+
+def hold(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys()
+    wrong = {name: error for name, error in relative_errors(found, want).items() if not error <= TOLERANCE}
+    assert not wrong
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=case_id)
+def test_gradients_are_those_of_the_reference(case: Case):
+    call = hopper_call(case)
+    grads = incoming(call)
+    with poisoned_memory():
+        found = gradients(call, *grads)
+    hold(found, true_gradients(call, *grads))
+
+
+@pytest.mark.parametrize("sms", [1, 3])
+@pytest.mark.parametrize("case", GRADIENTS[:3], ids=case_id)
+def test_kept_gradients_by_few_ctas(case: Case, sms: int):
+    """The bits of a forward that runs again, by a CTA for each tile."""
+    call = hopper_call(case) | {"split": False}
+    grads = incoming(call)
+    want = gradients(call, *grads)
+    with poisoned_memory(), hopper_on_cpu(sms=sms * (case.V // 64), workers_first=False):
+        found = gradients(call | {"disable_recompute": True}, *grads)
+    assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+def test_nan_stays_in_its_sequence():
+    call = hopper_call(replace(KIMI, H=1, HV=1, lengths=(100, 70), state=FP32))
+    grad_o, grad_final = incoming(call)
+    clean = gradients(call, grad_o, grad_final)
+    grad_o[:, 3] = torch.nan
+    found = gradients(call, grad_o, grad_final)
+    assert all(torch.equal(found[name][:, 100:], clean[name][:, 100:]) for name in TOKEN_TENSORS)
+    assert found["v"][:, :100].isnan().any()
+
+
+# ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------
+
+WY = [
+    replace(case, K=K, V=V)
+    for case in WY_CASES.values()
+    if case.chunk_size == 64
+    for K, V in ((128, 128), (64, 128) if case.v_first else (128, 64))
+]
+
+
+def check_wy(case: WyCase) -> None:
+    call = make_wy(case, BF16)
+    with poisoned_memory():
+        found = errors(fd.kernels.chunk_bwd_wy_dqkg(**call, backend="hopper"), exact(call))
+    assert all(error <= TOLERANCE for error in found.values()), found
+
+
+@pytest.mark.parametrize("case", WY, ids=lambda case: f"{case.name}-K{case.K}-V{case.V}")
+def test_wy(case: WyCase):
+    check_wy(case)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 5])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_wy_of_persistent_ctas(v_first: bool, sms: int):
+    """Tiles that a CTA fetches while it stores those of the one before."""
+    with hopper_on_cpu(sms=sms):
+        check_wy(WyCase("persistent", "", K=128, V=128, B=2, T=150, H=1, HV=2, log2=True, v_first=v_first))
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+RANKS = {
+    "packed": (replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long"), 2, False),
+    "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(192,), state=FP32, v_first=True, memory="long"), 3, True),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_find_what_one_finds(name: str):
+    case, ranks, kept = RANKS[name]
+    call = hopper_call(case) | {"output_final_state": True}
+    cut = Cut(call, ranks, incoming_of(call))
+    truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
+    with poisoned_memory():
+        found = cut.over_ranks(disable_recompute=kept)
+    hold(found, truth)

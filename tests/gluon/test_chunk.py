@@ -1,0 +1,138 @@
+"""`prepare`, `recurrence` and the stages of a split on Hopper, interpreted, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.hopper import recurrence
+from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import assert_close, chunked_truth, covered_tokens, poisoned_memory, same_bits, tolerance_of, truth
+
+from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
+from ..unit.test_hopper_choice import TABLE
+from .interpreter import hopper_on_cpu
+
+
+def hopper_call(case: Case, **options: object) -> dict:
+    return make_call(case, BF16) | {"backend": "hopper"} | options
+
+
+def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
+
+
+def check(case: Case, **options: object) -> None:
+    call = hopper_call(case, **options)
+    results = poisoned(call)
+    hold(call, results, truth(call) if case.tokens < 300 else chunked_truth(call), slack_of(case, call))
+    if case.h:
+        assert_close("h", results[2], chunked_truth(call)[2], tolerance_of(call))
+
+
+@pytest.mark.parametrize("case", TABLE, ids=case_id)
+def test_cases(case: Case):
+    check(case)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", ["bounded", "decay", "softplus", "wide_gate", "wide_decay", "packed", "h_v_first"])
+def test_head_dims(name: str, dims: tuple[int, int]):
+    check(replace(BY_NAME[name], H=1, HV=2, K=dims[0], V=dims[1]))
+
+
+# ---- how CTAs and their partitions take turns ------------------------------------------------------------------------
+
+SMALL = replace(KIMI, name="small", H=2, HV=2, K=64, V=64)
+PERSISTENT = [
+    replace(SMALL, name="rows", B=3, T=300, state=FP32),
+    replace(SMALL, name="packed", lengths=(130, 0, 300, 1, 64, 65), state=FP32, h=True),
+    replace(UNBOUNDED, name="wide", H=1, HV=2, lengths=(330, 5, 70), state=FP32, v_first=True),
+]
+
+
+@pytest.mark.parametrize("sms", [1, 5], ids=lambda n: f"{n} SMs")
+@pytest.mark.parametrize("case", PERSISTENT, ids=case_id)
+def test_persistent_ctas_change_no_bit(case: Case, sms: int, monkeypatch: pytest.MonkeyPatch):
+    """A CTA does several tiles, one after another."""
+    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: False)
+    call = hopper_call(case, split=False)
+    want = poisoned(call)
+    with hopper_on_cpu(sms=sms * (case.V // 64)):
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
+@pytest.mark.parametrize("case", PERSISTENT, ids=case_id)
+def test_whichever_partition_runs_first_changes_no_bit(case: Case):
+    """The loader as far ahead as it may be, or as late."""
+    call = hopper_call(case)
+    want = poisoned(call)
+    with hopper_on_cpu(workers_first=False):
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
+STREAM_K = [
+    replace(SMALL, name="one length", H=5, HV=5, T=600, state=FP32),
+    replace(SMALL, name="uneven", H=3, HV=3, lengths=(300, 0, 520, 64, 1, 200), state=FP32, h=True),
+    replace(UNBOUNDED, name="wide", H=1, HV=2, lengths=(300, 0, 520, 200), state=FP32, h=True),
+]
+
+
+@pytest.mark.parametrize("groups", [3, 4])
+@pytest.mark.parametrize("case", STREAM_K, ids=case_id)
+def test_stream_k_changes_no_bit(case: Case, groups: int, monkeypatch: pytest.MonkeyPatch):
+    """States go from CTA to CTA."""
+    call = hopper_call(case, split=False)
+    want = poisoned(call)
+    hold(call, want, chunked_truth(call))
+    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: True)
+    with hopper_on_cpu(sms=groups * (case.V // 64)):
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+SPLIT = [
+    replace(SMALL, name="packed", lengths=(130, 0, 64, 257), state=FP32),
+    replace(KIMI, name="wide", H=1, HV=2, lengths=(63, 0, 330), state=BF16, v_first=True, h=True),
+    replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=260),
+]
+
+
+@pytest.mark.parametrize("parts", [2, 64])
+@pytest.mark.parametrize("case", SPLIT, ids=case_id)
+def test_split_is_the_recurrence(case: Case, parts: int):
+    check(case, split=parts)
+
+
+def test_few_ctas_of_a_split():
+    """Each does several transitions and segments."""
+    with hopper_on_cpu(sms=4):
+        check(SPLIT[1], split=3)
+
+
+def test_forced_split_of_a_sequence_is_its_own():
+    call = hopper_call(replace(SMALL, lengths=(300, 500), state=FP32), split=3)
+    alone = call | {name: call[name][:, :300] for name in TOKEN_TENSORS}
+    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
+    together, own = fd.chunk_kda(**call), fd.chunk_kda(**alone)
+    assert same_bits(together[0][:, :300], own[0]) and same_bits(together[1][:1], own[1])
+
+
+def test_nan_stays_in_its_sequence():
+    call = hopper_call(replace(KIMI, H=1, HV=1, lengths=(70, 40, 66), state=FP32))
+    want = fd.chunk_kda(**call)
+    spoiled = call | {name: call[name].clone() for name in TOKEN_TENSORS}
+    for name in TOKEN_TENSORS:
+        spoiled[name][:, 70:110] = torch.nan
+    found = fd.chunk_kda(**spoiled)
+    for tokens in (slice(0, 70), slice(110, None)):
+        assert same_bits(found[0][:, tokens], want[0][:, tokens])
+    assert same_bits(found[1][[0, 2]], want[1][[0, 2]])
+    assert found[0][:, 70:110].isnan().all()

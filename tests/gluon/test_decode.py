@@ -1,0 +1,38 @@
+"""`decode`, `verify` and `commit` on Hopper, interpreted, against a plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.testing.cases import BF16, FP32, case_id
+from flashdelta.testing.decoding import SINGLE_BF16, Step
+
+from ..gpu.test_decode import MODELS
+from ..support.decoding_checks import HOPPER_REPLAYED, check_replay, check_rounds, check_rows_of_records, check_step
+
+KIMI_BF16 = next(step for step in MODELS if step.name == "kimi_bf16")
+
+
+@pytest.mark.parametrize("step", [*SINGLE_BF16, replace(KIMI_BF16, H=2, HV=2)], ids=case_id)
+def test_step(step: Step, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flashdelta.hopper.decode.DECODE_FEW", 0)
+    check_step(fd.recurrent_kda, step, BF16, "hopper")
+
+
+@pytest.mark.parametrize("step", HOPPER_REPLAYED, ids=lambda step: f"{step.name} {step.state}")
+def test_a_replay_is_the_accepted_state(step: Step):
+    """What the kernels find is held to the portable ones', which are interpreted too."""
+    check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+def test_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
+    check_rounds(6, "hopper", state=state, K=64, dtype=BF16)
+
+
+def test_which_rows_of_records_are_written_and_emptied():
+    check_rows_of_records("hopper", K=64, dtype=BF16)
