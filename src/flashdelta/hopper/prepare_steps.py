@@ -374,17 +374,16 @@ def prepare_steps_kernel(
     first = left_row < 32
     high0, high1, high2, high3 = step_operands(high_left, high_right, first)
     low0, low1, low2, low3 = step_operands(low_left, low_right, first)
-    w_first = weighted_keys(high0, low0, keys.slice(0, 16), zero, False)
-    w = weighted_keys(high0, low0, keys.slice(64, 16), zero, False)
-    w_first = weighted_keys(high1, low1, keys.slice(16, 16), w_first, True)
-    w = weighted_keys(high1, low1, keys.slice(80, 16), w, True)
-    w_first = weighted_keys(high2, low2, keys.slice(32, 16), w_first, True)
-    w = weighted_keys(high2, low2, keys.slice(96, 16), w, True)
-    w_first = weighted_keys(high3, low3, keys.slice(48, 16), w_first, True)
-    w = weighted_keys(high3, low3, keys.slice(112, 16), w, True)
-    w_first, w = warpgroup_mma_wait(0, deps=[w_first, w])
-    keys.slice(0, 64).store((-w_first).to(gl.bfloat16))
-    keys.slice(64, 64).store((-w).to(gl.bfloat16))
+    for h in gl.static_range(KH):
+        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
+        w = weighted_keys(high0, low0, keys.slice(64 * h, 16), zero, False)
+        w = weighted_keys(high1, low1, keys.slice(64 * h + 16, 16), w, True)
+        w = weighted_keys(high2, low2, keys.slice(64 * h + 32, 16), w, True)
+        w = weighted_keys(high3, low3, keys.slice(64 * h + 48, 16), w, True)
+        w, high0, high1, high2, high3, low0, low1, low2, low3 = warpgroup_mma_wait(
+            0, deps=[w, high0, high1, high2, high3, low0, low1, low2, low3]
+        )
+        keys.slice(64 * h, 64).store((-w).to(gl.bfloat16))
     fence_async_shared()
     barrier()
     for h in gl.static_range(KH):
