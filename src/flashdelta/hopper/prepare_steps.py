@@ -177,14 +177,24 @@ def weighted_keys(high, low, keys, acc, use_acc: gl.constexpr):
 
 
 @gluon.jit
-def step_operands(left, right, first):
-    """From the halves of the columns `[64, 16]` of both steps' matrices, `first` where rows are the first step's: the left
-    operands in registers of a product with the chunk's rows, 16 rows at a time."""
+def masked(x, mask):
+    """`x`, bf16, where `mask` is -1, and 0 where it is 0: two at a time."""
+    asm: gl.constexpr = "and.b32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def step_operands(x):
+    """From both steps' matrices `[64, 32]` in bf16: the left operands in registers of a product with the chunk's rows, 16 rows
+    at a time."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    left0 = gl.convert_layout(gl.where(first, left, 0.0).to(gl.bfloat16), layout, assert_trivial=True)
-    right0 = gl.convert_layout(gl.where(first, right, 0.0).to(gl.bfloat16), layout, assert_trivial=True)
-    left1 = gl.convert_layout(gl.where(first, 0.0, left).to(gl.bfloat16), layout, assert_trivial=True)
-    right1 = gl.convert_layout(gl.where(first, 0.0, right).to(gl.bfloat16), layout, assert_trivial=True)
+    left, right = gl.split(x.reshape([64, 2, 16]).permute((0, 2, 1)))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None]
+    first = gl.where(row < 32, -1, 0)
+    left0 = gl.convert_layout(masked(left, first), layout, assert_trivial=True)
+    right0 = gl.convert_layout(masked(right, first), layout, assert_trivial=True)
+    left1 = gl.convert_layout(masked(left, ~first), layout, assert_trivial=True)
+    right1 = gl.convert_layout(masked(right, ~first), layout, assert_trivial=True)
     return left0, right0, left1, right1
 
 
@@ -284,10 +294,8 @@ def prepare_steps_kernel(
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
-    # the gate's input first: decays are worked out while keys and queries are on their way
     g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN)
     copy_chunk(g_s, g, g_token, count)
-    async_copy.commit_group()
     copy_chunk(keys, k, k_token, count)
     copy_chunk(queries, q, q_token, count)
     async_copy.commit_group()
@@ -302,7 +310,10 @@ def prepare_steps_kernel(
         columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CELL))
         biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, :]
 
-    async_copy.wait_group(1)
+    async_copy.wait_group(0)
+    # norms first: their MMAs and the sums of decays together need more registers than there are
+    norm_k_s.reshape([4, 16]).store(row_norms(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), True))
+    norm_q_s.reshape([4, 16]).store(row_norms(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), True) * scale)
     x = widen(g_s.reshape([KH, 2, 32, 64]).load(CELL))
     c, middle, whole = step_sums(gate(x, biases, rate, GATE) * row_values(unit_s))
     at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
@@ -312,9 +323,6 @@ def prepare_steps_kernel(
     gl.store(at_decay, exp2(middle))
     gl.store(at_decay + K, exp2(whole - middle))
 
-    async_copy.wait_group(0)
-    norm_k_s.reshape([4, 16]).store(row_norms(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), True))
-    norm_q_s.reshape([4, 16]).store(row_norms(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), True) * scale)
     d = c - middle[:, :, None, :]
     a = exp2(d)
     kn = widen(keys.reshape([KH, 2, 32, 64]).load(CELL)) * row_values(norm_k_s)
@@ -350,30 +358,22 @@ def prepare_steps_kernel(
     X_s = reinterpret(queries, gl.float32, [64, 32], STEP)
     X_s.reshape([4, 16, 32]).store(X)
     left, right_ = step_inverses(X_s)
-    left_row = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None]
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
     # of each step
     beta_first = beta_s.slice(0, 32).load(columns)[None, :]
     beta_second = beta_s.slice(32, 32).load(columns)[None, :]
-    X = gl.convert_layout(
-        gl.join(left, right_).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True
-    )
-    weights = X * gl.where(row < 32, beta_first, beta_second)
+    X = gl.convert_layout(gl.join(left, right_).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    # negative, as w is stored
+    weights = X * gl.where(row < 32, -beta_first, -beta_second)
     # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
     # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.
     high = round_pairs(weights)
-    low = weights - high.to(gl.float32)
-    both = gl.convert_layout(
-        gl.join(high, Aqk).permute((0, 2, 1)).reshape([64, 64]), ACC, assert_trivial=True
-    )
+    low = round_pairs(weights - widen(high))
     place = right.slice(0, 64)
-    place.store(both)
+    place.store(beside(round_pairs(-weights), Aqk, ACC))
 
-    high_left, high_right = gl.split(high.to(gl.float32).reshape([64, 2, 16]).permute((0, 2, 1)))
-    low_left, low_right = gl.split(low.reshape([64, 2, 16]).permute((0, 2, 1)))
-    first = left_row < 32
-    high0, high1, high2, high3 = step_operands(high_left, high_right, first)
-    low0, low1, low2, low3 = step_operands(low_left, low_right, first)
+    high0, high1, high2, high3 = step_operands(high)
+    low0, low1, low2, low3 = step_operands(low)
     for h in gl.static_range(KH):
         # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
         w = weighted_keys(high0, low0, keys.slice(64 * h, 16), zero, False)
@@ -383,7 +383,7 @@ def prepare_steps_kernel(
         w, high0, high1, high2, high3, low0, low1, low2, low3 = warpgroup_mma_wait(
             0, deps=[w, high0, high1, high2, high3, low0, low1, low2, low3]
         )
-        keys.slice(64 * h, 64).store((-w).to(gl.bfloat16))
+        keys.slice(64 * h, 64).store(w.to(gl.bfloat16))
     fence_async_shared()
     barrier()
     for h in gl.static_range(KH):
