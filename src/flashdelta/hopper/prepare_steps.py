@@ -59,10 +59,11 @@ KH = gl.constexpr(2)
 TILES = gl.constexpr(7)
 """Of a chunk and value head."""
 
-CELL = gl.constexpr(gl.BlockedLayout([1, 1, 32, 2], [1, 1, 1, 32], [2, 2, 1, 1], [3, 2, 1, 0]))
-"""A chunk `[half, step, row, channel]`: a warp has a step of a half, a lane all rows of 2 channels."""
-COLUMNS = gl.constexpr(gl.SliceLayout(2, CELL.value))
-STEP_ROWS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(3, CELL.value)))
+PART = gl.constexpr(gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
+"""Half of the rows of both steps `[half, step, 1, row, channel]`: a warp has a step of a half of the channels, a lane all rows of
+2 channels."""
+COLUMNS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, PART.value)))
+PART_ROWS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(4, PART.value)))
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 """`[16 rows of a chunk, row, column of their step]`: a warp has 16 rows, a lane a column."""
 SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
@@ -87,22 +88,38 @@ def copy_chunk(shared, x, x_token, count):
 
 
 @gluon.jit
-def step_sums(step):
-    """Sums of log2 decays `step [2, 2, 32, 64]` along rows, those up to the reference and over the step `[2, 2, 64]`."""
-    flat_l: gl.constexpr = gl.BlockedLayout([32, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((2, 0, 1, 3)).reshape([32, 256]), flat_l, assert_trivial=True)
-    c = gl.associative_scan(flat, 0, add)
-    first, second = gl.split(c.reshape([2, 16, 256]).permute((1, 2, 0)))
-    middle = gl.convert_layout(gl.reduce(first, 0, _second).reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
-    whole = gl.convert_layout(gl.reduce(second, 0, _second).reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
-    c = gl.convert_layout(c.reshape([32, 2, 2, 64]).permute((1, 2, 0, 3)), CELL, assert_trivial=True)
-    return c, middle, whole
+def part(shared, i: gl.constexpr):
+    """Rows before the references, or from them on, of a chunk."""
+    return shared.reshape([KH, 2, 2, 16, 64]).slice(i, 1, 2)
 
 
 @gluon.jit
-def row_values(shared):
-    """`[1, 2, 32, 1]`: of the rows of both steps."""
-    return shared.reshape([2, 32]).load(STEP_ROWS)[None, :, :, None]
+def row_values(shared, i: gl.constexpr):
+    """Of the rows of a part."""
+    return shared.reshape([2, 2, 16]).slice(i, 1, 1).load(PART_ROWS)[None, :, :, :, None]
+
+
+@gluon.jit
+def part_sums(step):
+    """Sums of log2 decays of a part along its rows, and the part's totals `[2, 2, 64]`."""
+    flat_l: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [1, 4], [1, 0])
+    flat = gl.convert_layout(step.permute((3, 0, 1, 2, 4)).reshape([16, 256]), flat_l, assert_trivial=True)
+    c = gl.associative_scan(flat, 0, add)
+    total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
+    c = gl.convert_layout(c.reshape([16, 2, 2, 1, 64]).permute((1, 2, 3, 0, 4)), PART, assert_trivial=True)
+    return c, total
+
+
+@gluon.jit
+def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr):
+    """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
+    reference."""
+    a = exp2(d)
+    kn = widen(part(keys, i).load(PART)) * row_values(norm_k_s, i)
+    part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+    part(keys, i).store((kn * a).to(gl.bfloat16))
+    qn = widen(part(queries, i).load(PART)) * row_values(norm_q_s, i)
+    part(queries, i).store((qn * a).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -307,29 +324,25 @@ def prepare_steps_kernel(
     biases = 0.0
     if dt_bias is not None:
         bias_s.store(gate_bias(bias, rate, GATE))
-        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CELL))
-        biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, :]
+        columns_l: gl.constexpr = gl.SliceLayout(1, COLUMNS)
+        biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
 
     async_copy.wait_group(0)
     # norms first: their MMAs and the sums of decays together need more registers than there are
     norm_k_s.reshape([4, 16]).store(row_norms(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), True))
     norm_q_s.reshape([4, 16]).store(row_norms(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), True) * scale)
-    x = widen(g_s.reshape([KH, 2, 32, 64]).load(CELL))
-    c, middle, whole = step_sums(gate(x, biases, rate, GATE) * row_values(unit_s))
+    x = widen(part(g_s, 0).load(PART))
+    before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
+    x = widen(part(g_s, 1).load(PART))
+    after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
     at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
     at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
     at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
     at_decay = decay + (at_step * (2 * K) + at_half * 64 + at_column)
     gl.store(at_decay, exp2(middle))
-    gl.store(at_decay + K, exp2(whole - middle))
-
-    d = c - middle[:, :, None, :]
-    a = exp2(d)
-    kn = widen(keys.reshape([KH, 2, 32, 64]).load(CELL)) * row_values(norm_k_s)
-    right.reshape([KH, 2, 32, 64]).store((kn * exp2_negative(d)).to(gl.bfloat16))
-    keys.reshape([KH, 2, 32, 64]).store((kn * a).to(gl.bfloat16))
-    qn = widen(queries.reshape([KH, 2, 32, 64]).load(CELL)) * row_values(norm_q_s)
-    queries.reshape([KH, 2, 32, 64]).store((qn * a).to(gl.bfloat16))
+    gl.store(at_decay + K, exp2(rest))
+    decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, None, None, :], 0)
+    decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
     fence_async_shared()
     barrier()
     for h in gl.static_range(KH):
