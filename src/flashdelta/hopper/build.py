@@ -53,7 +53,14 @@ STEPS = False
 def in_steps(problem: Problem) -> bool:
     """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`)."""
     plain = problem.ranks == 1 and not problem.return_intermediate_states
-    return STEPS and plain and problem.K == 128 and problem.l2norm and problem.safe_gate and problem.g_dtype == torch.bfloat16
+    return (
+        STEPS
+        and plain
+        and problem.K == 128
+        and problem.l2norm
+        and problem.safe_gate
+        and problem.g_dtype == torch.bfloat16
+    )
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:

@@ -195,8 +195,8 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 @gluon.jit
 def row_norms(pair_s, L2NORM: gl.constexpr):
-    """Factors `[4, 16]` of 64 rows `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1. The sums are the diagonal of the Gram matrix,
-    by blocks of 16 rows."""
+    """Factors `[4, 16]` of 64 rows `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1. The sums are the diagonal of the Gram
+    matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(2, GRAM)

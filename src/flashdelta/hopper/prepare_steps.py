@@ -60,8 +60,8 @@ TILES = gl.constexpr(7)
 """Of a chunk and value head."""
 
 PART = gl.constexpr(gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
-"""Half of the rows of both steps `[half, step, 1, row, channel]`: a warp has a step of a half of the channels, a lane all rows of
-2 channels."""
+"""Half of the rows of both steps `[half, step, 1, row, channel]`: a warp has a step of a half of the channels, a lane all rows
+of 2 channels."""
 COLUMNS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, PART.value)))
 PART_ROWS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(4, PART.value)))
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
@@ -166,8 +166,8 @@ def block_inverses(minus_A, square_s):
 
 @gluon.jit
 def step_inverses(X_s):
-    """`(I + A)^-1` of both steps by halves of its columns `[64, 16]`, from what `block_inverses` gives: `[[D0, 0], [n D0, D1]]`.
-    The product is one of a high and a low bf16 each, without low times low."""
+    """`(I + A)^-1` of both steps by halves of its columns `[64, 16]`, from what `block_inverses` gives:
+    `[[D0, 0], [n D0, D1]]`. The product is one of a high and a low bf16 each, without low times low."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     left, right = gl.split(X_s.load(ACC_HALF).reshape([64, 2, 16]).permute((0, 2, 1)))
@@ -370,12 +370,12 @@ def prepare_steps_kernel(
     barrier()
     X_s = reinterpret(queries, gl.float32, [64, 32], STEP)
     X_s.reshape([4, 16, 32]).store(X)
-    left, right_ = step_inverses(X_s)
+    X_left, X_right = step_inverses(X_s)
     columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
     # of each step
     beta_first = beta_s.slice(0, 32).load(columns)[None, :]
     beta_second = beta_s.slice(32, 32).load(columns)[None, :]
-    X = gl.convert_layout(gl.join(left, right_).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    X = gl.convert_layout(gl.join(X_left, X_right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
     # negative, as w is stored
     weights = X * gl.where(row < 32, -beta_first, -beta_second)
     # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows

@@ -425,10 +425,9 @@ def recurrence_kernel(
     STREAM_K: gl.constexpr,
     STEPS: gl.constexpr,
 ):
-    if STEPS:
-        ring = make_ring(tiles_d, 4 * K, STAGES, 3 * (K // 64) + 1)
-    else:
-        ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 2)
+    DECAYS: gl.constexpr = 4 * K if STEPS else K
+    TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
+    ring = make_ring(tiles_d, DECAYS, STAGES, TILES)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     SLICES: gl.constexpr = V // BV
     if not STREAM_K:
@@ -505,6 +504,7 @@ def recurrence(
             V=problem.V,
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
+            # in steps a stage has one tile less, and four decays of a channel
             STAGES=3 if steps else stages(problem, 3 * problem.K // TILE + 3, beside=1),
             STREAM_K=stream_k_pays(problem, most),
             STEPS=steps,
