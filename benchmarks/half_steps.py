@@ -2,11 +2,13 @@
 
     python benchmarks/half_steps.py [--out FILE]
 
-Takes about a minute on a GPU, most of it compilation. Three tables, of microseconds of kernels back to back:
+Takes about a minute on a GPU, most of it compilation. Four tables, of microseconds of kernels back to back:
 
 * `recurrence` on tiles of noise, as they come from memory and from a window of 4 chunk slots, which stays in the L2: a chunk of
   64 tokens in steps should take at most 1.35 us from the L2.
 * `prepare` as it is, and without the inverse and w: whether its time follows its instructions.
+* `recurrence` over one sequence and eight of the same work, from a window of chunk slots: what a change of work tile costs, and
+  how much of it is the final state, K first or V first.
 * both kernels and the whole call, in chunks and in steps; errors of o and the final state against float64.
 """
 
@@ -44,6 +46,7 @@ SHAPES = {
     "T8192 H64": {"T": 8192, "H": 64, "HV": 64},
     "8 x 1024 H64": {"lengths": (1024,) * 8, "H": 64, "HV": 64},
 }
+STATES = {"no states": {"final": False}, "K first": {}, "V first": {"v_first": True}}
 SMALL = {"H": 4, "HV": 4, "T": 512, "state": torch.float32}
 PLAIN = {"gate": "none", "lower_bound": None, "safe": True, "beta": "value"}
 ACCURACY = {
@@ -106,6 +109,16 @@ def of_recurrence(shape: dict, windowed: ModuleType, timer: Timer) -> dict[str, 
     return microseconds(runs, timer)
 
 
+def of_tiles(windowed: ModuleType, timer: Timer) -> dict[str, float]:
+    runs = {}
+    for label, options in STATES.items():
+        for name, shape in SHAPES.items():
+            call, outputs = stage_call(shape | options, False)
+            noise(call)
+            runs[f"{name}, {label}"] = scan(windowed, call, outputs, False).run
+    return microseconds(runs, timer)
+
+
 def of_prepare(shape: dict, cut: ModuleType, timer: Timer) -> dict[str, float]:
     call, _ = stage_call(shape, False)
     return microseconds({"whole": prepare.prepare(call).run, "no inverse, no w": cut.prepare(call).run}, timer)
@@ -148,7 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    timer, results = Timer(torch.device("cuda")), {}
+    timer = Timer(torch.device("cuda"))
+    results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wrap = "chunk = (slot + i) * scheduler.HV + tile.head", "chunk = ((slot + i) % 4) * scheduler.HV + tile.head"
@@ -169,6 +183,8 @@ def main() -> None:
             }
             for title, found in results[shape_name].items():
                 show(f"{shape_name}: {title}", found, 128)
+    results["change of work tile"] = of_tiles(windowed, timer)
+    show("change of work tile", results["change of work tile"], 128)
     print("\nerrors of o and the final state, chunks and steps")
     results["errors"] = {name: errors(options) for name, options in ACCURACY.items()}
     for name, found in results["errors"].items():
