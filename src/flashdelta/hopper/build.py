@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability
@@ -15,8 +17,9 @@ from ..triton.merge import around_recurrence
 from . import gradients
 from .commit import commit
 from .decode import decode
-from .launch import aligned, layout, prepare_inputs
+from .launch import aligned, layout, prepare_inputs, steps_layout
 from .prepare import prepare
+from .prepare_steps import prepare_steps
 from .recurrence import recurrence
 from .segments import SPLIT_COSTS, before_segments, outgoing, room
 from .verify import verify
@@ -42,9 +45,29 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 
+STEPS = False
+"""Whether calls that can take steps of 32 tokens do. They have yet to be timed."""
+
+
+def in_steps(problem: Problem) -> bool:
+    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`)."""
+    plain = problem.ranks == 1 and not problem.return_intermediate_states
+    return (
+        STEPS
+        and plain
+        and problem.K == 128
+        and problem.l2norm
+        and problem.safe_gate
+        and problem.g_dtype == torch.bfloat16
+    )
+
+
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
     segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
+    if segments == 0 and in_steps(problem):
+        call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
+        return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     final_state = outputs.get("final_state")
     split = before_segments(call, final_state)

@@ -45,6 +45,15 @@ def layout(problem: Problem, segments: int = 0) -> Layout:
     }
 
 
+def steps_layout(problem: Problem) -> Layout:
+    """What `prepare_steps` leaves for `recurrence`: `tiles` (-w, qa and kb by halves of K, inverse beside Aqk of each chunk and
+    head) and `decay`, four of a channel; the rest as in `layout`."""
+    chunks = problem.B * problem.slots * problem.HV
+    rows = max(chunks * (3 * (problem.K // TILE) + 1), 1) * TILE
+    own = {"tiles": ((rows, TILE), torch.bfloat16), "decay": ((chunks * 4 * problem.K,), torch.float32)}
+    return {**layout(problem), **own}
+
+
 def work_tiles(problem: Problem) -> int:
     """Of `recurrence`: sequences, value heads and slices of 64 value channels."""
     return problem.N * problem.HV * (problem.V // TILE)

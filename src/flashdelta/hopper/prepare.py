@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..program.launch import Launch, strides
 from ..triton.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
-from .device.layouts import ACC, LEFT, ROWS, position, store_block, store_tile
+from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
 from .device.math import (
     LOWEST,
     LOWEST_HALF,
@@ -65,8 +65,6 @@ BLOCKS = gl.constexpr(gl.BlockedLayout([2, 1, 8, 2], [1, 1, 1, 32], [1, 4, 1, 1]
 """Two blocks like that."""
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 2, 8, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0]))
 """`[16 rows, half of them, row, column]`: a warp has 16 rows, a lane all of them in 2 columns."""
-ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
-"""Accumulators `[64, 32]`."""
 GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 """Accumulators `[4, 16, 16]`, one a warp."""
 
@@ -196,9 +194,9 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
-    """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
-    `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
+def row_norms(pair_s, L2NORM: gl.constexpr):
+    """Factors `[4, 16]` of 64 rows `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1. The sums are the diagonal of the Gram
+    matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
@@ -215,7 +213,14 @@ def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
         factor = gl.rsqrt(total + L2_EPS)
     else:
         factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
+    return factor
+
+
+@gluon.jit
+def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
+    """`row_norms` of a pair of blocks, for queries times `scale`."""
+    factor = row_norms(pair_s, L2NORM)
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, factor.type.layout))[:, None]
     return gl.where((tile < 2) == KEYS_FIRST, factor, factor * scale)
 
 
@@ -312,13 +317,6 @@ def store_parts(parts_s, x):
     shape: gl.constexpr = x.shape
     parts = gl.join(high, low)
     parts_s.reshape([2, shape[0], shape[1], shape[2], shape[3]]).store(parts.permute((4, 0, 1, 2, 3)))
-
-
-@gluon.jit
-def beside(left, right, layout: gl.constexpr):
-    """`[64, 64]` from two `[64, 32]`; no data moves between threads."""
-    both = gl.join(left, right).permute((0, 2, 1)).reshape([64, 64])
-    return gl.convert_layout(both, layout, assert_trivial=True)
 
 
 @gluon.jit

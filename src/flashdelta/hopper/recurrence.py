@@ -25,12 +25,14 @@ from ..triton.launch import StageCall, checkpoint_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
+    ACC_HALF,
     BV,
     LEFT,
     LINES,
     ROWS,
     C,
     as_left,
+    beside,
     load_halves,
     loader_offsets,
     position,
@@ -38,7 +40,7 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import mma, mma_first, wide
+from .device.math import column_halves, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
@@ -47,12 +49,12 @@ from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
+def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """The loader: one warp that keeps the ring full."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
-    TILES: gl.constexpr = 3 * (K // 64) + 2
-    row, in_v, key = loader_offsets(v_token, K)
+    TILES: gl.constexpr = ring.TILES
+    row, in_v, key = loader_offsets(v_token, K, STEPS)
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -74,11 +76,61 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr):
                 # zeros past the end: a NaN of the next sequence would spread through the products
                 inside = (row < (stop - token).to(gl.int32))[:, None]
                 copy_async(ring.rows.index(stage), rows + in_v, mask=inside)
-                copy_async(ring.decay.index(stage), decay + chunk * K + key)
+                DECAYS: gl.constexpr = 4 * K if STEPS else K
+                copy_async(ring.decay.index(stage), decay + chunk * DECAYS + key)
                 ring.commit(full)
                 iteration += 1
             slot += chunks
             start = stop
+
+
+@gluon.jit
+def rows_of_step(ring, stage, tile: gl.constexpr, STEP: gl.constexpr):
+    """`[32, 64]`: of a tile of a stage."""
+    return ring.tile(stage, tile).slice(32 * STEP, 32)
+
+
+@gluon.jit
+def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t):
+    """Step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`, up to what depends on the state before it:
+
+        S'    = exp(G_m) S                      v_new = inverse v - w S'
+        o     = qa S' + Aqk v_new               S     = exp(G_C - G_m) (S' + kb^T v_new)
+
+    Each half of the channels is multiplied while MMAs of the other run.
+    """
+    W: gl.constexpr = 0
+    QA: gl.constexpr = 2
+    squares = rows_of_step(ring, s, 6, STEP)
+    half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
+    v_new_t = mma_first(v_t, squares.slice(0, 32, 1).permute((1, 0)), half_zero)
+    state0 = state0 * ring.decays(s, 4 * STEP, ACC)
+    left0 = as_left(state0)
+    v_new_t = mma(left0, rows_of_step(ring, s, W, STEP).permute((1, 0)), v_new_t)
+    state1 = state1 * ring.decays(s, 4 * STEP + 1, ACC)
+    left1 = as_left(state1)
+    v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
+    out = mma_first(left0, rows_of_step(ring, s, QA, STEP).permute((1, 0)), half_zero)
+    out = mma(left1, rows_of_step(ring, s, QA + 1, STEP).permute((1, 0)), out)
+    return state0, state1, v_new_t, out, v_t, left0, left1
+
+
+@gluon.jit
+def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1):
+    """The states after the step that `start_step` began, and `o^T [64, 32]`."""
+    KB: gl.constexpr = 4
+    squares = rows_of_step(ring, s, 6, STEP)
+    v_new_t, v_t = warpgroup_mma_wait(2, deps=[v_new_t, v_t])
+    v_new_left = as_left(v_new_t)
+    state0 = mma(v_new_left, rows_of_step(ring, s, KB, STEP), state0)
+    state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
+    out = mma(v_new_left, squares.slice(32, 32, 1).permute((1, 0)), out)
+    state0, left0 = warpgroup_mma_wait(2, deps=[state0, left0])
+    state0 = state0 * ring.decays(s, 4 * STEP + 2, ACC)
+    state1, left1 = warpgroup_mma_wait(1, deps=[state1, left1])
+    state1 = state1 * ring.decays(s, 4 * STEP + 3, ACC)
+    out, v_new_left = warpgroup_mma_wait(0, deps=[out, v_new_left])
+    return state0, state1, out
 
 
 @gluon.jit
@@ -94,6 +146,7 @@ def compute(
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     H_V_FIRST: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     """The consumer: four warps that carry a tile's state from chunk to chunk.
 
@@ -130,10 +183,13 @@ def compute(
     KG: gl.constexpr = 2 * KH
     INVERSE: gl.constexpr = 3 * KH
     AQK: gl.constexpr = 3 * KH + 1
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    STATE: gl.constexpr = ACC if STEPS else LINES
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, STATE))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     H_NEXT: gl.constexpr = 64 if H_V_FIRST else 64 * V
-    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)))
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
+    if not STEPS:
+        row = position(row)
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
@@ -166,19 +222,19 @@ def compute(
         if v_new is not None:
             v_new_tile = v_new + (wide(tile.batch, scheduler.T) * HV + head) * V + slice_ * BV
         total = scheduler.chunks(tile)
-        in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+        in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
             at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
-            state0, state1 = load_halves(starts, at_start, 64, 1, K)
+            state0, state1 = load_halves(starts, at_start, 64, 1, K, STEPS)
         elif tile.carry_in:
             wait(semaphore - SLICES)
             at_start = state_offsets(-SLICES * (BV * K), in_slice, key, K, V, True)
-            state0, state1 = load_halves(carry, at_start, 64, 1, K)
+            state0, state1 = load_halves(carry, at_start, 64, 1, K, STEPS)
         else:
-            state0, state1 = load_halves(initial_state, at, NEXT, read, K)
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -186,7 +242,10 @@ def compute(
             done_count = 0
             ahead = ring.wait(iteration)
             v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-            v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
+            if STEPS:
+                v_t, v_later = column_halves(v_t, LEFT)
+            else:
+                v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             if scheduler.checkpoint_offsets is not None:
                 span, start, stop = scheduler.first_span(tile)
@@ -208,49 +267,62 @@ def compute(
                         if next_row < checkpoint_rows:
                             in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
                             row_states = at_checkpoints + (next_row * pitch + head * (K * V))
-                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         next_row += 1
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
-                left0 = as_left(state0)
-                if KH == 2:
-                    left1 = as_left(state1)
-                # w is stored negated: v_new comes out of one accumulator, which holds inverse v
-                v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
-                if KH == 2:
-                    v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-                out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
-                if KH == 2:
-                    out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
-                if o is not None:
-                    store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                state0 = state0 * ring.decays(s, 0, ACC)
-                if KH == 2:
-                    state1 = state1 * ring.decays(s, 1, ACC)
-                v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
-                v_new_left = as_left(v_new_t)
-                out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
-                state0 = mma(v_new_left, ring.tile(s, KG), state0)
-                if KH == 2:
-                    state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
-                if v_new is not None:
-                    token = start + i * C
-                    store_transposed(
-                        *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
-                        *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
-                    )
-                # the last chunk does its own `inverse v` again, which nobody uses
-                iteration += 1
-                ahead = ring.wait(gl.minimum(iteration, first + total - 1))
-                v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
-                if KH == 2:
-                    state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
-                        1, deps=[state0, state1, out, v_new_left, left0, left1]
-                    )
+                if STEPS:
+                    begun = start_step(ring, s, 0, state0, state1, v_t)
+                    if o is not None:
+                        store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+                    state0, state1, out_first = end_step(ring, s, 0, *begun)
+                    begun = start_step(ring, s, 1, state0, state1, v_later)
+                    state0, state1, out = end_step(ring, s, 1, *begun)
+                    iteration += 1
+                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
+                    out = beside(out_first, out, ACC)
+                    ring.release(s)
                 else:
-                    state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
-                ring.release(s)
+                    left0 = as_left(state0)
+                    if KH == 2:
+                        left1 = as_left(state1)
+                    # w is stored negated: v_new comes out of one accumulator, which holds inverse v
+                    v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
+                    if KH == 2:
+                        v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+                    out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
+                    if KH == 2:
+                        out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
+                    if o is not None:
+                        store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
+                    state0 = state0 * ring.decays(s, 0, ACC)
+                    if KH == 2:
+                        state1 = state1 * ring.decays(s, 1, ACC)
+                    v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
+                    v_new_left = as_left(v_new_t)
+                    out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
+                    state0 = mma(v_new_left, ring.tile(s, KG), state0)
+                    if KH == 2:
+                        state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+                    if v_new is not None:
+                        token = start + i * C
+                        store_transposed(
+                            *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
+                            *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
+                        )
+                    # the last chunk does its own `inverse v` again, which nobody uses
+                    iteration += 1
+                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+                    v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
+                    if KH == 2:
+                        state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
+                            1, deps=[state0, state1, out, v_new_left, left0, left1]
+                        )
+                    else:
+                        state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
+                    ring.release(s)
                 done = out.to(gl.bfloat16)
                 if scheduler.checkpoint_offsets is None:
                     done_token = start + i * C
@@ -267,10 +339,11 @@ def compute(
                         if reached != 0:
                             in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
                             row_states = at_checkpoints + (there * pitch + head * (K * V))
-                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K)
+                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         span += 1
                         stop = scheduler.span_stop(tile, span, start)
-            v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
+            if not STEPS:
+                v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
@@ -280,10 +353,10 @@ def compute(
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
         if tile.carry_out:
-            store_halves(carry, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K)
+            store_halves(carry, state_offsets(nothing, in_slice, key, K, V, True), 64, state0, state1, 1, K, STEPS)
             signal(semaphore)
         else:
-            store_halves(final_state, at, NEXT, state0, state1, stored, K)
+            store_halves(final_state, at, NEXT, state0, state1, stored, K, STEPS)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
@@ -350,8 +423,11 @@ def recurrence_kernel(
     H_V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     STREAM_K: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
-    ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 2)
+    DECAYS: gl.constexpr = 4 * K if STEPS else K
+    TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
+    ring = make_ring(tiles_d, DECAYS, STAGES, TILES)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     SLICES: gl.constexpr = V // BV
     if not STREAM_K:
@@ -372,8 +448,8 @@ def recurrence_kernel(
     starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
-            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST)),
-            (load, (tiles_d, decay, v, ring, scheduler, in_v, K)),
+            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
+            (load, (tiles_d, decay, v, ring, scheduler, in_v, K, STEPS)),
         ],
         [1],
         [96],
@@ -399,9 +475,14 @@ def stream_k_pays(problem: Problem, ctas: int) -> bool:
 
 
 def recurrence(
-    call: StageCall, o: Tensor | None, final_state: Tensor | None, h: Tensor | None, v_new: Tensor | None = None
+    call: StageCall,
+    o: Tensor | None,
+    final_state: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None = None,
+    steps: bool = False,
 ) -> Launch:
-    """With `v_new`, for the backward pass, `h` is V first and `o` may be None."""
+    """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
     problem, t, workspace = call.problem, call.t, call.workspace
     most = ctas(problem, t.v.device)
     split = workspace.get("starts") is not None
@@ -423,8 +504,10 @@ def recurrence(
             V=problem.V,
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
-            STAGES=stages(problem, 3 * problem.K // TILE + 3, beside=1),
+            # in steps a stage has one tile less, and four decays of a channel
+            STAGES=3 if steps else stages(problem, 3 * problem.K // TILE + 3, beside=1),
             STREAM_K=stream_k_pays(problem, most),
+            STEPS=steps,
         ),
         num_warps=4,
         scratch=call.buffers,

@@ -23,6 +23,9 @@ BV = gl.constexpr(64)
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 """Accumulators `[64, 64]` of four warps."""
 
+ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+"""Accumulators `[64, 32]`."""
+
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC.value, k_width=2))
 """A left operand in registers. An accumulator rounded to bf16 has this layout: no data moves."""
 
@@ -65,6 +68,13 @@ def from_lines(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def beside(left, right, layout: gl.constexpr):
+    """`[64, 64]` from two `[64, 32]`; no data moves between threads."""
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([64, 64])
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
 def store_tile(tile, x, first_row: gl.constexpr):
     """Stores the accumulator `x`, whose row 0 is row `first_row` of the tile, 16 bytes at a time."""
     row = position((gl.arange(0, 64, layout=gl.SliceLayout(1, LINES)) + first_row) % 64)
@@ -88,32 +98,40 @@ def store_block(tile, x):
 
 
 @gluon.jit
-def loader_offsets(token_stride, K: gl.constexpr):
-    """Of the loader warp: rows `[64]` of a tile of tokens and the elements' offsets `[64, 64]`; key channels `[K]`."""
+def loader_offsets(token_stride, K: gl.constexpr, STEPS: gl.constexpr = False):
+    """Of the loader warp: rows `[64]` of a tile of tokens and the elements' offsets `[64, 64]`; key channels `[K]`. `STEPS`:
+    rows in their order, and four decays of each channel."""
     copy_l: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     line_l: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    row = position(gl.arange(0, C, layout=gl.SliceLayout(1, copy_l)))
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, copy_l))
+    if not STEPS:
+        row = position(row)
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
-    key = gl.arange(0, K, layout=line_l)
+    key = gl.arange(0, 4 * K if STEPS else K, layout=line_l)
     return row, row[:, None] * (token_stride * 8) + column[None, :], key
 
 
 @gluon.jit
-def load_halves(states, at, next_, present, K: gl.constexpr):
-    """A state by halves of 64 key channels, which lie `next_` elements apart; the second is zero if there is only one."""
-    first = from_lines(load_state(states, at, present), ACC)
+def load_halves(states, at, next_, present, K: gl.constexpr, IN_ORDER: gl.constexpr = False):
+    """A state by halves of 64 key channels, which lie `next_` elements apart; the second is zero if there is only one.
+    `IN_ORDER`: an accumulator's column is the channel of that number, and `at` has an accumulator's layout."""
+    first = load_state(states, at, present)
+    if not IN_ORDER:
+        first = from_lines(first, ACC)
     if K == 128:
-        second = from_lines(load_state(states, at + next_, present), ACC)
+        second = load_state(states, at + next_, present)
+        if not IN_ORDER:
+            second = from_lines(second, ACC)
     else:
         second = gl.zeros((BV, 64), gl.float32, layout=ACC)
     return first, second
 
 
 @gluon.jit
-def store_halves(states, at, next_, first, second, wanted, K: gl.constexpr):
-    store_state(states, at, to_lines(first), wanted)
+def store_halves(states, at, next_, first, second, wanted, K: gl.constexpr, IN_ORDER: gl.constexpr = False):
+    store_state(states, at, first if IN_ORDER else to_lines(first), wanted)
     if K == 128:
-        store_state(states, at + next_, to_lines(second), wanted)
+        store_state(states, at + next_, second if IN_ORDER else to_lines(second), wanted)
 
 
 @gluon.jit

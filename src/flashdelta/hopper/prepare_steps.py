@@ -1,0 +1,427 @@
+"""Stage `prepare` in steps of 32 tokens, for bounded gates with normed keys, bf16, K = 128: everything about a chunk that does
+not depend on the state. One CTA of 4 warps per (chunk, value head).
+
+Contract: a chunk of 64 tokens is two steps, each with a reference after its 16th row. With G the sum of log decays from the
+step's start, G_m up to the reference and G_C of the whole step, `recurrence` does for each step
+
+    S' = exp(G_m) S        v' = inverse v - w S'        o = qa S' + Aqk v'        S = exp(G_C - G_m) (S' + kb^T v')
+
+from what lies for each (chunk, value head) as 7 tiles `[64, 64]`, rows and columns in their order:
+
+    -w  = -inverse (k exp(G - G_m))      by halves of the key channels
+    qa  =  q exp(G - G_m)                by halves of the key channels
+    kb  =  k exp(G_m - G)                by halves of the key channels
+    inverse = (I + A)^-1 diag(beta) in columns 0 .. 31, Aqk in columns 32 .. 63, of each row's own step
+
+and `exp(G_m)`, `exp(G_C - G_m)` of both steps, `[2, 2, K]`.
+
+A warp has a step and a half of the channels, a lane 2 channels with all 32 rows: sums along tokens never leave a thread.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ..program.launch import Launch, strides
+from ..triton.launch import StageCall
+from .device.compat import barrier, copy_async, reinterpret, store_tile
+from .device.layouts import ACC, ACC_HALF, ROWS, beside
+from .device.math import (
+    beta_value,
+    column_halves,
+    exp2,
+    exp2_negative,
+    gate,
+    gate_bias,
+    gate_unit,
+    pick,
+    round_pairs,
+    split_high_low,
+    wide,
+    widen,
+)
+from .device.portable import decay_rate
+from .device.stream_k import add
+from .device.tile_scheduler import chunk_in_slot, last_chunks_first
+from .launch import FLAGS, stride_div8, tiles
+from .prepare import FLAT, GRAM, PLAIN, TILE, row_norms
+
+_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
+"""Arguments whose values leave the machine code as it is."""
+
+KH = gl.constexpr(2)
+"""Halves of the key channels."""
+
+TILES = gl.constexpr(7)
+"""Of a chunk and value head."""
+
+PART = gl.constexpr(gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
+"""Half of the rows of both steps `[half, step, 1, row, channel]`: a warp has a step of a half of the channels, a lane all rows
+of 2 channels."""
+COLUMNS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, PART.value)))
+PART_ROWS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(4, PART.value)))
+SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+"""`[16 rows of a chunk, row, column of their step]`: a warp has 16 rows, a lane a column."""
+SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
+"""The same with the columns as `[2, 16]`."""
+
+SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
+STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+
+
+@gluon.jit
+def _second(a, b):
+    return b
+
+
+@gluon.jit
+def copy_chunk(shared, x, x_token, count):
+    """Starts the copy of 64 rows, all channels, to `shared [halves * 64, 64]`. Zeros from `count` on."""
+    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
+    at = x + ((row % 64) * (x_token * 8) + row // 64 * 64)
+    copy_async(shared, at[:, None] + column[None, :], mask=(row % 64 < count)[:, None])
+
+
+@gluon.jit
+def part(shared, i: gl.constexpr):
+    """Rows before the references, or from them on, of a chunk."""
+    return shared.reshape([KH, 2, 2, 16, 64]).slice(i, 1, 2)
+
+
+@gluon.jit
+def row_values(shared, i: gl.constexpr):
+    """Of the rows of a part."""
+    return shared.reshape([2, 2, 16]).slice(i, 1, 1).load(PART_ROWS)[None, :, :, :, None]
+
+
+@gluon.jit
+def part_sums(step):
+    """Sums of log2 decays of a part along its rows, and the part's totals `[2, 2, 64]`."""
+    flat_l: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [1, 4], [1, 0])
+    flat = gl.convert_layout(step.permute((3, 0, 1, 2, 4)).reshape([16, 256]), flat_l, assert_trivial=True)
+    c = gl.associative_scan(flat, 0, add)
+    total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
+    c = gl.convert_layout(c.reshape([16, 2, 2, 1, 64]).permute((1, 2, 3, 0, 4)), PART, assert_trivial=True)
+    return c, total
+
+
+@gluon.jit
+def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr):
+    """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
+    reference."""
+    a = exp2(d)
+    kn = widen(part(keys, i).load(PART)) * row_values(norm_k_s, i)
+    part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+    part(keys, i).store((kn * a).to(gl.bfloat16))
+    qn = widen(part(queries, i).load(PART)) * row_values(norm_q_s, i)
+    part(queries, i).store((qn * a).to(gl.bfloat16))
+
+
+@gluon.jit
+def own_step(x, row):
+    """`[64, 32]`, of a product `[64, 64]` of the chunk's rows the columns of each row's own step. What is dropped may have
+    overflowed."""
+    first, second = column_halves(x, ACC_HALF)
+    return gl.where(row < 32, first, second)
+
+
+@gluon.jit
+def substitute(x, diagonal_s):
+    """`X` with `(I + A) X = R` for the diagonal blocks of 16 rows of A, by forward substitution in fp32: a series would explode
+    and cancel on repeated keys. `x [4, 16, 32]`, a thread has all rows of a column; `diagonal_s [16, 4, 16]`: the columns of
+    -A's blocks."""
+    left_l: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, left_l))[None, :, None]
+    for c in gl.static_range(15):
+        x = gl.where(row > c, x + diagonal_s.index(c).load(left_l)[:, :, None] * pick(x, c)[:, None, :], x)
+    return x
+
+
+@gluon.jit
+def block_inverses(minus_A, square_s):
+    """For strictly lower `A [32, 32]` of both steps, `minus_A [64, 32]`: `[4, 16, 32]`, with D the inverses of the diagonal
+    blocks of `I + A` of 16 rows, D on the diagonal and `n = -D A` below it."""
+    left, right = gl.split(minus_A.reshape([64, 2, 16]).permute((0, 2, 1)))
+    block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
+    square_s.store(left)
+    side_l: gl.constexpr = gl.SliceLayout(2, SIDES)
+    x = square_s.reshape([4, 16, 16]).load(side_l)[:, :, None, :]
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SIDES))))[None, :, None, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SIDES))))[None, None, None, :]
+    side = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, SIDES))))[None, None, :, None]
+    of = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, SIDES))))[:, None, None, None]
+    own = of % 2 == side
+    x = gl.where(own, gl.where(i == j, 1.0, 0.0), gl.where(side == 0, x, 0.0))
+    diagonal = gl.where(block % 2 == 0, left, right)
+    columns_s = reinterpret(square_s, gl.float32, [1024], FLAT).reshape([16, 4, 16])
+    columns_s.permute((1, 2, 0)).store(diagonal.reshape([4, 16, 16]))
+    lines_s = reinterpret(square_s, gl.float32, [16, 4, 16], PLAIN)
+    return substitute(gl.convert_layout(x.reshape([4, 16, 32]), SOLVE, assert_trivial=True), lines_s)
+
+
+@gluon.jit
+def step_inverses(X_s):
+    """`(I + A)^-1` of both steps by halves of its columns `[64, 16]`, from what `block_inverses` gives:
+    `[[D0, 0], [n D0, D1]]`. The product is one of a high and a low bf16 each, without low times low."""
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
+    left, right = gl.split(X_s.load(ACC_HALF).reshape([64, 2, 16]).permute((0, 2, 1)))
+    n = gl.convert_layout(left.reshape([4, 16, 16]), left_l, assert_trivial=True)
+    n_high, n_low = split_high_low(n)
+    operand_l: gl.constexpr = gl.SliceLayout(0, right_l)
+    D_first = X_s.slice(0, 16).slice(0, 16, 1).load(operand_l)[None, :, :]
+    D_second = X_s.slice(32, 16).slice(0, 16, 1).load(operand_l)[None, :, :]
+    of = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, right_l)))[:, None, None]
+    D_high, D_low = split_high_low(gl.where(of < 2, D_first, D_second))
+    below = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
+    below = mma_v2(n_low, D_high, below)
+    below = mma_v2(n_high, D_low, below)
+    below = mma_v2(n_high, D_high, below)
+    below = gl.convert_layout(below.reshape([64, 16]), left.type.layout, assert_trivial=True)
+    block = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None] // 16
+    return gl.where(block % 2 == 0, left, below), right
+
+
+@gluon.jit
+def weighted_keys(high, low, keys, acc, use_acc: gl.constexpr):
+    acc = warpgroup_mma(high, keys, acc, use_acc=use_acc, is_async=True)
+    return warpgroup_mma(low, keys, acc, is_async=True)
+
+
+@gluon.jit
+def masked(x, mask):
+    """`x`, bf16, where `mask` is -1, and 0 where it is 0: two at a time."""
+    asm: gl.constexpr = "and.b32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def step_operands(x):
+    """From both steps' matrices `[64, 32]` in bf16: the left operands in registers of a product with the chunk's rows, 16 rows
+    at a time."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    left, right = gl.split(x.reshape([64, 2, 16]).permute((0, 2, 1)))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, left.type.layout))[:, None]
+    first = gl.where(row < 32, -1, 0)
+    left0 = gl.convert_layout(masked(left, first), layout, assert_trivial=True)
+    right0 = gl.convert_layout(masked(right, first), layout, assert_trivial=True)
+    left1 = gl.convert_layout(masked(left, ~first), layout, assert_trivial=True)
+    right1 = gl.convert_layout(masked(right, ~first), layout, assert_trivial=True)
+    return left0, right0, left1, right1
+
+
+@gluon.jit(do_not_specialize=SCALARS)
+def prepare_steps_kernel(
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    checkpoint_offsets,
+    tiles_d,
+    decay,
+    semaphores,
+    scale: gl.float32,
+    lower_bound: gl.float32,
+    T: gl.int32,
+    N: gl.int32,
+    HV: gl.int32,
+    group: gl.int32,
+    slots: gl.int32,
+    checkpoints: gl.int32,
+    q_batch: gl.int32,
+    q_token: gl.int32,
+    q_head: gl.int32,
+    k_batch: gl.int32,
+    k_token: gl.int32,
+    k_head: gl.int32,
+    g_batch: gl.int32,
+    g_token: gl.int32,
+    g_head: gl.int32,
+    beta_batch: gl.int32,
+    beta_token: gl.int32,
+    beta_head: gl.int32,
+    GATE: gl.constexpr,
+    BETA: gl.constexpr,
+    FLAGS: gl.constexpr,
+):
+    """One chunk and value head; * goes to memory:
+
+    g, then k and q          by cp.async
+          |
+          v                  d = log decay from the step's reference to the row, a = exp(d), b = exp(-d)
+    keys k a, queries q a, right k b  [64, K]                   * qa, kb, decay
+          |
+          v                  wgmma; of both products [64, 64] the columns of each row's own step
+    -A, Aqk [64, 32]
+          |
+          v                  a warp solves 16 rows in float32; n D0 by mma
+    (I + A)^-1 [64, 32]      times diag(beta): inverse          * inverse | Aqk
+          |
+          v                  wgmma, left operands in registers
+    -w [64, K]               in the keys' place                 * -w
+    """
+    K: gl.constexpr = 64 * KH
+    head, slot, tile = last_chunks_first(HV, False)
+    if tile == 0:
+        # `recurrence` counts up from zero
+        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(semaphores + flag, flag * 0)
+    # volatile: else the compiler moves these loads and that of `beta` behind the copies, where they queue
+    rate = decay_rate(A_log, head, volatile=True)
+    if dt_bias is not None:
+        channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
+    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+    if count <= 0:
+        return
+    batch = batch.to(gl.int32)
+    start = start.to(gl.int32)
+    count = gl.minimum(count, 64).to(gl.int32)
+    qk_head = head
+    if group > 1:
+        qk_head = head // group
+    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    decay += tile.to(gl.int64) * (4 * K)
+    first_row = tile * (TILES * 64)
+
+    keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    # the gate's input, then the right operands
+    right = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
+    # -A's blocks, first by rows, then by columns
+    blocks_s = gl.allocate_shared_memory(gl.float32, [64, 16], SQUARE)
+    norm_k_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    norm_q_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    unit_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    if dt_bias is not None:
+        bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+
+    acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
+    betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
+    g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN)
+    copy_chunk(g_s, g, g_token, count)
+    copy_chunk(keys, k, k_token, count)
+    copy_chunk(queries, q, q_token, count)
+    async_copy.commit_group()
+
+    # nothing decays past the end
+    unit_s.store(gl.where(acc_row < count, gate_unit(rate, lower_bound, GATE), 0.0))
+    betas = gl.where(acc_row < count, beta_value(betas, BETA), 0.0)
+    beta_s.store(betas)
+    biases = 0.0
+    if dt_bias is not None:
+        bias_s.store(gate_bias(bias, rate, GATE))
+        columns_l: gl.constexpr = gl.SliceLayout(1, COLUMNS)
+        biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
+
+    async_copy.wait_group(0)
+    # norms first: their MMAs and the sums of decays together need more registers than there are
+    norm_k_s.reshape([4, 16]).store(row_norms(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), True))
+    norm_q_s.reshape([4, 16]).store(row_norms(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), True) * scale)
+    x = widen(part(g_s, 0).load(PART))
+    before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
+    x = widen(part(g_s, 1).load(PART))
+    after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
+    at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
+    at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
+    at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
+    at_decay = decay + (at_step * (2 * K) + at_half * 64 + at_column)
+    gl.store(at_decay, exp2(middle))
+    gl.store(at_decay + K, exp2(rest))
+    decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, None, None, :], 0)
+    decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
+    fence_async_shared()
+    barrier()
+    for h in gl.static_range(KH):
+        store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
+        store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
+
+    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+    for h in gl.static_range(KH):
+        right_h = right.slice(64 * h, 64).permute((1, 0))
+        if h == 0:
+            A = warpgroup_mma(keys.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
+            Aqk = warpgroup_mma(queries.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
+        else:
+            A = warpgroup_mma(keys.slice(64 * h, 64), right_h, A, is_async=True)
+            Aqk = warpgroup_mma(queries.slice(64 * h, 64), right_h, Aqk, is_async=True)
+    A, Aqk = warpgroup_mma_wait(0, deps=[A, Aqk])
+    row = acc_row[:, None]
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
+    minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
+    Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
+
+    X = block_inverses(minus_A, blocks_s)
+    # the queries and the right operands have left
+    tma.store_wait(0)
+    barrier()
+    X_s = reinterpret(queries, gl.float32, [64, 32], STEP)
+    X_s.reshape([4, 16, 32]).store(X)
+    X_left, X_right = step_inverses(X_s)
+    columns: gl.constexpr = gl.SliceLayout(0, ACC_HALF)
+    # of each step
+    beta_first = beta_s.slice(0, 32).load(columns)[None, :]
+    beta_second = beta_s.slice(32, 32).load(columns)[None, :]
+    X = gl.convert_layout(gl.join(X_left, X_right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+    # negative, as w is stored
+    weights = X * gl.where(row < 32, -beta_first, -beta_second)
+    # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
+    # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.
+    high = round_pairs(weights)
+    low = round_pairs(weights - widen(high))
+    place = right.slice(0, 64)
+    place.store(beside(round_pairs(-weights), Aqk, ACC))
+
+    high0, high1, high2, high3 = step_operands(high)
+    low0, low1, low2, low3 = step_operands(low)
+    for h in gl.static_range(KH):
+        # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
+        w = weighted_keys(high0, low0, keys.slice(64 * h, 16), zero, False)
+        w = weighted_keys(high1, low1, keys.slice(64 * h + 16, 16), w, True)
+        w = weighted_keys(high2, low2, keys.slice(64 * h + 32, 16), w, True)
+        w = weighted_keys(high3, low3, keys.slice(64 * h + 48, 16), w, True)
+        w, high0, high1, high2, high3, low0, low1, low2, low3 = warpgroup_mma_wait(
+            0, deps=[w, high0, high1, high2, high3, low0, low1, low2, low3]
+        )
+        keys.slice(64 * h, 64).store(w.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    for h in gl.static_range(KH):
+        store_tile(tiles_d, [first_row + h * 64, 0], keys.slice(64 * h, 64))
+    store_tile(tiles_d, [first_row + 3 * KH * 64, 0], place)
+    tma.store_wait(0)
+
+
+def prepare_steps(call: StageCall) -> Launch:
+    problem, t, workspace = call.problem, call.t, call.workspace
+    slots = problem.B * problem.slots if problem.N > 0 else 0
+    return Launch(
+        prepare_steps_kernel,
+        slots * problem.HV,
+        (
+            *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
+            *(tiles(workspace["tiles"]), *workspace.select("decay", "semaphores")),
+            *(problem.scale, problem.lower_bound or 0.0),
+            *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
+            *stride_div8(t.q, t.k, t.g),
+            *strides(t.beta),
+        ),
+        dict(GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS),
+        num_warps=4,
+        scratch=call.buffers,
+        # four CTAs on an SM
+        max_registers=128,
+    )

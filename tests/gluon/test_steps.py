@@ -1,0 +1,160 @@
+"""`prepare` and `recurrence` in steps of 32 tokens, interpreted, against float64 and against chunks of 64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.hopper import build, recurrence
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import (
+    assert_close,
+    covered_tokens,
+    poisoned_memory,
+    relative_error,
+    same_bits,
+    tolerance_of,
+    truth,
+)
+
+from ..gpu.calls import KIMI, assert_same_bits, hold, on_gpu, slack_of
+from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
+from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id, pool_truth
+from ..unit.test_hopper_choice import TABLE
+from .interpreter import hopper_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "STEPS", True)
+
+
+def steps_call(case: Case) -> dict:
+    """Split or not: a split call keeps its chunks."""
+    call = make_call(case, BF16)
+    return call | {"g": call["g"].to(BF16), "backend": "hopper", "split": False}
+
+
+def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
+
+
+def check(case: Case) -> None:
+    call = steps_call(case)
+    hold(call, poisoned(call), truth(call), slack_of(case, call))
+
+
+BOUNDED = [case for case in TABLE if (case.safe or case.gate == "lower_bound") and case.l2norm and not case.h]
+
+
+@pytest.mark.parametrize("case", BOUNDED, ids=case_id)
+def test_cases(case: Case):
+    check(replace(case, K=128))
+
+
+SMALL = replace(KIMI, H=1, HV=2, V=64, state=FP32)
+
+
+@pytest.mark.parametrize(("v_first", "V"), [(False, 128), (True, 64)], ids=["K first", "V first"])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 130])
+def test_lengths(T: int, v_first: bool, V: int):
+    check(replace(SMALL, name="length", T=T, V=V, v_first=v_first))
+
+
+PLAIN = replace(SMALL, gate="none", lower_bound=None, safe=True, beta="value", T=192)
+HARD = [
+    replace(SMALL, name="random gates", memory="random", T=192),
+    replace(SMALL, name="slow gates", memory="slow", T=192),
+    replace(SMALL, name="pinned gates", hard="pinned", T=192),
+    *(replace(PLAIN, name=hard, hard=hard) for hard in ("g0", "g-5", "same_keys_2", "beta_to_2", "key_norms")),
+]
+MORE = (1.05, 1.15)
+"""How many times the errors of chunks of 64 those of `o` and the final state may be. Both round operands once, at other places;
+a state that remembers few tokens is a small sample."""
+
+
+@pytest.mark.parametrize("case", HARD, ids=case_id)
+def test_errors_are_those_of_chunks(case: Case, monkeypatch: pytest.MonkeyPatch):
+    call = steps_call(case)
+    want = truth(call)
+    found = poisoned(call)
+    monkeypatch.setattr(build, "STEPS", False)
+    before = poisoned(call)
+    assert not same_bits(found[0], before[0])
+    for got, old, true, more in zip(found, before, want, MORE):
+        assert relative_error(got, true) < more * relative_error(old, true)
+
+
+def test_small_values_at_the_bound():
+    """States of channels that decay by exp(-80) within half a step are lost where values are small, but little of o is."""
+    case = replace(PLAIN, name="small values", hard="g-5")
+    call = steps_call(case)
+    call["v"] = call["v"] * 1e-4
+    call["initial_state"] = None
+    want = truth(call)
+    assert relative_error(poisoned(call)[0], want[0]) < 4.6e-3
+
+
+PACKED = replace(SMALL, name="packed", lengths=(130, 0, 33, 1, 64, 95))
+
+
+def test_bits_are_a_sequence_s_own():
+    call = steps_call(PACKED)
+    together = poisoned(call)
+    for n, length in ((2, 33), (4, 64), (5, 95)):
+        begin = int(call["cu_seqlens"][n])
+        alone = call | {name: call[name][:, begin : begin + length] for name in ("q", "k", "v", "g", "beta")}
+        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
+        o, state = poisoned(alone)
+        assert same_bits(together[0][:, begin : begin + length], o) and same_bits(together[1][n : n + 1], state)
+
+
+@pytest.mark.parametrize("stream_k", [False, True], ids=["tiles", "stream-K"])
+def test_few_ctas_change_no_bit(stream_k: bool, monkeypatch: pytest.MonkeyPatch):
+    call = steps_call(replace(PACKED, HV=3, H=3, lengths=(300, 0, 520, 64, 1, 200)))
+    want = poisoned(call)
+    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: stream_k)
+    with hopper_on_cpu(sms=4, workers_first=not stream_k):
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
+POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.case in BOUNDED or case.case.gate == "lower_bound"]
+
+
+@pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
+def test_pools(pool_case: PoolCase):
+    case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
+    call = pool_call(replace(pool_case, case=case), BF16) | {"split": False}
+    true_o, true_pool = pool_truth(call)
+    tokens = covered_tokens(call)
+    o, _ = poisoned(call | {"backend": "hopper"})
+    assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
+    assert_close("pool", call["state_pool"], true_pool, tolerance_of(call) + 4e-3)
+
+
+BUFFERS = [case for case in CASES if case.case.gate == "lower_bound" and case.case.chunk_size == 64]
+
+
+@pytest.mark.parametrize("buffer_case", BUFFERS, ids=buffer_id)
+def test_buffers(buffer_case: BufferCase):
+    call = buffer_call(replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128)), BF16) | {"split": False}
+    want, tokens = buffer_truth(call), covered_tokens(call)
+    results = poisoned(call | {"backend": "hopper"})
+    assert_close("o", results[0][:, tokens], want.o[:, tokens], tolerance_of(call))
+    for name, wanted in (("checkpoint_states", want.buffer), ("final_state", want.final), ("state_pool", want.pool)):
+        if name in call:
+            assert_close(name, call[name], wanted, tolerance_of(call) + 4e-3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"K": 64}, {"l2norm": False}, {"gate": "softplus", "lower_bound": None}, {"h": True}], ids=str
+)
+def test_other_calls_keep_their_chunks(changes: dict):
+    problem, _ = fd.runtime.call.check(fd.chunk_kda, **steps_call(replace(SMALL, **changes)))
+    assert not build.in_steps(problem)
