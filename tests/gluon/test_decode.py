@@ -12,7 +12,17 @@ from flashdelta.testing.cases import BF16, FP32, case_id
 from flashdelta.testing.decoding import SINGLE_BF16, Step
 
 from ..gpu.test_decode import MODELS
-from ..support.decoding_checks import HOPPER_REPLAYED, check_replay, check_rounds, check_rows_of_records, check_step
+from ..support.decoding_checks import (
+    HOPPER_REPLAYED,
+    SPOILT,
+    check_floor,
+    check_replay,
+    check_rounds,
+    check_rows_of_records,
+    check_spoilt_token,
+    check_step,
+    check_wild_counts,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +48,16 @@ def test_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("hopper", K=64, dtype=BF16)
+
+
+@pytest.mark.parametrize(("name", "token"), SPOILT)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
+    check_spoilt_token(name, token, "lower_bound", "hopper", K=64, dtype=BF16)
+
+
+def test_sixteen_tokens_at_the_floor_of_the_gate():
+    check_floor("hopper", dtype=BF16)
+
+
+def test_wild_counts_of_records():
+    check_wild_counts("hopper")

@@ -186,8 +186,11 @@ def verify_kernel(
         *(most_tokens, lowest, start_slots, target_slots, False),
     )
     initial_state += slot * start_pitch + head * (K * V)
-    first = load_keys(initial_state, 0, read, V, K, state_l)
-    second = load_keys(initial_state, 1, read, V, K, state_l)
+    # as many registers as there are for it: all of a bfloat16 state, half of another
+    AHEAD_STEPS: gl.constexpr = 64 // initial_state.dtype.element_ty.primitive_bitwidth
+    tiles = (load_keys(initial_state, 0, read, V, K, state_l), load_keys(initial_state, 1, read, V, K, state_l))
+    for i in gl.static_range(2, min(AHEAD_STEPS, K // STEP)):
+        tiles += (load_keys(initial_state, i, read, V, K, state_l),)
 
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, row_l))
     key = gl.arange(0, K, layout=gl.SliceLayout(0, row_l))
@@ -247,15 +250,14 @@ def verify_kernel(
     sums = gl.zeros([V, ROWS], gl.float32, layout=sums_l)
     for i in gl.static_range(K // STEP):
         high, low = load_parts(rows_s, i, True, rows_l)
-        if first.dtype == gl.float32:
-            sums = dot3(two_parts(first), (high, low), sums)
+        if i + AHEAD_STEPS < K // STEP:
+            tiles += (load_keys(initial_state, i + AHEAD_STEPS, read, V, K, state_l),)
+        if tiles[i].dtype == gl.float32:
+            sums = dot3(two_parts(tiles[i]), (high, low), sums)
         else:
-            exact = first.to(gl.float32)
+            exact = tiles[i].to(gl.float32)
             sums = mma_v2(exact, low, sums, input_precision="tf32")
             sums = mma_v2(exact, high, sums, input_precision="tf32")
-        first = second
-        if i + 2 < K // STEP:
-            second = load_keys(initial_state, i + 2, read, V, K, state_l)
 
     sums_s = gl.allocate_shared_memory(gl.float32, [V, ROWS], exchanged)
     sums_s.store(sums)
