@@ -194,9 +194,9 @@ def load_gate(buffers, h, dtype: gl.constexpr):
 
 
 @gluon.jit
-def row_norms(pair_s, L2NORM: gl.constexpr):
-    """Factors `[4, 16]` of 64 rows `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1. The sums are the diagonal of the Gram
-    matrix, by blocks of 16 rows."""
+def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
+    """Factors `[4, 16]` of the 64 rows of a pair of blocks `[KH, 64, 64]`: `1 / sqrt(sum x^2 + eps)` or 1, for queries times
+    `scale`. The sums are the diagonal of the Gram matrix, by blocks of 16 rows."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(2, GRAM)
@@ -213,14 +213,7 @@ def row_norms(pair_s, L2NORM: gl.constexpr):
         factor = gl.rsqrt(total + L2_EPS)
     else:
         factor = gl.full((4, 16), 1.0, gl.float32, layout=row_l)
-    return factor
-
-
-@gluon.jit
-def row_factors(pair_s, scale, KEYS_FIRST: gl.constexpr, L2NORM: gl.constexpr):
-    """`row_norms` of a pair of blocks, for queries times `scale`."""
-    factor = row_norms(pair_s, L2NORM)
-    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, factor.type.layout))[:, None]
+    tile = gl.arange(0, 4, layout=gl.SliceLayout(1, row_l))[:, None]
     return gl.where((tile < 2) == KEYS_FIRST, factor, factor * scale)
 
 

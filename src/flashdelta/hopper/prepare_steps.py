@@ -47,7 +47,7 @@ from .device.portable import decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, tiles
-from .prepare import FLAT, GRAM, PLAIN, TILE, row_norms
+from .prepare import FLAT, GRAM, PLAIN, TILE, row_factors
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
@@ -329,8 +329,10 @@ def prepare_steps_kernel(
 
     async_copy.wait_group(0)
     # norms first: their MMAs and the sums of decays together need more registers than there are
-    norm_k_s.reshape([4, 16]).store(row_norms(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), True))
-    norm_q_s.reshape([4, 16]).store(row_norms(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), True) * scale)
+    norm_k_s.reshape([4, 16]).store(row_factors(reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True))
+    norm_q_s.reshape([4, 16]).store(
+        row_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True) * scale
+    )
     x = widen(part(g_s, 0).load(PART))
     before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
     x = widen(part(g_s, 1).load(PART))
