@@ -151,7 +151,8 @@ def standing_in(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-STEP = "Kimi-K3's step"
+STEP = "Kimi-K3"
+"""Its own fused kernels are CUDA code, as is FlashKDA."""
 
 
 def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
