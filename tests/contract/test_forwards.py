@@ -74,8 +74,8 @@ class Served:
         windows = step.windows(16)
         self.forward.__globals__["is_conv_state_dim_first"] = lambda: dim_first
         self.layer.kda_decode_backend, self.layer.kda_spec_decode_backend = step.backends()
-        self.layer.decode_conv1d_weight = step.filters.view(3, -1, 4).mT.contiguous()
-        self.layer.decode_norm_weight = step.norm.float()
+        self.layer.decode_conv1d_weight = step.parts
+        self.layer.decode_norm_weight = step.wide_norm
         self.layer.kv_cache = (windows if dim_first else windows.mT, self.pool)
         self.layer.o_norm = SimpleNamespace(eps=EPS)
         return windows

@@ -338,18 +338,18 @@ def null_step(
     bound: float | None,
     device: torch.device,
     sequences: int = 1,
-    channels_first: bool = False,
+    window: tuple[int, int] | None = None,
 ) -> Arguments:
-    """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection."""
-    (x, window, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
+    """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
+    (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
     make = functools.partial(torch.zeros, device=device)
     width = -(-(4 * H * K + K + H) // 16) * 16
     mixed, z, _, beta, _ = make(rows, width, dtype=x).split([C, H * K, K, H, width - 4 * H * K - K - H], dim=1)
-    places = W - 1 + spec
+    windows = make(1, *(window or (W - 1 + spec, C)), dtype=dtypes[1])
     step: Arguments = {
         "x": mixed,
         "weight": make(3, W, H * K),
-        "conv_state": make(1, C, places, dtype=window) if channels_first else make(1, places, C, dtype=window).mT,
+        "conv_state": windows if windows.shape[1] == C else windows.mT,
         "raw_g": make(1, rows, H, K, dtype=x),
         "raw_beta": beta[None],
         "A_log": make(H),
@@ -523,9 +523,8 @@ def built_k3(theirs: Theirs, call: Arguments) -> None:
     sizes = layer.local_num_heads, layer.head_dim, layer.conv_size, dtypes
     wanted = [(0, 1), (0, MANY)] if layer.kda_decode_backend == OURS else []
     wanted += [(layer.num_spec, 1)] if layer.kda_spec_decode_backend == PACKED else []
-    by_channel = window[0] > window[1]
     for spec, sequences in wanted:
-        kind = (*sizes, spec, layer.gate_lower_bound, device, sequences, by_channel)
+        kind = (*sizes, spec, layer.gate_lower_bound, device, sequences, tuple(window))
         if (*sizes[:3], *dtypes, spec) in _fused and kind not in _warmed:
             _warmed.add(kind)
             with torch.inference_mode():

@@ -390,6 +390,8 @@ class K3Step:
         self.channels = 3 * model.H * model.D
         self.filters = model.source.normal(self.channels, 4) / 2
         self.norm = (1 + model.source.normal(model.D) / 10).to(model.dtype)
+        # as vLLM keeps them for fused steps
+        self.parts, self.wide_norm = self.filters.view(3, -1, 4).mT.contiguous(), self.norm.float()
         self.call = SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.KIMI_K3, _vllm.OPS), UNFUSED))
 
     def windows(self, slots: int) -> Tensor:
@@ -414,10 +416,10 @@ class K3Step:
         self, batch: Batch, z: Tensor, pool: Tensor, windows: Tensor, slots: Tensor, accepted: Tensor | None = None
     ) -> Tensor:
         """`[1, T, H, D]`. With counts of `accepted` tokens it is a round with drafts, whose `slots` are `[N, 1 + drafts]`."""
-        model, out = self.model, torch.full_like(batch.v, torch.nan)
+        model, out = self.model, torch.empty_like(batch.v)
         given: dict[str, Any] = {
             "x": batch.mixed,
-            "weight": self.filters.view(3, -1, 4).mT.contiguous(),
+            "weight": self.parts,
             "conv_state": windows,
             "raw_beta": batch.beta,
             "A_log": model.A_log,
@@ -426,7 +428,7 @@ class K3Step:
             "state": pool,
             "lower_bound": model.lower_bound,
             "output_gate": z,
-            "norm_weight": self.norm.float(),
+            "norm_weight": self.wide_norm,
             "norm_eps": EPS,
         }
         if accepted is None:
@@ -444,15 +446,15 @@ class K3Step:
         slots: Tensor,
         accepted: Tensor | None = None,
     ) -> Tensor:
-        """The same by vLLM's kernels, one after the other."""
-        model, mixed = self.model, torch.empty_like(batch.mixed)
+        """The same as vLLM's layer has it: kernel by kernel."""
+        model, mixed, core = self.model, torch.empty_like(batch.mixed), torch.empty_like(batch.v)
         gate = {"A_log": model.A_log, "dt_bias": model.dt_bias, "lower_bound": model.lower_bound}
         given: dict[str, Any] = {"raw_g": batch.g, "raw_beta": batch.beta, **gate, "initial_state": pool}
         convolve = functools.partial(theirs["causal_conv1d_update"], activation="silu", out=mixed)
         if accepted is None:
             convolve(batch.mixed, windows, self.filters, None, conv_state_indices=slots, validate_data=True)
             step = theirs["fused_recurrent_kda_packed_decode"]
-            o, _ = step(mixed_qkv=mixed, **given, state_indices=slots)
+            core.copy_(step(mixed_qkv=mixed, **given, state_indices=slots)[0])
         else:
             counts = {"num_accepted_tokens": accepted, "query_start_loc": batch.offsets}
             most = slots.shape[1]
@@ -461,8 +463,8 @@ class K3Step:
             )
             q, k, v = (x.unflatten(1, (model.H, model.D))[None] for x in mixed.chunk(3, dim=1))
             at = {"ssm_state_indices": slots, "num_accepted_tokens": accepted, "cu_seqlens": batch.offsets}
-            o, _ = theirs["fused_recurrent_kda"](q=q, k=k, v=v, **given, **at, out=torch.zeros_like(batch.v))
-        return theirs["rms_norm_gated"](o, z, self.norm, None, "sigmoid", eps=EPS)
+            theirs["fused_recurrent_kda"](q=q, k=k, v=v, **given, **at, out=core)
+        return theirs["rms_norm_gated"](core, z, self.norm, None, "sigmoid", eps=EPS)
 
     def exact(
         self, batch: Batch, z: Tensor, pool: Tensor, windows: Tensor, slots: Tensor, accepted: Tensor | None = None
