@@ -342,7 +342,7 @@ def null_step(
 ) -> Arguments:
     """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
     (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
-    make = functools.partial(torch.zeros, device=device)
+    make = functools.partial(torch.zeros, dtype=torch.float32, device=device)  # whatever the default dtype is
     width = -(-(4 * H * K + K + H) // 16) * 16
     mixed, z, _, beta, _ = make(rows, width, dtype=x).split([C, H * K, K, H, width - 4 * H * K - K - H], dim=1)
     windows = make(1, *(window or (W - 1 + spec, C)), dtype=dtypes[1])
@@ -586,6 +586,7 @@ FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indi
 
 STORED = "non_spec_state_indices_tensor"
 K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
+K3_FUSED, K3_DRAFTS = "self.kda_decode_backend != 'triton'", "self.kda_spec_decode_backend == 'flashinfer'"
 K3_STATES = "last_recurrent_state.to(recurrent_state.dtype)"
 
 STATEMENTS = (
@@ -594,15 +595,11 @@ STATEMENTS = (
     Statement(
         KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("
     ),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "if self.kda_spec_decode_backend == 'flashinfer' and "),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "if self.kda_decode_backend != 'triton' and "),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "if self.kda_decode_backend == 'flashinfer':"),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "ops.fused_kda_decode(x=mixed_qkv, "),
-    Statement(
-        KIMI_K3,
-        "KimiK3DeltaAttention.__init__",
-        "if self.kda_decode_backend != 'triton' or self.kda_spec_decode_backend == 'flashinfer':",
-    ),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_DRAFTS} and has_spec_decode and (m.num_prefills == 0)"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_FUSED} and self.decode_conv1d_weight is not None"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "self.kda_decode_backend == 'flashinfer'"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "ops.fused_kda_decode("),
+    Statement(KIMI_K3, "KimiK3DeltaAttention.__init__", f"{K3_FUSED} or {K3_DRAFTS}"),
     Statement(
         GLM, "Glm5NextLinearAttention._forward", f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"
     ),
