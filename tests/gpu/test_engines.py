@@ -22,7 +22,7 @@ from flashdelta.testing.engine_kernels import ENVIRONMENT, STEP, own_functions
 from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_outputs
 from flashdelta.testing.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 
-from ..support.serving import serve
+from ..support.serving import serve, serve_steps
 from .calls import compilations
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,13 @@ def test_rounds_of_random_arrivals(name: str, drafts: int):
     found = serve(LAYERS[name], Model(4, 128), drafts, TOLERANCE_FOR_FEW, rounds)
     print(f"{name}: {found.finished} requests, {found.calls} calls, {found.hits} prefix-cache hits")
     assert found.finished > rounds // 4
+
+
+@pytest.mark.parametrize("by_channel", (False, True))
+@pytest.mark.parametrize("drafts", (0, 3))
+@torch.inference_mode()
+def test_rounds_of_whole_steps(drafts: int, by_channel: bool):
+    assert serve_steps(K3Step(Model(4, 128), drafts, by_channel), TOLERANCE_FOR_FEW, 1000) > 250
 
 
 @pytest.mark.parametrize("name", ("Kimi-Linear", "SGLang"))

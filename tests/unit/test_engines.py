@@ -27,7 +27,7 @@ from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model
 from flashdelta.testing.oracle import TOLERANCE
 
-from ..support.serving import serve
+from ..support.serving import serve, serve_steps
 
 ROUNDS = 12
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
@@ -63,6 +63,12 @@ def test_states_and_tokens_in_bfloat16(make: type[KimiLinear]):
 @pytest.mark.parametrize("make", [x for x in LAYERS.values() if softplus(x)])
 def test_the_gate_without_a_bound(make: type[KimiLinear]):
     assert serve(make, small(lower_bound=None), 1, 10 * TOLERANCE[FP32], ROUNDS // 2).finished
+
+
+@pytest.mark.parametrize("by_channel", (False, True))
+@pytest.mark.parametrize("drafts", (0, 2))
+def test_serving_whole_steps(drafts: int, by_channel: bool):
+    assert serve_steps(K3Step(small(), drafts, by_channel), 10 * TOLERANCE[FP32], 3 * ROUNDS) >= 16
 
 
 # ---- what an adapter does, and what stays the engine's -----------------------------------------------------------------------

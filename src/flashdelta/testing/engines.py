@@ -484,6 +484,16 @@ class K3Step:
         o = fused_kda_decode(**exact, state_indices=slots, **drafts, **options, backend="reference")
         return o.view(1, *batch.v.shape[1:]), exact["state"]
 
+    def exact_sequence(self, rows: Tensor, z: Tensor) -> Tensor:
+        """Outputs `[T, H, D]` of one new sequence, in float64."""
+        x = torch.nn.functional.pad(rows[:, : self.channels].double().mT, (3, 0))
+        mixed = torch.nn.functional.silu(
+            torch.nn.functional.conv1d(x, self.filters.double()[:, None], groups=self.channels)
+        )
+        o = exact_outputs(self.model, torch.cat((mixed.mT, rows[:, self.channels :].double()), dim=1))
+        scale = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        return o * scale * self.norm.double() * z.double().sigmoid()
+
 
 UNFUSED = {
     "resolve_kda_decode_backend": lambda **call: "triton",
