@@ -52,7 +52,7 @@ CALLERS = {
 }
 """Modules whose code calls what is replaced."""
 
-OWN = {_vllm.KIMI_LINEAR: _vllm.KIMI_KERNELS, _vllm.KIMI_K3: _vllm.KIMI_KERNELS}
+OWN = {_vllm.KIMI_LINEAR: (_vllm.KIMI_KERNELS,), _vllm.KIMI_K3: (_vllm.KIMI_KERNELS, _vllm.OPS)}
 """Where those import kernels from."""
 
 
@@ -65,7 +65,7 @@ def test_what_callers_pass(found: tuple[Engine, Source]):
             continue
         tree, _ = source.tree(module)
         for seam in seams:
-            there = seam.module in (module, OWN.get(module)) or engine.name == "sglang"
+            there = seam.module in (module, *OWN.get(module, ())) or engine.name == "sglang"
             if not isinstance(seam, Seam) or not there or seam.name.endswith("__"):
                 continue
             for call in calls(tree, seam.name.split(".")[-1]):
@@ -130,7 +130,9 @@ def use_of(node: ast.AST, parents: dict) -> str:
 LAYER = {"head_dim", "model_config"}
 READ = {
     _vllm.KIMI_LINEAR: LAYER - {"model_config"} | {"gate_lower_bound"},
-    _vllm.KIMI_K3: LAYER - {"model_config"} | {"gate_lower_bound", "_checkpoint_exporter"},
+    _vllm.KIMI_K3: LAYER - {"model_config"}
+    | {"gate_lower_bound", "_checkpoint_exporter", "local_num_heads", "conv_size"}
+    | {"kda_decode_backend", "kda_spec_decode_backend"},
     _vllm.GLM: LAYER - {"model_config"} | {"kda_lower_bound", "_checkpoint_exporter"},
     _vllm.LING: LAYER | {"lower_bound", "safe_gate", "num_speculative_tokens"},
 }

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from flashdelta.integrations import _vllm
 from flashdelta.integrations.seams import Replacement, Seam, Source
-from flashdelta.testing.cases import FP32
+from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.engine_kernels import wheel
-from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model, adapted
+from flashdelta.testing.engines import EPS, LAYERS, Batch, K3Step, KimiLinear, Marks, Model, adapted
 from flashdelta.testing.oracle import TOLERANCE, relative_error, same_bits
 
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
@@ -69,6 +69,17 @@ class Served:
         self.forward: Callable[..., None] = contents["_forward"]
         self.layer = self.attributes()
 
+    def fuse(self, step: K3Step, dim_first: bool) -> Tensor:
+        """Gives a layer of Kimi-K3's the backends and weights of a fused step. Returns the pool of its windows."""
+        windows = step.windows(16)
+        self.forward.__globals__["is_conv_state_dim_first"] = lambda: dim_first
+        self.layer.kda_decode_backend, self.layer.kda_spec_decode_backend = step.backends()
+        self.layer.decode_conv1d_weight = step.parts
+        self.layer.decode_norm_weight = step.wide_norm
+        self.layer.kv_cache = (windows if dim_first else windows.mT, self.pool)
+        self.layer.o_norm = SimpleNamespace(eps=EPS)
+        return windows
+
     def globals(self) -> dict[str, Any]:
         """Of its module, stood in for."""
         metadata = dict.fromkeys(("GDNAttentionMetadata", "KimiK3KDAMetadata"), SimpleNamespace)
@@ -78,6 +89,7 @@ class Served:
             "rearrange": rearrange,
             "current_platform": SimpleNamespace(is_rocm=lambda: False),
             "is_conv_state_dim_first": lambda: True,
+            "ops": SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.OPS,))),
             "causal_conv1d_fn": convolved,
             "causal_conv1d_update": convolved,
             "get_forward_context": lambda: SimpleNamespace(attn_metadata={"layer": self.metadata}),
@@ -242,3 +254,131 @@ def test_drafts_beside_prefills(served: Served):
     # vLLM makes rows dense that are not in ours, and products of matrices add up in another order
     for got, want in ((o[:, mine], prompts), (o[:, others], verified), (served.pool, other)):
         assert relative_error(got, want) < TOLERANCE[FP32]
+
+
+# ---- Kimi-K3's fused steps ---------------------------------------------------------------------------------------------
+
+by_channel = pytest.mark.parametrize("dim_first", (False, True))
+
+
+@by_channel
+def test_fused_decode(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
+    """With a padded sequence, and rows of a captured graph past the tokens."""
+    served = Served("Kimi-K3", monkeypatch)
+    step = K3Step(served.model, 0, dim_first)
+    windows = served.fuse(step, dim_first)
+    own, other = windows.clone(), served.pool.clone()
+    batch, slots = Batch(served.model, served.model.tokens(5), [1] * 5), served.model.index([4, 9, 2, 0, 7])
+    counts = {"num_decodes": 4, "num_actual_tokens": 4}
+    o = served.run(batch, **counts, non_spec_state_indices_tensor=slots)
+    first = Batch(served.model, batch.rows[:4], [1] * 4)
+    with torch.inference_mode():
+        want, states = step.exact(first, batch.g[0, :4], other, own, slots[:4])
+    assert relative_error(o[:, :4], want) < TOLERANCE[FP32] and relative_error(served.pool, states) < TOLERANCE[FP32]
+    assert not o[:, 3].any() and o[:, 4].isnan().all()
+    moved = (windows != own).flatten(1).any(1).nonzero().flatten().tolist()
+    assert moved == [2, 4, 9] and same_bits(windows[4, :, 2], batch.mixed[0])
+
+
+@by_channel
+def test_fused_verification(dim_first: bool, monkeypatch: pytest.MonkeyPatch):
+    """Of three sequences, the last one padding, with counts for more."""
+    served = Served("Kimi-K3", monkeypatch)
+    step = K3Step(served.model, DRAFTS, dim_first)
+    windows = served.fuse(step, dim_first)
+    own, other = windows.clone(), served.pool.clone()
+    batch, metadata = drafts(served, [3, 2, 0])
+    accepted = metadata["num_accepted_tokens"]
+    metadata["num_accepted_tokens"] = torch.cat((accepted, accepted))
+    z = batch.g[0]
+    o = served.run(batch, **metadata)
+    with torch.inference_mode():
+        want, states = step.exact(batch, z, other, own, metadata["spec_state_indices_tensor"], accepted)
+    assert relative_error(o, want) < TOLERANCE[FP32] and relative_error(served.pool, states) < TOLERANCE[FP32]
+    moved = (windows != own).flatten(1).any(1).nonzero().flatten().tolist()
+    assert moved == [6, 10] and same_bits(windows[6, :, 2:5], batch.mixed[:3].T)
+
+
+def choices(monkeypatch: pytest.MonkeyPatch, capability: int) -> dict[str, Callable[..., str]]:
+    """vLLM's own functions that choose a layer's kernels, on a GPU of that capability, with ours around them."""
+    source = Source(zipfile.Path(wheel(Path(str(FOLDER)), "vllm", _vllm.ENGINE.read[-1])))
+    names = ("is_fused_kda_decode_supported", "is_flashinfer_fused_kda_decode_supported")
+    names += ("is_flashinfer_fused_kda_spec_decode_supported",)
+    chosen = ("resolve_kda_decode_backend", "resolve_kda_spec_decode_backend")
+    platform = SimpleNamespace(
+        is_device_capability=lambda x: x == capability,
+        is_device_capability_family=lambda x: x // 10 == capability // 10,
+        get_device_capability=lambda: divmod(capability, 10),
+    )
+    kernels = SimpleNamespace(_C=SimpleNamespace(fused_kda_decode=None))
+    contents = {
+        "torch": SimpleNamespace(bfloat16=BF16, float32=FP32, dtype=torch.dtype, ops=kernels),
+        "current_platform": platform,
+        "logger": SimpleNamespace(info_once=lambda *x: None),
+        "is_conv_state_dim_first": lambda: False,
+        "has_flashinfer_fused_kda_decode": lambda: True,
+        "has_flashinfer_packed_fused_kda_decode": lambda: True,
+    }
+    nodes = [source.definition(_vllm.KIMI_K3, name) for name in (*names, *chosen)]
+    exec(compile(ast.Module(nodes, []), _vllm.KIMI_K3, "exec"), contents)
+    monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
+    found = adapted(_vllm.SEAMS, (_vllm.KIMI_K3,), {name: contents[name] for name in chosen})
+    return {name: found[name] for name in chosen}
+
+
+LAYER = {"num_heads": 12, "head_dim": 128, "conv_width": 4, "num_spec": 0}
+LAYER |= dict.fromkeys(("input_dtype", "conv_state_dtype"), BF16) | {"recurrent_state_dtype": FP32, "backend": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "chosen"),
+    [
+        (90, {}, "native"),
+        (90, {"num_heads": 32}, "flashdelta"),
+        (90, {"num_heads": 6}, "flashdelta"),
+        (90, {"recurrent_state_dtype": BF16}, "flashdelta"),
+        (90, {"num_spec": 3}, "flashdelta"),
+        (80, {}, "flashdelta"),
+        (100, {}, "native"),
+        (90, {"num_heads": 32, "backend": "triton"}, "triton"),
+        (90, {"head_dim": 96}, "triton"),
+        (100, {"num_heads": 32, "backend": "flashinfer"}, "flashinfer"),
+    ],
+)
+def test_where_steps_are_fused(capability: int, changes: dict, chosen: str, monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own fused kernels stay where it has them."""
+    assert choices(monkeypatch, capability)["resolve_kda_decode_backend"](**LAYER | changes) == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "chosen"),
+    [
+        (90, {"num_spec": 3}, "flashinfer"),
+        (90, {"num_spec": 16}, "flashinfer"),
+        (90, {"num_spec": 17}, "native"),
+        (90, {}, "native"),
+        (90, {"num_spec": 3, "backend": "native"}, "native"),
+        (90, {"num_spec": 3, "use_recoverssm": True}, "native"),
+        (90, {"num_spec": 3, "lower_bound": None}, "native"),
+    ],
+)
+def test_where_verification_is_fused(capability: int, changes: dict, chosen: str, monkeypatch: pytest.MonkeyPatch):
+    """It bears FlashInfer's name, whose kernel is for other GPUs."""
+    given = LAYER | {"lower_bound": -5.0, "use_recoverssm": False} | changes
+    assert choices(monkeypatch, capability)["resolve_kda_spec_decode_backend"](**given) == chosen
+
+
+def test_layers_without_ours_stay(monkeypatch: pytest.MonkeyPatch):
+    """Their calls reach vLLM's functions with all of their arguments."""
+    monkeypatch.setattr(_vllm, "_fused", set())
+    monkeypatch.setattr(_vllm, "runs", lambda *x: False)
+    step = K3Step(Model(H, D, dtype=FP32, device="cpu"), DRAFTS)
+    assert step.backends() == ("triton", "native")
+    seen: list[dict] = []
+    theirs = dict.fromkeys(("fused_kda_decode", "flashinfer_packed_fused_kda_decode"), lambda **call: seen.append(call))
+    step.call = SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.KIMI_K3, _vllm.OPS), theirs))
+    batch = Batch(step.model, step.model.tokens(2), [1, 1])
+    given = batch, step.output_gate(2), step.model.pool(3), step.windows(3)
+    step.fused(*given, step.model.index([1, 2]))
+    step.fused(*given, step.model.index([1, 2]).view(2, 1), step.model.index([1, 1]))
+    assert [len(x) for x in seen] == [15, 16] and all(x["x"] is batch.mixed for x in seen)

@@ -6,20 +6,24 @@ The latter want `FLASHDELTA_ENGINES`: a folder made by `python -m flashdelta.tes
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flashdelta.integrations import _vllm
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engine_kernels import ENVIRONMENT, own_functions
-from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model, SGLang, exact_outputs
+from flashdelta.testing.engine_kernels import ENVIRONMENT, STEP, own_functions
+from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_outputs
 from flashdelta.testing.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 
-from ..support.serving import serve
+from ..support.serving import serve, serve_steps
+from .calls import compilations
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +42,13 @@ def test_rounds_of_random_arrivals(name: str, drafts: int):
     found = serve(LAYERS[name], Model(4, 128), drafts, TOLERANCE_FOR_FEW, rounds)
     print(f"{name}: {found.finished} requests, {found.calls} calls, {found.hits} prefix-cache hits")
     assert found.finished > rounds // 4
+
+
+@pytest.mark.parametrize("by_channel", (False, True))
+@pytest.mark.parametrize("drafts", (0, 3))
+@torch.inference_mode()
+def test_rounds_of_whole_steps(drafts: int, by_channel: bool):
+    assert serve_steps(K3Step(Model(4, 128), drafts, by_channel), TOLERANCE_FOR_FEW, 1000) > 250
 
 
 @pytest.mark.parametrize("name", ("Kimi-Linear", "SGLang"))
@@ -214,6 +225,103 @@ def test_decode_and_verify_beside_theirs(name: str, heads: int, state: torch.dty
         outputs["verify"].append(out[0])
     for what, (ours, theirs, want) in outputs.items():
         hold(ours, theirs, want, f"{name}, {heads} heads, {what}", ALLOWED_OF_FEW)
+
+
+STEPS = pytest.mark.parametrize("drafts", (0, 3), ids=("decode", "verify"))
+
+
+@beside
+@STEPS
+@pytest.mark.parametrize("by_channel", (False, True))
+@pytest.mark.parametrize("heads", (12, 32))
+@pytest.mark.parametrize("state", (FP32, BF16), ids=("fp32", "bf16"))
+@torch.inference_mode()
+def test_a_whole_step_beside_the_chain(drafts: int, by_channel: bool, heads: int, state: torch.dtype):
+    """Convolution, attention and norm of Kimi-K3: two rounds, the second of which starts from windows and states of the first.
+    The windows must have the same bits."""
+    model, count = Model(heads, 128, state=state), 40
+    step, counts = K3Step(model, drafts, by_channel), model.index([1 + i % (1 + drafts) for i in range(count)])
+    assert step.backends() == ("flashdelta", "flashinfer" if drafts else "native")
+    tokens, slots = count * (1 + drafts), model.index(range(1, count * (1 + drafts) + 1))
+    pool, windows = model.pool(tokens + 1), step.windows(tokens + 1)
+    accepted = (torch.ones_like(counts), counts) if drafts else (None, None)
+    slots = slots.view(count, 1 + drafts) if drafts else slots
+    chain = functools.partial(step.chain, own_functions(STEP))
+    for what, given in zip(("first", "second"), accepted):
+        batch, z = Batch(model, model.tokens(tokens), [1 + drafts] * count), step.output_gate(tokens)
+        want, states = step.exact(batch, z, pool, windows, slots, given)
+        found = []
+        for run in (step.fused, chain):
+            own, kept = model.pool(tokens + 1).copy_(pool), windows.clone(memory_format=torch.preserve_format)
+            found.append((run(batch, z, own, kept, slots, given), own, kept))
+        hold(found[0][0], found[1][0], want, f"{heads} heads, {what} round", ALLOWED_OF_FEW)
+        hold(found[0][1], found[1][1], states, f"{heads} heads, states of the {what} round", ALLOWED_OF_FEW)
+        assert same_bits(found[0][2], found[1][2])
+        _, pool, windows = found[0]
+
+
+@STEPS
+@pytest.mark.parametrize("by_channel", (False, True))
+@torch.inference_mode()
+def test_graphs_of_a_whole_step(drafts: int, by_channel: bool):
+    """Of one that is captured for eight sequences, and replayed for fewer, in other slots, with fewer tokens."""
+    model, per = Model(4, 128), 1 + drafts
+    step = K3Step(model, drafts, by_channel)
+    step.backends()
+    pool, windows, z = model.pool(40), step.windows(40), step.output_gate(8 * per)
+    batch, accepted = Batch(model, model.tokens(8 * per), [per] * 8), model.index([1] * 8)
+    table = model.index(range(1, 33)).view(8, 4)[:, :per].contiguous()
+    slots = table if drafts else table.flatten()
+
+    def run() -> Tensor:
+        return step.fused(batch, z, pool, windows, slots, accepted if drafts else None)
+
+    graph, o = captured(run)
+    order = model.index([9, 20, 0, 5, 31, 0, 0, 0])
+    slots.copy_(torch.where(order[:, None] > 0, table.flip(0), 0) if drafts else order)
+    batch.rows.copy_(model.tokens(8 * per))
+    if drafts:
+        batch.offsets.copy_(model.index([0, 3, 5, 6, 8, 12, 12, 12, 12]))
+        accepted.copy_(model.index([1, 3, 1, 2, 4, 1, 1, 1]))
+    before = pool.clone(), windows.clone(memory_format=torch.preserve_format)
+    graph.replay()
+    found = o.clone(), pool.clone(), windows.clone()
+    pool.copy_(before[0])
+    windows.copy_(before[1])
+    want, covered = run(), slice(0, 12 if drafts else 8)
+    assert same_bits(found[0][:, covered], want[:, covered])
+    assert same_bits(found[1], pool) and same_bits(found[2], windows)
+    assert not same_bits(pool, before[0]) and same_bits(pool[0], before[0][0]) and same_bits(windows[0], before[1][0])
+
+
+@pytest.mark.parametrize("state", (FP32, BF16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("by_channel", (False, True))
+@torch.inference_mode()
+def test_a_layer_that_is_built_compiles_its_steps(state: torch.dtype, by_channel: bool):
+    """Afterwards no batch of either kind compiles."""
+    model = Model(16, 128, state=state)  # as in vLLM, rows lie a multiple of 16 elements apart
+    step = K3Step(model, 3, by_channel)
+    backend, verify = step.backends()
+    places, channels = 6, step.channels
+    layer = SimpleNamespace(
+        **dict(local_num_heads=16, head_dim=128, conv_size=4, num_spec=3, gate_lower_bound=-5.0),
+        model_config=SimpleNamespace(dtype=BF16),
+        get_state_shape=lambda: ((channels, places) if by_channel else (places, channels), (16, 128, 128)),
+        get_state_dtype=lambda: (BF16, state),
+        kda_decode_backend=backend,
+        kda_spec_decode_backend=verify,
+    )
+    _vllm.built_k3(lambda **call: None, {"self": layer})
+    pool, windows = model.pool(200), step.windows(200)
+    with compilations() as names:
+        for count in (1, 3, 60):
+            slots = model.index(range(1, 3 * count + 1)).view(3, count)
+            step.fused(Batch(model, model.tokens(count), [1] * count), step.output_gate(count), pool, windows, slots[0])
+        for count in (1, 3, 40):
+            batch, table = Batch(model, model.tokens(4 * count), [4] * count), model.index(range(1, 4 * count + 1))
+            accepted = model.index([1] * count)
+            step.fused(batch, step.output_gate(4 * count), pool, windows, table.view(count, 4), accepted)
+    assert not names
 
 
 def reference(name: str, model: Model) -> KimiLinear:

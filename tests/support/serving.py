@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashdelta.testing.engines import Batch, KimiLinear, Marks, Model, SGLang, exact_outputs
+from flashdelta.testing.engines import Batch, K3Step, KimiLinear, Marks, Model, SGLang, exact_outputs
 from flashdelta.testing.oracle import assert_close, same_bits
 
 PIECE, LONGEST, MOST_NEW, RUNNING = 96, 200, 12, 6
@@ -185,3 +185,48 @@ def serve(make: Callable[[Model], KimiLinear], model: Model, drafts: int, tolera
     with torch.inference_mode():
         serving.run(rounds)
     return serving
+
+
+# ---- whole steps --------------------------------------------------------------------------------------------------------
+
+
+def serve_steps(step: K3Step, tolerance: float, rounds: int, seed: int = 0) -> int:
+    """Requests that arrive at random and are decoded together, or verified with drafts, from windows and states of zeros, in
+    padded batches of a `K3Step`; each against its own tokens alone in float64. Returns how many finished."""
+    model, chance, each = step.model, random.Random(seed), 1 + step.drafts
+    assert step.backends() == ("flashdelta", "flashinfer" if step.drafts else "native")
+    pool, windows = model.pool(RUNNING * each + 1), step.windows(RUNNING * each + 1)
+    reserved = pool[0].clone(), windows[0].clone()
+    free, running, finished = [*range(1, len(pool))], [], 0
+    gates: dict[Request, Tensor] = {}
+    for at in range(rounds + MOST_NEW):
+        while at < rounds and len(running) < RUNNING and chance.random() < 0.5:
+            chance.shuffle(free)
+            running.append(Request(model.tokens(chance.randint(1, MOST_NEW)), 0, [free.pop() for _ in range(each)]))
+            gates[running[-1]] = step.output_gate(len(running[-1].rows))
+            pool[running[-1].slots[0]] = windows[running[-1].slots[0]] = 0
+        lengths = [min(chance.randint(1, each), len(x.rows) - x.done) for x in running]
+        padding = -len(running) % GRAPH
+        parts = [(x, slice(x.done, x.done + n)) for x, n in zip(running, lengths)]
+        made_up = padding if not step.drafts else 1
+        rows = torch.cat([*(x.rows[part] for x, part in parts), model.tokens(made_up)])
+        z = torch.cat([*(gates[x][part] for x, part in parts), step.output_gate(made_up)])
+        table = model.index([i for x in running for i in x.slots] + [0] * each * padding).view(-1, each)
+        batch = Batch(model, rows, lengths + [0 if step.drafts else 1] * padding)
+        counts = model.index([x.accepted for x in running] + [1] * padding)
+        drafts = (table, counts) if step.drafts else (table[:, 0],)
+        if running:
+            o = step.fused(batch, z, pool, windows, *drafts)[0]
+            for request, out, n in zip([*running], o.split([*lengths, len(o) - sum(lengths)]), lengths):
+                request.accepted = chance.randint(1, n)
+                request.outputs.append(out[: request.accepted])
+                request.done += request.accepted
+                if request.done == len(request.rows):
+                    want = step.exact_sequence(request.rows, gates.pop(request))
+                    assert_close("o", torch.cat(request.outputs), want, tolerance)
+                    running.remove(request)
+                    free += request.slots
+                    finished += 1
+    assert not running
+    assert same_bits(pool[0], reserved[0]) and same_bits(windows[0], reserved[1]), "slot 0 was written"
+    return finished

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.engines import LAYERS, Model
 from flashdelta.tools.bench import contenders, report
@@ -16,7 +18,7 @@ from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
 from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.views import VIEWS
-from flashdelta.tools.bench.workloads import ENGINES, SERVED, served_row
+from flashdelta.tools.bench.workloads import ENGINES, SERVED, WHOLE, served_row
 
 from ..support.timers import FakeTimer
 
@@ -25,6 +27,11 @@ ROWS = [
     *(
         served_row(layer, 2, "decode", f"{state}", (1,) * 3, K=32, V=32, state=state)
         for layer in ENGINES
+        for state in (FP32, BF16)
+    ),
+    *(
+        served_row(layer, 2, "whole step", f"{state}", (1,) * 3, K=32, V=32, state=state)
+        for layer in WHOLE
         for state in (FP32, BF16)
     ),
 ]
@@ -39,16 +46,29 @@ def document_of(tmp_path: Path, peer: Any) -> dict:
 
 def stand_in(layer: str) -> dict:
     """An engine whose functions are ours."""
-    return vars(LAYERS[layer](Model(2, 32, device="cpu")).call)
+    found = vars(LAYERS[layer](Model(2, 32, device="cpu")).call)
+    return found | ({"causal_conv1d_update": convolve, "rms_norm_gated": norm} if layer in WHOLE else {})
+
+
+def convolve(
+    x: Tensor, pool: Tensor, weight: Tensor, bias: None, *, conv_state_indices: Tensor, out: Tensor, **others: Any
+):
+    fd.short_convolution(x[:, None], weight, state_pool=pool, state_indices=conv_state_indices, out=out[:, None])
+
+
+def norm(o: Tensor, z: Tensor, weight: Tensor, bias: None, activation: str, eps: float) -> Tensor:
+    return fd.gated_rms_norm(o, z[None], weight, eps=eps)
 
 
 def test_rows():
-    assert len(SERVED) == 28 and {row.call.H for row in SERVED} == {12, 32}
+    assert len(SERVED) == 36 and {row.call.H for row in SERVED} == {12, 32}
     assert {row.call.lower_bound for row in SERVED} == {None, -5.0}
     assert {(row.call.step, row.bounds[0].limit) for row in SERVED} == {
         ("prefill", 2.5),
         ("decode", 1.3),
         ("decode", 1.6),
+        ("whole step", 1.3),
+        ("whole step", 1.6),
     }
     assert all(sum(row.call.lengths) == 8192 for row in SERVED if row.call.step == "prefill")
 

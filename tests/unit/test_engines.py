@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from flashdelta import chunk_kda, integrations, warmup
+from flashdelta import chunk_kda, fused_kda_decode, integrations, warmup
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
-from flashdelta.integrations.seams import Attribute, Replacement, Seam, Statement, differences
+from flashdelta.integrations.seams import Attribute, Replacement, Seam, Statement, Wrapper, differences
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engines import LAYERS, Batch, KimiLinear, Marks, Model
+from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model
 from flashdelta.testing.oracle import TOLERANCE
 
-from ..support.serving import serve
+from ..support.serving import serve, serve_steps
 
 ROUNDS = 12
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
@@ -65,6 +65,12 @@ def test_the_gate_without_a_bound(make: type[KimiLinear]):
     assert serve(make, small(lower_bound=None), 1, 10 * TOLERANCE[FP32], ROUNDS // 2).finished
 
 
+@pytest.mark.parametrize("by_channel", (False, True))
+@pytest.mark.parametrize("drafts", (0, 2))
+def test_serving_whole_steps(drafts: int, by_channel: bool):
+    assert serve_steps(K3Step(small(), drafts, by_channel), 10 * TOLERANCE[FP32], 3 * ROUNDS) >= 16
+
+
 # ---- what an adapter does, and what stays the engine's -----------------------------------------------------------------------
 
 
@@ -87,9 +93,12 @@ TRACKING = {"clamp", "mul"}
 
 NO_CALLS = (
     _vllm.built,
+    _vllm.built_k3,
     _vllm.built_glm,
     _vllm.built_ling,
     _sglang.built,
+    _vllm.k3_decode_backend,
+    _vllm.k3_verify_backend,
     _vllm.k3_others,
     _vllm.ling_forward,
     _vllm.workspace_manager,
@@ -116,6 +125,7 @@ def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "runs", lambda op, call: True)
         monkeypatch.setattr(module, "chunk_kda", op)
         monkeypatch.setattr(module, "recurrent_kda", op)
+    monkeypatch.setattr(_vllm, "fused_kda_decode", lambda **call: call["raw_g"])
     first_rows(1, torch.device("cpu"))
 
     def watched(theirs: Any, call: dict) -> Any:
@@ -125,6 +135,7 @@ def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch)
 
     for make in LAYERS.values():
         exercise(make, model, {adapter: watched})
+    exercise_fused(model, {adapter: watched})
     assert reached
     assert logged.names <= VIEWS | (TRACKING if adapter is _sglang.extend else set())
 
@@ -145,6 +156,17 @@ def exercise(make: type[KimiLinear], model: Model, watched: dict) -> None:
         layer.verify_read_only(drafts, pool, slots, pool.new_zeros(2, 3, *pool.shape[1:]), 3)
     else:
         layer.verify(drafts, pool, model.index([1, 2, 3, 4, 5, 6]).view(2, 3), model.index([2, 1]))
+
+
+def exercise_fused(model: Model, watched: dict) -> None:
+    step = K3Step(model, 2)
+    assert step.backends() == ("flashdelta", "flashinfer")
+    for replacement in vars(step.call).values():
+        replacement.adapter = watched.get(replacement.adapter, replacement.adapter)
+    pool, windows, table = model.pool(8), step.windows(8), model.index([1, 2, 3, 4, 5, 6]).view(2, 3)
+    step.fused(Batch(model, model.tokens(2), [1, 1]), step.output_gate(2), pool, windows, table[:, 0])
+    drafts, counts = Batch(model, model.tokens(5), [3, 2]), model.index([2, 1])
+    step.fused(drafts, step.output_gate(5), pool, windows, table, counts)
 
 
 @every_layer
@@ -268,6 +290,8 @@ def module_text(seams: list) -> str:
         if isinstance(seam, Statement):
             text = seam.text + (")" if seam.text.endswith("(") else "")
             known.setdefault(name, ("self", []))[1].append(f"x {text}" if text.startswith("=") else text)
+        elif isinstance(seam, Wrapper) and seam.source is None:
+            lines.append(f"{name} = print")
         elif seam.source is not None:
             lines.append(f"from {seam.source} import {name}")
         else:
@@ -470,6 +494,42 @@ def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.Monk
     assert prefills[1]["checkpoint_states"] == prefills[2]["checkpoints"] == (False, True)
     assert prefills[3]["use_beta_sigmoid_in_kernel"] is False and "use_beta_sigmoid_in_kernel" not in steps[3]
     assert prefills[4]["safe_gate"] and [options["speculative"] for options in steps] == [False, True, *[False] * 3]
+
+
+@pytest.mark.parametrize("by_channel", (False, True))
+def test_fused_steps_are_warmed(by_channel: bool, monkeypatch: pytest.MonkeyPatch):
+    """In the layer's layout of windows: few sequences, many, and drafts; where vLLM's kernels run, nothing."""
+    calls: list[dict] = []
+
+    def op(**call: Any) -> None:
+        calls.append(call)
+        assert not fused_kda_decode(**call).any()
+
+    for name, value in {"fused_kda_decode": op, "_warmed": set(), "_fused": set(), "built": lambda *x: None}.items():
+        monkeypatch.setattr(_vllm, name, value)
+    monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(_vllm, "runs", lambda op, call: True)
+    step = K3Step(small(), 2, by_channel)
+    backend, verify = step.backends()
+    layer = SimpleNamespace(
+        **{"local_num_heads": 2, "head_dim": 32, "conv_size": 4, "num_spec": 2, "gate_lower_bound": -5.0},
+        model_config=SimpleNamespace(dtype=FP32),
+        get_state_shape=lambda: ((192, 5) if by_channel else (5, 192), (2, 32, 32)),
+        get_state_dtype=lambda: (FP32, FP32),
+    )
+    for chosen in (("native", "native"), ("triton", "native"), (backend, verify), (backend, verify)):
+        layer.kda_decode_backend, layer.kda_spec_decode_backend = chosen
+        torch.set_default_dtype(BF16)  # as vLLM does while it builds a model
+        try:
+            _vllm.built_k3(lambda **call: None, {"self": layer})
+        finally:
+            torch.set_default_dtype(FP32)
+    assert [len(call["x"]) for call in calls] == [1, _vllm.MANY, 3]
+    assert [call.get("num_spec_tokens") for call in calls] == [None, None, 2]
+    assert all(x.dtype == FP32 for call in calls for x in call.values() if getattr(x, "is_floating_point", bool)())
+    wanted = step.windows(1)
+    assert all(call["conv_state"].shape == wanted.shape for call in calls)
+    assert all(call["conv_state"].stride() == wanted.stride() for call in calls)
 
 
 def test_sglangs_backend_warms_the_gates_of_its_model(warmed: list):

@@ -7,15 +7,16 @@ as no kernel of ours does, gets the states gathered.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import chunk_kda, recurrent_kda
+from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from .engine import Engine, first_rows, runs, warm_up
-from .seams import Seam, Statement
+from .seams import Seam, Statement, Wrapper
 
 Theirs = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -288,6 +289,134 @@ def k3_others(theirs: Theirs, call: Arguments) -> Any:
     return theirs(**gathered(call))
 
 
+# ---- Kimi-K3's fused decode ------------------------------------------------------------------------------------------
+
+OURS, PACKED = "flashdelta", "flashinfer"
+"""What a layer calls its fused kernels: any name but vLLM's own runs `fused_kda_decode`, and only FlashInfer's verifies."""
+
+_fused: set[tuple] = set()
+"""Layers whose steps are fused by ours, where vLLM has no kernel for them."""
+
+
+def k3_decode_backend(theirs: Theirs, call: Arguments) -> str:
+    """Ours where vLLM would run its chain of kernels, and was not asked to."""
+    found: str = theirs(**call)
+    return OURS if found == "triton" and call["backend"] == "auto" and takes(call, 0) else found
+
+
+def k3_verify_backend(theirs: Theirs, call: Arguments) -> str:
+    found: str = theirs(**call)
+    open_to_ours = found == "native" and call["backend"] == "auto" and not call["use_recoverssm"]
+    bounded = call["lower_bound"] is not None
+    return PACKED if open_to_ours and bounded and call["num_spec"] > 0 and takes(call, call["num_spec"]) else found
+
+
+def accelerator() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def takes(call: Arguments, spec: int) -> bool:
+    """Whether a kernel of ours runs the steps of such a layer, which it then will."""
+    device = accelerator()
+    if device is None:
+        return False
+    H, K, W = (call[name] for name in ("num_heads", "head_dim", "conv_width"))
+    dtypes = tuple(call[f"{name}_dtype"] for name in ("input", "conv_state", "recurrent_state"))
+    with torch.inference_mode():
+        ours = runs(fused_kda_decode, null_step(H, K, W, dtypes, spec, -5.0, device))
+    if ours:
+        _fused.add((H, K, W, *dtypes, spec))
+    return ours
+
+
+def null_step(
+    H: int,
+    K: int,
+    W: int,
+    dtypes: tuple[torch.dtype, ...],
+    spec: int,
+    bound: float | None,
+    device: torch.device,
+    sequences: int = 1,
+    window: tuple[int, int] | None = None,
+) -> Arguments:
+    """A step as Kimi-K3 calls for it, of null sequences: rows are those of its projection, `window` the shape of a slot's."""
+    (x, _, state), C, rows = dtypes, 3 * H * K, sequences * (1 + spec)
+    make = functools.partial(torch.zeros, dtype=torch.float32, device=device)  # whatever the default dtype is
+    width = -(-(4 * H * K + K + H) // 16) * 16
+    mixed, z, _, beta, _ = make(rows, width, dtype=x).split([C, H * K, K, H, width - 4 * H * K - K - H], dim=1)
+    windows = make(1, *(window or (W - 1 + spec, C)), dtype=dtypes[1])
+    step: Arguments = {
+        "x": mixed,
+        "weight": make(3, W, H * K),
+        "conv_state": windows if windows.shape[1] == C else windows.mT,
+        "raw_g": make(1, rows, H, K, dtype=x),
+        "raw_beta": beta[None],
+        "A_log": make(H),
+        "dt_bias": make(H * K),
+        "state_indices": make(sequences, dtype=torch.int32),
+        "state": make(1, H, K, K, dtype=state),
+        "output_gate": z.unflatten(1, (H, K)),
+        "norm_weight": make(K),
+        "lower_bound": bound,
+        "output": make(rows, 1, H, K, dtype=x),
+        "null_index": "non_positive",
+    }
+    if spec > 0:
+        ends = (1 + spec) * torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        slots = step["state_indices"].unsqueeze(1).expand(-1, 1 + spec).contiguous()
+        step |= {"output": make(1, rows, H, K, dtype=x), "state_indices": slots}
+        step |= {"cu_seqlens": ends, "num_spec_tokens": spec, "num_accepted_tokens": torch.ones_like(ends[1:])}
+    return step
+
+
+def is_ours(call: Arguments, g: str, spec: int) -> bool:
+    dtypes = (call[name].dtype for name in ("x", "conv_state", "state"))
+    gated = call.get("output_gate") is not None and call.get("norm_weight") is not None
+    return gated and (*call[g].shape[-2:], call["weight"].shape[1], *dtypes, spec) in _fused
+
+
+SAME = ("x", "weight", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight", "norm_eps")
+
+
+def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
+    if not is_ours(call, "raw_g", 0):
+        result: Tensor = theirs(**call)
+        return result
+    out = call.get("out")
+    o = fused_kda_decode(
+        **{name: call[name] for name in SAME if name in call},
+        raw_g=call["raw_g"],
+        bias=call.get("bias"),
+        state_indices=call["state_indices"],
+        lower_bound=call.get("lower_bound"),
+        output=None if out is None else out.transpose(0, 1),
+        null_index="non_positive",
+    )
+    return o.transpose(0, 1)
+
+
+def k3_fused_verify(theirs: Theirs, call: Arguments) -> Tensor:
+    """Of drafts; graphs may have more rows of slots than sequences."""
+    spec = call["state_indices"].shape[-1] - 1
+    if not is_ours(call, "raw_gate", spec):
+        result: Tensor = theirs(**call)
+        return result
+    offsets = call["query_start_loc"]
+    sequences = offsets.shape[0] - 1
+    return fused_kda_decode(
+        **{name: call[name] for name in SAME if name in call},
+        raw_g=call["raw_gate"],
+        state_indices=call["state_indices"][:sequences],
+        lower_bound=call["lower_bound"],
+        output=call.get("output"),
+        cu_seqlens=offsets,
+        num_spec_tokens=spec,
+        num_accepted_tokens=call["num_accepted_tokens"][:sequences],
+        null_index="non_positive",
+    )
+
+
 # ---- GLM-5.3-Flash ---------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +509,28 @@ def built(theirs: Theirs, call: Arguments) -> None:
     warm(layer, {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}, layer.num_spec, marks)
 
 
+MANY = 257
+"""Sequences of more states than stay in the L2 cache, whatever the heads are: steps of so many are another kernel."""
+
+
+def built_k3(theirs: Theirs, call: Arguments) -> None:
+    built(theirs, call)
+    layer, device = call["self"], accelerator()
+    if device is None:
+        return
+    (window, *_), (conv_state, state, *_) = layer.get_state_shape(), layer.get_state_dtype()
+    dtypes = layer.model_config.dtype, conv_state, state
+    sizes = layer.local_num_heads, layer.head_dim, layer.conv_size, dtypes
+    wanted = [(0, 1), (0, MANY)] if layer.kda_decode_backend == OURS else []
+    wanted += [(layer.num_spec, 1)] if layer.kda_spec_decode_backend == PACKED else []
+    for spec, sequences in wanted:
+        kind = (*sizes, spec, layer.gate_lower_bound, device, sequences, tuple(window))
+        if (*sizes[:3], *dtypes, spec) in _fused and kind not in _warmed:
+            _warmed.add(kind)
+            with torch.inference_mode():
+                fused_kda_decode(**null_step(*kind))
+
+
 def built_glm(theirs: Theirs, call: Arguments) -> None:
     """Where FlashKDA would not run, prefills get beta ready-made."""
     theirs(**call)
@@ -406,7 +557,7 @@ def built_ling(theirs: Theirs, call: Arguments) -> None:
 
 # ---- where -----------------------------------------------------------------------------------------------------------
 
-MAMBA = "vllm.model_executor.layers.mamba"
+MAMBA, OPS = "vllm.model_executor.layers.mamba", "vllm._custom_ops"
 KIMI_LINEAR, KIMI_K3 = f"{MAMBA}.gdn.kimi_gdn_linear_attn", "vllm.models.kimi_k3.nvidia.kda"
 KIMI_KERNELS, GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.common.kda"
 GLM_KERNELS, LING = "vllm.models.glm5next.nvidia.ops.third_party.kda", "vllm.model_executor.models.bailing_moe_v3"
@@ -427,8 +578,15 @@ FLASH_KDA = "q k v g beta A_log dt_bias lower_bound initial_state cu_seqlens out
 FLASH_INFER = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order prefill_workspace"
 GLM_FLASH = "self q k v g beta initial_state cu_seqlens out checkpoint raw_qkv conv_state recurrent_state"
 
+K3_SIZES = "backend num_heads head_dim conv_width num_spec input_dtype conv_state_dtype recurrent_state_dtype"
+FUSED_DECODE = """x weight bias conv_state raw_g raw_beta A_log dt_bias state_indices state out lower_bound output_gate
+    norm_weight norm_eps"""
+FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens state
+    output_gate norm_weight lower_bound norm_eps output"""
+
 STORED = "non_spec_state_indices_tensor"
 K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
+K3_FUSED, K3_DRAFTS = "self.kda_decode_backend != 'triton'", "self.kda_spec_decode_backend == 'flashinfer'"
 K3_STATES = "last_recurrent_state.to(recurrent_state.dtype)"
 
 STATEMENTS = (
@@ -437,13 +595,18 @@ STATEMENTS = (
     Statement(
         KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("
     ),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_DRAFTS} and has_spec_decode and (m.num_prefills == 0)"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_FUSED} and self.decode_conv1d_weight is not None"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "self.kda_decode_backend == 'flashinfer'"),
+    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "ops.fused_kda_decode("),
+    Statement(KIMI_K3, "KimiK3DeltaAttention.__init__", f"{K3_FUSED} or {K3_DRAFTS}"),
     Statement(
         GLM, "Glm5NextLinearAttention._forward", f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"
     ),
     Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "= recurrent_state_active[state_indices].contiguous()"),
     Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "recurrent_state_active[state_indices] = last_state"),
 )
-"""What becomes of states, which `Slots`, `Final` and `Pool` stand for."""
+"""What becomes of states, which `Slots`, `Final` and `Pool` stand for, and of the names of fused kernels."""
 
 SEAMS: tuple[Seam | Statement, ...] = (
     *STATEMENTS,
@@ -457,7 +620,11 @@ SEAMS: tuple[Seam | Statement, ...] = (
     Seam(KIMI_K3, "current_workspace_manager", workspace_manager, "", "vllm.v1.worker.workspace"),
     Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"{FLASH_KDA} final_state workspace checkpoint_state checkpoint_offsets"),
     Seam(KIMI_K3, "_flashinfer_kda_prefill", k3_others, FLASH_INFER),
-    Seam(KIMI_K3, "KimiK3DeltaAttention.__init__", built, f"{CONFIG} aux_stream run_gemm_rs_ar"),
+    Seam(KIMI_K3, "resolve_kda_decode_backend", k3_decode_backend, K3_SIZES),
+    Seam(KIMI_K3, "resolve_kda_spec_decode_backend", k3_verify_backend, f"{K3_SIZES} lower_bound use_recoverssm"),
+    Seam(OPS, "fused_kda_decode", k3_fused_decode, FUSED_DECODE),
+    Wrapper(KIMI_K3, "flashinfer_packed_fused_kda_decode", k3_fused_verify, "", "vllm.utils.flashinfer", FUSED_VERIFY),
+    Seam(KIMI_K3, "KimiK3DeltaAttention.__init__", built_k3, f"{CONFIG} aux_stream run_gemm_rs_ar"),
     Seam(GLM, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
     Seam(GLM, "scatter_states", scatter_states, "state src indices", f"{MAMBA}.ops.scatter_states"),
     Seam(GLM, "fused_recurrent_kda", glm_step, f"""{GLM_STEP} num_accepted_tokens out sigmoid_beta a_log g_bias compute_gate
@@ -481,6 +648,6 @@ ENGINE = Engine(
     environment="FLASHDELTA_VLLM",
     read=("0.33.0",),
     seams=SEAMS,
-    replaces="prefill, decode and verification of Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3",
+    replaces="prefill, decode and verification of Kimi-Linear, Kimi-K3, GLM-5.3-Flash and Ling-3, and steps of Kimi-K3 fused",
 )
 enable, disable, status = ENGINE.enable, ENGINE.disable, ENGINE.status

@@ -42,6 +42,11 @@ class Seam:
 
 
 @dataclass(frozen=True)
+class Wrapper(Seam):
+    """The same of a name that `source` assigns, which tells no parameters: callers pass `keywords`."""
+
+
+@dataclass(frozen=True)
 class Attribute:
     """An attribute that a class of the engine gets: `Class.name` of `module`."""
 
@@ -138,6 +143,11 @@ class Source:
                 base = resolve_name("." * node.level + (node.module or ""), package)
                 yield from ((base, alias.name) for alias in node.names if alias.asname in (None, alias.name))
 
+    def assigns(self, module: str, name: str) -> bool:
+        found = self.tree(module)
+        nodes = () if found is None else found[0].body
+        return any(ast.unparse(x) == name for node in nodes if isinstance(node, ast.Assign) for x in node.targets)
+
     def difference(self, seam: AnySeam) -> str | None:
         """How the source differs from what the seam was written for."""
         module, path = seam.module, f"{seam.module}.{seam.name}"
@@ -150,6 +160,8 @@ class Source:
             if (seam.source, seam.name) not in self.imports(module):
                 return f"{module} takes no {seam.name} from {seam.source}"
             module = seam.source
+        if isinstance(seam, Wrapper):
+            return None if self.assigns(module, seam.name) else f"{module} assigns no {seam.name}"
         node = self.definition(module, seam.name)
         if not isinstance(node, ast.FunctionDef):
             return f"no {path}"

@@ -49,6 +49,7 @@ FOLDERS = {
         "vllm/third_party/flash_linear_attention/ops",
         "vllm/utils/math_utils.py",
         "vllm/model_executor/layers/mamba/ops/gather_initial_states.py",
+        "vllm/model_executor/layers/mamba/ops/causal_conv1d.py",
     ),
     "sglang": (
         "sglang/kernels/ops/attention/fla",
@@ -113,6 +114,7 @@ def sms() -> int:
 STANDING_IN: dict[str, dict[str, Any]] = {
     "vllm.platforms": {"current_platform": Platform()},
     "vllm.triton_utils": {"triton": triton, "tl": tl, "tldevice": libdevice},
+    "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
     "vllm.utils.platform_utils": {"num_compute_units": lambda *x: sms()},
     "vllm.utils.torch_utils": {"async_tensor_h2d": to_device},
     "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": contextlib.nullcontext},
@@ -149,10 +151,15 @@ def standing_in(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
+STEP = "Kimi-K3"
+"""Its own fused kernels are CUDA code, as is FlashKDA."""
+
+
 def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
-    """The engines' functions by name, for layers of `flashdelta.testing.engines`."""
+    """The engines' functions by name, for layers of `flashdelta.testing.engines`, and for a `K3Step` (`STEP`)."""
     with standing_in(folder):
         gather = import_module(f"{_vllm.MAMBA}.ops.gather_initial_states").gather_initial_states
+        convolution = import_module(f"{_vllm.MAMBA}.ops.causal_conv1d").causal_conv1d_update
         kimi, glm, shared = (import_module(x) for x in (_vllm.KIMI_KERNELS, _vllm.GLM_KERNELS, _vllm.SHARED_KERNELS))
         chunks, steps, gated = (
             import_module(f"sglang.kernels.ops.attention.{x}")
@@ -165,6 +172,8 @@ def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
         | {"gather_initial_states": gather, "scatter_states": store},
         "Ling-3": {x: getattr(shared, x) for x in ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd")},
     }
+    found[STEP] = {name: getattr(kimi, name) for name in names[1:]}
+    found[STEP] |= {"causal_conv1d_update": convolution, "rms_norm_gated": shared.rms_norm_gated}
     kernel = SGLangKernel(chunks.chunk_kda, steps.fused_recurrent_kda_packed_decode, gated)
     found["SGLang"] = {name: getattr(kernel, name) for name in ("packed_decode", "extend", "target_verify")}
     return found
@@ -172,7 +181,7 @@ def load(folder: Path) -> dict[str, dict[str, Callable[..., Any]]]:
 
 @functools.cache
 def own_functions(layer: str) -> dict[str, Callable[..., Any]]:
-    """Of a layer of `flashdelta.testing.engines`, from the folder that the environment names."""
+    """Of one of `load`'s layers, from the folder that the environment names."""
     folder = os.environ.get(ENVIRONMENT)
     if folder is None:
         raise ValueError(f"{ENVIRONMENT}: names no folder with the engines' kernels")

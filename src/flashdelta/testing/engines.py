@@ -5,15 +5,17 @@ A layer here takes its functions by name, so that it runs the engine's own, or t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from .. import chunk_kda
+from .. import chunk_kda, fused_kda_decode
 from ..integrations import _sglang, _vllm
 from ..integrations.seams import AnySeam, Replacement, Seam
 from .cases import BF16, FP32
@@ -373,6 +375,131 @@ class Ling(KimiLinear):
 
         return self.forward(run, pool)
 
+
+# ---- a whole step of vLLM's Kimi-K3 --------------------------------------------------------------------------------------
+
+EPS = 1e-5
+
+
+class K3Step:
+    """What lies between the projections of vLLM's Kimi-K3 in a round of decoding: convolution, attention and norm. Slot 0 is
+    reserved. Windows have room for `drafts`; their channels lie innermost unless `by_channel`."""
+
+    def __init__(self, model: Model, drafts: int = 0, by_channel: bool = False):
+        self.model, self.drafts, self.by_channel = model, drafts, by_channel
+        self.channels = 3 * model.H * model.D
+        self.filters = model.source.normal(self.channels, 4) / 2
+        self.norm = (1 + model.source.normal(model.D) / 10).to(model.dtype)
+        # as vLLM keeps them for fused steps
+        self.parts, self.wide_norm = self.filters.view(3, -1, 4).mT.contiguous(), self.norm.float()
+        self.call = SimpleNamespace(**adapted(_vllm.SEAMS, (_vllm.KIMI_K3, _vllm.OPS), UNFUSED))
+
+    def windows(self, slots: int) -> Tensor:
+        """`[slots, channels, places]`, full of numbers."""
+        found = self.model.source.normal(slots, 3 + self.drafts, self.channels).to(self.model.dtype).mT
+        return found.contiguous() if self.by_channel else found
+
+    def output_gate(self, tokens: int) -> Tensor:
+        """A view of a projection."""
+        H, D = self.model.H, self.model.D
+        return self.model.source.normal(tokens, 2 * H * D).to(self.model.dtype)[:, : H * D].unflatten(1, (H, D))
+
+    def backends(self) -> tuple[str, str]:
+        """As vLLM chooses them for a layer that it has no fused kernel for: of steps, and of verification."""
+        model = self.model
+        sizes = ("auto", model.H, model.D, 4, self.drafts, model.dtype, model.dtype, model.state)
+        with mock.patch.object(_vllm, "accelerator", lambda: torch.device(model.device)):
+            verify = self.call.resolve_kda_spec_decode_backend(*sizes, model.lower_bound, False)
+            return self.call.resolve_kda_decode_backend(*sizes), verify
+
+    def fused(
+        self, batch: Batch, z: Tensor, pool: Tensor, windows: Tensor, slots: Tensor, accepted: Tensor | None = None
+    ) -> Tensor:
+        """`[1, T, H, D]`. With counts of `accepted` tokens it is a round with drafts, whose `slots` are `[N, 1 + drafts]`."""
+        model, out = self.model, torch.empty_like(batch.v)
+        given: dict[str, Any] = {
+            "x": batch.mixed,
+            "weight": self.parts,
+            "conv_state": windows,
+            "raw_beta": batch.beta,
+            "A_log": model.A_log,
+            "dt_bias": model.dt_bias,
+            "state_indices": slots,
+            "state": pool,
+            "lower_bound": model.lower_bound,
+            "output_gate": z,
+            "norm_weight": self.wide_norm,
+            "norm_eps": EPS,
+        }
+        if accepted is None:
+            return self.call.fused_kda_decode(**given, raw_g=batch.g, bias=None, out=out)
+        counts = {"query_start_loc": batch.offsets, "num_accepted_tokens": accepted}
+        return self.call.flashinfer_packed_fused_kda_decode(**given, raw_gate=batch.g, output=out, **counts)
+
+    def chain(
+        self,
+        theirs: Functions,
+        batch: Batch,
+        z: Tensor,
+        pool: Tensor,
+        windows: Tensor,
+        slots: Tensor,
+        accepted: Tensor | None = None,
+    ) -> Tensor:
+        """The same as vLLM's layer has it: kernel by kernel."""
+        model, mixed, core = self.model, torch.empty_like(batch.mixed), torch.empty_like(batch.v)
+        gate = {"A_log": model.A_log, "dt_bias": model.dt_bias, "lower_bound": model.lower_bound}
+        given: dict[str, Any] = {"raw_g": batch.g, "raw_beta": batch.beta, **gate, "initial_state": pool}
+        convolve = functools.partial(theirs["causal_conv1d_update"], activation="silu", out=mixed)
+        if accepted is None:
+            convolve(batch.mixed, windows, self.filters, None, conv_state_indices=slots, validate_data=True)
+            step = theirs["fused_recurrent_kda_packed_decode"]
+            core.copy_(step(mixed_qkv=mixed, **given, state_indices=slots)[0])
+        else:
+            counts = {"num_accepted_tokens": accepted, "query_start_loc": batch.offsets}
+            most = slots.shape[1]
+            convolve(
+                batch.mixed, windows, self.filters, None, conv_state_indices=slots[:, 0], max_query_len=most, **counts
+            )
+            q, k, v = (x.unflatten(1, (model.H, model.D))[None] for x in mixed.chunk(3, dim=1))
+            at = {"ssm_state_indices": slots, "num_accepted_tokens": accepted, "cu_seqlens": batch.offsets}
+            theirs["fused_recurrent_kda"](q=q, k=k, v=v, **given, **at, out=core)
+        return theirs["rms_norm_gated"](core, z, self.norm, None, "sigmoid", eps=EPS)
+
+    def exact(
+        self, batch: Batch, z: Tensor, pool: Tensor, windows: Tensor, slots: Tensor, accepted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs, and the pool after it, in float64."""
+        tensors = {"x": batch.mixed, "raw_g": batch.g, "raw_beta": batch.beta, "conv_state": windows, "state": pool}
+        tensors |= {"weight": self.filters, "norm_weight": self.norm, "output_gate": z}
+        exact = float64(tensors | {"A_log": self.model.A_log, "dt_bias": self.model.dt_bias})
+        drafts: dict[str, Any] = {}
+        if accepted is not None:
+            drafts = {
+                "num_spec_tokens": slots.shape[1] - 1,
+                "num_accepted_tokens": accepted,
+                "cu_seqlens": batch.offsets,
+            }
+        options: dict[str, Any] = {"lower_bound": self.model.lower_bound, "norm_eps": EPS, "null_index": "non_positive"}
+        o = fused_kda_decode(**exact, state_indices=slots, **drafts, **options, backend="reference")
+        return o.view(1, *batch.v.shape[1:]), exact["state"]
+
+    def exact_sequence(self, rows: Tensor, z: Tensor) -> Tensor:
+        """Outputs `[T, H, D]` of one new sequence, in float64."""
+        x = torch.nn.functional.pad(rows[:, : self.channels].double().mT, (3, 0))
+        mixed = torch.nn.functional.silu(
+            torch.nn.functional.conv1d(x, self.filters.double()[:, None], groups=self.channels)
+        )
+        o = exact_outputs(self.model, torch.cat((mixed.mT, rows[:, self.channels :].double()), dim=1))
+        scale = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        return o * scale * self.norm.double() * z.double().sigmoid()
+
+
+UNFUSED = {
+    "resolve_kda_decode_backend": lambda **call: "triton",
+    "resolve_kda_spec_decode_backend": lambda **call: "native",
+}
+"""vLLM's choice where it has no fused kernel."""
 
 # ---- SGLang ---------------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashdelta as fd
 
 from ...testing.cases import BF16
-from ...testing.engines import LAYERS, Batch, KimiLinear, Model, exact_outputs
+from ...testing.engines import LAYERS, Batch, Functions, K3Step, KimiLinear, Model, exact_outputs
 from ...testing.oracle import TOLERANCE, TOLERANCE_FOR_FEW, float64
 from . import checks
 from .contenders import (
@@ -35,19 +35,24 @@ Layers = dict[str, "KimiLinear | str"]
 
 def layers(row: Row, setup: Setup, model: Model) -> Layers:
     """Ours, and the engine's own or why there is none."""
+    layer, functions = LAYERS[row.call.layer], own_functions(row, setup)
+    theirs = functions if isinstance(functions, str) else layer(model, functions, ours=False)
+    return {"ours": layer(model), "engine": theirs}
+
+
+def own_functions(row: Row, setup: Setup) -> Functions | str:
     case: Any = row.call
     own = setup.found("engine", row)
     try:
-        theirs = own if isinstance(own, str) else LAYERS[case.layer](model, own(case.layer), ours=False)
+        return own if isinstance(own, str) else own(case.layer)
     except Exception as error:  # as its kernels are imported: they probe GPUs and Triton
-        theirs = summarize(error)
-    return {"ours": LAYERS[case.layer](model), "engine": theirs}
+        return summarize(error)
 
 
 def served(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     model = Model(case.H, case.K, case.lower_bound, BF16, case.state, str(setup.device))
-    return (prefill if case.step == "prefill" else decode)(row, setup, model)
+    return {"prefill": prefill, "decode": decode, "whole step": whole_step}[case.step](row, setup, model)
 
 
 def contenders(found: Layers, make: Callable[[KimiLinear, float], Contender], tolerance: float) -> dict[str, Any]:
@@ -87,13 +92,8 @@ def decode(row: Row, setup: Setup, model: Model) -> Work:
     """By CUDA graph; each launch has slots of its own, as many as keep them out of the cache."""
     case: Any = row.call
     count = len(case.lengths)
-    nbytes = count * model.pool(1).nbytes
-    wanted = max(LEAST_LAUNCHES, -(-setup.graph_bytes // nbytes))
-    launches = min(setup.launches, wanted)
-    tables = max(1, min(launches, setup.pool_bytes // nbytes))
-    order = torch.randperm(tables * count, generator=torch.Generator().manual_seed(0)) + 1
-    slots = [x.int().to(setup.device) for x in order.view(tables, count)]
-    pool, rows = model.pool(tables * count + 1), model.tokens(count)
+    total, slots = own_slots(setup, model, count)
+    pool, rows = model.pool(total), model.tokens(count)
     batch, some = Batch(model, rows, case.lengths), slots[0][:CHECKED].long()
     before = pool[some]
 
@@ -106,14 +106,58 @@ def decode(row: Row, setup: Setup, model: Model) -> Work:
             after, pool[some] = pool[some], before
             return o, after
 
-        return Contender(
-            launch_all(run, [slots[i % tables] for i in range(launches)]), tolerance, checked, graph="only"
-        )
+        return Contender(launch_all(run, slots), tolerance, checked, graph="only")
 
     errors = functools.partial(checks.errors, exact_step(model, batch, before), ("o", "state"))
     found = contenders(layers(row, setup, model), make, TOLERANCE_FOR_FEW)
-    shape = {"N": count, "H": case.H, "K": case.K, "state": "fp32" if case.state == torch.float32 else "bf16"}
-    return Work(found, errors, shape, 2 * nbytes, launches)
+    return Work(found, errors, shape_of(case), 2 * count * pool[0].nbytes, len(slots))
+
+
+def shape_of(case: Any) -> dict[str, object]:
+    state = "fp32" if case.state == torch.float32 else "bf16"
+    return {"N": len(case.lengths), "H": case.H, "K": case.K, "state": state}
+
+
+def own_slots(setup: Setup, model: Model, count: int) -> tuple[int, list[Tensor]]:
+    """Slots of a pool, the first of them reserved, and each launch's own `count`: the same again where memory is short."""
+    nbytes = count * model.pool(1).nbytes
+    launches = min(setup.launches, max(LEAST_LAUNCHES, -(-setup.graph_bytes // nbytes)))
+    tables = max(1, min(launches, setup.pool_bytes // nbytes))
+    order = torch.randperm(tables * count, generator=torch.Generator().manual_seed(0)) + 1
+    slots = [x.int().to(setup.device) for x in order.view(tables, count)]
+    return tables * count + 1, [slots[i % tables] for i in range(launches)]
+
+
+def whole_step(row: Row, setup: Setup, model: Model) -> Work:
+    """As `decode`, with the convolution before it and the norm behind it, whose windows lie in a pool of their own."""
+    case: Any = row.call
+    count, step = len(case.lengths), K3Step(model)
+    total, slots = own_slots(setup, model, count)
+    rows, z = model.tokens(count), step.output_gate(count)
+    pool, windows, some = model.pool(total), step.windows(total), slots[0][:CHECKED].long()
+    batch, before = Batch(model, rows, case.lengths), (pool[some], windows[some])
+    step.backends()
+
+    def make(run: Callable[..., Tensor], tolerance: float) -> Contender:
+        def launch(at: Tensor) -> Tensor:
+            return run(batch, z, pool, windows, at)
+
+        def checked() -> Results:
+            o = launch(slots[0])[:, :CHECKED].clone()
+            after, pool[some], windows[some] = pool[some], *before
+            return o, after
+
+        return Contender(launch_all(launch, slots), tolerance, checked, graph="only")
+
+    own = own_functions(row, setup)
+    theirs = own if isinstance(own, str) else make(functools.partial(step.chain, own), PEER_TOLERANCE)
+    found: dict[str, Any] = {"ours": make(step.fused, TOLERANCE_FOR_FEW), "engine": theirs}
+    apart = (torch.cat((x[:1], x)) for x in before)  # slot 0 is reserved
+    few = len(some)
+    o, states = step.exact(Batch(model, rows[:few], [1] * few), z[:few], *apart, model.index(range(1, few + 1)))
+    errors = functools.partial(checks.errors, (o, states[1:]), ("o", "state"))
+    moved = 2 * count * (pool[0].nbytes + windows[0].nbytes)
+    return Work(found, errors, shape_of(case), moved, len(slots))
 
 
 def exact_step(model: Model, batch: Batch, states: Tensor) -> Results:

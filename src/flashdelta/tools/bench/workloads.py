@@ -528,7 +528,7 @@ MODELS = tuple(
 @dataclass(frozen=True, kw_only=True)
 class Served(Case):
     """Calls of an engine's layer, one of `testing/engines.py`: a prefill of packed prompts, or a step of decoding for as many
-    sequences as it has `lengths` of one token."""
+    sequences as it has `lengths` of one token, alone or the "whole step" between the layer's projections."""
 
     layer: str
     step: str
@@ -537,7 +537,8 @@ class Served(Case):
 
 
 ENGINES = {"Kimi-Linear": UNBOUNDED, "SGLang": BOUNDED}
-"""Layers, each with a gate of the models that it serves."""
+WHOLE = {"Kimi-K3": BOUNDED}
+"""Layers, each with a gate of the models that it serves, and one whose steps are timed with convolution and norm."""
 
 PROMPTS = {"8 x 1024": (1024,) * 8, "1 x 8192": (8192,), "6 uneven": UNEVEN}
 ENGINE_BATCHES = (32, 128)
@@ -545,7 +546,7 @@ MUST_DECODE = {FP32: 1.3, BF16: 1.6}
 
 
 def served_row(layer: str, H: int, step: str, what: str, lengths: tuple[int, ...], **changes: Any) -> Row:
-    gate = {name: x for name, x in ENGINES[layer].items() if name != "safe"}
+    gate = {name: x for name, x in (ENGINES | WHOLE)[layer].items() if name != "safe"}
     sizes = {"H": H, "HV": H, "lengths": lengths, "l2norm": True, **gate, "state": FP32, **changes}
     must = 2.5 if step == "prefill" else MUST_DECODE[sizes["state"]]
     why = "a batch of prompts, into the pool" if step == "prefill" else "a token for each sequence, in the pool"
@@ -562,8 +563,12 @@ SERVED = (
         served_row(layer, H, "decode", f"N{N} {'fp32' if state == FP32 else 'bf16'}", (1,) * N, state=state)
         for layer, H, state, N in itertools.product(ENGINES, (12, 32), MUST_DECODE, ENGINE_BATCHES)
     ),
+    *(
+        served_row(layer, H, "whole step", f"N{N} {'fp32' if state == FP32 else 'bf16'}", (1,) * N, state=state)
+        for layer, H, state, N in itertools.product(WHOLE, (12, 32), MUST_DECODE, ENGINE_BATCHES)
+    ),
 )
-"""28 rows: 2 engines x 2 numbers of heads x (3 prompts + 2 dtypes of states x 2 batches)."""
+"""36 rows: 2 numbers of heads x (2 engines x (3 prompts + 2 dtypes of states x 2 batches) + 2 dtypes x 2 batches)."""
 
 # ---- the whole layer -------------------------------------------------------------------------------------------------
 
