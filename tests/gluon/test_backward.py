@@ -104,7 +104,7 @@ def test_split_gradients_by_few_ctas():
     call = hopper_call(SPLIT[1]) | {"split": 3}
     grads = incoming(call)
     want = gradients(call, *grads)
-    with poisoned_memory(), hopper_on_cpu(sms=2, workers_first=False):
+    with poisoned_memory(), hopper_on_cpu(sms=4, workers_first=False):
         found = gradients(call, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
