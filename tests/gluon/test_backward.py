@@ -82,7 +82,9 @@ def test_nan_stays_in_its_sequence():
 
 SPLIT = [
     replace(KIMI, name="packed", H=1, HV=1, K=64, V=64, lengths=(130, 0, 64, 257), state=FP32),
-    replace(UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True, memory="long"),
+    replace(
+        UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True, memory="long"
+    ),
     replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"),
     *(replace(case, T=140, H=1, HV=1, K=64, V=64) for case in GATE_CASES),
 ]

@@ -39,6 +39,8 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         raise wrong("width", width, "at least 1")
     is_group = torch.distributed.is_available() and isinstance(context, torch.distributed.ProcessGroup)
     c = context_of(None, context, x.device) if is_group else context_of(context, None, x.device)
+    if not c.knows_halo:
+        raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
     if c.cu_seqlens is not None and (x.shape[0] != 1 or x.shape[1] != c.tokens):
         raise wrong("x", f"shape {list(x.shape)}", f"[1, T, D] with the context's T = {c.tokens} tokens a rank")
     if c.cu_seqlens is None and x.shape[1] < width:
