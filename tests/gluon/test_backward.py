@@ -78,6 +78,61 @@ def test_nan_stays_in_its_sequence():
     assert found["v"][:, :100].isnan().any()
 
 
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+SPLIT = [
+    replace(KIMI, name="packed", H=1, HV=1, K=64, V=64, lengths=(130, 0, 64, 257), state=FP32),
+    replace(
+        UNBOUNDED, name="grouped_v_first", H=1, HV=2, lengths=(63, 0, 200), state=BF16, v_first=True, memory="long"
+    ),
+    replace(on_gpu(BY_NAME["decay"]), name="rows", B=2, T=140, memory="long"),
+    *(replace(case, T=140, H=1, HV=1, K=64, V=64) for case in GATE_CASES),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=case_id)
+def test_gradients_of_split_sequences(case: Case):
+    """Kept or computed again, the same bits."""
+    call = hopper_call(case) | {"split": 4}
+    grads = incoming(call)
+    with poisoned_memory():
+        found, again = (gradients(call | {"disable_recompute": kept}, *grads) for kept in (True, False))
+    hold(found, true_gradients(call, *grads))
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+def test_split_gradients_by_few_ctas():
+    """Each does several transitions and segments: the bits of a CTA for each."""
+    call = hopper_call(SPLIT[1]) | {"split": 3}
+    grads = incoming(call)
+    want = gradients(call, *grads)
+    with poisoned_memory(), hopper_on_cpu(sms=4, workers_first=False):
+        found = gradients(call, *grads)
+    assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
+def test_gradients_of_a_forced_split_are_the_sequences_own():
+    call = hopper_call(replace(SPLIT[0], lengths=(200, 300))) | {"split": 3}
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    alone = call | {name: call[name][:, :200] for name in TOKEN_TENSORS}
+    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
+    found = gradients(alone, grad_o[:, :200], grad_final[:1])
+    assert all(torch.equal(found[name], together[name][:, :200]) for name in TOKEN_TENSORS)
+    assert torch.equal(found["initial_state"], together["initial_state"][:1])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_nan_stays_in_its_split_sequence(kept: bool):
+    call = hopper_call(replace(SPLIT[0], lengths=(200, 130))) | {"split": 3, "disable_recompute": kept}
+    grad_o, grad_final = incoming(call)
+    clean = gradients(call, grad_o, grad_final)
+    grad_o[:, 3] = torch.nan
+    found = gradients(call, grad_o, grad_final)
+    assert all(torch.equal(found[name][:, 200:], clean[name][:, 200:]) for name in TOKEN_TENSORS)
+    assert found["v"][:, :200].isnan().any()
+
+
 # ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------
 
 WY = [

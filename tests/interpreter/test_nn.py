@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..support.layers import check_joining, check_packed, check_pool, make_layer
+from flashdelta.testing.oracle import poisoned_memory
+
+from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
 
 FP32, CLOSE = torch.float32, 1e-4
 
@@ -19,3 +21,18 @@ def test_packed_sequences_are_sequences():
 
 def test_requests_join_and_leave():
     check_joining(make_layer(FP32, backend="triton"), FP32, CLOSE)
+
+
+def test_rows_of_no_sequence_leave_gradients_alone():
+    """Whatever memory held there: a step is padded to its tokens, and the loss is of the sequences."""
+    layer, offsets = make_layer(FP32, backend="triton"), torch.tensor([0, 9, 14])
+
+    def gradients(tokens: int) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = rows(1, 20, dtype=FP32, device="cpu")[:, :tokens].requires_grad_()
+        with poisoned_memory():
+            layer(x, cu_seqlens=offsets)[0][:, :14].square().sum().backward()
+        return [x.grad[:, :14], *(parameter.grad.clone() for parameter in layer.parameters())]
+
+    for found, want in zip(gradients(20), gradients(14)):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

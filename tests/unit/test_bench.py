@@ -122,6 +122,12 @@ def fla_utilities(monkeypatch):
 
 
 RESULTS_FILES = sorted(pages.RESULTS.glob("*.json"))
+
+
+def benchmark_of(path):
+    return path.stem.partition("-")[0]
+
+
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
 UNMEASURED = {"layer": "", "models": "", "shards": "", "engines": "", "cp": "", "decode": "verify "}
 """Rows without a result yet: how their names begin, by benchmark."""
@@ -164,6 +170,13 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
     measured = {x for x in wanted if name not in UNMEASURED or not x.startswith(UNMEASURED[name])}
     assert {row["name"] for row in recorded} - more.keys() == measured
     assert rows.keys() >= {*TABLES[name].quick}
+
+
+@pytest.mark.parametrize("headline", pages.HEADLINES, ids=lambda headline: headline.what)
+def test_a_headline_is_a_row_of_its_benchmark(headline):
+    """Also before its file is there."""
+    rows = BENCHMARKS[headline.stem.partition("-")[0]].rows
+    assert headline.row in [row.name for row in rows]
 
 
 def test_quick_rows():
@@ -878,11 +891,10 @@ def test_no_kernel_is_named_across_a_bar(tmp_path, drawn):
     assert all(whole.x0 <= name.x0 and name.x1 <= whole.x1 for name in names)
 
 
-@pytest.mark.parametrize("name", [name for name in PLOTS if name not in UNMEASURED])
-def test_plots_are_written(tmp_path, name):
+@pytest.mark.parametrize("path", [x for x in RESULTS_FILES if benchmark_of(x) in PLOTS], ids=lambda path: path.stem)
+def test_plots_are_written(tmp_path, path):
     pytest.importorskip("matplotlib")
-    document = report.load(pages.RESULTS / f"{name}-hopper-h200.json")
-    PLOTS[name].draw(document, tmp_path / "plot.png")
+    PLOTS[benchmark_of(path)].draw(report.load(path), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 

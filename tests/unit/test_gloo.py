@@ -120,6 +120,10 @@ def work(rank: int, folder: str) -> None:
         layer = make_layer(torch.float64, **arguments)
         context = context_parallel(offsets, group=group, conv_size=layer.conv_size, max_sequences=4)
         found[f"layer {name}"] = mixed(layer, rank, context)
+    layer = make_layer(torch.float64)
+    context = context_parallel(offsets, group=group)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    found["layer compiled"] = mixed(layer, rank, context)
     if importlib.util.find_spec("fla") is not None:
         found |= by_fla(group)
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
@@ -163,6 +167,11 @@ def test_a_group_of_one_is_the_plain_call(found: list[dict[str, Found]]):
 def test_a_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], name: str):
     """Outputs and the gradients of inputs, and of parameters, which are added up."""
     hold_layer(mixed(make_layer(torch.float64, **LAYERS[name]), None), [x[f"layer {name}"] for x in found])
+
+
+def test_a_compiled_layer_finds_what_one_rank_finds(found: list[dict[str, Found]]):
+    """Its halo, too: the last rank needs nothing of the exchange of gradients, and takes part."""
+    hold_layer(mixed(make_layer(torch.float64), None), [x["layer compiled"] for x in found])
 
 
 def test_a_layer_takes_the_context_of_fla(found: list[dict[str, Found]]):

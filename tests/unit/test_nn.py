@@ -129,6 +129,19 @@ def test_a_cast_leaves_the_gate_parameters_exact() -> None:
     assert cache.state.dtype == torch.float32
 
 
+def test_new_parameters_keep_their_mark() -> None:
+    """Not to be decayed: of a layer that was made without memory, or that took another one's tensors for its own."""
+    with torch.device("meta"):
+        empty = attention(torch.float32, num_heads=2)
+    copied = attention(torch.float32, num_heads=2)
+    empty.load_state_dict(copied.state_dict(), assign=True)
+    with torch.device("meta"):
+        layers = [empty, attention(torch.float32, num_heads=2).to_empty(device="cpu"), copied.to(torch.bfloat16)]
+    for layer in layers:
+        marked = {name for name, x in layer.named_parameters() if getattr(x, "_no_weight_decay", False)}
+        assert marked == {"A_log", "dt_bias"}
+
+
 @pytest.mark.slow
 def test_the_layer_compiles_into_one_graph() -> None:
     layer = attention(torch.float32, num_heads=2, num_v_heads=4)
@@ -161,6 +174,12 @@ def test_explain_names_the_operator_for_the_length() -> None:
         ("lower_bound", dict(lower_bound=None), ValueError),
         ("chunk_size", dict(chunk_size=16), ValueError),
         ("backend", dict(backend="fast"), ValueError),
+        ("norm_eps", dict(norm_eps=0.0), ValueError),
+        ("norm_eps", dict(norm_eps=float("nan")), ValueError),
+        ("norm_eps", dict(norm_eps="1e-5"), TypeError),
+        ("conv_bias", dict(conv_bias="no"), TypeError),
+        ("allow_neg_eigval", dict(allow_neg_eigval=2), TypeError),
+        ("output_gate_bias", dict(output_gate_bias=None), TypeError),
     ],
 )
 def test_bad_layer_arguments_are_named(name: str, changes: dict, error: type[Exception]) -> None:
@@ -177,6 +196,14 @@ def test_bad_inputs_are_named() -> None:
         layer([1.0])
     with pytest.raises(TypeError, match=r"^cache: got tuple"):
         layer(torch.randn(2, 1, 48), (good.conv, good.state))
+    with pytest.raises(TypeError, match=r"^cache: got KdaCache, wanted a KdaCache of tensors"):
+        layer(torch.randn(2, 1, 48), KdaCache(None, None))
+    with pytest.raises(TypeError, match=r"^cu_seqlens: got list"):
+        layer(torch.randn(1, 2, 48), good, cu_seqlens=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"^slots: got 0"):
+        layer.make_pool(0)
+    with pytest.raises(ValueError, match=r"^state_dtype: got torch.float16"):
+        layer.make_pool(1, state_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"^cache: got conv of shape"):
         layer(torch.randn(3, 1, 48), good)
     with pytest.raises(ValueError, match=r"^initial_state: got shape"):

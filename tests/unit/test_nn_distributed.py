@@ -122,6 +122,8 @@ def work(rank: int, folder: str) -> None:
     for way in WAYS:
         found[f"ddp {way}"], found[f"fsdp {way}"] = by_ddp(rank, way), by_fsdp(rank, way)
     found["dtypes"] = seen_in_bfloat16(rank)
+    sharded = shard_attention(make_layer(F32)).named_parameters()
+    found["marked"] = {name for name, x in sharded if getattr(x, "_no_weight_decay", False)}
     found["model"], found["model bf16"] = whole_model(rank, None), whole_model(rank, BF16)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -161,6 +163,11 @@ def test_only_projections_are_narrowed(found: list[dict]):
         assert {name for name, dtype in dtypes.items() if dtype == F32} == {
             *("A_log", "dt_bias", "conv_weight", "conv_bias", "o_norm"),
         }
+
+
+@pytest.mark.slow
+def test_sharded_parameters_keep_their_mark(found: list[dict]):
+    assert all(rank["marked"] == {"A_log", "dt_bias"} for rank in found)
 
 
 @pytest.mark.slow

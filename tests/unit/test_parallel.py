@@ -17,7 +17,7 @@ import flashdelta as fd
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks
-from flashdelta.problem.context import OPEN_IN, OPEN_OUT, SEQUENCES, shard
+from flashdelta.problem.context import FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, SEQUENCES, shard
 from flashdelta.testing.cases import BY_NAME, Case
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import same_bits
@@ -174,6 +174,16 @@ def test_a_shard_has_the_sequences_that_lie_there(batch: tuple[tuple[int, ...], 
         assert ([int(border[OPEN_IN])], [int(border[OPEN_OUT])]) == (opened or [-1], left or [-1])
 
 
+@given(st.lists(st.integers(-99, 199), min_size=1, max_size=6))
+def test_offsets_that_nobody_reads_name_ranks_that_are_there(offsets: list[int]):
+    """On a device values are not checked, and kernels read what these ranks have sent."""
+    for rank in range(3):
+        local, border = shard(torch.tensor(offsets), rank, 3, 16, 2)
+        assert 0 <= int(border[FIRST_RANK]) <= rank <= int(border[LAST_RANK]) < 3
+        assert -1 <= int(border[OPEN_IN]) < 2 and -1 <= int(border[OPEN_OUT]) < 2
+        assert 0 <= int(local.min()) <= int(local.max()) <= 16
+
+
 def test_update_takes_other_lengths_into_the_same_memory():
     first, second = (cut_of(packed(lengths), 2) for lengths in ((64, 0, 0), (20, 30, 14)))
 
@@ -274,6 +284,13 @@ def in_layer(cp_context: object, tokens: int = 32, **options):
     return make_layer(torch.float32)(torch.zeros(1, tokens, HIDDEN), cp_context=cp_context, **options)
 
 
+def of_fla(**changes):
+    """A layer's call with a context of FLA that says something else."""
+    return lambda group: in_layer(
+        SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"conv1d_kernel_size": 4} | changes)
+    )
+
+
 REFUSED = {
     "tokens": (
         lambda group: fd.chunk_kda(**small_call(31), cp_context=context_parallel(OFFSETS, group=group)),
@@ -345,6 +362,16 @@ REFUSED = {
             **small_call(), cp_context=SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"layout": "zigzag"})
         ),
         "cp_context: got layout 'zigzag'",
+    ),
+    "fla_halo": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
+    "fla_before": (of_fla(pre_num_ranks=2), "cp_context: got pre_num_ranks 2, wanted 0 to "),
+    "fla_after": (of_fla(post_num_ranks=2), "cp_context: got post_num_ranks 2, wanted 0 to "),
+    "fla_below": (of_fla(pre_num_ranks=-1), "cp_context: got pre_num_ranks -1"),
+    "fla_none": (of_fla(pre_num_ranks=None), "cp_context: got pre_num_ranks None (NoneType), wanted an int"),
+    "fla_offsets": (of_fla(cu_seqlens_cpu=torch.tensor([2, 32])), "cu_seqlens: got first offset 2"),
+    "layer_slots": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group), slots=torch.tensor([0])),
+        "pool: got NoneType",
     ),
 }
 

@@ -28,7 +28,7 @@ from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.halo import halo
-from ..problem.context import ContextParallel, context_of
+from ..problem.context import ContextParallel, check_offsets, context_of
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
@@ -132,6 +132,14 @@ class KimiDeltaAttention(nn.Module):
         _check_one_of("head_v_dim", head_v_dim, HEAD_DIMS)
         _check_one_of("chunk_size", chunk_size, CHUNK_SIZES)
         _check_one_of("backend", backend, NAMES)
+        if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float)):
+            raise TypeError(f"norm_eps: got {norm_eps!r} ({type(norm_eps).__name__}), wanted a float")
+        if not 0 < norm_eps < math.inf:
+            raise ValueError(f"norm_eps: got {norm_eps}, wanted a finite number above 0")
+        flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: got {flag!r} ({type(flag).__name__}), wanted a bool")
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_v_heads
@@ -158,8 +166,7 @@ class KimiDeltaAttention(nn.Module):
         if gate in PARAMETRIC_GATES:
             self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
             self.dt_bias = nn.Parameter(torch.empty(num_v_heads * head_dim, dtype=torch.float32))
-            self.A_log._no_weight_decay = True
-            self.dt_bias._no_weight_decay = True
+            self.mark_parameters()
         self.g_proj = _low_rank(hidden_size, gate_rank, value_dim, output_gate_bias)
         self.o_norm = nn.Parameter(torch.empty(head_v_dim))
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
@@ -181,6 +188,12 @@ class KimiDeltaAttention(nn.Module):
         softplus = decay.expm1().log()
         self.dt_bias.copy_(softplus if self.lower_bound is None else torch.logit(decay / -self.lower_bound))
 
+    def mark_parameters(self) -> None:
+        """Sets `_no_weight_decay` on `A_log` and `dt_bias`: what makes new parameters of them drops it."""
+        for parameter in (self.A_log, self.dt_bias):
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
     def forward(
         self,
         x: Tensor,
@@ -201,7 +214,8 @@ class KimiDeltaAttention(nn.Module):
             cache: of the tokens before `x`, from an earlier call; None at the start of the sequences.
             return_cache: also return the cache after the last token of `x`.
             cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), as in `chunk_kda`. No
-                sequence sees another one, in the convolutions neither. Rows of no sequence are undefined.
+                sequence sees another one, in the convolutions neither. Rows of no sequence are undefined, but no gradient that
+                is zero there brings them to a parameter.
             pool: instead of a cache: sequences go on from their slots and leave what comes next there. No gradients. With one
                 token a sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
                 (`fused_kda_decode`), in a CUDA graph too.
@@ -248,13 +262,23 @@ class KimiDeltaAttention(nn.Module):
             states["cu_seqlens"] = cu_seqlens
         op, arguments, options = self._kda_call(x, mixed, states)
         o, state = op(*arguments, **options)
+        if cu_seqlens is not None and o.requires_grad:
+            # whatever lies in rows of no sequence: times a gradient of zero, NaN would reach the weights behind
+            covered = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
+            o = torch.where(covered[:, None, None], o, 0.0)
         o = gated_rms_norm(o, gate, _narrowed(self.o_norm, o.dtype), eps=self.norm_eps, backend=self._around())
         return self.o_proj(o.flatten(2)), KdaCache(conv, state) if return_cache else None
 
     def make_pool(
         self, slots: int, *, state_dtype: torch.dtype = torch.float32, dtype: torch.dtype | None = None
     ) -> KdaPool:
-        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, the layer's own by default."""
+        """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, the layer's own by default.
+
+        Raises:
+            ValueError, TypeError: a number of slots, or a dtype of states, that is none.
+        """
+        _check_positive(slots=slots)
+        _check_one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float64))
         weight = self.q_proj.weight
         conv = weight.new_zeros(slots, self.conv_size - 1, sum(self.conv_channels), dtype=dtype or weight.dtype).mT
         shape = (slots, self.num_v_heads, self.head_v_dim, self.head_dim)
@@ -353,10 +377,12 @@ class KimiDeltaAttention(nn.Module):
             raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {list(x.shape)}, wanted [B, T, {self.hidden_size}]")
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens)
         if cache is None:
             return
-        if not isinstance(cache, KdaCache):
-            raise TypeError(f"cache: got {type(cache).__name__}, wanted a KdaCache")
+        if not (isinstance(cache, KdaCache) and isinstance(cache.conv, Tensor)):
+            raise TypeError(f"cache: got {type(cache).__name__}, wanted a KdaCache of tensors")
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         wanted = (sequences, sum(self.conv_channels), self.conv_size - 1)
         if tuple(cache.conv.shape) != wanted:
@@ -386,7 +412,13 @@ class KimiDeltaAttention(nn.Module):
             is_gate = any(x is parameter or x is parameter.grad for parameter in gate)
             return x.to(applied.device) if is_gate and applied.dtype != x.dtype else applied
 
-        return super()._apply(keep_gate_exact, recurse)
+        super()._apply(keep_gate_exact, recurse)
+        self.mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*arguments, **named)
+        self.mark_parameters()  # `assign=True` puts other parameters in place
 
 
 def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:

@@ -62,4 +62,5 @@ def shard_attention(
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
         fully_shard(list(layer.children()), mp_policy=policy, **options)
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
+        layer.mark_parameters()
     return module

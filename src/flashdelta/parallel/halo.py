@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..problem.context import HALO, ContextParallel, context_of, gather
+from ..problem.context import HALO, context_of, gather
 from ..problem.errors import wrong
 
 
@@ -39,6 +38,8 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         raise wrong("width", width, "at least 1")
     is_group = torch.distributed.is_available() and isinstance(context, torch.distributed.ProcessGroup)
     c = context_of(None, context, x.device) if is_group else context_of(context, None, x.device)
+    if not c.knows_halo:
+        raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
     if c.cu_seqlens is not None and (x.shape[0] != 1 or x.shape[1] != c.tokens):
         raise wrong("x", f"shape {list(x.shape)}", f"[1, T, D] with the context's T = {c.tokens} tokens a rank")
     if c.cu_seqlens is None and x.shape[1] < width:
@@ -47,38 +48,62 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         raise wrong("x", f"device {x.device}", f"the context's device {c.device}")
     if c.ranks == 1:
         return x.new_zeros(x.shape[0], width, x.shape[2])
-    return _Halo.apply(x, c, width)
+    return _halo(x, c.border, c.name, c.rank, c.ranks, width)
 
 
-def _visible(c: ContextParallel, width: int) -> Tensor:
+def _visible(border: Tensor, width: int) -> Tensor:
     """Which of the tokens before belong to the sequence, `[1, width, 1]`."""
-    return (torch.arange(width, 0, -1, device=c.device) <= c.border[HALO])[None, :, None]
+    return (torch.arange(width, 0, -1, device=border.device) <= border[HALO])[None, :, None]
 
 
-class _Halo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, c: ContextParallel, width: int) -> Tensor:
-        B, T, D = x.shape
-        tail = min(T, width)
-        tails = x.new_empty(c.ranks, B, tail, D)
-        gather(x[:, T - tail :].contiguous(), tails, c.name)
-        before = tails[: c.rank].transpose(0, 1).flatten(1, 2)[:, -width:] if tail else x.new_empty(B, 0, D)
-        missing = x.new_zeros(B, width - before.shape[1], D)
-        ctx.context, ctx.shape, ctx.width = c, x.shape, width  # type: ignore[attr-defined]
-        ctx.visible = _visible(c, width)  # type: ignore[attr-defined]
-        return torch.where(ctx.visible, torch.cat([missing, before], dim=1), 0)  # type: ignore[attr-defined]
+# Operators with all that surrounds an exchange: a compiler would leave out one whose result a rank does not need, and others
+# would wait for it.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        c, (B, T, D), width = ctx.context, ctx.shape, ctx.width
-        grads = grad.new_empty(c.ranks, B, width, D)
-        gather(torch.where(ctx.visible, grad, 0).contiguous(), grads, c.name)
-        found, tail = grad.new_zeros(B, T, D), min(T, width)
-        # rank r sees this rank's last tokens behind those of the ranks between
-        for r in range(c.rank + 1, c.ranks):
-            stop = width - (r - c.rank - 1) * tail
-            start = max(stop - tail, 0)
-            if stop > 0 and tail > 0:
-                found[:, T - (stop - start) :] += grads[r][:, start:stop]
-        return found, None, None
+
+@torch.library.custom_op("flashdelta::halo", mutates_args=())
+def _halo(x: Tensor, border: Tensor, name: str, rank: int, ranks: int, width: int) -> Tensor:
+    B, T, D = x.shape
+    tail = min(T, width)
+    tails = x.new_empty(ranks, B, tail, D)
+    gather(x[:, T - tail :].contiguous(), tails, name)
+    before = tails[:rank].transpose(0, 1).flatten(1, 2)[:, -width:] if tail else x.new_empty(B, 0, D)
+    missing = x.new_zeros(B, width - before.shape[1], D)
+    return torch.where(_visible(border, width), torch.cat([missing, before], dim=1), 0)
+
+
+@_halo.register_fake
+def _(x: Tensor, border: Tensor, name: str, rank: int, ranks: int, width: int) -> Tensor:
+    return x.new_empty(x.shape[0], width, x.shape[2])
+
+
+@torch.library.custom_op("flashdelta::halo_backward", mutates_args=())
+def _halo_backward(grad: Tensor, border: Tensor, name: str, rank: int, ranks: int, tokens: int) -> Tensor:
+    B, width, D = grad.shape
+    grads = grad.new_empty(ranks, B, width, D)
+    gather(torch.where(_visible(border, width), grad, 0).contiguous(), grads, name)
+    found, tail = grad.new_zeros(B, tokens, D), min(tokens, width)
+    # rank r sees this rank's last tokens behind those of the ranks between
+    for r in range(rank + 1, ranks):
+        stop = width - (r - rank - 1) * tail
+        start = max(stop - tail, 0)
+        if stop > 0 and tail > 0:
+            found[:, tokens - (stop - start) :] += grads[r][:, start:stop]
+    return found
+
+
+@_halo_backward.register_fake
+def _(grad: Tensor, border: Tensor, name: str, rank: int, ranks: int, tokens: int) -> Tensor:
+    return grad.new_empty(grad.shape[0], tokens, grad.shape[2])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, border, *ctx.ranks, _ = inputs
+    ctx.tokens = x.shape[1]
+    ctx.save_for_backward(border)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _halo_backward(grad, *ctx.saved_tensors, *ctx.ranks, ctx.tokens), *[None] * 5
+
+
+_halo.register_autograd(_differentiate, setup_context=_save)

@@ -46,6 +46,8 @@ class ContextParallel:
     tokens: int | None = None
     conv_size: int | None = None
     exchange: str = "gather"
+    knows_halo: bool = True
+    """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
     alike: tuple = field(init=False, repr=False)
     """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
 
@@ -145,7 +147,8 @@ def context_parallel(
 def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
     """Of all ranks' sequences those of a rank with `tokens` tokens, on the device of the offsets, without reading any:
     `cu_seqlens [N + 1]` and the border. Of more than `N` sequences the last are left out, and none goes on to the next rank."""
-    offsets = offsets.long()
+    # of values that nobody has read kernels take ranks, which must be there
+    offsets = offsets.long().clamp(0, ranks * tokens)
     begins, ends = offsets[:-1], offsets[1:]
     low, high = rank * tokens, (rank + 1) * tokens
     # those that end before the rank's tokens; an empty one at the border belongs to the rank after it
@@ -266,26 +269,39 @@ def _from_fla(context: Any) -> ContextParallel:
     """FLA's context, kept on it for the next call while it says the same."""
     if getattr(context, "layout", "contiguous") != "contiguous":
         raise wrong("cp_context", f"layout {context.layout!r}", "'contiguous'")
-    before, after = int(context.pre_num_ranks), int(context.post_num_ranks)
-    halo = getattr(context, "pre_num_conv_tokens", None) or 0
+    name, rank, ranks = members(context.group)
+    before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
+    halo = getattr(context, "pre_num_conv_tokens", None)
     said = (context.group, context.cu_seqlens, before, after, halo)
     known = getattr(context, "_flashdelta", None)
     if known is not None and all(a is b or (isinstance(a, int) and a == b) for a, b in zip(known[0], said)):
         return known[1]
-    name, rank, ranks = members(context.group)
     check_offsets(context.cu_seqlens)
     offsets = context.cu_seqlens if getattr(context, "cu_seqlens_cpu", None) is None else context.cu_seqlens_cpu
     local = offsets.tolist()
+    check_values(offsets)
     N, values = len(local) - 1, [0] * BORDER
     values[OPEN_IN], values[OPEN_OUT] = (0 if before > 0 else -1), (N - 1 if after > 0 else -1)
-    values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo, N
+    values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo or 0, N
     values[OPENED + 1] = local[min(N, 1)] if before > 0 else 0
     device = context.cu_seqlens.device
     border = torch.tensor(values, dtype=torch.int32, device=device)
     taps = getattr(context, "conv1d_kernel_size", None)
-    found = ContextParallel(context.group, name, rank, ranks, border, context.cu_seqlens, local[-1], taps)
+    found = ContextParallel(
+        context.group, name, rank, ranks, border, context.cu_seqlens, local[-1], taps, knows_halo=halo is not None
+    )
     context._flashdelta = said, found
     return found
+
+
+def _fla_count(context: Any, name: str, most: int) -> int:
+    """Of ranks, of which the kernels read what they sent."""
+    value = getattr(context, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"cp_context: got {name} {value!r} ({type(value).__name__}), wanted an int")
+    if not 0 <= value <= most:
+        raise wrong("cp_context", f"{name} {value}", f"0 to {most} on this rank")
+    return value
 
 
 # ---- exchange -------------------------------------------------------------------------------------------------------------

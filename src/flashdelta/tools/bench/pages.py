@@ -71,7 +71,7 @@ HEADLINES = (
     Headline("long: 131072 tokens, 8 heads", "split-hopper-h200", "128K H8"),
     Headline("training: 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32"),
     Headline("decode: 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16", "us"),
-    Headline("layer: decode, 128 sequences, 32 heads", "layer-h200", "N128 H32 bf16", "us"),
+    Headline("layer: decode, 128 sequences, 32 heads", "layer-h200", "decode N128 H32 bf16", "us"),
 )
 """Those that are shown have a file with sustained times of ours and of FLA's."""
 

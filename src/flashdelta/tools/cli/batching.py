@@ -42,7 +42,8 @@ NULL = -1
 
 @dataclass(frozen=True)
 class Request:
-    """Continue `prompt` by `tokens` characters; `seed` of the sampling. It may join from step `arrival` on."""
+    """Continue `prompt` by `tokens` characters; `seed` of the sampling. It may join from step `arrival` on, and before if no
+    other one runs."""
 
     prompt: str
     tokens: int
