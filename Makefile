@@ -59,6 +59,7 @@ test-integrations: $(STAMP) ## test the integrations against the wheels of vLLM 
 record: $(STAMP) $(OLDEST_STAMP) ## record machine code, launches and interpreter tests of what changed
 	@$(BIN)/python -m tests.compile record
 	@$(BIN)/python -m tests.interpreter.record
+	@$(BIN)/python -m tests.gluon.record
 
 BASE ?= HEAD
 gate: $(STAMP) $(OLDEST_STAMP) ## list machine code and launches that differ from git revision BASE

@@ -1,0 +1,46 @@
+"""Whether the interpreted Hopper kernels have passed as they are now (`record.txt`): if so, their slow tests are skipped
+(FLASHDELTA_TESTS=full runs them all the same). Run them, and record that they pass:
+
+    python -m tests.gluon.record
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILE = Path(__file__).with_name("record.txt")
+PACKAGE = ("backends.py", "hopper", "problem", "program", "testing", "triton")
+READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), "tests/gluon", "tests/support/decoding_checks.py")
+"""What the tests run, and what they hold it to."""
+
+
+def digest() -> str:
+    """Of all Python in `READ`."""
+    total = hashlib.sha256()
+    for path in (ROOT / name for name in READ):
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            total.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return total.hexdigest()
+
+
+def recorded() -> bool:
+    return FILE.is_file() and FILE.read_text().strip() == digest()
+
+
+def main() -> int:
+    before = digest()
+    FILE.unlink(missing_ok=True)
+    passed = (
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "auto", "tests/gluon"], cwd=ROOT).returncode == 0
+    )
+    if passed and before == digest():
+        FILE.write_text(f"{before}\n")
+    return int(not recorded())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""When the slow tests of interpreted Hopper kernels run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import record
+
+
+def test_what_is_read_is_there():
+    assert all((record.ROOT / name).exists() for name in record.READ)
+
+
+def test_a_change_is_noticed_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "READ", ("kernels", "truth.py"))
+    monkeypatch.setattr(record, "FILE", tmp_path / "record.txt")
+    kernel, truth = tmp_path / "kernels" / "device" / "math.py", tmp_path / "truth.py"
+    kernel.parent.mkdir(parents=True)
+    for file in (kernel, truth):
+        file.write_text("x = 1\n")
+    assert not record.recorded()
+    record.FILE.write_text(f"{record.digest()}\n")
+    assert record.recorded()
+    for file in (kernel, truth):
+        file.write_text("x = 2\n")
+        assert not record.recorded()
+        file.write_text("x = 1\n")
+        assert record.recorded()
+    kernel.rename(kernel.with_name("norms.py"))
+    assert not record.recorded()
