@@ -30,6 +30,7 @@ GROUPS: dict[str, list[str]] = {
         "test_wy.py::test_results_are_the_reference[grouped-sliced]",
         "test_layer.py::test_gradients_of_the_norm[heads]",
         "test_layer.py::test_gradients_of_the_convolution[fla]",
+        "test_layer.py::test_convolution[marks_packed]",
         "test_fused.py::test_kernel_is_the_loop[one]",
     ],
     "chunk-1": ["test_kernels.py::test_chunk_fp32 1/2"],
