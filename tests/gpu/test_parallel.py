@@ -21,8 +21,8 @@ RANKS = 2
 VALUES, GRADIENTS = 6e-3, 2e-2
 """Errors of results and of gradients, bfloat16."""
 
-WORSE = 1.05
-"""How often as large as the whole call's an error may be."""
+WORSE, SUMMED = 1.05, {"A_log": 2.0, "dt_bias": 2.0}
+"""How often as large as the whole call's an error may be; that of a sum over all tokens is one draw of many roundings."""
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
 
@@ -45,7 +45,7 @@ def hold(found: Found, cut: Cut) -> None:
         limit = VALUES if name in ("o", "final_state") else GRADIENTS
         limit = GRADIENTS if name == "initial_state" else limit
         assert own <= limit, f"{name}: {own:.2e}"
-        assert own <= WORSE * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
+        assert own <= SUMMED.get(name, WORSE) * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -32,7 +32,9 @@ def check_fused(step: FusedStep, dtype: torch.dtype, backend: str, device: str =
     for name, x in before.items():
         stored = stored_in(step, call, want, name)
         mask = (
-            untouched(call[name], stored) if step.order != "page" or name not in WRITTEN else around(step, call, want)
+            untouched(call[name], stored)
+            if step.order != "page" or name not in WRITTEN
+            else around(step, call[name], want)
         )
         assert same_bits(memory_of(call[name])[mask], x[mask]), f"{name}: written where nothing is to be stored"
     return call
@@ -55,9 +57,9 @@ def counted(step: FusedStep, n: int) -> bool:
     return step.accepted is None or 1 <= step.accepted[n] <= 1 + (step.spec or 0)
 
 
-def around(step: FusedStep, call: dict, want: FusedExpected) -> torch.Tensor:
-    """Mask over the bytes of pages: what belongs to slots that are not written."""
-    memory = memory_of(call["state"])
+def around(step: FusedStep, x: torch.Tensor, want: FusedExpected) -> torch.Tensor:
+    """Mask over the memory of pages that `x` lies in: what belongs to slots that are not written."""
+    memory = memory_of(x)
     mask = torch.ones(len(memory), dtype=torch.bool)
     for slot in want.stored:
         mask[slot * len(memory) // step.slots : (slot + 1) * len(memory) // step.slots] = False

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
 from flashdelta import backends
+from flashdelta.problem.problem import inputs_of
 from flashdelta.runtime import call as road
+from flashdelta.runtime.autograd import Differentiable
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import BACKWARD_WY, FORWARD, operator_of
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id, named
@@ -30,6 +33,7 @@ from flashdelta.testing.wy import BY_NAME as WY_CASES
 from flashdelta.testing.wy import WyCase, make_wy
 
 from ..support.decoding_checks import commit_call
+from ..support.gradients import INPUTS
 from ..support.pools import BY_NAME as POOLS
 from ..support.pools import call_for
 from ..support.refusals import commit_of_records
@@ -440,3 +444,15 @@ def test_a_kept_call_is_known_by_all_its_arguments(op, monkeypatch):
     with pytest.raises(Asked):
         op(**arguments)
     assert [name for name, x in arguments.items() if not any(x is other for other in seen)] == []
+
+
+@pytest.mark.parametrize("call", road.CALLS.values(), ids=lambda call: call.function.__name__)
+def test_a_replay_with_gradients_finds_every_tensor_that_may_have_one(call: road.Call):
+    """Only calls on a GPU are replayed."""
+    if call.operation.no_gradients is not None:
+        pytest.skip(call.operation.no_gradients)
+    named = SimpleNamespace(operation=call.kind)
+    replayed = Differentiable(named, None, road.CACHE, call.tensors, True)
+    assert [call.tensors[i] for i in replayed.places] == [*replayed.inputs]
+    own = inputs_of(call.kind)
+    assert {*replayed.inputs} >= {*(INPUTS if own is inputs_of("chunk") else own)}

@@ -38,8 +38,8 @@ class Differentiable:
     ):
         self.problem, self.backend, self.cache, self.records = problem, backend, cache, records
         self.kind = "backward", next(_serials)
-        self.inputs = inputs_of(problem.operation)
-        self.places = [names.index(role) for role in self.inputs] if records else []
+        self.inputs = tuple(role for role in inputs_of(problem.operation) if role in names)
+        self.places = [names.index(role) for role in self.inputs]
         self.recorded: Recording | None = None
 
     def usable(self) -> bool:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from .. import backends
 from ..problem.arguments import Operation, is_plain
 from ..problem.errors import wrong
-from ..problem.problem import Problem, Tensors, inputs_of
+from ..problem.problem import Problem, Tensors
 from ..program.cache import Key, LaunchCache
 from . import autograd, torch_ops
 
@@ -65,7 +65,7 @@ class Call:
         if problem.requires_grad:
             differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
-            return differentiable.apply(*(getattr(t, role) for role in inputs_of(problem.operation)))
+            return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         program = backend.build(problem, t)
         results = program.run(None if key is None else tensors)
         if program.recorded is not None:
