@@ -244,8 +244,6 @@ def compute(
             v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
             if STEPS:
                 v_t, v_later = column_halves(v_t, LEFT)
-            else:
-                v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             if scheduler.checkpoint_offsets is not None:
                 span, start, stop = scheduler.first_span(tile)
@@ -287,6 +285,10 @@ def compute(
                     left0 = as_left(state0)
                     if KH == 2:
                         left1 = as_left(state1)
+                    v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
+                    state0 = state0 * ring.decays(s, 0, ACC)
+                    if KH == 2:
+                        state1 = state1 * ring.decays(s, 1, ACC)
                     # w is stored negated: v_new comes out of one accumulator, which holds inverse v
                     v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
                     if KH == 2:
@@ -296,9 +298,6 @@ def compute(
                         out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
                     if o is not None:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                    state0 = state0 * ring.decays(s, 0, ACC)
-                    if KH == 2:
-                        state1 = state1 * ring.decays(s, 1, ACC)
                     v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
                     v_new_left = as_left(v_new_t)
                     out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
@@ -315,13 +314,12 @@ def compute(
                     iteration += 1
                     ahead = ring.wait(gl.minimum(iteration, first + total - 1))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                    v_new_t = mma_first(v_t, ring.tile(ahead, INVERSE).permute((1, 0)), zero)
                     if KH == 2:
                         state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
-                            1, deps=[state0, state1, out, v_new_left, left0, left1]
+                            0, deps=[state0, state1, out, v_new_left, left0, left1]
                         )
                     else:
-                        state0, out, v_new_left, left0 = warpgroup_mma_wait(1, deps=[state0, out, v_new_left, left0])
+                        state0, out, v_new_left, left0 = warpgroup_mma_wait(0, deps=[state0, out, v_new_left, left0])
                     ring.release(s)
                 done = out.to(gl.bfloat16)
                 if scheduler.checkpoint_offsets is None:
@@ -342,8 +340,6 @@ def compute(
                             store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         span += 1
                         stop = scheduler.span_stop(tile, span, start)
-            if not STEPS:
-                v_new_t, v_t = warpgroup_mma_wait(0, deps=[v_new_t, v_t])
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in

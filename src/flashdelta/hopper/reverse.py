@@ -149,19 +149,21 @@ def compute(
             done_count = 0
             ahead = ring.wait(iteration)
             o_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-            v_new_t = mma_first(o_t, ring.tile(ahead, AQK), zero)
             for step in range(chunks):
                 i = chunks - 1 - step
                 s = iteration % ring.STAGES
                 left0 = as_left(state0)
-                v_new_t = mma(left0, ring.tile(s, KG).permute((1, 0)), v_new_t)
                 if KH == 2:
                     left1 = as_left(state1)
-                    v_new_t = mma(left1, ring.tile(s, KG + 1).permute((1, 0)), v_new_t)
+                v_new_t = mma_first(o_t, ring.tile(s, AQK), zero)
                 state0 = state0 * ring.decays(s, 0, ACC)
-                state0 = mma(o_t, ring.tile(s, QG), state0)
                 if KH == 2:
                     state1 = state1 * ring.decays(s, 1, ACC)
+                v_new_t = mma(left0, ring.tile(s, KG).permute((1, 0)), v_new_t)
+                if KH == 2:
+                    v_new_t = mma(left1, ring.tile(s, KG + 1).permute((1, 0)), v_new_t)
+                state0 = mma(o_t, ring.tile(s, QG), state0)
+                if KH == 2:
                     state1 = mma(o_t, ring.tile(s, QG + 1), state1)
                 if grad_h is not None:
                     here = grad_h + (wide(first + i, HV) + tile.head) * (K * V)
@@ -174,26 +176,24 @@ def compute(
                     v_new_t, left0, left1 = warpgroup_mma_wait(KH, deps=[v_new_t, left0, left1])
                 else:
                     v_new_t, left0 = warpgroup_mma_wait(KH, deps=[v_new_t, left0])
-                done = v_new_t.to(gl.bfloat16)
-                v_new_left = as_left(done)
+                v_new_left = as_left(v_new_t)
+                done = gl.convert_layout(v_new_left, ACC, assert_trivial=True)
                 # w is stored negated
                 state0 = mma(v_new_left, ring.tile(s, W), state0)
                 if KH == 2:
                     state1 = mma(v_new_left, ring.tile(s, W + 1), state1)
                 done_token = tile.begin + i * C
                 done_count = (tokens - i * C).to(gl.int32)
-                o_t = warpgroup_mma_wait(KH, deps=[o_t])
-                # the last chunk does its own product again, which nobody uses
+                # the last chunk loads its own rows again, which nobody uses
                 iteration += 1
                 ahead = ring.wait(gl.where(step + 1 < chunks, iteration, iteration - 1))
-                o_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                v_new_t = mma_first(o_t, ring.tile(ahead, AQK), zero)
+                later_o = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                 if KH == 2:
-                    state0, state1, v_new_left = warpgroup_mma_wait(1, deps=[state0, state1, v_new_left])
+                    state0, state1, v_new_left, o_t = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left, o_t])
                 else:
-                    state0, v_new_left = warpgroup_mma_wait(1, deps=[state0, v_new_left])
+                    state0, v_new_left, o_t = warpgroup_mma_wait(0, deps=[state0, v_new_left, o_t])
+                o_t = later_o
                 ring.release(s)
-            v_new_t, o_t = warpgroup_mma_wait(0, deps=[v_new_t, o_t])
             if grad_v_new is not None:
                 store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
         if offsets is not None:

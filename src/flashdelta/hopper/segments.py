@@ -182,9 +182,9 @@ def compute(
         state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), ACC)
         state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), ACC)
         for _i in range(chunks):
-            left0 = as_left(state0)
+            left0 = as_left(state0, False)
             if KH == 2:
-                left1 = as_left(state1)
+                left1 = as_left(state1, False)
             s = ring.wait(iteration)
             v_t = ring.rows.index(s).permute((1, 0)).load(LEFT)
             v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
@@ -198,7 +198,7 @@ def compute(
                 v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
             else:
                 v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
-            v_new_left = as_left(v_new_t)
+            v_new_left = as_left(v_new_t, False)
             state0 = mma(v_new_left, ring.tile(s, KG), state0)
             if KH == 2:
                 state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)

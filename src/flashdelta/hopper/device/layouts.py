@@ -135,9 +135,15 @@ def store_halves(states, at, next_, first, second, wanted, K: gl.constexpr, IN_O
 
 
 @gluon.jit
-def as_left(x):
-    """An accumulator, rounded to bf16, as a left operand in registers."""
-    return gl.convert_layout(x.to(gl.bfloat16), LEFT, assert_trivial=True)
+def as_left(x, ORDERED: gl.constexpr = True):
+    """An accumulator, rounded to bf16, as a left operand in registers. `ORDERED`: before the next MMA starts; LLVM would put it
+    between MMAs in flight, for which ptxas then waits."""
+    if ORDERED:
+        asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        x = gl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
+    else:
+        x = x.to(gl.bfloat16)
+    return gl.convert_layout(x, LEFT, assert_trivial=True)
 
 
 @gluon.jit
