@@ -160,9 +160,11 @@ def compute(
 
     MMAs run in the order in which they are issued, and the warps work beside them. One chunk:
 
-        MMAs     S^T (-w)^T    S^T qg^T      v_new^T Aqk^T, v_new^T kg    v^T inverse^T of the next chunk
-        warps    store the     round v_new                                release the stage,
-                 last o, decay S                                          round S and o
+        MMAs              v^T inverse^T   S^T (-w)^T    S^T qg^T      v_new^T Aqk^T, v_new^T kg
+        warps    round S  decay S         store the     round v_new   load the next chunk's v   release the stage,
+                                          last o                                                round o
+
+    No MMA is in flight from chunk to chunk: ptxas would wait for it before the first use of the state.
     """
     o, h, v_new = outputs
     initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints = states
@@ -310,7 +312,7 @@ def compute(
                             *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
                             *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
                         )
-                    # the last chunk does its own `inverse v` again, which nobody uses
+                    # the last chunk loads its own v again, which nobody uses
                     iteration += 1
                     ahead = ring.wait(gl.minimum(iteration, first + total - 1))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)

@@ -97,8 +97,8 @@ def compute(
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
-    """The consumer: four warps that carry a tile's gradient from chunk to chunk. `do^T Aqk` of the next chunk runs beside the
-    end of one; what a chunk leaves goes to memory during the next one's first MMAs."""
+    """The consumer: four warps that carry a tile's gradient from chunk to chunk. What a chunk leaves goes to memory during the
+    next one's first MMAs. No MMA is in flight from chunk to chunk, as in `recurrence`."""
     grad_v_new, grad_h, grad_initial = outputs
     offsets, ends = between
     T = scheduler.T
