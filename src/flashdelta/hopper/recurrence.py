@@ -265,7 +265,9 @@ def compute(
                 if checkpoint_every is not None:
                     if to_checkpoint == 0:
                         if next_row < checkpoint_rows:
-                            in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
+                            in_row = state_offsets(
+                                gl.minimum(iteration, 0).to(gl.int64) * 16, value, key, K, V, V_FIRST
+                            )
                             row_states = at_checkpoints + (next_row * pitch + head * (K * V))
                             store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         next_row += 1
@@ -337,7 +339,9 @@ def compute(
                             *(stop - tile.begin, lowest_checkpoint, most_checkpoints),
                         )
                         if reached != 0:
-                            in_row = state_offsets(gl.minimum(iteration, 0).to(gl.int64), value, key, K, V, V_FIRST)
+                            in_row = state_offsets(
+                                gl.minimum(iteration, 0).to(gl.int64) * 16, value, key, K, V, V_FIRST
+                            )
                             row_states = at_checkpoints + (there * pitch + head * (K * V))
                             store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
                         span += 1
@@ -346,7 +350,7 @@ def compute(
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
         # the loop
-        nothing = iteration - first - total
+        nothing = (iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
@@ -363,7 +367,6 @@ SCALARS = (
     "pool_slots",
     "has_initial",
     "has_final",
-    "state_pitch",
     "T",
     "N",
     "HV",

@@ -218,7 +218,7 @@ def compute(
 
 _STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
 SCALARS = (
-    *("lowest", "pool_slots", "has_initial", "has_final", "state_pitch", "T", "N", "HV", "slots", "checkpoints"),
+    *("lowest", "pool_slots", "has_initial", "has_final", "T", "N", "HV", "slots", "checkpoints"),
     *_STRIDES,
 )
 """Arguments whose values leave the machine code as it is."""
