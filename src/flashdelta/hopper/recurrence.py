@@ -507,7 +507,7 @@ def recurrence(
             H_V_FIRST=problem.state_v_first or v_new is not None,
             # in steps a stage has one tile less, and four decays of a channel
             STAGES=3 if steps else stages(problem, 3 * problem.K // TILE + 3, beside=1),
-            STREAM_K=stream_k_pays(problem, most),
+            STREAM_K=not split and stream_k_pays(problem, most),
             STEPS=steps,
         ),
         num_warps=4,

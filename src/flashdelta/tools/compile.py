@@ -497,7 +497,6 @@ VARIANTS = (
     _hopper(
         "K128 V128 split, fixed length, V first, backward", split=4, packed=False, state_v_first=True, backward=True
     ),
-    _hopper("K128 V128 split, stream-K, backward", split=4, heads=96, backward=True),
     _hopper("K64 V64 split, backward", K=64, V=64, split=4, backward=True),
     _hopper("K128 V128 kept for the backward pass", kept=True),
     _hopper("K128 V128 split, kept for the backward pass", split=4, kept=True),
