@@ -14,9 +14,12 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
+from flashdelta.hopper import build as hopper_build
 from flashdelta.hopper import decode as hopper_decode
 from flashdelta.hopper import wy as hopper_wy
 from flashdelta.problem.operations import PRECISIONS
+from flashdelta.program.cache import LaunchCache
+from flashdelta.runtime import call as road
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
 from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
 from flashdelta.testing.fused import FUSED_STEPS, make_fused
@@ -131,6 +134,10 @@ def main() -> None:
                 ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
         for call in prefill_calls(races) if backend == "triton" else ():
             ran += run(fd.kda_prefill, on_device(call), backend)
+        if backend == "hopper":  # the other form of prefill, which calls that fill the GPU take
+            hopper_build.STEPS_FROM, road.CACHE = 1, LaunchCache()
+            for call in map(on_device, race_calls()):
+                ran += run(fd.chunk_kda, call, backend)
     # with the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone
     for few in () if backward else (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
         triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability
 from ..program.program import Outputs, Program, Step
@@ -45,16 +45,19 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 
-STEPS = False
-"""Whether calls that can take steps of 32 tokens do. They have yet to be timed."""
+STEPS_FROM = 64
+"""Pairs of a sequence and a value head from which steps of 32 tokens pay: they save a tenth of `prepare`'s time or more, and
+lengthen the chain of `recurrence`, which is in nobody's way once its CTAs fill the GPU."""
 
 
 def in_steps(problem: Problem) -> bool:
-    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`)."""
+    """Whether a call that splits no sequence goes through its chunks in steps of 32 tokens (`prepare_steps`)."""
     plain = problem.ranks == 1 and not problem.return_intermediate_states
+    by_batch = problem.split == AUTO and not problem.batch_invariant
+    pairs = problem.N * problem.HV if by_batch else problem.HV
     return (
-        STEPS
-        and plain
+        plain
+        and pairs >= STEPS_FROM
         and problem.K == 128
         and problem.l2norm
         and problem.safe_gate

@@ -55,7 +55,7 @@ def warmup(
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
     many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper so many
-    heads that they would leave many SMs idle.
+    heads that they fill the SMs, or would leave many idle.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
@@ -219,6 +219,9 @@ WARM_MANY = 160
 Hopper GPU can deal out to its SMs without leaving many idle, for which `hopper` has a kernel of its own."""
 
 
+WARM_FULL = 64
+"""Heads that fill the SMs of a Hopper GPU without leaving any idle, for which `hopper` has kernels of their own."""
+
 WARM_LONG = (1, 8192, 2, 1)
 """Sizes as of `_warm_sizes`: a sequence that is split."""
 
@@ -236,7 +239,7 @@ def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> lis
         if device.type != "cuda":
             return [(1, 65, 2, 1)]
         long = [WARM_LONG, WARM_LONG_BATCH] if is_packed else [WARM_LONG]
-        return [(1, 65, 2, 1), (1, 65, WARM_MANY * 64 // max(V, 64), 1), *long]
+        return [(1, 65, 2, 1), (1, 65, WARM_FULL, 1), (1, 65, WARM_MANY * 64 // max(V, 64), 1), *long]
     several = (1, 2 if kind == "decode" else 65, 2, 1)
     return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
 

@@ -59,13 +59,14 @@ def recurrence_work(case: Case) -> StageWork:
 
 def _workspace_bytes(case: Case) -> int:
     """What `prepare` hands to `recurrence`: `w, qg, kg [C, K]`, `inverse, Aqk [C, C]` in bf16 and `decay [K]` in fp32 for every
-    chunk of every value head. Full squares, and full tiles where a sequence ends inside a chunk, as the kernels write them."""
+    chunk of every value head. Full squares, and full tiles where a sequence ends inside a chunk, as the kernels write them; those in
+    steps of 32 tokens write a tenth less."""
     C, K = case.chunk_size, case.K
     return sum(chunk_counts(case)) * case.HV * (2 * (3 * C * K + 2 * C * C) + 4 * K)
 
 
 STAGES = {"prepare": prepare_work, "recurrence": recurrence_work}
-"""By stage. Its kernel is called `<stage>_kernel` or `<stage>_bounded_kernel` in every backend; a kernel of another name is
+"""By stage. Its kernel is called `<stage>_kernel`, `<stage>_bounded_kernel` or `<stage>_steps_kernel`; one of another name is
 timed, and its work unknown."""
 
 
@@ -191,7 +192,7 @@ def _describe(runs: list[KernelRun], calls: int, case: Case, ceilings: Mapping[s
     launches = len(runs) // calls
     ms = statistics.median(sum(run.us for run in runs[i : i + launches]) for i in range(0, len(runs), launches)) / 1e3
     residents = ctas_per_sm(kernel, device)
-    stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded)?_kernel", kernel.name)), None)
+    stage = next((stage for stage in STAGES if re.search(rf"{stage}(_bounded|_steps)?_kernel", kernel.name)), None)
     described = {
         **{"kernel": kernel.name, "stage": stage, "ms": ms, "launches": launches},
         **{key: x for key, x in asdict(kernel).items() if key not in ("name", "us")},
