@@ -455,13 +455,22 @@ FEW = 256
 """States up to which they stay in the L2 cache, as in `decode`."""
 
 
+ONE_WAVE = 396
+"""CTAs of four warps with 168 registers a thread that an H100 or H200 holds at the same time, three an SM."""
+
+
 def fused_config(problem: Problem, arch: int) -> FusedConfig:
-    """With a thread for each channel, rows of q, k, v and their windows are read once. It has up to 128 elements of a
-    state: two CTAs fit on an SM, and three where states are in bfloat16 and become float32 tile by tile."""
+    """With a thread for each channel, rows of q, k, v and their windows are read once, and it has up to 128 elements of a
+    state. For one token two threads share a channel, in chains half as long; but where states in bfloat16 come in more than
+    one wave, three CTAs of four warps an SM have more of them in flight."""
     many = problem.T > 1 or problem.packed or problem.N * problem.HV > FEW
     single = problem.T == 1 and not problem.packed
-    registers = 168 if single and problem.state_dtype == torch.bfloat16 else 255
-    return FusedConfig(max(1, min(problem.K, problem.V) // 32), 4, many, registers)
+    warps = max(1, min(problem.K, problem.V) // 32)
+    if single and problem.state_dtype == torch.bfloat16 and problem.N * problem.H > ONE_WAVE:
+        return FusedConfig(warps, 4, many, 168)
+    if single and problem.group == 1 and warps == 4:
+        return FusedConfig(2 * warps, 8, many, 128)
+    return FusedConfig(warps, 4, many, 255)
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

@@ -59,8 +59,8 @@ def recurrence_work(case: Case) -> StageWork:
 
 def _workspace_bytes(case: Case) -> int:
     """What `prepare` hands to `recurrence`: `w, qg, kg [C, K]`, `inverse, Aqk [C, C]` in bf16 and `decay [K]` in fp32 for every
-    chunk of every value head. Full squares, and full tiles where a sequence ends inside a chunk, as the kernels write them; those in
-    steps of 32 tokens write a tenth less."""
+    chunk of every value head. Full squares, and full tiles where a sequence ends inside a chunk, as the kernels write them.
+    In steps of 32 tokens they write a tenth less."""
     C, K = case.chunk_size, case.K
     return sum(chunk_counts(case)) * case.HV * (2 * (3 * C * K + 2 * C * C) + 4 * K)
 
