@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+import triton
 
 import flashdelta as fd
 from flashdelta.tools.bench import layer, report
@@ -193,3 +194,14 @@ def test_flas_functions_take_these_arguments(name):
     theirs = inspect.signature(getattr(importlib.import_module(PEERS[name][0]), PEERS[name][1])).parameters
     if name not in ("fla", "fla_decode"):
         assert theirs.keys() >= inspect.signature(STAND_INS[name]).parameters.keys()
+
+
+def test_fla_chooses_its_kernels_for_each_batch():
+    @triton.autotune([triton.Config({}, num_warps=1)], key=["n"], cache_results=True)
+    @triton.jit
+    def causal_conv1d_update_kernel(x, n):
+        pass
+
+    causal_conv1d_update_kernel.cache[1] = "the form of one sequence"
+    layer.tune_anew()
+    assert not causal_conv1d_update_kernel.cache and not causal_conv1d_update_kernel.cache_results

@@ -7,6 +7,7 @@ convolution each for q, k and v, the gate by itself ("fla") or in its step ("fla
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,20 @@ def fla_functions(names: Sequence[str], row: Row, setup: Setup) -> dict[str, Any
     """FLA's by name, or why one of them takes no part in this row."""
     found = {name: setup.found(name, row) for name in names}
     return next((x for x in found.values() if isinstance(x, str)), found)
+
+
+FLA_TUNED = ("causal_conv1d_update_kernel", "kda_gate_fwd_kernel", "layer_norm_gated_fwd_kernel")
+"""Kernels of FLA's step of which it keeps the form that was fastest for the first batch, whatever its size."""
+
+
+def tune_anew() -> None:
+    """Lets FLA choose them for the batch that comes next: at 128 sequences the one for 1 takes 14 times as long."""
+    from triton.runtime.autotuner import Autotuner  # Triton is for Linux only
+
+    for tuner in [x for x in gc.get_objects() if isinstance(x, Autotuner)]:
+        if tuner.base_fn.__name__ in FLA_TUNED:
+            tuner.cache.clear()
+            tuner.cache_results = False
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -203,6 +218,7 @@ class LayerStep:
     def work(self) -> Work:
         """The bare step is checked as what it is in the chain."""
         functions = fla_functions(FLA_STEP, self.row, self.setup)
+        tune_anew()
         peers: dict[str, Contender | str] = {}
         for name, gate_inside in (("fla", False), ("fla_gated", True)):
             if isinstance(functions, str):
