@@ -30,7 +30,7 @@ from .interpreter import hopper_on_cpu
 
 @pytest.fixture(autouse=True)
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "STEPS", True)
+    monkeypatch.setattr(build, "STEPS_FROM", 1)
 
 
 def steps_call(case: Case) -> dict:
@@ -84,7 +84,7 @@ def test_errors_are_those_of_chunks(case: Case, monkeypatch: pytest.MonkeyPatch)
     call = steps_call(case)
     want = truth(call)
     found = poisoned(call)
-    monkeypatch.setattr(build, "STEPS", False)
+    monkeypatch.setattr(build, "STEPS_FROM", 3)
     before = poisoned(call)
     assert not same_bits(found[0], before[0])
     for got, old, true, more in zip(found, before, want, MORE):
@@ -157,4 +157,4 @@ def test_buffers(buffer_case: BufferCase):
 )
 def test_other_calls_keep_their_chunks(changes: dict):
     problem, _ = fd.runtime.call.check(fd.chunk_kda, **steps_call(replace(SMALL, **changes)))
-    assert not build.in_steps(problem)
+    assert not build.in_steps(problem, 0, 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..problem.problem import BACKWARD, Problem, Tensors
+from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability
 from ..program.program import Outputs, Program, Step
@@ -45,27 +45,26 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 
 
-STEPS = False
-"""Whether calls that can take steps of 32 tokens do. They have yet to be timed."""
+STEPS_FROM = 32
+"""Value heads from which chunks are taken in steps of 32 tokens. A step's work of `prepare` is less, but a chunk takes the chain
+of `recurrence` longer, and few heads wait for that: with 32 of one sequence it is even (docs/log/tuning.md). Heads alone count:
+the bits of a sequence must not depend on how many others there are."""
 
 
-def in_steps(problem: Problem) -> bool:
-    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`)."""
-    plain = problem.ranks == 1 and not problem.return_intermediate_states
-    return (
-        STEPS
-        and plain
-        and problem.K == 128
-        and problem.l2norm
-        and problem.safe_gate
-        and problem.g_dtype == torch.bfloat16
-    )
+def in_steps(problem: Problem, segments: int, room: int) -> bool:
+    """Whether the call, of as many `segments` and with `room` for transitions, goes through its chunks in steps of 32 tokens
+    (`prepare_steps`). What splits a sequence or keeps anything of a chunk needs chunks of 64."""
+    whole = segments == 0 and not (problem.batch_invariant and problem.split == AUTO and room > 0)
+    plain = problem.ranks == 1 and not problem.return_intermediate_states and not problem.requires_grad
+    bounded = problem.safe_gate and problem.g_dtype == torch.bfloat16
+    return problem.HV >= STEPS_FROM and whole and plain and bounded and problem.K == 128 and problem.l2norm
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
-    segments = segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)
-    if segments == 0 and in_steps(problem):
+    most = room(problem, t.device)
+    segments = segments_of_call(problem, most, SPLIT_COSTS)
+    if in_steps(problem, segments, most):
         call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
         return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
