@@ -46,15 +46,16 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
 
 
 STEPS_FROM = 32
-"""Value heads from which chunks are taken in steps of 32 tokens. A step's work of `prepare` is less, but a chunk takes the chain
-of `recurrence` longer, and few heads wait for that: with 32 of one sequence it is even (docs/log/tuning.md). Heads alone count:
-the bits of a sequence must not depend on how many others there are."""
+"""Value heads from which chunks are taken in steps of 32 tokens. `prepare` has less to do for a chunk then, but the chain of
+`recurrence` is longer, which few heads wait for: at 32 heads of one sequence it is even (docs/log/tuning.md)."""
 
 
-def in_steps(problem: Problem, segments: int, room: int) -> bool:
-    """Whether the call, of as many `segments` and with `room` for transitions, goes through its chunks in steps of 32 tokens
-    (`prepare_steps`). What splits a sequence or keeps anything of a chunk needs chunks of 64."""
-    whole = segments == 0 and not (problem.batch_invariant and problem.split == AUTO and room > 0)
+def in_steps(problem: Problem, room: int) -> bool:
+    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`), with `room` for so many transitions.
+
+    Neither lengths nor sequences count: the bits of a sequence are its own. So a call that would be split if only its sequences
+    were longer keeps its chunks, as does what the backward pass will compute again."""
+    whole = problem.split == 1 or (problem.split == AUTO and room == 0)
     plain = problem.ranks == 1 and not problem.return_intermediate_states and not problem.requires_grad
     bounded = problem.safe_gate and problem.g_dtype == torch.bfloat16
     return problem.HV >= STEPS_FROM and whole and plain and bounded and problem.K == 128 and problem.l2norm
@@ -63,10 +64,10 @@ def in_steps(problem: Problem, segments: int, room: int) -> bool:
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
     most = room(problem, t.device)
-    segments = segments_of_call(problem, most, SPLIT_COSTS)
-    if in_steps(problem, segments, most):
+    if in_steps(problem, most):
         call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
         return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
+    segments = segments_of_call(problem, most, SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     final_state = outputs.get("final_state")
     split = before_segments(call, final_state)
