@@ -9,10 +9,8 @@ import torch
 
 import flashdelta as fd
 from flashdelta.hopper import build, recurrence
-from flashdelta.hopper.segments import room
-from flashdelta.runtime.call import check as check_call
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import make_call, meta_call
+from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import (
     assert_close,
     covered_tokens,
@@ -152,34 +150,3 @@ def test_buffers(buffer_case: BufferCase):
     for name, wanted in (("checkpoint_states", want.buffer), ("final_state", want.final), ("state_pool", want.pool)):
         if name in call:
             assert_close(name, call[name], wanted, tolerance_of(call) + 4e-3)
-
-
-MANY = replace(SMALL, name="many", H=64, HV=64, T=70)
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "steps"),
-    [
-        ({}, {}, True),
-        ({"V": 128, "lengths": (70, 0, 200_000)}, {}, True),
-        ({}, {"batch_invariant": True}, True),
-        ({"HV": 32, "H": 32}, {}, False),  # longer sequences would be split
-        ({"HV": 32, "H": 32}, {"split": False}, True),
-        ({"HV": 31, "H": 31}, {"split": False}, False),
-        ({}, {"split": 2}, False),
-        ({}, {"disable_recompute": True, "grad": True}, False),
-        ({}, {"grad": True}, False),
-        ({"K": 64}, {}, False),
-        ({"l2norm": False}, {}, False),
-        ({"gate": "softplus", "lower_bound": None}, {}, False),
-        ({"h": True}, {}, False),
-    ],
-    ids=str,
-)
-def test_which_calls_take_steps(changes: dict, options: dict, steps: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()
-    call = meta_call(replace(MANY, **changes)) | options
-    if call.pop("grad", False):
-        call["q"].requires_grad_()
-    problem, _ = check_call(fd.chunk_kda, **call)
-    assert build.in_steps(problem, room(problem, call["q"].device)) == steps

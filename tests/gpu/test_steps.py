@@ -1,0 +1,107 @@
+"""What other modules hold of chunks of 64 tokens, held of `hopper` in steps of 32, which calls of few heads don't take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from flashdelta.hopper import recurrence
+from flashdelta.testing.cases import FP32, HARD_CASES, Case
+
+from ..support.pools import CHECKPOINT_POOLS
+from . import (
+    test_buffers,
+    test_execution,
+    test_hard,
+    test_laws,
+    test_layouts,
+    test_lengths,
+    test_pool,
+    test_semantics,
+    test_stream_k,
+)
+from .calls import BOTH, KIMI, in_steps
+
+pytestmark = pytest.mark.gpu
+
+CHUNK = BOTH[0]
+
+
+def stepping(case: Case) -> bool:
+    return case.gate == "lower_bound" and case.l2norm and not case.h and case.chunk_size == 64
+
+
+def cases(test: Callable, found: list, case_of: Callable = lambda x: x) -> dict[str, Callable]:
+    """The test of those that can take steps, by name."""
+    name = f"{test.__module__.rsplit('_')[-1]}: {test.__name__.removeprefix('test_')}"
+    return {f"{name}, {x.name}": partial(test, x) for x in found if stepping(case_of(x))}
+
+
+K_FIRST = replace(test_pool.PREFILL, name="K first", case=replace(test_pool.PREFILL.case, v_first=False))
+CHECKS = {
+    **cases(test_hard.test_packed_with_states, HARD_CASES),
+    **cases(test_hard.test_both_paths, [case for case in test_hard.BOTH_PATHS + test_hard.LONG if case.K == 128]),
+    "every tail": partial(test_lengths.test_every_tail, FP32, KIMI),
+    "random packings": partial(test_lengths.test_random_packings, 40, KIMI),
+    "fused, grouped heads": partial(test_layouts.test_inputs_of_fixed_length, "fused, grouped heads", KIMI),
+    "padded rows": partial(test_layouts.test_packed_inputs, "padded rows"),
+    "V 64": partial(test_layouts.test_other_head_dims, 128, 64, KIMI),
+    **cases(test_pool.test_chunk_bf16, [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST], lambda x: x.case),
+    "repeated pools": partial(test_pool.test_a_repeated_call_has_its_own_pool, test_pool.PREFILL, CHUNK),
+    "checkpoints at chunk ends": test_pool.test_checkpoints_at_chunk_ends_change_no_bit,
+    **cases(test_buffers.test_chunk_bf16, test_buffers.MODELS, lambda x: x.case),
+    "NaN beside buffers": test_buffers.test_nan_stays_in_its_sequence,
+    **cases(test_buffers.test_a_graph_replays_with_other_lengths_and_rows, test_buffers.MODELS[:2], lambda x: x.case),
+    "packed bits": partial(test_laws.test_a_packed_sequences_bits_are_its_own, KIMI, CHUNK),
+    "bits of rows": partial(test_laws.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
+    "no state": partial(test_laws.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
+    "pieces": partial(test_laws.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
+    **{
+        f"{bad} in {name}": partial(test_semantics.test_nan_stays_in_its_sequence, bad, name, CHUNK)
+        for name, bad in (
+            ("q", torch.nan),
+            ("k", torch.inf),
+            ("v", torch.nan),
+            ("g", torch.nan),
+            ("initial_state", torch.inf),
+        )
+    },
+    "inputs are never written": partial(test_semantics.test_inputs_are_never_written, CHUNK),
+    "nothing beside out": partial(test_semantics.test_nothing_beside_out_is_written, CHUNK),
+    **{
+        f"graph, {kind.name}": partial(test_execution.test_graph_replays_with_other_tensors, kind)
+        for kind in test_execution.GRAPHS
+        if kind.name.startswith("chunk_kda kimi")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_steps(name: str, other_backend: str):
+    with in_steps() as ran:
+        CHECKS[name](backend=other_backend)
+    assert ran.called
+
+
+STREAM_K = {
+    **cases(test_stream_k.test_split_tiles_change_no_bit, [case for case in test_stream_k.CASES if case.K == 128]),
+    "pool, K first": partial(test_stream_k.test_split_tiles_of_a_pool, False, FP32),
+    "pool, V first": partial(test_stream_k.test_split_tiles_of_a_pool, True, FP32),
+    "graph": test_stream_k.test_a_graph_splits_anew_at_every_replay,
+    "a hundred times": test_stream_k.test_split_tiles_a_hundred_times,
+}
+
+
+@pytest.mark.parametrize("name", STREAM_K)
+def test_stream_k_in_steps(name: str, other_backend: str):
+    with (
+        in_steps() as ran,
+        mock.patch.object(recurrence, "stream_k_pays", lambda problem, ctas: problem.checkpoints == 0),
+    ):
+        STREAM_K[name](other_backend=other_backend)
+    assert ran.called
