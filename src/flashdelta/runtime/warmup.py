@@ -54,8 +54,8 @@ def warmup(
     Kernels depend on head dimensions, dtypes and options, hardly ever on head counts, lengths, strides that are multiples of
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
-    many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper many heads,
-    and sequences and heads that would leave many SMs idle.
+    many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper many
+    heads, and sequences and heads that would leave many SMs idle.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
