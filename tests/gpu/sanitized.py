@@ -82,7 +82,7 @@ def steps_calls(races: bool) -> list[dict]:
     return [
         call
         for call in found
-        if call.get("gate") == "lower_bound" and call["q"].shape[-1] == 128 and "split" not in call
+        if call.get("lower_bound") is not None and call["q"].shape[-1] == 128 and "split" not in call
     ]
 
 
