@@ -149,9 +149,9 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     }
     assert portable == forward | split | backward | alone
     # `prepare` plans; composition, clearing and merging are the portable ones
-    recurrent = {"decode_kernel", "verify_kernel", "replay_kernel"}
+    own = {"prepare_steps_kernel", "decode_kernel", "verify_kernel", "replay_kernel"}
     parallel = {"clear_kernel", "merge_kernel"}
-    assert hopper == (forward | split | backward | recurrent | parallel if arch == 90 else set())
+    assert hopper == (forward | split | backward | own | parallel if arch == 90 else set())
 
 
 def test_hopper_variants_are_named_so():

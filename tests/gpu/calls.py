@@ -8,12 +8,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
 import triton
 
 import flashdelta as fd
+from flashdelta.hopper import build
+from flashdelta.runtime.call import CACHE
 from flashdelta.testing.cases import BF16, BY_NAME, Case
 from flashdelta.testing.inputs import make_call, sequence_calls
 from flashdelta.testing.oracle import (
@@ -124,6 +127,22 @@ def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
     """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
     with poisoned_memory():
         return fd.chunk_kda(**call, out=torch.full_like(call["v"], torch.nan))
+
+
+@contextlib.contextmanager
+def in_steps(steps: bool = True) -> Iterator[mock.Mock]:
+    """Calls of `hopper` that can go through their chunks in steps of 32 tokens do, however few heads they have; or none does.
+    The mock is called for each that does."""
+    with (
+        mock.patch.object(build, "STEPS_FROM", 1 if steps else 1 << 30),
+        mock.patch.object(build, "room", (lambda problem, device: 0) if steps else build.room),
+        mock.patch.object(build, "prepare_steps", wraps=build.prepare_steps) as ran,
+    ):
+        CACHE.clear()
+        try:
+            yield ran
+        finally:
+            CACHE.clear()
 
 
 def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:

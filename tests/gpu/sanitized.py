@@ -14,12 +14,9 @@ from dataclasses import replace
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import build as hopper_build
 from flashdelta.hopper import decode as hopper_decode
 from flashdelta.hopper import wy as hopper_wy
 from flashdelta.problem.operations import PRECISIONS
-from flashdelta.program.cache import LaunchCache
-from flashdelta.runtime import call as road
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
 from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
 from flashdelta.testing.fused import FUSED_STEPS, make_fused
@@ -31,7 +28,7 @@ from flashdelta.triton import decode as triton_decode
 from ..support.decoding_checks import HOPPER_REPLAYED, REPLAYED, check_replay
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
-from .calls import KIMI, UNBOUNDED, on_gpu
+from .calls import KIMI, UNBOUNDED, in_steps, on_gpu
 
 CASES = [
     *map(on_gpu, named("T1", "T65", "packed", "packed_unused", "packed_all_empty", "fused", "chunk32", "h")),
@@ -77,6 +74,16 @@ def calls() -> list[dict]:
 def race_calls() -> list[dict]:
     found = [make_call(case, BF16) for case in RACE_CASES]
     return found + [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
+
+
+def steps_calls(races: bool) -> list[dict]:
+    """Those of the above that can take steps of 32 tokens."""
+    found = race_calls() if races else calls()
+    return [
+        call
+        for call in found
+        if call.get("lower_bound") is not None and call["q"].shape[-1] == 128 and "split" not in call
+    ]
 
 
 def on_device(call: dict) -> dict:
@@ -132,12 +139,11 @@ def main() -> None:
             ran += run(fd.chunk_kda, call, backend)
             if not races:
                 ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+        with in_steps():
+            for call in map(on_device, steps_calls(races) if backend == "hopper" else ()):
+                ran += run(fd.chunk_kda, call, backend)
         for call in prefill_calls(races) if backend == "triton" else ():
             ran += run(fd.kda_prefill, on_device(call), backend)
-        if backend == "hopper":  # the other form of prefill, which calls that fill the GPU take
-            hopper_build.STEPS_FROM, road.CACHE = 1, LaunchCache()
-            for call in map(on_device, race_calls()):
-                ran += run(fd.chunk_kda, call, backend)
     # with the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone
     for few in () if backward else (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
         triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few

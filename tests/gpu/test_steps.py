@@ -1,137 +1,107 @@
-"""Hopper's prefill in steps of 32 tokens, which calls that fill the GPU take: here all that can."""
+"""What other modules hold of chunks of 64 tokens, held of `hopper` in steps of 32, which calls of few heads don't take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
-import flashdelta as fd
-from flashdelta.hopper import build
-from flashdelta.program.cache import LaunchCache
-from flashdelta.runtime import call as road
-from flashdelta.testing.cases import BF16, CASES, FP32, Case, case_id
-from flashdelta.testing.oracle import assert_close, covered_tokens, poisoned_memory, same_bits, tolerance_of
+from flashdelta.hopper import recurrence
+from flashdelta.testing.cases import FP32, HARD_CASES, Case
 
-from ..support.buffers import CASES as BUFFER_CASES
-from ..support.buffers import BufferCase, buffer_call, buffer_id, buffer_truth
-from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, copied, pool_call, pool_id, pool_truth
-from .calls import CALLS_TO_A_REPLAY, KIMI, check, compilations, gpu_call, on_gpu
+from ..support.pools import CHECKPOINT_POOLS
+from . import (
+    test_buffers,
+    test_execution,
+    test_hard,
+    test_laws,
+    test_layouts,
+    test_lengths,
+    test_pool,
+    test_semantics,
+    test_stream_k,
+)
+from .calls import BOTH, KIMI, in_steps
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture(autouse=True)
-def in_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With a launch cache of their own: other tests' calls of the same kind were recorded in chunks."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("not a Hopper GPU")
-    monkeypatch.setattr(build, "STEPS_FROM", 1)
-    monkeypatch.setattr(road, "CACHE", LaunchCache())
-    yield
+CHUNK = BOTH[0]
 
 
-def assert_steps(call: dict) -> None:
-    problem, _ = road.check(fd.chunk_kda, **call)
-    assert build.in_steps(problem)
+def stepping(case: Case) -> bool:
+    return case.gate == "lower_bound" and case.l2norm and not case.h and case.chunk_size == 64
 
 
-def bounded(case: Case) -> bool:
-    return (case.safe or case.gate == "lower_bound") and case.l2norm and not case.h and not case.wide_gate
+def cases(test: Callable, found: list, case_of: Callable = lambda x: x) -> dict[str, Callable]:
+    """The test of those that can take steps, by name."""
+    name = f"{test.__module__.rsplit('_')[-1]}: {test.__name__.removeprefix('test_')}"
+    return {f"{name}, {x.name}": partial(test, x) for x in found if stepping(case_of(x))}
 
 
-TABLE = [replace(on_gpu(case), K=128) for case in CASES if case.chunk_size == 64 and case.V >= 64 and bounded(case)]
-LONG = [
-    replace(KIMI, name="uneven", lengths=(1500, 0, 33, 64, 1, 700), state=FP32, v_first=True),
-    replace(KIMI, name="slow gates", memory="slow", T=2048, v_first=True),
-    replace(KIMI, name="random gates", memory="random", T=2048, state=BF16),
-    replace(KIMI, name="shared heads", H=4, HV=16, B=2, T=1000),
-]
+K_FIRST = replace(test_pool.PREFILL, name="K first", case=replace(test_pool.PREFILL.case, v_first=False))
+CHECKS = {
+    **cases(test_hard.test_packed_with_states, HARD_CASES),
+    **cases(test_hard.test_both_paths, [case for case in test_hard.BOTH_PATHS + test_hard.LONG if case.K == 128]),
+    "every tail": partial(test_lengths.test_every_tail, FP32, KIMI),
+    "random packings": partial(test_lengths.test_random_packings, 40, KIMI),
+    "fused, grouped heads": partial(test_layouts.test_inputs_of_fixed_length, "fused, grouped heads", KIMI),
+    "padded rows": partial(test_layouts.test_packed_inputs, "padded rows"),
+    "V 64": partial(test_layouts.test_other_head_dims, 128, 64, KIMI),
+    **cases(test_pool.test_chunk_bf16, [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST], lambda x: x.case),
+    "repeated pools": partial(test_pool.test_a_repeated_call_has_its_own_pool, test_pool.PREFILL, CHUNK),
+    "checkpoints at chunk ends": test_pool.test_checkpoints_at_chunk_ends_change_no_bit,
+    **cases(test_buffers.test_chunk_bf16, test_buffers.MODELS, lambda x: x.case),
+    "NaN beside buffers": test_buffers.test_nan_stays_in_its_sequence,
+    **cases(test_buffers.test_a_graph_replays_with_other_lengths_and_rows, test_buffers.MODELS[:2], lambda x: x.case),
+    "packed bits": partial(test_laws.test_a_packed_sequences_bits_are_its_own, KIMI, CHUNK),
+    "bits of rows": partial(test_laws.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
+    "no state": partial(test_laws.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
+    "pieces": partial(test_laws.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
+    **{
+        f"{bad} in {name}": partial(test_semantics.test_nan_stays_in_its_sequence, bad, name, CHUNK)
+        for name, bad in (
+            ("q", torch.nan),
+            ("k", torch.inf),
+            ("v", torch.nan),
+            ("g", torch.nan),
+            ("initial_state", torch.inf),
+        )
+    },
+    "inputs are never written": partial(test_semantics.test_inputs_are_never_written, CHUNK),
+    "nothing beside out": partial(test_semantics.test_nothing_beside_out_is_written, CHUNK),
+    **{
+        f"graph, {kind.name}": partial(test_execution.test_graph_replays_with_other_tensors, kind)
+        for kind in test_execution.GRAPHS
+        if kind.name.startswith("chunk_kda kimi")
+    },
+}
 
 
-@pytest.mark.parametrize("case", TABLE + LONG, ids=case_id)
-def test_cases(case: Case):
-    check(fd.chunk_kda, case, BF16, "hopper")
+@pytest.mark.parametrize("name", CHECKS)
+def test_steps(name: str, other_backend: str):
+    with in_steps() as ran:
+        CHECKS[name](backend=other_backend)
+    assert ran.called
 
 
-POOLS = [case for case in PLAIN_POOLS + CHECKPOINT_POOLS if case.case.gate == "lower_bound"]
+STREAM_K = {
+    **cases(test_stream_k.test_split_tiles_change_no_bit, [case for case in test_stream_k.CASES if case.K == 128]),
+    "pool, K first": partial(test_stream_k.test_split_tiles_of_a_pool, False, FP32),
+    "pool, V first": partial(test_stream_k.test_split_tiles_of_a_pool, True, FP32),
+    "graph": test_stream_k.test_a_graph_splits_anew_at_every_replay,
+    "a hundred times": test_stream_k.test_split_tiles_a_hundred_times,
+}
 
 
-@pytest.mark.parametrize("pool_case", POOLS, ids=pool_id)
-def test_pools(pool_case: PoolCase):
-    case = replace(on_gpu(pool_case.case), K=128, chunk_size=64)
-    call = pool_call(replace(pool_case, case=case), BF16, "cuda") | {"split": False, "backend": "hopper"}
-    assert_steps(call)
-    true_o, true_pool = pool_truth(call)
-    tokens = covered_tokens(call)
-    for _ in range(CALLS_TO_A_REPLAY):
-        own = call | {"state_pool": copied(call["state_pool"])}
-        with poisoned_memory():
-            o, _ = fd.chunk_kda(**own)
-        assert_close("o", o[:, tokens], true_o[:, tokens], tolerance_of(call))
-        assert_close("pool", own["state_pool"], true_pool, tolerance_of(call) + 4e-3)
-
-
-BUFFERS = [case for case in BUFFER_CASES if case.case.gate == "lower_bound" and case.case.chunk_size == 64]
-
-
-@pytest.mark.parametrize("buffer_case", BUFFERS, ids=buffer_id)
-def test_buffers(buffer_case: BufferCase):
-    call = buffer_call(replace(buffer_case, case=replace(on_gpu(buffer_case.case), K=128)), BF16, "cuda")
-    call |= {"split": False}
-    want, tokens = buffer_truth(call), covered_tokens(call)
-    with poisoned_memory():
-        o, *_ = fd.chunk_kda(**call, backend="hopper")
-    assert_close("o", o[:, tokens], want.o[:, tokens], tolerance_of(call))
-    for name, wanted in (("checkpoint_states", want.buffer), ("final_state", want.final), ("state_pool", want.pool)):
-        if name in call:
-            assert_close(name, call[name], wanted, tolerance_of(call) + 4e-3)
-
-
-PACKED = replace(KIMI, name="packed", lengths=(1300, 0, 33, 64, 1, 700), state=FP32)
-
-
-def test_bits_repeat_and_are_a_sequences_own():
-    """Also where a NaN lies in the sequence beside it."""
-    call = gpu_call(fd.chunk_kda, PACKED, BF16, "hopper") | {"split": False}
-    assert_steps(call)
-    together = fd.chunk_kda(**call)
-    for _ in range(20):
-        assert all(same_bits(x, y) for x, y in zip(fd.chunk_kda(**call)[:2], together))
-    begin, end = call["cu_seqlens"].tolist()[5:7]
-    rows = {name: call[name][:, begin:end] for name in ("q", "k", "v", "g", "beta")}
-    offsets = torch.tensor([0, end - begin], device="cuda", dtype=call["cu_seqlens"].dtype)
-    alone = call | rows | {"cu_seqlens": offsets, "initial_state": call["initial_state"][5:]}
-    o, state = fd.chunk_kda(**alone)[:2]
-    assert same_bits(together[0][:, begin:end], o) and same_bits(together[1][5:], state)
-    call["v"][:, begin - 1] = torch.nan
-    o, state = fd.chunk_kda(**call)[:2]
-    assert same_bits(together[0][:, begin:end], o[:, begin:end]) and same_bits(together[1][5:], state[5:])
-
-
-def test_a_graph_replays_with_other_lengths():
-    call = gpu_call(fd.chunk_kda, PACKED, BF16, "hopper") | {"split": False}
-    fd.chunk_kda(**call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = fd.chunk_kda(**call)[:2]
-    call["cu_seqlens"].copy_(torch.tensor([0, 64, 65, 65, 165, 198, 2098]))
-    graph.replay()
-    want = fd.chunk_kda(**call)[:2]
-    assert all(same_bits(x, y) for x, y in zip(found, want))
-
-
-def test_warmup_compiles_both_forms(monkeypatch: pytest.MonkeyPatch):
-    """Head counts on both sides of the mark, and those that leave SMs idle."""
-    monkeypatch.undo()
-    fd.warmup(fd.chunk_kda, backend="hopper", state_v_first=True)
-    base = replace(KIMI, v_first=True, offsets_dtype=torch.int32)
-    with compilations() as names:
-        for lengths in (None, (70, 0, 130)):
-            for heads in (2, 32, 64, 66, 96):
-                for state in (None, FP32):
-                    case = replace(base, H=heads, HV=heads, lengths=lengths, state=state)
-                    fd.chunk_kda(**gpu_call(fd.chunk_kda, case, BF16, "hopper"))
-    assert names == []
+@pytest.mark.parametrize("name", STREAM_K)
+def test_stream_k_in_steps(name: str, other_backend: str):
+    with (
+        in_steps() as ran,
+        mock.patch.object(recurrence, "stream_k_pays", lambda problem, ctas: problem.checkpoints == 0),
+    ):
+        STREAM_K[name](other_backend=other_backend)
+    assert ran.called

@@ -15,7 +15,17 @@ from flashdelta.testing.oracle import covered_tokens, lengths_of, same_bits
 
 from ..support.pools import PoolCase, gathered_and_scattered, memory_of
 from ..support.stream_k import Work
-from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, assert_same_bits, captured, gpu_call, lengths_between, poisoned
+from .calls import (
+    CALLS_TO_A_REPLAY,
+    KIMI,
+    UNBOUNDED,
+    assert_same_bits,
+    captured,
+    gpu_call,
+    in_steps,
+    lengths_between,
+    poisoned,
+)
 from .test_pool import gpu_pool_call
 
 pytestmark = pytest.mark.gpu
@@ -28,8 +38,10 @@ UNEVEN = (4096, 2048, 1024, 512, 320, 192)
 
 @pytest.fixture(autouse=True)
 def stream_k(monkeypatch: pytest.MonkeyPatch):
-    """Where it would not pay, too."""
+    """Where it would not pay, too. Many heads would take steps, and the few that they are compared with chunks."""
     monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: problem.checkpoints == 0)
+    with in_steps(False):
+        yield
 
 
 CASES = [

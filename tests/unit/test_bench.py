@@ -1005,6 +1005,18 @@ def test_description_of_kernels(monkeypatch):
     assert "bytes" not in compose
 
 
+def test_work_of_steps(monkeypatch):
+    monkeypatch.setattr(profiling, "spilled_bytes", lambda kernel: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    runs = profiling.kernel_runs(trace_of(("prepare_steps_kernel", 295.0), ("recurrence_kernel", 256.0)))
+    prepare, recurrence = profiling.describe(HEADLINE, CPU, CEILINGS, runs, 1)
+    chunks = 64 * 8192 // 64
+    assert prepare["stage"] == "prepare"
+    assert prepare["bytes"] == profiling.prepare_work(HEADLINE).bytes - chunks * (8192 - 4 * 128)
+    assert recurrence["flop"] == chunks * 2 * (4 * 32 * 32 * 128 + 6 * 32 * 128 * 128)
+    assert recurrence["us_per_chunk"] == pytest.approx(256 / 128)
+
+
 def test_a_trace_with_lost_runs_is_refused():
     runs = profiling.kernel_runs(trace_of(*[("prepare_kernel", 1.0)] * 5))
     with pytest.raises(RuntimeError, match="5 runs of prepare_kernel in 3 calls"):

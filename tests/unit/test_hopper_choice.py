@@ -11,11 +11,14 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.build import build
-from flashdelta.hopper.launch import layout
+from flashdelta.hopper.build import build, in_steps
+from flashdelta.hopper.launch import ctas, layout
 from flashdelta.hopper.recurrence import stream_k_pays
+from flashdelta.hopper.segments import SPLIT_COSTS, room
+from flashdelta.problem.split import segments_of_call
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
+from flashdelta.runtime.warmup import _warm_sizes
 from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
 from flashdelta.testing.inputs import make_call, meta_call, on_meta
 from flashdelta.testing.oracle import as_recurrent
@@ -284,6 +287,54 @@ def test_bounded_and_exact_paths_are_told_apart():
         (prepare, _), _ = launched(make_call(replace(case, K=128, V=128), BF16))
         assert prepare.constants["SAFE"] is safe
     assert BOUNDED["lower_bound"] == -5.0
+
+
+MANY = replace(KIMI, H=64, HV=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "wanted"),
+    [
+        ({}, {}, True),
+        ({"V": 64, "lengths": (70, 0, 200_000)}, {}, True),
+        ({"B": 3, "T": 1, "state": BF16, "v_first": True}, {"batch_invariant": True}, True),
+        ({"gate": "none", "lower_bound": None, "safe": True}, {}, True),
+        ({"H": 8, "HV": 32}, {}, False),  # longer sequences would be split
+        ({"H": 8, "HV": 48}, {"split": False}, True),
+        ({"H": 47, "HV": 47}, {}, False),
+        ({}, {"split": 2}, False),
+        ({}, {"requires_grad": True}, False),
+        ({"K": 64}, {}, False),
+        ({"l2norm": False}, {}, False),
+        ({"gate": "softplus", "lower_bound": None}, {}, False),
+        ({"gate": "none", "lower_bound": None, "safe": True, "wide_gate": True}, {}, False),
+        ({"h": True}, {}, False),
+    ],
+    ids=str,
+)
+def test_steps_for_many_heads(changes: dict, options: dict, wanted: bool):
+    """Whatever the lengths and however many sequences: the bits of one must not depend on the others."""
+    call = meta_call(replace(MANY, **changes)) | options
+    call["q"].requires_grad_(call.pop("requires_grad", False))
+    problem, t = check(fd.chunk_kda, **call)
+    assert in_steps(problem, room(problem, t.device)) == wanted
+
+
+@pytest.mark.parametrize("V", [64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_warmup_calls_every_form(packed: bool, V: int):
+    """In steps and in chunks, by whole tiles and by stream-K, and chunks that may be split."""
+    forms = set()
+    for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
+        lengths = (T,) * N if packed else None
+        problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, B=B, T=T, V=V, H=H, HV=H, lengths=lengths)))
+        most = room(problem, t.device)
+        split = segments_of_call(replace(problem, T=T), most, SPLIT_COSTS) > 0
+        forms.add((in_steps(problem, most), stream_k_pays(problem, ctas(problem, t.device)), split))
+    assert forms == {
+        *((steps, stream_k, False) for steps in (False, True) for stream_k in (False, True)),
+        *((False, stream_k, True) for stream_k in ((False, True) if packed else (False,))),
+    }
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def chunk_kda(
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
-    never written, except `state_pool`. A sequence's result is bitwise independent of the rest of the batch, except for what
-    `split="auto"` plans (see `split` and `batch_invariant`).
+    never written, except `state_pool`. A sequence's result is bitwise independent of the rest of the batch, except for the plan
+    of a split (see `split`).
 
     Args:
         q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -84,7 +84,8 @@ def chunk_kda(
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
             calls (`torch.compile`) and the reference compute it again.
-        return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable.
+        return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable. With many
+            heads `o` may differ in rounding from that of a call without.
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a
             pool must agree (`recurrent_kda` has V first by default).
         cu_seqlens: `[N + 1]` int32 or int64 on the inputs' device: token offsets of packed sequences (then `B == 1`), from
@@ -132,10 +133,8 @@ def chunk_kda(
             refused.
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
-            sequences, and the kernels' form for batches that fill the GPU. The backward pass has the same segments. Results
-            differ in rounding.
-        batch_invariant: with `split="auto"`, what is planned for a sequence, and so the bits of its results, depends on it and
-            the number of heads alone.
+            sequences. The backward pass has the same segments. Results differ in rounding.
+        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
             run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` and the

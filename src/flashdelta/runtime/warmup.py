@@ -54,8 +54,8 @@ def warmup(
     Kernels depend on head dimensions, dtypes and options, hardly ever on head counts, lengths, strides that are multiples of
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
-    many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper so many
-    heads that they fill the SMs, or would leave many idle.
+    many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper many
+    heads, and sequences and heads that would leave many SMs idle.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
@@ -140,7 +140,7 @@ def warmup(
             offsets = torch.tensor([0, *[T] * N], dtype=cu_seqlens_dtype, device=device) if is_packed else None
             states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
-                states["checkpoint_states"] = make(-(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
+                states["checkpoint_states"] = make(B * -(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
             call(B, T, H, K, V, **states, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
@@ -219,8 +219,13 @@ WARM_MANY = 160
 Hopper GPU can deal out to its SMs without leaving many idle, for which `hopper` has a kernel of its own."""
 
 
-WARM_FULL = 64
-"""Heads that fill the SMs of a Hopper GPU without leaving any idle, for which `hopper` has kernels of their own."""
+WARM_HEADS = 48
+"""So many that `hopper` goes through chunks in steps, and so few that it has an SM for each of their slices."""
+
+
+WARM_BATCH = 14
+"""Sequences of 12 heads and 64 value channels that would leave SMs idle, too short to be split."""
+
 
 WARM_LONG = (1, 8192, 2, 1)
 """Sizes as of `_warm_sizes`: a sequence that is split."""
@@ -238,8 +243,10 @@ def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> lis
     if kind == "chunk":
         if device.type != "cuda":
             return [(1, 65, 2, 1)]
-        long = [WARM_LONG, WARM_LONG_BATCH] if is_packed else [WARM_LONG]
-        return [(1, 65, 2, 1), (1, 65, WARM_FULL, 1), (1, 65, WARM_MANY * 64 // max(V, 64), 1), *long]
+        slices = max(V, 64) // 64
+        N = WARM_BATCH // slices
+        batches = [(1, 65, 12, N), WARM_LONG_BATCH] if is_packed else [(N, 65, 12, N)]
+        return [(1, 65, 2, 1), (1, 65, WARM_HEADS, 1), (1, 65, WARM_MANY // slices, 1), *batches, WARM_LONG]
     several = (1, 2 if kind == "decode" else 65, 2, 1)
     return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
 

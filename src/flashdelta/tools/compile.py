@@ -93,8 +93,8 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a
-    `group` of its step. `ranks`: of a process group, over which the sequences lie."""
+    leaves what its backward pass needs. `sequences` of whole ones. `T` tokens and `taps` are of the layer's convolution and
+    norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -121,6 +121,7 @@ class Variant:
     precision: str = DEFAULT_PRECISION
     N: int = 2
     heads: int = 2
+    sequences: int = 1
     ranks: int = 1
     offsets: torch.dtype = torch.int32
     T: int = 256
@@ -153,10 +154,10 @@ class Variant:
         return {"name": self.name, "why": "", **sizes, **options}
 
     def _sequences(self) -> Given:
-        """One sequence of four chunks."""
-        C, N, index = self.chunk_size, 1, _make(torch.int32)
+        """Sequences of four chunks."""
+        C, N, index = self.chunk_size, self.sequences, _make(torch.int32)
         bound = -5.0 if self.gate == "lower_bound" else None
-        lengths = {"lengths": (4 * C,), "offsets_dtype": self.offsets} if self.packed else {"T": 4 * C}
+        lengths = {"lengths": (4 * C,) * N, "offsets_dtype": self.offsets} if self.packed else {"B": N, "T": 4 * C}
         case = Case(**self._shape(), **lengths, lower_bound=bound, h=self.intermediate, chunk_size=C)
         call = meta_call(case, self.dtype)
         if self.g_dtype is not None:
@@ -165,7 +166,7 @@ class Variant:
             call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
             call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
         if self.buffer is not None:
-            call["checkpoint_states"] = _make(self.buffer)(*self._states(4))
+            call["checkpoint_states"] = _make(self.buffer)(*self._states(4 * N))
         if self.every is not None:
             call["checkpoint_every"] = self.every
         if self.checkpoints:
@@ -304,6 +305,11 @@ def _hopper(name: str, **options: Any) -> Variant:
     return Variant(f"hopper {name}", "hopper", **options)
 
 
+def _steps(name: str, **options: Any) -> Variant:
+    """In steps of 32 tokens."""
+    return _hopper(f"steps {name}", **{"heads": 64} | options)
+
+
 def _hopper_step(K: int, gate: str) -> Variant:
     """Hopper's own kernel is for many sequences and states in bfloat16."""
     options = {"packed": False, "state_v_first": True, "state_dtype": torch.bfloat16, "N": 512}
@@ -322,7 +328,10 @@ def _hopper_commit(name: str, **options: Any) -> Variant:
 
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
 REGULAR: Given = {"every": 64, "buffer": torch.float32}
+IN_BF16: Given = {"every": 64, "buffer": torch.bfloat16}
 IN_A_BUFFER: Given = {"checkpoints": True, "buffer": torch.float32}
+STREAM_K: Given = {"heads": 12, "sequences": 7}
+"""Work tiles that leave SMs idle, of few heads."""
 
 VARIANTS = (
     Variant("bf16 K128 V128 bounded"),
@@ -453,9 +462,9 @@ VARIANTS = (
     _hopper("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
     _hopper("K128 V128 fixed length", packed=False),
     _hopper("K128 V128 offsets in int64", offsets=torch.int64),
-    _hopper("K128 V128 stream-K, offsets in int64", heads=96, gate="softplus", offsets=torch.int64),
-    _hopper("K128 V128 stream-K, intermediate states", heads=96, intermediate=True),
-    _hopper("K128 V128 stream-K, fixed length", heads=96, gate="softplus", packed=False),
+    _hopper("K128 V128 stream-K, offsets in int64", offsets=torch.int64, **STREAM_K),
+    _hopper("K128 V128 stream-K", **STREAM_K),
+    _hopper("K128 V128 stream-K, fixed length", packed=False, **STREAM_K),
     _hopper("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
     _hopper("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
     _hopper("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
@@ -463,30 +472,28 @@ VARIANTS = (
     _hopper("K128 V128 checkpoints in a buffer, intermediate states", intermediate=True, **IN_A_BUFFER),
     _hopper("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
     _hopper("K128 V128 regular checkpoints", **REGULAR),
-    _hopper(
-        "K128 V128 regular checkpoints in bf16, V first",
-        state_v_first=True,
-        every=64,
-        buffer=torch.bfloat16,
-        packed=False,
-    ),
-    _hopper(
-        "K128 V128 stream-K, regular checkpoints, V first", heads=96, gate="softplus", state_v_first=True, **REGULAR
-    ),
-    _hopper("K128 V128 steps", heads=64),
-    _hopper("K128 V128 steps, fixed length", heads=64, packed=False),
-    _hopper("K128 V64 steps, V first, bf16 state", V=64, heads=64, state_v_first=True, state_dtype=torch.bfloat16),
-    _hopper("K128 V128 steps, stream-K", heads=96),
-    _hopper("K128 V128 steps, stream-K, offsets in int64, V first", heads=96, offsets=torch.int64, state_v_first=True),
-    _hopper("K128 V128 steps, pool with checkpoints, V first", heads=64, state_v_first=True, **CHECKPOINTS),
-    _hopper("K128 V128 steps, checkpoints in a buffer", heads=64, **IN_A_BUFFER),
-    _hopper("K128 V128 steps, regular checkpoints, V first", heads=64, state_v_first=True, **REGULAR),
-    _hopper("K128 V128 steps, stream-K, regular checkpoints", heads=96, **REGULAR),
+    _hopper("K128 V128 regular checkpoints in bf16, V first", state_v_first=True, packed=False, **IN_BF16),
+    _hopper("K128 V128 stream-K, regular checkpoints, V first", state_v_first=True, **REGULAR, **STREAM_K),
     _hopper("K128 V128 split, regular checkpoints, V first", split=4, state_v_first=True, **REGULAR),
     _hopper("K128 V128 split", split=4),
     _hopper("K128 V128 split, fixed length", split=4, packed=False),
     _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
     _hopper("K64 V64 split, fixed length", K=64, V=64, split=4, packed=False),
+    _steps("K128 V128"),
+    _steps("K128 V128 fixed length", packed=False),
+    _steps("K128 V128 offsets in int64", offsets=torch.int64),
+    _steps("K128 V128 V first, states in bf16", state_v_first=True, state_dtype=torch.bfloat16),
+    _steps("K128 V64", V=64),
+    _steps("K128 V128 stream-K", heads=96),
+    _steps("K128 V128 stream-K, fixed length", heads=96, packed=False),
+    _steps("K128 V128 stream-K, offsets in int64", heads=96, offsets=torch.int64),
+    _steps("K128 V128 pool with checkpoints", **CHECKPOINTS),
+    _steps("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    _steps("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    _steps("K128 V128 regular checkpoints", **REGULAR),
+    _steps("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    _steps("K128 V128 regular checkpoints in bf16, V first, fixed length", state_v_first=True, packed=False, **IN_BF16),
+    _steps("K128 V128 stream-K, regular checkpoints, V first", heads=96, state_v_first=True, **REGULAR),
     _hopper("K128 V128 over ranks", ranks=2),
     _hopper("K128 V128 over ranks, backward", ranks=2, backward=True),
     _hopper(
