@@ -13,8 +13,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("record.txt")
-PACKAGE = ("backends.py", "hopper", "problem", "program", "testing", "triton")
-READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), "tests/gluon", "tests/support/decoding_checks.py")
+PACKAGE = (
+    *("backends.py", "hopper", "kernels.py", "ops", "parallel", "problem", "program", "reference", "runtime"),
+    *("testing", "triton"),
+)
+SHARED = (
+    *("support/buffers.py", "support/decoding_checks.py", "support/gradients.py", "support/pools.py"),
+    *("support/ranks.py", "support/stream_k.py", "gpu/calls.py", "gpu/test_decode.py", "gpu/test_pool.py"),
+    "unit/test_hopper_choice.py",
+)
+READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), "tests/gluon", *(f"tests/{name}" for name in SHARED))
 """What the tests run, and what they hold it to."""
 
 

@@ -28,8 +28,9 @@ from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.halo import halo
+from ..problem.arguments import flag
 from ..problem.context import ContextParallel, check_offsets, context_of
-from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES
+from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
 from ..runtime.explain import Explanation, explain
@@ -132,14 +133,10 @@ class KimiDeltaAttention(nn.Module):
         _check_one_of("head_v_dim", head_v_dim, HEAD_DIMS)
         _check_one_of("chunk_size", chunk_size, CHUNK_SIZES)
         _check_one_of("backend", backend, NAMES)
-        if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float)):
-            raise TypeError(f"norm_eps: got {norm_eps!r} ({type(norm_eps).__name__}), wanted a float")
-        if not 0 < norm_eps < math.inf:
-            raise ValueError(f"norm_eps: got {norm_eps}, wanted a finite number above 0")
-        flags = {"conv_bias": conv_bias, "allow_neg_eigval": allow_neg_eigval, "output_gate_bias": output_gate_bias}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: got {flag!r} ({type(flag).__name__}), wanted a bool")
+        epsilon("norm_eps", norm_eps)
+        flag("conv_bias", conv_bias)
+        flag("allow_neg_eigval", allow_neg_eigval)
+        flag("output_gate_bias", output_gate_bias)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_v_heads

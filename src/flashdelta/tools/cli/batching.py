@@ -19,11 +19,8 @@ from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import VOCABULARY, KdaLanguageModel, decode, encode
-from ...problem.errors import wrong
-from ...runtime.devices import find_device
-from ..bench.environment import default_device
 from ..bench.timing import capture, synchronize
-from .demo import DEFAULT_PROMPT, load_demo_model
+from .demo import DEFAULT_PROMPT, demo_model
 
 PROMPTS = (
     DEFAULT_PROMPT,
@@ -185,25 +182,17 @@ def run_batch(
     Raises:
         ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
     """
-    for name, count in (("requests", requests), ("slots", slots), ("tokens", tokens)):
-        if count < 1:
-            raise wrong(name, count, "at least 1")
-    if temperature < 0:
-        raise wrong("temperature", temperature, "at least 0")
-    if prompt == "":
-        raise wrong("prompt", "an empty text", "at least one character")
-    place = default_device() if device is None else find_device(device)
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model, asked = load_demo_model(place, dtype, backend), make_requests(requests, tokens, seed, prompt)
+    model, where = demo_model(prompt, temperature, backend, device, requests=requests, slots=slots, tokens=tokens)
+    asked = make_requests(requests, tokens, seed, prompt)
     batch = Batch(model, slots, max(request.tokens for request in asked), temperature)
     for text in {request.prompt for request in asked}:  # compiles what the timed run will use
         serve(batch, [Request(text, min(2, tokens), 0, 0)])
-    if place.type == "cuda":
+    if where.on_gpu:
         batch.capture()
-    synchronize(place)
+    synchronize(where.place)
     began = time.perf_counter()
     texts, joined, left, most = serve(batch, asked)
-    synchronize(place)
+    synchronize(where.place)
     seconds = time.perf_counter() - began
     alone = [serve(batch, [request])[0][0] for request in asked]
     return BatchResult(
@@ -215,9 +204,9 @@ def run_batch(
         steps=max(left),
         most_running=most,
         tokens_per_s=sum(request.tokens for request in asked) / seconds,
-        graph=place.type == "cuda",
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
-        dtype=str(dtype).removeprefix("torch."),
+        graph=where.on_gpu,
+        device=where.name,
+        dtype=where.dtype_name,
         checked=texts == alone,
     )
 

@@ -85,14 +85,8 @@ def run_demo(
         ValueError: an argument that does not fit, a device that is not there, or a backend that can't run on it.
     """
     prompt = DEFAULT_PROMPT if prompt is None else prompt
-    if not prompt:
-        raise wrong("prompt", "an empty text", "at least one character")
-    if tokens < 1:
-        raise wrong("tokens", tokens, "at least 1")
-    place = default_device() if device is None else find_device(device)
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    prompt_tokens = encode(prompt)[None].to(place)
-    model = load_demo_model(place, dtype, backend)
+    model, where = demo_model(prompt, temperature, backend, device, tokens=tokens)
+    prompt_tokens = encode(prompt)[None].to(where.place)
     written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
     error, checked = agreement(model, prompt_tokens, written, logits)
     return DemoResult(
@@ -101,12 +95,50 @@ def run_demo(
         prefill_tokens_per_s=prompt_tokens.shape[1] / prefill_s,
         decode_tokens_per_s=tokens / decode_s,
         backend=_backend_used(model, prompt_tokens.shape[1]),
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
-        dtype=str(dtype).removeprefix("torch."),
+        device=where.name,
+        dtype=where.dtype_name,
         parameters=sum(p.numel() for p in model.parameters()),
         agreement_error=error,
         checked=checked,
     )
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a demo runs on, and in which dtype."""
+
+    place: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.place.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.place) if self.on_gpu else self.place.type
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def demo_model(
+    prompt: str | None, temperature: float, backend: str, device: str | None, **counts: int
+) -> tuple[KdaLanguageModel, Where]:
+    """The model in the package, and where it runs, once the arguments are checked; raises as `load_model`, too."""
+    for name, count in counts.items():
+        if count < 1:
+            raise wrong(name, count, "at least 1")
+    if temperature < 0:
+        raise wrong("temperature", temperature, "at least 0")
+    if prompt == "":
+        raise wrong("prompt", "an empty text", "at least one character")
+    where = Where(default_device() if device is None else find_device(device))
+    return load_demo_model(where.place, where.dtype, backend), where
 
 
 def load_demo_model(device: torch.device, dtype: torch.dtype, backend: str) -> KdaLanguageModel:
