@@ -5,6 +5,9 @@ python examples/gluon/step_2_multiply.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,9 +69,14 @@ def tiles(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> tuple:
     return tuple(describe(tensor, side) for tensor, side in zip((x, y, out), sides))
 
 
-def launch(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Launch:
+def product(kernel: Any, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, **constants: int) -> Launch:
+    """A CTA for each tile of `out`."""
     grid = [-(-size // side.value) for size, side in zip(out.shape, (M, N))]
-    return Launch(multiply_kernel, grid[0], (*tiles(x, y, out), x.shape[1]), {}, num_warps=4, rows=grid[1])
+    return Launch(kernel, grid[0], (*tiles(x, y, out), x.shape[1]), constants, num_warps=4, rows=grid[1])
+
+
+def launch(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Launch:
+    return product(multiply_kernel, x, y, out)
 
 
 def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -78,7 +86,8 @@ def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def main() -> None:
+def show(multiply: Callable[..., torch.Tensor], launch: Callable[..., Launch]) -> None:
+    """That it is right, on a GPU, and what it costs."""
     if torch.cuda.is_available():
         x, y = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((1000, 520), (520, 264)))
         torch.testing.assert_close(multiply(x, y), x @ y, rtol=2e-2, atol=2e-1)
@@ -88,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    show(multiply, launch)

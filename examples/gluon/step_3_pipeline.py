@@ -6,7 +6,7 @@ python examples/gluon/step_3_pipeline.py
 from __future__ import annotations
 
 import torch
-from step_2_multiply import ACC, K, M, N, store_product, tiles
+from step_2_multiply import ACC, K, M, N, product, show, store_product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashdelta.hopper.device.compat import barrier, copy_tile
 from flashdelta.program.launch import Launch
-from flashdelta.tools.compile import compile_launch
 
 STAGES = 4
 """Tiles of 16 KB for x and y each: 128 KB of the 227 KB that a CTA may have."""
@@ -60,9 +59,7 @@ def pipeline_kernel(x_d, y_d, out_d, inner, STAGES: gl.constexpr):
 
 
 def launch(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, stages: int = STAGES) -> Launch:
-    grid = [-(-size // side.value) for size, side in zip(out.shape, (M, N))]
-    arguments = (*tiles(x, y, out), x.shape[1])
-    return Launch(pipeline_kernel, grid[0], arguments, {"STAGES": stages}, num_warps=4, rows=grid[1])
+    return product(pipeline_kernel, x, y, out, STAGES=stages)
 
 
 def multiply(x: torch.Tensor, y: torch.Tensor, stages: int = STAGES) -> torch.Tensor:
@@ -72,14 +69,5 @@ def multiply(x: torch.Tensor, y: torch.Tensor, stages: int = STAGES) -> torch.Te
     return out
 
 
-def main() -> None:
-    if torch.cuda.is_available():
-        x, y = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((1000, 520), (520, 264)))
-        torch.testing.assert_close(multiply(x, y), x @ y, rtol=2e-2, atol=2e-1)
-        print("x y")
-    x = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
-    print(compile_launch(launch(x, x, x), 90))
-
-
 if __name__ == "__main__":
-    main()
+    show(multiply, launch)

@@ -851,19 +851,6 @@ def test_markdown_has_the_same_cells(tmp_path):
 # ---- plots -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
-    found = []
-
-    def save(self, path, **_):
-        found.append(self.axes[0])
-        path.touch()
-
-    monkeypatch.setattr(figure.Figure, "savefig", save)
-    return found
-
-
 def test_plot_has_the_floor_and_every_contender_at_its_lengths(tmp_path, drawn):
     document = sample(tmp_path)
     for row in document["rows"]:

@@ -162,19 +162,11 @@ def test_bytes():
     assert layer.layer_bytes(backward) == 5 * 70 * (2 * 32) * 2
 
 
-def test_plot_has_a_bar_a_contender(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
-    found = []
-
-    def save(self, path, **_):
-        found.append(self.axes[0])
-        path.touch()
-
-    monkeypatch.setattr(figure.Figure, "savefig", save)
+def test_plot_has_a_bar_a_contender(tmp_path, drawn):
     kernels = [{"kernel": "step_kernel", "ms": 0.02, "launches": 1.0}, {"kernel": "norm", "ms": 0.01, "launches": 1.0}]
     row = {"name": "decode N128 H32 fp32", **{x: {"kernels": kernels} for x in ("fla", "chain", "ours", "bare")}}
     PLOTS["layer"].draw({"rows": [{"name": "none", "ours": {}}, row]}, tmp_path / "plot.svg")
-    (axes,) = found
+    (axes,) = drawn
     assert [x.get_text() for x in axes.get_xticklabels()] == [
         "FLA",
         "single operators",

@@ -78,6 +78,12 @@ def width_of(call: LayerCall) -> int:
     return call.channels if call.part == "convolution" else call.HV * call.V
 
 
+def heads_and_channels(case: LayerCall | FusedStep) -> tuple[tuple[tuple[int, int], ...], list[int]]:
+    """Of q, k and v: heads and channels of each; channels of all."""
+    heads = (case.H, case.K), (case.H, case.K), (case.HV, case.V)
+    return heads, [number * each for number, each in heads]
+
+
 def layer(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     if isinstance(case, FusedStep):
@@ -99,7 +105,7 @@ def tune_anew() -> None:
     """Lets FLA choose them for the batch that comes next: at 128 sequences the one for 1 takes 14 times as long."""
     from triton.runtime.autotuner import Autotuner  # Triton is for Linux only
 
-    for tuner in [x for x in gc.get_objects() if isinstance(x, Autotuner)]:
+    for tuner in [x for x in gc.get_objects() if issubclass(type(x), Autotuner)]:
         if tuner.base_fn.__name__ in FLA_TUNED:
             tuner.cache.clear()
             tuner.cache_results = False
@@ -160,10 +166,9 @@ class LayerStep:
         """Its kernels as its layer calls them, and the same from the windows of the pool. Its own windows are rows of a batch,
         `[N, D, W]`, that no index names."""
         step, call = self.step, self.call
-        channels = step.H * step.K, step.H * step.K, step.HV * step.V
+        heads, channels = heads_and_channels(step)
         caches = [self.x.new_zeros(step.N, D, step.W) for D in channels]
         weights = [w.contiguous() for w in self.weight.split(channels)]
-        heads = (step.H, step.K), (step.H, step.K), (step.HV, step.V)
         apart = ("q", "k", "v") if gate_inside else ("q", "k", "v", "g", "A_log", "dt_bias")
         given = {name: call[name] for name in FLA_DECODE if name in call and name not in apart}
         given |= {"lower_bound": call["lower_bound"]} if gate_inside else {}
@@ -267,8 +272,9 @@ def layer_inputs(case: LayerCall, device: torch.device) -> tuple[dict[str, Tenso
 
 def heads_of_mixed(x: Tensor, case: LayerCall, dim: int = -1) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of what a convolution left, by head."""
-    q, k, v = x.split((case.H * case.K, case.H * case.K, case.HV * case.V), dim=dim)
-    return q.unflatten(dim, (case.H, case.K)), k.unflatten(dim, (case.H, case.K)), v.unflatten(dim, (case.HV, case.V))
+    heads, channels = heads_and_channels(case)
+    q, k, v = (part.unflatten(dim, head) for part, head in zip(x.split(channels, dim=dim), heads))
+    return q, k, v
 
 
 def whole(t: Mapping[str, Tensor], options: Mapping[str, Any], case: LayerCall, backend: str) -> Tensor:
@@ -335,12 +341,11 @@ def fla_training(
     functions: Mapping[str, Any], t: Mapping[str, Tensor], options: dict, case: LayerCall, grad: Tensor
 ) -> Contender:
     """As its layer: q, k and v are tensors of their own, with filters of their own."""
-    channels = case.H * case.K, case.H * case.K, case.HV * case.V
+    heads, channels = heads_and_channels(case)
     rows, filters = (
         [part.detach().contiguous().requires_grad_() for part in t[name].split(channels, dim=dim)]
         for name, dim in (("x", -1), ("weight", 0))
     )
-    heads = (case.H, case.K), (case.H, case.K), (case.HV, case.V)
     offsets, given = options.get("cu_seqlens"), shared(options)
     parameters = {name: t[name] for name in PARAMETERS}
 
