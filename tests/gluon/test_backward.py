@@ -9,13 +9,20 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, GATE_CASES, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import float64, poisoned_memory
 from flashdelta.testing.wy import BY_NAME as WY_CASES
 from flashdelta.testing.wy import WyCase, errors, exact, make_wy
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
-from ..support.gradients import gradients, incoming, relative_errors, true_gradients
+from ..support.gradients import (
+    assert_first_is_its_own,
+    assert_nan_stays,
+    gradients,
+    incoming,
+    relative_errors,
+    true_gradients,
+)
 from ..support.ranks import Cut, incoming_of
 from .interpreter import hopper_on_cpu
 
@@ -70,12 +77,7 @@ def test_kept_gradients_by_few_ctas(case: Case):
 
 def test_nan_stays_in_its_sequence():
     call = hopper_call(replace(KIMI, H=1, HV=1, lengths=(100, 70), state=FP32))
-    grad_o, grad_final = incoming(call)
-    clean = gradients(call, grad_o, grad_final)
-    grad_o[:, 3] = torch.nan
-    found = gradients(call, grad_o, grad_final)
-    assert all(torch.equal(found[name][:, 100:], clean[name][:, 100:]) for name in TOKEN_TENSORS)
-    assert found["v"][:, :100].isnan().any()
+    assert_nan_stays(call)
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -113,24 +115,13 @@ def test_split_gradients_by_few_ctas():
 
 def test_gradients_of_a_forced_split_are_the_sequences_own():
     call = hopper_call(replace(SPLIT[0], lengths=(200, 300))) | {"split": 3}
-    grad_o, grad_final = incoming(call)
-    together = gradients(call, grad_o, grad_final)
-    alone = call | {name: call[name][:, :200] for name in TOKEN_TENSORS}
-    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    found = gradients(alone, grad_o[:, :200], grad_final[:1])
-    assert all(torch.equal(found[name], together[name][:, :200]) for name in TOKEN_TENSORS)
-    assert torch.equal(found["initial_state"], together["initial_state"][:1])
+    assert_first_is_its_own(call)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_nan_stays_in_its_split_sequence(kept: bool):
     call = hopper_call(replace(SPLIT[0], lengths=(200, 130))) | {"split": 3, "disable_recompute": kept}
-    grad_o, grad_final = incoming(call)
-    clean = gradients(call, grad_o, grad_final)
-    grad_o[:, 3] = torch.nan
-    found = gradients(call, grad_o, grad_final)
-    assert all(torch.equal(found[name][:, 200:], clean[name][:, 200:]) for name in TOKEN_TENSORS)
-    assert found["v"][:, :200].isnan().any()
+    assert_nan_stays(call)
 
 
 # ---- `chunk_bwd_wy_dqkg` -----------------------------------------------------------------------------------------------

@@ -11,10 +11,17 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import poisoned_memory
 
-from ..support.gradients import INPUTS, gradients, incoming, relative_errors, true_gradients
+from ..support.gradients import (
+    INPUTS,
+    assert_first_is_its_own,
+    assert_nan_stays,
+    gradients,
+    incoming,
+    relative_errors,
+    true_gradients,
+)
 from .calls import CALLS_TO_A_REPLAY, KIMI, UNBOUNDED, gpu_call, on_gpu, requested_bytes
 
 pytestmark = pytest.mark.gpu
@@ -78,12 +85,7 @@ def test_kept_gradients_are_those_of_a_forward_that_runs_again(case: Case, backe
 
 def test_nan_stays_in_its_sequence(backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(100, 200), state=FP32), backend=backend)
-    grad_o, grad_final = incoming(call)
-    clean = gradients(call, grad_o, grad_final)
-    grad_o[:, 3] = torch.nan
-    found = gradients(call, grad_o, grad_final)
-    assert all(torch.equal(found[name][:, 100:], clean[name][:, 100:]) for name in TOKEN_TENSORS)
-    assert found["v"][:, :100].isnan().any()
+    assert_nan_stays(call)
 
 
 def test_gradients_of_a_long_sequence(backend: str):
@@ -125,13 +127,7 @@ def test_gradients_of_split_sequences(case: Case, parts: int, backend: str):
 
 def test_gradients_of_a_forced_split_are_the_sequences_own(backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 500), state=FP32), backend=backend) | {"split": 3}
-    grad_o, grad_final = incoming(call)
-    together = gradients(call, grad_o, grad_final)
-    alone = call | {name: call[name][:, :300] for name in TOKEN_TENSORS}
-    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    found = gradients(alone, grad_o[:, :300], grad_final[:1])
-    assert all(torch.equal(found[name], together[name][:, :300]) for name in TOKEN_TENSORS)
-    assert torch.equal(found["initial_state"], together["initial_state"][:1])
+    assert_first_is_its_own(call)
 
 
 def test_a_batch_invariant_split_has_its_own_gradients(backend: str):
@@ -139,22 +135,12 @@ def test_a_batch_invariant_split_has_its_own_gradients(backend: str):
     case = replace(KIMI, H=2, HV=2, lengths=(8192, 4096), state=FP32)
     call = gpu_call(fd.chunk_kda, case, backend=backend) | {"batch_invariant": True}
     assert max(fd.explain(fd.chunk_kda, **call).segments) > 1
-    grad_o, grad_final = incoming(call)
-    together = gradients(call, grad_o, grad_final)
-    alone = call | {name: call[name][:, :8192] for name in TOKEN_TENSORS}
-    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    found = gradients(alone, grad_o[:, :8192], grad_final[:1])
-    assert all(torch.equal(found[name], together[name][:, :8192]) for name in TOKEN_TENSORS)
+    assert_first_is_its_own(call)
 
 
 def test_nan_stays_in_its_split_sequence(backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 400), state=FP32), backend=backend) | {"split": 4}
-    grad_o, grad_final = incoming(call)
-    clean = gradients(call, grad_o, grad_final)
-    grad_o[:, 3] = torch.nan
-    found = gradients(call, grad_o, grad_final)
-    assert all(torch.equal(found[name][:, 300:], clean[name][:, 300:]) for name in TOKEN_TENSORS)
-    assert found["v"][:, :300].isnan().any()
+    assert_nan_stays(call)
 
 
 def test_a_long_sequence_of_few_heads_is_split(backend: str):

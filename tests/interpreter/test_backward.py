@@ -14,7 +14,14 @@ from flashdelta.testing.oracle import as_recurrent, poisoned_memory
 from flashdelta.triton import gradients as kernels
 from flashdelta.triton import wy
 
-from ..support.gradients import gradients, incoming, relative_errors, true_gradients
+from ..support.gradients import (
+    assert_first_is_its_own,
+    assert_nan_stays,
+    gradients,
+    incoming,
+    relative_errors,
+    true_gradients,
+)
 
 TOLERANCE = 3e-4
 """Of each gradient's norm, and of the largest gradient's: one that is nearly zero is what is left of larger terms."""
@@ -157,13 +164,7 @@ def test_gradients_of_split_sequences_of_wide_states():
 
 def test_gradients_of_a_forced_split_are_the_sequences_own():
     call = make_call(SPLIT["packed"]) | KEPT | {"split": 3}
-    grad_o, grad_final = incoming(call)
-    together = gradients(call, grad_o, grad_final)
-    alone = call | {name: call[name][:, :70] for name in TOKEN_TENSORS}
-    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
-    found = gradients(alone, grad_o[:, :70], grad_final[:1])
-    assert all(torch.equal(found[name], together[name][:, :70]) for name in TOKEN_TENSORS)
-    assert torch.equal(found["initial_state"], together["initial_state"][:1])
+    assert_first_is_its_own(call)
 
 
 def test_what_was_kept_serves_one_backward_pass():
@@ -207,10 +208,4 @@ def test_packed_gradients_are_those_of_each_sequence():
 def test_nan_stays_in_its_sequence():
     case = replace(KINDS["packed"], lengths=(17, 40))
     call = make_call(case) | KEPT
-    grad_o, grad_final = incoming(call)
-    clean = gradients(call, grad_o, grad_final)
-    grad_o[:, 3] = torch.nan
-    found = gradients(call, grad_o, grad_final)
-    for name in TOKEN_TENSORS:
-        assert torch.equal(found[name][:, 17:], clean[name][:, 17:]), name
-    assert found["v"][:, :17].isnan().any()
+    assert_nan_stays(call)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import flashdelta as fd
+from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import covered_tokens, float64
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -48,3 +49,26 @@ def relative_errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[
     return {
         name: float((found[name].double() - x).norm()) / (float(x.norm()) + most + 1e-30) for name, x in truth.items()
     }
+
+
+def assert_first_is_its_own(call: dict) -> None:
+    """The first of two packed sequences has the gradients, to the bit, that it has alone."""
+    end = int(call["cu_seqlens"][1])
+    grad_o, grad_final = incoming(call)
+    together = gradients(call, grad_o, grad_final)
+    alone = call | {name: call[name][:, :end] for name in TOKEN_TENSORS}
+    alone |= {"cu_seqlens": call["cu_seqlens"][:2], "initial_state": call["initial_state"][:1]}
+    found = gradients(alone, grad_o[:, :end], grad_final[:1])
+    assert all(torch.equal(found[name], together[name][:, :end]) for name in TOKEN_TENSORS)
+    assert torch.equal(found["initial_state"], together["initial_state"][:1])
+
+
+def assert_nan_stays(call: dict) -> None:
+    """A NaN in a gradient of the first of two packed sequences changes no bit of the second one's."""
+    end = int(call["cu_seqlens"][1])
+    grad_o, grad_final = incoming(call)
+    clean = gradients(call, grad_o, grad_final)
+    grad_o[:, 3] = torch.nan
+    found = gradients(call, grad_o, grad_final)
+    assert all(torch.equal(found[name][:, end:], clean[name][:, end:]) for name in TOKEN_TENSORS)
+    assert found["v"][:, :end].isnan().any()
