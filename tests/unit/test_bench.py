@@ -129,7 +129,7 @@ def benchmark_of(path):
 
 
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
-UNMEASURED = {"layer": "", "models": "", "shards": "", "engines": "", "cp": "", "decode": "verify "}
+UNMEASURED = {"layer": "", "models": "", "shards": "", "engines": "", "cp": ""}
 """Rows without a result yet: how their names begin, by benchmark."""
 
 

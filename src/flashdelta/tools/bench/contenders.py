@@ -21,6 +21,7 @@ from torch import Tensor
 
 import flashdelta as fd
 
+from ...problem.problem import record_width
 from ...testing import prefills
 from ...testing.cases import BF16, FP32, Case
 from ...testing.decoding import Step, make_step
@@ -433,7 +434,11 @@ def state_bytes(step: Step) -> int:
 
 
 def decode_bytes(step: Step) -> int:
-    """States read and written: one before the tokens, one after each."""
+    """States read and written: one before the tokens, one after each. By replay verification reads a state and commit reads and
+    writes it; both move the records."""
+    if step.rows is not None:
+        records = 4 * step.N * step.T * step.HV * record_width(step.K, step.V)
+        return 3 * step.N * state_bytes(step) + 2 * records
     return step.N * state_bytes(step) * (1 + step.T)
 
 
@@ -629,10 +634,8 @@ def verify(row: Row, setup: Setup) -> Work:
         ),
     }
     facts = {"scratch_bytes": {"ours": both.records.nbytes, "states": both.states.nbytes}}
-    # the verification reads a state, the commit reads and writes it
-    moved = 3 * step.N * state_bytes(step) + 2 * both.records.nbytes
     errors = functools.partial(checks.errors, both.exact(), ("o", "state"))
-    return Work(contenders, errors, decode_shape(step), moved, len(both.slots), facts=facts)
+    return Work(contenders, errors, decode_shape(step), decode_bytes(step), len(both.slots), facts=facts)
 
 
 # ---- float32 ---------------------------------------------------------------------------------------------------------
