@@ -349,7 +349,7 @@ def compute(
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
-        # the loop
+        # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
         nothing = (iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:

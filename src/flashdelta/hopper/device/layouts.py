@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .compat import copy_async
-from .portable import everywhere
+from .portable import load_state, store_state
 
 C = gl.constexpr(64)
 """Tokens of a chunk."""
@@ -109,23 +109,6 @@ def loader_offsets(token_stride, K: gl.constexpr, STEPS: gl.constexpr = False):
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, copy_l))
     key = gl.arange(0, 4 * K if STEPS else K, layout=line_l)
     return row, row[:, None] * (token_stride * 8) + column[None, :], key
-
-
-@gluon.jit
-def of_state(at, flag):
-    """A mask over a state's offsets, one run-time flag for all: adjacent channels go to or from memory together."""
-    return gl.max_constancy(everywhere(at, flag), [1, 8])
-
-
-@gluon.jit
-def load_state(states, at, present):
-    """In float32, or zeros if it is not `present`."""
-    return gl.load(states + at, mask=of_state(at, present), other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def store_state(states, at, state, wanted):
-    gl.store(states + at, state.to(states.dtype.element_ty), mask=of_state(at, wanted))
 
 
 @gluon.jit

@@ -38,8 +38,10 @@ span_extent = _gluon(_sequences.span_extent)
 
 checkpoint_target = _gluon(_states.checkpoint_target)
 everywhere = _gluon(_states.everywhere)
+load_state = _gluon(_states.load_state)
 sequence_slot = _gluon(_states.sequence_slot)
 state_offsets = _gluon(_states.state_offsets)
+store_state = _gluon(_states.store_state)
 
 checkpoint_slot = _gluon(_recurrence.checkpoint_slot)
 
