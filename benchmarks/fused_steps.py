@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +23,7 @@ import torch
 from flashdelta.runtime.call import CACHE
 from flashdelta.tools.bench import profiling
 from flashdelta.tools.bench.checks import fault
-from flashdelta.tools.bench.contenders import DECODE_TOLERANCE, Contender, Setup, launch_all
+from flashdelta.tools.bench.contenders import DECODE_TOLERANCE, Contender, Setup, Work, launch_all
 from flashdelta.tools.bench.environment import environment
 from flashdelta.tools.bench.layer import LayerStep
 from flashdelta.tools.bench.report import text_table
@@ -61,16 +62,23 @@ def graphs_of(step: LayerStep) -> Iterator[tuple[str, Run | str]]:
     yield "bare", capture(lambda: tuple(bare.call()))[0]
     for form, name in FORMS.items():
         with mock.patch.object(fused_decode, "fused_config", configured(*form)):
-            CACHE.clear()  # else a call like an earlier one replays that one's launch
-            try:
-                ours = step.contender(step.fused, step.fused, DECODE_TOLERANCE)
-                assert ours.checked is not None
-                step.pool[step.some], step.windows[step.some] = step.before  # graphs have moved them on
-                wrong = fault(work.errors(ours.checked())["error"], DECODE_TOLERANCE)
-                yield name, wrong or capture(lambda: tuple(launch_all(step.fused, step.slots)()))[0]
-            except Exception as error:  # a form that does not compile or fit leaves the others to be timed
-                yield name, summarize(error)
-    CACHE.clear()
+            yield name, graph_of(step, work)
+    step.setup = replace(step.setup, backend="hopper")
+    yield "Hopper's own", graph_of(step, work)
+
+
+def graph_of(step: LayerStep, work: Work) -> Run | str:
+    CACHE.clear()  # else a call like an earlier one replays that one's launch
+    try:
+        ours = step.contender(step.fused, step.fused, DECODE_TOLERANCE)
+        assert ours.checked is not None
+        step.pool[step.some], step.windows[step.some] = step.before  # graphs have moved them on
+        wrong = fault(work.errors(ours.checked())["error"], DECODE_TOLERANCE)
+        return wrong or capture(lambda: tuple(launch_all(step.fused, step.slots)()))[0]
+    except Exception as error:  # a form that does not compile or fit leaves the others to be timed
+        return summarize(error)
+    finally:
+        CACHE.clear()
 
 
 def measured(row: Row, setup: Setup) -> dict:

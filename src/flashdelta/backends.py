@@ -124,6 +124,9 @@ class HopperBackend(Backend):
             or self._problem_obstacle(problem.in_chunks)
         )
 
+    def drawback(self, problem: Problem, device: torch.device) -> str | None:
+        return "not timed yet beside the portable kernel" if problem.operation == "fused_decode" else None
+
     def _device_obstacle(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
@@ -137,7 +140,9 @@ class HopperBackend(Backend):
         return None
 
     def _problem_obstacle(self, problem: Problem) -> str | None:
-        if problem.shape or problem.operation == "fused_decode":
+        if problem.operation == "fused_decode":
+            return self._fused_obstacle(problem)
+        if problem.shape:
             return "no kernels of its own for the layer around attention"
         if problem.operation in ("recurrent", "decode", "commit"):
             return self._step_obstacle(problem)
@@ -181,6 +186,19 @@ class HopperBackend(Backend):
         if {problem.state_dtype, problem.final_dtype} != {torch.bfloat16} or not problem.state_v_first:
             return f"states in {problem.state_dtype}, {layout} first; it takes bfloat16, V first"
         return self._head_obstacle(problem)
+
+    def _fused_obstacle(self, problem: Problem) -> str | None:
+        """Why it can't run a step of the layer."""
+        if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
+            return "several tokens a sequence; in a step of the layer it takes one"
+        if problem.group != 1:
+            return f"{problem.group} value heads a query/key head; in a step of the layer it takes one"
+        if not problem.state_v_first or problem.state_dtype not in (torch.bfloat16, torch.float32):
+            layout = "V" if problem.state_v_first else "K"
+            return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"
+        if problem.K != problem.V:
+            return f"K = {problem.K}, V = {problem.V}; in a step of the layer it takes as many"
+        return self._width_obstacle(problem)
 
     def _record_obstacle(self, problem: Problem, layout: str) -> str | None:
         """Why it can't write or replay records."""

@@ -26,6 +26,7 @@ from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.triton import decode as triton_decode
 
 from ..support.decoding_checks import HOPPER_REPLAYED, REPLAYED, check_replay
+from ..support.fused_checks import HOPPER_FUSED
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from .calls import KIMI, UNBOUNDED, in_steps, on_gpu
@@ -153,8 +154,8 @@ def main() -> None:
     for step in () if backward else replayed[::5] if races else replayed:
         check_replay(step, BF16, backend, "cuda")
         ran += 1
-    for step in () if backward else FUSED_STEPS:
-        if not races or step.name in FUSED_RACES:
+    for step in () if backward else HOPPER_FUSED[-6:] if backend == "hopper" else FUSED_STEPS:
+        if not races or backend == "hopper" or step.name in FUSED_RACES:
             ran += run(fd.fused_kda_decode, on_device(make_fused(step, BF16)), backend)
     if backward:
         ran += run_backward(backend, races)

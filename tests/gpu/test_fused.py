@@ -13,7 +13,7 @@ import flashdelta as fd
 from flashdelta.testing.fused import FUSED_STEPS, FusedStep, expected_fused, make_fused
 from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits
 
-from ..support.fused_checks import WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
+from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
 from .calls import CALLS_TO_A_REPLAY
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,7 @@ GVA8 = FusedStep(
 DRAFTS = tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(8))
 FUSED = [
     *FUSED_STEPS,
+    *HOPPER_FUSED,
     MODEL,
     replace(MODEL, name="heads_12_bf16", state=BF16, weights="parts", bias=False, order="page", gate="softplus"),
     replace(MODEL, name="heads_12_k_first", v_first=False),
@@ -45,8 +46,8 @@ BY_NAME = {step.name: step for step in FUSED}
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", FUSED, ids=lambda step: step.name)
-def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype):
-    check_fused(step, dtype, "triton", "cuda")
+def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype, backend: str):
+    check_fused(step, dtype, backend, "cuda")
 
 
 @pytest.mark.parametrize("name", ["heads_12", "K64", "many", "gva8_model"])
@@ -68,11 +69,11 @@ def laid_out_alike(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["heads_12", "gva8_model", "gva8_bf16", "gva8_drafts", "gva8_replay", "K128_V64"])
-def test_a_thousand_calls_have_the_same_bits(name: str):
+def test_a_thousand_calls_have_the_same_bits(name: str, backend: str):
     """No CTA may write a window that another one, or a slower warp of its own, still reads."""
     call = make_fused(BY_NAME[name], BF16, "cuda")
     first = copied(call)
-    want = [fd.fused_kda_decode(**first), *(first[x] for x in WRITTEN if x in first)]
+    want = [fd.fused_kda_decode(**first, backend=backend), *(first[x] for x in WRITTEN if x in first)]
     held = [x.contiguous().view(torch.uint8) for x in want]
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)
     pools = [copied(call) for _ in range(2)]
@@ -81,19 +82,19 @@ def test_a_thousand_calls_have_the_same_bits(name: str):
         again = pools[i % 2]
         for x in names:
             again[x].copy_(call[x])
-        found = [fd.fused_kda_decode(**again), *(again[x] for x in names)]
+        found = [fd.fused_kda_decode(**again, backend=backend), *(again[x] for x in names)]
         for x, y in zip(found, held):
             wrong += (x.contiguous().view(torch.uint8) != y).sum()
     assert wrong.item() == 0
 
 
 @pytest.mark.parametrize("name", ["heads_12", "gva8_model", "many", "heads_12_bf16"])
-def test_a_graph_replays_with_other_slots(name: str):
+def test_a_graph_replays_with_other_slots(name: str, backend: str):
     """And other rows: what the call would have done."""
     step = BY_NAME[name]
     call = make_fused(step, BF16, "cuda")
     output = torch.empty(heads_of(step), device="cuda", dtype=BF16)
-    run = partial(fd.fused_kda_decode, **call, output=output)
+    run = partial(fd.fused_kda_decode, **call, output=output, backend=backend)
     for _ in range(CALLS_TO_A_REPLAY):
         run()
     before = torch.cuda.memory_allocated()

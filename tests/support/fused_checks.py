@@ -8,8 +8,32 @@ import torch
 
 import flashdelta as fd
 from flashdelta.testing.decoding import memory_of, untouched
-from flashdelta.testing.fused import EPS, FusedExpected, FusedStep, expected_fused, make_fused
+from flashdelta.testing.fused import EPS, FUSED_BY_NAME, FusedExpected, FusedStep, expected_fused, make_fused
 from flashdelta.testing.oracle import TOLERANCE, assert_close, one_rounding, poisoned_memory, same_bits
+
+_PLAIN = (
+    "one",
+    "bias",
+    "two_taps",
+    "three_taps",
+    "parts",
+    "softplus",
+    "none",
+    "no_norm",
+    "null",
+    "reserved",
+    "no_slots",
+)
+HOPPER_FUSED = [
+    replace(FUSED_BY_NAME[name], name=f"{name} K{K} {state}", H=2, HV=2, K=K, V=K, state=state)
+    for name, K, state in (
+        *((name, 64, torch.float32) for name in (*_PLAIN, "no_sequences")),
+        *((name, 128, torch.bfloat16) for name in ("model", "two_taps", "null", "softplus")),
+        ("one", 64, torch.bfloat16),
+        ("model", 128, torch.float32),
+    )
+]
+"""Steps that Hopper's own kernel takes."""
 
 WRITTEN = ("state", "conv_state", "intermediate_states")
 

@@ -15,7 +15,7 @@ from flashdelta.runtime.torch_ops import FUSED_DECODE, operator_of
 from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from flashdelta.testing.oracle import assert_close, same_bits
 
-from ..support.fused_checks import WRITTEN, chain, check_fused, check_rounds_of_fused
+from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused
 from .conftest import Started
 
 by_name = pytest.mark.parametrize("name", ["bias", "two_taps", "gva8", "spec_packed", "replay"])
@@ -87,6 +87,10 @@ def test_explain_and_supports_know_it(monkeypatch: pytest.MonkeyPatch):
     call = make_fused(FUSED_BY_NAME["one"])
     assert fd.explain(fd.fused_kda_decode, **call, device="cuda").chosen == "triton"
     assert fd.supports(fd.fused_kda_decode, **call).backend == "reference"
+    call = make_fused(HOPPER_FUSED[0])
+    explained = fd.explain(fd.fused_kda_decode, **call, device="cuda")
+    (hopper,) = (verdict for verdict in explained.verdicts if verdict.backend == "hopper")
+    assert hopper.supported and not hopper.preferred and explained.chosen == "triton"
 
 
 def changed(call: dict, name: str) -> dict:

@@ -17,6 +17,7 @@ from ..triton.merge import around_recurrence
 from . import gradients
 from .commit import commit
 from .decode import decode
+from .fused_decode import fused_kda_decode
 from .launch import aligned, layout, prepare_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
@@ -39,6 +40,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     outputs = Outputs.of(problem, t)
     if problem.operation == "wy":
         return Program(outputs, [wy_dqkg(problem, t, outputs)])
+    if problem.operation == "fused_decode":
+        return Program(outputs, fused_kda_decode(problem, t, arch, outputs))
     if problem.operation != "chunk":
         stage = commit if problem.operation == "commit" else verify if problem.has_records else decode
         return Program(outputs, stage(problem, portable.prepare_inputs(problem, t), arch, outputs))

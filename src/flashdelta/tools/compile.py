@@ -305,6 +305,10 @@ def _hopper(name: str, **options: Any) -> Variant:
     return Variant(f"hopper {name}", "hopper", **options)
 
 
+def _hopper_fused(name: str, **options: Any) -> Variant:
+    return _hopper(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
+
+
 def _steps(name: str, **options: Any) -> Variant:
     """In steps of 32 tokens."""
     return _hopper(f"steps {name}", **{"heads": 64} | options)
@@ -526,6 +530,9 @@ VARIANTS = (
     _hopper_replay("K64 V64 bf16", 7, K=64, V=64, state_dtype=torch.bfloat16),
     _hopper_commit("K128 V128"),
     _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
+    _hopper_fused("K128 V128 fp32"),
+    _hopper_fused("K128 V128 bf16", state_dtype=torch.bfloat16),
+    _hopper_fused("K64 V64 bf16, unbounded, W3", K=64, V=64, gate="softplus", taps=3, state_dtype=torch.bfloat16),
     _hopper("wy K128 V128", operation="wy"),
     _hopper("wy K128 V128 fixed length", operation="wy", packed=False),
     _hopper("wy K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),

@@ -7,6 +7,7 @@ from triton.runtime.jit import JITFunction
 
 from ...triton import commit as _commit
 from ...triton import decode as _decode
+from ...triton import fused_decode as _fused_decode
 from ...triton import recurrence as _recurrence
 from ...triton import segments as _split
 from ...triton import verify as _verify
@@ -32,6 +33,8 @@ exact_beta = _gluon(_gates.beta_of)
 exact_log2_decay = _gluon(_gates.log2_decay)
 first_slot = _gluon(_sequences.first_chunk_slot)
 locate = _gluon(_sequences.own_work_tile)
+placed = _gluon(_fused_decode.placed)
+sigmoid = _gluon(_gates.sigmoid)
 locate_tile = _gluon(_sequences.locate_work_tile)
 span_count = _gluon(_sequences.span_count)
 span_extent = _gluon(_sequences.span_extent)
