@@ -149,7 +149,7 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     }
     assert portable == forward | split | backward | alone
     # `prepare` plans; composition, clearing and merging are the portable ones
-    own = {"prepare_steps_kernel", "decode_kernel", "verify_kernel", "replay_kernel"}
+    own = {"prepare_steps_kernel", "decode_kernel", "fused_decode_kernel", "verify_kernel", "replay_kernel"}
     parallel = {"clear_kernel", "merge_kernel"}
     assert hopper == (forward | split | backward | own | parallel if arch == 90 else set())
 
