@@ -93,7 +93,7 @@ FAULTS = [
     Break("no stage is released", pipeline.Ring.release, ARRIVE, "pass", prefill),
     Break("the next stage", recurrence.compute, "= iteration % ring", "= (iteration + 1) % ring", prefill),
     Break("the wrong tile", recurrence.compute, "KG + 1), state1", "KG), state1", prefill),
-    Break("too few MMAs are waited for", recurrence.compute, "1, deps=[state0", "3, deps=[state0", prefill),
+    Break("too few MMAs are waited for", recurrence.compute, "wait(KH, deps", "wait(KH + 2, deps", prefill),
     Break(
         "the gate is read before it is there",
         prepare.prepare_kernel,
