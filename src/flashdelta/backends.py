@@ -218,9 +218,10 @@ class HopperBackend(Backend):
         return build(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
-        from .hopper.segments import SPLIT_COSTS, room
+        from .hopper.segments import segments
 
-        return planned_parts(problem, chunks, room(problem, device), SPLIT_COSTS)
+        cut = segments(problem, device)
+        return planned_parts(problem, chunks, cut.room, cut.costs)
 
 
 class TritonBackend(Backend):

@@ -10,14 +10,14 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from flashdelta.hopper import decode, intra, prepare, recurrence, reverse, segments, verify, wy
-from flashdelta.hopper.device import layouts, pipeline, tma
+from flashdelta.hopper.device import layouts, pipeline, tma, trial
 from flashdelta.testing.cases import FP32
 from flashdelta.testing.decoding import SINGLE_BF16
 from flashdelta.testing.wy import WyCase
 
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED
-from . import test_backward, test_chunk, test_decode
+from . import test_backward, test_chunk, test_decode, test_trials
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
@@ -41,6 +41,29 @@ def packed() -> None:
 
 def in_segments() -> None:
     test_chunk.check(replace(PACKED, lengths=(330, 70)), split=3)
+
+
+def remembered() -> None:
+    for kind in (test_trials.WITH, test_trials.WITHOUT):
+        with test_trials.tried(kind):
+            test_trials.test_what_is_remembered(test_trials.ONE, True, kind)
+
+
+def forgotten() -> None:
+    for kind in (test_trials.WITH, test_trials.WITHOUT):
+        with test_trials.tried(kind):
+            test_trials.test_what_is_forgotten(test_trials.PACKED, False)
+
+
+def in_long_segments() -> None:
+    """Longer than the ring."""
+    with test_trials.tried(test_trials.WITH), hopper_on_cpu(sms=8):
+        test_chunk.check(replace(test_trials.ONE, T=1100, memory="random"))
+
+
+def tried_in_a_pool() -> None:
+    with test_trials.tried(test_trials.WITHOUT):
+        test_trials.test_a_pool_is_read_before_it_is_written()
 
 
 def stream_k() -> None:
@@ -106,6 +129,21 @@ FAULTS = [
     Break("a state is taken before it is there", recurrence.compute, "wait(semaphore - SLICES)", "pass", stream_k),
     Break("a state is passed on in silence", recurrence.compute, "signal(semaphore)", "pass", stream_k),
     Break("semaphores are not cleared", prepare.prepare_kernel, "if tile == 0", "if tile == -1", stream_k),
+    Break("all is forgotten", trial.trial, "<= FORGOTTEN", "<= 1e30", remembered),
+    Break("another chunk is tried", segments.load, "high - 1, stop", "_low, stop", forgotten),
+    Break(
+        "the loader decides by itself",
+        pipeline.Decision.wait,
+        "mbarrier.wait(self.made, number & 1)",
+        "pass",
+        in_long_segments,
+    ),
+    Break("the chunk before is not fetched", recurrence.load, "low -= is_tried(tile).to(gl.int32)", "pass", forgotten),
+    Break("a segment does not wait", recurrence.compute, "wait(semaphore + place", "(place", remembered),
+    Break("a segment ends in silence", recurrence.compute, "signal(semaphore + place", "(place", remembered, nth=1),
+    Break(
+        "a pool is written first", recurrence.compute, "wait(semaphore + first_place", "(first_place", tried_in_a_pool
+    ),
     Break("the initial state of another segment", segments.compute, "(place == 0)", "(place == 1)", in_segments),
     *(
         Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
+from flashdelta.hopper import segments as hopper_segments
 from flashdelta.hopper.build import build, in_steps
 from flashdelta.hopper.launch import ctas, layout
 from flashdelta.hopper.recurrence import stream_k_pays
-from flashdelta.hopper.segments import SPLIT_COSTS, room
+from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, segments
 from flashdelta.problem.split import segments_of_call
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
@@ -335,6 +336,52 @@ def test_warmup_calls_every_form(packed: bool, V: int):
         *((steps, stream_k, False) for steps in (False, True) for stream_k in (False, True)),
         *((False, stream_k, True) for stream_k in ((False, True) if packed else (False,))),
     }
+
+
+SHARD = replace(KIMI, T=2048, H=12, HV=12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "composed"),
+    [
+        ({}, 5, False),  # 4 segments beside each other; transitions would take 3, which pays for more tokens only
+        ({"T": 4096}, 3, True),
+        ({"T": 8192, "H": 24, "HV": 24}, 2, False),
+        ({"T": 8192, "H": 64, "HV": 64}, 0, True),  # all SMs have a head
+        ({"T": 1024, "H": 4, "HV": 4}, 0, True),  # too short
+        ({"B": 5}, 0, True),  # five rows fill the GPU
+    ],
+    ids=str,
+)
+def test_segments_on_trial(changes: dict, most: int, composed: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hopper_segments, "TRIALS", True)
+    problem, t = check(fd.chunk_kda, **meta_call(replace(SHARD, **changes)))
+    found = segments(problem, t.device)
+    assert (found.most, found.composed, found.tried) == (most, composed, True)
+    ours = {"starts", "first_segment"} if most and not composed else set()
+    ours |= {"transitions", "offsets", "starts", "first_segment", "forgets"} if most and composed else set()
+    assert layout(problem, found.most, found.tried, found.composed).keys() - layout(problem).keys() == ours
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_invariant": True}, {"split": 3}, {"split": False}, {"requires_grad": True}, {"checkpoints": True}],
+    ids=str,
+)
+def test_segments_that_are_not_tried(options: dict, monkeypatch: pytest.MonkeyPatch):
+    """What must not depend on the batch, is asked for, or will be computed again."""
+    options = dict(options)
+    call = meta_call(replace(SHARD, T=8192, lengths=(8192,), state=FP32))
+    call["q"].requires_grad_(options.pop("requires_grad", False))
+    if options.pop("checkpoints", False):
+        index = torch.zeros(1, 1, dtype=torch.int32, device="meta")
+        options |= {"checkpoint_offsets": index, "checkpoint_indices": index}
+        options |= {"checkpoint_states": torch.empty_like(call["initial_state"])}
+    problem, t = check(fd.chunk_kda, **call | options)
+    assert not may_try(problem)
+    monkeypatch.setattr(hopper_segments, "TRIALS", True)
+    assert not may_try(problem)
+    assert not segments(problem, t.device).tried
 
 
 @pytest.mark.parametrize(

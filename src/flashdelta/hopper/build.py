@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
-from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability
 from ..program.program import Outputs, Program, Step
 from ..program.workspace import Workspace
@@ -22,7 +21,7 @@ from .launch import aligned, layout, prepare_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
-from .segments import SPLIT_COSTS, before_segments, outgoing, room
+from .segments import before_segments, outgoing, room, segments
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -67,12 +66,11 @@ def in_steps(problem: Problem, room: int) -> bool:
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
-    most = room(problem, t.device)
-    if in_steps(problem, most):
+    if in_steps(problem, room(problem, t.device)):
         call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
         return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
-    segments = segments_of_call(problem, most, SPLIT_COSTS)
-    call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
+    cut = segments(problem, t.device)
+    call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, cut.most, cut.tried, cut.composed), t.device))
     final_state = outputs.get("final_state")
     split = before_segments(call, final_state)
     prepared, carried, stored = prepare(call), list[Step](), list[Launch]()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Tensors
-from ..problem.split import segments_of_call
 from ..program.program import Program, Step
 from ..triton import backward_pass
 from ..triton.backward_pass import Kept, Stages
@@ -20,7 +19,7 @@ from .launch import TILE, copyable, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
-from .segments import SPLIT_COSTS, before_segments, outgoing, room
+from .segments import before_segments, outgoing, segments
 from .wy import wy
 
 ARCH = 90
@@ -39,7 +38,7 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
     return Stages(
         problem,
         t,
-        layout(problem, segments_of_call(problem, room(problem, t.device), SPLIT_COSTS)),
+        layout(problem, segments(problem, t.device).most),
         squares=(problem.B, problem.T, problem.HV, TILE),
         squares_dtype=torch.bfloat16,
         scan=functools.partial(scan, problem, t),

@@ -29,11 +29,16 @@ FLAGS = 256
 """Words of the workspace that `prepare` clears: a power of 2, `MOST_CTAS` or more."""
 
 
-def layout(problem: Problem, segments: int = 0) -> Layout:
+def layout(problem: Problem, segments: int = 0, tried: bool = False, composed: bool = True) -> Layout:
     """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
     `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
     stored theirs. What a split keeps, if there is one."""
     chunks = problem.B * problem.slots * problem.HV
+    split = segment_layout(problem, segments)
+    if split and not composed:
+        split = {name: split[name] for name in ("starts", "first_segment")}
+    elif split and tried:
+        split["forgets"] = ((segments, problem.HV), torch.int32)
     # a tensor descriptor must have a row, even if there is no chunk to fetch
     rows = max(chunks * (3 * (problem.K // TILE) + 2), 1) * TILE
     return {
@@ -41,7 +46,7 @@ def layout(problem: Problem, segments: int = 0) -> Layout:
         "decay": ((chunks * problem.K,), torch.float32),
         "carry": ((min(work_tiles(problem), MOST_CTAS) * TILE * problem.K,), torch.float32),
         "semaphores": ((FLAGS,), torch.int32),
-        **segment_layout(problem, segments),
+        **split,
     }
 
 

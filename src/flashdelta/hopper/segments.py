@@ -7,7 +7,7 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import Problem
-from ..problem.split import SplitCosts
+from ..problem.problem import AUTO, Problem
+from ..problem.split import SplitCosts, segments_of_call
 from ..program.launch import Launch, sm_count
 from ..triton.launch import StageCall, state_arguments
 from ..triton.segments import compose
@@ -35,10 +35,11 @@ from .device.layouts import (
     store_halves,
 )
 from .device.math import mma, mma_first, wide
-from .device.pipeline import make_ring
+from .device.pipeline import make_decision, make_ring
 from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
+from .device.trial import trial
 from .launch import MOST_CTAS, TILE, stages, stride_div8, tiles
 
 
@@ -104,37 +105,62 @@ def transition(scheduler, border, k, K: gl.constexpr):
 
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, scheduler, border, strides, K: gl.constexpr):
-    """The loader: one warp that keeps the ring full, of each chunk with `-w`, `kg` and `inverse`."""
-    HV = scheduler.HV
+def start_of_count(scheduler, decision):
+    """0. If a branch counts on: an integer that a loop carries from the constant 0, Triton 3.6 takes for that constant."""
+    if decision is None:
+        return 0
+    else:
+        return gl.minimum(scheduler.T, 0)
+
+
+@gluon.jit
+def fetch(tiles_d, decay, v, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr):
+    """Asks for `-w`, `kg`, `inverse`, v and decays of chunk `i` of a span."""
+    row, in_v, key, in_head, v_token, slice_ = offsets
+    KH: gl.constexpr = K // 64
+    stage, full = ring.acquire(iteration)
+    ring.expect(full)
+    chunk = (slot + i).to(gl.int32) * scheduler.HV + tile.head
+    at = chunk * ((3 * KH + 2) * 64)
+    for t in gl.static_range(KH):
+        copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
+        copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], full, ring.tile(stage, KH + t))
+    copy_tile(tiles_d, [at + 3 * KH * 64, 0], full, ring.tile(stage, 2 * KH))
+    token = (start + i * C).to(gl.int32)
+    # no value writes to M's columns
+    count = gl.where(slice_ >= 0, (stop - token).to(gl.int32), 0)
+    rows = v + (in_head + wide(token, v_token) * 8)
+    copy_async(ring.rows.index(stage), rows + in_v, mask=(row < count)[:, None])
+    copy_async(ring.decay.index(stage), decay + chunk * K + key)
+    ring.commit(full)
+
+
+@gluon.jit
+def load(tiles_d, decay, v, ring, decision, scheduler, border, strides, K: gl.constexpr):
+    """The loader: one warp that keeps the ring full. Where there is a decision to be made, with a segment's last chunk, and
+    then with all if that does not forget."""
     slice_ = scheduler.slice() - K // BV
     v_batch, v_token, v_head = strides
-    KH: gl.constexpr = K // 64
     row, in_v, key = loader_offsets(v_token, K)
-    iteration = 0
+    iteration = start_of_count(scheduler, decision)
+    trials = iteration
     for k in range(transition_count(scheduler, border)):
         tile, _place, wanted = transition(scheduler, border, k, K)
         in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
         start = tile.begin
         slot = tile.slot
+        offsets = (row, in_v, key, in_head, v_token, slice_)
+        if decision is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
+            if wanted > 0:
+                stop, _chunks, _low, high = scheduler.span(tile, 0, start, slot)
+                fetch(tiles_d, decay, v, ring, slot, start, high - 1, stop, iteration, scheduler, tile, offsets, K)
+                iteration += 1
+                wanted = gl.where(decision.wait(trials), 0, wanted)
+                trials += 1
         for span in range(0, gl.where(wanted > 0, tile.num_spans, 0)):
             stop, chunks, low, high = scheduler.span(tile, span, start, slot)
             for i in range(low, high):
-                stage, full = ring.acquire(iteration)
-                ring.expect(full)
-                chunk = (slot + i).to(gl.int32) * HV + tile.head
-                at = chunk * ((3 * KH + 2) * 64)
-                for t in gl.static_range(KH):
-                    copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
-                    copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], full, ring.tile(stage, KH + t))
-                copy_tile(tiles_d, [at + 3 * KH * 64, 0], full, ring.tile(stage, 2 * KH))
-                token = (start + i * C).to(gl.int32)
-                # no value writes to M's columns
-                count = gl.where(slice_ >= 0, (stop - token).to(gl.int32), 0)
-                rows = v + (in_head + wide(token, v_token) * 8)
-                copy_async(ring.rows.index(stage), rows + in_v, mask=(row < count)[:, None])
-                copy_async(ring.decay.index(stage), decay + chunk * K + key)
-                ring.commit(full)
+                fetch(tiles_d, decay, v, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K)
                 iteration += 1
             slot += chunks
             start = stop
@@ -143,8 +169,10 @@ def load(tiles_d, decay, v, ring, scheduler, border, strides, K: gl.constexpr):
 @gluon.jit
 def compute(
     ring,
+    decision,
     transitions,
     offsets,
+    forgets,
     states,
     pool,
     scheduler,
@@ -168,19 +196,36 @@ def compute(
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
     M_PITCH: gl.constexpr = K * K if border is None else (K + V) * K
     B_PITCH: gl.constexpr = K * V if border is None else (K + V) * K
-    iteration = 0
+    iteration = start_of_count(scheduler, decision)
     for k in range(transition_count(scheduler, border)):
         tile, place, chunks = transition(scheduler, border, k, K)
-        # M's columns start as unit vectors, b's from zero, of a sequence's first segment from the initial state
-        own, read, _stored = sequence_slot(
-            *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
-            *(lowest, pool_slots, has_initial, has_final),
-        )
-        read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
-        at = own * state_pitch + state_offsets(tile.head * (K * V), column - K, key, K, V, V_FIRST)
-        state0, state1 = load_halves(initial_state, at, NEXT, read, K)
-        state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), ACC)
-        state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), ACC)
+        if decision is None:
+            forgotten: gl.constexpr = False
+        else:
+            asked = chunks
+            forgotten = chunks < 0
+            state0 = zero
+            state1 = zero
+            if chunks > 0:
+                s = ring.wait(iteration)
+                # no value writes to M's columns: if the chunk forgets they are 0
+                state0, state1, forgotten = trial(ring, s, K, KG, INVERSE)
+                ring.release(s)
+                iteration += 1
+                decision.make(forgotten)
+                gl.store(forgets + tile.segment, forgotten.to(gl.int32))
+            chunks = gl.where(forgotten, 0, chunks)
+        if not forgotten:
+            # M's columns start as unit vectors, b's from zero, of a sequence's first segment from the initial state
+            own, read, _stored = sequence_slot(
+                *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
+                *(lowest, pool_slots, has_initial, has_final),
+            )
+            read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
+            at = own * state_pitch + state_offsets(tile.head * (K * V), column - K, key, K, V, V_FIRST)
+            state0, state1 = load_halves(initial_state, at, NEXT, read, K)
+            state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), ACC)
+            state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), ACC)
         for _i in range(chunks):
             left0 = as_left(state0, False)
             if KH == 2:
@@ -207,6 +252,8 @@ def compute(
                 state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
             ring.release(s)
             iteration += 1
+        if decision is not None:
+            chunks = asked
         wanted = (chunks > 0).to(gl.int32)
         if slice_ * BV < K:
             at = state_offsets(tile.segment * M_PITCH, column, key, K, K, True)
@@ -231,6 +278,7 @@ def transitions_kernel(
     v,
     transitions,
     offsets,
+    forgets,
     first_segment,
     border,
     cu_seqlens,
@@ -259,6 +307,10 @@ def transitions_kernel(
 ):
     gdc_wait()
     gdc_launch_dependents()
+    if forgets is None:
+        decision: gl.constexpr = None
+    else:
+        decision = make_decision()
     ring = make_ring(tiles_d, K, STAGES, 2 * (K // 64) + 1)
     scheduler = TileScheduler(
         None, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, (K + V) // BV
@@ -268,8 +320,11 @@ def transitions_kernel(
     pool = (state_indices, has_initial_state, lowest, pool_slots)
     gl.warp_specialize(
         [
-            (compute, (ring, transitions, offsets, states, pool, scheduler, border, K, V, V_FIRST)),
-            (load, (tiles_d, decay, v, ring, scheduler, border, in_v, K)),
+            (
+                compute,
+                (ring, decision, transitions, offsets, forgets, states, pool, scheduler, border, K, V, V_FIRST),
+            ),
+            (load, (tiles_d, decay, v, ring, decision, scheduler, border, in_v, K)),
         ],
         [1],
         [96],
@@ -285,13 +340,52 @@ def room(problem: Problem, device: torch.device) -> int:
     return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
 
 
+TRIALS = False
+"""Whether segments are tried for what they forget. Off until it is timed."""
+
+TRIAL_COSTS = SplitCosts(step=98, transition=0, compose=150, fixed=300)
+"""Of segments without transitions: `compose` is what it takes to pass a state on, where one is not forgotten."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How a call's sequences may be cut: into at most so many segments in all, 0 for not at all, by a plan for so much room and
+    such costs. `composed`: from transitions. `tried`: a segment that forgets what was before it needs none. One that does not,
+    without transitions, starts when the one before it ends."""
+
+    most: int
+    room: int
+    costs: SplitCosts
+    composed: bool
+    tried: bool
+
+
+def segments(problem: Problem, device: torch.device) -> Segments:
+    """By transitions if those pay for some lengths that the call may have, else without if that may."""
+    fits, tried = room(problem, device), may_try(problem)
+    most = segments_of_call(problem, fits, SPLIT_COSTS)
+    if most == 0 and tried:
+        beside = max(min(sm_count(device), MOST_CTAS) // (problem.HV * (problem.V // TILE)) - problem.N, 0)
+        most_tried = segments_of_call(problem, beside, TRIAL_COSTS)
+        if most_tried > 0:
+            return Segments(most_tried, beside, TRIAL_COSTS, composed=False, tried=True)
+    return Segments(most, fits, SPLIT_COSTS, composed=True, tried=tried)
+
+
+def may_try(problem: Problem) -> bool:
+    """Not what the backward pass will compute again, nor what must not depend on the batch."""
+    own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1
+    return TRIALS and problem.split == AUTO and not own and problem.checkpoints == 0
+
+
 def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
-    return _transitions(call, call.workspace.select("transitions", "offsets", "first_segment"), final_state)
+    where = call.workspace.select("transitions", "offsets", "forgets", "first_segment")
+    return _transitions(call, where, final_state)
 
 
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Of the sequences that go on to the next rank (`triton/merge.py`)."""
-    launch = _transitions(call, [packet, packet[:, :, call.problem.K :], None], None)
+    launch = _transitions(call, [packet, packet[:, :, call.problem.K :], None, None], None)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
@@ -323,5 +417,5 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
 
 def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
     """What finds the states before the segments, if sequences may be split. `prepare` forms the plan."""
-    split = call.workspace.get("starts") is not None
+    split = call.workspace.get("transitions") is not None
     return [transitions(call, final_state), compose(call, final_state)] if split else []

@@ -25,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import active_children, get_context
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import triton
@@ -37,6 +38,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..hopper import segments
 from ..hopper.build import build as build_hopper
 from ..kernels import chunk_bwd_wy_dqkg
 from ..ops.chunk import chunk_kda
@@ -93,8 +95,9 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs. `sequences` of whole ones. `T` tokens and `taps` are of the layer's convolution and
-    norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
+    leaves what its backward pass needs. `sequences` of so many `chunks`; `tried`: their segments on trial. `T` tokens and `taps`
+    are of the layer's convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the
+    sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -122,6 +125,8 @@ class Variant:
     N: int = 2
     heads: int = 2
     sequences: int = 1
+    chunks: int = 4
+    tried: bool = False
     ranks: int = 1
     offsets: torch.dtype = torch.int32
     T: int = 256
@@ -139,7 +144,8 @@ class Variant:
         if self.ranks > 1:
             problem, t = over_ranks(problem, t, self.ranks)
         call = backward_of(problem, t) if self.backward else (problem, t)
-        return only_launches(BUILD[self.backend](*call, arch))
+        with mock.patch.object(segments, "TRIALS", self.tried):
+            return only_launches(BUILD[self.backend](*call, arch))
 
     def _chunk(self) -> Call:
         return chunk_kda, self._sequences() | {"disable_recompute": self.kept, "split": self.split}
@@ -154,10 +160,10 @@ class Variant:
         return {"name": self.name, "why": "", **sizes, **options}
 
     def _sequences(self) -> Given:
-        """Sequences of four chunks."""
         C, N, index = self.chunk_size, self.sequences, _make(torch.int32)
         bound = -5.0 if self.gate == "lower_bound" else None
-        lengths = {"lengths": (4 * C,) * N, "offsets_dtype": self.offsets} if self.packed else {"B": N, "T": 4 * C}
+        T = self.chunks * C
+        lengths = {"lengths": (T,) * N, "offsets_dtype": self.offsets} if self.packed else {"B": N, "T": T}
         case = Case(**self._shape(), **lengths, lower_bound=bound, h=self.intermediate, chunk_size=C)
         call = meta_call(case, self.dtype)
         if self.g_dtype is not None:
@@ -314,6 +320,11 @@ def _steps(name: str, **options: Any) -> Variant:
     return _hopper(f"steps {name}", **{"heads": 64} | options)
 
 
+def _tried(name: str, **options: Any) -> Variant:
+    """Segments on trial, of sequences long enough for them."""
+    return _hopper(f"tried {name}", tried=True, **options)
+
+
 def _hopper_step(K: int, gate: str) -> Variant:
     """Hopper's own kernel is for many sequences and states in bfloat16."""
     options = {"packed": False, "state_v_first": True, "state_dtype": torch.bfloat16, "N": 512}
@@ -329,6 +340,14 @@ def _hopper_commit(name: str, **options: Any) -> Variant:
     given = {"state_v_first": True, "records": True} | options
     return _hopper(f"commit of records {name}", operation="commit", **given)
 
+
+TRIED: dict[str, Given] = {
+    "K128 V128": {},
+    "K128 V128, fixed length": {"packed": False},
+    "K128 V128, pool, V first": {"pool": True, "state_v_first": True},
+    "K64 V64, fixed length": {"K": 64, "V": 64, "packed": False},
+}
+"""By name."""
 
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
 REGULAR: Given = {"every": 64, "buffer": torch.float32}
@@ -483,6 +502,8 @@ VARIANTS = (
     _hopper("K128 V128 split, fixed length", split=4, packed=False),
     _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
     _hopper("K64 V64 split, fixed length", K=64, V=64, split=4, packed=False),
+    *(_tried(f"{name} with transitions", heads=8, chunks=128, **options) for name, options in TRIED.items()),
+    *(_tried(f"{name} without", heads=12, chunks=32, **options) for name, options in TRIED.items()),
     _steps("K128 V128"),
     _steps("K128 V128 fixed length", packed=False),
     _steps("K128 V128 offsets in int64", offsets=torch.int64),

@@ -32,6 +32,9 @@ ROOT_BITS = tl.constexpr(7)
 HIGH_BIT = tl.constexpr(1 << 6)
 """The highest of them."""
 
+MOST_SEGMENTS = tl.constexpr(128)
+"""Of a planned sequence, or more."""
+
 
 @triton.jit
 def chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C: tl.constexpr):
@@ -247,6 +250,7 @@ def compose_kernel(
     transitions,
     offsets,
     starts,
+    forgets,
     first_segment,
     cu_seqlens,
     initial_state,
@@ -302,13 +306,24 @@ def compose_kernel(
         state = tl.load(offsets + here * V + in_state)
         here += STEP * HV * K
         in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
-        for _ in tl.range(first + 1, last, num_stages=STAGES):
+        chained = last
+        if forgets is not None:
+            segment = first + 1 + tl.arange(0, MOST_SEGMENTS)
+            if tl.min(tl.load(forgets + segment * HV + head, mask=segment < last, other=1)) != 0:
+                # no state depends on another
+                for _ in tl.range(first + 1, last, num_stages=1, loop_unroll_factor=4):
+                    tl.store(starts + here * V + in_state, state)
+                    state = tl.load(offsets + here * V + in_state)
+                    here += STEP * HV * K
+                chained = first
+        for _ in tl.range(first + 1, chained, num_stages=STAGES):
             tl.store(starts + here * V + in_state, state)
             right = tl.load(transitions + here * K + in_transition)
             state = dot(state, right, tl.load(offsets + here * V + in_state), "tf32x3")
             here += STEP * HV * K
         tl.store(starts + here * V + in_state, state)
     else:
+        tl.static_assert(forgets is None)
         here = known.to(tl.int64) * HV + head
         onward = STEP * HV
         for block in range(0, K, BK):
@@ -419,7 +434,7 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
         compose_kernel,
         problem.N * problem.HV * (problem.V // c.BV),
         (
-            *(*call.workspace.select("transitions", "offsets", "starts", "first_segment"), t.cu_seqlens),
+            *(*call.workspace.select("transitions", "offsets", "starts", "forgets", "first_segment"), t.cu_seqlens),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV),
         ),

@@ -1,0 +1,80 @@
+"""Segments on trial beside calls as they are: what it brings where gates forget, and costs where they don't.
+
+    python benchmarks/trials.py [--out FILE]
+
+Takes about two minutes on a GPU. Microseconds by CUDA graph, back to back: of shards of shipped models, and of long sequences.
+Beside them how far the outputs lie apart, and into how many segments the longest sequence is cut. The tuning log has what was
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import flashdelta as fd
+from flashdelta.hopper import build, segments
+from flashdelta.runtime.call import check
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import relative_error
+from flashdelta.tools.bench.timing import Run, Timer, capture, sustained
+from flashdelta.tools.bench.workloads import GATES, SHARDS
+
+LONG = {
+    "T8192 H4": (8192, 4),
+    "T8192 H8": (8192, 8),
+    "T8192 H12": (8192, 12),
+    "T8192 H32": (8192, 32),
+    "128K H8": (131072, 8),
+}
+CASES = [
+    *(row.call for row in SHARDS),
+    *(
+        replace(SHARDS[0].call, name=f"{name}, {memory} gates", T=T, H=H, HV=H, memory=memory)
+        for name, (T, H) in LONG.items()
+        for memory in GATES
+    ),
+]
+LINE = "{case:30} {segments_as_is:3} {segments_tried:3} {as_is:9.1f} {tried:9.1f} us {ratio:6.2f}   apart {o:.1e} {state:.1e}"
+
+
+def graph_of(call: dict, tries: bool) -> tuple[Run, tuple, int]:
+    with mock.patch.object(segments, "TRIALS", tries):
+        problem, t = check(fd.chunk_kda, **call)
+        longest = max(fd.explain(fd.chunk_kda, **call).segments or (1,))
+        program = build.build(problem, t)
+    replay, results = capture(lambda: tuple(program.run()[name] for name in ("o", "final_state")))
+    return replay, results, longest
+
+
+def measured(case, timer: Timer) -> dict:
+    call = make_call(case, torch.bfloat16, "cuda") | {"backend": "hopper"}
+    as_is, want, segments_as_is = graph_of(call, False)
+    tried, found, segments_tried = graph_of(call, True)
+    as_is(), tried()
+    o, state = (relative_error(x.double(), y.double()) for x, y in zip(found, want))
+    us = {name: 1000 * ms for name, ms in sustained({"as_is": as_is, "tried": tried}, timer).items()}
+    counts = {"segments_as_is": segments_as_is, "segments_tried": segments_tried}
+    return {"case": case.name, **us, "ratio": us["tried"] / us["as_is"], **counts, "o": o, "state": state}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    timer = Timer(torch.device("cuda"))
+    rows = []
+    for case in CASES:
+        rows.append(measured(case, timer))
+        print(LINE.format_map(rows[-1]), flush=True)
+    if out is not None:
+        out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

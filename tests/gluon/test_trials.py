@@ -1,0 +1,131 @@
+"""Segments that are tried for what they forget, interpreted: against float64, and against whole sequences."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.hopper import segments
+from flashdelta.problem.split import SplitCosts
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import (
+    assert_close,
+    chunked_truth,
+    covered_tokens,
+    poisoned_memory,
+    relative_error,
+    same_bits,
+)
+
+from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
+from .interpreter import hopper_on_cpu
+
+pytestmark = pytest.mark.slow
+
+WITH, WITHOUT = "by transitions", "without"
+FREE = SplitCosts(step=100, transition=0, compose=1, fixed=0, shortest=1, margin=0)
+
+
+@contextlib.contextmanager
+def tried(kind: str) -> Iterator[None]:
+    """Segments wherever there are CTAs for them, and each of them on trial."""
+    costs = {"TRIALS": True, "SPLIT_COSTS": FREE, "TRIAL_COSTS": FREE}
+    room = {"room": lambda problem, device: 0} if kind == WITHOUT else {}
+    with mock.patch.multiple(segments, **costs, **room), hopper_on_cpu(sms=24):
+        yield
+
+
+@pytest.fixture(params=[WITH, WITHOUT], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with tried(request.param):
+        yield request.param
+
+
+def hopper_call(case: Case) -> dict:
+    return make_call(case, BF16) | {"backend": "hopper"}
+
+
+def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
+
+
+def in_segments(call: dict) -> tuple[torch.Tensor, ...]:
+    assert max(fd.explain(fd.chunk_kda, **call).segments) > 1
+    return poisoned(call)
+
+
+ONE = replace(KIMI, name="one", H=1, HV=1, T=300, state=FP32)
+PACKED = replace(KIMI, name="packed", H=1, HV=2, lengths=(130, 0, 64, 257), state=FP32, v_first=True)
+HALF = replace(UNBOUNDED, name="half", H=1, HV=1, K=64, V=64, T=260, state=BF16, h=True)
+CASES = [ONE, PACKED, HALF]
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_what_is_remembered(case: Case, last_first: bool, kind: str):
+    """Whole sequences' bits where a segment starts when the one before it ends."""
+    call = hopper_call(replace(case, memory="long"))
+    with hopper_on_cpu(sms=24, last_first=last_first):
+        found = in_segments(call)
+    hold(call, found, chunked_truth(call))
+    if kind == WITHOUT:
+        assert_same_bits(found, poisoned(call | {"split": False}), covered_tokens(call))
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_what_is_forgotten(case: Case, last_first: bool):
+    call = hopper_call(replace(case, memory="random"))
+    whole = poisoned(call | {"split": False})
+    with hopper_on_cpu(sms=24, last_first=last_first):
+        found = in_segments(call)
+    hold(call, found, chunked_truth(call))
+    for name, x, y in zip(("o", "final_state", "h"), found, whole):
+        x, y = (x[:, covered_tokens(call)], y[:, covered_tokens(call)]) if name == "o" else (x, y)
+        assert relative_error(x.double(), y.double()) < 1e-6, name
+
+
+def test_a_segment_starts_from_what_it_remembers():
+    """NaN of the first segment is gone where decays forget, and stays where they don't: each head is tried by itself."""
+    case = replace(KIMI, H=1, HV=2, T=320, state=FP32, memory="random")
+    call = hopper_call(case)
+    call["v"][:, :64] = torch.nan
+    # a bias of -30 makes the second head's decays 1
+    call["dt_bias"] = torch.stack([torch.zeros(128), torch.full((128,), -30.0)]).flatten()
+    o, state = in_segments(call)
+    assert o[:, :64].isnan().all()
+    assert o[:, 256:, 0].isfinite().all() and state[:, 0].isfinite().all()
+    assert o[:, 64:, 1].isnan().all() and state[:, 1].isnan().all()
+
+
+def test_a_pool_is_read_before_it_is_written():
+    """The last segment stores where the first one reads, and may be done first."""
+    call = hopper_call(replace(KIMI, H=1, HV=1, T=320, state=FP32, v_first=True, memory="random"))
+    pool = torch.cat([torch.randn_like(call["initial_state"]), call.pop("initial_state")])
+    call |= {"state_pool": pool, "state_indices": torch.tensor([1], dtype=torch.int32), "output_final_state": False}
+    alone = call | {"state_pool": pool.clone(), "split": False}
+    want, _ = poisoned(alone)
+    with hopper_on_cpu(sms=24, last_first=True):
+        found, _ = in_segments(call)
+    assert relative_error(found.double(), want.double()) < 1e-6
+    assert_close("pool", pool, alone["state_pool"], 1e-6)
+    assert same_bits(pool[0], alone["state_pool"][0])
+
+
+def test_regular_checkpoints():
+    call = hopper_call(replace(KIMI, H=1, HV=1, T=300, state=FP32, v_first=True, memory="random"))
+    rows = torch.full((3, *call["initial_state"].shape[1:]), torch.nan)
+    call |= {"checkpoint_every": 128}
+    want, found = rows.clone(), rows.clone()
+    poisoned(call | {"split": False, "checkpoint_states": want})
+    in_segments(call | {"checkpoint_states": found})
+    assert_close("checkpoints", found, want, 1e-6)
