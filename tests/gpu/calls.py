@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
+from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -33,6 +34,8 @@ from flashdelta.testing.oracle import (
     truth,
 )
 from flashdelta.tools.bench.contenders import find
+
+R = TypeVar("R")
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 
@@ -182,7 +185,7 @@ def compilations() -> Iterator[list[str]]:
         triton.knobs.compilation.listener = before
 
 
-def captured(run: Callable[[], tuple]) -> tuple[torch.cuda.CUDAGraph, tuple]:
+def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
     """A CUDA graph of a call that ran before, and the results that replays write."""
     run()
     torch.cuda.synchronize()

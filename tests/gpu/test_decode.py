@@ -30,7 +30,7 @@ from ..support.decoding_checks import (
     check_wild_counts,
     replay_buffer,
 )
-from .calls import CALLS_TO_A_REPLAY, compilations, gpu_call, peer
+from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, peer
 from .calls import KIMI as PROMPT
 
 pytestmark = pytest.mark.gpu
@@ -259,10 +259,7 @@ def test_a_captured_round_replays_with_other_slots_and_counts():
         fd.commit(pool, records, slots, accepted, state_v_first=step.v_first)
 
     both()
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both()
+    graph, _ = captured(both)
     for indices, counts in (((3, 1, 9), (4, 2, 1)), ((11, -1, 2), (3, 3, 5)), ((0, 0 - 2, 40), (1, 1, 1))):
         start = torch.randn_like(pool)
         for name in ("q", "k", "v", "g", "beta"):

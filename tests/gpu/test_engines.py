@@ -23,7 +23,7 @@ from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks,
 from flashdelta.testing.oracle import TOLERANCE_FOR_FEW, relative_error, same_bits
 
 from ..support.serving import serve, serve_steps
-from .calls import compilations
+from .calls import captured, compilations
 
 pytestmark = pytest.mark.gpu
 
@@ -61,15 +61,6 @@ def test_rounds_with_the_gate_without_a_bound(name: str):
 def test_rounds_with_states_in_bfloat16(name: str, heads: int):
     """Rounded at every step."""
     assert serve(LAYERS[name], Model(heads, 128, state=BF16), 0, 0.05, 50).finished
-
-
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = run()
-    return graph, o
 
 
 @every_layer

@@ -14,7 +14,7 @@ from flashdelta.testing.fused import FUSED_STEPS, FusedStep, expected_fused, mak
 from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits
 
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
-from .calls import CALLS_TO_A_REPLAY
+from .calls import CALLS_TO_A_REPLAY, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -100,9 +100,7 @@ def test_a_graph_replays_with_other_slots(name: str, backend: str):
     before = torch.cuda.memory_allocated()
     run()
     assert torch.cuda.memory_allocated() == before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     slots = [-1, *reversed(step.indices[1:])]
     call["state_indices"].copy_(torch.tensor(slots))
     call["x"].copy_(call["x"].flip(0))

@@ -26,7 +26,7 @@ from flashdelta.testing.layer import (
 )
 from flashdelta.testing.oracle import poisoned_memory, relative_error, same_bits
 
-from .calls import CALLS_TO_A_REPLAY
+from .calls import CALLS_TO_A_REPLAY, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -129,9 +129,7 @@ def test_a_graph_replays_with_other_slots(name: str):
     step = partial(fd.short_convolution, **call, out=out)
     for _ in range(CALLS_TO_A_REPLAY):
         step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     call["state_indices"].copy_(call["state_indices"].flip(0))
     want, states = convolved_by_tokens(on_cpu(call))
     graph.replay()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from flashdelta.tools.cli.batching import Batch, make_requests, serve
 from flashdelta.tools.cli.demo import load_demo_model
 
 from ..support.layers import check_joining, check_packed, check_pool, make_layer, rows
-from .calls import CALLS_TO_A_REPLAY
+from .calls import CALLS_TO_A_REPLAY, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -76,11 +78,10 @@ def test_a_graph_of_a_step_serves_other_slots():
     layer = make_layer(BF16, "cuda", **SIZES)
     pool, other = layer.make_pool(8), layer.make_pool(8)
     x, slots = rows(4, 1, dtype=BF16, device="cuda"), torch.tensor([1, 4, 2, -1], device="cuda")
+    step = partial(layer, x, pool=pool, slots=slots)
     for _ in range(CALLS_TO_A_REPLAY):
-        layer(x, pool=pool, slots=slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, _ = layer(x, pool=pool, slots=slots)
+        step()
+    graph, (y, _) = captured(step)
     for tensors in (pool, other):
         tensors.conv.normal_(generator=torch.Generator("cuda").manual_seed(0))
         tensors.state.normal_(generator=torch.Generator("cuda").manual_seed(1))

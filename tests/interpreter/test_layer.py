@@ -30,6 +30,15 @@ norm = partial(fd.gated_rms_norm, backend="triton")
 convolution = partial(fd.short_convolution, backend="triton")
 
 
+def check_gradients(operator: partial, call: dict) -> None:
+    """Against those of the reference in float64."""
+    want = gradients(operator.func, call, torch.float64)
+    with poisoned_memory():
+        found = gradients(operator, call)
+    for name, x in found.items():
+        close(x, want[name].float(), msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
 def test_norm(case: NormCase):
     call = make_norm(case)
@@ -40,12 +49,7 @@ def test_norm(case: NormCase):
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
 def test_gradients_of_the_norm(case: NormCase):
-    call = make_norm(case)
-    want = gradients(fd.gated_rms_norm, call, torch.float64)
-    with poisoned_memory():
-        found = gradients(norm, call)
-    for name, x in found.items():
-        close(x, want[name].float())
+    check_gradients(norm, make_norm(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -81,12 +85,7 @@ IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None and n
 
 @pytest.mark.parametrize("case", IN_GRADIENTS, ids=str)
 def test_gradients_of_the_convolution(case: ConvolutionCase):
-    call = make_convolution(case)
-    want = gradients(fd.short_convolution, call, torch.float64)
-    with poisoned_memory():
-        found = gradients(convolution, call)
-    for name, x in found.items():
-        close(x, want[name].float(), msg=lambda text, name=name: f"{name}: {text}")
+    check_gradients(convolution, make_convolution(case))
 
 
 def test_output_goes_where_it_is_asked_for():

@@ -35,13 +35,24 @@ def command(document: dict) -> str:
     return f"flashdelta bench {document['benchmark']}{named}"
 
 
+def commit_of(row: dict, document: dict) -> str:
+    """Short. A row of another run than its document has a commit of its own."""
+    return (row.get("commit") or document["environment"]["commit"])[:7]
+
+
+def when(document: dict) -> str:
+    later = [commit_of(row, document) for row in document["rows"] if row.get("commit")]
+    at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(later))
+    said = f"; {len(later)} row{'s' * (len(later) > 1)} later, at {at}" if later else ""
+    return f"{document['date'][:10]}, commit `{document['environment']['commit'][:7]}`{said}"
+
+
 def section(path: Path) -> str:
     """A result file: what was measured and how to repeat it, rows, and what they say."""
     document, view = load(path), VIEWS[load(path)["benchmark"]]
     names = shown(document)
     rows = "its row" if len(document["rows"]) == 1 else f"all {len(document['rows'])} rows"
-    when = f"{document['date'][:10]}, commit `{document['environment']['commit'][:7]}`"
-    source = f"`{command(document)}`, {headline(document)}; {when} ([{rows}](results/{path.name}))."
+    source = f"`{command(document)}`, {headline(document)}; {when(document)} ([{rows}](results/{path.name}))."
     said = [f"### {path.stem}", fold(source)]
     said += [markdown_table(cells(document, view, wide=False, names=names))] if names else []
     return "\n\n".join([*said, "\n".join(fold(f"* {line.strip()}", "  ") for line in summary(document, view))])
@@ -52,7 +63,11 @@ def fold(line: str, indent: str = "") -> str:
 
 
 def all_sections() -> str:
-    return "\n\n".join(section(path) for path in sorted(RESULTS.glob("*.json")))
+    """Those of all result files, and which benchmarks have none."""
+    paths = sorted(RESULTS.glob("*.json"))
+    there = {load(path)["benchmark"] for path in paths}
+    absent = ", ".join(f"`{kind}`" for kind in VIEWS if kind not in there)
+    return "\n\n".join([*([f"No results yet: {absent}."] if absent else []), *map(section, paths)])
 
 
 @dataclass(frozen=True)
@@ -72,18 +87,22 @@ HEADLINES = (
     Headline("training: 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32"),
     Headline("decode: 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16", "us"),
     Headline("layer: decode, 128 sequences, 32 heads", "layer-h200", "decode N128 H32 bf16", "us"),
+    Headline("7 drafts: 32 sequences, 32 heads", "decode-h200", "verify N32 H32 bf16 S7", "us"),
 )
-"""Those that are shown have a file with sustained times of ours and of FLA's."""
+"""Shown are the first `MOST` of which a file holds sustained times of ours and of FLA's."""
+
+MOST = 6
 
 PICTURE = RESULTS / "headlines.svg"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A headline that has been measured; times are sustained."""
+    """A headline that has been measured, at `commit`; times are sustained."""
 
     headline: Headline
     document: dict
+    commit: str
     ours: float
     fla: float
     cold: float
@@ -93,7 +112,7 @@ class Measured:
 
 
 def measured(folder: Path = RESULTS) -> list[Measured]:
-    """The headlines that the files of `folder` hold, in order.
+    """The first `MOST` headlines that the files of `folder` hold, in order.
 
     Raises:
         ValueError: there is none.
@@ -104,22 +123,23 @@ def measured(folder: Path = RESULTS) -> list[Measured]:
         document = load(path) if path.exists() else {"rows": []}
         row = next((row for row in document["rows"] if row["name"] == wanted.row), None)
         times = [value(row, path) for path in ("ours.sustained_ms", "fla.sustained_ms", "speedup")]
-        if None not in times:
-            found.append(Measured(wanted, document, *times))
+        if row is not None and None not in times:
+            found.append(Measured(wanted, document, commit_of(row, document), *times))
     if not found:
         raise ValueError(f"results: got {folder}, wanted a folder with one of: {', '.join(x.stem for x in HEADLINES)}")
-    return found
+    return found[:MOST]
 
 
 def headline_table(folder: Path = RESULTS) -> list[list[str]]:
     """Titles, then a line for each headline."""
-    table = [["", "ours", "FLA", "FLA/ours", "cold", "repeat with"]]
+    table = [["", "ours", "FLA", "FLA/ours", "cold", "commit", "repeat with"]]
     for found in measured(folder):
         times = [
             found.short(found.ours),
             found.short(found.fla),
             f"{found.fla / found.ours:.2f}x",
             f"{found.cold:.2f}x",
+            found.commit,
         ]
         table.append([found.headline.what, *times, f'{command(found.document)} --rows "{found.headline.row}"'])
     return table
@@ -129,10 +149,10 @@ def headlines() -> str:
     """The table of README.md, whose rows link to their files."""
     titles, *lines = headline_table()
     rows = [
-        [f"[{what}](benchmarks/results/{found.headline.stem}.json)", *rest, f"`{repeat}`"]
-        for found, (what, *rest, repeat) in zip(measured(), lines)
+        [f"[{what}](benchmarks/results/{found.headline.stem}.json)", *rest, f"`{commit}`", f"`{repeat}`"]
+        for found, (what, *rest, commit, repeat) in zip(measured(), lines)
     ]
-    return markdown_table([titles, *rows], words=1)
+    return markdown_table([titles, *rows], words=2)
 
 
 def draw_headlines(path: Path, folder: Path = RESULTS) -> None:
@@ -178,7 +198,7 @@ def layer() -> str:
     """The table of docs/layer.md, of the newest file."""
     paths = sorted(RESULTS.glob("layer-*.json"), key=lambda path: load(path)["date"])
     if not paths:
-        return "Not measured yet."
+        return "No results yet."
     document, view = load(paths[-1]), VIEWS["layer"]
     said = "\n".join(fold(f"* {line.strip()}", "  ") for line in summary(document, view))
     return f"{fold(headline(document) + '.')}\n\n{markdown_table(cells(document, view, wide=False))}\n\n{said}"
