@@ -78,7 +78,7 @@ def test_doctor_lists_integrations(monkeypatch):
     from flashdelta.integrations import _fla
     from flashdelta.integrations.engine import Engine
 
-    monkeypatch.setattr(_fla, "version", lambda: None)
+    monkeypatch.setattr(_fla, "is_installed", lambda: False)
     monkeypatch.setattr(Engine, "version", lambda engine: None)
     rows = json.loads(run("doctor", "--device", "cpu", "--json").stdout)["integrations"]
     assert [(row["name"], row["state"], row["version"]) for row in rows] == [
