@@ -88,6 +88,16 @@ def test_doctor_lists_integrations(monkeypatch):
     assert all(f"integration {name}: not installed; pip install" in text for name in ("fla", "vllm", "sglang"))
 
 
+def test_doctor_prints_reasons_as_they_are(monkeypatch):
+    """With their brackets, each on a line of its own."""
+    from flashdelta.integrations import Status, _fla
+
+    why = "_forward lacks pool[slots] = last_state " + "and more " * 30 + "[/red]"
+    monkeypatch.setattr(_fla, "is_installed", lambda: False)
+    monkeypatch.setattr("flashdelta.integrations._vllm.status", lambda: Status("vllm", "unknown version", "9.9", why))
+    assert f"integration vllm 9.9: unknown version; {why}" in run("doctor", "--device", "cpu").stdout.splitlines()
+
+
 def test_doctor_says_why_a_backend_cannot_run():
     result = run("doctor", "--device", "cpu")
     assert result.exit_code == 0
