@@ -459,6 +459,9 @@ def test_fla_from_its_repository_is_known(monkeypatch: pytest.MonkeyPatch):
     known.clear()
     status = integrations.status("fla")
     assert (status.state, status.version) == ("possible", fla.__version__)
+    monkeypatch.delitem(sys.modules, "fla")
+    monkeypatch.setattr(_fla.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+    assert integrations.status("fla").state == "not installed"
 
 
 def test_without_the_helper_of_contexts(unprepared: None, monkeypatch: pytest.MonkeyPatch):

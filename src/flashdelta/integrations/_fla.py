@@ -317,7 +317,8 @@ def status() -> Status:
 
 
 def is_installed() -> bool:
-    return "fla" in sys.modules or util.find_spec("fla") is not None
+    """A folder of that name without a package in it does not count."""
+    return "fla" in sys.modules or getattr(util.find_spec("fla"), "origin", None) is not None
 
 
 def version() -> str | None:
