@@ -15,7 +15,7 @@ import pytest
 
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations.engine import Engine
-from flashdelta.integrations.seams import Attribute, Seam, Source, differences
+from flashdelta.integrations.seams import Seam, Source, differences
 from flashdelta.testing.engine_kernels import wheel
 
 FOLDER = os.environ.get("FLASHDELTA_WHEELS")
@@ -155,14 +155,6 @@ def attributes(node: ast.AST) -> set[str]:
         for x in ast.walk(node)
         if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store) and ast.unparse(x.value) == "self"
     }
-
-
-def test_sglang_asks_for_what_is_added(found: tuple[Engine, Source]):
-    engine, source = found
-    for seam in engine.seams:
-        if isinstance(seam, Attribute):
-            text = ast.unparse(source.tree(_sglang.BACKEND)[0])
-            assert f"getattr(self.decode_kernel, '{seam.name.split('.')[-1]}', False)" in text
 
 
 GROUPS = {"vllm": ("vllm.plugins", "vllm.general_plugins"), "sglang": ("sglang.srt.plugins", "sglang.srt.plugins")}

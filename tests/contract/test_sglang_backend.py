@@ -27,7 +27,6 @@ FOLDER = os.environ.get("FLASHDELTA_WHEELS")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="make test-integrations: FLASHDELTA_WHEELS is not set")
 
 H, D = 2, 32
-BASE = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 
 
 def own(module: str, name: str) -> Callable[..., Any]:
@@ -81,7 +80,7 @@ class Backend:
         """Copies states that are stored."""
 
     def _track_mamba_state_extend(self, *arguments: Any, **named: Any) -> None:
-        own(BASE, "MambaAttnBackendBase._track_mamba_state_extend")(self, *arguments, **named)
+        own(_sglang.BASE, "MambaAttnBackendBase._track_mamba_state_extend")(self, *arguments, **named)
 
     def run(self, method: str, batch: Batch, slots: Tensor, **metadata: Any) -> Tensor:
         hints = ("cu_starts", "indices", "every_n_tokens")

@@ -18,6 +18,7 @@ from flashdelta.testing.cases import BF16, FP16, FP32
 from flashdelta.testing.cases import BY_NAME as CASES
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
+from flashdelta.testing.fused import FUSED_BY_NAME, make_fused
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
 from flashdelta.testing.oracle import as_recurrent
@@ -143,6 +144,8 @@ def good_call(op: Callable, start: str) -> dict:
         return make_norm(NORM_BY_NAME[start])
     if op is fd.short_convolution:
         return make_convolution(CONVOLUTION_BY_NAME[start])
+    if op is fd.fused_kda_decode:
+        return make_fused(FUSED_BY_NAME[start])
     case, more = MORE.get(start, (start, {}))
     call = make_call(replace(CASES[case], h=False, final=False)) | copy.deepcopy(more)
     return call if op is fd.chunk_kda else as_recurrent(call)
@@ -721,6 +724,7 @@ REFUSED = {
         *no_tensors("x", "z", "weight"),
         bad("0.0", "a finite float above 0", eps=0.0),
         bad("nan", "a finite float above 0", eps=float("nan")),
+        bad(str(2**1024), "a finite float above 0", eps=2**1024),
         mistyped("'1' (str)", "a float", eps="1"),
         bad("'swish'", "one of ('sigmoid', 'silu')", activation="swish"),
         bad("None", "one of ('sigmoid', 'silu')", activation=None),

@@ -22,6 +22,9 @@ GRAPH = 4
 REUSED = 0.4
 """Chance that a request starts with the tokens of one whose checkpoint is kept."""
 
+EVICTED = 0.05
+"""Chance that a request loses its slots in a round, and starts again with all that it has so far as its prompt."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -57,7 +60,7 @@ class Serving:
         self.free = [*range(slots - 1, layer.null, -1)]
         self.running: list[Request] = []
         self.checkpoints: list[Checkpoint] = []
-        self.finished = self.hits = self.calls = 0
+        self.finished = self.hits = self.evicted = self.calls = 0
         self.around = self.memory_around()
         self.reserved = self.pool[0].clone()
 
@@ -78,6 +81,9 @@ class Serving:
     def round(self, arrivals: bool = True) -> None:
         while arrivals and len(self.running) < RUNNING and self.random.random() < 0.5:
             self.arrive()
+        for request in self.running:
+            if arrivals and request.done and self.random.random() < EVICTED:
+                self.evict(request)
         waiting = [x for x in self.running if x.done < x.prompt]
         ready = [x for x in self.running if x.done >= x.prompt]
         if waiting:
@@ -104,6 +110,17 @@ class Serving:
         elif not self.layer.flagged:
             self.pool[request.slots[0]] = 0
         self.running.append(request)
+
+    def evict(self, request: Request) -> None:
+        """Others get its slots, and it some with states of others."""
+        self.free += request.slots
+        self.random.shuffle(self.free)
+        request.slots = [self.free.pop() for _ in request.slots]
+        request.prompt, request.done, request.known, request.accepted = max(request.prompt, request.done), 0, 0, 1
+        request.outputs.clear()
+        if not self.layer.flagged:
+            self.pool[request.slots[0]] = 0
+        self.evicted += 1
 
     def finish(self, request: Request) -> None:
         got = torch.cat(request.outputs)

@@ -78,7 +78,7 @@ def test_doctor_lists_integrations(monkeypatch):
     from flashdelta.integrations import _fla
     from flashdelta.integrations.engine import Engine
 
-    monkeypatch.setattr(_fla, "version", lambda: None)
+    monkeypatch.setattr(_fla, "is_installed", lambda: False)
     monkeypatch.setattr(Engine, "version", lambda engine: None)
     rows = json.loads(run("doctor", "--device", "cpu", "--json").stdout)["integrations"]
     assert [(row["name"], row["state"], row["version"]) for row in rows] == [
@@ -86,6 +86,16 @@ def test_doctor_lists_integrations(monkeypatch):
     ]
     text = run("doctor", "--device", "cpu").stdout
     assert all(f"integration {name}: not installed; pip install" in text for name in ("fla", "vllm", "sglang"))
+
+
+def test_doctor_prints_reasons_as_they_are(monkeypatch):
+    """With their brackets, each on a line of its own."""
+    from flashdelta.integrations import Status, _fla
+
+    why = "_forward lacks pool[slots] = last_state " + "and more " * 30 + "[/red]"
+    monkeypatch.setattr(_fla, "is_installed", lambda: False)
+    monkeypatch.setattr("flashdelta.integrations._vllm.status", lambda: Status("vllm", "unknown version", "9.9", why))
+    assert f"integration vllm 9.9: unknown version; {why}" in run("doctor", "--device", "cpu").stdout.splitlines()
 
 
 def test_doctor_says_why_a_backend_cannot_run():

@@ -24,12 +24,12 @@ from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
 from flashdelta.integrations.seams import Attribute, Replacement, Seam, Statement, Wrapper, differences
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model
+from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang
 from flashdelta.testing.oracle import TOLERANCE
 
 from ..support.serving import serve, serve_steps
 
-ROUNDS = 12
+ROUNDS = 20
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 
 
@@ -48,9 +48,9 @@ def softplus(make: type[KimiLinear]) -> bool:
 @every_layer
 @pytest.mark.parametrize("drafts", (0, 2))
 def test_serving(make: type[KimiLinear], drafts: int):
-    """Random arrivals, prompts in pieces, prefix-cache hits, padded batches, drafts: each request as if alone."""
+    """Random arrivals, prompts in pieces, prefix-cache hits, evictions, padded batches, drafts: each request as if alone."""
     found = serve(make, small(), drafts, 10 * TOLERANCE[FP32], ROUNDS)
-    assert found.finished >= 4 and found.calls >= ROUNDS
+    assert found.finished >= 4 and found.calls >= ROUNDS and found.evicted
     assert found.hits or not found.layer.aligned
 
 
@@ -63,6 +63,26 @@ def test_states_and_tokens_in_bfloat16(make: type[KimiLinear]):
 @pytest.mark.parametrize("make", [x for x in LAYERS.values() if softplus(x)])
 def test_the_gate_without_a_bound(make: type[KimiLinear]):
     assert serve(make, small(lower_bound=None), 1, 10 * TOLERANCE[FP32], ROUNDS // 2).finished
+
+
+@every_layer
+@pytest.mark.parametrize("padded", (0, 4))
+def test_batches_of_nothing(make: type[KimiLinear], padded: int):
+    """Without sequences, or with those that a graph is padded by: outputs are zeros, and no slot is touched."""
+    model = small()
+    layer, pool, index = make(model), model.pool(8), model.index
+    before, nothing, slots = pool.clone(), Batch(model, model.tokens(0), [0] * padded), index([make.null] * padded)
+    outputs = [layer.decode(Batch(model, model.tokens(padded), [1] * padded), pool, slots)]
+    if not padded:
+        outputs.append(layer.prefill(nothing, pool, slots, torch.zeros(0, dtype=torch.bool)))
+    drafts = Batch(model, model.tokens(3 * padded), nothing.lengths)
+    if isinstance(layer, SGLang):
+        buffer = pool.new_full((padded, 3, *pool.shape[1:]), 7)
+        outputs.append(layer.verify_read_only(drafts, pool, slots, buffer, 3))
+        assert buffer.eq(7).all()
+    else:
+        outputs.append(layer.verify(drafts, pool, slots[:, None].expand(-1, 3).contiguous(), index([1] * padded)))
+    assert not any(o.any() for o in outputs) and torch.equal(pool, before)
 
 
 @pytest.mark.parametrize("by_channel", (False, True))
@@ -402,6 +422,7 @@ CHANGES = {
     "a parameter less": (", lower_bound=None", "", "has parameters"),
     "another name": ("def ", "def other_", "no |lacks "),
     "another use of a result": ("] = last_", "] += last_", "lacks recurrent_state"),
+    "more results": ("core_attn_out, h = ", "core_attn_out, h, more = ", "lacks core_attn_out"),
 }
 
 
@@ -409,10 +430,11 @@ CHANGES = {
 def test_another_version_that_differs_is_left_alone(engine: Engine, tmp_path: Path, kind: str):
     """With a warning, once."""
     before, after, what = CHANGES[kind]
-    if kind == "another use of a result" and engine.name == "sglang":
-        pytest.skip("nothing of that kind")
     write_engine(tmp_path, engine, "9.9.9")
-    for path in tmp_path.rglob("*.py"):
+    files = [*tmp_path.rglob("*.py")]
+    if not any(before in path.read_text() for path in files):
+        pytest.skip("nothing of that kind")
+    for path in files:
         path.write_text(path.read_text().replace(before, after))
     with pytest.warns(UserWarning, match=rf"leaves {engine.name} 9.9.9 as it is .*({what})"):
         engine.enable()

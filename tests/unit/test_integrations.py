@@ -32,6 +32,7 @@ warnings.filterwarnings("ignore", message="Triton is not supported")
 
 from flashdelta import integrations  # noqa: E402
 from flashdelta.integrations import _fla  # noqa: E402
+from flashdelta.integrations.patches import Patches  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 H, K, T = 2, 32, 20
@@ -375,21 +376,59 @@ OTHER_VERSIONS = {
 }
 
 
+@pytest.fixture
+def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = {"registered": False, "enabled": False, "patches": Patches()}
+    monkeypatch.setattr(_fla, "_State", type("_State", (), dict(vars(_fla._State)) | fresh))
+
+
 @pytest.mark.parametrize("name", OTHER_VERSIONS)
-def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch):
-    """With a warning, once."""
+def test_another_version_is_left_alone(name: str, unprepared: None, monkeypatch: pytest.MonkeyPatch):
     from fla.ops.kda import chunk
 
     source, what = OTHER_VERSIONS[name]
     found: dict[str, Any] = {}
     exec(source, found)
-    monkeypatch.setattr(
-        _fla, "_State", type("_State", (), dict(vars(_fla._State)) | {"registered": False, "enabled": False})
-    )
     if source:
         monkeypatch.setattr(chunk, "chunk_kda", found["chunk_kda"])
     else:
         monkeypatch.delattr(chunk, "chunk_kda")
+    left_alone(what)
+
+
+class Questions:
+    """A base class of backends whose questions have another shape."""
+
+    is_available = is_enabled = None
+
+    def verify(self, operation: str, function: str, call: Any) -> bool:
+        return True
+
+
+OTHER_REGISTRIES = {
+    "not dispatched": ("_function_registries", {}, "KeyError"),
+    "no switch": ("_DISPATCH_DISABLED", None, "has no attribute '_DISPATCH_DISABLED'"),
+    "no base": ("BaseBackend", None, "has no attribute 'BaseBackend'"),
+    "another question": ("BaseBackend", Questions, "verify has parameters self, operation, function, call"),
+    "fewer questions": ("BaseBackend", object, "BaseBackend lacks is_available, is_enabled, verify"),
+    "another register": ("register", lambda first, second: None, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_REGISTRIES)
+def test_another_registry_is_left_alone(name: str, unprepared: None, monkeypatch: pytest.MonkeyPatch):
+    import fla.backends
+
+    attribute, value, what = OTHER_REGISTRIES[name]
+    if value is None:
+        monkeypatch.delattr(fla.backends, attribute)
+    else:
+        monkeypatch.setattr(fla.backends, attribute, value)
+    left_alone(what)
+
+
+def left_alone(what: str) -> None:
+    """With a warning, once."""
     with pytest.warns(UserWarning, match=what):
         _fla.enable()
     with warnings.catch_warnings():
@@ -397,6 +436,42 @@ def test_another_version_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatc
         _fla.enable()
     status = integrations.status("fla")
     assert status.state == "unknown version" and what in status.reason and not _fla.is_on()
+
+
+def test_fla_from_its_repository_is_known(monkeypatch: pytest.MonkeyPatch):
+    """It is one package then, `flash-linear-attention`, or a folder on the path."""
+    from importlib import metadata
+
+    import fla
+
+    known = {"flash-linear-attention": "0.6.1"}
+
+    def version(name: str) -> str:
+        if name not in known:
+            raise metadata.PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    _fla.disable()
+    assert integrations.status("fla") == integrations.Status(
+        "fla", "possible", "0.6.1", "import flashdelta.integrations.fla"
+    )
+    known.clear()
+    status = integrations.status("fla")
+    assert (status.state, status.version) == ("possible", fla.__version__)
+    monkeypatch.delitem(sys.modules, "fla")
+    monkeypatch.setattr(_fla.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+    assert integrations.status("fla").state == "not installed"
+
+
+def test_without_the_helper_of_contexts(unprepared: None, monkeypatch: pytest.MonkeyPatch):
+    """Which only FLA 0.5 has to have replaced."""
+    import fla.utils
+
+    monkeypatch.delattr(fla.utils, "custom_device_ctx")
+    _fla.enable()
+    assert integrations.status("fla").state == "active"
+    _fla.disable()
 
 
 def test_importing_the_package_imports_no_framework():

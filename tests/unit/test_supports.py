@@ -28,6 +28,7 @@ wy = fd.kernels.chunk_bwd_wy_dqkg
 GOOD = (
     *((op, start) for op in (fd.chunk_kda, fd.fused_recurrent_kda) for start in ("plain", "pool")),
     *((fd.recurrent_kda, "paged"), (fd.commit, "plain"), (fd.kda_prefill, "plain"), (wy, "plain")),
+    *((fd.gated_rms_norm, "heads"), (fd.short_convolution, "pool_by_token"), (fd.fused_kda_decode, "one")),
 )
 every_operator = pytest.mark.parametrize(("op", "start"), GOOD)
 
@@ -71,6 +72,28 @@ def test_other_questions_are_answered():
     assert fd.supports(fd.chunk_kda, *tokens, **call).ok
     assert "positional" in fd.supports(fd.chunk_kda, *tokens, 0.5).reason
     assert not fd.supports(fd.chunk_kda, *tokens, **call, backend="hopper")
+
+
+class Fuse:
+    """Raises at whatever it is asked."""
+
+    def __hash__(self) -> int:
+        raise ZeroDivisionError("burnt")
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyError("burnt")
+
+    def __getattr__(self, name: str) -> Any:
+        raise OverflowError("burnt")
+
+
+@every_operator
+def test_whatever_an_argument_is_nothing_is_raised(op: Callable, start: str):
+    call = good_call(op, start)
+    for name in inspect.signature(op).parameters:
+        for odd in (Fuse(), 10**400, object, [], {}, "", 1j):
+            answer = fd.supports(op, **call | {name: odd})
+            assert answer or answer.reason
 
 
 def test_the_fastest_backend_needs_no_reason(monkeypatch: pytest.MonkeyPatch):
@@ -172,6 +195,7 @@ def test_nothing_is_read_or_allocated(op: Callable, start: str, monkeypatch: pyt
 
 @every_operator
 def test_traced_questions_are_answered(op: Callable, start: str):
+    torch._dynamo.reset()  # of every operator's function there may be few versions
     call = good_call(op, start)
     given = torch.ones(3)
 
@@ -249,7 +273,8 @@ def test_inference_tensors_are_taken_and_written(op: Callable, start: str):
     """Outside of inference mode, too."""
     call, again = good_call(op, start), good_call(op, start)
     if "out" in inspect.signature(op).parameters:
-        call["out"], again["out"] = torch.zeros_like(call["v"]), torch.zeros_like(call["v"])
+        like = call["x" if "x" in call else "v"]
+        call["out"], again["out"] = torch.zeros_like(like), torch.zeros_like(like)
     again = {name: inferred(x) if isinstance(x, Tensor) else x for name, x in again.items()}
     assert fd.supports(op, **call) and fd.supports(op, **again)
     op(**call)
@@ -297,7 +322,10 @@ def test_distributed_tensors_are_refused_by_name(names: tuple, mesh: Any):
     assert fd.supports(fd.chunk_kda, **call | local)
 
 
-@pytest.mark.parametrize(("op", "start"), [(fd.chunk_kda, "softplus"), (fd.recurrent_kda, "spec")])
+SLOWEST = ((fd.chunk_kda, "softplus"), (fd.recurrent_kda, "spec"), (fd.fused_kda_decode, "parts"))
+
+
+@pytest.mark.parametrize(("op", "start"), SLOWEST)
 def test_a_repeated_question_takes_microseconds(op: Callable, start: str):
     call = good_call(op, start)
     assert fd.supports(op, **call)

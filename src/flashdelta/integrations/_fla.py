@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from importlib import import_module, metadata, util
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ ENVIRONMENT = "FLA_FLASHDELTA"
 """`FLA_FLASHDELTA=0` turns the integration off. Read at every call, as FLA reads its own switches."""
 
 READ = ("0.5.0", "0.5.1", "0.5.2", "0.6.0")
-"""Versions of fla-core that this was written and tested against. Others run if their signatures are those of these."""
+"""Versions that this was written and tested against. Others run if their signatures are those of these."""
+
+DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
+"""Releases are two packages, of which the first has the kernels. An installation from FLA's repository is the second alone."""
 
 DISPATCH_OFF = "FLA_DISABLE_BACKEND_DISPATCH=1"
 
@@ -198,6 +202,18 @@ def run_wy(*arguments: Any, **named: Any) -> Any:
 # ---- in FLA's registries ------------------------------------------------------------------------------------------------
 
 
+def unlike(base: Any) -> list[str]:
+    """How FLA's base class of backends differs from those that were read. A question by another name would never reach ours."""
+    missing = [name for name in ("is_available", "is_enabled", "verify") if not hasattr(base, name)]
+    if missing:
+        return [f"BaseBackend lacks {', '.join(missing)}"]
+    parameters = inspect.signature(base.verify).parameters
+    _, _, *rest = kinds = [p.kind.name for p in parameters.values()]
+    if len(kinds) == 4 and rest == ["VAR_POSITIONAL", "VAR_KEYWORD"]:
+        return []
+    return [f"BaseBackend.verify has parameters {', '.join(parameters)}"]
+
+
 def backend_class(base: type) -> type:
     """Our backend, derived from FLA's base class."""
 
@@ -284,13 +300,13 @@ def _warn(difference: str) -> None:
 
 def status() -> Status:
     """Where the integration stands. Imports FLA, and turns nothing on."""
-    found = version()
-    if found is None and not _State.enabled:
+    if not is_installed():
         return Status("fla", "not installed", None, "pip install flash-linear-attention")
     try:
         _prepare()
     except Exception as error:  # FLA's own, such as a Triton that it does not run with
-        return Status("fla", "unknown version", found, f"its import fails: {error}")
+        return Status("fla", "unknown version", version(), f"its import fails: {error}")
+    found = version()
     if _State.obstacle is not None:
         return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
     if is_forbidden():
@@ -300,11 +316,17 @@ def status() -> Status:
     return Status("fla", "possible", found, "import flashdelta.integrations.fla")
 
 
+def is_installed() -> bool:
+    """A folder of that name without a package in it does not count."""
+    return "fla" in sys.modules or getattr(util.find_spec("fla"), "origin", None) is not None
+
+
 def version() -> str | None:
-    try:
-        return metadata.version("fla-core")
-    except metadata.PackageNotFoundError:
-        return None
+    """As installed, or what a source tree on the path says once it is imported."""
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return getattr(sys.modules.get("fla"), "__version__", None)
 
 
 def _prepare() -> None:
@@ -316,12 +338,13 @@ def _prepare() -> None:
         functions = {name: getattr(import_module(f"fla.ops.kda.{where}"), name) for where, name in SEAMS}
         differences = [difference for name, f in functions.items() if (difference := ADAPTERS[name].read(f))]
         registry = import_module(import_module("fla.ops.kda.chunk").dispatch.__module__)
+        differences += unlike(registry.BaseBackend)
         if registry._DISPATCH_DISABLED:
             differences = [DISPATCH_OFF]
         if not differences:
             _register(functions["chunk_kda"], registry)
-    except (ImportError, AttributeError) as error:
-        differences = [str(error)]
+    except Exception as error:  # whatever another version does otherwise
+        differences = [f"{type(error).__name__}: {error}"]
     _State.obstacle = "; ".join(differences) or None
     _State.registered = not differences
 
@@ -366,6 +389,6 @@ def _replace_modules() -> None:
     if left:
         _warn("; ".join(left))
     utils = import_module("fla.utils")
-    theirs = utils.custom_device_ctx
-    if theirs.__module__ == "fla.utils":  # 0.5, which asks torch.cpu for the device of no index
+    theirs = getattr(utils, "custom_device_ctx", None)
+    if theirs is not None and theirs.__module__ == "fla.utils":  # 0.5, which asks torch.cpu for the device of no index
         _State.patches.set(utils, theirs.__name__, lambda index: nullcontext() if index is None else theirs(index))

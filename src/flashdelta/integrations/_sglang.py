@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import chunk_kda, recurrent_kda
 from .engine import Engine, first_rows, runs, warm_up
-from .seams import Attribute, Seam
+from .seams import AnySeam, Attribute, Seam, Statement
 
 Theirs = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -156,6 +156,7 @@ def warm(
 
 LINEAR = "sglang.srt.layers.attention.linear"
 KERNEL, BACKEND = f"{LINEAR}.kernels.kda_triton", f"{LINEAR}.kda_backend"
+BASE = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 
 DECODE = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim lower_bound"
 VERIFY = """self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc intermediate_states_buffer
@@ -169,19 +170,33 @@ HINTS = """extend_seq_lens_cpu extend_prefix_lens layer_id is_spec_decode track_
     state_checkpoint_cu_starts num_state_checkpoints state_checkpoint_every_n_tokens state_checkpoint_indices
     track_ssm_h_batch_src chunk_indices chunk_offsets"""
 
-SEAMS: tuple[Seam | Attribute, ...] = (
+PACKED = "supports_packed_decode_safe_gate"
+SNAPSHOT = (
+    "torch.empty((track_chunk_idx.shape[0], *ssm_states.shape[1:]), dtype=torch.float32, device=ssm_states.device)"
+)
+
+STATEMENTS = (
+    Statement(BACKEND, "KDAKernelDispatcher.__init__", f"getattr(self.decode_kernel, '{PACKED}', False)"),
+    Statement(BACKEND, "KDAAttnBackend.forward_extend", SNAPSHOT),
+    Statement(BACKEND, "KDAAttnBackend.forward_extend", "core_attn_out, h = core_attn_out"),
+    Statement(BASE, "MambaAttnBackendBase.mamba_chunk_size", f"'mamba_chunk_size', {TRACKED}"),
+)
+"""What asks for the attribute below, and what tracked states are: one for each sequence, by chunks of so many tokens."""
+
+SEAMS: tuple[AnySeam, ...] = (
+    *STATEMENTS,
     Seam(KERNEL, "TritonKDAKernel.packed_decode", packed_decode, DECODE, keywords=RING),
     Seam(KERNEL, "TritonKDAKernel.target_verify", target_verify, VERIFY, keywords=ACCEPT),
     Seam(KERNEL, "TritonKDAKernel.extend", extend, EXTEND, keywords=HINTS),
     # SGLang packs steps of decoding with the bounded gate only for kernels that say so
-    Attribute(KERNEL, "TritonKDAKernel.supports_packed_decode_safe_gate", True),
+    Attribute(KERNEL, f"TritonKDAKernel.{PACKED}", True),
     Seam(BACKEND, "KDAAttnBackend.__init__", built, "self model_runner"),
 )
 
 ENGINE = Engine(
     "sglang",
     environment="FLASHDELTA_SGLANG",
-    read=("0.5.23",),
+    read=("0.5.22", "0.5.23"),
     seams=SEAMS,
     replaces="packed decode, extend and chain verify of the Triton kernel",
 )

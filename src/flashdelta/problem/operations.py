@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -815,7 +816,7 @@ WY = Operation(
 def epsilon(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float")
-    if not 0 < value < math.inf:
+    if not 0 < value <= sys.float_info.max:  # an integer may be above it
         raise wrong(name, value, "a finite float above 0")
 
 

@@ -85,8 +85,7 @@ def remembered(
                     return answer.support
                 known = True
         guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    # what can't be hashed or has no memory of its own is asked about anew each time
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+    except Exception:  # what can't be hashed, compared or guarded is asked about anew each time
         return question(asked, arguments, named)[0]
     support, passed, pairs = question(asked, arguments, named)
     written = _written(passed, pairs, tensors)
@@ -144,7 +143,7 @@ def ask(op: Callable, arguments: Sequence, named: Mapping) -> Asked:
         given = call.bind(arguments, named)
         passed, pairs = [given.get(name) for name in call.tensors], call.pairs
         problem, t, backend = call.check(given, dry=True)
-    except (TypeError, ValueError, RuntimeError) as refusal:
+    except Exception as refusal:  # arguments may raise anything, as they are asked what they are
         return Support(False, None, str(refusal)), passed, pairs
     return answer_of(problem, t.device, backend), passed, pairs
 

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ def hf_layer(case: Block) -> Layer:
     return Layer(library.KimiLinearModel(config).layers[0], cache, lambda cache: cache.layers[0].recurrent_states[0])
 
 
-LAYERS = {"FLA": (fla_layer, "fla-core"), "HF": (hf_layer, "transformers")}
+LAYERS = {"FLA": (fla_layer, "fla"), "HF": (hf_layer, "transformers")}
 """What makes a layer, and whose version is that of the framework."""
 
 FLOAT32 = {"FLA": ("A_log", "dt_bias"), "HF": ()}
@@ -291,7 +290,7 @@ def models(row: Row, setup: Setup) -> Work:
         work = PARTS[case.part](layer_of(case, setup.device), row, setup)
         has_conv = importlib.util.find_spec("causal_conv1d") is not None  # Hugging Face's convolution, if it is there
         facts = {
-            "framework": f"{package} {importlib.metadata.version(package)}",
+            "framework": f"{package} {importlib.import_module(package).__version__}",
             "causal_conv1d": has_conv,
             **work.facts,
         }

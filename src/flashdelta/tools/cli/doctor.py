@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import flashdelta
@@ -80,16 +81,18 @@ def show(report: dict, console: Console) -> None:
     for verdict in report["backends"]["verdicts"]:
         can = "[green]yes[/green]" if verdict["supported"] else "[red]no[/red]"
         chosen = " (auto takes it)" if verdict["name"] == report["backends"]["chosen"] else ""
-        console.print(f"backend {verdict['name']}: {can}{chosen}; {verdict['reason']}", highlight=False)
+        reason = escape(verdict["reason"])
+        console.print(f"backend {verdict['name']}: {can}{chosen}; {reason}", highlight=False, soft_wrap=True)
     console.print(_verdict(report["self_check"]), highlight=False)
     for found in report["integrations"]:
         version = f" {found['version']}" if found["version"] else ""
-        console.print(f"integration {found['name']}{version}: {found['state']}; {found['reason']}", highlight=False)
+        text = f"integration {found['name']}{version}: {found['state']}; {found['reason']}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)  # a reason may quote code, with brackets
 
 
 def _verdict(check: dict) -> str:
     if check["problem"] is not None:
-        return f"[red]self-check failed[/red]: {check['problem']}"
+        return f"[red]self-check failed[/red]: {escape(check['problem'])}"
     errors = f"error of o {check['error_o']:.1e}, of the state {check['error_state']:.1e}"
     state = "[green]self-check passed[/green]" if check["passed"] else "[red]self-check failed[/red]"
     return f"{state}: {errors} (tolerance {check['tolerance']:.0e}), {check['seconds']:.1f} s"
