@@ -89,6 +89,13 @@ def test_a_tangent_is_judged_by_the_state_before_the_call():
     assert not torch.equal(case.call["state_pool"], before), "a call that writes no state shows nothing"
 
 
+def test_what_is_wanted_stays_when_a_pool_is_written():
+    pool = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
+    want = truth.Slots("state_pool", truth.arguments({"state_pool": pool})["state_pool"]).read(1)
+    pool.fill_(1.0)
+    assert want.eq(0.0).all()
+
+
 def test_a_call_without_tokens_has_no_tangent():
     spec = next(
         spec
