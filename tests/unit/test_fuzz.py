@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,36 @@ def test_a_failure_prints_the_line_that_reruns_it(monkeypatch: pytest.MonkeyPatc
     assert run(*words) == 1
     monkeypatch.undo()
     assert run(*words) == 0
+
+
+def end_at_the_third(part: str, seed: int, number: int, device: torch.device) -> runner.Outcome:
+    if number == 2:
+        os._exit(7)
+    return runner.Outcome(part, number, "commit", "right")
+
+
+def work_that_ends(*arguments: Any) -> None:
+    runner.run_case = end_at_the_third
+    runner.work(*arguments)
+
+
+def test_a_process_that_ends_is_a_failure_of_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(runner, "work", work_that_ends)
+    file = tmp_path / "fuzz.json"
+    assert run("--part", "calls", "--cases", "6", "--jobs", "2", "--json", str(file)) == 1
+    document = json.loads(file.read_text())
+    assert document["cases"] == 1 + 1 + 3 and document["jobs"] == 2
+    (failure,) = document["failures"]
+    assert (failure["part"], failure["case"]) == ("calls", 2) and failure["message"] == "its process ended with 7"
+    assert failure["rerun"].endswith("--part calls --seed 0 --case 2 --device cpu")
+
+
+def test_a_run_that_is_killed_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(runner, "SAVED_EVERY", 0.0)
+    tally = runner.Tally(5, CPU, file=tmp_path / "fuzz.json")
+    for number in range(3):
+        tally.add(runner.Outcome("calls", number, "commit", "right"))
+        assert json.loads(tally.file.read_text())["cases"] == number + 1
 
 
 def first_case(op: str, *, wanted: str | None = None) -> draw.Spec:
