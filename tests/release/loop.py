@@ -149,7 +149,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", choices=names, action="append", help="this part alone; repeatable, in the order given"
     )
-    parser.add_argument("--seconds", type=float, default=595.0, help="of all parts together (595)")
+    parser.add_argument("--seconds", type=float, default=585.0, help="of all parts together (585)")
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     asked = parser.parse_args(arguments)
     if asked.out is None and not asked.list:

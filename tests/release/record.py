@@ -136,12 +136,15 @@ def tests_document(lines: list[dict]) -> dict:
 
 def with_rows(kept: dict | None, run: dict) -> dict:
     """The newest measurement of each row. A row of another run than the file's has its own date, commit and copy rate."""
-    if kept is None or {row["name"] for row in kept["rows"]} <= {row["name"] for row in run["rows"]}:
+    kept = kept or run
+    dates = {row["name"]: row.get("date", kept["date"]) for row in kept["rows"]}
+    newer = {row["name"]: row for row in run["rows"] if run["date"] >= dates.get(row["name"], "")}
+    if dates.keys() <= newer.keys():
         return run
     own = {"date": run["date"], "commit": run["environment"]["commit"]}
     if "ceilings" in run:
         own["copy_tb_s"] = run["ceilings"]["copy_tb_s"]
-    rows = {row["name"]: row for row in kept["rows"]} | {row["name"]: row | own for row in run["rows"]}
+    rows = {row["name"]: row for row in kept["rows"]} | {name: row | own for name, row in newer.items()}
     return kept | {"rows": list(rows.values())}
 
 

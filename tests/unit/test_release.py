@@ -291,7 +291,7 @@ def test_seeds_add_up_and_count_once(tmp_path: Path):
         (8, 100, "2026-01-01T02"),
     ]
     assert found["totals"] == {"calls": {"cases": 150, "right": 150, "refused": 0, "failed": 0}}
-    assert "calls: 150 cases, 150 right, 0 failed; seeds 7, 8" in VIEWS["fuzz"].summary(found)
+    assert "calls: 150 cases, 150 right, 0 failed; commits ccccccc; seeds 7, 8" in VIEWS["fuzz"].summary(found)
 
 
 def test_a_failure_stays_until_its_seed_has_passed(tmp_path: Path):
@@ -300,6 +300,28 @@ def test_a_failure_stays_until_its_seed_has_passed(tmp_path: Path):
     assert "failed at ccccccc: rerun 7 1: off" in VIEWS["fuzz"].summary(found)
     assert "correctness: 1 of 1 rows failed" in show(found, VIEWS["fuzz"], wide=True)
     assert kept(tmp_path, fuzz_run(7, 60, hour=4))["totals"]["calls"]["failed"] == 0
+
+
+def test_the_page_shows_both(tmp_path: Path):
+    kept(tmp_path, fuzz_run(7, 100))
+    said = pages.section(tmp_path / "results" / "fuzz-h200.json")
+    assert "`make fuzz`, fuzz on NVIDIA H200" in said and "* calls: 100 cases" in said and "commit `ccccccc`" in said
+    log_of_two = [
+        {
+            "environment": environment(),
+            "began": "2026-01-01T01",
+            "tests": ["a.py::x", "a.py::test_racecheck"],
+            "at": 1.0,
+        },
+        {"test": "a.py::x", "outcome": "skipped", "seconds": 1.0, "said": "no such device", "at": 2.0},
+        {"test": "a.py::test_racecheck", "outcome": "passed", "seconds": 2.0, "at": 3.0},
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in log_of_two))
+    said = pages.section(record.record(path, tmp_path / "results")[0])
+    assert "`make gpu-test`, tests on NVIDIA H200" in said and "| a.py | 1 | 0 | 1 | 0 | 3.00 |" in said
+    assert "* sanitizer: a.py::test_racecheck: passed in 2 s" in said and "* 1 skipped: no such device" in said
+    assert "* not finished; not run: 0" in said
 
 
 def test_each_gpu_has_its_file(tmp_path: Path):
@@ -343,6 +365,8 @@ def test_rows_of_a_benchmark_take_the_place_of_their_own(tmp_path: Path):
         ("z", 2.0, "bb"),
     ]
     assert found["environment"]["commit"] == "a" and found["rows"][1]["copy_tb_s"] == 4.0
+    older = bench_run("older", "x", "y", "z") | {"date": "2020-01-01"}
+    assert kept(tmp_path, older) == found
     assert kept(tmp_path, bench_run("ccc", "x", "y", "z"))["environment"]["commit"] == "ccc"
     kept(
         tmp_path,

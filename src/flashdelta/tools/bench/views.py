@@ -441,7 +441,8 @@ def fuzz_summary(document: dict) -> list[str]:
     for part, totals in document["totals"].items():
         rows = [row for row in document["rows"] if row["part"] == part]
         seeds = ", ".join(str(row["seed"]) for row in rows)
-        lines.append(f"{part}: {counted(totals)}; seeds {seeds}")
+        commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+        lines.append(f"{part}: {counted(totals)}; commits {commits}; seeds {seeds}")
         operators = sum((Counter(row["operators"]) for row in rows), Counter())
         lines.append(f"{part} by operator: {counted(dict(operators.most_common()))}")
     failed = [(row, failure) for row in document["rows"] for failure in row["failures"]]
