@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from typer.main import get_command
@@ -120,6 +120,23 @@ def test_a_seed_is_used_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (out / "fuzz-113.json").write_text(json.dumps({"seed": 113, "rows": [{"part": "calls"}]}))
     (out / "fuzz-114.json").write_text('{"seed"')
     assert loop.next_seed(results, out) == 114
+
+
+def test_the_command_ends_with_a_short_table(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setenv("FLASHDELTA_COMMIT", "c" * 40)
+    with pytest.raises(SystemExit, match="got no GPU"):
+        loop.main(["--out", str(tmp_path)])
+    monkeypatch.setattr(loop, "gpu", lambda device: {"name": "NVIDIA H200"})
+    monkeypatch.setattr(loop, "PARTS", (fake("good", GOOD), fake("fails", "raise SystemExit('why')")))
+    assert loop.main(["--out", str(tmp_path), "--only", "good"]) == 0
+    assert loop.main(["--out", str(tmp_path)]) == 1
+    found = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split() for line in found] == [["good", "passed", "0", "before"], ["fails", "failed", "0", "why"]]
+    monkeypatch.setattr(loop, "git_commit", lambda: None)
+    with pytest.raises(SystemExit, match="FLASHDELTA_COMMIT"):
+        loop.main(["--out", str(tmp_path)])
 
 
 # ---- the parts --------------------------------------------------------------------------------------------------------------
@@ -236,7 +253,9 @@ def test_a_log_tells_what_a_killed_run_had_done_and_a_second_run_does_the_rest(
         ("test_some.py::test_memcheck_finds_nothing", "passed")
     ]
     monkeypatch.setenv("FLASHDELTA_COMMIT", "c" * 40)
-    assert len(log.Log(path).passed) == 5
+    again, session = log.Log(path), SimpleNamespace(exitstatus=pytest.ExitCode.NO_TESTS_COLLECTED)
+    again.pytest_sessionfinish(session, session.exitstatus)
+    assert len(again.passed) == 5 and session.exitstatus == 0
     monkeypatch.setenv("FLASHDELTA_COMMIT", "d" * 40)
     with pytest.raises(pytest.UsageError, match=r"--run-log: .* is of .*cccc.*, not .*dddd"):
         log.Log(path)
