@@ -79,7 +79,7 @@ fuzz: $(STAMP) ## random and mutated calls from SEED for SECONDS, on the GPU if 
 
 OUT ?= build/release
 BUDGET ?= 585
-release-check: $(STAMP) ## what a release shows of a GPU, in BUDGET seconds, into OUT; again to go on; ONLY="fuzz train" for parts
+release-check: $(STAMP) ## a release's GPU evidence, in BUDGET seconds, into OUT; again to go on; ONLY="fuzz train"
 	@$(BIN)/python -m tests.release --out $(OUT) --seconds $(BUDGET) $(foreach part,$(ONLY),--only $(part))
 
 lint: $(STAMP) ## check style, formatting and types
