@@ -22,7 +22,7 @@ class Part:
     needs: tuple[str, ...] = ()
     least: int = 60
     again: bool = False
-    """Whether it runs although it has passed: with another seed it is another one."""
+    """Whether it may run although it has passed: with another seed it is another one."""
 
 
 def words(command: str) -> tuple[str, ...]:
