@@ -2,8 +2,8 @@
 
     python -m tests.release --out DIR [--only PART ...] [--seconds N]
 
-Called again with the same folder it goes on with what has not passed on this commit; `--only fuzz` fuzzes on, with another seed.
-Folder: each part's results and what it printed, and `parts.jsonl` with a line for each part.
+Called again with the same folder it goes on with what has not passed on this commit, what failed last; `--only fuzz` fuzzes on,
+with another seed. Folder: each part's results and what it printed, and `parts.jsonl` with a line for each part.
 """
 
 from __future__ import annotations
@@ -117,12 +117,13 @@ def run_part(part: Part, out: Path, left: float) -> Outcome:
 
 
 def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again: bool = False) -> list[Outcome]:
-    """In order. What has passed with the same `facts` is not run again; `again`: but for parts that may be."""
+    """In order, but what has failed with the same `facts` comes last. What has passed is not run again; `again`: but for parts
+    that may be."""
     until, written = time.monotonic() + seconds, out / "parts.jsonl"
     before = [line for line in log.read(written) if all(line.get(name) == x for name, x in facts.items())]
-    passed = {line["part"] for line in before if line["status"] == "passed"}
+    passed, failed = ({x["part"] for x in before if x["status"] == status} for status in ("passed", "failed"))
     found = []
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part.name in failed):
         if part.name in passed and not (again and part.again):
             found.append(Outcome(part.name, "passed", said="before"))
             continue

@@ -94,7 +94,7 @@ def test_it_goes_on_where_it_ended(quick: None, tmp_path: Path):
     first, third = (fake(name, GOOD, again=name == "third") for name in ("first", "third"))
     assert [x.status for x in loop.run_all([first, fails], tmp_path, 60.0, FACTS)] == ["passed", "failed"]
     found = loop.run_all([first, fake("second", GOOD), third], tmp_path, 60.0, FACTS)
-    assert [(x.status, x.said) for x in found] == [("passed", "before"), ("passed", "all well"), ("passed", "all well")]
+    assert [(x.part, x.said) for x in found] == [("first", "before"), ("third", "all well"), ("second", "all well")]
     assert [x.said for x in loop.run_all([first, third], tmp_path, 60.0, FACTS)] == ["before", "before"]
     found = loop.run_all([first, third], tmp_path, 60.0, FACTS, again=True)
     assert [x.said for x in found] == ["before", "all well"], "with another seed it is another part"
