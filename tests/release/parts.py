@@ -47,6 +47,7 @@ PARTS = (
         LONGEST,
         "tests-<gpu>.json",
         "kernels against float64, graphs, sanitizers; called again it runs what has not passed",
+        ("xdist", "filelock"),
     ),
     Part(
         "verify",
