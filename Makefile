@@ -35,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxschedchunk 1
 TIMED := TIMEFORMAT='%0R s on the clock, %0U s + %0S s of processor time'; time
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz lint format docs bench clean
+.PHONY: help demo check test test-full test-integrations record gate compile-all gpu-test fuzz release-check lint format docs bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,11 @@ SEED ?= 0
 JOBS ?= 4
 fuzz: $(STAMP) ## random and mutated calls from SEED for SECONDS, on the GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
+
+OUT ?= build/release
+BUDGET ?= 585
+release-check: $(STAMP) ## a release's GPU evidence, in BUDGET seconds, into OUT; again to go on; ONLY="fuzz train"
+	@$(BIN)/python -m tests.release --out $(OUT) --seconds $(BUDGET) $(foreach part,$(ONLY),--only $(part))
 
 lint: $(STAMP) ## check style, formatting and types
 	@$(BIN)/ruff check .

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +25,7 @@ from flashdelta.tools.bench.checks import fault
 from flashdelta.tools.bench.contenders import DECODE_TOLERANCE, Contender, Setup, Work, launch_all
 from flashdelta.tools.bench.environment import environment
 from flashdelta.tools.bench.layer import LayerStep
-from flashdelta.tools.bench.report import text_table
+from flashdelta.tools.bench.report import new_document, save, text_table
 from flashdelta.tools.bench.timing import Effort, Run, Timer, capture, summarize, sustained, take_turns
 from flashdelta.tools.bench.workloads import LAYER, Row
 from flashdelta.triton import fused_decode
@@ -116,22 +115,25 @@ def spills(row: Row, setup: Setup) -> list[str]:
     return lines
 
 
-def main() -> int:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="H = 32 alone")
     parser.add_argument("--out", type=Path, help="a JSON file")
-    arguments = parser.parse_args()
-    device = torch.device("cuda")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments, device = parsed(), torch.device("cuda")
     setup = Setup(device, Timer(device), EFFORT, backend="triton")
     rows = [row for row in LAYER if row.table == "decode" and (not arguments.quick or row.call.H == 32)]
-    document: dict = {"environment": environment(device), "rows": []}
+    document = new_document("fused_steps", environment(device))
     with torch.no_grad():
         for row in rows:
             found = measured(row, setup)
             document["rows"].append(found)
             print(f"{row.name}\n{table(found)}\n", flush=True)
             if arguments.out is not None:
-                arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+                save(document, arguments.out)
         for state in ("fp32", "bf16"):
             row = next(row for row in rows if row.name == f"decode N128 H32 {state}")
             print(row.name, *spills(row, setup), sep="\n", flush=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -26,6 +25,8 @@ from flashdelta.runtime.call import check
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import relative_error, truth
+from flashdelta.tools.bench.environment import environment
+from flashdelta.tools.bench.report import new_document, save
 from flashdelta.tools.bench.timing import Timer, sustained
 from flashdelta.triton.launch import StageCall
 
@@ -93,21 +94,27 @@ def show(title: str, found: dict[str, float], chunks: int) -> None:
         print(f"  {name:28} {us:8.1f} us, {us / chunks:6.3f} us a chunk of {chunks}")
 
 
-def main() -> None:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    timer = Timer(torch.device("cuda"))
-    results: dict[str, dict] = {}
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    out, device = parsed().out, torch.device("cuda")
+    timer = Timer(device)
+    results: dict = new_document("half_steps", environment(device)) | {"times": {}, "errors": {}}
     for name, shape in SHAPES.items():
-        results[name] = of_both(shape, timer)
-        show(name, results[name], 128)
+        results["times"][name] = of_both(shape, timer)
+        show(name, results["times"][name], 128)
+        if out is not None:
+            save(results, out)
     print("\nerrors of o and the final state, chunks and steps")
-    results["errors"] = {name: errors(options) for name, options in ACCURACY.items()}
-    for name, found in results["errors"].items():
+    for name, options in ACCURACY.items():
+        results["errors"][name] = found = errors(options)
         print(f"  {name:20}", *(f"{label} {o:.3e} {state:.3e}  " for label, (o, state) in found.items()))
     if out is not None:
-        out.write_text(json.dumps(results, indent=1))
+        save(results, out)
 
 
 if __name__ == "__main__":

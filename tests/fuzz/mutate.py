@@ -204,13 +204,16 @@ def inside(context: Callable[[Case], contextlib.AbstractContextManager]) -> Call
 def forward_mode(case: Case) -> None:
     """The tangent of `o` must not vanish."""
     x = case.call["v"].detach().contiguous()
+    if x.numel() == 0:
+        return
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         result = case.spec.function(**case.call | {"v": dual})
         tangent = torch.autograd.forward_ad.unpack_dual(first(result)).tangent
     if tangent is None:
         raise AssertionError("v: its tangent was dropped")
-    # every operation is linear in v beside the state
+    # every operation is linear in v beside the state, which the call may have written
+    case.restore()
     moved = truth.claims_of(case.spec.op, case.call | {"v": truth.wide(x) + 1.0})
     for claim, other in zip(case.claims, moved):
         if claim.target == RESULTS[case.spec.op][0]:
@@ -342,10 +345,12 @@ def accepted(case: Case, call: dict, odd: frozenset[str], results: dict, after: 
     case.restore()
     fresh = {name: x for name, x in call.items() if name in odd and name in case.spec.written() | {"out", "output"}}
     case.odd, case.call, case.wanted = odd, call, Wanted(None)
-    # what was written of an odd argument that lies elsewhere can't be put back: only results count then
+    # what was written of an odd argument that lies elsewhere can't be put back: claims from what it reads would be others
+    read = {"state_pool", "initial_state", "state", "conv_state"}
+    read |= {"intermediate_states"} if case.spec.op == "commit" else set()
     with contextlib.suppress(truth.Undefined):
         found = truth.claims_of(case.spec.op, call)
-        if not fresh.keys() & {"state_pool", "initial_state"}:
+        if not fresh.keys() & read:
             case.wanted = Wanted([claim for claim in found if claim.target not in fresh])
     for name, memory in case.contents.memories.items():
         memory.bytes.copy_(after[name])

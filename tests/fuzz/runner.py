@@ -6,6 +6,8 @@ A failure prints a line that reruns it. Without a GPU all of it runs on the CPU 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import multiprocessing
 import shlex
 import time
@@ -53,33 +55,54 @@ def rerun_line(found: Outcome, seed: int, device: torch.device) -> str:
     return shlex.join(map(str, [*words, "--device", device]))
 
 
+SAVED_EVERY = 10.0
+"""Seconds from one state of the file to the next: a run that is killed leaves what it found."""
+
+
 @dataclass
 class Tally:
-    """What came of all cases so far."""
+    """What came of all cases so far; `file` holds it, too."""
 
     seed: int
     device: torch.device
+    jobs: int = 1
+    file: Path | None = None
     counts: Counter = field(default_factory=Counter)
     failures: list[dict] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    saved: float = field(default_factory=time.monotonic)
 
     def add(self, found: Outcome) -> None:
         self.counts[found.part, found.op, found.verdict] += 1
         if found.verdict == "failed":
             line = rerun_line(found, self.seed, self.device)
-            self.failures.append({"message": found.message[:400], "rerun": line})
+            stated = {"part": found.part, "op": found.op, "case": found.number}
+            self.failures.append(stated | {"message": found.message[:400], "rerun": line})
             print(f"{line}  # {found.op}: {' '.join(found.message.split())[:300]}", flush=True)
+        if found.verdict == "failed" or time.monotonic() - self.saved > SAVED_EVERY:
+            self.save()
 
     def total(self, verdict: str) -> int:
         return sum(n for (_, _, own), n in self.counts.items() if own == verdict)
 
-    def document(self, seconds: float) -> dict:
+    @functools.cached_property
+    def environment(self) -> dict:
+        return environment(self.device)
+
+    def save(self) -> None:
+        if self.file is not None:
+            save(self.document(), self.file)
+        self.saved = time.monotonic()
+
+    def document(self) -> dict:
         rows = [
             {"part": part, "op": op, "verdict": verdict, "cases": n}
             for (part, op, verdict), n in sorted(self.counts.items())
         ]
         backends = "kernels" if self.device.type == "cuda" else "reference alone: no GPU"
-        stated = {"seed": self.seed, "seconds": round(seconds, 1), "ran": backends, "cases": self.counts.total()}
-        return new_document("fuzz", environment(self.device)) | stated | {"rows": rows, "failures": self.failures}
+        stated = {"seed": self.seed, "seconds": round(time.monotonic() - self.started, 1), "jobs": self.jobs}
+        stated |= {"ran": backends, "cases": self.counts.total()}
+        return new_document("fuzz", self.environment) | stated | {"rows": rows, "failures": self.failures}
 
 
 def numbers(worker: int, jobs: int, most: int | None, until: float) -> Iterator[int]:
@@ -111,24 +134,28 @@ def run_all(tally: Tally, jobs: int, parts: tuple, most: int | None, seconds: fl
             for part in parts:
                 tally.add(run_case(part, tally.seed, number, tally.device))
         return
-    context, readers, processes = multiprocessing.get_context("spawn"), [], []
+    context, running = multiprocessing.get_context("spawn"), {}
     for worker in range(jobs):
         reader, writer = context.Pipe(duplex=False)
         arguments = (worker, jobs, parts, tally.seed, str(tally.device), most, until, writer)
-        processes.append(context.Process(target=work, args=arguments, daemon=True))
-        processes[-1].start()
+        process = context.Process(target=work, args=arguments, daemon=True)
+        process.start()
         writer.close()
-        readers.append(reader)
-    while readers:
-        for reader in wait(readers):
+        due = ((number, part) for number in itertools.count(worker, jobs) for part in parts)
+        running[reader] = process, due
+    while running:
+        for reader in wait(running):
+            process, due = running[reader]
             try:
                 tally.add(reader.recv())
+                next(due)
             except EOFError:
-                readers.remove(reader)
-    for process in processes:
-        process.join()
-        if process.exitcode != 0:
-            raise RuntimeError(f"a process of the fuzzer ended with {process.exitcode}")
+                del running[reader]
+                process.join()
+                if process.exitcode != 0:
+                    number, part = next(due)
+                    op = draw_spec(tally.seed, number, tally.device).op
+                    tally.add(Outcome(part, number, op, "failed", f"its process ended with {process.exitcode}"))
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -141,13 +168,16 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--json", type=Path, help="file for counts, seed and failures")
-    return parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
+    if asked.json is not None and asked.case is not None:
+        parser.error("--json: a single case is no run of its seed")
+    return asked
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parsed(arguments)
     parts = PARTS if asked.part is None else (asked.part,)
-    tally, started = Tally(asked.seed, torch.device(asked.device)), time.monotonic()
+    tally = Tally(asked.seed, torch.device(asked.device), asked.jobs, asked.json)
     torch.set_num_threads(1)
     if asked.case is not None:
         for part in parts:
@@ -155,10 +185,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{found.op}: {found.verdict}  {found.message}")
             tally.add(found)
     else:
-        run_all(tally, asked.jobs, parts, asked.cases, asked.seconds)
+        try:
+            run_all(tally, asked.jobs, parts, asked.cases, asked.seconds)
+        finally:
+            tally.save()
         verdicts = ", ".join(f"{tally.total(x)} {x}" for x in ("right", "refused", "failed"))
         where = "on the GPU" if tally.device.type == "cuda" else "on the CPU, by the reference alone"
         print(f"seed {asked.seed}: {tally.counts.total()} cases {where}: {verdicts}")
-    if asked.json is not None:
-        save(tally.document(time.monotonic() - started), asked.json)
     return 1 if tally.total("failed") else 0

@@ -54,9 +54,9 @@ class Undefined(Exception):
 
 
 def wide(x: Tensor) -> Tensor:
-    # the sign and the conjugate bit of a view count
-    x = x.detach().resolve_conj().resolve_neg().to("cpu")
-    return x.double() if x.is_floating_point() else x
+    # the sign and the conjugate bit of a view count; a copy, as calls write pools
+    x = x.detach().resolve_conj().resolve_neg()
+    return x.to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
 
 
 def arguments(call: dict) -> dict:

@@ -1,4 +1,5 @@
-"""The GPU tier: `pytest -m gpu` (add `-n 8 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel)."""
+"""The GPU tier: `pytest -m gpu` (add `-n 8 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel, and
+`-p tests.release.log --run-log FILE` to keep what each test came to as it ends)."""
 
 from __future__ import annotations
 

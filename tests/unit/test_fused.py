@@ -147,6 +147,19 @@ def test_refuses_what_does_not_fit(name: str):
     assert all(same_bits(call[pool], x) for pool, x in zip(("state", "conv_state"), before))
 
 
+def test_names_what_tells_the_heads():
+    """q and v are views of rows, and no arguments."""
+    call = make_fused(FUSED_BY_NAME["one"])
+    N, HV, V, K = call["state"].shape[0], *call["state"].shape[1:]
+    with pytest.raises(ValueError, match=rf"^x: got {HV} value heads, wanted a positive multiple of the {HV + 1} q"):
+        fd.fused_kda_decode(**call | {"x": call["x"].new_zeros(3, 2 * (HV + 1) * K + HV * V)})
+    state = call["state"].new_zeros(N, HV, V, K + 1)
+    odd = {"state": state, "x": call["x"].new_zeros(3, 2 * HV * (K + 1) + HV * V)}
+    odd |= {"raw_g": call["raw_g"].new_zeros(3, HV * (K + 1)), "dt_bias": call["dt_bias"].new_zeros(HV, K + 1)}
+    with pytest.raises(ValueError, match=rf"^state: got K = {K + 1}, wanted K in "):
+        fd.fused_kda_decode(**call | odd)
+
+
 def test_refuses_memory_that_is_shared():
     call = make_fused(FUSED_BY_NAME["one"])
     output = call["state"].flatten()[: 3 * 2 * 32].view(3, 1, 2, 32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from flashdelta.problem import operations
 from flashdelta.problem.arguments import Operation
 from flashdelta.reference import gate
 
-from ..fuzz import draw, modes, runner
+from ..fuzz import draw, modes, mutate, runner, truth
 from ..fuzz.memory import LAYOUTS, Memory, token_place
 
 CPU = torch.device("cpu")
@@ -48,10 +50,41 @@ def test_a_failure_prints_the_line_that_reruns_it(monkeypatch: pytest.MonkeyPatc
     assert run(*words) == 0
 
 
+def end_at_the_third(part: str, seed: int, number: int, device: torch.device) -> runner.Outcome:
+    if number == 2:
+        os._exit(7)
+    return runner.Outcome(part, number, "commit", "right")
+
+
+def work_that_ends(*arguments: Any) -> None:
+    runner.run_case = end_at_the_third
+    runner.work(*arguments)
+
+
+def test_a_process_that_ends_is_a_failure_of_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(runner, "work", work_that_ends)
+    file = tmp_path / "fuzz.json"
+    assert run("--part", "calls", "--cases", "6", "--jobs", "2", "--json", str(file)) == 1
+    document = json.loads(file.read_text())
+    assert document["cases"] == 1 + 1 + 3 and document["jobs"] == 2
+    (failure,) = document["failures"]
+    assert (failure["part"], failure["case"]) == ("calls", 2) and failure["message"] == "its process ended with 7"
+    assert failure["rerun"].endswith("--part calls --seed 0 --case 2 --device cpu")
+
+
+def test_a_run_that_is_killed_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(runner, "SAVED_EVERY", 0.0)
+    tally = runner.Tally(5, CPU, file=tmp_path / "fuzz.json")
+    for number in range(3):
+        tally.add(runner.Outcome("calls", number, "commit", "right"))
+        assert json.loads(tally.file.read_text())["cases"] == number + 1
+
+
 def first_case(op: str, *, wanted: str | None = None) -> draw.Spec:
     for number in range(10_000):
         spec = draw.draw_spec(1, number, CPU)
-        if spec.op == op and (wanted is None or wanted in spec.places) and 0 not in spec.places["q"].shape:
+        tensor = next(spec.places[name] for name in ("q", "x", "initial_state") if name in spec.places)
+        if spec.op == op and (wanted is None or wanted in spec.places) and 0 not in tensor.shape:
             return spec
     raise AssertionError(op)
 
@@ -78,6 +111,46 @@ def test_a_slot_that_no_sequence_has_must_stay():
         with pytest.raises(AssertionError, match="state_pool: bytes changed"):
             case.hold(results)
         pool[slot, 0, 0, 0] -= 1
+
+
+def test_a_tangent_is_judged_by_the_state_before_the_call():
+    case = modes.Case(first_case("chunk_kda", wanted="state_pool"), CPU, 0)
+    before = case.call["state_pool"].clone()
+    mutate.SURROUNDINGS["forward_mode"](case)
+    case.run()
+    assert not torch.equal(case.call["state_pool"], before), "a call that writes no state shows nothing"
+
+
+def test_what_is_wanted_stays_when_a_pool_is_written():
+    pool = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
+    want = truth.Slots("state_pool", truth.arguments({"state_pool": pool})["state_pool"]).read(1)
+    pool.fill_(1.0)
+    assert want.eq(0.0).all()
+
+
+def test_a_call_without_tokens_has_no_tangent():
+    spec = next(
+        spec
+        for spec in (draw.draw_spec(1, number, CPU) for number in range(10_000))
+        if spec.op == "chunk_kda" and 0 in spec.places["v"].shape and "state_pool" not in spec.places
+    )
+    mutate.SURROUNDINGS["forward_mode"](modes.Case(spec, CPU, 0))
+
+
+def test_a_product_of_two_rounded_numbers_may_be_off_twice():
+    exact = torch.tensor([[1 + 0.9 * 2**-24] * 2], dtype=torch.float64)
+    claim = truth.Claim("x", (), truth.product_of(1)(exact), read=truth.product_of(1))
+    modes.hold_claim(claim, {"x": exact.float()}, torch.float64)
+    with pytest.raises(AssertionError, match="relative error"):
+        modes.hold_claim(claim, {"x": exact.float() + 2**-23}, torch.float64)
+
+
+@pytest.mark.parametrize("op, name", [("fused_kda_decode", "conv_state"), ("commit", "intermediate_states")])
+def test_a_written_argument_may_lie_elsewhere(op: str, name: str):
+    case = modes.Case(first_case(op, wanted=name), CPU, 0)
+    own, elsewhere = case.call[name], case.call[name].clone()
+    assert mutate.judge(case, case.call | {name: elsewhere}, frozenset({name})) == "right"
+    assert not torch.equal(elsewhere, own), "a call that writes nothing there shows nothing"
 
 
 @pytest.mark.parametrize("op", draw.OPERATORS)

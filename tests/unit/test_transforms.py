@@ -134,6 +134,18 @@ def test_a_view_with_the_negative_bit_is_not_written():
         fd.chunk_kda(**given, out=torch._neg_view(torch.zeros_like(given["v"])))
 
 
+def test_flags_with_the_negative_bit_are_refused_by_name():
+    given = call()
+    pool = torch.zeros(3, 2, 32, 32)
+    given |= {"state_pool": pool, "state_indices": torch.tensor([1]), "state_v_first": False} | L2NORM
+    flags = torch._neg_view(torch.tensor([True]))
+    with pytest.raises(
+        ValueError, match="has_initial_state: got a view with the negative bit, wanted flags as memory has"
+    ):
+        fd.chunk_kda(**given, has_initial_state=flags)
+    assert not fd.supports(fd.chunk_kda, **given, has_initial_state=flags).ok
+
+
 class Weight(torch.nn.Parameter): ...
 
 

@@ -365,10 +365,9 @@ class Operation:
         self._check_dtypes_and_devices(call, present)
         for argument, x in present:
             written = argument.written(call) if callable(argument.written) else argument.written
-            if written and is_negative(x):
-                raise wrong(
-                    self.name_of(argument.role), "a view with the negative bit", "memory to be written as it is"
-                )
+            if (written or x.dtype == torch.bool) and is_negative(x):  # nothing is the negative of a bool
+                wanted = "memory to be written as it is" if written else "flags as memory has them"
+                raise wrong(self.name_of(argument.role), "a view with the negative bit", wanted)
             if argument.dense or written:
                 check_strides(self.name_of(argument.role), x, argument.dense, written)
         self.check_overlaps(vars(call))

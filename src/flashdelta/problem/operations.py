@@ -369,13 +369,14 @@ def check_head_dims(sizes: Sizes, head_dims: tuple[int, ...], **names: str) -> N
             raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
 
 
-def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) -> None:
+def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
+    """`pool`: the argument that tells K and V, where q, k and v are views of rows."""
     H, HV = sizes.get("H", 1), sizes.get("HV", sizes.get("H", 1))
     if H == 0:
         raise wrong("q", shape_of(c.q), "at least one head")
     if HV == 0 or HV % H != 0:
         raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
-    check_head_dims(sizes, head_dims, K="q", V="v")
+    check_head_dims(sizes, head_dims, K=pool or "q", V=pool or "v")
     if c.cu_seqlens is not None and sizes["B"] != 1:
         raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
 
@@ -545,10 +546,13 @@ def unmixed(c: Any, sizes: Sizes) -> Any:
     sizes["S1"] = tokens_of(c)
     if c.mixed_qkv is None:
         return c
-    pool, name = c.state_pool, "initial_state"
-    if pool is None:
-        pool, name = c.source_pool, "initial_state_source"
+    pool, name = pool_of(c)
     return split_rows(c, pool, {"state_pool": name})
+
+
+def pool_of(c: Any) -> tuple[Any, str]:
+    """What a step reads its states from, and the caller's name of it."""
+    return (c.state_pool, "initial_state") if c.state_pool is not None else (c.source_pool, "initial_state_source")
 
 
 def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
@@ -564,6 +568,8 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
     if heads <= 0 or 2 * heads * K + HV * V != width:
         wanted = f"[N, 2 * H * K + HV * V] with K = {K} and HV * V = {HV * V}, as {name} has them"
         raise wrong(row_name, shape_of(mixed), wanted)
+    if HV == 0 or HV % heads != 0:
+        raise wrong(row_name, f"{HV} value heads", f"a positive multiple of the {heads} query/key heads")
     if c.cu_seqlens is None and rows % tokens != 0:
         raise wrong(row_name, f"{rows} rows", f"a multiple of 1 + num_spec_tokens = {tokens}")
     leading = (rows // tokens, tokens) if c.cu_seqlens is None else (1, rows)
@@ -588,7 +594,7 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
 def check_decode(c: Any, sizes: Sizes) -> None:
     if "T" not in sizes:  # of mixed_qkv, before its views
         return
-    check_heads(c, sizes, DECODE_HEAD_DIMS)
+    check_heads(c, sizes, DECODE_HEAD_DIMS, None if c.mixed_qkv is None else pool_of(c)[1])
     bind_record(sizes)
     T, tokens = sizes["T"], sizes["S1"]
     # of packed sequences the lengths are device data: more tokens than there may be are not looked at
@@ -606,9 +612,7 @@ def bind_record(sizes: Sizes) -> None:
 
 def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
     """`commit` copies them there, or replays records of float32 (float64 for float64 states)."""
-    pool, name = (
-        (c.state_pool, "initial_state") if c.state_pool is not None else (c.source_pool, "initial_state_source")
-    )
+    pool, name = pool_of(c)
     if has_records(c):
         return only_wide(pool.dtype, c)
     return (pool.dtype,), f"{name}'s dtype {pool.dtype}"
@@ -942,7 +946,7 @@ def fused_rows(c: Any, sizes: Sizes) -> Any:
 def check_fused(c: Any, sizes: Sizes) -> None:
     if "T" not in sizes:  # of the rows, before their views
         return
-    check_heads(c, sizes, FUSED_HEAD_DIMS)
+    check_heads(c, sizes, FUSED_HEAD_DIMS, FUSED_NAMES["state_pool"])
     bind_record(sizes)
     taps, spec = sizes.get("W", MAX_TAPS), sizes["S1"] - 1
     if not MIN_TAPS <= taps <= MAX_TAPS:

@@ -20,16 +20,22 @@ SPLIT_SHOWN = ("8K H4", "32K H4", "128K H4", "2x16K H4", "128K+5x1K H4", "8K H8"
 WY_SHOWN = ("B1 T512 H32", "B1 T8192 H32", "B2 T8192 H32", "B1 T8192 H8 HV32", "packed random 20 of 16384 H32")
 
 
+MADE = {"fuzz": "make fuzz", "tests": "make gpu-test"}
+"""Commands of documents that are no benchmark's."""
+
+
 def shown(document: dict) -> list[str]:
     """The rows of a document that a page shows."""
     rows, kind = document["rows"], document["benchmark"]
     if kind == "decode":
         return [row["name"] for row in rows if row["bounds"]]
-    few = {"split": SPLIT_SHOWN, "wy": WY_SHOWN, "classic": (), "toolchains": ()}.get(kind)
+    few = {"split": SPLIT_SHOWN, "wy": WY_SHOWN, "classic": (), "toolchains": (), "fuzz": ()}.get(kind)
     return [row["name"] for row in rows if few is None or row["name"] in few]
 
 
 def command(document: dict) -> str:
+    if document["benchmark"] in MADE:
+        return MADE[document["benchmark"]]
     backend = document["protocol"].get("backend", "auto")
     named = "" if backend == "auto" or document["benchmark"] in ("decode", "fp32") else f" --backend {backend}"
     return f"flashdelta bench {document['benchmark']}{named}"

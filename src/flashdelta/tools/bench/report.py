@@ -96,6 +96,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "met": lambda x: "yes" if x else "NO",
     "keys": lambda x: ", ".join(x) or "-",
     "values": lambda x: "/".join(dict.fromkeys(map(str, x.values()))),
+    "commit": lambda x: x.partition("-")[0][:7] + x[40:],
     "list": lambda x: " ".join(map(str, x)) if max(x, default=1) > 1 else "whole",
 }
 """By name: how a value is written."""

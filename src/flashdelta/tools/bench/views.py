@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from . import workloads
@@ -430,6 +431,60 @@ CP = View(
 STARTUP = View((Column("s", "seconds"), MET), titles=(), ratios=())
 
 
+def counted(totals: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {what}" for what, n in totals.items() if n or what == "failed")
+
+
+def fuzz_summary(document: dict) -> list[str]:
+    """Totals, seeds, and the line that reruns each failure."""
+    lines = [f"ran: {document['ran']}"]
+    for part, totals in document["totals"].items():
+        rows = [row for row in document["rows"] if row["part"] == part]
+        seeds = ", ".join(str(row["seed"]) for row in rows)
+        commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+        lines.append(f"{part}: {counted(totals)}; commits {commits}; seeds {seeds}")
+        operators = sum((Counter(row["operators"]) for row in rows), Counter())
+        lines.append(f"{part} by operator: {counted(dict(operators.most_common()))}")
+    failed = [(row, failure) for row in document["rows"] for failure in row["failures"]]
+    return lines + [f"failed at {row['commit'][:7]}: {x['rerun']}: {x['message'][:200]}" for row, x in failed]
+
+
+FUZZ = View(
+    (
+        *(Column(title, title, "i") for title in ("cases", "right", "refused", "failed")),
+        Column("s", "seconds", "i"),
+        Column("jobs", "jobs", "i", wide=True),
+        Column("commit", "commit", "commit"),
+        Column("torch", "versions.torch", "s", wide=True),
+        Column("triton", "versions.triton", "s", wide=True),
+    ),
+    titles=(),
+    ratios=(),
+    summary=fuzz_summary,
+)
+
+
+def tests_summary(document: dict) -> list[str]:
+    """Totals, the sanitizers' tests, what failed, was skipped and did not run."""
+    lines = [counted(document["totals"]) + f" in {document['seconds']:.0f} s"]
+    if not document["finished"]:
+        lines.append(f"not finished; not run: {len(document['not run'])}")
+    lines += [f"sanitizer: {x['test']}: {x['outcome']} in {x['seconds']:.0f} s" for x in document["sanitizers"]]
+    lines += [f"failed: {x['test']}: {x['said'][:200]}" for x in document["failures"]]
+    return lines + [f"{x['tests']} skipped: {x['reason'][:200]}" for x in document["skips"]]
+
+
+TESTS = View(
+    (
+        *(Column(title, title, "i") for title in ("passed", "failed", "skipped", "missing")),
+        Column("s", "seconds"),
+    ),
+    titles=(),
+    ratios=(),
+    summary=tests_summary,
+)
+
+
 RATIOS_BY_TOOLCHAIN = (
     ("other/ours, cold", "other.ms.median/ours.ms.median"),
     ("other/ours, sustained", "other.sustained_ms/ours.sustained_ms"),
@@ -484,6 +539,8 @@ VIEWS = {
     "cp": CP,
     "startup": STARTUP,
     "toolchains": TOOLCHAINS,
+    "fuzz": FUZZ,
+    "tests": TESTS,
 }
 _PREFILL_LINES = (
     ("FLA", "fla.ms.median"),
