@@ -10,7 +10,6 @@ measured.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -22,6 +21,8 @@ from flashdelta.hopper import build, segments
 from flashdelta.runtime.call import check
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import relative_error
+from flashdelta.tools.bench.environment import environment
+from flashdelta.tools.bench.report import new_document, save
 from flashdelta.tools.bench.timing import Run, Timer, capture, sustained
 from flashdelta.tools.bench.workloads import GATES, SHARDS
 
@@ -63,17 +64,21 @@ def measured(case, timer: Timer) -> dict:
     return {"case": case.name, **us, "ratio": us["tried"] / us["as_is"], **counts, "o": o, "state": state}
 
 
-def main() -> None:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    timer = Timer(torch.device("cuda"))
-    rows = []
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    out, device = parsed().out, torch.device("cuda")
+    timer = Timer(device)
+    results: dict = new_document("trials", environment(device)) | {"cases": []}
     for case in CASES:
-        rows.append(measured(case, timer))
-        print(LINE.format_map(rows[-1]), flush=True)
-    if out is not None:
-        out.write_text(json.dumps(rows, indent=1))
+        results["cases"].append(measured(case, timer))
+        print(LINE.format_map(results["cases"][-1]), flush=True)
+        if out is not None:
+            save(results, out)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,13 @@ PARTS = (
         "from how many heads on steps of 32 tokens pay",
     ),
     Part(
+        "trials",
+        words("benchmarks/trials.py --out {out}/{name}.json"),
+        240,
+        "tuning/trials-<gpu>.json",
+        "what segments on trial bring where gates forget, and cost elsewhere",
+    ),
+    Part(
         "layer-quick",
         bench("layer", "--quick"),
         LONGEST,

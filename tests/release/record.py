@@ -35,7 +35,7 @@ def kind_of(document: dict) -> tuple[str, str, str]:
     return document["benchmark"], document.get("protocol", {}).get("backend", "auto"), gpu_of(document)
 
 
-TUNING = ("half_steps", "fused_steps")
+TUNING = ("half_steps", "fused_steps", "trials")
 """Of scripts that time forms of kernels, as wholes; no page shows them."""
 
 

@@ -95,9 +95,9 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs. `sequences` of so many `chunks`; `tried`: their segments on trial. `T` tokens and `taps`
-    are of the layer's convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the
-    sequences lie."""
+    leaves what its backward pass needs. `sequences` of so many `chunks`; `tried`: their segments on trial. `T` tokens and
+    `taps` are of the layer's convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over
+    which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"

@@ -47,10 +47,11 @@ def commit_of(row: dict, document: dict) -> str:
 
 
 def when(document: dict) -> str:
-    later = [commit_of(row, document) for row in document["rows"] if row.get("commit")]
+    own = document["environment"]["commit"][:7]
+    later = [commit for row in document["rows"] if (commit := commit_of(row, document)) != own]
     at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(later))
     said = f"; {len(later)} row{'s' * (len(later) > 1)} later, at {at}" if later else ""
-    return f"{document['date'][:10]}, commit `{document['environment']['commit'][:7]}`{said}"
+    return f"{document['date'][:10]}, commit `{own}`{said}"
 
 
 def section(path: Path) -> str:
