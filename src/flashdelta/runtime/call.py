@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends
+from ..problem import device_checks
 from ..problem.arguments import Operation, is_plain
 from ..problem.errors import wrong
 from ..problem.problem import Problem, Tensors
@@ -77,7 +79,21 @@ class Call:
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
     ) -> tuple[Problem, Tensors, backends.Backend]:
         """Validates the arguments, and chooses the backend: for `device`, or where the tensors are. `dry`: as in
-        `Operation.check`."""
+        `Operation.check`; other ranks are not asked either."""
+        context = None if dry else given.get("cp_context")
+        try:
+            found = self._check(given, dry, device)
+        except (TypeError, ValueError):
+            # what all refuse each one says; else the others would wait for this one
+            with contextlib.suppress(ValueError):
+                device_checks.check_call_of_ranks(context, None)
+            raise
+        device_checks.check_call_of_ranks(context, found[0])
+        return found
+
+    def _check(
+        self, given: Mapping[str, Any], dry: bool, device: torch.device | None
+    ) -> tuple[Problem, Tensors, backends.Backend]:
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
