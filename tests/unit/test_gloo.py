@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -211,3 +215,23 @@ def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):
     o.square().sum().backward()
     torch.testing.assert_close(torch.cat([rank["halo"]["o"] for rank in found], dim=1), o.detach())
     torch.testing.assert_close(torch.cat([rank["halo"]["x"] for rank in found], dim=1), x.grad)
+
+
+def run_example(folder: Path, ranks: int, *options: str) -> str:
+    script = str(Path(__file__).parents[2] / "examples" / "train_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
+    command += ["--steps", "6", "--tokens", "256", *options]
+    on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, cwd=folder, env=on_cpu, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
+    """The example, by torchrun."""
+    run_example(tmp_path, 1, "--losses", "one.json")
+    said = run_example(tmp_path, 2, "--compare", "one.json", "--tolerance", "1e-5")
+    assert "losses differ from one.json by" in said
+    losses = json.loads((tmp_path / "one.json").read_text())
+    assert losses[-1] < losses[0] - 0.5
