@@ -183,9 +183,10 @@ BENCHMARKS = {
         ),
         Benchmark(
             "cp",
-            "Time sequences over all GPUs beside one GPU with as many tokens and FLA's context parallelism",
+            "Time sequences over 2, 4 or 8 GPUs beside one GPU with as many tokens and FLA's context parallelism",
             ranks.ROWS,
             measure=ranks.measure,
+            more=ranks.MORE,
             quick=tuple(row.name for row in ranks.ROWS if " 8K a rank" in row.name),
             effort=Effort(rounds=30),
             ceilings=None,
