@@ -54,6 +54,17 @@ def compiled(cut: Cut, group: dist.ProcessGroup) -> Found:
     return {"o": o, "final_state": final_state}
 
 
+def compiled_rows(group: dist.ProcessGroup) -> Found:
+    """`group=` alone, with a halo: the same eagerly."""
+    call = make_call(Case("gloo_rows", "", B=2, T=40, chunk_size=32)) | {"backend": "reference"}
+
+    def run(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        return fd.chunk_kda(**call, group=group)[0], halo(call["q"].flatten(2), group, 3)
+
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(call)
+    return {f"{name}{i}": x for name, each in (("o", found), ("eager o", run(call))) for i, x in enumerate(each)}
+
+
 LAYERS = {"bounded": {}, "softplus": {"gate": "softplus", "conv_size": 3, "num_v_heads": 2}}
 OFFSETS = (0, 40, 42, 90, 96)
 """Sequences of the layer: cut inside, and one whose halo is longer than what it has on the rank before."""
@@ -119,6 +130,7 @@ def work(rank: int, folder: str) -> None:
     found = {name: cut_of(name).run(group) for name in CASES}
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
+    found["compiled rows"] = compiled_rows(group)
     offsets = torch.tensor(OFFSETS)
     for name, arguments in LAYERS.items():
         layer = make_layer(torch.float64, **arguments)
@@ -159,6 +171,13 @@ def test_processes_find_what_one_finds(found: list[dict[str, Found]], name: str)
 def test_a_compiled_call_exchanges_too(found: list[dict[str, Found]]):
     for rank in found:
         assert all(same_bits(x, rank["packed"][name]) for name, x in rank["compiled"].items())
+
+
+def test_a_compiled_call_takes_a_group(found: list[dict[str, Found]]):
+    for rank in found:
+        rows = rank["compiled rows"]
+        assert all(same_bits(rows[name], rows[f"eager {name}"]) for name in ("o0", "o1"))
+    assert found[1]["compiled rows"]["o1"].abs().sum() > 0
 
 
 def test_a_group_of_one_is_the_plain_call(found: list[dict[str, Found]]):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import flashdelta as fd
 from flashdelta.parallel import context_parallel, halo
@@ -229,6 +230,35 @@ def test_a_context_of_fla_is_taken():
         return found
 
     assert_same(cut.joined(on_ranks(3, run)), cut.whole())
+
+
+@pytest.mark.parametrize("by", ["context", "group"])
+def test_what_inference_mode_made_takes_gradients_later(by: str):
+    """A model is evaluated, then trained on."""
+
+    def run(group) -> float:
+        call, x = small_call(), torch.ones(1, 32, 3)
+        with torch.inference_mode():
+            where = {"cp_context": context_parallel(OFFSETS, group=group)} if by == "context" else {"group": group}
+            fd.chunk_kda(**call, **where)
+            halo(x, *where.values(), 3)
+        fd.chunk_kda(**call | {"q": call["q"].requires_grad_()}, **where)[0].sum().backward()
+        halo(x.requires_grad_(), *where.values(), 3).sum().backward()
+        return x.grad.sum().item() + 1000.0 * bool(call["q"].grad.isfinite().all())
+
+    assert on_ranks(2, run) == [1009.0, 1000.0]
+
+
+def test_fake_tensors_leave_nothing_to_later_calls():
+    call = small_call()
+
+    def run(group) -> bool:
+        with FakeTensorMode() as mode:
+            fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
+            assert fd.supports(fd.chunk_kda, **fake, group=group).ok
+        return type(fd.chunk_kda(**call, group=group)[0]) is Tensor
+
+    assert on_ranks(2, run) == [True, True]
 
 
 # ---- halo -------------------------------------------------------------------------------------------------------------

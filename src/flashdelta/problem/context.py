@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from dataclasses import dataclass, field
@@ -145,9 +144,10 @@ def context_parallel(
         N = int(shard(offsets, rank, ranks, total // ranks, 1)[1][SEQUENCES])
     else:
         check_room(offsets, ranks, total // ranks, N)
-    local, border = shard(offsets, rank, ranks, total // ranks, N)
-    border[DIGEST] = digest(offsets)
-    local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
+    with torch.inference_mode(False):  # calls with gradients take them, too
+        local, border = shard(offsets, rank, ranks, total // ranks, N)
+        border[DIGEST] = digest(offsets)
+        local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
     return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, "gather")
 
 
@@ -193,8 +193,8 @@ def digest(offsets: Tensor) -> Tensor:
 
 def members(group: Any) -> tuple[str, int, int]:
     """A process group's name, this process' rank in it, and how many ranks it has."""
-    kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
-    if not isinstance(group, kinds):
+    # not a tuple of kinds, in which torch.compile does not find a group's
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
         if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise wrong("group", "a group that this process is not in", "one of its own")
         raise TypeError(f"group: got {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
@@ -269,14 +269,36 @@ def context_in_call(
     return context, context.cu_seqlens, context.border if context.ranks > 1 else None
 
 
-@functools.lru_cache(maxsize=64)
+MOST_KEPT = 64
+_of_groups: dict[tuple[Any, torch.device], ContextParallel] = {}
+
+
 def _of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
     """Each batch row is one sequence over all ranks."""
+    if torch.compiler.is_compiling():
+        return _new_of_rows(group, name, rank, ranks, device)
+    found = _of_groups.get((group, device))
+    if found is None:
+        found = _new_of_rows(group, name, rank, ranks, device)
+        # not what a mode of fake tensors makes
+        if type(found.border) is Tensor:
+            if len(_of_groups) == MOST_KEPT:
+                _of_groups.clear()
+            _of_groups[group, device] = found
+    return found
+
+
+def _new_of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
     values = [0] * BORDER
     values[OPEN_IN], values[OPEN_OUT] = (0 if rank > 0 else -1), (0 if rank + 1 < ranks else -1)
     values[FIRST_RANK], values[LAST_RANK], values[HALO] = 0, ranks - 1, (ANY_HALO if rank > 0 else 0)
-    border = torch.tensor(values, dtype=torch.int32, device=device)
-    return ContextParallel(group, name, rank, ranks, border)
+    return ContextParallel(group, name, rank, ranks, new_border(values, device))
+
+
+def new_border(values: list[int], device: torch.device) -> Tensor:
+    """Which calls with gradients take, too, wherever it was made."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def _from_fla(context: Any) -> ContextParallel:
@@ -299,7 +321,7 @@ def _from_fla(context: Any) -> ContextParallel:
     values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo or 0, N
     values[OPENED + 1] = local[min(N, 1)] if before > 0 else 0
     device = context.cu_seqlens.device
-    border = torch.tensor(values, dtype=torch.int32, device=device)
+    border = new_border(values, device)
     taps = getattr(context, "conv1d_kernel_size", None)
     found = ContextParallel(
         context.group, name, rank, ranks, border, context.cu_seqlens, local[-1], taps, knows_halo=halo is not None
