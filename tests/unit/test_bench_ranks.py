@@ -11,7 +11,7 @@ import torch
 from flashdelta.tools.bench import pages, ranks, report, scaling
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.contenders import Setup
-from flashdelta.tools.bench.runner import run
+from flashdelta.tools.bench.runner import judge, run
 from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.bench.workloads import model, select, value
@@ -37,13 +37,13 @@ def setup(**changes) -> Setup:
 
 def small(name: str, ranks_: int, table: str) -> ranks.RanksRow:
     case = model(name, "fits a CPU", 2, T=70, K=32, V=32, final=False)
-    return ranks.RanksRow(case, table, ranks=ranks_)
+    return ranks.RanksRow(case, table, ranks=ranks_, differentiates=table != ranks.FORWARD)
 
 
 ROWS = [
-    small(f"{ranks.FORWARD}, small", 2, ranks.FORWARD),
-    small(f"{ranks.STEP}, small, packed", 2, "packed"),
-    small(f"{ranks.STEP}, small on one GPU", 1, ranks.ALONE),
+    small("forward", 2, ranks.FORWARD),
+    small("step", 2, "packed"),
+    small("alone", 1, ranks.ALONE),
 ]
 
 
@@ -85,8 +85,8 @@ def test_what_fails_is_said_and_not_timed(document: dict):
 @pytest.mark.parametrize("wanted", [2, 4, 8])
 def test_too_few_gpus_are_named_before_anything_runs(wanted: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: wanted - 1)
-    (row,) = select(ranks.ROWS, [f"forward, H32, 32K a rank, {wanted} GPUs"], ranks.MORE)
-    said = rf"^device: got {wanted - 1} GPUs, wanted {wanted} for the row 'forward, H32, 32K a rank, {wanted} GPUs'"
+    (row,) = select(ranks.ROWS, [f"fwd H32 32K x {wanted}"], ranks.MORE)
+    said = rf"^device: got {wanted - 1} GPUs, wanted {wanted} for the row 'fwd H32 32K x {wanted}'"
     with pytest.raises(ValueError, match=said):
         next(ranks.measure(row, replace(setup(), device=torch.device("cuda"))))
 
@@ -97,22 +97,32 @@ def test_every_number_of_gpus_has_rows_and_bounds():
     for count in scaling.RANKS:
         for heads in scaling.HEADS:
             for tokens in scaling.TOKENS:
-                for kind in (ranks.FORWARD, ranks.STEP):
-                    row = rows[f"{kind}, H{heads}, {tokens}K a rank, {count} GPUs"]
+                for kind in ("fwd", "fwd+bwd"):
+                    row = rows[f"{kind} H{heads} {tokens}K x {count}"]
                     assert (row.call.H, row.call.T, row.ranks) == (heads, tokens * 1024, count)
-        assert f"{ranks.STEP}, H32, 32K a rank, {count} GPUs, packed" in rows
-    least = [
-        next(bound.limit for bound in rows[f"{ranks.STEP}, H32, 32K a rank, {count} GPUs"].bounds)
-        for count in (2, 4, 8)
-    ]
+        assert f"fwd+bwd H32 32K x {count} packed" in rows
+    least = [next(bound.limit for bound in rows[f"fwd+bwd H32 32K x {count}"].bounds) for count in (2, 4, 8)]
     assert least == [0.85, 0.80, 0.75]
     # a million tokens
-    assert rows[f"{ranks.STEP}, H32, 512K a rank, 2 GPUs"].call.T * 2 == 2**20
-    assert rows[f"{ranks.STEP}, H32, 128K a rank, 8 GPUs"].call.T * 8 == 2**20
+    assert rows["fwd+bwd H32 512K x 2"].call.T * 2 == 2**20
+    assert rows["fwd+bwd H32 128K x 8"].call.T * 8 == 2**20
+
+
+def test_a_table_of_all_rows_fits_80_columns():
+    """With what a run of many GPUs will find."""
+    document = report.load(pages.RESULTS / "train-hopper-h200.json") | {"benchmark": "cp", "rows": []}
+    for row in (*ranks.ROWS, *ranks.MORE):
+        times = {"one": 123.456, "ours": 145.678, "exchange": 0.036, "fla": 412.3}
+        found = {name: {"ms": {"median": ms}, "problem": None} for name, ms in times.items()}
+        document["rows"].append(ranks.described(row, found))
+        judge(document["rows"][-1], row.bounds, [], True)
+    text = report.show(document, VIEWS["cp"])
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert len(report.show(document, VIEWS["cp"], wide=True)) > len(text)
 
 
 def test_a_row_has_the_prediction_of_the_model():
-    (row,) = select(ranks.ROWS, [f"{ranks.STEP}, H32, 8K a rank, 2 GPUs"])
+    (row,) = select(ranks.ROWS, ["fwd+bwd H32 8K x 2"])
     found = ranks.described(row, {"one": {"ms": {"median": 2.0}}, "ours": {"ms": {"median": 2.5}}, "fla": {"ms": None}})
     assert found["efficiency"] == 0.8 and found["speedup"] is None
     assert found["modelled"] == pytest.approx(2.0 / (2.0 + scaling.added_us(8192, 32, 2, 145.3) / 1e3))

@@ -187,7 +187,7 @@ BENCHMARKS = {
             ranks.ROWS,
             measure=ranks.measure,
             more=ranks.MORE,
-            quick=tuple(row.name for row in ranks.ROWS if " 8K a rank" in row.name),
+            quick=tuple(row.name for row in ranks.ROWS if " 8K x" in row.name),
             effort=Effort(rounds=30),
             ceilings=None,
             options=("backend", "json", "rows", "fla", "no_fla", "quick", "repeats", "device", "wide"),

@@ -54,23 +54,23 @@ OF_FLA = {FORWARD: 0.35, STEP: 0.40}
 
 @dataclass(frozen=True)
 class RanksRow(Row):
-    """`call` is of one rank."""
+    """`call` is of one rank. `differentiates`: its backward pass is timed too."""
 
     ranks: int = 1
+    differentiates: bool = False
 
-    @property
-    def differentiates(self) -> bool:
-        return self.name.startswith(STEP)
+
+SHORT = {FORWARD: "fwd", STEP: "fwd+bwd"}
 
 
 def _row(ranks: int, heads: int, tokens: int, table: str, cut: bool = False) -> RanksRow:
-    name = f"{table}, H{heads}, {tokens}K a rank, {ranks} GPUs" + (", packed" if cut else "")
+    name = f"{SHORT[table]} H{heads} {tokens}K x {ranks}" + (" packed" if cut else "")
     why = "sequences cut inside" if cut else "one sequence over all ranks"
     least = EFFICIENCY.get((ranks, heads, tokens), (None, None))[table == STEP]
     bounds = [Bound("efficiency", least)] if least and not cut else []
     bounds += [Bound("FLA", OF_FLA[table])] if ranks == 2 else []
     case = model(name, why, heads, T=tokens * 1024, final=False)
-    return RanksRow(case, "packed" if cut else table, tuple(bounds), ranks=ranks)
+    return RanksRow(case, "packed" if cut else table, tuple(bounds), ranks=ranks, differentiates=table == STEP)
 
 
 def _rows(ranks: int, heads: tuple[int, ...]) -> tuple[RanksRow, ...]:
@@ -93,9 +93,10 @@ ROWS = (
     *_rows(2, (8, 32, 64)),
     *(
         RanksRow(
-            model(f"{STEP}, H4, {tokens}K on one GPU", "few heads: split, and whole", 4, T=tokens * 1024, final=False),
+            model(f"{SHORT[STEP]} H4 {tokens}K", "few heads: split, and whole", 4, T=tokens * 1024, final=False),
             ALONE,
             (Bound("efficiency", 2.0),),
+            differentiates=True,
         )
         for tokens in (32, 128)
     ),

@@ -413,9 +413,9 @@ ENGINES = View(
 CP = View(
     (
         OURS,
-        Column("one GPU ms", "one.ms.median"),
-        Column("efficiency", "efficiency", "%"),
-        Column("modelled", "modelled", "%"),
+        Column("1 GPU ms", "one.ms.median"),
+        Column("rate", "efficiency", "%"),
+        Column("model", "modelled", "%"),
         FLA,
         Column("ratio", "speedup", "x"),
         Column("exchange ms", "exchange.ms.median", wide=True),
