@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ MOST_CHECKED = 131_072
 """Tokens of all ranks up to which one GPU computes the whole, for the results to be held against."""
 
 PROFILED_CALLS = 5
+
+PATIENCE = timedelta(minutes=5)
+"""For a rank that does not come: FLA may fail on one of them."""
 
 FORWARD, STEP = "forward", "forward + backward"
 EFFICIENCY = {
@@ -150,7 +154,7 @@ def _work(rank: int, ranks: int, folder: str, row: RanksRow, options: Mapping[st
         let_fla_split()
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     where = f"file://{folder}/meeting"
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks, device_id=bound)
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks, device_id=bound, timeout=PATIENCE)
     group = dist.group.WORLD
     assert group is not None
     with torch.enable_grad() if row.differentiates else torch.inference_mode():
