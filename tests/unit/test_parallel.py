@@ -484,6 +484,18 @@ def test_updated_offsets_are_compared_too(monkeypatch: pytest.MonkeyPatch):
     assert all(text.startswith(OTHER_OFFSETS) for text in on_ranks(2, run))
 
 
+def test_one_rank_alone_may_ask(monkeypatch: pytest.MonkeyPatch):
+    """Questions exchange nothing."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> bool:
+        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
+        asked = group.rank() == 1 or fd.explain(fd.chunk_kda, **call).chosen == "reference"
+        return asked and fd.supports(fd.chunk_kda, **call).ok
+
+    assert on_ranks(2, run) == [True, True]
+
+
 def test_ranks_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_checks, "ENABLED", True)
     cut = cut_of(packed((40, 50, 6)), 3)

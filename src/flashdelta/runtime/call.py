@@ -57,7 +57,7 @@ class Call:
 
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
-        problem, t, backend = self.check(given)
+        problem, t, backend = self.check_on_all_ranks(given)
         tracing = torch.compiler.is_compiling()
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
@@ -79,21 +79,7 @@ class Call:
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
     ) -> tuple[Problem, Tensors, backends.Backend]:
         """Validates the arguments, and chooses the backend: for `device`, or where the tensors are. `dry`: as in
-        `Operation.check`; other ranks are not asked either."""
-        context = None if dry else given.get("cp_context")
-        try:
-            found = self._check(given, dry, device)
-        except (TypeError, ValueError):
-            # what all refuse each one says; else the others would wait for this one
-            with contextlib.suppress(ValueError):
-                device_checks.check_call_of_ranks(context, None)
-            raise
-        device_checks.check_call_of_ranks(context, found[0])
-        return found
-
-    def _check(
-        self, given: Mapping[str, Any], dry: bool, device: torch.device | None
-    ) -> tuple[Problem, Tensors, backends.Backend]:
+        `Operation.check`."""
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
@@ -101,6 +87,18 @@ class Call:
             if backend.name != "reference" or self.operation.no_gradients:
                 self.refuse_tangents(t)
         return problem, t, backend
+
+    def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
+        context = given.get("cp_context")
+        try:
+            found = self.check(given)
+        except (TypeError, ValueError):
+            # the others would wait for this rank; of what all refuse each says why
+            with contextlib.suppress(ValueError):
+                device_checks.check_call_of_ranks(context, None)
+            raise
+        device_checks.check_call_of_ranks(context, found[0])
+        return found
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
         """All arguments by name, with the defaults of those left out."""
