@@ -103,12 +103,13 @@ def test_gradients_of_split_sequences(case: Case):
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
-def test_split_gradients_by_few_ctas():
-    """Each does several transitions and segments: the bits of a CTA for each."""
+@pytest.mark.parametrize("sms", [1, 4])
+def test_split_gradients_by_few_ctas(sms: int):
+    """Each does several transitions and segments: the bits of a CTA for each. One SM has fewer than a transition has slices."""
     call = hopper_call(SPLIT[1]) | {"split": 3}
     grads = incoming(call)
     want = gradients(call, *grads)
-    with poisoned_memory(), hopper_on_cpu(sms=4, workers_first=False):
+    with poisoned_memory(), hopper_on_cpu(sms=sms, workers_first=False):
         found = gradients(call, *grads)
     assert all(torch.equal(x, want[name]) for name, x in found.items())
 
@@ -162,12 +163,13 @@ RANKS = {
 }
 
 
+@pytest.mark.parametrize("sms", [None, 1])
 @pytest.mark.parametrize("name", RANKS)
-def test_ranks_find_what_one_finds(name: str):
+def test_ranks_find_what_one_finds(name: str, sms: int | None):
     case, ranks, kept = RANKS[name]
     call = hopper_call(case) | {"output_final_state": True}
     cut = Cut(call, ranks, incoming_of(call))
     truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
-    with poisoned_memory():
+    with poisoned_memory(), hopper_on_cpu(sms=sms):
         found = cut.over_ranks(disable_recompute=kept)
     hold(found, truth)

@@ -124,10 +124,17 @@ def test_split_is_the_recurrence(case: Case, parts: int):
     check(case, split=parts)
 
 
-def test_few_ctas_of_a_split():
-    """Each does several transitions and segments."""
-    with hopper_on_cpu(sms=4):
+@pytest.mark.parametrize("sms", [1, 3, 4])
+def test_few_ctas_of_a_split(sms: int):
+    """Each does several transitions and segments, also where a transition has more slices than there are SMs."""
+    with hopper_on_cpu(sms=sms):
         check(SPLIT[1], split=3)
+
+
+def test_one_sm_does_a_whole_call():
+    """Its CTAs are as many as slices, one after another."""
+    with hopper_on_cpu(sms=1):
+        check(replace(SPLIT[1], HV=1, lengths=(63, 0, 130)), split=False)
 
 
 def test_forced_split_of_a_sequence_is_its_own():

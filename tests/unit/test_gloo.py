@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,6 +52,17 @@ def compiled(cut: Cut, group: dist.ProcessGroup) -> Found:
     run = torch.compile(lambda call: fd.chunk_kda(**call), fullgraph=True, backend="eager")
     o, final_state = run(call)
     return {"o": o, "final_state": final_state}
+
+
+def compiled_rows(group: dist.ProcessGroup) -> Found:
+    """`group=` alone, with a halo: the same eagerly."""
+    call = make_call(Case("gloo_rows", "", B=2, T=40, chunk_size=32)) | {"backend": "reference"}
+
+    def run(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        return fd.chunk_kda(**call, group=group)[0], halo(call["q"].flatten(2), group, 3)
+
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(call)
+    return {f"{name}{i}": x for name, each in (("o", found), ("eager o", run(call))) for i, x in enumerate(each)}
 
 
 LAYERS = {"bounded": {}, "softplus": {"gate": "softplus", "conv_size": 3, "num_v_heads": 2}}
@@ -115,6 +130,7 @@ def work(rank: int, folder: str) -> None:
     found = {name: cut_of(name).run(group) for name in CASES}
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
+    found["compiled rows"] = compiled_rows(group)
     offsets = torch.tensor(OFFSETS)
     for name, arguments in LAYERS.items():
         layer = make_layer(torch.float64, **arguments)
@@ -155,6 +171,13 @@ def test_processes_find_what_one_finds(found: list[dict[str, Found]], name: str)
 def test_a_compiled_call_exchanges_too(found: list[dict[str, Found]]):
     for rank in found:
         assert all(same_bits(x, rank["packed"][name]) for name, x in rank["compiled"].items())
+
+
+def test_a_compiled_call_takes_a_group(found: list[dict[str, Found]]):
+    for rank in found:
+        rows = rank["compiled rows"]
+        assert all(same_bits(rows[name], rows[f"eager {name}"]) for name in ("o0", "o1"))
+    assert found[1]["compiled rows"]["o1"].abs().sum() > 0
 
 
 def test_a_group_of_one_is_the_plain_call(found: list[dict[str, Found]]):
@@ -211,3 +234,23 @@ def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):
     o.square().sum().backward()
     torch.testing.assert_close(torch.cat([rank["halo"]["o"] for rank in found], dim=1), o.detach())
     torch.testing.assert_close(torch.cat([rank["halo"]["x"] for rank in found], dim=1), x.grad)
+
+
+def run_example(folder: Path, ranks: int, *options: str) -> str:
+    script = str(Path(__file__).parents[2] / "examples" / "train_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
+    command += ["--steps", "6", "--tokens", "256", *options]
+    on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, cwd=folder, env=on_cpu, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
+    """The example, by torchrun."""
+    run_example(tmp_path, 1, "--losses", "one.json")
+    said = run_example(tmp_path, 2, "--compare", "one.json", "--tolerance", "1e-5")
+    assert "losses differ from one.json by" in said
+    losses = json.loads((tmp_path / "one.json").read_text())
+    assert losses[-1] < losses[0] - 0.5

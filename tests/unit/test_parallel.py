@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import flashdelta as fd
 from flashdelta.parallel import context_parallel, halo
@@ -231,13 +232,43 @@ def test_a_context_of_fla_is_taken():
     assert_same(cut.joined(on_ranks(3, run)), cut.whole())
 
 
+@pytest.mark.parametrize("by", ["context", "group"])
+def test_what_inference_mode_made_takes_gradients_later(by: str):
+    """A model is evaluated, then trained on."""
+
+    def run(group) -> float:
+        call, x = small_call(), torch.ones(1, 32, 3)
+        with torch.inference_mode():
+            where = {"cp_context": context_parallel(OFFSETS, group=group)} if by == "context" else {"group": group}
+            fd.chunk_kda(**call, **where)
+            halo(x, *where.values(), 3)
+        fd.chunk_kda(**call | {"q": call["q"].requires_grad_()}, **where)[0].sum().backward()
+        halo(x.requires_grad_(), *where.values(), 3).sum().backward()
+        return x.grad.sum().item() + 1000.0 * bool(call["q"].grad.isfinite().all())
+
+    assert on_ranks(2, run) == [1009.0, 1000.0]
+
+
+def test_fake_tensors_leave_nothing_to_later_calls():
+    call = small_call()
+
+    def run(group) -> bool:
+        with FakeTensorMode() as mode:
+            fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in call.items()}
+            assert fd.supports(fd.chunk_kda, **fake, group=group).ok
+        return type(fd.chunk_kda(**call, group=group)[0]) is Tensor
+
+    assert on_ranks(2, run) == [True, True]
+
+
 # ---- halo -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("W", [2, 4, 5])
 @pytest.mark.parametrize(("lengths", "ranks"), [((40, 5, 51), 4), ((96,), 4), ((2, 6), 4), ((8,), 8), ((3, 0, 1), 2)])
-def test_halo_makes_a_convolution_whole(lengths: tuple[int, ...], ranks: int):
+def test_halo_makes_a_convolution_whole(lengths: tuple[int, ...], ranks: int, W: int):
     """In values and gradients, also where a rank has fewer tokens than the halo."""
-    W, D = 4, 3
+    D = 3
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     x, w = torch.randn(1, sum(lengths), D, dtype=FP64), torch.randn(D, 1, W, dtype=FP64)
     grad = torch.randn_like(x)
@@ -388,27 +419,99 @@ def test_what_does_not_fit_is_refused_on_every_rank(name: str):
     assert all(message in text for text in on_ranks(2, run)), message
 
 
-@pytest.mark.parametrize("other", ["offsets", "heads"])
+OTHER_CALL = "cp_context: got another call on rank 1 than on rank 0"
+OTHER_OFFSETS = "cu_seqlens: got other offsets on rank 1 than on rank 0"
+REFUSED_THERE = "cp_context: got a call that rank 1 refuses"
+ODD = {
+    "borders": ({}, torch.tensor([0, 32, 64]), OTHER_OFFSETS),
+    # the ranks' states go on alike, but not the inputs of a convolution
+    "inside": ({}, torch.tensor([0, 31, 64]), OTHER_OFFSETS),
+    "heads": ({"H": 4, "HV": 4}, OFFSETS, OTHER_CALL),
+    "layout": ({"v_first": True}, OFFSETS, OTHER_CALL),
+    "beta": ({"beta": "double_logit"}, OFFSETS, OTHER_CALL),
+    "tokens": ({"T": 31}, OFFSETS, REFUSED_THERE),
+    "dims": ({"V": 48}, OFFSETS, REFUSED_THERE),
+}
+"""What rank 1 does otherwise: its case, its offsets, and what rank 0 hears."""
+
+
+@pytest.mark.parametrize("other", ODD)
 def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_checks, "ENABLED", True)
+    changes, offsets, wanted = ODD[other]
 
     def run(group) -> str:
         odd = group.rank() == 1
-        offsets = torch.tensor([0, 32, 64]) if odd and other == "offsets" else OFFSETS
-        heads = 4 if odd and other == "heads" else 2
-        call = make_call(replace(BY_NAME["bounded"], T=32, H=heads, HV=heads)) | {"backend": "reference"}
+        call = make_call(replace(BY_NAME["bounded"], **({"T": 32} | (changes if odd else {}))))
+        context = context_parallel(offsets if odd else OFFSETS, group=group)
         with pytest.raises(ValueError) as refused:
-            fd.chunk_kda(**call, cp_context=context_parallel(offsets, group=group))
+            fd.chunk_kda(**call | {"backend": "reference"}, cp_context=context)
         return str(refused.value)
 
-    wanted = {"offsets": "cu_seqlens: got offsets on rank 0", "heads": "cp_context: got another call on rank 1"}
-    assert all(text.startswith(wanted[other]) for text in on_ranks(2, run))
+    first, second = on_ranks(2, run)
+    assert first.startswith(wanted)
+    own = {"tokens": "q: got 31 tokens, wanted the context's 32", "dims": "v: got V = 48"}
+    assert second.startswith(own.get(other, wanted))
+
+
+def test_contexts_that_do_not_fit_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
+    """Those of FLA have no offsets of all ranks' tokens."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        context = fla_context(group, OFFSETS)
+        if group.rank() == 1:
+            context.pre_num_ranks = 0
+        with pytest.raises(ValueError) as refused:
+            fd.chunk_kda(**small_call(), cp_context=context)
+        return str(refused.value)
+
+    assert all(text.startswith("cu_seqlens: got offsets on rank 0 that do not") for text in on_ranks(2, run))
+
+
+def test_updated_offsets_are_compared_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        context = context_parallel(OFFSETS, group=group, max_sequences=2)
+        context.update_(torch.tensor([0, 19 + group.rank(), 64]))
+        with pytest.raises(ValueError) as refused:
+            fd.chunk_kda(**small_call(), cp_context=context)
+        context.update_(OFFSETS.int())
+        fd.chunk_kda(**small_call(), cp_context=context)
+        return str(refused.value)
+
+    assert all(text.startswith(OTHER_OFFSETS) for text in on_ranks(2, run))
+
+
+def test_one_rank_alone_may_ask(monkeypatch: pytest.MonkeyPatch):
+    """Questions exchange nothing."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> bool:
+        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
+        asked = group.rank() == 1 or fd.explain(fd.chunk_kda, **call).chosen == "reference"
+        return asked and fd.supports(fd.chunk_kda, **call).ok
+
+    assert on_ranks(2, run) == [True, True]
 
 
 def test_ranks_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_checks, "ENABLED", True)
     cut = cut_of(packed((40, 50, 6)), 3)
     assert_same(cut.over_ranks(1), cut.whole())
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_virtual_rank_that_does_not_come_is_an_error(absent: int):
+    """Whichever runs first."""
+
+    def run(group) -> None:
+        if group.rank() != absent:
+            halo(torch.zeros(1, 4, 2), group, 2)
+
+    with pytest.raises(RuntimeError, match="an exchange that another rank does not come to"):
+        on_ranks(2, run)
 
 
 def test_supports_and_explain_know_contexts():

@@ -101,10 +101,10 @@ def stride_div8(*tensors: torch.Tensor) -> list[int]:
     return [s // 8 for s in strides(*tensors)]
 
 
-def ctas(problem: Problem, device: torch.device) -> int:
-    """Resident CTAs, the slices of a head side by side."""
-    slices = problem.V // TILE
-    return min(sm_count(device), MOST_CTAS) // slices * slices
+def ctas(slices: int, device: torch.device) -> int:
+    """Persistent CTAs of a scan, one an SM, the slices of a head side by side. Never fewer than these: a GPU that shows a few
+    of its SMs only (MPS) runs them one after another."""
+    return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 
 
 def stages(problem: Problem, fetched: int, beside: int) -> int:

@@ -529,7 +529,7 @@ def recurrence(
 ) -> Launch:
     """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
     problem, t, workspace = call.problem, call.t, call.workspace
-    most = ctas(problem, t.v.device)
+    most = ctas(problem.V // TILE, t.v.device)
     split = workspace.get("starts") is not None
     trial = split and workspace.get("transitions") is None
     return Launch(

@@ -40,7 +40,7 @@ from .device.portable import chunks_of, planned_segments, sequence_slot, span_co
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import trial
-from .launch import MOST_CTAS, TILE, stages, stride_div8, tiles
+from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
 
 
 @gluon.jit
@@ -394,7 +394,7 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
     border = t.border if where[-1] is None else None
     return Launch(
         transitions_kernel,
-        min(sm_count(t.v.device), MOST_CTAS),
+        ctas((problem.K + problem.V) // TILE, t.v.device),
         (
             tiles(workspace["tiles"]),
             *(workspace["decay"], t.v, *where, border),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from dataclasses import dataclass, field
@@ -13,13 +12,17 @@ from torch import Tensor
 
 from .errors import wrong
 
-OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, OPENED = 0, 1, 2, 3, 4, 5, 8
+OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, DIGEST, OPENED = 0, 1, 2, 3, 4, 5, 6, 8
 """Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
-former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are; and
-from `OPENED` on, at an address of 32 bytes, the offsets of the former alone, 0 and its end."""
+former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are, a hash
+of all ranks' offsets (0: not known here); and from `OPENED` on, at an address of 32 bytes, the offsets of the first alone, 0
+and its end."""
 
 BORDER = 10
 """Numbers of a border."""
+
+MASK = 2**31 - 1
+"""Of a hash."""
 
 ANY_HALO = 2**30
 """Tokens on earlier ranks, where only shapes tell how many there are."""
@@ -83,6 +86,7 @@ class ContextParallel:
             check_values(cu_seqlens, self.ranks * self.tokens)
             check_room(cu_seqlens, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
         local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
+        border[DIGEST] = digest(cu_seqlens)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
 
@@ -140,7 +144,10 @@ def context_parallel(
         N = int(shard(offsets, rank, ranks, total // ranks, 1)[1][SEQUENCES])
     else:
         check_room(offsets, ranks, total // ranks, N)
-    local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in shard(offsets, rank, ranks, total // ranks, N))
+    with torch.inference_mode(False):  # calls with gradients take them, too
+        local, border = shard(offsets, rank, ranks, total // ranks, N)
+        border[DIGEST] = digest(offsets)
+        local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
     return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, "gather")
 
 
@@ -177,10 +184,17 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
     return local.int(), border.int()
 
 
+def digest(offsets: Tensor) -> Tensor:
+    """A hash of 31 bits, on the device of the offsets."""
+    place = torch.arange(len(offsets), device=offsets.device)
+    mixed = (offsets.long() * 40_503 + place * 2_654_435_761) & MASK
+    return ((mixed ^ (mixed >> 15)) * 739_982_445 & MASK).sum() & MASK
+
+
 def members(group: Any) -> tuple[str, int, int]:
     """A process group's name, this process' rank in it, and how many ranks it has."""
-    kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
-    if not isinstance(group, kinds):
+    # not a tuple of kinds, in which torch.compile does not find a group's
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
         if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise wrong("group", "a group that this process is not in", "one of its own")
         raise TypeError(f"group: got {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
@@ -255,14 +269,36 @@ def context_in_call(
     return context, context.cu_seqlens, context.border if context.ranks > 1 else None
 
 
-@functools.lru_cache(maxsize=64)
+MOST_KEPT = 64
+_of_groups: dict[tuple[Any, torch.device], ContextParallel] = {}
+
+
 def _of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
     """Each batch row is one sequence over all ranks."""
+    if torch.compiler.is_compiling():
+        return _new_of_rows(group, name, rank, ranks, device)
+    found = _of_groups.get((group, device))
+    if found is None:
+        found = _new_of_rows(group, name, rank, ranks, device)
+        # not what a mode of fake tensors makes
+        if type(found.border) is Tensor:
+            if len(_of_groups) == MOST_KEPT:
+                _of_groups.clear()
+            _of_groups[group, device] = found
+    return found
+
+
+def _new_of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
     values = [0] * BORDER
     values[OPEN_IN], values[OPEN_OUT] = (0 if rank > 0 else -1), (0 if rank + 1 < ranks else -1)
     values[FIRST_RANK], values[LAST_RANK], values[HALO] = 0, ranks - 1, (ANY_HALO if rank > 0 else 0)
-    border = torch.tensor(values, dtype=torch.int32, device=device)
-    return ContextParallel(group, name, rank, ranks, border)
+    return ContextParallel(group, name, rank, ranks, new_border(values, device))
+
+
+def new_border(values: list[int], device: torch.device) -> Tensor:
+    """Which calls with gradients take, too, wherever it was made."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def _from_fla(context: Any) -> ContextParallel:
@@ -285,7 +321,7 @@ def _from_fla(context: Any) -> ContextParallel:
     values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo or 0, N
     values[OPENED + 1] = local[min(N, 1)] if before > 0 else 0
     device = context.cu_seqlens.device
-    border = torch.tensor(values, dtype=torch.int32, device=device)
+    border = new_border(values, device)
     taps = getattr(context, "conv1d_kernel_size", None)
     found = ContextParallel(
         context.group, name, rank, ranks, border, context.cu_seqlens, local[-1], taps, knows_halo=halo is not None
@@ -316,30 +352,43 @@ def gather(packet: Tensor, packets: Tensor, name: str) -> None:
     all_gather(packets.flatten(0, 1), packet, group=c10d._resolve_process_group(name))
 
 
-def gather_numbers(numbers: list[int], name: str, ranks: int, device: torch.device) -> list[list[int]]:
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    found = own.new_empty(ranks, len(numbers))
-    gather(own, found, name)
+REFUSED = -1
+"""Instead of a call's hash: this rank refuses it."""
+
+
+def gather_numbers(numbers: list[int], context: ContextParallel) -> list[list[int]]:
+    own = torch.tensor(numbers, dtype=torch.int64, device=context.device)
+    found = own.new_empty(context.ranks, len(numbers))
+    gather(own, found, context.name)
     return found.tolist()
 
 
-def check_ranks(name: str, ranks: int, described: object, border: Tensor) -> None:
-    """Of a call under FLASHDELTA_CHECK=1: every rank must make the same one, which `described` tells, and where sequences go on
-    must fit what the neighbours say. All ranks refuse alike."""
-    own = border.tolist()
-    digest = zlib.crc32(repr(described).encode())
-    found = gather_numbers([digest, *own[OPEN_IN : LAST_RANK + 1]], name, ranks, border.device)
-    for r, (other, *_) in enumerate(found):
-        if other != found[0][0]:
+def check_ranks(context: ContextParallel, described: object) -> None:
+    """Of a call under FLASHDELTA_CHECK=1: every rank must make the same one, which `described` tells, with the same offsets of
+    all ranks' tokens, and where sequences go on must fit what the neighbours say. All refuse alike. `described` is None of a
+    call that this rank refuses."""
+    own = context.border.tolist()
+    told = REFUSED if described is None else zlib.crc32(repr(described).encode())
+    numbers = gather_numbers([told, own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]], context)
+    calls, offsets, *_ = zip(*numbers)
+    found = [border for _, _, *border in numbers]
+    if REFUSED in calls:
+        raise wrong("cp_context", f"a call that rank {calls.index(REFUSED)} refuses", "one that every rank takes")
+    for r in range(context.ranks):
+        if calls[r] != calls[0]:
             raise wrong("cp_context", f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
-    firsts, lasts = [*range(ranks)], [*range(ranks)]
-    for r, (_, opened, left, first, last) in enumerate(found):
+        if offsets[r] != offsets[0]:
+            raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
+    firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
+    for r, (opened, left, first, last) in enumerate(found):
         firsts[r] = first if opened >= 0 and opened == left else r
         lasts[r] = last if opened >= 0 and opened == left else r
-    outer = found[0][OPEN_IN + 1] >= 0 or found[-1][OPEN_OUT + 1] >= 0
+    outer = found[0][OPEN_IN] >= 0 or found[-1][OPEN_OUT] >= 0
     for r, (a, b) in enumerate(itertools.pairwise(found)):
-        left, opened = a[OPEN_OUT + 1] >= 0, b[OPEN_IN + 1] >= 0
-        fits = b[FIRST_RANK + 1] == firsts[r] and a[LAST_RANK + 1] == lasts[r + 1]
+        left, opened = a[OPEN_OUT] >= 0, b[OPEN_IN] >= 0
+        fits = b[FIRST_RANK] == firsts[r] and a[LAST_RANK] == lasts[r + 1]
         if outer or left != opened or (left and not fits):
-            wanted = "the same offsets of all ranks' tokens on every rank"
-            raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", wanted)
+            raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", SAME_OFFSETS)
+
+
+SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .context import check_ranks
+from .context import ContextParallel, check_ranks
 from .errors import wrong
 from .problem import Problem, Tensors, record_counts
 
@@ -36,10 +36,6 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         _check_offsets(t.cu_seqlens, problem)
         if on_host is not None and on_host.tolist() != t.cu_seqlens.tolist():
             raise wrong("cu_seqlens_cpu", f"{on_host.tolist()[:8]}", f"cu_seqlens' offsets {t.cu_seqlens.tolist()[:8]}")
-    if problem.ranks > 1 and t.border is not None:
-        sizes = (problem.T, problem.B, problem.H, problem.HV, problem.K, problem.V)
-        kind = problem.operation, problem.dtype, problem.gate, problem.lower_bound, problem.requires_grad
-        check_ranks(problem.process_group, problem.ranks, (sizes[not problem.packed :], kind), t.border)
     lengths = [problem.T] * problem.N if t.cu_seqlens is None else t.cu_seqlens.diff().tolist()
     pool = _Claims(problem.lowest_index, problem.pool_slots)
     if t.num_accepted_tokens is not None:
@@ -65,6 +61,21 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         if rows > problem.checkpoint_rows:
             wanted = f"one for each of the {rows} checkpoints"
             raise wrong("checkpoint_states", f"{problem.checkpoint_rows} rows", wanted)
+
+
+ALIKE = (
+    *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
+    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad"),
+)
+"""What calls of all ranks have in common: fields of their problems."""
+
+
+def check_call_of_ranks(context: object, problem: Problem | None) -> None:
+    """That all ranks of a context make the same call. None: one that this rank refuses, of which the others hear so."""
+    if isinstance(context, ContextParallel) and context.ranks > 1 and enabled():
+        # of batch rows each rank may have as many tokens as it likes
+        described = problem and ([getattr(problem, name) for name in ALIKE], problem.packed and problem.T)
+        check_ranks(context, described)
 
 
 def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:

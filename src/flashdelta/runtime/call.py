@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends
+from ..problem import device_checks
 from ..problem.arguments import Operation, is_plain
 from ..problem.errors import wrong
 from ..problem.problem import Problem, Tensors
@@ -55,7 +57,7 @@ class Call:
 
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
-        problem, t, backend = self.check(given)
+        problem, t, backend = self.check_on_all_ranks(given)
         tracing = torch.compiler.is_compiling()
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
@@ -85,6 +87,18 @@ class Call:
             if backend.name != "reference" or self.operation.no_gradients:
                 self.refuse_tangents(t)
         return problem, t, backend
+
+    def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
+        context = given.get("cp_context")
+        try:
+            found = self.check(given)
+        except (TypeError, ValueError):
+            # the others would wait for this rank; of what all refuse each says why
+            with contextlib.suppress(ValueError):
+                device_checks.check_call_of_ranks(context, None)
+            raise
+        device_checks.check_call_of_ranks(context, found[0])
+        return found
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
         """All arguments by name, with the defaults of those left out."""

@@ -17,19 +17,30 @@ _serials = itertools.count()
 
 
 class _Meeting:
-    """Where the ranks of a virtual group meet. `turn` is held by the one that runs."""
+    """Where the ranks of a virtual group meet. `turn` is held by the one that runs; `arrived` wait for the others."""
 
     def __init__(self, ranks: int):
         self.turn = threading.Lock()
         self.barrier = threading.Barrier(ranks)
         self.packets: list[Any] = [None] * ranks
+        self.arrived, self.someone_left = 0, False
 
     def wait(self) -> None:
+        self.arrived = (self.arrived + 1) % len(self.packets)
+        self.check()
         self.turn.release()
         try:
             self.barrier.wait()
         finally:
             self.turn.acquire()
+
+    def leave(self) -> None:
+        self.someone_left = True
+        self.check()
+
+    def check(self) -> None:
+        if self.someone_left and self.arrived > 0:
+            raise RuntimeError("an exchange that another rank does not come to")
 
 
 class _Done(Work):
@@ -79,6 +90,7 @@ def on_ranks(ranks: int, function: Callable[[VirtualRank], T]) -> list[T]:
         with meeting.turn, torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad):
             try:
                 found[r] = function(groups[r])
+                meeting.leave()
             except threading.BrokenBarrierError:
                 pass
             except BaseException as failure:

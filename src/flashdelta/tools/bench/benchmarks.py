@@ -183,10 +183,11 @@ BENCHMARKS = {
         ),
         Benchmark(
             "cp",
-            "Time sequences over all GPUs beside one GPU with as many tokens and FLA's context parallelism",
+            "Time sequences over 2, 4 or 8 GPUs beside one GPU with as many tokens and FLA's context parallelism",
             ranks.ROWS,
             measure=ranks.measure,
-            quick=tuple(row.name for row in ranks.ROWS if " 8K a rank" in row.name),
+            more=ranks.MORE,
+            quick=tuple(row.name for row in ranks.ROWS if " 8K x" in row.name),
             effort=Effort(rounds=30),
             ceilings=None,
             options=("backend", "json", "rows", "fla", "no_fla", "quick", "repeats", "device", "wide"),

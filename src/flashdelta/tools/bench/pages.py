@@ -1,5 +1,5 @@
-"""The tables of README.md, benchmarks/README.md, docs/layer.md and docs/machine-code.md and the README's picture, from
-benchmarks/results."""
+"""The tables of README.md, benchmarks/README.md, docs/layer.md, docs/machine-code.md and docs/parallel.md and the README's
+picture, from benchmarks/results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..files import whole_file
+from . import scaling
 from .report import View, cells, headline, load, markdown_table, new_figure, require_matplotlib, short, summary
 from .views import VIEWS
 from .workloads import value
@@ -211,11 +212,33 @@ def layer() -> str:
     return f"{fold(headline(document) + '.')}\n\n{markdown_table(cells(document, view, wide=False))}\n\n{said}"
 
 
+def parallel() -> str:
+    """The tables of docs/parallel.md: what was measured, and what is modelled."""
+    said = []
+    for path in sorted(RESULTS.glob("cp-*.json")):
+        document = load(path)
+        source = f"`{command(document)}`, {headline(document)} ([file](../benchmarks/results/{path.name}))."
+        said += [fold(source), markdown_table(cells(document, VIEWS["cp"], wide=True))]
+    said = said or ["Not measured yet."]
+    documents = {name: load(RESULTS / f"{name}-hopper-h200.json") for name in ("prefill", "train")}
+    steps = ", ".join(f"{us} us at {mib} MiB" for mib, us in scaling.GATHER_US[1:])
+    inputs = f"""**Modelled, not measured** (`tools/bench/scaling.py`): one GPU's time over that of ranks that share one
+sequence. Inputs, of H200s: calls at 8192 tokens and `reverse`, cold, all times the tokens
+([prefill](../benchmarks/results/prefill-hopper-h200.json), [train](../benchmarks/results/train-hopper-h200.json));
+{scaling.TRANSITION_US} us a chunk of `transitions` and {scaling.COMPOSE_US} us a step of `merge`, as many CTAs at once as there
+are SMs ([split.md](split.md)); memory at {scaling.COPY_TB_S} TB/s; NCCL's all-gather between two GPUs of one host, by what a
+rank receives ({steps}), from more ranks as if from one. Left out: gaps between launches, ranks that do not start together.
+`flashdelta bench pages` writes the table."""
+    said += [fold(" ".join(inputs.split())), markdown_table(scaling.table(documents))]
+    return "\n\n".join(said)
+
+
 PAGES = {
     ROOT / "README.md": headlines,
     ROOT / "benchmarks" / "README.md": all_sections,
     ROOT / "docs" / "layer.md": layer,
     ROOT / "docs" / "machine-code.md": toolchains,
+    ROOT / "docs" / "parallel.md": parallel,
 }
 
 

@@ -414,11 +414,13 @@ ENGINES = View(
 CP = View(
     (
         OURS,
-        Column("one GPU ms", "one.ms.median"),
-        Column("efficiency", "efficiency", "%"),
+        Column("1 GPU ms", "one.ms.median"),
+        Column("rate", "efficiency", "%"),
+        Column("model", "modelled", "%"),
         FLA,
         Column("ratio", "speedup", "x"),
-        Column("exchange ms", "exchange.ms.median"),
+        Column("exchange ms", "exchange.ms.median", wide=True),
+        Column("GiB", "ours.peak_bytes", scale=GIB, wide=True),
         Column("o off", "ours.error.o", "e", wide=True),
         BOUND,
         MET,
