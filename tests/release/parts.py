@@ -98,7 +98,7 @@ PARTS = (
     ),
     Part(
         "cp",
-        bench("cp", *rows("on one GPU")),
+        bench("cp", *rows("fwd+bwd H4")),
         300,
         "cp-<gpu>.json",
         "gradients of long sequences over few heads, split on one GPU",
