@@ -23,17 +23,21 @@ _PLAIN = (
     "null",
     "reserved",
     "no_slots",
+    "page",
+    "scattered",
+    "zero_rows",
 )
 HOPPER_FUSED = [
     replace(FUSED_BY_NAME[name], name=f"{name} K{K} {state}", H=2, HV=2, K=K, V=K, state=state)
     for name, K, state in (
         *((name, 64, torch.float32) for name in (*_PLAIN, "no_sequences")),
-        *((name, 128, torch.bfloat16) for name in ("model", "two_taps", "null", "softplus")),
+        *((name, 128, torch.bfloat16) for name in ("model", "two_taps", "null", "softplus", "page", "scattered")),
         ("one", 64, torch.bfloat16),
         ("model", 128, torch.float32),
+        ("odd_pitch", 64, torch.float32),
     )
 ]
-"""Steps that Hopper's own kernel takes."""
+"""Steps that Hopper's own kernel takes, or leaves to the portable one because states lie on no 16 bytes."""
 
 WRITTEN = ("state", "conv_state", "intermediate_states")
 

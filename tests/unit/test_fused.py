@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import FUSED_DECODE, operator_of
+from flashdelta.testing.cases import FP32
 from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from flashdelta.testing.oracle import assert_close, same_bits
 
@@ -91,6 +93,29 @@ def test_explain_and_supports_know_it(monkeypatch: pytest.MonkeyPatch):
     explained = fd.explain(fd.fused_kda_decode, **call, device="cuda")
     (hopper,) = (verdict for verdict in explained.verdicts if verdict.backend == "hopper")
     assert hopper.supported and not hopper.preferred and explained.chosen == "triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({"T": 2, "spec": 1, "indices": ((0, 1), (2, 3), (4, 5))}, FP32, "several tokens a sequence"),
+        ({"lengths": (1, 0, 1)}, FP32, "several tokens a sequence"),
+        ({"HV": 4}, FP32, "2 value heads a query/key head"),
+        ({"v_first": False}, FP32, "states in torch.float32, K first"),
+        ({"V": 128}, FP32, "K = 64, V = 128"),
+        ({"K": 32, "V": 32}, FP32, "K = 32, V = 32"),
+        ({}, torch.float64, "float64"),
+    ],
+    ids=str,
+)
+def test_what_hopper_declines(monkeypatch: pytest.MonkeyPatch, changes: dict, dtype: torch.dtype, reason: str):
+    """Another backend takes it."""
+    monkeypatch.setattr(backends, "nvidia_capability", lambda index: (9, 0))
+    monkeypatch.setattr(backends, "has_gluon", lambda: True)
+    call = make_fused(replace(HOPPER_FUSED[0], **changes), dtype)
+    explained = fd.explain(fd.fused_kda_decode, **call, device="cuda")
+    (hopper,) = (verdict for verdict in explained.verdicts if verdict.backend == "hopper")
+    assert not hopper.supported and hopper.reason.startswith(reason)
 
 
 def changed(call: dict, name: str) -> dict:
