@@ -172,6 +172,39 @@ def test_refuses_what_does_not_fit(name: str):
     assert all(same_bits(call[pool], x) for pool, x in zip(("state", "conv_state"), before))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"output_gate": torch.ones(3, 2, 32).half()},
+            "output_gate: got dtype torch.float16, wanted x's dtype torch.float32",
+        ),
+        ({"bias": torch.ones(192).double()}, "bias: got dtype torch.float64, wanted float32 or x's dtype"),
+        ({"raw_g": torch.ones(1, 3, 63)}, "raw_g: got shape [1, 3, 63], wanted [N, HV * K] = [3, 64]"),
+        ({"output_gate": torch.ones(3)}, "output_gate: got shape [3], wanted [N, HV * V] = [3, 64]"),
+        ({"weight": torch.ones(3, 64, 4)}, "or [3, W, D / 3] = [3, 64, 64]"),
+        (
+            {"x": torch.ones(3, 2 * 96 + 64)},
+            "state: got 2 value heads, wanted a positive multiple of the 3 query/key heads",
+        ),
+        (
+            {"x": torch.ones(3, 2 * 16 + 32), "state": torch.ones(8, 2, 16, 16)},
+            "state: got K = 16, wanted K in (32, 64, 128)",
+        ),
+        (
+            {"gate": "logsigmoid", "lower_bound": None},
+            "A_log: got a tensor with a gate that does not read it, wanted None, or a gate that does (gate='softplus' or",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_messages_have_the_callers_names(changes: dict, message: str):
+    call = make_fused(replace(FUSED_BY_NAME["bias"], order="token"))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        fd.fused_kda_decode(**call | changes)
+    assert message in str(caught.value)
+
+
 def test_refuses_memory_that_is_shared():
     call = make_fused(FUSED_BY_NAME["one"])
     output = call["state"].flatten()[: 3 * 2 * 32].view(3, 1, 2, 32)

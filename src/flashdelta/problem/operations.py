@@ -31,7 +31,6 @@ from .arguments import (
     only_wide,
     shape_of,
     state,
-    wide,
     wide_or_first,
 )
 from .context import BORDER, context_in_call, has_context
@@ -207,12 +206,12 @@ def gate_of(c: Any) -> str:
     return "softplus" if c.lower_bound is None else "lower_bound"
 
 
-def parameter(role: str) -> Rule:
+def parameter(role: str, ways: str = "use_gate_in_kernel=True, gate='softplus' or gate='lower_bound'") -> Rule:
     return Rule(
         role,
         lambda c: getattr(c, role) is not None and gate_of(c) not in PARAMETRIC_GATES,
         "a tensor with a gate that does not read it",
-        "None, or a gate that does (use_gate_in_kernel=True, gate='softplus' or gate='lower_bound')",
+        f"None, or a gate that does ({ways})",
     )
 
 
@@ -368,13 +367,14 @@ def check_head_dims(sizes: Sizes, head_dims: tuple[int, ...], **names: str) -> N
             raise wrong(name, f"{symbol} = {sizes[symbol]}", f"{symbol} in {head_dims}")
 
 
-def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS) -> None:
+def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS, pool: str | None = None) -> None:
+    """`pool`: the caller's name of what tells the heads, where q, k and v are parts of rows."""
     H, HV = sizes.get("H", 1), sizes.get("HV", sizes.get("H", 1))
     if H == 0:
         raise wrong("q", shape_of(c.q), "at least one head")
     if HV == 0 or HV % H != 0:
-        raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
-    check_head_dims(sizes, head_dims, K="q", V="v")
+        raise wrong(pool or "v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
+    check_head_dims(sizes, head_dims, K=pool or "q", V=pool or "v")
     if c.cu_seqlens is not None and sizes["B"] != 1:
         raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
 
@@ -573,9 +573,9 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
         x, flattened = getattr(c, role), (rows, math.prod(inner))
         if x is None:
             continue
-        if tuple(x.shape) in (flattened, (rows, *inner), (1, rows, *inner)):
+        if tuple(x.shape) in (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner)):
             views[role] = x.view(*leading, *inner)
-        elif x.dim() == 2:
+        elif x.dim() != len(leading) + len(inner):
             raise wrong(called.get(role, role), shape_of(x), f"{symbols} = {list(flattened)}")
     heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
     views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
@@ -587,7 +587,8 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
 def check_decode(c: Any, sizes: Sizes) -> None:
     if "T" not in sizes:  # of mixed_qkv, before its views
         return
-    check_heads(c, sizes, DECODE_HEAD_DIMS)
+    pool = "initial_state_source" if c.state_pool is None else "initial_state"
+    check_heads(c, sizes, DECODE_HEAD_DIMS, None if c.mixed_qkv is None else pool)
     bind_record(sizes)
     T, tokens = sizes["T"], sizes["S1"]
     # of packed sequences the lengths are device data: more tokens than there may be are not looked at
@@ -605,9 +606,7 @@ def bind_record(sizes: Sizes) -> None:
 
 def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
     """`commit` copies them there, or replays records of float32 (float64 for float64 states)."""
-    pool, name = (
-        (c.state_pool, "initial_state") if c.state_pool is not None else (c.source_pool, "initial_state_source")
-    )
+    pool, name = (c.source_pool, "{source_pool}") if c.state_pool is None else (c.state_pool, "{state_pool}")
     if has_records(c):
         return only_wide(pool.dtype, c)
     return (pool.dtype,), f"{name}'s dtype {pool.dtype}"
@@ -824,14 +823,6 @@ def rows_shape(c: Any) -> str:
     return " ".join([*(f"D{i}" for i in range(c.x.dim() - 1)), "V"])
 
 
-def like_x(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (first,), f"x's dtype {first}"
-
-
-def wide_or_x(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (wide(first), first), f"{wide(first)} or x's dtype {first}"
-
-
 def check_norm(c: Any, sizes: Sizes) -> None:
     if not 1 <= sizes["V"] <= MAX_NORM:
         raise wrong("x", shape_of(c.x), f"a last dimension of 1 to {MAX_NORM}")
@@ -845,8 +836,8 @@ GATED_RMS_NORM = Operation(
     "gated_rms_norm",
     (
         Argument("x", rows_shape, INPUT, required=""),
-        Argument("z", rows_shape, like_x, required=""),
-        Argument("weight", "V", wide_or_x, required=""),
+        Argument("z", rows_shape, like_first, required=""),
+        Argument("weight", "V", wide_or_first, required=""),
     ),
     {"eps": epsilon, "activation": one_of(*NORM_GATES)},
     (),
@@ -886,16 +877,16 @@ SHORT_CONVOLUTION = Operation(
     (
         Argument("x", "B T D", INPUT, required=""),
         Argument("cu_seqlens", "N1", INDEX),
-        Argument("weight", ("D W", "D 1 W"), wide_or_x, required=""),
-        Argument("bias", "D", wide_or_x),
-        Argument("initial_state", "N D L", wide_or_x),
-        Argument("state_pool", "slots D L", wide_or_x, written=True),
+        Argument("weight", ("D W", "D 1 W"), wide_or_first, required=""),
+        Argument("bias", "D", wide_or_first),
+        Argument("initial_state", "N D L", wide_or_first),
+        Argument("state_pool", "slots D L", wide_or_first, written=True),
         Argument("state_indices", "N", INDEX, required=needs_indices),
         Argument("has_initial_state", "N", BOOL),
         *MARKS,
-        Argument("checkpoint_states", "rows D L", wide_or_x, written=True),
-        Argument("out", "B T D", like_x, dense=1, written=True),
-        Argument("final_state", "N D L", wide_or_x, written=True),
+        Argument("checkpoint_states", "rows D L", wide_or_first, written=True),
+        Argument("out", "B T D", like_first, dense=1, written=True),
+        Argument("final_state", "N D L", wide_or_first, written=True),
     ),
     {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES), "checkpoint_every": tokens_apart},
     (
@@ -924,6 +915,8 @@ FUSED_NAMES = {
 }
 """FlashInfer's and vLLM's names, where they have one."""
 
+FUSED_PARAMETERS = ("A_log", "dt_bias")
+
 
 def fused_rows(c: Any, sizes: Sizes) -> Any:
     """With q, k and v as views of the rows, and what there is of each token in the same layout."""
@@ -941,7 +934,7 @@ def fused_rows(c: Any, sizes: Sizes) -> Any:
 def check_fused(c: Any, sizes: Sizes) -> None:
     if "T" not in sizes:  # of the rows, before their views
         return
-    check_heads(c, sizes, FUSED_HEAD_DIMS)
+    check_heads(c, sizes, FUSED_HEAD_DIMS, "state")
     bind_record(sizes)
     taps, spec = sizes.get("W", MAX_TAPS), sizes["S1"] - 1
     if not MIN_TAPS <= taps <= MAX_TAPS:
@@ -985,7 +978,8 @@ FUSED_DECODE = Operation(
     ),
     OPTIONS | {"eps": epsilon},
     (
-        *(rule for rule in GATE_RULES if rule.argument != "gate"),
+        *(rule for rule in GATE_RULES if rule.argument not in ("gate", *FUSED_PARAMETERS)),
+        *(parameter(role, "gate='softplus' or gate='lower_bound'") for role in FUSED_PARAMETERS),
         *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
         needs("intermediate_indices", "intermediate_states"),
     ),
