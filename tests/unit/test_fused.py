@@ -188,7 +188,12 @@ def test_refuses_what_does_not_fit(name: str):
             "state: got 2 value heads, wanted a positive multiple of the 3 query/key heads",
         ),
         (
-            {"x": torch.ones(3, 2 * 16 + 32), "state": torch.ones(8, 2, 16, 16)},
+            {
+                "x": torch.ones(3, 96),
+                "state": torch.ones(8, 2, 16, 16),
+                "raw_g": torch.ones(3, 2, 16),
+                "output_gate": torch.ones(3, 2, 16),
+            },
             "state: got K = 16, wanted K in (32, 64, 128)",
         ),
         (

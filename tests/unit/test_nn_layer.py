@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -181,7 +183,20 @@ def test_bad_pools_are_named():
             layer(x, pool=pool, slots=slots, return_cache=True)
         with pytest.raises(ValueError, match=r"^pool: got conv of shape"):
             layer(x, pool=make_layer(torch.float32, conv_size=3).make_pool(3), slots=slots)
-        with pytest.raises(ValueError, match=r"^state_indices: got shape"):
-            layer(x, pool=pool, slots=slots[:1])
-    with pytest.raises(ValueError, match=r"wanted torch\.no_grad"):
-        layer(x, pool=pool, slots=slots)
+        with pytest.raises(ValueError, match=r"^pool: got state of shape \[3, 2, 64, 32\], wanted \[3, 4, 32, 32\]"):
+            layer(x, pool=replace(pool, state=pool.state.view(3, 2, 64, 32)), slots=slots)
+        with pytest.raises(ValueError, match=r"^pool: got conv of shape \[2, .*wanted \[3, "):
+            layer(x, pool=replace(pool, conv=pool.conv[:2]), slots=slots)
+        with pytest.raises(TypeError, match=r"^slots: got list"):
+            layer(x, pool=pool, slots=[0, 1])
+        for tokens, offsets in ((x, None), (x.view(1, 2, -1), torch.tensor([0, 1, 2]))):
+            with pytest.raises(ValueError, match=r"^slots: got shape \[1\], wanted one a sequence = \[2\]"):
+                layer(tokens, cu_seqlens=offsets, pool=pool, slots=slots[:1])
+        with pytest.raises(ValueError, match=r"^dtype: got torch.int32"):
+            layer.make_pool(3, dtype=torch.int32)
+    for tokens in (x, rows(2, 20, dtype=torch.float32, device="cpu")):
+        with pytest.raises(ValueError, match=r"^pool: got one with gradients, wanted torch\.no_grad"):
+            layer(tokens, pool=pool, slots=slots)
+    layer.requires_grad_(False)(x, pool=pool, slots=slots)
+    with pytest.raises(ValueError, match=r"^pool: got one with gradients"):
+        layer(x.requires_grad_(), pool=pool, slots=slots)
