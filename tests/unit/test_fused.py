@@ -65,6 +65,18 @@ def test_compiles_in_one_graph(name: str):
     assert all(same_bits(x, y) for x, y in zip(found, want))
 
 
+def test_compiles_once_for_all_batches():
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda call: fd.fused_kda_decode(**call), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for N in (1, 2, 3):
+        step = replace(FUSED_BY_NAME["bias"], B=N, indices=tuple(range(N)))
+        want = run(fd.fused_kda_decode, make_fused(step))
+        found = run(lambda **call: function(call), make_fused(step))
+        assert all(same_bits(x, y) for x, y in zip(found, want))
+
+
 @by_name
 def test_operator_passes_opcheck(name: str):
     problem, t = check(fd.fused_kda_decode, **make_fused(FUSED_BY_NAME[name]))

@@ -171,6 +171,19 @@ def test_training_compiles_into_one_graph(way: str):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_steps_and_prefills_over_a_pool_compile_for_all_batches():
+    torch._dynamo.reset()
+    layer = make_layer(torch.float32)
+    function = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    pools = layer.make_pool(5), layer.make_pool(5)
+    for N, tokens in ((1, 12), (1, 1), (2, 1), (3, 1), (2, 13)):
+        x, slots = rows(N, tokens, dtype=torch.float32, device="cpu"), torch.arange(N)
+        found, want = (run(x, pool=pool, slots=slots)[0] for run, pool in zip((function, layer), pools))
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(pools[0].state, pools[1].state, rtol=1e-5, atol=1e-6)
+
+
 def test_bad_pools_are_named():
     layer = make_layer(torch.float32)
     x, pool, slots = rows(2, 1, dtype=torch.float32, device="cpu"), layer.make_pool(3), torch.tensor([0, 1])

@@ -241,10 +241,18 @@ def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
             raise wrong(name, f"strides {x.stride()}", "a contiguous tensor" if dense == x.dim() else what)
         inner *= size
     span = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if written and size > 1):
+    for stride, size in ascending((stride, size) for size, stride in zip(x.shape, x.stride()) if written and size > 1):
         if stride < span:
             raise wrong(name, f"strides {x.stride()}", "memory of its own for every element (they must not overlap)")
         span += stride * (size - 1)
+
+
+def ascending(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """By the first of each pair. (`torch.compile` traces no `sorted` of sizes that it leaves open.)"""
+    found: list[tuple[int, int]] = []
+    for pair in pairs:
+        found.insert(sum(1 for other in found if other[0] <= pair[0]), pair)
+    return found
 
 
 def check_saved(inputs: Iterable[tuple[str, Tensor | None]]) -> None:

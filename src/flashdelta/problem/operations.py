@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -573,7 +574,9 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
         x, flattened = getattr(c, role), (rows, math.prod(inner))
         if x is None:
             continue
-        if tuple(x.shape) in (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner)):
+        # a comparison of tuples is one of symbols to torch.compile, also where their numbers are known
+        known = (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner))
+        if any(len(shape) == x.dim() and all(map(operator.eq, shape, x.shape)) for shape in known):
             views[role] = x.view(*leading, *inner)
         elif x.dim() != len(leading) + len(inner):
             raise wrong(called.get(role, role), shape_of(x), f"{symbols} = {list(flattened)}")
