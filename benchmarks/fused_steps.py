@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 
+from flashdelta.hopper import fused_decode as hopper
 from flashdelta.runtime.call import CACHE
 from flashdelta.tools.bench import profiling
 from flashdelta.tools.bench.checks import fault
@@ -40,6 +41,9 @@ FORMS = {
     )
 }
 """With 128 channels 8 warps have two threads a channel, 64 elements of a state each."""
+
+HOPPER_REGISTERS = (80, 96, 168)
+"""Six, five or three CTAs of a bfloat16 state on an SM; of a float32 one three in any case."""
 
 EFFORT = Effort(rounds=7, min_rounds=3, budget_ms=150.0, warmup_ms=2.0)
 
@@ -65,7 +69,9 @@ def graphs_of(step: LayerStep) -> Iterator[tuple[str, Run | str]]:
         with mock.patch.object(fused_decode, "fused_config", configured(*form)):
             yield name, graph_of(step, work)
     step.setup = replace(step.setup, backend="hopper")
-    yield "Hopper's own", graph_of(step, work)
+    for registers in HOPPER_REGISTERS:
+        with mock.patch.object(hopper, "max_registers", lambda problem, most=registers: most):
+            yield f"Hopper's own, {registers}", graph_of(step, work)
 
 
 def graph_of(step: LayerStep, work: Work) -> Run | str:

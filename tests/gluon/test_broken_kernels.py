@@ -68,8 +68,9 @@ def replay() -> None:
 
 
 def fused() -> None:
-    for name in ("scattered K64", "null K128"):
-        check_fused(next(x for x in HOPPER_FUSED if x.name.startswith(name)), BF16, "hopper")
+    steps = {step.name: step for step in HOPPER_FUSED}
+    for name in ("scattered K64 torch.float32 1", "null K128 torch.bfloat16 1", "gva3 K64 torch.float32 3"):
+        check_fused(steps[name], BF16, "hopper")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,11 @@ FAULTS = [
     ),
     Break("a tile of the state is not there yet", decode.decode_kernel, "(TILES - 1 - i)", "(TILES - i)", step),
     Break("a state of no slot is read", decode.copy_tiles, "(in_slot, read)", "(in_slot, read + 1)", step),
-    Break("a step's state is not there yet", FUSED, "(TILES - 1 - i)", "(TILES - i)", fused),
+    Break("a step's state is not there yet", FUSED, "TILES - 1 - i if", "TILES - i if", fused),
+    Break("a group's state is not there yet", FUSED, "else TILES - 1)", "else TILES)", fused),
+    Break("a group's last state is not asked for", FUSED, "member + 1 < GROUP", "member + 2 < GROUP", fused),
+    Break("a group's state is that of the head before", FUSED, "(K * V + tile)", "tile", fused),
+    Break("a group's window rolls with its key", FUSED, "roll(to_v, window_v", "roll(to_k, window_v", fused),
     Break("a step's copies are no groups", FUSED, "async_copy.commit_group()", "pass", fused),
     Break("a step of no slot stores a state", FUSED, "mask=everywhere(in_tile, read)", "mask=None", fused, nth=1),
     Break("a step of no slot has an output", FUSED, "gl.where(everywhere(channel, live), y, 0.0)", "y", fused),

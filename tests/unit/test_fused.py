@@ -112,7 +112,6 @@ def test_explain_and_supports_know_it(monkeypatch: pytest.MonkeyPatch):
     [
         ({"T": 2, "spec": 1, "indices": ((0, 1), (2, 3), (4, 5))}, FP32, "several tokens a sequence"),
         ({"lengths": (1, 0, 1)}, FP32, "several tokens a sequence"),
-        ({"HV": 4}, FP32, "2 value heads a query/key head"),
         ({"v_first": False}, FP32, "states in torch.float32, K first"),
         ({"V": 128}, FP32, "K = 64, V = 128"),
         ({"K": 32, "V": 32}, FP32, "K = 32, V = 32"),
