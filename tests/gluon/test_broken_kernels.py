@@ -143,7 +143,7 @@ FAULTS = [
     Break("a window of no slot rolls", fused_decode.roll, "everywhere(channel, live)", "None", fused),
     Break("a window stays", FUSED, "roll(to_k, window_k, channel, conv_place, live)", "pass", fused),
     Break("a window rolls too far", fused_decode.roll, "(tap - 1)", "(tap - 2)", fused),
-    Break("rows of a gate as dense as the others'", FUSED, "head * g_head", "head * K", fused),
+    Break("rows of a gate as dense as the others'", fused_decode.rows_of, "head * g_head", "head * K", fused),
     Break("states as dense as their content", FUSED, "slot * target_pitch", "slot * (H * K * V)", fused),
     Break("outputs in one place", FUSED, "out_s.slice(i * ROWS, ROWS)", "out_s.slice(0, ROWS)", fused),
     Break("a token sees itself", verify.verify_kernel, "nth > s", "nth >= s", replay),

@@ -65,6 +65,51 @@ def convolved(rows, filters, bias, tap_stride):
 
 
 @gluon.jit
+def rows_of(
+    head,
+    v,
+    v_head,
+    windows,
+    value_channels,
+    conv_channel,
+    conv_place,
+    weight,
+    value_taps,
+    weight_channel,
+    weight_tap,
+    bias,
+    g,
+    g_head,
+    beta,
+    beta_head,
+    z,
+    z_head,
+    A_log,
+    dt_bias,
+    channel,
+    live,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    W: gl.constexpr,
+    CHANNELS: gl.constexpr,
+):
+    """A value head's window of `v`, the inputs, `v` itself, the gate's input and rate, write strength and output gate."""
+    of_v = head.to(gl.int32) * V + channel
+    to_v = windows + placed(of_v + value_channels, conv_channel, CHANNELS)
+    window_v = inputs_of(v + head * v_head + channel, to_v, channel, conv_place, live, W)
+    row_g = gl.load(g + head * g_head + channel).to(gl.float32)
+    if dt_bias is not None:
+        row_g += gl.load(dt_bias + head * K + channel).to(gl.float32)
+    bias_v = None
+    if bias is not None:
+        bias_v = bias + value_channels + of_v
+    row_v = convolved(window_v, weight + value_taps + of_v * weight_channel, bias_v, weight_tap)
+    write_beta = gl.load(beta + head * beta_head)
+    gate = gl.load(z + head * z_head + channel)
+    return to_v, window_v, row_v, row_g, decay_rate(A_log, head), write_beta, gate
+
+
+@gluon.jit
 def roll(window, rows, channel, place_stride, live):
     """Moves a window on by one token. A thread writes what it alone has read."""
     for tap in gl.static_range(1, len(rows)):
@@ -195,6 +240,16 @@ def fused_decode_kernel(
     window_q = inputs_of(q + batch * q_batch + qk_head * q_head + channel, to_q, channel, conv_place, live, W)
     window_k = inputs_of(k + batch * k_batch + qk_head * k_head + channel, to_k, channel, conv_place, live, W)
     norm_of = gl.load(norm_weight + channel)
+    v += batch * v_batch
+    g += batch * g_batch
+    beta += batch * beta_batch
+    z += batch * z_batch
+    inputs = (v, v_head, windows, value_channels, conv_channel, conv_place)
+    filters_v = (weight, value_taps, weight_channel, weight_tap, bias)
+    gates = (g, g_head, beta, beta_head, z, z_head, A_log, dt_bias)
+    if GROUP == 1:
+        # ahead of the first store and the first barrier, which no load passes
+        own = rows_of(qk_head, *inputs, *filters_v, *gates, channel, live, K, V, W, CHANNELS)
     bias_q = None
     bias_k = None
     if bias is not None:
@@ -218,19 +273,9 @@ def fused_decode_kernel(
 
     for member in range(GROUP):
         head = qk_head * GROUP + member
-        of_v = head.to(gl.int32) * V + channel
-        to_v = windows + placed(of_v + value_channels, conv_channel, CHANNELS)
-        window_v = inputs_of(v + batch * v_batch + head * v_head + channel, to_v, channel, conv_place, live, W)
-        row_g = gl.load(g + batch * g_batch + head * g_head + channel).to(gl.float32)
-        write_beta = gl.load(beta + batch * beta_batch + head * beta_head)
-        gate = gl.load(z + batch * z_batch + head * z_head + channel)
-        rate = decay_rate(A_log, head)
-        if dt_bias is not None:
-            row_g += gl.load(dt_bias + head * K + channel).to(gl.float32)
-        bias_v = None
-        if bias is not None:
-            bias_v = bias + value_channels + of_v
-        row_v = convolved(window_v, weight + value_taps + of_v * weight_channel, bias_v, weight_tap)
+        if GROUP > 1:
+            own = rows_of(head, *inputs, *filters_v, *gates, channel, live, K, V, W, CHANNELS)
+        to_v, window_v, row_v, row_g, rate, write_beta, gate = own
         roll(to_v, window_v, channel, conv_place, live)
         write_beta = exact_beta(write_beta.to(gl.float32), BETA)
         decay = gl.exp2(exact_log2_decay(row_g, rate, lower_bound, GATE))
@@ -242,7 +287,7 @@ def fused_decode_kernel(
         decayed_k, decayed_q = rows_s.index(1).load(key_l)[None, :], rows_s.index(2).load(key_l)[None, :]
         for i in gl.static_range(TILES):
             value = v_s.slice(i * ROWS, ROWS).load(value_l)
-            # behind this tile's are those of the next head that have been asked for
+            # of a group as many tiles are under way all the time: those of the next head follow
             async_copy.wait_group(TILES - 1 - i if GROUP == 1 else TILES - 1)
             state = state_s.index(i).load(tile_l).to(gl.float32)
             along_k, along_q = gl.sum(state * decayed_k, axis=1), gl.sum(state * decayed_q, axis=1)
