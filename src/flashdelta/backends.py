@@ -191,8 +191,8 @@ class HopperBackend(Backend):
         """Why it can't run a step of the layer."""
         if problem.T != 1 or problem.packed or problem.stores_each_state or problem.has_records:
             return "several tokens a sequence; in a step of the layer it takes one"
-        if problem.group != 1:
-            return f"{problem.group} value heads a query/key head; in a step of the layer it takes one"
+        if problem.dtype == torch.float64:
+            return "float64; in a step of the layer it takes bfloat16, float16 and float32"
         if not problem.state_v_first or problem.state_dtype not in (torch.bfloat16, torch.float32):
             layout = "V" if problem.state_v_first else "K"
             return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"

@@ -150,6 +150,13 @@ def expand_dims(x: Value, axis: int) -> Value:
     return x.with_data(np.expand_dims(x.data, axis))
 
 
+def gather(x: Value, index: Value, axis: int) -> Value:
+    count = x.shape[axis]
+    if (index.data < 0).any() or (index.data >= count).any():
+        raise Fault(f"a gather of elements {index.data.min()} to {index.data.max()} of {count}")
+    return Value(np.take_along_axis(x.data, index.data, axis), x.dtype)
+
+
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return x.with_data(x.data, layout)
 
@@ -551,8 +558,13 @@ GLUON = COMMON | {
     **{"barrier": nothing, "thread_barrier": nothing, "num_ctas": lambda: 1, "fence_async_shared": fence_async_shared},
 }
 TRITON = COMMON | {
-    **{"dot": dot, "cumsum": cumsum, "cumprod": cumprod, "debug_barrier": nothing, "trans": lambda x, *o: x.trans(*o)},
-    **{"condition": identity, "gdc_wait": nothing, "gdc_launch_dependents": nothing},
+    **{"dot": dot, "cumsum": cumsum, "cumprod": cumprod, "gather": gather, "debug_barrier": nothing},
+    **{
+        "condition": identity,
+        "gdc_wait": nothing,
+        "gdc_launch_dependents": nothing,
+        "trans": lambda x, *o: x.trans(*o),
+    },
 }
 COPIES = {
     **{"async_load": copy_async, "async_copy_global_to_shared": copy_async, "mbarrier_arrive": mbarrier_arrive},

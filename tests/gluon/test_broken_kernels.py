@@ -9,14 +9,15 @@ from unittest import mock
 import pytest
 from triton.runtime.jit import JITFunction
 
-from flashdelta.hopper import decode, intra, prepare, recurrence, reverse, segments, verify, wy
+from flashdelta.hopper import decode, fused_decode, intra, prepare, recurrence, reverse, segments, verify, wy
 from flashdelta.hopper.device import layouts, pipeline, tma, trial
-from flashdelta.testing.cases import FP32
+from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.decoding import SINGLE_BF16
 from flashdelta.testing.wy import WyCase
 
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED
+from ..support.fused_checks import HOPPER_FUSED, check_fused
 from . import test_backward, test_chunk, test_decode, test_trials
 from .interpreter import hopper_on_cpu, interpreted
 
@@ -89,6 +90,12 @@ def replay() -> None:
     test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == "4 tokens"))
 
 
+def fused() -> None:
+    steps = {step.name: step for step in HOPPER_FUSED}
+    for name in ("scattered K64 torch.float32 1", "null K128 torch.bfloat16 1", "gva3 K64 torch.float32 3"):
+        check_fused(steps[name], BF16, "hopper")
+
+
 @dataclass(frozen=True)
 class Break:
     """The `nth` place of `function` that reads `old` reads `new`, which `run` finds."""
@@ -105,6 +112,7 @@ WAIT_FULL = "mbarrier.wait(self.full.index(stage), (iteration // self.STAGES) & 
 WAIT_EMPTY = "mbarrier.wait(self.empty.index(stage), (iteration // self.STAGES) & 1 ^ 1)"
 ARRIVE = "mbarrier.arrive(self.empty.index(stage), count=1)"
 STORE_WAIT = "tma.store_wait(0)"
+FUSED = fused_decode.fused_decode_kernel
 
 FAULTS = [
     Break("a row too many is copied", prepare.copy_pair, "inside = token <", "inside = token <=", prefill),
@@ -162,6 +170,20 @@ FAULTS = [
     ),
     Break("a tile of the state is not there yet", decode.decode_kernel, "(TILES - 1 - i)", "(TILES - i)", step),
     Break("a state of no slot is read", decode.copy_tiles, "(in_slot, read)", "(in_slot, read + 1)", step),
+    Break("a step's state is not there yet", FUSED, "TILES - 1 - i if", "TILES - i if", fused),
+    Break("a group's state is not there yet", FUSED, "else TILES - 1)", "else TILES)", fused),
+    Break("a group's last state is not asked for", FUSED, "member + 1 < GROUP", "member + 2 < GROUP", fused),
+    Break("a group's state is that of the head before", FUSED, "(K * V + tile)", "tile", fused),
+    Break("a group's window rolls with its key", FUSED, "roll(to_v, window_v", "roll(to_k, window_v", fused),
+    Break("a step's copies are no groups", FUSED, "async_copy.commit_group()", "pass", fused),
+    Break("a step of no slot stores a state", FUSED, "mask=everywhere(in_tile, read)", "mask=None", fused, nth=1),
+    Break("a step of no slot has an output", FUSED, "gl.where(everywhere(channel, live), y, 0.0)", "y", fused),
+    Break("a window of no slot rolls", fused_decode.roll, "everywhere(channel, live)", "None", fused),
+    Break("a window stays", FUSED, "roll(to_k, window_k, channel, conv_place, live)", "pass", fused),
+    Break("a window rolls too far", fused_decode.roll, "(tap - 1)", "(tap - 2)", fused),
+    Break("rows of a gate as dense as the others'", fused_decode.rows_of, "head * g_head", "head * K", fused),
+    Break("states as dense as their content", FUSED, "slot * target_pitch", "slot * (H * K * V)", fused),
+    Break("outputs in one place", FUSED, "out_s.slice(i * ROWS, ROWS)", "out_s.slice(0, ROWS)", fused),
     Break("a token sees itself", verify.verify_kernel, "nth > s", "nth >= s", replay),
 ]
 

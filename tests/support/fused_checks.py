@@ -23,17 +23,26 @@ _PLAIN = (
     "null",
     "reserved",
     "no_slots",
+    "page",
+    "scattered",
+    "zero_rows",
 )
 HOPPER_FUSED = [
-    replace(FUSED_BY_NAME[name], name=f"{name} K{K} {state}", H=2, HV=2, K=K, V=K, state=state)
-    for name, K, state in (
-        *((name, 64, torch.float32) for name in (*_PLAIN, "no_sequences")),
-        *((name, 128, torch.bfloat16) for name in ("model", "two_taps", "null", "softplus")),
-        ("one", 64, torch.bfloat16),
-        ("model", 128, torch.float32),
+    replace(FUSED_BY_NAME[name], name=f"{name} K{K} {state} {group}", H=2, HV=2 * group, K=K, V=K, state=state)
+    for name, K, state, group in (
+        *((name, 64, torch.float32, 1) for name in (*_PLAIN, "no_sequences")),
+        *((name, 128, torch.bfloat16, 1) for name in ("model", "two_taps", "null", "softplus", "page", "scattered")),
+        ("one", 64, torch.bfloat16, 1),
+        ("model", 128, torch.float32, 1),
+        ("odd_pitch", 64, torch.float32, 1),
+        ("gva3", 64, torch.float32, 3),
+        ("null", 64, torch.bfloat16, 2),
+        ("scattered", 64, torch.float32, 2),
+        ("gva8", 128, torch.bfloat16, 8),
+        ("no_slots", 64, torch.float32, 2),
     )
 ]
-"""Steps that Hopper's own kernel takes."""
+"""Steps that Hopper's own kernel takes, or leaves to the portable one because states lie on no 16 bytes."""
 
 WRITTEN = ("state", "conv_state", "intermediate_states")
 

@@ -759,7 +759,7 @@ REFUSED = {
         mistyped("NoneType", "a torch.Tensor", weight=None),
         *no_tensors("x", "weight", "bias", "initial_state", "cu_seqlens", "state_pool", "out"),
         *no_flags("output_final_state"),
-        bad("'gelu'", "one of ('silu',)", activation="gelu"),
+        bad("'gelu'", "one of ('silu', None)", activation="gelu"),
         bad("'zero'", "one of ('negative', 'non_positive')", null_index="zero"),
         bad("a tensor without state_pool", "state_pool too", state_indices=offsets(0, 1)),
         bad("None", "a tensor of shape [N] = [2] (state_pool needs it)", of="state_indices", **CONVOLUTION_POOL),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import flashdelta as fd
 from flashdelta import backends
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import FUSED_DECODE, operator_of
+from flashdelta.testing.cases import FP32
 from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from flashdelta.testing.oracle import assert_close, same_bits
 
@@ -63,6 +65,18 @@ def test_compiles_in_one_graph(name: str):
     assert all(same_bits(x, y) for x, y in zip(found, want))
 
 
+def test_compiles_once_for_all_batches():
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda call: fd.fused_kda_decode(**call), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for N in (1, 2, 3):
+        step = replace(FUSED_BY_NAME["bias"], B=N, indices=tuple(range(N)))
+        want = run(fd.fused_kda_decode, make_fused(step))
+        found = run(lambda **call: function(call), make_fused(step))
+        assert all(same_bits(x, y) for x, y in zip(found, want))
+
+
 @by_name
 def test_operator_passes_opcheck(name: str):
     problem, t = check(fd.fused_kda_decode, **make_fused(FUSED_BY_NAME[name]))
@@ -91,6 +105,28 @@ def test_explain_and_supports_know_it(monkeypatch: pytest.MonkeyPatch):
     explained = fd.explain(fd.fused_kda_decode, **call, device="cuda")
     (hopper,) = (verdict for verdict in explained.verdicts if verdict.backend == "hopper")
     assert hopper.supported and not hopper.preferred and explained.chosen == "triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({"T": 2, "spec": 1, "indices": ((0, 1), (2, 3), (4, 5))}, FP32, "several tokens a sequence"),
+        ({"lengths": (1, 0, 1)}, FP32, "several tokens a sequence"),
+        ({"v_first": False}, FP32, "states in torch.float32, K first"),
+        ({"V": 128}, FP32, "K = 64, V = 128"),
+        ({"K": 32, "V": 32}, FP32, "K = 32, V = 32"),
+        ({}, torch.float64, "float64"),
+    ],
+    ids=str,
+)
+def test_what_hopper_declines(monkeypatch: pytest.MonkeyPatch, changes: dict, dtype: torch.dtype, reason: str):
+    """Another backend takes it."""
+    monkeypatch.setattr(backends, "nvidia_capability", lambda index: (9, 0))
+    monkeypatch.setattr(backends, "has_gluon", lambda: True)
+    call = make_fused(replace(HOPPER_FUSED[0], **changes), dtype)
+    explained = fd.explain(fd.fused_kda_decode, **call, device="cuda")
+    (hopper,) = (verdict for verdict in explained.verdicts if verdict.backend == "hopper")
+    assert not hopper.supported and hopper.reason.startswith(reason)
 
 
 def changed(call: dict, name: str) -> dict:
@@ -147,17 +183,42 @@ def test_refuses_what_does_not_fit(name: str):
     assert all(same_bits(call[pool], x) for pool, x in zip(("state", "conv_state"), before))
 
 
-def test_names_what_tells_the_heads():
-    """q and v are views of rows, and no arguments."""
-    call = make_fused(FUSED_BY_NAME["one"])
-    N, HV, V, K = call["state"].shape[0], *call["state"].shape[1:]
-    with pytest.raises(ValueError, match=rf"^x: got {HV} value heads, wanted a positive multiple of the {HV + 1} q"):
-        fd.fused_kda_decode(**call | {"x": call["x"].new_zeros(3, 2 * (HV + 1) * K + HV * V)})
-    state = call["state"].new_zeros(N, HV, V, K + 1)
-    odd = {"state": state, "x": call["x"].new_zeros(3, 2 * HV * (K + 1) + HV * V)}
-    odd |= {"raw_g": call["raw_g"].new_zeros(3, HV * (K + 1)), "dt_bias": call["dt_bias"].new_zeros(HV, K + 1)}
-    with pytest.raises(ValueError, match=rf"^state: got K = {K + 1}, wanted K in "):
-        fd.fused_kda_decode(**call | odd)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"output_gate": torch.ones(3, 2, 32).half()},
+            "output_gate: got dtype torch.float16, wanted x's dtype torch.float32",
+        ),
+        ({"bias": torch.ones(192).double()}, "bias: got dtype torch.float64, wanted float32 or x's dtype"),
+        ({"raw_g": torch.ones(1, 3, 63)}, "raw_g: got shape [1, 3, 63], wanted [N, HV * K] = [3, 64]"),
+        ({"output_gate": torch.ones(3)}, "output_gate: got shape [3], wanted [N, HV * V] = [3, 64]"),
+        ({"weight": torch.ones(3, 64, 4)}, "or [3, W, D / 3] = [3, 64, 64]"),
+        (
+            {"x": torch.ones(3, 2 * 96 + 64)},
+            "x: got 2 value heads, wanted a positive multiple of the 3 query/key heads",
+        ),
+        (
+            {
+                "x": torch.ones(3, 96),
+                "state": torch.ones(8, 2, 16, 16),
+                "raw_g": torch.ones(3, 2, 16),
+                "output_gate": torch.ones(3, 2, 16),
+            },
+            "state: got K = 16, wanted K in (32, 64, 128)",
+        ),
+        (
+            {"gate": "logsigmoid", "lower_bound": None},
+            "A_log: got a tensor with a gate that does not read it, wanted None, or a gate that does (gate='softplus' or",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_messages_have_the_callers_names(changes: dict, message: str):
+    call = make_fused(replace(FUSED_BY_NAME["bias"], order="token"))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        fd.fused_kda_decode(**call | changes)
+    assert message in str(caught.value)
 
 
 def test_refuses_memory_that_is_shared():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -169,6 +171,19 @@ def test_training_compiles_into_one_graph(way: str):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_steps_and_prefills_over_a_pool_compile_for_all_batches():
+    torch._dynamo.reset()
+    layer = make_layer(torch.float32)
+    function = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    pools = layer.make_pool(5), layer.make_pool(5)
+    for N, tokens in ((1, 12), (1, 1), (2, 1), (3, 1), (2, 13)):
+        x, slots = rows(N, tokens, dtype=torch.float32, device="cpu"), torch.arange(N)
+        found, want = (run(x, pool=pool, slots=slots)[0] for run, pool in zip((function, layer), pools))
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(pools[0].state, pools[1].state, rtol=1e-5, atol=1e-6)
+
+
 def test_bad_pools_are_named():
     layer = make_layer(torch.float32)
     x, pool, slots = rows(2, 1, dtype=torch.float32, device="cpu"), layer.make_pool(3), torch.tensor([0, 1])
@@ -181,7 +196,20 @@ def test_bad_pools_are_named():
             layer(x, pool=pool, slots=slots, return_cache=True)
         with pytest.raises(ValueError, match=r"^pool: got conv of shape"):
             layer(x, pool=make_layer(torch.float32, conv_size=3).make_pool(3), slots=slots)
-        with pytest.raises(ValueError, match=r"^state_indices: got shape"):
-            layer(x, pool=pool, slots=slots[:1])
-    with pytest.raises(ValueError, match=r"wanted torch\.no_grad"):
-        layer(x, pool=pool, slots=slots)
+        with pytest.raises(ValueError, match=r"^pool: got state of shape \[3, 2, 64, 32\], wanted \[3, 4, 32, 32\]"):
+            layer(x, pool=replace(pool, state=pool.state.view(3, 2, 64, 32)), slots=slots)
+        with pytest.raises(ValueError, match=r"^pool: got conv of shape \[2, .*wanted \[3, "):
+            layer(x, pool=replace(pool, conv=pool.conv[:2]), slots=slots)
+        with pytest.raises(TypeError, match=r"^slots: got list"):
+            layer(x, pool=pool, slots=[0, 1])
+        for tokens, offsets in ((x, None), (x.view(1, 2, -1), torch.tensor([0, 1, 2]))):
+            with pytest.raises(ValueError, match=r"^slots: got shape \[1\], wanted one a sequence = \[2\]"):
+                layer(tokens, cu_seqlens=offsets, pool=pool, slots=slots[:1])
+        with pytest.raises(ValueError, match=r"^dtype: got torch.int32"):
+            layer.make_pool(3, dtype=torch.int32)
+    for tokens in (x, rows(2, 20, dtype=torch.float32, device="cpu")):
+        with pytest.raises(ValueError, match=r"^pool: got one with gradients, wanted torch\.no_grad"):
+            layer(tokens, pool=pool, slots=slots)
+    layer.requires_grad_(False)(x, pool=pool, slots=slots)
+    with pytest.raises(ValueError, match=r"^pool: got one with gradients"):
+        layer(x.requires_grad_(), pool=pool, slots=slots)

@@ -194,6 +194,29 @@ def test_functional_transforms_by_the_operators():
         torch.func.grad(lambda q: torch.func.grad(of)(q).sum())(q)
 
 
+def convolved(x: Tensor) -> Tensor:
+    return fd.short_convolution(x, torch.ones(8, 3))[0]
+
+
+def normed(x: Tensor) -> Tensor:
+    return fd.gated_rms_norm(x, torch.ones_like(x), torch.ones(8))
+
+
+def attended(x: Tensor) -> Tensor:
+    return fd.chunk_kda(**call() | {"q": x.expand(1, 20, 2, 8).repeat(1, 1, 1, 4)}, **L2NORM)[0]
+
+
+@pytest.mark.parametrize(("op", "shape"), [(convolved, (1, 4, 8)), (normed, (2, 8)), (attended, (1, 20, 1, 8))])
+def test_a_second_gradient_is_refused_and_not_lost(op: Callable, shape: tuple[int, ...]):
+    x = torch.randn(shape, requires_grad=True)
+    (want,) = torch.autograd.grad(op(x).sum(), x)
+    o = op(x).sum()
+    (found,) = torch.autograd.grad(o, x, create_graph=True)
+    assert torch.equal(found, want)
+    with pytest.raises(RuntimeError, match="gradients of gradients: kernels have none"):
+        (o + found.square().sum()).backward()
+
+
 def test_kernels_refuse_forward_mode_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashdelta.backends.interpreting", lambda: True)
     given = call() | {"backend": "triton"}

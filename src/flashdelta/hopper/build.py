@@ -39,10 +39,9 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     outputs = Outputs.of(problem, t)
     if problem.operation == "wy":
         return Program(outputs, [wy_dqkg(problem, t, outputs)])
-    if problem.operation == "fused_decode":
-        return Program(outputs, fused_kda_decode(problem, t, arch, outputs))
     if problem.operation != "chunk":
-        stage = commit if problem.operation == "commit" else verify if problem.has_records else decode
+        own = {"commit": commit, "fused_decode": fused_kda_decode}
+        stage = own.get(problem.operation, verify if problem.has_records else decode)
         return Program(outputs, stage(problem, portable.prepare_inputs(problem, t), arch, outputs))
     return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
 

@@ -1,11 +1,12 @@
-"""Stage `fused_decode` for Hopper: one token a sequence, states in place as `[V, K]`, as many value as query/key heads. One CTA
-per (sequence, head).
+"""Stage `fused_decode` for Hopper: one token a sequence, states in place as `[V, K]`. One CTA per (sequence, query/key head).
 
 Contract and order of operations: as `triton/fused_decode.py`. What differs is where a state waits. There it takes 64 or 128
 registers of a thread, so that two or three CTAs fit on an SM. Here it comes to shared memory by asynchronous copies, a few rows
-at a time to registers, and five CTAs of a bfloat16 state fit.
+at a time to registers, and six CTAs of a bfloat16 state fit. Rows of a group's next state are asked for where those of the one
+before have been used.
 
-A thread works out one channel of the rows; a warp has rows of the state, whose sums over keys stay within it.
+A thread works out one channel of the rows, and rolls its windows at once: no other one reads them. A warp has rows of the
+state, whose sums over keys stay within it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,51 @@ def convolved(rows, filters, bias, tap_stride):
     for tap in gl.static_range(len(rows)):
         p = gl.fma(gl.load(filters + tap * tap_stride).to(gl.float32), rows[tap], p)
     return p * sigmoid(p)
+
+
+@gluon.jit
+def rows_of(
+    head,
+    v,
+    v_head,
+    windows,
+    value_channels,
+    conv_channel,
+    conv_place,
+    weight,
+    value_taps,
+    weight_channel,
+    weight_tap,
+    bias,
+    g,
+    g_head,
+    beta,
+    beta_head,
+    z,
+    z_head,
+    A_log,
+    dt_bias,
+    channel,
+    live,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    W: gl.constexpr,
+    CHANNELS: gl.constexpr,
+):
+    """A value head's window of `v`, the inputs, `v` itself, the gate's input and rate, write strength and output gate."""
+    of_v = head.to(gl.int32) * V + channel
+    to_v = windows + placed(of_v + value_channels, conv_channel, CHANNELS)
+    window_v = inputs_of(v + head * v_head + channel, to_v, channel, conv_place, live, W)
+    row_g = gl.load(g + head * g_head + channel).to(gl.float32)
+    if dt_bias is not None:
+        row_g += gl.load(dt_bias + head * K + channel).to(gl.float32)
+    bias_v = None
+    if bias is not None:
+        bias_v = bias + value_channels + of_v
+    row_v = convolved(window_v, weight + value_taps + of_v * weight_channel, bias_v, weight_tap)
+    write_beta = gl.load(beta + head * beta_head)
+    gate = gl.load(z + head * z_head + channel)
+    return to_v, window_v, row_v, row_g, decay_rate(A_log, head), write_beta, gate
 
 
 @gluon.jit
@@ -141,13 +187,14 @@ def fused_decode_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     W: gl.constexpr,
+    GROUP: gl.constexpr,
     CHANNELS: gl.constexpr,
     GATE: gl.constexpr,
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """`K = V` channels, as many threads. 16 rows of the state at a time:
+    """`K = V` channels, as many threads. For each of `GROUP` value heads, 16 rows of the state at a time:
 
     x, windows, g --> a thread a channel: convolution, decay, norms
                           |  rows_s: decay, decay k, decay q, k;  v_s
@@ -171,13 +218,13 @@ def fused_decode_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    _slice, head, n, batch, begin, end = locate(cu_seqlens, T, H, 1)
+    _slice, qk_head, n, batch, begin, end = locate(cu_seqlens, T, H, 1)
     named = (starts, starts, accepted, None, n, begin < end, 1, start_row, start_token, start_row)
     slot, live, read = source_slot(*named, most_tokens, lowest, slots, slots, False)
     # the number of no slot may lead beyond every address
     slot = gl.where(live, slot, 0)
-    initial_state += slot * start_pitch + head * (K * V)
-    final_state += slot * target_pitch + head * (K * V)
+    initial_state += slot * start_pitch + qk_head * (GROUP * K * V)
+    final_state += slot * target_pitch + qk_head * (GROUP * K * V)
     row = gl.arange(0, ROWS, layout=value_l)
     in_tile = row[:, None] * K + gl.arange(0, K, layout=key_l)[None, :]
     state_s = gl.allocate_shared_memory(initial_state.dtype.element_ty, [TILES, ROWS, K], plain_s)
@@ -186,35 +233,33 @@ def fused_decode_kernel(
         async_copy.commit_group()
 
     channel = gl.arange(0, K, layout=channel_l)
-    of_q = head.to(gl.int32) * K + channel
+    of_q = qk_head.to(gl.int32) * K + channel
     windows = conv_state + slot * conv_slot
     to_q = windows + placed(of_q, conv_channel, CHANNELS)
     to_k = windows + placed(of_q + key_channels, conv_channel, CHANNELS)
-    to_v = windows + placed(of_q + value_channels, conv_channel, CHANNELS)
-    window_q = inputs_of(q + batch * q_batch + head * q_head + channel, to_q, channel, conv_place, live, W)
-    window_k = inputs_of(k + batch * k_batch + head * k_head + channel, to_k, channel, conv_place, live, W)
-    window_v = inputs_of(v + batch * v_batch + head * v_head + channel, to_v, channel, conv_place, live, W)
-    row_g = gl.load(g + batch * g_batch + head * g_head + channel).to(gl.float32)
-    write_beta = gl.load(beta + batch * beta_batch + head * beta_head)
-    gate = gl.load(z + batch * z_batch + head * z_head + channel)
+    window_q = inputs_of(q + batch * q_batch + qk_head * q_head + channel, to_q, channel, conv_place, live, W)
+    window_k = inputs_of(k + batch * k_batch + qk_head * k_head + channel, to_k, channel, conv_place, live, W)
     norm_of = gl.load(norm_weight + channel)
-    rate = decay_rate(A_log, head)
-    if dt_bias is not None:
-        row_g += gl.load(dt_bias + head * K + channel).to(gl.float32)
+    v += batch * v_batch
+    g += batch * g_batch
+    beta += batch * beta_batch
+    z += batch * z_batch
+    inputs = (v, v_head, windows, value_channels, conv_channel, conv_place)
+    filters_v = (weight, value_taps, weight_channel, weight_tap, bias)
+    gates = (g, g_head, beta, beta_head, z, z_head, A_log, dt_bias)
+    if GROUP == 1:
+        # ahead of the first store and the first barrier, which no load passes
+        own = rows_of(qk_head, *inputs, *filters_v, *gates, channel, live, K, V, W, CHANNELS)
     bias_q = None
     bias_k = None
-    bias_v = None
     if bias is not None:
         bias_q = bias + of_q
         bias_k = bias_q + key_channels
-        bias_v = bias_q + value_channels
     filters = weight + of_q * weight_channel
     row_q = convolved(window_q, filters, bias_q, weight_tap)
     row_k = convolved(window_k, filters + key_taps, bias_k, weight_tap)
-    row_v = convolved(window_v, filters + value_taps, bias_v, weight_tap)
-
-    write_beta = exact_beta(write_beta.to(gl.float32), BETA)
-    decay = gl.exp2(exact_log2_decay(row_g, rate, lower_bound, GATE))
+    roll(to_q, window_q, channel, conv_place, live)
+    roll(to_k, window_k, channel, conv_place, live)
     norm_q = scale
     norm_k = 1.0
     square_q, square_k, overlap = gl.reduce((row_q * row_q, row_k * row_k, row_q * row_k), 0, add_three)
@@ -222,38 +267,53 @@ def fused_decode_kernel(
         norm_q = scale * gl.rsqrt(square_q + L2_EPS)
         norm_k = gl.rsqrt(square_k + L2_EPS)
     rows_s = gl.allocate_shared_memory(gl.float32, [4, K], line_s)
-    rows_s.index(0).store(decay)
-    rows_s.index(1).store(decay * row_k)
-    rows_s.index(2).store(decay * row_q)
     rows_s.index(3).store(row_k)
     v_s = gl.allocate_shared_memory(gl.float32, [V], line_s)
-    v_s.store(row_v)
     out_s = gl.allocate_shared_memory(gl.float32, [V], line_s)
-    decay, along = rows_s.index(0).load(key_l)[None, :], rows_s.index(3).load(key_l)[None, :]
-    decayed_k, decayed_q = rows_s.index(1).load(key_l)[None, :], rows_s.index(2).load(key_l)[None, :]
-    for i in gl.static_range(TILES):
-        value = v_s.slice(i * ROWS, ROWS).load(value_l)
-        async_copy.wait_group(TILES - 1 - i)
-        state = state_s.index(i).load(tile_l).to(gl.float32)
-        along_k, along_q = gl.sum(state * decayed_k, axis=1), gl.sum(state * decayed_q, axis=1)
-        correction = norm_k * write_beta * (value - norm_k * along_k)
-        out_s.slice(i * ROWS, ROWS).store(norm_q * (along_q + overlap * correction))
-        state = state * decay + correction[:, None] * along
-        at = final_state + (i * (ROWS * K) + in_tile)
-        gl.store(at, state.to(final_state.dtype.element_ty), mask=everywhere(in_tile, read))
 
-    out = out_s.load(channel_l)
-    norm = 1.0 / gl.sqrt(gl.sum(out * out, axis=0) / V + eps)
-    y = out * norm * norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
-    y = gl.where(everywhere(channel, live), y, 0.0)
-    gl.store(o + batch * o_batch + head * o_head + channel, y.to(o.dtype.element_ty))
-    roll(to_q, window_q, channel, conv_place, live)
-    roll(to_k, window_k, channel, conv_place, live)
-    roll(to_v, window_v, channel, conv_place, live)
+    for member in range(GROUP):
+        head = qk_head * GROUP + member
+        if GROUP > 1:
+            own = rows_of(head, *inputs, *filters_v, *gates, channel, live, K, V, W, CHANNELS)
+        to_v, window_v, row_v, row_g, rate, write_beta, gate = own
+        roll(to_v, window_v, channel, conv_place, live)
+        write_beta = exact_beta(write_beta.to(gl.float32), BETA)
+        decay = gl.exp2(exact_log2_decay(row_g, rate, lower_bound, GATE))
+        rows_s.index(0).store(decay)
+        rows_s.index(1).store(decay * row_k)
+        rows_s.index(2).store(decay * row_q)
+        v_s.store(row_v)
+        decays, along = rows_s.index(0).load(key_l)[None, :], rows_s.index(3).load(key_l)[None, :]
+        decayed_k, decayed_q = rows_s.index(1).load(key_l)[None, :], rows_s.index(2).load(key_l)[None, :]
+        for i in gl.static_range(TILES):
+            value = v_s.slice(i * ROWS, ROWS).load(value_l)
+            # of a group as many tiles are under way all the time: those of the next head follow
+            async_copy.wait_group(TILES - 1 - i if GROUP == 1 else TILES - 1)
+            state = state_s.index(i).load(tile_l).to(gl.float32)
+            along_k, along_q = gl.sum(state * decayed_k, axis=1), gl.sum(state * decayed_q, axis=1)
+            correction = norm_k * write_beta * (value - norm_k * along_k)
+            out_s.slice(i * ROWS, ROWS).store(norm_q * (along_q + overlap * correction))
+            state = state * decays + correction[:, None] * along
+            tile = member * (K * V) + i * (ROWS * K) + in_tile
+            gl.store(final_state + tile, state.to(final_state.dtype.element_ty), mask=everywhere(in_tile, read))
+            if GROUP > 1:
+                if member + 1 < GROUP:
+                    copy_async(state_s.index(i), initial_state + (K * V + tile), mask=everywhere(in_tile, read))
+                async_copy.commit_group()
+
+        out = out_s.load(channel_l)
+        norm = 1.0 / gl.sqrt(gl.sum(out * out, axis=0) / V + eps)
+        y = out * norm * norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
+        y = gl.where(everywhere(channel, live), y, 0.0)
+        gl.store(o + batch * o_batch + head * o_head + channel, y.to(o.dtype.element_ty))
 
 
-MAX_REGISTERS = {torch.bfloat16: 96, torch.float32: 168}
-"""Of a thread, by dtype of the states: five CTAs of 128 channels fit on an SM, or three, as many as shared memory holds."""
+def max_registers(problem: Problem) -> int:
+    """Of a thread. Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and six of a
+    bfloat16 one; five with several value heads, which would spill."""
+    if problem.state_dtype == torch.float32:
+        return 168
+    return 80 if problem.group == 1 else 96
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -262,13 +322,13 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
     given = dict(zip(fused_decode_kernel.arg_names, launch.arguments))
     if not aligned(given["initial_state"], 16):
         return [launch]
-    names = ("K", "V", "W", "CHANNELS", "GATE", "BETA", "L2NORM", "OVERLAP")  # in the kernel's order
+    names = ("K", "V", "W", "GROUP", "CHANNELS", "GATE", "BETA", "L2NORM", "OVERLAP")  # in the kernel's order
     return [
         replace(
             launch,
             kernel=fused_decode_kernel,
             constants={name: launch.constants[name] for name in names},
             num_warps=problem.V // 32,
-            max_registers=MAX_REGISTERS[given["initial_state"].dtype],
+            max_registers=max_registers(problem),
         )
     ]

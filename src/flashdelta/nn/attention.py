@@ -211,8 +211,8 @@ class KimiDeltaAttention(nn.Module):
             cache: of the tokens before `x`, from an earlier call; None at the start of the sequences.
             return_cache: also return the cache after the last token of `x`.
             cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), as in `chunk_kda`. No
-                sequence sees another one, in the convolutions neither. Rows of no sequence are undefined, but no gradient that
-                is zero there brings them to a parameter.
+                sequence sees another one, in the convolutions neither. Outputs in rows of no sequence are undefined, but no
+                gradient that is zero there brings them to a parameter; inputs there must be finite for that.
             pool: instead of a cache: sequences go on from their slots and leave what comes next there. No gradients. With one
                 token a sequence, not packed, and heads of 32 to 128 channels it is one launch between the projections
                 (`fused_kda_decode`), in a CUDA graph too.
@@ -237,7 +237,7 @@ class KimiDeltaAttention(nn.Module):
             context = self._context(cp_context, others, x.device)
             cu_seqlens = context.cu_seqlens
         if pool is not None or slots is not None or has_initial_state is not None:
-            self._check_pool(cache, return_cache, pool, slots)
+            self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots)
         mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
         conv = None
@@ -272,10 +272,11 @@ class KimiDeltaAttention(nn.Module):
         """A pool of so many slots, zeros, where the layer is; its windows in `dtype`, the layer's own by default.
 
         Raises:
-            ValueError, TypeError: a number of slots, or a dtype of states, that is none.
+            ValueError, TypeError: a number of slots, or a dtype, that is none.
         """
         _check_positive(slots=slots)
         _check_one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float64))
+        _check_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         weight = self.q_proj.weight
         conv = weight.new_zeros(slots, self.conv_size - 1, sum(self.conv_channels), dtype=dtype or weight.dtype).mT
         shape = (slots, self.num_v_heads, self.head_v_dim, self.head_dim)
@@ -386,19 +387,35 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"cache: got conv of shape {list(cache.conv.shape)}, wanted {list(wanted)}")
 
     def _check_pool(
-        self, cache: KdaCache | None, return_cache: bool, pool: KdaPool | None, slots: Tensor | None
+        self,
+        x: Tensor,
+        cache: KdaCache | None,
+        return_cache: bool,
+        cu_seqlens: Tensor | None,
+        pool: KdaPool | None,
+        slots: Tensor | None,
     ) -> None:
         if not isinstance(pool, KdaPool):
             raise TypeError(
                 f"pool: got {type(pool).__name__}, wanted a KdaPool (slots and has_initial_state are of one)"
             )
-        if slots is None:
-            raise TypeError("slots: got NoneType, wanted a torch.Tensor of slots of the pool")
+        if not isinstance(slots, Tensor):
+            raise TypeError(f"slots: got {type(slots).__name__}, wanted a torch.Tensor of slots of the pool")
         if cache is not None or return_cache:
             raise ValueError("pool: got one with a cache, wanted one of the two")
-        wanted = (sum(self.conv_channels), self.conv_size - 1)
-        if tuple(pool.conv.shape[1:]) != wanted:
-            raise ValueError(f"pool: got conv of shape {list(pool.conv.shape)}, wanted {['slots', *wanted]}")
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            raise ValueError("pool: got one with gradients, wanted torch.no_grad() (it is updated in place)")
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if tuple(slots.shape) != (sequences,):
+            raise ValueError(f"slots: got shape {list(slots.shape)}, wanted one a sequence = [{sequences}]")
+        wanted = {
+            "conv": (pool.state.shape[0], sum(self.conv_channels), self.conv_size - 1),
+            "state": (pool.state.shape[0], self.num_v_heads, self.head_v_dim, self.head_dim),
+        }
+        for name, shape in wanted.items():
+            found = tuple(getattr(pool, name).shape)
+            if found != shape:
+                raise ValueError(f"pool: got {name} of shape {list(found)}, wanted {list(shape)}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KimiDeltaAttention:
         """Moves and casts as any module does, but leaves `A_log` and `dt_bias` in float32, unrounded."""

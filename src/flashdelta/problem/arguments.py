@@ -91,11 +91,11 @@ def integer(*values: int) -> Check:
 
 
 def one_of(*values: object) -> Check:
-    named = tuple(x for x in values if x is not None)
+    """`values` may have None among them, last."""
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, (str, type(None))) or value not in values:
-            raise wrong(name, repr(value), f"one of {named}")
+            raise wrong(name, repr(value), f"one of {values}")
 
     return check
 
@@ -103,7 +103,8 @@ def one_of(*values: object) -> Check:
 # ---- tensors ------------------------------------------------------------------------------------------------------------
 
 Dtypes = Callable[[torch.dtype, Any], tuple[tuple[torch.dtype, ...], str]]
-"""The dtypes that an argument may have, given that of the operation's first tensor and the call, and how to say so."""
+"""The dtypes that an argument may have, given that of the operation's first tensor and the call, and how to say so. In the text
+`{first}` is that tensor's name, and `{role}` the caller's name of an argument."""
 
 
 def dtypes(*allowed: torch.dtype) -> Dtypes:
@@ -124,15 +125,15 @@ FLOAT32 = dtypes(torch.float32)
 
 
 def like_first(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (first,), f"q's dtype {first}"
+    return (first,), f"{{first}}'s dtype {first}"
 
 
 def float32_or_first(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (torch.float32, first), f"float32 or q's dtype {first}"
+    return (torch.float32, first), f"float32 or {{first}}'s dtype {first}"
 
 
 def wide_or_first(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (wide(first), first), f"{wide(first)} or q's dtype {first}"
+    return (wide(first), first), f"{wide(first)} or {{first}}'s dtype {first}"
 
 
 def only_wide(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
@@ -170,6 +171,7 @@ WORDS = {
     "N1": "N + 1",
     "C": "chunk_size",
     "RECORD": "2 * K + V + 4 up to a multiple of 16",
+    "PART": "D / 3",
 }
 """Symbols that read otherwise in messages."""
 
@@ -239,10 +241,18 @@ def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
             raise wrong(name, f"strides {x.stride()}", "a contiguous tensor" if dense == x.dim() else what)
         inner *= size
     span = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if written and size > 1):
+    for stride, size in ascending((stride, size) for size, stride in zip(x.shape, x.stride()) if written and size > 1):
         if stride < span:
             raise wrong(name, f"strides {x.stride()}", "memory of its own for every element (they must not overlap)")
         span += stride * (size - 1)
+
+
+def ascending(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """By the first of each pair. (`torch.compile` traces no `sorted` of sizes that it leaves open.)"""
+    found: list[tuple[int, int]] = []
+    for pair in pairs:
+        found.insert(sum(1 for other in found if other[0] <= pair[0]), pair)
+    return found
 
 
 def check_saved(inputs: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -417,14 +427,15 @@ class Operation:
             raise wrong(name, None, f"a tensor of shape {described} ({why.format_map(_Names(self))})")
 
     def _check_dtypes_and_devices(self, call: Any, present: list[tuple[Argument, Tensor]]) -> None:
-        first = present[0][1]
+        (leading, first), *_ = present
         for argument, x in present:
             allowed, said = argument.dtype(first.dtype, call)
             if x.dtype not in allowed:
+                said = said.format_map(_Names(self, first=self.name_of(leading.role)))
                 raise TypeError(f"{self.name_of(argument.role)}: got dtype {x.dtype}, wanted {said}")
             device = CPU if argument.on_host else first.device
             if x.device != device:
-                of = "" if argument.on_host else f"{self.name_of(present[0][0].role)}'s "
+                of = "" if argument.on_host else f"{self.name_of(leading.role)}'s "
                 raise wrong(self.name_of(argument.role), f"device {x.device}", f"{of}device {device}")
 
     def check_overlaps(self, by_role: Mapping[str, Any]) -> None:
@@ -463,8 +474,8 @@ class Operation:
 class _Names(dict):
     """An operation's names of roles, for messages."""
 
-    def __init__(self, operation: Operation):
-        super().__init__()
+    def __init__(self, operation: Operation, **more: str):
+        super().__init__(more)
         self.operation = operation
 
     def __missing__(self, role: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +33,6 @@ from .arguments import (
     only_wide,
     shape_of,
     state,
-    wide,
     wide_or_first,
 )
 from .context import BORDER, context_in_call, has_context
@@ -208,12 +208,12 @@ def gate_of(c: Any) -> str:
     return "softplus" if c.lower_bound is None else "lower_bound"
 
 
-def parameter(role: str) -> Rule:
+def parameter(role: str, ways: str = "use_gate_in_kernel=True, gate='softplus' or gate='lower_bound'") -> Rule:
     return Rule(
         role,
         lambda c: getattr(c, role) is not None and gate_of(c) not in PARAMETRIC_GATES,
         "a tensor with a gate that does not read it",
-        "None, or a gate that does (use_gate_in_kernel=True, gate='softplus' or gate='lower_bound')",
+        f"None, or a gate that does ({ways})",
     )
 
 
@@ -580,9 +580,11 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
         x, flattened = getattr(c, role), (rows, math.prod(inner))
         if x is None:
             continue
-        if tuple(x.shape) in (flattened, (rows, *inner), (1, rows, *inner)):
+        # a comparison of tuples is one of symbols to torch.compile, also where their numbers are known
+        known = (flattened, (1, *flattened), (rows, *inner), (1, rows, *inner))
+        if any(len(shape) == x.dim() and all(map(operator.eq, shape, x.shape)) for shape in known):
             views[role] = x.view(*leading, *inner)
-        elif x.dim() == 2:
+        elif x.dim() != len(leading) + len(inner):
             raise wrong(called.get(role, role), shape_of(x), f"{symbols} = {list(flattened)}")
     heads_of = {"q": (heads, K), "k": (heads, K), "v": (HV, V)}
     views |= {role: x.view(*leading, *heads_of[role]) for role, x in (("q", q), ("k", k), ("v", v))}
@@ -612,7 +614,7 @@ def bind_record(sizes: Sizes) -> None:
 
 def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
     """`commit` copies them there, or replays records of float32 (float64 for float64 states)."""
-    pool, name = pool_of(c)
+    pool, name = (c.source_pool, "{source_pool}") if c.state_pool is None else (c.state_pool, "{state_pool}")
     if has_records(c):
         return only_wide(pool.dtype, c)
     return (pool.dtype,), f"{name}'s dtype {pool.dtype}"
@@ -829,14 +831,6 @@ def rows_shape(c: Any) -> str:
     return " ".join([*(f"D{i}" for i in range(c.x.dim() - 1)), "V"])
 
 
-def like_x(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (first,), f"x's dtype {first}"
-
-
-def wide_or_x(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
-    return (wide(first), first), f"{wide(first)} or x's dtype {first}"
-
-
 def check_norm(c: Any, sizes: Sizes) -> None:
     if not 1 <= sizes["V"] <= MAX_NORM:
         raise wrong("x", shape_of(c.x), f"a last dimension of 1 to {MAX_NORM}")
@@ -850,8 +844,8 @@ GATED_RMS_NORM = Operation(
     "gated_rms_norm",
     (
         Argument("x", rows_shape, INPUT, required=""),
-        Argument("z", rows_shape, like_x, required=""),
-        Argument("weight", "V", wide_or_x, required=""),
+        Argument("z", rows_shape, like_first, required=""),
+        Argument("weight", "V", wide_or_first, required=""),
     ),
     {"eps": epsilon, "activation": one_of(*NORM_GATES)},
     (),
@@ -891,16 +885,16 @@ SHORT_CONVOLUTION = Operation(
     (
         Argument("x", "B T D", INPUT, required=""),
         Argument("cu_seqlens", "N1", INDEX),
-        Argument("weight", ("D W", "D 1 W"), wide_or_x, required=""),
-        Argument("bias", "D", wide_or_x),
-        Argument("initial_state", "N D L", wide_or_x),
-        Argument("state_pool", "slots D L", wide_or_x, written=True),
+        Argument("weight", ("D W", "D 1 W"), wide_or_first, required=""),
+        Argument("bias", "D", wide_or_first),
+        Argument("initial_state", "N D L", wide_or_first),
+        Argument("state_pool", "slots D L", wide_or_first, written=True),
         Argument("state_indices", "N", INDEX, required=needs_indices),
         Argument("has_initial_state", "N", BOOL),
         *MARKS,
-        Argument("checkpoint_states", "rows D L", wide_or_x, written=True),
-        Argument("out", "B T D", like_x, dense=1, written=True),
-        Argument("final_state", "N D L", wide_or_x, written=True),
+        Argument("checkpoint_states", "rows D L", wide_or_first, written=True),
+        Argument("out", "B T D", like_first, dense=1, written=True),
+        Argument("final_state", "N D L", wide_or_first, written=True),
     ),
     {"activation": one_of("silu", None), "null_index": one_of(*NULL_INDICES), "checkpoint_every": tokens_apart},
     (
@@ -928,6 +922,8 @@ FUSED_NAMES = {
     "intermediate_indices": "intermediate_state_indices",
 }
 """FlashInfer's and vLLM's names, where they have one."""
+
+FUSED_PARAMETERS = ("A_log", "dt_bias")
 
 
 def fused_rows(c: Any, sizes: Sizes) -> Any:
@@ -990,7 +986,8 @@ FUSED_DECODE = Operation(
     ),
     OPTIONS | {"eps": epsilon},
     (
-        *(rule for rule in GATE_RULES if rule.argument != "gate"),
+        *(rule for rule in GATE_RULES if rule.argument not in ("gate", *FUSED_PARAMETERS)),
+        *(parameter(role, "gate='softplus' or gate='lower_bound'") for role in FUSED_PARAMETERS),
         *(needs(role, "num_spec_tokens") for role in ("num_accepted_tokens", "intermediate_states")),
         needs("intermediate_indices", "intermediate_states"),
     ),

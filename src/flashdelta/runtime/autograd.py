@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend, Recording
 from ..problem.arguments import check_saved, resolved
@@ -92,6 +93,25 @@ class Differentiable:
         return found
 
 
+NO_SECOND = "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad"
+
+
+def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A backward pass whose gradients, where a graph is made of it (`create_graph=True`), can't be differentiated: by PyTorch's
+    `once_differentiable` they are constants if what comes in is one, and what they add to a second gradient is lost."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> tuple:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        refuse = torch._C._functions.DelayedError(NO_SECOND.encode(), len(found))
+        return refuse(*(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in found))
+
+    return once
+
+
 class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, call: Differentiable, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +122,7 @@ class _Differentiated(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor | None) -> tuple:
         call, kept = ctx.call
         grad_o, grad_final = resolved(grad_o), None if grad_final is None else resolved(grad_final)

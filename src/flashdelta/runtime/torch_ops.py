@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import backends
 from ..problem.operations import BY_NAME
 from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, SETTINGS, Problem, Tensors, problem_of
+from .autograd import NO_SECOND
 
 POOL = (
     *("state_pool", "state_indices", "has_initial_state"),
@@ -221,9 +222,7 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _differentiate_again(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(
-        "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad"
-    )
+    raise NotImplementedError(NO_SECOND)
 
 
 GRADIENTS = {

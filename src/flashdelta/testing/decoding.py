@@ -345,7 +345,9 @@ def _log_decay(step: Step, t: dict, g: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(g)
     rate = t["A_log"].double().exp()[:, None]
     x = g + t["dt_bias"].double().view(step.HV, step.K)
-    return -rate * torch.nn.functional.softplus(x) if step.gate == "softplus" else -5.0 * torch.sigmoid(rate * x)
+    if step.gate == "softplus":
+        return -rate * torch.nn.functional.softplus(x)
+    return step.lower_bound * torch.sigmoid(rate * x)
 
 
 def named(step: Step, index: int, slots: int) -> bool:

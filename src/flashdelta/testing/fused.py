@@ -13,6 +13,7 @@ from torch import Tensor
 from ..problem.problem import record_width
 from .decoding import BF16, FP32, Expected, Step, amid, expected, make_step, named
 from .inputs import Source
+from .layer import in_memory
 
 EPS = 1e-5
 RECORD_GAP = 16
@@ -23,7 +24,8 @@ RECORD_GAP = 16
 class FusedStep(Step):
     """One call. `W` taps; windows hold `room` inputs more than they must, and lie by `"token"` (channels innermost), by
     `"channel"`, or in one `"page"` with the state; weights are those of `"channels"`, of `"conv1d"`, or `"parts"`. With `rows`
-    the call records what tokens change."""
+    the call records what tokens change. `scattered`: heads of gates, and each number of a parameter, lie amid NaN.
+    `zero_rows`: all that q and k are made of is 0."""
 
     K: int = 32
     V: int = 32
@@ -33,6 +35,8 @@ class FusedStep(Step):
     order: str = "token"
     room: int = 0
     weights: str = "channels"
+    scattered: bool = False
+    zero_rows: bool = False
 
     @property
     def channels(self) -> int:
@@ -68,6 +72,19 @@ FUSED_STEPS = [
     FusedStep("wide", "K < V", K=32, V=64, bias=True),
     FusedStep("model", "the heads of all models", K=128, V=128, B=1, indices=(1,)),
     FusedStep("bf16", "states in bfloat16, rounded once", state=BF16, gap=9),
+    FusedStep("odd_pitch", "slots that no vector load aligns to", gap=9),
+    FusedStep(
+        "scattered",
+        "gates, parameters, indices and slots amid others; a bound that is not -5",
+        scattered=True,
+        bias=True,
+        lower_bound=-1.5,
+        every=3,
+        gap=32,
+        H=2,
+        HV=2,
+    ),
+    FusedStep("zero_rows", "q and k of zeros under the L2 norm", zero_rows=True),
     FusedStep("null", "null slots, and one past the end", indices=(-1, 8, 3)),
     FusedStep("reserved", "slot 0 is reserved", indices=(0, 3, 0), null_index="non_positive"),
     FusedStep("no_slots", "empty pools", slots=0, indices=(0, 1, -1)),
@@ -168,7 +185,25 @@ def make_fused(step: FusedStep, dtype: torch.dtype = FP32, device: str | torch.d
         call["intermediate_states"] = amid(
             source, torch.float64 if step.state == torch.float64 else FP32, shape, RECORD_GAP
         ).fill_(torch.nan)
-    return call
+    if step.zero_rows:
+        for x in (call["x"], call["conv_state"]):
+            x[:, : 2 * step.H * step.K] = 0.0
+    return _scattered(step, call) if step.scattered else call
+
+
+def _scattered(step: FusedStep, call: dict) -> dict:
+    """Rows of a head stay dense."""
+    heads = {"raw_g": (step.HV, step.K), "output_gate": (step.HV, step.V)}
+    # as far apart as nothing else is
+    found = {
+        name: in_memory(call[name].reshape(-1, *heads[name]), apart)
+        for name, apart in (("raw_g", 3), ("output_gate", 4))
+    }
+    for name in ("raw_beta", "A_log", "dt_bias", "bias", "norm_weight"):
+        if call[name] is not None:
+            x = call[name].reshape(-1, step.HV) if name == "raw_beta" else call[name]
+            found[name] = in_memory(x[..., None], 3)[..., 0]
+    return call | found
 
 
 def _windows(step: FusedStep, call: dict, source: Source, dtype: torch.dtype) -> None:

@@ -553,6 +553,7 @@ VARIANTS = (
     _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
     _hopper_fused("K128 V128 fp32"),
     _hopper_fused("K128 V128 bf16", state_dtype=torch.bfloat16),
+    _hopper_fused("K128 V128 bf16, eight value heads", heads=8, group=8, state_dtype=torch.bfloat16),
     _hopper_fused("K64 V64 bf16, unbounded, W3", K=64, V=64, gate="softplus", taps=3, state_dtype=torch.bfloat16),
     _hopper("wy K128 V128", operation="wy"),
     _hopper("wy K128 V128 fixed length", operation="wy", packed=False),

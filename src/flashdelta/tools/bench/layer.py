@@ -136,6 +136,10 @@ class LayerStep:
         self.some = self.slots[0][:CHECKED].long()
         self.before = self.pool[self.some], self.windows[self.some]
 
+    @property
+    def around(self) -> str:
+        return around_of(self.setup.backend)
+
     def fused(self, slots: Tensor) -> Tensor:
         return fd.fused_kda_decode(
             *(self.x, self.weight, self.windows, self.call["g"][:, 0], self.call["beta"][:, 0]),
@@ -149,17 +153,17 @@ class LayerStep:
     def chain(self, slots: Tensor) -> Tensor:
         self.convolved(slots)
         o = self.bare(slots, self.mixed[:, 0])
-        return fd.gated_rms_norm(o, self.z[:, None], self.norm_weight, eps=EPS, backend=self.setup.backend)
+        return fd.gated_rms_norm(o, self.z[:, None], self.norm_weight, eps=EPS, backend=self.around)
 
     def convolved(self, slots: Tensor) -> None:
         pool = {"state_pool": self.windows, "state_indices": slots}
-        fd.short_convolution(self.x[:, None], self.weight, **pool, out=self.mixed, backend=self.setup.backend)
+        fd.short_convolution(self.x[:, None], self.weight, **pool, out=self.mixed, backend=self.around)
 
     def bare(self, slots: Tensor, mixed: Tensor) -> Tensor:
         """Attention alone, of rows that a convolution left."""
         step = {name: x for name, x in self.call.items() if name not in ("q", "k", "v", "g", "beta")}
         g, beta = self.call["g"].flatten(1), self.call["beta"].flatten(1)
-        options = {"ssm_state_indices": slots, "backend": self.setup.backend}
+        options = {"ssm_state_indices": slots, "backend": self.around}
         return fd.recurrent_kda(mixed_qkv=mixed, g=g, beta=beta, **step | options)[0]
 
     def fla(self, functions: Mapping[str, Any], gate_inside: bool) -> tuple[Run, Run]:
@@ -287,7 +291,7 @@ def whole(t: Mapping[str, Tensor], options: Mapping[str, Any], case: LayerCall, 
 
 
 def around_of(backend: str) -> str:
-    """Hopper has no kernels of its own for what lies around attention."""
+    """Hopper has no kernels of its own for what lies around attention, nor for steps of attention alone of float32 states."""
     return "auto" if backend == "hopper" else backend
 
 

@@ -152,9 +152,9 @@ def serve(batch: Batch, requests: Sequence[Request]) -> tuple[list[str], list[in
 
 
 def make_requests(count: int, tokens: int, seed: int, prompt: str | None) -> list[Request]:
-    """Prompts in turn, lengths from a quarter of `tokens` to all of it."""
+    """Prompts in turn, lengths from all of `tokens` to a quarter."""
     return [
-        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (1 + 3 * i % 4) // 4), seed + i, i * STEPS_APART)
+        Request(prompt or PROMPTS[i % len(PROMPTS)], max(1, tokens * (4 - i % 4) // 4), seed + i, i * STEPS_APART)
         for i in range(count)
     ]
 
