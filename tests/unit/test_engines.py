@@ -3,11 +3,13 @@ the integrations are turned on, and off."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import re
 import sys
 import textwrap
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +295,22 @@ def test_other_arguments_are_the_engines():
     call = Replacement(seam.adapter, seam, lambda *x, **named: "theirs")
     assert call(1, 2) == call(1, b=2, c=3) == "ours"
     assert call(1, 2, d=4) == call(1, 2, 3) == call(1, a=2) == "theirs"
+
+
+def test_rows_that_graphs_read_are_kept(monkeypatch: pytest.MonkeyPatch):
+    """When a batch wants more of them."""
+    monkeypatch.setattr(engine_module, "_rows", {})
+    cpu = torch.device("cpu")
+    few, many = first_rows(3, cpu), first_rows(5000, cpu)
+    assert (
+        few.tolist() == [0, 1, 2]
+        and many.tolist() == [*range(5000)]
+        and first_rows(4, cpu).data_ptr() == many.data_ptr()
+    )
+    captured = weakref.ref(few._base)
+    del few
+    gc.collect()
+    assert captured() is not None
 
 
 # ---- on and off -----------------------------------------------------------------------------------------------------------

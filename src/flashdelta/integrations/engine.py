@@ -124,14 +124,16 @@ def warm_up(op: Callable[..., Any], **options: Any) -> None:
         warmup(op, **options)
 
 
-_rows: dict[torch.device, Tensor] = {}
+_rows: dict[torch.device, list[Tensor]] = {}
 
 
 def first_rows(n: int, device: torch.device) -> Tensor:
-    """`[n]` int32: 0, 1, 2, ... One tensor a device, but for graphs that are captured before there is one."""
-    known = _rows.get(device)
-    if known is None or len(known) < n:
-        known = torch.arange(max(n, 1024), dtype=torch.int32, device=device)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _rows[device] = known
-    return known[:n]
+    """`[n]` int32: 0, 1, 2, ... One tensor a device, but for graphs that are captured before there is one. A longer one leaves
+    the others as they are: graphs read them."""
+    known = _rows.setdefault(device, [])
+    if known and len(known[-1]) >= n:
+        return known[-1][:n]
+    rows = torch.arange(max(2 * n, 1024), dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        known.append(rows)
+    return rows[:n]
