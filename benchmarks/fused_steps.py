@@ -9,12 +9,10 @@ most registers that ptxas may give a thread; what that spills of two shapes is l
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -26,7 +24,7 @@ from flashdelta.tools.bench.checks import fault
 from flashdelta.tools.bench.contenders import DECODE_TOLERANCE, Contender, Setup, Work, launch_all
 from flashdelta.tools.bench.environment import environment
 from flashdelta.tools.bench.layer import LayerStep
-from flashdelta.tools.bench.report import new_document, save, text_table
+from flashdelta.tools.bench.report import new_document, save, script_parser, text_table
 from flashdelta.tools.bench.timing import Effort, Run, Timer, capture, summarize, sustained, take_turns
 from flashdelta.tools.bench.workloads import LAYER, Row
 from flashdelta.triton import fused_decode
@@ -122,15 +120,12 @@ def spills(row: Row, setup: Setup) -> list[str]:
     return lines
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="H = 32 alone")
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    return parser.parse_args(arguments)
+PARSER = script_parser(__doc__)
+PARSER.add_argument("--quick", action="store_true", help="H = 32 alone")
 
 
 def main() -> int:
-    arguments, device = parsed(), torch.device("cuda")
+    arguments, device = PARSER.parse_args(), torch.device("cuda")
     setup = Setup(device, Timer(device), EFFORT)
     rows = [row for row in LAYER if row.table == "decode" and (not arguments.quick or row.call.H == 32)]
     document = new_document("fused_steps", environment(device))

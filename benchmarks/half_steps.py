@@ -8,10 +8,8 @@ and in steps; then errors of o and the final state against float64. The tuning l
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -26,7 +24,7 @@ from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import relative_error, truth
 from flashdelta.tools.bench.environment import environment
-from flashdelta.tools.bench.report import new_document, save
+from flashdelta.tools.bench.report import new_document, save, script_parser
 from flashdelta.tools.bench.timing import Timer, sustained
 from flashdelta.triton.launch import StageCall
 
@@ -94,14 +92,11 @@ def show(title: str, found: dict[str, float], chunks: int) -> None:
         print(f"  {name:28} {us:8.1f} us, {us / chunks:6.3f} us a chunk of {chunks}")
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    return parser.parse_args(arguments)
+PARSER = script_parser(__doc__)
 
 
 def main() -> None:
-    out, device = parsed().out, torch.device("cuda")
+    out, device = PARSER.parse_args().out, torch.device("cuda")
     timer = Timer(device)
     results: dict = new_document("half_steps", environment(device)) | {"times": {}, "errors": {}}
     for name, shape in SHAPES.items():

@@ -9,9 +9,7 @@ measured.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -22,7 +20,7 @@ from flashdelta.runtime.call import check
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import relative_error
 from flashdelta.tools.bench.environment import environment
-from flashdelta.tools.bench.report import new_document, save
+from flashdelta.tools.bench.report import new_document, save, script_parser
 from flashdelta.tools.bench.timing import Run, Timer, capture, sustained
 from flashdelta.tools.bench.workloads import GATES, SHARDS
 
@@ -64,19 +62,16 @@ def measured(case, timer: Timer) -> dict:
     return {"case": case.name, **us, "ratio": us["tried"] / us["as_is"], **counts, "o": o, "state": state}
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    return parser.parse_args(arguments)
+PARSER = script_parser(__doc__)
 
 
 def main() -> None:
-    out, device = parsed().out, torch.device("cuda")
+    out, device = PARSER.parse_args().out, torch.device("cuda")
     timer = Timer(device)
-    results: dict = new_document("trials", environment(device)) | {"cases": []}
+    results = new_document("trials", environment(device))
     for case in CASES:
-        results["cases"].append(measured(case, timer))
-        print(LINE.format_map(results["cases"][-1]), flush=True)
+        results["rows"].append(measured(case, timer))
+        print(LINE.format_map(results["rows"][-1]), flush=True)
         if out is not None:
             save(results, out)
 

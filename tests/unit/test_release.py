@@ -176,7 +176,7 @@ def test_each_command_parses(part: Part, tmp_path: Path):
     elif words[:2] == ["-m", "tests.fuzz"]:
         assert runner.parsed(words[2:]).seconds < part.limit
     elif words[0].startswith("benchmarks/"):
-        assert script(words[0]).parsed(words[1:]).out.parent == tmp_path
+        assert script(words[0]).PARSER.parse_args(words[1:]).out.parent == tmp_path
     else:
         assert words[:3] == ["-m", "pytest", "-q"]
 

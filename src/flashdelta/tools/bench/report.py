@@ -6,6 +6,7 @@ row (`ours`, `fla`, ...) has its times, its errors and `problem`, which says why
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import json
@@ -29,6 +30,13 @@ WIDTH = 80
 def new_document(benchmark: str, environment: dict) -> dict:
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"benchmark": benchmark, "date": date, "environment": environment, "rows": []}
+
+
+def script_parser(about: str) -> argparse.ArgumentParser:
+    """Of a script that writes a document: `about` is its docstring."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    return parser
 
 
 def to_json(document: object) -> str:
