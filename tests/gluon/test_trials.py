@@ -25,6 +25,7 @@ from flashdelta.testing.oracle import (
 )
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
+from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved, replaced
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
@@ -131,39 +132,15 @@ def test_regular_checkpoints():
     assert_close("checkpoints", found, want, 1e-6)
 
 
-EXPLICIT = replace(
-    KIMI, gate="none", lower_bound=None, safe=True, l2norm=False, beta="value", H=1, HV=1, T=384, state=FP32
-)
-"""Decays, keys and write strengths as they are given, for six chunks."""
-
-
-def explicit_call(case: Case, g: torch.Tensor, k: torch.Tensor | None = None) -> dict:
-    """With log decays `g [T, K]`, and keys `k [T, K]` that are written with strength 1."""
-    call = hopper_call(case)
-    call["g"].copy_(g.reshape(1, -1, 1, case.K))
-    if k is not None:
-        call["k"].copy_(k.reshape(1, -1, 1, case.K))
-        call["beta"].fill_(1.0)
-    return call
-
-
-@pytest.mark.parametrize("other", [9, 70])
+@pytest.mark.parametrize("other", OTHERS)
 def test_what_moves_between_channels_is_remembered(other: int):
-    """No channel's decay lets anything outlast a chunk. But in the middle of each a key moves half of channel 3 to another, or
-    back, which decays in the first half of the chunk alone."""
-    g, k = torch.full((6, 2, 32, 128), -5.0), torch.zeros(6, 64, 128)
-    g[0::2, 0, :, 3] = g[0::2, 1, :, other] = g[1::2, 0, :, other] = g[1::2, 1, :, 3] = 0.0
-    k[:, 31, [3, other]] = 0.5**0.5
-    call = explicit_call(replace(EXPLICIT, name="moved"), g, k)
+    call = moved(replace(EXPLICIT, H=1, HV=1, T=384), other)
     call["initial_state"] *= 64
     hold(call, in_segments(call), chunked_truth(call))
 
 
 def test_what_is_replaced_is_forgotten():
-    """Keys are all unit vectors, one after another: nothing decays, but all is overwritten, NaN included."""
-    case = replace(EXPLICIT, name="replaced", K=64, V=64)
-    call = explicit_call(case, torch.zeros(384, 64), torch.eye(64).repeat(6, 1))
-    call["v"][:, :64] = torch.nan
+    call = replaced(replace(EXPLICIT, H=1, HV=1, K=64, V=64, T=384))
     o, state = in_segments(call)
     assert o[:, :64].isnan().any() and o[:, 128:].isfinite().all() and state.isfinite().all()
 
@@ -173,5 +150,5 @@ def test_each_chunk_is_tried_by_itself(remembered: tuple[int, ...]):
     """The others forget at their ends."""
     g = torch.full((6, 64, 128), -1 / 64)
     g[[i for i in range(6) if i not in remembered], 40:] = -5.0
-    call = explicit_call(replace(EXPLICIT, name="some remembered"), g)
+    call = explicit_call(replace(EXPLICIT, H=1, HV=1, T=384), g)
     hold(call, in_segments(call), chunked_truth(call))
