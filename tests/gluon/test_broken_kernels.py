@@ -14,6 +14,7 @@ from flashdelta.hopper.device import layouts, pipeline, tma, trial
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.decoding import SINGLE_BF16
 from flashdelta.testing.wy import WyCase
+from flashdelta.triton.segments import compose_kernel
 
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED
@@ -60,6 +61,23 @@ def in_long_segments() -> None:
     """Longer than the ring."""
     with test_trials.tried(test_trials.WITH), hopper_on_cpu(sms=8):
         test_chunk.check(replace(test_trials.ONE, T=1100, memory="random"))
+
+
+def moved() -> None:
+    for kind in (test_trials.WITH, test_trials.WITHOUT):
+        with test_trials.tried(kind):
+            test_trials.test_what_moves_between_channels_is_remembered(70)
+            test_trials.test_what_moves_between_channels_is_remembered(9)
+
+
+def replaced() -> None:
+    with test_trials.tried(test_trials.WITHOUT):
+        test_trials.test_what_is_replaced_is_forgotten()
+
+
+def remembered_once() -> None:
+    with test_trials.tried(test_trials.WITH):
+        test_trials.test_each_chunk_is_tried_by_itself((1,))
 
 
 def tried_in_a_pool() -> None:
@@ -138,6 +156,11 @@ FAULTS = [
     Break("a state is passed on in silence", recurrence.compute, "signal(semaphore)", "pass", stream_k),
     Break("semaphores are not cleared", prepare.prepare_kernel, "if tile == 0", "if tile == -1", stream_k),
     Break("all is forgotten", trial.trial, "<= FORGOTTEN", "<= 1e30", remembered),
+    Break("only a part of M counts", trial.trial, "squares +=", "squares += 0.0 if i != j else", moved),
+    Break("only decays count", trial.trial, "M += gl.where", "M = gl.where", moved),
+    Break("another channel's decay", trial.trial, "channel == key", "channel == 63 - key", replaced),
+    Break("a border is not looked at", compose_kernel, "first + 1 + tl", "first + 2 + tl", remembered_once),
+    Break("the loader is not told", pipeline.Decision.make, "yes.to(gl.int32)", "0", in_long_segments),
     Break("another chunk is tried", segments.load, "high - 1, stop", "_low, stop", forgotten),
     Break(
         "the loader decides by itself",
@@ -149,6 +172,7 @@ FAULTS = [
     Break("the chunk before is not fetched", recurrence.load, "low -= is_tried(tile).to(gl.int32)", "pass", forgotten),
     Break("a segment does not wait", recurrence.compute, "wait(semaphore + place", "(place", remembered),
     Break("a segment ends in silence", recurrence.compute, "signal(semaphore + place", "(place", remembered, nth=1),
+    Break("nobody says what is read", recurrence.compute, "signal(semaphore + place", "(place", tried_in_a_pool),
     Break(
         "a pool is written first", recurrence.compute, "wait(semaphore + first_place", "(first_place", tried_in_a_pool
     ),

@@ -25,6 +25,7 @@ from flashdelta.testing.oracle import (
 )
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
+from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved, replaced
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
@@ -129,3 +130,25 @@ def test_regular_checkpoints():
     poisoned(call | {"split": False, "checkpoint_states": want})
     in_segments(call | {"checkpoint_states": found})
     assert_close("checkpoints", found, want, 1e-6)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_moves_between_channels_is_remembered(other: int):
+    call = moved(replace(EXPLICIT, H=1, HV=1, T=384), other)
+    call["initial_state"] *= 64
+    hold(call, in_segments(call), chunked_truth(call))
+
+
+def test_what_is_replaced_is_forgotten():
+    call = replaced(replace(EXPLICIT, H=1, HV=1, K=64, V=64, T=384))
+    o, state = in_segments(call)
+    assert o[:, :64].isnan().any() and o[:, 128:].isfinite().all() and state.isfinite().all()
+
+
+@pytest.mark.parametrize("remembered", [(1,), (4,), (0, 1, 3, 4, 5)], ids=str)
+def test_each_chunk_is_tried_by_itself(remembered: tuple[int, ...]):
+    """The others forget at their ends."""
+    g = torch.full((6, 64, 128), -1 / 64)
+    g[[i for i in range(6) if i not in remembered], 40:] = -5.0
+    call = explicit_call(replace(EXPLICIT, H=1, HV=1, T=384), g)
+    hold(call, in_segments(call), chunked_truth(call))

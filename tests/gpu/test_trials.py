@@ -17,6 +17,7 @@ from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import chunked_truth, covered_tokens, relative_error, same_bits
 from flashdelta.tools.bench.timing import capture
 
+from ..support.trials import EXPLICIT, OTHERS, moved, replaced
 from .calls import KIMI, UNBOUNDED, assert_same_bits, hold, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -102,3 +103,20 @@ def test_a_pool_in_place(case: Case, memory: str):
         found = poisoned(call)[0]
         assert_same_bits((found,), (want,), covered_tokens(call))
         assert same_bits(pool, after)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("case", [COMPOSED[0], ALONE[0]], ids=case_id)
+def test_what_moves_between_channels_is_remembered(case: Case, other: int):
+    call = moved(replace(EXPLICIT, T=case.T, H=case.H, HV=case.HV), other, "cuda")
+    found = in_segments(call)
+    hold(call, found, chunked_truth(call))
+    if case is ALONE[0]:
+        assert_same_bits(found, poisoned(call | {"split": False}), covered_tokens(call))
+
+
+@pytest.mark.parametrize(("T", "H"), [(8192, 8), (2048, 24)], ids=["with transitions", "without"])
+def test_what_is_replaced_is_forgotten(T: int, H: int):
+    """The NaN of the first chunk spreads no further than its segment."""
+    o, state = in_segments(replaced(replace(EXPLICIT, K=64, V=64, T=T, H=H, HV=H), "cuda"))
+    assert o[:, :64].isnan().any() and o[:, 3 * T // 4 :].isfinite().all() and state.isfinite().all()

@@ -338,6 +338,24 @@ def test_warmup_calls_every_form(packed: bool, V: int):
     }
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sms", [78, 114, 132])
+def test_warmup_tries_segments(sms: int, packed: bool, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """With transitions and without, on all Hopper GPUs."""
+    monkeypatch.setattr(hopper_segments, "TRIALS", True)
+    monkeypatch.setattr(hopper_segments, "sm_count", lambda device: sms)
+    K, V = dims
+    found = []
+    for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
+        lengths = (T, *(0,) * (N - 1)) if packed else None
+        call = meta_call(replace(KIMI, B=1 if packed else B, T=T, K=K, V=V, H=H, HV=H, lengths=lengths))
+        problem, t = check(fd.chunk_kda, **call)
+        found.append(segments(problem, t.device))
+    assert all(cut.tried for cut in found)
+    assert {cut.composed for cut in found if cut.most > 0} == {False, True}
+
+
 SHARD = replace(KIMI, T=2048, H=12, HV=12)
 
 
