@@ -69,7 +69,8 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
         call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
         return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
     cut = segments(problem, t.device)
-    call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, cut.most, cut.tried, cut.composed), t.device))
+    wanted = {**layout(problem), **cut.layout(problem)}
+    call = StageCall(problem, t, arch, Workspace.allocate(wanted, t.device))
     final_state = outputs.get("final_state")
     split = before_segments(call, final_state)
     prepared, carried, stored = prepare(call), list[Step](), list[Launch]()

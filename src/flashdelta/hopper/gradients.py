@@ -38,7 +38,7 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
     return Stages(
         problem,
         t,
-        layout(problem, segments(problem, t.device).most),
+        {**layout(problem), **segments(problem, t.device).layout(problem)},
         squares=(problem.B, problem.T, problem.HV, TILE),
         squares_dtype=torch.bfloat16,
         scan=functools.partial(scan, problem, t),

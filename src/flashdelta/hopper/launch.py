@@ -13,7 +13,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import sm_count, strides
 from ..program.workspace import Layout
 from ..triton import launch as portable
-from ..triton.launch import densed, segment_layout
+from ..triton.launch import densed
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -29,16 +29,11 @@ FLAGS = 256
 """Words of the workspace that `prepare` clears: a power of 2, `MOST_CTAS` or more."""
 
 
-def layout(problem: Problem, segments: int = 0, tried: bool = False, composed: bool = True) -> Layout:
+def layout(problem: Problem) -> Layout:
     """What `prepare` leaves for `recurrence`: `tiles` (-w, qg and kg by halves of K, Akk_inv, Aqk of each chunk and head) and
     `decay`. What CTAs of `recurrence` leave for each other: `carry`, a state, and `semaphores`, how many threads have
-    stored theirs. What a split keeps, if there is one."""
+    stored theirs."""
     chunks = problem.B * problem.slots * problem.HV
-    split = segment_layout(problem, segments)
-    if split and not composed:
-        split = {name: split[name] for name in ("starts", "first_segment")}
-    elif split and tried:
-        split["forgets"] = ((segments, problem.HV), torch.int32)
     # a tensor descriptor must have a row, even if there is no chunk to fetch
     rows = max(chunks * (3 * (problem.K // TILE) + 2), 1) * TILE
     return {
@@ -46,7 +41,6 @@ def layout(problem: Problem, segments: int = 0, tried: bool = False, composed: b
         "decay": ((chunks * problem.K,), torch.float32),
         "carry": ((min(work_tiles(problem), MOST_CTAS) * TILE * problem.K,), torch.float32),
         "semaphores": ((FLAGS,), torch.int32),
-        **split,
     }
 
 

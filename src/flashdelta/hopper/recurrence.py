@@ -256,7 +256,7 @@ def compute(
                 at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
                 state0, state1 = load_halves(initial_state, at, NEXT, read, K)
                 if tile.is_segment:
-                    # the initial state is read
+                    # from here on the final state may be stored in its place
                     signal(semaphore + place * SLICES)
         elif tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one

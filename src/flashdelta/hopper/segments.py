@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..problem.problem import AUTO, Problem
 from ..problem.split import SplitCosts, segments_of_call
 from ..program.launch import Launch, sm_count
-from ..triton.launch import StageCall, state_arguments
+from ..program.workspace import Layout
+from ..triton.launch import StageCall, segment_layout, state_arguments
 from ..triton.segments import compose
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
@@ -337,7 +338,12 @@ SPLIT_COSTS = SplitCosts(step=98, transition=57, compose=230, fixed=850)
 
 def room(problem: Problem, device: torch.device) -> int:
     """Segment transitions that are formed at the same time."""
-    return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
+    return side_by_side(problem, problem.K + problem.V, device)
+
+
+def side_by_side(problem: Problem, columns: int, device: torch.device) -> int:
+    """Segments of which all heads are scanned at the same time, with so many columns a head."""
+    return min(sm_count(device), MOST_CTAS) // (problem.HV * (columns // TILE))
 
 
 TRIALS = False
@@ -359,13 +365,22 @@ class Segments:
     composed: bool
     tried: bool
 
+    def layout(self, problem: Problem) -> Layout:
+        """What the stages of the split leave for each other, if there is one."""
+        found = segment_layout(problem, self.most)
+        if found and not self.composed:
+            return {name: found[name] for name in ("starts", "first_segment")}
+        if found and self.tried:
+            return {**found, "forgets": ((self.most, problem.HV), torch.int32)}
+        return found
+
 
 def segments(problem: Problem, device: torch.device) -> Segments:
     """By transitions if those pay for some lengths that the call may have, else without if that may."""
     fits, tried = room(problem, device), may_try(problem)
     most = segments_of_call(problem, fits, SPLIT_COSTS)
     if most == 0 and tried:
-        beside = max(min(sm_count(device), MOST_CTAS) // (problem.HV * (problem.V // TILE)) - problem.N, 0)
+        beside = max(side_by_side(problem, problem.V, device) - problem.N, 0)
         most_tried = segments_of_call(problem, beside, TRIAL_COSTS)
         if most_tried > 0:
             return Segments(most_tried, beside, TRIAL_COSTS, composed=False, tried=True)

@@ -128,21 +128,22 @@ def next_phase(phase):
 
 @aggregate
 class Decision:
-    """What the computing warps decide for the loader, once for each of its questions. `number` counts them."""
+    """Yes or no, from the computing warps to the loader, which reads it before it fetches what the next is about. `number`
+    counts a CTA's decisions."""
 
     value: gl.shared_memory_descriptor
     made: gl.shared_memory_descriptor
 
     @gluon.jit
     def make(self, yes):
-        """The computing warps'. Of the next question they hear when the loader has read the answer to this."""
+        """The computing warps'."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.value.store(gl.full([1], 0, gl.int32, layout=layout) + yes.to(gl.int32))
         mbarrier.arrive(self.made, count=1)
 
     @gluon.jit
     def wait(self, number):
-        """The loader's: whether the answer to its question is yes."""
+        """The loader's: the decision, once it is made."""
         mbarrier.wait(self.made, number & 1)
         return gl.max(self.value.load(gl.BlockedLayout([1], [32], [1], [0])), axis=0) > 0
 

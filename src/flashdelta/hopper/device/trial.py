@@ -10,8 +10,7 @@ from .layouts import ACC, BV, LEFT, C, as_left
 from .math import mma_first
 
 FORGOTTEN = gl.constexpr(2.0**-80)
-"""The sum of squares of what a chunk leaves of the state before it (`trial`), from which on it counts as nothing: an error of
-2^-40 of that state."""
+"""A chunk forgets if the squares of its M sum up to no more: an error of 2^-40 of the state before it."""
 
 
 @gluon.jit
