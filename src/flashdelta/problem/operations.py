@@ -541,18 +541,30 @@ DECODE_RULES = (
 )
 
 
+DECODE_NAMES = {
+    "state_pool": "initial_state",
+    "state_indices": "ssm_state_indices",
+    "source_pool": "initial_state_source",
+    "source_indices": "initial_state_indices",
+    "intermediate_indices": "intermediate_state_indices",
+    "use_beta_sigmoid_in_kernel": "beta_is_logit",
+    "out": "output",
+}
+"""FlashInfer's names, where they differ from the roles."""
+
+
 def unmixed(c: Any, sizes: Sizes) -> Any:
     """With q, k and v as views of the rows of `mixed_qkv`, and g and beta in the same layout."""
     sizes["S1"] = tokens_of(c)
     if c.mixed_qkv is None:
         return c
-    pool, name = pool_of(c)
-    return split_rows(c, pool, {"state_pool": name})
+    role = pool_of(c)
+    return split_rows(c, getattr(c, role), {"state_pool": DECODE_NAMES[role]})
 
 
-def pool_of(c: Any) -> tuple[Any, str]:
-    """What a step reads its states from, and the caller's name of it."""
-    return (c.state_pool, "initial_state") if c.state_pool is not None else (c.source_pool, "initial_state_source")
+def pool_of(c: Any) -> str:
+    """The role of what a step reads its states from."""
+    return "source_pool" if c.state_pool is None else "state_pool"
 
 
 def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
@@ -596,7 +608,7 @@ def split_rows(c: Any, pool: Tensor, called: Mapping[str, str]) -> Any:
 def check_decode(c: Any, sizes: Sizes) -> None:
     if "T" not in sizes:  # of mixed_qkv, before its views
         return
-    check_heads(c, sizes, DECODE_HEAD_DIMS, None if c.mixed_qkv is None else pool_of(c)[1])
+    check_heads(c, sizes, DECODE_HEAD_DIMS, None if c.mixed_qkv is None else DECODE_NAMES[pool_of(c)])
     bind_record(sizes)
     T, tokens = sizes["T"], sizes["S1"]
     # of packed sequences the lengths are device data: more tokens than there may be are not looked at
@@ -614,10 +626,11 @@ def bind_record(sizes: Sizes) -> None:
 
 def same_as_pool(first: torch.dtype, c: Any) -> tuple[tuple[torch.dtype, ...], str]:
     """`commit` copies them there, or replays records of float32 (float64 for float64 states)."""
-    pool, name = (c.source_pool, "{source_pool}") if c.state_pool is None else (c.state_pool, "{state_pool}")
+    role = pool_of(c)
+    dtype = getattr(c, role).dtype
     if has_records(c):
-        return only_wide(pool.dtype, c)
-    return (pool.dtype,), f"{name}'s dtype {pool.dtype}"
+        return only_wide(dtype, c)
+    return (dtype,), f"{{{role}}}'s dtype {dtype}"
 
 
 def decode_problem(c: Any, t: Tensors) -> Made:
@@ -662,15 +675,7 @@ DECODE = Operation(
     decode_problem,
     check_decode,
     canonical=unmixed,
-    called={
-        "state_pool": "initial_state",
-        "state_indices": "ssm_state_indices",
-        "source_pool": "initial_state_source",
-        "source_indices": "initial_state_indices",
-        "intermediate_indices": "intermediate_state_indices",
-        "use_beta_sigmoid_in_kernel": "beta_is_logit",
-        "out": "output",
-    },
+    called=DECODE_NAMES,
     no_gradients="chunk_kda and fused_recurrent_kda have gradients",
 )
 
