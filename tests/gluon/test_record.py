@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,23 @@ def test_a_change_is_noticed_wherever_it_is(tmp_path: Path, monkeypatch: pytest.
         assert record.recorded()
     kernel.rename(kernel.with_name("norms.py"))
     assert not record.recorded()
+
+
+@pytest.mark.parametrize(("outcome", "kept"), [(KeyboardInterrupt, True), (1, False), (0, True)], ids=str)
+def test_the_record_goes_where_a_test_failed(
+    outcome: type[BaseException] | int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not while they run: a run may be interrupted."""
+
+    def run(command: list[str], env: dict[str, str], **where: Path) -> subprocess.CompletedProcess:
+        assert env["FLASHDELTA_TESTS"] == "full"
+        if outcome is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return subprocess.CompletedProcess(command, outcome)
+
+    monkeypatch.setattr(record, "FILE", tmp_path / "record.txt")
+    monkeypatch.setattr(record.subprocess, "run", run)
+    record.FILE.write_text(f"{record.digest()}\n")
+    with contextlib.suppress(KeyboardInterrupt):
+        assert record.main() == (not kept)
+    assert record.recorded() == kept
