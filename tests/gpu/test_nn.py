@@ -69,8 +69,8 @@ def test_flas_layer_computes_the_same(gate: str, tokens: int):
     (y, dx, grads), (want, wanted_dx, others) = run(ours), run(theirs)
     assert relative_error(y, want) < 2e-2 and relative_error(dx, wanted_dx) < 3e-2
     for name, wanted in import_weights(others).items():
-        # of one token the decays have no gradient: theirs is rounding
-        assert (grads[name] - wanted).norm() < 5e-2 * wanted.norm() + 1e-6, name
+        # of one token the decays have no gradient: theirs is rounding, of 1e-6
+        assert (grads[name] - wanted).norm() < 5e-2 * wanted.norm() + 1e-5, name
 
 
 @torch.no_grad()
