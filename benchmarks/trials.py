@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import build, segments
-from flashdelta.runtime.call import check
+from flashdelta.hopper import segments
+from flashdelta.runtime.call import CACHE
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import relative_error
 from flashdelta.tools.bench.environment import environment
@@ -43,11 +43,13 @@ LINE = "{case:30} {segments_as_is:3} {segments_tried:3} {as_is:9.1f} {tried:9.1f
 
 
 def graph_of(call: dict, tries: bool) -> tuple[Run, tuple, int]:
-    with mock.patch.object(segments, "TRIALS", tries):
-        problem, t = check(fd.chunk_kda, **call)
-        longest = max(fd.explain(fd.chunk_kda, **call).segments or (1,))
-        program = build.build(problem, t)
-    replay, results = capture(lambda: tuple(program.run()[name] for name in ("o", "final_state")))
+    CACHE.clear()  # else a call like an earlier one replays that one's launches
+    try:
+        with mock.patch.object(segments, "TRIALS", tries):
+            longest = max(fd.explain(fd.chunk_kda, **call).segments or (1,))
+            replay, results = capture(lambda: fd.chunk_kda(**call))
+    finally:
+        CACHE.clear()
     return replay, results, longest
 
 
