@@ -1,9 +1,10 @@
 """Runs the parts of a release's GPU evidence, each under its own time limit, and writes down what came of each as it ends.
 
-    python -m tests.release --out DIR [--only PART ...] [--seconds N]
+    python -m tests.release --out DIR [--only PART ...] [--seconds N] [--warm JOBS]
 
 Called again with the same folder it goes on with what has not passed on this commit, what failed last; `--only fuzz` fuzzes on,
-with another seed. Folder: each part's results and what it printed, and `parts.jsonl` with a line for each part.
+with another seed. `--warm`: all compilers run first, side by side. Folder: each part's results and what it printed, and
+`parts.jsonl` with a line for each part.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from flashdelta.tools.bench.report import text_table
 
 from . import log
 from .parts import PARTS, Part
+from .warm import warm
 
 ROOT = Path(__file__).parents[2]
 STARTS, GRACE = 5.0, 10.0
@@ -151,6 +153,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "--only", choices=names, action="append", help="this part alone; repeatable, in the order given"
     )
     parser.add_argument("--seconds", type=float, default=585.0, help="of all parts together (585)")
+    parser.add_argument(
+        "--warm", type=int, metavar="JOBS", help="compile first what the parts run, by so many processes"
+    )
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     asked = parser.parse_args(arguments)
     if asked.out is None and not asked.list:
@@ -173,7 +178,11 @@ def main(arguments: list[str] | None = None) -> int:
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     facts = {"commit": commit, "gpu": found["name"], "versions": versions()}
-    outcomes = run_all(parts, out, asked.seconds, facts, again=asked.only is not None)
+    began = time.monotonic()
+    if asked.warm:
+        print(f"warm: {warm(parts, asked.warm, asked.seconds / 2, end)}", flush=True)
+    left = asked.seconds - (time.monotonic() - began)
+    outcomes = run_all(parts, out, left, facts, again=asked.only is not None)
     lines = [[x.part, x.status, f"{x.seconds:.0f}", x.said[:80]] for x in outcomes]
     print(text_table([["part", "status", "s", "said"], *lines]))
     return 0 if all(x.status == "passed" for x in outcomes) else 1

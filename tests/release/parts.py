@@ -38,7 +38,7 @@ def rows(*texts: str) -> tuple[str, ...]:
 
 
 RANDOM, SLOW = rows(", random gates"), rows(", slow gates")
-HOPPER = ("--backend", "hopper")
+HOPPER = ("--backend", "hopper", "--repeats", "40")
 
 PARTS = (
     Part(

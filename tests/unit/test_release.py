@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from flashdelta.tools.bench.workloads import select
 from flashdelta.tools.cli.app import app
 
 from ..fuzz import runner
-from ..release import log, loop, record
+from ..release import log, loop, record, warm
 from ..release.parts import LONGEST, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,39 @@ def test_it_keeps_to_its_time(quick: None, tmp_path: Path):
     assert [x.status for x in found] == ["timed out", "no time"] and time.monotonic() - began < 30
     long = Part("long", ("-c", GOOD, "{out}/{name}.json"), 500, "", "", least=100)
     assert [x.status for x in loop.run_all([long], tmp_path, 90.0, FACTS)] == ["no time"]
+
+
+# ---- compiling first --------------------------------------------------------------------------------------------------------
+
+
+def test_compilers_of_all_rows_run_first():
+    by_name = {part.name: part for part in PARTS}
+    made = warm.commands([by_name[name] for name in ("tests", "prefill-slow", "layer-quick", "cp")], jobs=3)
+    asked = {"prefill": [], "layer": []}
+    for command in made:
+        names = [word for before, word in itertools.pairwise(command) if before == "--rows"]
+        assert 0 < len(names) <= warm.MOST_ROWS and command[-3:] == ["--repeats", "1", "--json"]
+        assert ("hopper" in command) == (command[3] == "prefill")
+        asked[command[3]] += names
+    slow = [row.name for row in BENCHMARKS["prefill"].more if row.name.endswith(", slow gates")]
+    assert asked == {"prefill": slow, "layer": list(BENCHMARKS["layer"].quick)}
+
+
+def test_nothing_but_machine_code_is_kept(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "x.autotune.json").touch()
+    makes = f"import pathlib; x = pathlib.Path({str(tmp_path)!r}, 'made'); x.mkdir(); "
+    makes += "(x / 'x.cubin').touch(); (x / 'x.autotune.json').touch()"
+    asked = [["-c", makes], ["-c", "raise SystemExit(1)"], ["-c", "import time; time.sleep(600)"]]
+    monkeypatch.setattr(warm, "commands", lambda parts, jobs: list(asked))
+    began = time.monotonic()
+    assert warm.warm((), jobs=2, seconds=4.0, end=loop.end).startswith("2 of 3 processes ended")
+    assert time.monotonic() - began < 60
+    assert sorted(x.name for x in tmp_path.glob("*/*")) == ["x.autotune.json", "x.cubin"]
+
+
+# ---- seeds ------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_is_used_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

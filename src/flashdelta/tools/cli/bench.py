@@ -54,6 +54,12 @@ class Options:
     compiles: bool = False
 
 
+def chosen_rows(benchmark: Benchmark, options: Options) -> list[Any]:
+    few = benchmark.quick if options.quick or "quick" not in benchmark.options else ()
+    usual = select(benchmark.rows, () if options.rows and not options.quick else few)
+    return select(usual, options.rows or (), benchmark.more)
+
+
 def run_benchmark(name: str, **given: Any) -> bool:
     """Runs and reports a benchmark; whether every row was right.
 
@@ -62,9 +68,7 @@ def run_benchmark(name: str, **given: Any) -> bool:
             without matplotlib.
     """
     benchmark, options = benchmark_of(name), Options(**given)
-    few = benchmark.quick if options.quick or "quick" not in benchmark.options else ()
-    usual = select(benchmark.rows, () if options.rows and not options.quick else few)
-    chosen = select(usual, options.rows or (), benchmark.more)
+    chosen = chosen_rows(benchmark, options)
     if options.compiles:
         return _compile(chosen, options.folder)
     device = torch.device(options.device)
