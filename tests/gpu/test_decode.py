@@ -18,6 +18,7 @@ from flashdelta.testing.oracle import assert_close, float64, one_rounding, relat
 
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
+    OTHER_ROUNDS,
     REPLAYED,
     SPOILT,
     accepted_steps,
@@ -221,9 +222,10 @@ def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend:
     check_replay(step, dtype, backend, "cuda")
 
 
+@pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, backend: str):
-    check_rounds(200, backend, "cuda", state=state, K=64, dtype=BF16)
+def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict, backend: str):
+    check_rounds(200, backend, "cuda", state=state, K=64, dtype=BF16, **other)
 
 
 def test_which_rows_of_records_are_written_and_emptied(backend: str):

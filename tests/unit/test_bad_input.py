@@ -132,6 +132,7 @@ RECORDS = {"rows": 4, "num_spec_tokens": 3, "HV": 2, "K": 64, "V": 128}
     [
         ({"rows": -1}, ValueError, "rows: got -1, wanted 0 or more"),
         ({"rows": 2.0}, TypeError, "rows: got 2.0 (float), wanted an int"),
+        ({"rows": 2**50}, ValueError, f"rows: got {2**50}, wanted a buffer of fewer than 2^61"),
         ({"num_spec_tokens": 17}, ValueError, "num_spec_tokens: got 17, wanted one of (1, 2"),
         ({"num_spec_tokens": None}, TypeError, "num_spec_tokens: got None"),
         ({"HV": 0}, ValueError, "HV: got 0, wanted 1 or more"),

@@ -14,6 +14,7 @@ from flashdelta.testing.inputs import HARD, Source
 from flashdelta.testing.oracle import assert_close, same_bits
 
 from ..support.decoding_checks import (
+    OTHER_ROUNDS,
     REPLAYED,
     SPOILT,
     accepted_steps,
@@ -81,9 +82,10 @@ def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
     check_replay(step, dtype, "reference")
 
 
+@pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
-    check_rounds(200, "reference", state=state)
+def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict):
+    check_rounds(200, "reference", state=state, **other)
 
 
 def test_which_rows_of_records_are_written_and_emptied():

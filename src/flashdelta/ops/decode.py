@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -134,11 +136,11 @@ def commit(
     (`recurrent_kda` with `update_state=False`).
 
     `initial_state[ssm_state_indices[n]] <- intermediate_states[row, num_accepted_tokens[n] - 1]`, or with a replay buffer the
-    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, within 1e-6 of the states kept
-    and one rounding. A null index, one past the end, or a count outside `1 .. 1 + S` stores nothing, and neither does a count
-    past what is recorded. A record is good for one commit: every sequence that has a slot empties its row, whatever the count.
-    Commit each row that was verified, before it is verified again or given to another sequence. One launch, no allocation,
-    nothing read on the host.
+    first `num_accepted_tokens[n]` tokens recorded in the row are applied to the slot's state, which must be the one that
+    verification started from: the result is within 1e-6 of the states kept, and one rounding. A null index, one past the end,
+    or a count outside `1 .. 1 + S` stores nothing, and neither does a count past what is recorded. A record is good for one
+    commit: every sequence that has a slot empties its row, whatever the count. Commit each row that was verified, before it is
+    verified again or given to another sequence. One launch, no allocation, nothing read on the host.
 
     Args:
         initial_state: `[slots, HV, V, K]` (or K first), float32 or bfloat16: the pool, written in place. Slots may lie any
@@ -169,7 +171,8 @@ def replay_buffer(
     larger buffer may lie any pitch apart; a multiple of 16 numbers avoids further compilations.
 
     Args:
-        rows: how many; at most as many sequences are verified at once.
+        rows: how many; at most as many sequences are verified at once. Without `intermediate_state_indices` a sequence's row is
+            its slot's index: as many as the pool has.
         num_spec_tokens: `S` in 1 to 16.
         HV, K, V: value heads, key and value channels; the latter powers of two up to 256.
         device: of the buffer; PyTorch's default device by default.
@@ -189,6 +192,8 @@ def replay_buffer(
         integer(*operations.DECODE_HEAD_DIMS)(name, value)
     device = None if device is None else find_device(device)
     shape = (rows, 1 + num_spec_tokens, HV, record_width(K, V))
+    if math.prod(shape) >= 1 << 61:
+        raise wrong("rows", rows, "a buffer of fewer than 2^61 numbers")
     return torch.zeros(shape, dtype=torch.float32, device=device)
 
 

@@ -617,6 +617,11 @@ def check_decode(c: Any, sizes: Sizes) -> None:
     if c.cu_seqlens is None and T > DECODE_TOKENS:
         wanted = f"at most {DECODE_TOKENS} (fused_recurrent_kda and chunk_kda take longer sequences)"
         raise wrong("q", f"{T} tokens a sequence", wanted)
+    by_index = (c.intermediate_indices, c.state_indices, c.source_indices)
+    if c.intermediate_states is not None and all(x is None for x in by_index):
+        rows, sequences = c.intermediate_states.shape[0], c.state_pool.shape[0]
+        if rows < sequences:
+            raise wrong("intermediate_states", f"{rows} rows", f"one for each of the {sequences} sequences")
 
 
 def bind_record(sizes: Sizes) -> None:

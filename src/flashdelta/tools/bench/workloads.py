@@ -396,9 +396,11 @@ def decode_row(
     return Row(step, "decode", bounds, peers, host)
 
 
-def verify_row(N: int, H: int, S: int, state: str = "fp32", *, K: int = 128, peers: bool = False) -> Row:
-    """`S` drafts verified read-only, and the accepted ones committed."""
-    step = decode_row(N, state, H=H, HV=H, K=K, S=S).call
+def verify_row(
+    N: int, H: int, S: int, state: str = "fp32", *, K: int = 128, gate: str = "lower_bound", v_first: bool = True
+) -> Row:
+    """`S` drafts verified read-only, and the accepted ones committed. The bounds are for what Hopper's own kernels take."""
+    step = decode_row(N, state, H=H, HV=H, K=K, S=S, gate=gate, v_first=v_first).call
     bounds = {
         7: (Bound("states", 0.5), Bound("scratch", 0.05)) if N == 32 else (),
         3: (Bound("bare", 1.25),),
@@ -406,7 +408,8 @@ def verify_row(N: int, H: int, S: int, state: str = "fp32", *, K: int = 128, pee
     named = replace(
         step, name=f"verify {step.name}", why="verification and commit, by replay", update=False, rows="slots"
     )
-    return Row(named, "decode", bounds.get(S, ()), peers)
+    own = gate == "lower_bound" and v_first
+    return Row(named, "decode", bounds.get(S, ()) if own else (), True)
 
 
 def _models(batches: Sequence[int]) -> list[Row]:
@@ -440,9 +443,11 @@ DECODE = (
         for state, N in itertools.product(STATES, (1, 32, 128, 256))
     ),
     *(decode_row(N, state, why=DRAFTS, S=S) for state, N, S in itertools.product(STATES, (32, 128), (1, 3, 7))),
+    *(verify_row(N, H, S, state) for state, H, N, S in itertools.product(STATES, (12, 32), (8, 32, 128), (3, 7, 15))),
+    *(verify_row(32, 32, S, state) for state, S in itertools.product(STATES, (8, 16))),
     *(
-        verify_row(N, H, S, state, peers=H == 32)
-        for state, H, N, S in itertools.product(STATES, (12, 32), (8, 32, 128), (3, 7, 15))
+        verify_row(32, 32, S, state, **other)
+        for state, S, other in itertools.product(STATES, (3, 7), ({"gate": "softplus"}, {"v_first": False}))
     ),
 )
 """FLA takes part where its compile times stay small: it compiles anew for other heads and kinds of N."""
