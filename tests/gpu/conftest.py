@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,10 @@ ARGUMENTS = {
     "model": MODELS,
 }
 """What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
+
+
+# of processes that tests start: their tensors are tiny, and beside other workers threads cost more than they save
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
