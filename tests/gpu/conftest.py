@@ -1,9 +1,12 @@
-"""The GPU tier: `pytest -m gpu` (add `-n 8 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel, and
+"""The GPU tier: `pytest -m gpu` (add `-n 14 --maxschedchunk 1` to compile kernels, and run sanitizers, in parallel, and
 `-p tests.release.log --run-log FILE` to keep what each test came to as it ends)."""
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,31 @@ ARGUMENTS = {
     "model": MODELS,
 }
 """What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
+
+
+HERE = Path(__file__).parent
+
+# of processes that tests start: their tensors are tiny, and beside other workers threads cost more than they save
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def begins(item: pytest.Item) -> float:
+    """When a test begins, as a share of all: at random, but the same in every run. Long ones are in the first quarter, that no
+    worker is left alone with one in the end; those that need the C library are in the second half, when a long one has built
+    it."""
+    chance = zlib.crc32(item.nodeid.encode()) / 2**32
+    if item.get_closest_marker("long"):
+        return chance / 4
+    return (1 + chance) / 2 if "library_path" in item.fixturenames else chance
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Neighbours in a file need the same kernels, lock or library: workers that run them side by side compile each kernel many
+    times, and wait for each other. So workers get tests of this tier in another order."""
+    if hasattr(config, "workerinput"):
+        ours = iter(sorted((item for item in items if item.path.parent == HERE), key=begins))
+        items[:] = [next(ours) if item.path.parent == HERE else item for item in items]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

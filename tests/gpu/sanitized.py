@@ -1,5 +1,5 @@
-"""Small sets of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized [backend] [races] [decode]`.
-With `decode`, steps of `recurrent_kda` alone; with `backward`, gradients and the WY step's backward alone.
+"""Small sets of calls for compute-sanitizer: `compute-sanitizer python -m tests.gpu.sanitized [backend] [races] [PART ...]`,
+where PART is one of `PARTS`, all of them without one.
 
 Without PyTorch's caching allocator (PYTORCH_NO_CUDA_MEMORY_CACHING=1) every tensor is an allocation of its own, so a
 read or write past its end is seen.
@@ -66,10 +66,7 @@ def decode_calls(backend: str, races: bool) -> list[dict]:
 def calls() -> list[dict]:
     found = [make_call(case, BF16) for case in CASES] + [make_call(on_gpu(BY_NAME["packed"]), FP32)]
     whole = make_call(replace(KIMI, T=70, h=True), BF16)
-    found += [whole | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
-    pools = [replace(pool_case, case=on_gpu(pool_case.case)) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
-    found += [pool_call(pool_case, BF16) for pool_case in pools]
-    return found + [call | {"split": 3} for call in found if call.get("cu_seqlens") is not None]
+    return found + [whole | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
 
 
 def race_calls() -> list[dict]:
@@ -77,14 +74,18 @@ def race_calls() -> list[dict]:
     return found + [make_call(case, BF16) | {"split": 2} for case in (RACE_CASES[1], RACE_CASES[-1])]
 
 
-def steps_calls(races: bool) -> list[dict]:
-    """Those of the above that can take steps of 32 tokens."""
-    found = race_calls() if races else calls()
-    return [
-        call
-        for call in found
-        if call.get("lower_bound") is not None and call["q"].shape[-1] == 128 and "split" not in call
-    ]
+def pool_calls() -> list[dict]:
+    pools = [replace(pool_case, case=on_gpu(pool_case.case)) for pool_case in PLAIN_POOLS + CHECKPOINT_POOLS]
+    return [pool_call(pool_case, BF16) for pool_case in pools]
+
+
+def with_splits(found: list[dict]) -> list[dict]:
+    return found + [call | {"split": 3} for call in found if call.get("cu_seqlens") is not None]
+
+
+def takes_steps(call: dict) -> bool:
+    """Of 32 tokens."""
+    return call.get("lower_bound") is not None and call["q"].shape[-1] == 128 and "split" not in call
 
 
 def on_device(call: dict) -> dict:
@@ -131,34 +132,81 @@ def run(op, call: dict, backend: str) -> int:
     return 1
 
 
+def run_calls(found: list[dict], backend: str, races: bool) -> int:
+    ran = 0
+    for call in map(on_device, found):
+        ran += run(fd.chunk_kda, call, backend)
+        if not races:
+            ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
+    with in_steps():
+        for call in map(on_device, filter(takes_steps, found) if backend == "hopper" else ()):
+            ran += run(fd.chunk_kda, call, backend)
+    return ran
+
+
+def run_chunk(backend: str, races: bool) -> int:
+    return run_calls(race_calls() if races else with_splits(calls()), backend, races)
+
+
+def run_pool(backend: str, races: bool) -> int:
+    return 0 if races else run_calls(with_splits(pool_calls()), backend, races)
+
+
+def run_prefill(backend: str, races: bool) -> int:
+    found = prefill_calls(races) if backend == "triton" else []
+    return sum(run(fd.kda_prefill, on_device(call), backend) for call in found)
+
+
+def few_are(count: int) -> None:
+    """Up to how many sequences a step takes the launch parameters for few."""
+    triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = count
+
+
+def run_decode(backend: str, races: bool) -> int:
+    """With the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone."""
+    ran = 0
+    for few in (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
+        few_are(few)
+        ran += sum(run(fd.recurrent_kda, on_device(call), backend) for call in decode_calls(backend, races))
+    return ran
+
+
+def run_replay(backend: str, races: bool) -> int:
+    few_are(0)
+    replayed = HOPPER_REPLAYED if backend == "hopper" else REPLAYED
+    chosen = replayed[::5] if races else replayed
+    for step in chosen:
+        check_replay(step, BF16, backend, "cuda")
+    return len(chosen)
+
+
+def run_fused(backend: str, races: bool) -> int:
+    few_are(0)
+    steps = HOPPER_FUSED[-6:] if backend == "hopper" else FUSED_STEPS
+    chosen = [step for step in steps if not races or backend == "hopper" or step.name in FUSED_RACES]
+    return sum(run(fd.fused_kda_decode, on_device(make_fused(step, BF16)), backend) for step in chosen)
+
+
+PARTS = {
+    "chunk": run_chunk,
+    "pool": run_pool,
+    "prefill": run_prefill,
+    "decode": run_decode,
+    "replay": run_replay,
+    "fused": run_fused,
+    "backward": run_backward,
+}
+"""Each returns how many calls ran."""
+
+
 def main() -> None:
     backend = sys.argv[1] if len(sys.argv) > 1 else "triton"
-    races, decode, backward = (word in sys.argv[2:] for word in ("races", "decode", "backward"))
-    ran = 0
-    if not decode and not backward:
-        for call in map(on_device, race_calls() if races else calls()):
-            ran += run(fd.chunk_kda, call, backend)
-            if not races:
-                ran += run(fd.fused_recurrent_kda, as_recurrent_pool(call), backend)
-        with in_steps():
-            for call in map(on_device, steps_calls(races) if backend == "hopper" else ()):
-                ran += run(fd.chunk_kda, call, backend)
-        for call in prefill_calls(races) if backend == "triton" else ():
-            ran += run(fd.kda_prefill, on_device(call), backend)
-    # with the launch parameters of few sequences and of many; Hopper has a kernel of its own for many alone
-    for few in () if backward else (0,) if backend == "hopper" else (triton_decode.DECODE_FEW, 0):
-        triton_decode.DECODE_FEW = hopper_decode.DECODE_FEW = few
-        for call in decode_calls(backend, races):
-            ran += run(fd.recurrent_kda, on_device(call), backend)
-    replayed = HOPPER_REPLAYED if backend == "hopper" else REPLAYED
-    for step in () if backward else replayed[::5] if races else replayed:
-        check_replay(step, BF16, backend, "cuda")
-        ran += 1
-    for step in () if backward else HOPPER_FUSED[-6:] if backend == "hopper" else FUSED_STEPS:
-        if not races or backend == "hopper" or step.name in FUSED_RACES:
-            ran += run(fd.fused_kda_decode, on_device(make_fused(step, BF16)), backend)
-    if backward:
-        ran += run_backward(backend, races)
+    words = sys.argv[2:]
+    unknown = set(words) - {"races", *PARTS}
+    if unknown:
+        raise SystemExit(f"got {' '.join(sorted(unknown))}, wanted races or parts: {' '.join(PARTS)}")
+    parts = [name for name in PARTS if name in words] or list(PARTS)
+    ran = sum(PARTS[name](backend, "races" in words) for name in parts)
     torch.cuda.synchronize()
     print(f"{ran} calls")
 

@@ -178,6 +178,7 @@ def test_buffers_cost_no_memory(buffer_case: BufferCase, backend: str):
     assert peak <= least + N * M * 4 * (2 * (3 * 64 * 128 + 2 * 64 * 64) + 4 * 128) + 4096
 
 
+@pytest.mark.long
 def test_warmup_compiles_all_that_calls_with_buffers_need(backend: str):
     sizes = {"K": 64, "V": 128, "H": 8, "HV": 8, "offsets_dtype": torch.int32}
     base = [replace(x, case=replace(x.case, **sizes), states=FP32, final=FP32) for x in MODELS[:2]]

@@ -32,7 +32,7 @@ DECODE_TOLERANCE = 1e-2
 """Of single tokens in bfloat16, as in `oracle.TOLERANCE_FOR_FEW`."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exported and built by the first worker that asks."""
     if not can_build():
@@ -45,7 +45,7 @@ def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return done if done.exists() else library_for_this_gpu(shared / "gpu_export")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def library(library_path: Path) -> Library:
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context current
@@ -203,6 +203,7 @@ def test_ctypes_example(library_path: Path):
     assert done.stdout.count(": right") == 3
 
 
+@pytest.mark.long
 def test_memcheck_finds_nothing(library_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(GIVEN, str(library_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])))

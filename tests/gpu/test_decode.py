@@ -217,9 +217,15 @@ REPLAYS = [
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("step", [*REPLAYS, *HOPPER_REPLAYED], ids=case_id)
+@pytest.mark.parametrize("step", REPLAYS, ids=case_id)
 def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend: str):
     check_replay(step, dtype, backend, "cuda")
+
+
+@pytest.mark.parametrize("step", HOPPER_REPLAYED, ids=case_id)
+def test_a_replay_for_hopper_is_the_accepted_state(step: Step, backend: str):
+    """In bfloat16 alone, which Hopper's kernel takes."""
+    check_replay(step, BF16, backend, "cuda")
 
 
 @pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
@@ -276,10 +282,11 @@ def test_a_captured_round_replays_with_other_slots_and_counts():
         assert same_bits(found, pool) and not same_bits(pool, start)
 
 
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.long
+@pytest.mark.parametrize(("v_first", "state"), [(True, BF16), (False, FP32)], ids=["V first, bf16", "K first, fp32"])
 def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dtype, backend: str):
-    """Afterwards no other batch, heads, slots, lengths, row strides or counts compile."""
+    """Afterwards no other batch, heads, slots, lengths, row strides or counts compile. All that is compiled depends on layout
+    and dtype, so two pairs stand for four, of which each takes a minute."""
     options = {"state_dtype": state, "state_v_first": v_first, "speculative": True}
     fd.warmup(fd.recurrent_kda, [(128, 128)], backend=backend, **options)
     base = replace(KIMI, v_first=v_first, state=state)

@@ -27,12 +27,14 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_code_runs(path: Path):
     """In a process of its own: some of it has a process group, or turns an integration on."""
     run("-c", documents.program(path.read_text(), on_gpu=True))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="sm_90")
 def test_the_tutorials_kernels_are_right_and_take_the_time_it_says():
     for step, said in (("1_load", "2 x, to the bit"), ("2_multiply", "x y"), ("3_pipeline", "x y")):

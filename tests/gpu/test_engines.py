@@ -285,11 +285,11 @@ def test_graphs_of_a_whole_step(drafts: int, by_channel: bool):
     assert not same_bits(pool, before[0]) and same_bits(pool[0], before[0][0]) and same_bits(windows[0], before[1][0])
 
 
-@pytest.mark.parametrize("state", (FP32, BF16), ids=("fp32", "bf16"))
-@pytest.mark.parametrize("by_channel", (False, True))
+@pytest.mark.long
+@pytest.mark.parametrize(("state", "by_channel"), ((FP32, True), (BF16, False)), ids=("fp32, by channel", "bf16"))
 @torch.inference_mode()
 def test_a_layer_that_is_built_compiles_its_steps(state: torch.dtype, by_channel: bool):
-    """Afterwards no batch of either kind compiles."""
+    """Afterwards no batch of either kind compiles. Two pairs stand for four, of which each takes most of a minute."""
     model = Model(16, 128, state=state)  # as in vLLM, rows lie a multiple of 16 elements apart
     step = K3Step(model, 3, by_channel)
     backend, verify = step.backends()

@@ -373,6 +373,7 @@ def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, 
     assert names == []
 
 
+@pytest.mark.long
 def test_warmup_compiles_all_that_calls_need(op, backend: str):
     """Afterwards no call of those kinds compiles: other heads, other lengths, slices of a fused projection."""
     fd.warmup(op, [(64, 128)], backend=backend, state_v_first=True)

@@ -29,7 +29,6 @@ GVA8 = FusedStep(
 DRAFTS = tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(8))
 FUSED = [
     *FUSED_STEPS,
-    *HOPPER_FUSED,
     MODEL,
     replace(MODEL, name="heads_12_bf16", state=BF16, weights="parts", bias=False, order="page", gate="softplus"),
     replace(MODEL, name="heads_12_k_first", v_first=False),
@@ -49,6 +48,18 @@ BY_NAME = {step.name: step for step in FUSED}
 @pytest.mark.parametrize("step", FUSED, ids=lambda step: step.name)
 def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype, backend: str):
     check_fused(step, dtype, backend, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", HOPPER_FUSED, ids=lambda step: step.name)
+def test_kernel_for_hopper_is_the_loop(step: FusedStep, dtype: torch.dtype, other_backend: str):
+    check_fused(step, dtype, other_backend, "cuda")
+
+
+@pytest.mark.parametrize("step", HOPPER_FUSED, ids=lambda step: step.name)
+def test_portable_kernel_is_the_loop_in_steps_for_hopper(step: FusedStep):
+    """In bfloat16 alone: other dtypes of it are tested above, and each costs a compilation."""
+    check_fused(step, BF16, "triton", "cuda")
 
 
 @pytest.mark.parametrize("name", ["heads_12", "K64", "many", "gva8_model"])

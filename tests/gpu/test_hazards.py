@@ -23,8 +23,9 @@ ROOT = Path(__file__).parent.parent.parent
 FOUND_ERRORS = 86
 """Exit status that means the sanitizer found an error, not that it could not run."""
 
-KINDS = ("", "backward")
-"""Words to `tests.gpu.sanitized`: forward passes and decoding, or backward passes."""
+PARTS = ("chunk prefill", "pool", "decode", "replay fused", "backward")
+RACES = ("chunk prefill", "decode replay fused", "backward")
+"""Words to `tests.gpu.sanitized`: the parts that a process runs. Several run side by side."""
 
 READ_PAST_THE_END = """
 import torch, triton, triton.language as tl
@@ -99,9 +100,10 @@ def _hands_over(file: str, line: str) -> bool:
     return any(len(lines) >= int(line) and handing.match(lines[int(line) - 1].strip()) for lines in texts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memcheck_finds_nothing(backend: str, kind: str):
-    assert_memcheck_finds_nothing("-m", "tests.gpu.sanitized", backend, *kind.split())
+@pytest.mark.long
+@pytest.mark.parametrize("parts", PARTS)
+def test_memcheck_finds_nothing(backend: str, parts: str):
+    assert_memcheck_finds_nothing("-m", "tests.gpu.sanitized", backend, *parts.split())
 
 
 def test_memcheck_would_find_a_read_past_the_end(tmp_path: Path):
@@ -112,9 +114,10 @@ def test_memcheck_would_find_a_read_past_the_end(tmp_path: Path):
     assert done.returncode != 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_racecheck_finds_no_error(backend: str, kind: str):
-    calls = ("-m", "tests.gpu.sanitized", backend, "races", *kind.split())
+@pytest.mark.long
+@pytest.mark.parametrize("parts", RACES)
+def test_racecheck_finds_no_error(backend: str, parts: str):
+    calls = ("-m", "tests.gpu.sanitized", backend, "races", *parts.split())
     done = sanitized("racecheck", ["--print-limit", "20"], *calls)
     print(done.stdout[-12_000:])
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"

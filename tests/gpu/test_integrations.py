@@ -156,6 +156,7 @@ def ids() -> Tensor:
     return torch.randint(3, VOCABULARY, (2, 1000), generator=torch.Generator().manual_seed(0)).cuda()
 
 
+@pytest.mark.long
 @every_model
 def test_training(make: Callable, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
     reached: list[str] = []
@@ -172,6 +173,7 @@ def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytes
     hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), make, monkeypatch)
 
 
+@pytest.mark.long
 @every_model
 def test_compiled_and_checkpointed(make: Callable, ids: Tensor):
     torch.manual_seed(0)

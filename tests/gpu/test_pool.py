@@ -137,6 +137,7 @@ def test_no_state_is_copied(backend: str):
     assert peak < 2**20
 
 
+@pytest.mark.long
 def test_warmup_compiles_all_that_pool_calls_need(op, backend: str):
     """Afterwards no call compiles: other heads, slots, pitches, and numbers of checkpoints."""
     checkpoints = {"checkpoints": (False, True)} if op is fd.chunk_kda else {}

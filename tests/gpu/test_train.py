@@ -27,6 +27,7 @@ NOISE = 0.02
 in bfloat16 was up to 0.7 % from itself in float32."""
 
 
+@pytest.mark.long
 def test_a_short_run_lies_on_the_reference(tmp_path: Path):
     module = example("train_tiny_lm")
 

@@ -43,7 +43,9 @@ HOPPER = ("--backend", "hopper", "--repeats", "40")
 PARTS = (
     Part(
         "tests",
-        words("-m pytest -q -m gpu -n 14 --maxschedchunk 1 -p tests.release.log --run-log {out}/{name}.jsonl"),
+        words(
+            "-m pytest -q -m gpu tests/gpu -n 14 --maxschedchunk 1 -p tests.release.log --run-log {out}/{name}.jsonl"
+        ),
         LONGEST,
         "tests-<gpu>.json",
         "kernels against float64, graphs, sanitizers; called again it runs what has not passed",

@@ -1,0 +1,45 @@
+"""In which order workers get the tests of the GPU tier."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+from ..gpu import conftest as tier
+
+WORKER = SimpleNamespace(workerinput={})
+
+
+def item(name: str, long: bool = False, fixtures: tuple[str, ...] = (), folder: Path = tier.HERE) -> SimpleNamespace:
+    return SimpleNamespace(
+        nodeid=name,
+        path=folder / "test_some.py",
+        fixturenames=fixtures,
+        get_closest_marker=lambda mark: mark if long and mark == "long" else None,
+    )
+
+
+def test_neighbours_are_parted_and_others_stay():
+    ours, others = [item(f"gpu {n}") for n in range(200)], [item(f"{n}", folder=Path("/unit")) for n in range(3)]
+    mixed = [others[0], *ours[:100], others[1], *ours[100:], others[2]]
+    found = list(mixed)
+    tier.pytest_collection_modifyitems(WORKER, found)
+    assert [found[i] for i in (0, 101, 202)] == others
+    moved = [x for x in found if x not in others]
+    assert sorted(map(id, moved)) == sorted(map(id, ours))
+    together = sum(abs(ours.index(x) - ours.index(y)) < 5 for x, y in itertools.pairwise(moved))
+    assert together < 20
+
+
+def test_a_single_process_runs_file_by_file():
+    items = [item(f"gpu {n}") for n in range(50)]
+    found = list(items)
+    tier.pytest_collection_modifyitems(SimpleNamespace(), found)
+    assert found == items
+
+
+def test_long_ones_begin_early_and_those_that_wait_for_the_library_late():
+    for n in range(100):
+        assert tier.begins(item(f"{n}", long=True, fixtures=("library_path",))) < 0.25
+        assert tier.begins(item(f"{n}", fixtures=("library_path",))) >= 0.5
