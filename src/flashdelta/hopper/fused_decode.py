@@ -54,7 +54,7 @@ def window_of(window, channel, place_stride, live, W: gl.constexpr):
     """The `W - 1` inputs of a channel that its window keeps."""
     kept = ()
     for tap in gl.static_range(W - 1):
-        kept = kept + (gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),)
+        kept = kept + (gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),)  # type: ignore[assignment]
     return kept
 
 
@@ -63,9 +63,9 @@ def filter_of(filters, bias, in_bias, tap_stride, W: gl.constexpr):
     """The `W` taps of a channel, and its bias if there is one."""
     taps = ()
     for tap in gl.static_range(W):
-        taps = taps + (gl.load(filters + tap * tap_stride),)
+        taps = taps + (gl.load(filters + tap * tap_stride),)  # type: ignore[assignment]
     if bias is not None:
-        taps = taps + (gl.load(bias + in_bias),)
+        taps = taps + (gl.load(bias + in_bias),)  # type: ignore[assignment]
     return taps
 
 
@@ -304,7 +304,7 @@ def fused_decode_kernel(
     state_s = ()
     for _ in gl.static_range(TILES):
         # of one memory, copies of tiles would wait for each other
-        state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)
+        state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)  # type: ignore[assignment]
     barrier()  # which no load passes
     copy_tiles(state_s, states, in_tile, guessed, TILES, SIZE)
     if not always:  # never; else ptxas looks at the index, and waits for it, ahead of the loads
