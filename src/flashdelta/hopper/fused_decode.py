@@ -9,12 +9,12 @@ Contract and order of operations: as `triton/fused_decode.py`. What differs is h
 * A thread works out one channel of the rows, and rolls its windows: no other one reads them. Then eight threads share a row of
   the state. Its sums over keys stay within a warp, as do those of the norms of q and k, which all groups of eight work out.
 * Memory is idle from the last load of one launch to the first of the next. So some CTAs prefetch to the L2 cache before they
-  wait (`ahead`).
+  wait (`HopperConfig.ahead`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from triton.experimental import gluon
@@ -377,27 +377,27 @@ def fused_decode_kernel(
         gl.store(o + member * o_head + channel, y.to(o.dtype.element_ty))
 
 
-def max_registers(problem: Problem) -> int:
-    """Of a thread. Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a
-    bfloat16 one."""
-    return 168 if problem.state_dtype == torch.float32 else 128
+@dataclass(frozen=True)
+class HopperConfig:
+    """`max_registers`: of a thread. CTAs `ahead`, from the first to before the second, prefetch what lies in their slots."""
+
+    max_registers: int
+    ahead: tuple[int, int]
 
 
-def ctas_an_sm(problem: Problem) -> int:
-    """That registers and shared memory let an SM run at once."""
+def hopper_config(problem: Problem, sms: int) -> HopperConfig:
+    """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
+
+    With an SM for each, all CTAs prefetch: memory has nothing else to do. Else the last quarter of those that run at once, as
+    in `decode`: they start when the launch before this one has hardly any state left to load, and if more did, memory would
+    be idle later."""
+    most = 168 if problem.state_dtype == torch.float32 else 128
     state = problem.K * problem.V * problem.state_dtype.itemsize
     rows = 4 * (3 * problem.K + 2 * problem.V)
-    return min(REGISTERS // (problem.V * max_registers(problem)), SHARED_BYTES // (state + rows + 1024))
-
-
-def ahead(ctas: int, at_once: int, sms: int) -> tuple[int, int]:
-    """The CTAs that prefetch what lies in their slots. With an SM for each, all: memory has nothing else to do. Else the last
-    quarter of those that run at once, as in `decode`: they start when the launch before this one has hardly any state left to
-    load, and if more did, memory would be idle later."""
-    if ctas <= sms:
-        return 0, ctas
-    past = min(ctas, at_once)
-    return past - past // 4, past
+    an_sm = min(REGISTERS // (problem.V * most), SHARED_BYTES // (state + rows + 1024))
+    ctas = problem.N * problem.H
+    past = min(ctas, sms * an_sm)
+    return HopperConfig(most, (0, ctas) if ctas <= sms else (past - past // 4, past))
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -407,14 +407,14 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
     if not aligned(given["initial_state"], 16):
         return [launch]
     names = ("K", "V", "W", "GROUP", "CHANNELS", "GATE", "BETA", "L2NORM")  # in the kernel's order
-    sms = sm_count(t.q.device)
+    c = hopper_config(problem, sm_count(t.q.device))
     return [
         replace(
             launch,
             kernel=fused_decode_kernel,
-            arguments=(*launch.arguments, *ahead(launch.ctas, sms * ctas_an_sm(problem), sms)),
+            arguments=(*launch.arguments, *c.ahead),
             constants={name: launch.constants[name] for name in names},
             num_warps=problem.V // 32,
-            max_registers=max_registers(problem),
+            max_registers=c.max_registers,
         )
     ]
