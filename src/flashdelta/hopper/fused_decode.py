@@ -38,7 +38,6 @@ from .device.portable import (
     locate,
     placed,
     sigmoid,
-    start_index,
 )
 from .launch import aligned
 
@@ -129,10 +128,10 @@ def decay_of(row_g, row_bias, rate, lower_bound, GATE: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(index, known, lowest, slots):
+def slot_of(index, lowest, slots):
     """The slot that an index names, 0 if none, as the number of no slot may lead beyond every address; and whether it names
     one."""
-    live = known & (index >= lowest) & (index < slots)
+    live = (index >= lowest) & (index < slots)
     return gl.where(live, index.to(gl.int64), 0), live
 
 
@@ -232,7 +231,8 @@ def fused_decode_kernel(
 
     out_s --> each warp: norm; a thread a channel: output gate --> o
 
-    Barriers: one for the rows, one a tile, one for the norm. CTAs from `first_ahead` to `past_ahead` prefetch.
+    Barriers: two for the order of loads, one for the rows, one a tile, one for the norm. CTAs from `first_ahead` to
+    `past_ahead` prefetch.
     """
     WARPS: gl.constexpr = gl.num_warps()
     TILES: gl.constexpr = V // ROWS
@@ -248,7 +248,7 @@ def fused_decode_kernel(
     line_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     plain_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
 
-    _slice, qk_head, n, batch, begin, end = locate(cu_seqlens, T, H, 1)
+    _slice, qk_head, n, batch, _begin, _end = locate(cu_seqlens, T, H, 1)
     head = qk_head * GROUP
     q += batch * q_batch + qk_head * q_head
     k += batch * k_batch + qk_head * k_head
@@ -267,9 +267,8 @@ def fused_decode_kernel(
     in_v = placed(of_v + value_channels, conv_channel, CHANNELS)
     row = gl.arange(0, ROWS, layout=value_l)
     in_tile = row[:, None] * K + gl.arange(0, K, layout=key_l)[None, :]
-    there = begin < end
-    at, known = start_index(accepted, n, start_row, start_token, most_tokens)
-    guess, guessed = slot_of(gl.load(starts + at), known & there, lowest, slots)
+    starts += n * start_row
+    guess, guessed = slot_of(gl.load(starts), lowest, slots)
     windows = conv_state + guess * conv_slot
     states = initial_state + guess * start_pitch
     cta = gl.program_id(0)
@@ -286,8 +285,7 @@ def fused_decode_kernel(
     if always:
         gdc_wait()
     gdc_launch_dependents()
-    at, known = start_index(accepted, n, start_row, start_token, most_tokens)
-    index = gl.load(starts + at)
+    index = gl.load(starts)
 
     own_q = gl.load(q + channel)
     own_k = gl.load(k + channel)
@@ -305,11 +303,13 @@ def fused_decode_kernel(
     for _ in gl.static_range(TILES):
         # of one memory, copies of tiles would wait for each other
         state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)  # type: ignore[assignment]
-    barrier()  # which no load passes
+    # no load passes a barrier: rows first, then the state, then whether the index is what it was
+    barrier()
     copy_tiles(state_s, states, in_tile, guessed, TILES, SIZE)
-    if not always:  # never; else ptxas looks at the index, and waits for it, ahead of the loads
-        index = gl.load(starts + at)
-    slot, live = slot_of(index, known & there, lowest, slots)
+    barrier()
+    if not always:  # never; else ptxas looks at the index, and waits for it, ahead of the copies
+        index = gl.load(starts)
+    slot, live = slot_of(index, lowest, slots)
     if (slot != guess) | (live != guessed):
         async_copy.wait_group(0)
         windows = conv_state + slot * conv_slot

@@ -59,7 +59,6 @@ states_fit = _gluon(_split.states_fit)
 beta_gradient = _gluon(_gates.beta_gradient)
 
 DECODE_SCALARS = _decode.SCALARS
-start_index = _gluon(_decode.start_index)
 source_slot = _gluon(_decode.start_slot)
 target_slot = _gluon(_decode.target_slot)
 open_record = _gluon(_decode.open_record)
