@@ -10,6 +10,7 @@ import torch
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, expected_fused, make_fused
+from flashdelta.tools.compile import Variant
 
 from ..support.fused_checks import HOPPER_FUSED, check_fused, heads_of, hold_fused
 from .language import WRITTEN_LATE
@@ -34,6 +35,18 @@ def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
     fd.fused_kda_decode(**call, output=output, backend="hopper")
     assert not WRITTEN_LATE
     hold_fused(step, call, output, want)
+
+
+@pytest.mark.parametrize(
+    ("N", "state", "ahead"),
+    [(1, FP32, (0, 32)), (4, BF16, (0, 128)), (8, BF16, (192, 256)), (32, BF16, (396, 528)), (32, FP32, (297, 396))],
+    ids=str,
+)
+def test_which_ctas_prefetch(N: int, state: torch.dtype, ahead: tuple[int, int]):
+    """All that have an SM each; of more the last quarter of those that run at once, three or four an SM."""
+    options = {"operation": "fused_decode", "packed": False, "state_v_first": True}
+    (launch,) = Variant("", "hopper", N=N, heads=32, state_dtype=state, **options).launches(90)
+    assert launch.arguments[-2:] == ahead
 
 
 @pytest.mark.slow
