@@ -293,9 +293,8 @@ def fused_decode_kernel(
     kept_k = window_of(windows + in_k, channel, conv_place, guessed, W)
     filters_q = weight + of_q * weight_channel
     filters_v = (weight + value_taps, weight_channel, weight_tap, bias, value_channels)
-    if GROUP == 1:
-        kept_v = window_of(windows + in_v, channel, conv_place, guessed, W)
-        own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
+    kept_v = window_of(windows + in_v, channel, conv_place, guessed, W)
+    own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
     norm_of = gl.load(norm_weight + channel)
     taps_q = filter_of(filters_q, bias, of_q, weight_tap, W)
     taps_k = filter_of(filters_q + key_taps, bias, of_q + key_channels, weight_tap, W)
@@ -316,10 +315,9 @@ def fused_decode_kernel(
         copy_tiles(state_s, initial_state + slot * start_pitch, in_tile, live, TILES, SIZE)
         kept_q = window_of(windows + in_q, channel, conv_place, live, W)
         kept_k = window_of(windows + in_k, channel, conv_place, live, W)
-        if GROUP == 1:
-            kept_v = window_of(windows + in_v, channel, conv_place, live, W)
-            # as it is; else ptxas works on it, and waits for it, ahead of the copies
-            own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
+        kept_v = window_of(windows + in_v, channel, conv_place, live, W)
+        # as it is; else ptxas works on it, and waits for it, ahead of the copies
+        own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
     initial_state += slot * start_pitch
     final_state += slot * target_pitch
 
@@ -334,10 +332,6 @@ def fused_decode_kernel(
     roll(windows + in_k, kept_k, own_k, channel, conv_place, live)
     for member in range(GROUP):
         to_v = windows + placed(of_v + value_channels + member * V, conv_channel, CHANNELS)
-        if GROUP > 1:
-            kept_v = window_of(to_v, channel, conv_place, live, W)
-            rows = (g + member * g_head, beta + member * beta_head, z + member * z_head)
-            own = rows_of(v + member * v_head, *filters_v, *rows, A_log, dt_bias, head + member, K, W)
         own_v, taps_v, row_g, row_bias, rate, write_beta, gate = own
         v_s.store(convolved(kept_v, own_v, taps_v))
         decay_s.store(decay_of(row_g, row_bias, rate, lower_bound, GATE))
@@ -345,6 +339,14 @@ def fused_decode_kernel(
         roll(to_v, kept_v, own_v, channel, conv_place, live)
         scaling = norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
         write_beta = exact_beta(write_beta.to(gl.float32), BETA)
+        if (
+            GROUP > 1
+        ):  # of the next head, whose rows come while this one's state is worked on; after the last one in vain
+            after = gl.minimum(member + 1, GROUP - 1)
+            to_next = windows + placed(of_v + value_channels + after * V, conv_channel, CHANNELS)
+            kept_v = window_of(to_next, channel, conv_place, live, W)
+            rows = (g + after * g_head, beta + after * beta_head, z + after * z_head)
+            own = rows_of(v + after * v_head, *filters_v, *rows, A_log, dt_bias, head + after, K, W)
         norm_q = scale
         norm_k = 1.0
         overlap = gl.sum(row_q * row_k, axis=0)
