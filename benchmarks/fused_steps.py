@@ -1,23 +1,27 @@
 """Steps of the layer in one launch with other warps, tiles and registers than `fused_config` has: which of them it should have.
 
-    python benchmarks/fused_steps.py [--quick] [--out FILE]
+    python benchmarks/fused_steps.py [--quick | --chosen] [--out FILE]
 
 Every form is held to the float64 reference first. Then all forms of a shape take turns, each by a CUDA graph of many launches
 on slots of their own, beside a step of attention alone ("bare"). A form is named by its warps, the tiles of a state, and the
-most registers that ptxas may give a thread; what that spills of two shapes is listed at the end. `--quick`: H = 32 alone.
+most registers that ptxas may give a thread; what that spills of two shapes is listed at the end. Hopper's own also goes
+without its prefetches, and with more of them. `--quick`: H = 32 alone. `--chosen`: the portable kernel only as it is chosen,
+and the rows that have bounds, in a minute.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from unittest import mock
 
 import torch
 
 from flashdelta.hopper import fused_decode as hopper
+from flashdelta.hopper.fused_decode import HopperConfig
+from flashdelta.problem.problem import Problem
 from flashdelta.runtime.call import CACHE
 from flashdelta.tools.bench import profiling
 from flashdelta.tools.bench.checks import fault
@@ -39,36 +43,57 @@ FORMS = {
 }
 """With 128 channels 8 warps have two threads a channel, 64 elements of a state each."""
 
-HOPPER_REGISTERS = (80, 96, 168)
-"""Six, five or three CTAs of a bfloat16 state on an SM; of a float32 one three in any case."""
+CHOSEN = {None: "Triton's, as chosen"}
+
+BOUNDED = (
+    *(f"decode N{N} H32 fp32" for N in (1, 32, 128)),
+    *(f"decode N{N} H32 bf16" for N in (1, 8, 32, 128)),
+    "decode N256 H96 bf16",
+)
+
+HOPPER_FORMS: dict[str, Callable[[HopperConfig, int], HopperConfig]] = {
+    "Hopper's own": lambda c, ctas: c,
+    "Hopper's own, 96 registers": lambda c, ctas: replace(c, max_registers=96),
+    "Hopper's own, 168 registers": lambda c, ctas: replace(c, max_registers=168),
+    "Hopper's own, no prefetch": lambda c, ctas: replace(c, ahead=(0, 0)),
+    "Hopper's own, all prefetch": lambda c, ctas: replace(c, ahead=(0, ctas)),
+}
+"""Changes to what is chosen. 96 and 168 registers: five and three CTAs of a bfloat16 state on an SM; of a float32 one three in
+any case."""
 
 EFFORT = Effort(rounds=7, min_rounds=3, budget_ms=150.0, warmup_ms=2.0)
 
 
-def configured(warps: int, tiles: int, registers: int) -> Callable[..., FusedConfig]:
-    """As `fused_config`, but for these."""
+def configured(form: tuple[int, int, int] | None) -> Callable[..., FusedConfig]:
+    """As `fused_config`, but for the warps, tiles and registers of a form."""
     usual = fused_decode.fused_config
 
-    def config(problem: object, arch: int) -> FusedConfig:
-        return FusedConfig(warps, tiles, usual(problem, arch).stream, registers)  # type: ignore[arg-type]
+    def config(problem: Problem, arch: int) -> FusedConfig:
+        chosen = usual(problem, arch)
+        return chosen if form is None else FusedConfig(*form[:2], chosen.stream, form[2])
 
     return config
 
 
-def graphs_of(step: LayerStep) -> Iterator[tuple[str, Run | str]]:
+def configured_hopper(change: Callable[[HopperConfig, int], HopperConfig]) -> Callable[..., HopperConfig]:
+    usual = hopper.hopper_config
+    return lambda problem, sms: change(usual(problem, sms), problem.N * problem.H)
+
+
+def graphs_of(step: LayerStep, forms: Mapping) -> Iterator[tuple[str, Run | str]]:
     """The replay of each form's graph, or why it has none. Attention alone runs where it is fastest."""
     work = step.work()
     bare = work.contenders["bare"]
     assert isinstance(bare, Contender)
     yield "bare", capture(lambda: tuple(bare.call()))[0]
     step.setup = replace(step.setup, backend="triton")
-    for form, name in FORMS.items():
-        with mock.patch.object(fused_decode, "fused_config", configured(*form)):
+    for form, name in forms.items():
+        with mock.patch.object(fused_decode, "fused_config", configured(form)):
             yield name, graph_of(step, work)
     step.setup = replace(step.setup, backend="hopper")
-    for registers in HOPPER_REGISTERS:
-        with mock.patch.object(hopper, "max_registers", lambda problem, most=registers: most):
-            yield f"Hopper's own, {registers}", graph_of(step, work)
+    for name, change in HOPPER_FORMS.items():
+        with mock.patch.object(hopper, "hopper_config", configured_hopper(change)):
+            yield name, graph_of(step, work)
 
 
 def graph_of(step: LayerStep, work: Work) -> Run | str:
@@ -85,9 +110,9 @@ def graph_of(step: LayerStep, work: Work) -> Run | str:
         CACHE.clear()
 
 
-def measured(row: Row, setup: Setup) -> dict:
+def measured(row: Row, setup: Setup, forms: Mapping = FORMS) -> dict:
     step = LayerStep(row, setup)
-    found = dict(graphs_of(step))
+    found = dict(graphs_of(step, forms))
     runs = {name: run for name, run in found.items() if not isinstance(run, str)}
     assert setup.timer is not None
     cold, warm = take_turns(runs, setup.timer, EFFORT), sustained(runs, setup.timer)
@@ -111,7 +136,7 @@ def spills(row: Row, setup: Setup) -> list[str]:
     step = LayerStep(row, replace(setup, backend="triton"))
     lines = []
     for form, name in FORMS.items():
-        with mock.patch.object(fused_decode, "fused_config", configured(*form)):
+        with mock.patch.object(fused_decode, "fused_config", configured(form)):
             CACHE.clear()
             runs = profiling.profiled(lambda: step.fused(step.slots[0]))
         for run in runs:
@@ -121,22 +146,26 @@ def spills(row: Row, setup: Setup) -> list[str]:
 
 
 PARSER = script_parser(__doc__)
-PARSER.add_argument("--quick", action="store_true", help="H = 32 alone")
+ROWS = PARSER.add_mutually_exclusive_group()
+ROWS.add_argument("--quick", action="store_true", help="H = 32 alone")
+ROWS.add_argument("--chosen", action="store_true", help="rows with bounds; the portable kernel only as it is chosen")
 
 
 def main() -> int:
     arguments, device = PARSER.parse_args(), torch.device("cuda")
     setup = Setup(device, Timer(device), EFFORT)
     rows = [row for row in LAYER if row.table == "decode" and (not arguments.quick or row.call.H == 32)]
+    if arguments.chosen:
+        rows = [row for row in rows if row.name in BOUNDED]
     document = new_document("fused_steps", environment(device))
     with torch.no_grad():
         for row in rows:
-            found = measured(row, setup)
+            found = measured(row, setup, CHOSEN if arguments.chosen else FORMS)
             document["rows"].append(found)
             print(f"{row.name}\n{table(found)}\n", flush=True)
             if arguments.out is not None:
                 save(document, arguments.out)
-        for state in ("fp32", "bf16"):
+        for state in () if arguments.chosen else ("fp32", "bf16"):
             row = next(row for row in rows if row.name == f"decode N128 H32 {state}")
             print(row.name, *spills(row, setup), sep="\n", flush=True)
     return 0

@@ -462,6 +462,15 @@ def warp_specialize(
     run_partitions(partitions)
 
 
+WRITTEN_LATE: list[Callable[[], None]] = []
+"""What the kernel before this one has yet to write when it starts: written when it waits for that one."""
+
+
+def gdc_wait() -> None:
+    while WRITTEN_LATE:
+        WRITTEN_LATE.pop()()
+
+
 # ---- PTX -----------------------------------------------------------------------------------------------------------
 
 
@@ -561,7 +570,7 @@ TRITON = COMMON | {
     **{"dot": dot, "cumsum": cumsum, "cumprod": cumprod, "gather": gather, "debug_barrier": nothing},
     **{
         "condition": identity,
-        "gdc_wait": nothing,
+        "gdc_wait": gdc_wait,
         "gdc_launch_dependents": nothing,
         "trans": lambda x, *o: x.trans(*o),
     },

@@ -21,7 +21,7 @@ from ..support.timers import FakeTimer
 pytestmark = pytest.mark.slow
 
 ROWS = [layer_step_row(3, 1, state, "fits a CPU", K=64, V=64) for state in ("fp32", "bf16")]
-HOPPERS = [f"Hopper's own, {registers}" for registers in (80, 96, 168)]
+HOPPERS = [f"Hopper's own{x}" for x in ("", ", 96 registers", ", 168 registers", ", no prefetch", ", all prefetch")]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fused_steps.py"
 
 
@@ -59,15 +59,18 @@ def test_forms_take_turns(script: ModuleType):
     for row in ROWS:
         found = script.measured(row, setup_of("auto"))
         assert found["problems"] == {} and [*found["forms"]] == ["bare", *script.FORMS.values(), *HOPPERS]
-        assert len(script.table(found).splitlines()) == 6 + len(script.FORMS)
+        assert len(script.table(found).splitlines()) == 3 + len(HOPPERS) + len(script.FORMS)
         assert script.spills(row, setup_of("auto")) == []
+        chosen = script.measured(row, setup_of("auto"), script.CHOSEN)
+        assert chosen["problems"] == {} and [*chosen["forms"]] == ["bare", *script.CHOSEN.values(), *HOPPERS]
+    assert {*script.BOUNDED} <= {row.name for row in script.LAYER}
 
 
 def test_a_form_that_fails_leaves_the_others(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
     def config(problem: object, arch: int):
         raise ValueError("too many registers")
 
-    monkeypatch.setattr(script, "configured", lambda *form: config)
+    monkeypatch.setattr(script, "configured", lambda form: config)
     found = script.measured(ROWS[0], setup_of("auto"))
     assert {*found["problems"].values()} == {"ValueError: too many registers"}
     assert [*found["forms"]] == ["bare", *HOPPERS]

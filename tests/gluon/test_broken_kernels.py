@@ -19,7 +19,7 @@ from flashdelta.triton.segments import compose_kernel
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED
 from ..support.fused_checks import HOPPER_FUSED, check_fused
-from . import test_backward, test_chunk, test_decode, test_trials
+from . import test_backward, test_chunk, test_decode, test_fused, test_trials
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
@@ -114,6 +114,10 @@ def fused() -> None:
         check_fused(steps[name], BF16, "hopper")
 
 
+def late() -> None:
+    test_fused.test_an_index_that_the_kernel_before_writes_late(1, 0)
+
+
 @dataclass(frozen=True)
 class Break:
     """The `nth` place of `function` that reads `old` reads `new`, which `run` finds."""
@@ -198,14 +202,17 @@ FAULTS = [
     Break("a group's state is not there yet", FUSED, "else TILES - 1)", "else TILES)", fused),
     Break("a group's last state is not asked for", FUSED, "member + 1 < GROUP", "member + 2 < GROUP", fused),
     Break("a group's state is that of the head before", FUSED, "(K * V + tile)", "tile", fused),
-    Break("a group's window rolls with its key", FUSED, "roll(to_v, window_v", "roll(to_k, window_v", fused),
+    Break("a group's window rolls with its key", FUSED, "roll(to_v, kept_v", "roll(windows + in_k, kept_v", fused),
     Break("a step's copies are no groups", FUSED, "async_copy.commit_group()", "pass", fused),
-    Break("a step of no slot stores a state", FUSED, "mask=everywhere(in_tile, read)", "mask=None", fused, nth=1),
+    Break("a step of no slot stores a state", FUSED, "mask=everywhere(in_tile, live)", "mask=None", fused),
     Break("a step of no slot has an output", FUSED, "gl.where(everywhere(channel, live), y, 0.0)", "y", fused),
     Break("a window of no slot rolls", fused_decode.roll, "everywhere(channel, live)", "None", fused),
-    Break("a window stays", FUSED, "roll(to_k, window_k, channel, conv_place, live)", "pass", fused),
+    Break("a window stays", FUSED, "roll(windows + in_k, kept_k, own_k, channel, conv_place, live)", "pass", fused),
     Break("a window rolls too far", fused_decode.roll, "(tap - 1)", "(tap - 2)", fused),
-    Break("rows of a gate as dense as the others'", fused_decode.rows_of, "head * g_head", "head * K", fused),
+    Break("rows of a gate as dense as the others'", FUSED, "head * g_head", "head * K", fused),
+    Break("an index that comes late is not looked at", FUSED, "(slot != guess) | (live != guessed)", "slot < 0", late),
+    Break("a window by an index of before", FUSED, "conv_state + slot * conv_slot", "windows", late),
+    Break("a state by an index of before", FUSED, "initial_state + slot * start_pitch", "states", late),
     Break("states as dense as their content", FUSED, "slot * target_pitch", "slot * (H * K * V)", fused),
     Break("outputs in one place", FUSED, "out_s.slice(i * ROWS, ROWS)", "out_s.slice(0, ROWS)", fused),
     Break("a token sees itself", verify.verify_kernel, "nth > s", "nth >= s", replay),

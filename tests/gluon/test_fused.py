@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32
-from flashdelta.testing.fused import FUSED_STEPS, FusedStep
+from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, expected_fused, make_fused
+from flashdelta.tools.compile import Variant
 
-from ..support.fused_checks import HOPPER_FUSED, check_fused
+from ..support.fused_checks import HOPPER_FUSED, check_fused, heads_of, hold_fused
+from .language import WRITTEN_LATE
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("step", HOPPER_FUSED, ids=lambda step: step.name)
 def test_kernel_is_the_loop(step: FusedStep, dtype: torch.dtype):
     check_fused(step, dtype, "hopper")
+
+
+@pytest.mark.parametrize("before", [0, 7, -1, 2**30], ids=["a slot", "another slot", "no slot", "far outside"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_an_index_that_the_kernel_before_writes_late(group: int, before: int):
+    """What lies in a slot is asked for by what the index was before; what counts is what it is."""
+    step = replace(FUSED_BY_NAME["one"], K=64, V=64, H=1, HV=group, B=1, indices=(3,), slots=8)
+    call = make_fused(step, BF16)
+    want = expected_fused(step, call)
+    index, output = call["state_indices"], torch.full(heads_of(step), torch.nan, dtype=BF16)
+    index.fill_(before)
+    WRITTEN_LATE.append(lambda: index.fill_(3))
+    fd.fused_kda_decode(**call, output=output, backend="hopper")
+    assert not WRITTEN_LATE
+    hold_fused(step, call, output, want)
+
+
+@pytest.mark.parametrize(
+    ("N", "state", "ahead"),
+    [(1, FP32, (0, 32)), (4, BF16, (0, 128)), (8, BF16, (192, 256)), (32, BF16, (396, 528)), (32, FP32, (297, 396))],
+    ids=str,
+)
+def test_which_ctas_prefetch(N: int, state: torch.dtype, ahead: tuple[int, int]):
+    """All that have an SM each; of more the last quarter of those that run at once, three or four an SM."""
+    options = {"operation": "fused_decode", "packed": False, "state_v_first": True}
+    (launch,) = Variant("", "hopper", N=N, heads=32, state_dtype=state, **options).launches(90)
+    assert launch.arguments[-2:] == ahead
 
 
 @pytest.mark.slow

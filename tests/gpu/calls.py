@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
 from flashdelta.hopper import build
@@ -49,6 +51,23 @@ MODELS = [KIMI, UNBOUNDED]
 
 CALLS_TO_A_REPLAY = 2
 """The second call of a kind replays what the first recorded (`flashdelta.program.cache`)."""
+
+
+overlapping = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="launches overlap on sm_90"
+)
+
+
+@triton.jit
+def write_late(indices, wanted, N: tl.constexpr, ROUNDS: tl.constexpr):
+    """Lets the next kernel start at once, and only then works for a while and writes its indices."""
+    gdc_wait()
+    gdc_launch_dependents()
+    i = tl.arange(0, N)
+    x = tl.load(wanted + i).to(tl.float32)
+    for _ in range(ROUNDS):
+        x = tl.sqrt(x * x + 1e-6)
+    tl.store(indices + i, (x + 0.5).to(tl.int32))
 
 
 def on_gpu(case: Case) -> Case:

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, FP32, case_id
@@ -31,7 +28,7 @@ from ..support.decoding_checks import (
     check_wild_counts,
     replay_buffer,
 )
-from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, peer
+from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, write_late
 from .calls import KIMI as PROMPT
 
 pytestmark = pytest.mark.gpu
@@ -105,21 +102,7 @@ def test_no_allocation_with_output(backend: str):
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@triton.jit
-def write_late(indices, wanted, N: tl.constexpr, ROUNDS: tl.constexpr):
-    """Lets the next kernel start at once, and only then works for a while and writes its indices."""
-    gdc_wait()
-    gdc_launch_dependents()
-    i = tl.arange(0, N)
-    x = tl.load(wanted + i).to(tl.float32)
-    for _ in range(ROUNDS):
-        x = tl.sqrt(x * x + 1e-6)
-    tl.store(indices + i, (x + 0.5).to(tl.int32))
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="launches overlap on sm_90"
-)
+@overlapping
 @pytest.mark.parametrize("before", [0, 511, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
 @pytest.mark.parametrize("N", [1, 64])
 def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend: str):

@@ -15,7 +15,7 @@ from flashdelta.testing.fused import FUSED_STEPS, FusedStep, expected_fused, mak
 from flashdelta.testing.oracle import TOLERANCE, assert_close, same_bits
 
 from ..support.fused_checks import HOPPER_FUSED, WRITTEN, chain, check_fused, check_rounds_of_fused, heads_of
-from .calls import CALLS_TO_A_REPLAY, captured
+from .calls import CALLS_TO_A_REPLAY, captured, overlapping, write_late
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,7 @@ MODEL = FusedStep("heads_12", "a model's heads", H=12, HV=12, B=3, bias=True, **
 GVA8 = FusedStep(
     "gva8_model", "eight value heads share windows", H=4, HV=32, B=16, indices=tuple(range(39, 7, -2)), **K128
 )
+MANY = FusedStep("many", "more states than stay in the L2 cache", H=8, HV=8, B=40, indices=(*range(40),), **K128)
 DRAFTS = tuple(tuple(range(4 * n, 4 * n + 4)) for n in range(8))
 FUSED = [
     *FUSED_STEPS,
@@ -39,7 +40,8 @@ FUSED = [
     replace(GVA8, name="gva8_bf16", state=BF16, order="channel"),
     replace(GVA8, name="gva8_drafts", B=8, T=4, spec=3, indices=DRAFTS, accepted=(1, 2, 3, 4) * 2),
     replace(GVA8, name="gva8_replay", B=8, T=4, spec=3, indices=(*range(8),), rows="slots", accepted=(4, 3, 2, 1) * 2),
-    FusedStep("many", "more states than stay in the L2 cache", H=8, HV=8, B=40, indices=(*range(40),), **K128),
+    MANY,
+    replace(MANY, name="many_bf16", state=BF16),
 ]
 BY_NAME = {step.name: step for step in FUSED}
 
@@ -80,7 +82,9 @@ def laid_out_alike(x: Tensor) -> Tensor:
     return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
 
 
-@pytest.mark.parametrize("name", ["heads_12", "gva8_model", "gva8_bf16", "gva8_drafts", "gva8_replay", "K128_V64"])
+@pytest.mark.parametrize(
+    "name", ["heads_12", "many_bf16", "gva8_model", "gva8_bf16", "gva8_drafts", "gva8_replay", "K128_V64"]
+)
 def test_a_thousand_calls_have_the_same_bits(name: str, backend: str):
     """No CTA may write a window that another one, or a slower warp of its own, still reads."""
     call = make_fused(BY_NAME[name], BF16, "cuda")
@@ -123,6 +127,30 @@ def test_a_graph_replays_with_other_slots(name: str, backend: str):
     assert output[0].eq(0).all()
     for slot in want.moved:
         assert same_bits(call["conv_state"][slot].cpu().contiguous(), want.windows[slot].to(BF16).contiguous())
+
+
+@overlapping
+@pytest.mark.parametrize("before", [0, 39, -1, 2**30], ids=["a slot", "none of its slots", "no slot", "far outside"])
+@pytest.mark.parametrize("name", ["heads_12", "heads_12_bf16", "gva8_model", "many_bf16"])
+def test_indices_that_the_kernel_before_writes_late(name: str, before: int, backend: str):
+    """A kernel that starts early may see what the indices were before; what counts is what they are."""
+    step = BY_NAME[name]
+    call = make_fused(step, BF16, "cuda")
+    first = copied(call)
+    want = fd.fused_kda_decode(**first, backend=backend)
+    wanted = call["state_indices"].clone()
+    for _ in range(20):
+        used = copied(call)
+        # of a length that one program writes
+        indices = torch.full((64,), before, device="cuda", dtype=wanted.dtype)
+        late = torch.nn.functional.pad(wanted, (0, 64 - len(wanted)))
+        given = used | {"state_indices": indices[: len(wanted)]}
+        for _ in range(CALLS_TO_A_REPLAY):
+            fd.fused_kda_decode(**copied(given), backend=backend)
+        write_late[(1,)](indices, late, 64, 2000, num_warps=1, launch_pdl=True)
+        o = fd.fused_kda_decode(**given, backend=backend)
+        assert same_bits(o, want)
+        assert all(same_bits(used[x], first[x]) for x in WRITTEN if x in used)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

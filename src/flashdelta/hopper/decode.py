@@ -49,12 +49,17 @@ def add_three(a, b, c, other_a, other_b, other_c):
 
 
 @gluon.jit
+def prefetch(at):
+    """Brings what lies at these addresses to the L2 cache."""
+    asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    gl.inline_asm_elementwise(asm, "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fetch_to_cache(at, SIZE: gl.constexpr):
     """Prefetches `SIZE` bytes from the address `at` on to the L2 cache, by lines of 128."""
-    line_l: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at = at.to(gl.int64, bitcast=True) + gl.arange(0, SIZE // 128, layout=line_l) * 128
-    asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-    gl.inline_asm_elementwise(asm, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+    line_l: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    prefetch(at.to(gl.int64, bitcast=True) + gl.arange(0, SIZE // 128, layout=line_l) * 128)
 
 
 @gluon.jit

@@ -1,17 +1,20 @@
 """Stage `fused_decode` for Hopper: one token a sequence, states in place as `[V, K]`. One CTA per (sequence, query/key head).
 
-Contract and order of operations: as `triton/fused_decode.py`. What differs is where a state waits. There it takes 64 or 128
-registers of a thread, so that two or three CTAs fit on an SM. Here it comes to shared memory by asynchronous copies, a few rows
-at a time to registers, and six CTAs of a bfloat16 state fit. Rows of a group's next state are asked for where those of the one
-before have been used.
+Contract and order of operations: as `triton/fused_decode.py`. What differs is how few times a CTA waits:
 
-A thread works out one channel of the rows, and rolls its windows at once: no other one reads them. A warp has rows of the
-state, whose sums over keys stay within it.
+* What lies in a slot is asked for by a guess: the index is read before the wait for the kernel before this one, which may yet
+  overwrite it, and again after it. If it has changed, windows and state are asked for again.
+* All loads are under way before anything is worked out: rows and windows to registers, then the state to shared memory by
+  asynchronous copies, behind which rows would queue.
+* A thread works out one channel of the rows, and rolls its windows: no other one reads them. Then eight threads share a row of
+  the state. Its sums over keys stay within a warp, as do those of the norms of q and k, which all groups of eight work out.
+* Memory is idle from the last load of one launch to the first of the next. So some CTAs prefetch to the L2 cache before they
+  wait (`HopperConfig.ahead`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from triton.experimental import gluon
@@ -20,104 +23,127 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch
+from ..program.launch import Launch, sm_count
 from ..program.program import Outputs
 from ..triton import fused_decode as portable
 from ..triton.fused_decode import SCALARS
-from .decode import add_three
-from .device.compat import copy_async
+from .decode import fetch_to_cache, prefetch
+from .device.compat import barrier, copy_async
 from .device.portable import (
     L2_EPS,
-    decay_rate,
+    LOG2E,
     everywhere,
     exact_beta,
     exact_log2_decay,
     locate,
     placed,
     sigmoid,
-    source_slot,
 )
 from .launch import aligned
 
-ROWS = gl.constexpr(16)
-"""Value channels of a state that are in registers at a time."""
+ROWS = gl.constexpr(32)
+"""Value channels of a state that are copied and updated at a time."""
+
+REGISTERS, SHARED_BYTES = 65536, 228 * 1024
+"""Of an SM. A CTA takes a kilobyte of shared memory beyond its own."""
 
 
 @gluon.jit
-def inputs_of(x, window, channel, place_stride, live, W: gl.constexpr):
-    """What a convolution is made of in fp32: `W - 1` inputs from the window, then the token's own."""
-    rows = ()
+def window_of(window, channel, place_stride, live, W: gl.constexpr):
+    """The `W - 1` inputs of a channel that its window keeps."""
+    kept = ()
     for tap in gl.static_range(W - 1):
-        row = gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0)
-        rows = rows + (row.to(gl.float32),)  # type: ignore[assignment]
-    return rows + (gl.load(x).to(gl.float32),)
+        kept = kept + (gl.load(window + tap * place_stride, mask=everywhere(channel, live), other=0.0),)  # type: ignore[assignment]
+    return kept
 
 
 @gluon.jit
-def convolved(rows, filters, bias, tap_stride):
-    """`silu(conv(x))` of a thread's channel."""
-    p = gl.zeros_like(rows[0])
+def filter_of(filters, bias, in_bias, tap_stride, W: gl.constexpr):
+    """The `W` taps of a channel, and its bias if there is one."""
+    taps = ()
+    for tap in gl.static_range(W):
+        taps = taps + (gl.load(filters + tap * tap_stride),)  # type: ignore[assignment]
     if bias is not None:
-        p += gl.load(bias).to(gl.float32)
-    for tap in gl.static_range(len(rows)):
-        p = gl.fma(gl.load(filters + tap * tap_stride).to(gl.float32), rows[tap], p)
+        taps = taps + (gl.load(bias + in_bias),)  # type: ignore[assignment]
+    return taps
+
+
+@gluon.jit
+def convolved(kept, x, taps):
+    """`silu(conv(x))` of a thread's channel."""
+    p = gl.zeros_like(x).to(gl.float32)
+    if len(taps) > len(kept) + 1:
+        p += taps[len(kept) + 1].to(gl.float32)
+    for tap in gl.static_range(len(kept)):
+        p = gl.fma(taps[tap].to(gl.float32), kept[tap].to(gl.float32), p)
+    p = gl.fma(taps[len(kept)].to(gl.float32), x.to(gl.float32), p)
     return p * sigmoid(p)
 
 
 @gluon.jit
-def rows_of(
-    head,
-    v,
-    v_head,
-    windows,
-    value_channels,
-    conv_channel,
-    conv_place,
-    weight,
-    value_taps,
-    weight_channel,
-    weight_tap,
-    bias,
-    g,
-    g_head,
-    beta,
-    beta_head,
-    z,
-    z_head,
-    A_log,
-    dt_bias,
-    channel,
-    live,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    W: gl.constexpr,
-    CHANNELS: gl.constexpr,
-):
-    """A value head's window of `v`, the inputs, `v` itself, the gate's input and rate, write strength and output gate."""
-    of_v = head.to(gl.int32) * V + channel
-    to_v = windows + placed(of_v + value_channels, conv_channel, CHANNELS)
-    window_v = inputs_of(v + head * v_head + channel, to_v, channel, conv_place, live, W)
-    row_g = gl.load(g + head * g_head + channel).to(gl.float32)
-    if dt_bias is not None:
-        row_g += gl.load(dt_bias + head * K + channel).to(gl.float32)
-    bias_v = None
-    if bias is not None:
-        bias_v = bias + value_channels + of_v
-    row_v = convolved(window_v, weight + value_taps + of_v * weight_channel, bias_v, weight_tap)
-    write_beta = gl.load(beta + head * beta_head)
-    gate = gl.load(z + head * z_head + channel)
-    return to_v, window_v, row_v, row_g, decay_rate(A_log, head), write_beta, gate
+def roll(window, kept, x, channel, place_stride, live):
+    """Moves a window on by one token. A thread writes what it alone has read."""
+    mask = everywhere(channel, live)
+    for tap in gl.static_range(1, len(kept)):
+        gl.store(window + (tap - 1) * place_stride, kept[tap], mask=mask)
+    gl.store(window + (len(kept) - 1) * place_stride, x.to(gl.float32).to(window.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
-def roll(window, rows, channel, place_stride, live):
-    """Moves a window on by one token. A thread writes what it alone has read."""
-    for tap in gl.static_range(1, len(rows)):
-        row = rows[tap].to(window.dtype.element_ty)
-        gl.store(window + (tap - 1) * place_stride, row, mask=everywhere(channel, live))
+def rows_of(
+    v,
+    weight,
+    weight_channel,
+    weight_tap,
+    bias,
+    value_channels,
+    g,
+    beta,
+    z,
+    A_log,
+    dt_bias,
+    head,
+    K: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Of a value head what lies in no slot: input and filter of `v`, the gate's input, bias and rate, write strength, output
+    gate. As it lies in memory: what is worked out here would wait for memory ahead of the loads that follow."""
+    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    of_v = head.to(gl.int32) * K + channel
+    row_bias = 0.0
+    rate = 0.0
+    if dt_bias is not None:
+        row_bias = gl.load(dt_bias + of_v)
+    if A_log is not None:
+        rate = gl.load(A_log + head)
+    taps_v = filter_of(weight + of_v * weight_channel, bias, value_channels + of_v, weight_tap, W)
+    return gl.load(v + channel), taps_v, gl.load(g + channel), row_bias, rate, gl.load(beta), gl.load(z + channel)
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit
+def decay_of(row_g, row_bias, rate, lower_bound, GATE: gl.constexpr):
+    """`exp` of the log decay, from what the gate is made of."""
+    rate = gl.exp2(rate.to(gl.float32) * LOG2E)
+    return gl.exp2(exact_log2_decay(row_g.to(gl.float32) + row_bias.to(gl.float32), rate, lower_bound, GATE))
+
+
+@gluon.jit
+def slot_of(index, lowest, slots):
+    """The slot that an index names, 0 if none, as the number of no slot may lead beyond every address; and whether it names
+    one."""
+    live = (index >= lowest) & (index < slots)
+    return gl.where(live, index.to(gl.int64), 0), live
+
+
+@gluon.jit
+def copy_tiles(state_s, states, in_tile, read, TILES: gl.constexpr, SIZE: gl.constexpr):
+    """Starts the copies of a state's tiles, zeros if nothing is `read`, each a group of copies."""
+    for i in gl.static_range(TILES):
+        copy_async(state_s[i], states + in_tile + i * SIZE, mask=everywhere(in_tile, read))
+        async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=(*SCALARS, "first_ahead", "past_ahead"))
 def fused_decode_kernel(
     q,
     k,
@@ -184,6 +210,8 @@ def fused_decode_kernel(
     o_batch: gl.int64,
     o_token: gl.int64,
     o_head: gl.int64,
+    first_ahead,
+    past_ahead,
     K: gl.constexpr,
     V: gl.constexpr,
     W: gl.constexpr,
@@ -192,128 +220,186 @@ def fused_decode_kernel(
     GATE: gl.constexpr,
     BETA: gl.constexpr,
     L2NORM: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
-    """`K = V` channels, as many threads. For each of `GROUP` value heads, 16 rows of the state at a time:
+    """`K = V` channels, as many threads. For each of `GROUP` value heads, 32 rows of the state at a time:
 
-    x, windows, g --> a thread a channel: convolution, decay, norms
-                          |  rows_s: decay, decay k, decay q, k;  v_s
-                          v
-    state --cp.async--> state_s [V / 16, 16, K] --> S k, S q --> correction --> out_s
-                                                --> decay S + correction k --> memory
-    out_s --> a thread a channel: norm, output gate --> o
+    x, windows, g --> a thread a channel: convolution, decay --> q_s, k_s, decay_s, v_s
+                                                                   |
+                                                                   v
+    state --cp.async--> state_s V / 32 x [32, K] --> D = decay S --> D k, D q --> correction --> out_s
+                                                     D + correction k --> memory
+
+    out_s --> each warp: norm; a thread a channel: output gate --> o
+
+    Barriers: two for the order of loads, one for the rows, one a tile, one for the norm. CTAs from `first_ahead` to
+    `past_ahead` prefetch.
     """
     WARPS: gl.constexpr = gl.num_warps()
     TILES: gl.constexpr = V // ROWS
-    # 16 bytes of a row of the state a thread
+    SIZE: gl.constexpr = ROWS * K
+    # 16 bytes of a row of the state a thread, 8 threads side by side
     VEC: gl.constexpr = 128 // initial_state.dtype.element_ty.primitive_bitwidth
-    LANES: gl.constexpr = K // VEC
-    tile_l: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    tile_l: gl.constexpr = gl.BlockedLayout([1, VEC], [4, 8], [WARPS, 1], [1, 0])
     key_l: gl.constexpr = gl.SliceLayout(0, tile_l)
     value_l: gl.constexpr = gl.SliceLayout(1, tile_l)
     channel_l: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    # every warp has all channels
+    each_l: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, V // 32], [1, 32], [WARPS, 1], [1, 0]))
     line_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     plain_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
 
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    _slice, qk_head, n, batch, begin, end = locate(cu_seqlens, T, H, 1)
-    named = (starts, starts, accepted, None, n, begin < end, 1, start_row, start_token, start_row)
-    slot, live, read = source_slot(*named, most_tokens, lowest, slots, slots, False)
-    # the number of no slot may lead beyond every address
-    slot = gl.where(live, slot, 0)
-    initial_state += slot * start_pitch + qk_head * (GROUP * K * V)
-    final_state += slot * target_pitch + qk_head * (GROUP * K * V)
-    row = gl.arange(0, ROWS, layout=value_l)
-    in_tile = row[:, None] * K + gl.arange(0, K, layout=key_l)[None, :]
-    state_s = gl.allocate_shared_memory(initial_state.dtype.element_ty, [TILES, ROWS, K], plain_s)
-    for i in gl.static_range(TILES):
-        copy_async(state_s.index(i), initial_state + (i * (ROWS * K) + in_tile), mask=everywhere(in_tile, read))
-        async_copy.commit_group()
-
+    _slice, qk_head, n, batch, _begin, _end = locate(cu_seqlens, T, H, 1)
+    head = qk_head * GROUP
+    q += batch * q_batch + qk_head * q_head
+    k += batch * k_batch + qk_head * k_head
+    v += batch * v_batch + head * v_head
+    g += batch * g_batch + head * g_head
+    z += batch * z_batch + head * z_head
+    o += batch * o_batch + head * o_head
+    beta += batch * beta_batch + head * beta_head
+    initial_state += head * (K * V)
+    final_state += head * (K * V)
     channel = gl.arange(0, K, layout=channel_l)
     of_q = qk_head.to(gl.int32) * K + channel
-    windows = conv_state + slot * conv_slot
-    to_q = windows + placed(of_q, conv_channel, CHANNELS)
-    to_k = windows + placed(of_q + key_channels, conv_channel, CHANNELS)
-    window_q = inputs_of(q + batch * q_batch + qk_head * q_head + channel, to_q, channel, conv_place, live, W)
-    window_k = inputs_of(k + batch * k_batch + qk_head * k_head + channel, to_k, channel, conv_place, live, W)
+    of_v = head.to(gl.int32) * V + channel
+    in_q = placed(of_q, conv_channel, CHANNELS)
+    in_k = placed(of_q + key_channels, conv_channel, CHANNELS)
+    in_v = placed(of_v + value_channels, conv_channel, CHANNELS)
+    row = gl.arange(0, ROWS, layout=value_l)
+    in_tile = row[:, None] * K + gl.arange(0, K, layout=key_l)[None, :]
+    starts += n * start_row
+    guess, guessed = slot_of(gl.load(starts), lowest, slots)
+    windows = conv_state + guess * conv_slot
+    states = initial_state + guess * start_pitch
+    cta = gl.program_id(0)
+    if (cta >= first_ahead) & (cta < past_ahead) & guessed:
+        for tap in gl.static_range(W - 1):
+            prefetch(windows + in_q + tap * conv_place)
+            prefetch(windows + in_k + tap * conv_place)
+            prefetch(windows + in_v + tap * conv_place)
+        fetch_to_cache(states, K * V * initial_state.dtype.element_ty.primitive_bitwidth // 8)
+    # as addresses have fewer than 61 bits; ptxas would work them out after the wait
+    always = (
+        q.to(gl.int64) + k.to(gl.int64) + v.to(gl.int64) + g.to(gl.int64) + z.to(gl.int64) + states.to(gl.int64) != 0
+    )
+    if always:
+        gdc_wait()
+    gdc_launch_dependents()
+    index = gl.load(starts)
+
+    own_q = gl.load(q + channel)
+    own_k = gl.load(k + channel)
+    kept_q = window_of(windows + in_q, channel, conv_place, guessed, W)
+    kept_k = window_of(windows + in_k, channel, conv_place, guessed, W)
+    filters_q = weight + of_q * weight_channel
+    filters_v = (weight + value_taps, weight_channel, weight_tap, bias, value_channels)
+    kept_v = window_of(windows + in_v, channel, conv_place, guessed, W)
+    own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
     norm_of = gl.load(norm_weight + channel)
-    v += batch * v_batch
-    g += batch * g_batch
-    beta += batch * beta_batch
-    z += batch * z_batch
-    inputs = (v, v_head, windows, value_channels, conv_channel, conv_place)
-    filters_v = (weight, value_taps, weight_channel, weight_tap, bias)
-    gates = (g, g_head, beta, beta_head, z, z_head, A_log, dt_bias)
-    if GROUP == 1:
-        # ahead of the first store and the first barrier, which no load passes
-        own = rows_of(qk_head, *inputs, *filters_v, *gates, channel, live, K, V, W, CHANNELS)
-    bias_q = None
-    bias_k = None
-    if bias is not None:
-        bias_q = bias + of_q
-        bias_k = bias_q + key_channels
-    filters = weight + of_q * weight_channel
-    row_q = convolved(window_q, filters, bias_q, weight_tap)
-    row_k = convolved(window_k, filters + key_taps, bias_k, weight_tap)
-    roll(to_q, window_q, channel, conv_place, live)
-    roll(to_k, window_k, channel, conv_place, live)
-    norm_q = scale
-    norm_k = 1.0
-    square_q, square_k, overlap = gl.reduce((row_q * row_q, row_k * row_k, row_q * row_k), 0, add_three)
-    if L2NORM:
-        norm_q = scale * gl.rsqrt(square_q + L2_EPS)
-        norm_k = gl.rsqrt(square_k + L2_EPS)
-    rows_s = gl.allocate_shared_memory(gl.float32, [4, K], line_s)
-    rows_s.index(3).store(row_k)
+    taps_q = filter_of(filters_q, bias, of_q, weight_tap, W)
+    taps_k = filter_of(filters_q + key_taps, bias, of_q + key_channels, weight_tap, W)
+    state_s = ()
+    for _ in gl.static_range(TILES):
+        # of one memory, copies of tiles would wait for each other
+        state_s = state_s + (gl.allocate_shared_memory(initial_state.dtype.element_ty, [ROWS, K], plain_s),)  # type: ignore[assignment]
+    # no load passes a barrier: rows first, then the state, then whether the index is what it was
+    barrier()
+    copy_tiles(state_s, states, in_tile, guessed, TILES, SIZE)
+    barrier()
+    if not always:  # never; else ptxas looks at the index, and waits for it, ahead of the copies
+        index = gl.load(starts)
+    slot, live = slot_of(index, lowest, slots)
+    if (slot != guess) | (live != guessed):
+        async_copy.wait_group(0)
+        windows = conv_state + slot * conv_slot
+        copy_tiles(state_s, initial_state + slot * start_pitch, in_tile, live, TILES, SIZE)
+        kept_q = window_of(windows + in_q, channel, conv_place, live, W)
+        kept_k = window_of(windows + in_k, channel, conv_place, live, W)
+        kept_v = window_of(windows + in_v, channel, conv_place, live, W)
+        # as it is; else ptxas works on it, and waits for it, ahead of the copies
+        own = rows_of(v, *filters_v, g, beta, z, A_log, dt_bias, head, K, W)
+    initial_state += slot * start_pitch
+    final_state += slot * target_pitch
+
+    q_s = gl.allocate_shared_memory(gl.float32, [K], line_s)
+    k_s = gl.allocate_shared_memory(gl.float32, [K], line_s)
+    decay_s = gl.allocate_shared_memory(gl.float32, [K], line_s)
     v_s = gl.allocate_shared_memory(gl.float32, [V], line_s)
     out_s = gl.allocate_shared_memory(gl.float32, [V], line_s)
-
+    q_s.store(convolved(kept_q, own_q, taps_q))
+    k_s.store(convolved(kept_k, own_k, taps_k))
+    roll(windows + in_q, kept_q, own_q, channel, conv_place, live)
+    roll(windows + in_k, kept_k, own_k, channel, conv_place, live)
     for member in range(GROUP):
-        head = qk_head * GROUP + member
-        if GROUP > 1:
-            own = rows_of(head, *inputs, *filters_v, *gates, channel, live, K, V, W, CHANNELS)
-        to_v, window_v, row_v, row_g, rate, write_beta, gate = own
-        roll(to_v, window_v, channel, conv_place, live)
+        to_v = windows + placed(of_v + value_channels + member * V, conv_channel, CHANNELS)
+        own_v, taps_v, row_g, row_bias, rate, write_beta, gate = own
+        v_s.store(convolved(kept_v, own_v, taps_v))
+        decay_s.store(decay_of(row_g, row_bias, rate, lower_bound, GATE))
+        row_q, row_k, decay = q_s.load(key_l), k_s.load(key_l), decay_s.load(key_l)[None, :]
+        roll(to_v, kept_v, own_v, channel, conv_place, live)
+        scaling = norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
         write_beta = exact_beta(write_beta.to(gl.float32), BETA)
-        decay = gl.exp2(exact_log2_decay(row_g, rate, lower_bound, GATE))
-        rows_s.index(0).store(decay)
-        rows_s.index(1).store(decay * row_k)
-        rows_s.index(2).store(decay * row_q)
-        v_s.store(row_v)
-        decays, along = rows_s.index(0).load(key_l)[None, :], rows_s.index(3).load(key_l)[None, :]
-        decayed_k, decayed_q = rows_s.index(1).load(key_l)[None, :], rows_s.index(2).load(key_l)[None, :]
+        if (
+            GROUP > 1
+        ):  # of the next head, whose rows come while this one's state is worked on; after the last one in vain
+            after = gl.minimum(member + 1, GROUP - 1)
+            to_next = windows + placed(of_v + value_channels + after * V, conv_channel, CHANNELS)
+            kept_v = window_of(to_next, channel, conv_place, live, W)
+            rows = (g + after * g_head, beta + after * beta_head, z + after * z_head)
+            own = rows_of(v + after * v_head, *filters_v, *rows, A_log, dt_bias, head + after, K, W)
+        norm_q = scale
+        norm_k = 1.0
+        overlap = gl.sum(row_q * row_k, axis=0)
+        if L2NORM:
+            norm_q = scale * gl.rsqrt(gl.sum(row_q * row_q, axis=0) + L2_EPS)
+            norm_k = gl.rsqrt(gl.sum(row_k * row_k, axis=0) + L2_EPS)
         for i in gl.static_range(TILES):
             value = v_s.slice(i * ROWS, ROWS).load(value_l)
             # of a group as many tiles are under way all the time: those of the next head follow
             async_copy.wait_group(TILES - 1 - i if GROUP == 1 else TILES - 1)
-            state = state_s.index(i).load(tile_l).to(gl.float32)
-            along_k, along_q = gl.sum(state * decayed_k, axis=1), gl.sum(state * decayed_q, axis=1)
+            state = state_s[i].load(tile_l).to(gl.float32) * decay
+            along_k = gl.sum(state * row_k[None, :], axis=1)
+            along_q = gl.sum(state * row_q[None, :], axis=1)
             correction = norm_k * write_beta * (value - norm_k * along_k)
             out_s.slice(i * ROWS, ROWS).store(norm_q * (along_q + overlap * correction))
-            state = state * decays + correction[:, None] * along
-            tile = member * (K * V) + i * (ROWS * K) + in_tile
-            gl.store(final_state + tile, state.to(final_state.dtype.element_ty), mask=everywhere(in_tile, read))
+            state += correction[:, None] * row_k[None, :]
+            tile = member * (K * V) + i * SIZE
+            gl.store(
+                final_state + in_tile + tile, state.to(final_state.dtype.element_ty), mask=everywhere(in_tile, live)
+            )
             if GROUP > 1:
                 if member + 1 < GROUP:
-                    copy_async(state_s.index(i), initial_state + (K * V + tile), mask=everywhere(in_tile, read))
+                    copy_async(state_s[i], initial_state + in_tile + (K * V + tile), mask=everywhere(in_tile, live))
                 async_copy.commit_group()
 
-        out = out_s.load(channel_l)
+        out = out_s.load(each_l)
         norm = 1.0 / gl.sqrt(gl.sum(out * out, axis=0) / V + eps)
-        y = out * norm * norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
+        y = out_s.load(channel_l) * norm * scaling
         y = gl.where(everywhere(channel, live), y, 0.0)
-        gl.store(o + batch * o_batch + head * o_head + channel, y.to(o.dtype.element_ty))
+        gl.store(o + member * o_head + channel, y.to(o.dtype.element_ty))
 
 
-def max_registers(problem: Problem) -> int:
-    """Of a thread. Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and six of a
-    bfloat16 one; five with several value heads, which would spill."""
-    if problem.state_dtype == torch.float32:
-        return 168
-    return 80 if problem.group == 1 else 96
+@dataclass(frozen=True)
+class HopperConfig:
+    """`max_registers`: of a thread. CTAs `ahead`, from the first to before the second, prefetch what lies in their slots."""
+
+    max_registers: int
+    ahead: tuple[int, int]
+
+
+def hopper_config(problem: Problem, sms: int) -> HopperConfig:
+    """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
+
+    With an SM for each, all CTAs prefetch: memory has nothing else to do. Else the last quarter of those that run at once, as
+    in `decode`: they start when the launch before this one has hardly any state left to load, and if more did, memory would
+    be idle later."""
+    most = 168 if problem.state_dtype == torch.float32 else 128
+    state = problem.K * problem.V * problem.state_dtype.itemsize
+    rows = 4 * (3 * problem.K + 2 * problem.V)
+    an_sm = min(REGISTERS // (problem.V * most), SHARED_BYTES // (state + rows + 1024))
+    ctas = problem.N * problem.H
+    past = min(ctas, sms * an_sm)
+    return HopperConfig(most, (0, ctas) if ctas <= sms else (past - past // 4, past))
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -322,13 +408,15 @@ def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) 
     given = dict(zip(fused_decode_kernel.arg_names, launch.arguments))
     if not aligned(given["initial_state"], 16):
         return [launch]
-    names = ("K", "V", "W", "GROUP", "CHANNELS", "GATE", "BETA", "L2NORM", "OVERLAP")  # in the kernel's order
+    names = ("K", "V", "W", "GROUP", "CHANNELS", "GATE", "BETA", "L2NORM")  # in the kernel's order
+    c = hopper_config(problem, sm_count(t.q.device))
     return [
         replace(
             launch,
             kernel=fused_decode_kernel,
+            arguments=(*launch.arguments, *c.ahead),
             constants={name: launch.constants[name] for name in names},
             num_warps=problem.V // 32,
-            max_registers=max_registers(problem),
+            max_registers=c.max_registers,
         )
     ]
