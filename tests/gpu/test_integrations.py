@@ -156,12 +156,18 @@ def ids() -> Tensor:
     return torch.randint(3, VOCABULARY, (2, 1000), generator=torch.Generator().manual_seed(0)).cuda()
 
 
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every call of our operator."""
+    found: list[str] = []
+    chunk = _fla.chunk_kda
+    monkeypatch.setattr(_fla, "chunk_kda", lambda **call: (found.append("chunk"), chunk(**call))[1])
+    return found
+
+
 @pytest.mark.long
 @every_model
-def test_training(make: Callable, ids: Tensor, monkeypatch: pytest.MonkeyPatch):
-    reached: list[str] = []
-    chunk = _fla.chunk_kda
-    monkeypatch.setattr(_fla, "chunk_kda", lambda **call: (reached.append("chunk"), chunk(**call))[1])
+def test_training(make: Callable, ids: Tensor, reached: list[str], monkeypatch: pytest.MonkeyPatch):
     hold(functools.partial(trained, ids=ids), make, monkeypatch)
     assert len(reached) == 4
 
@@ -175,13 +181,16 @@ def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytes
 
 @pytest.mark.long
 @every_model
-def test_compiled_and_checkpointed(make: Callable, ids: Tensor):
+def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[str]):
+    torch._dynamo.reset()  # a function that others had compiled often is not compiled again
     torch.manual_seed(0)
     plain = cast(make().cuda())
     want = trained(plain, ids)
     compiled = trained(torch.compile(plain), ids)
+    assert len(reached) == 4
     plain.gradient_checkpointing_enable()
     checkpointed = trained(plain, ids)
+    assert len(reached) == 8
     assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 1e-3
     found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05

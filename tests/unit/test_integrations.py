@@ -357,6 +357,35 @@ def test_modules_are_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch)
     assert layernorm.rms_norm is theirs  # FLA's kernels run there
 
 
+def test_a_graph_that_is_compiled_is_not_exported(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch 2.11 says that it is, for which transformers takes its own code."""
+    from transformers.integrations import hub_kernels
+
+    class Asking(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if hub_kernels.is_torchdynamo_exporting() else x * 2
+
+    _fla.disable()
+    theirs = hub_kernels.is_torchdynamo_exporting
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.11.0"))
+    _fla.enable()
+    assert hub_kernels.is_torchdynamo_exporting is _fla.is_exporting
+    model, x = Asking(), torch.tensor([5.0])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert model(x) == compiled(x) == 10
+        for strict in (True, False):
+            assert torch.export.export(model, (x,), strict=strict).module()(x) == 6
+    _fla.disable()
+    assert hub_kernels.is_torchdynamo_exporting is theirs
+    for version, switch in (("2.11.0", "0"), ("2.12.0", "1")):
+        monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+        monkeypatch.setenv(_fla.ENVIRONMENT, switch)
+        _fla.enable()
+        assert hub_kernels.is_torchdynamo_exporting is theirs
+        _fla.disable()
+
+
 def test_without_dispatch_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch):
     import fla.backends
 

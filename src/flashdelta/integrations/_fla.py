@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module, metadata, util
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -281,6 +282,8 @@ def enable() -> None:
     elif not _State.enabled:
         if not torch.cuda.is_available():
             _replace_modules()
+        if torch.__version__ < (2, 12) and not is_forbidden():
+            _State.patches.when_imported(TRANSFORMERS, _correct)
         _State.enabled = True
 
 
@@ -377,6 +380,23 @@ def _register_by_operation(backend: object) -> None:
         return (run_recurrent if takes else theirs)(*arguments, **named)
 
     setattr(module, theirs.__name__, fused_recurrent_kda_fwd)
+
+
+TRANSFORMERS = "transformers.integrations.hub_kernels"
+"""Where it chooses between FLA's functions and its own PyTorch code, which it takes for graphs that are exported."""
+
+QUESTION = "is_torchdynamo_exporting"
+
+
+def _correct(module: ModuleType) -> None:
+    """Lets compiled models reach FLA's functions with PyTorch 2.11, too."""
+    if QUESTION in vars(module):
+        _State.patches.set(module, QUESTION, is_exporting)
+
+
+def is_exporting() -> bool:
+    """As `torch.compiler.is_exporting`, which PyTorch 2.11 answers with True whenever it compiles (pytorch/pytorch#176347)."""
+    return torch.compiler._is_exporting_flag
 
 
 def _replace_modules() -> None:
