@@ -93,10 +93,10 @@ PARTS = (
     Part("layer", bench("layer"), LONGEST, "layer-<gpu>.json", "steps, training, single kernels", ("fla",), 180),
     Part(
         "fused-steps",
-        words("benchmarks/fused_steps.py --quick --out {out}/{name}.json"),
-        LONGEST,
+        words("benchmarks/fused_steps.py --chosen --out {out}/{name}.json"),
+        180,
         "tuning/fused_steps-<gpu>.json",
-        "which warps and tiles a fused step should have",
+        "a step of the layer in one launch, by either backend",
     ),
     Part(
         "cp",
@@ -144,7 +144,7 @@ PARTS = (
     Part("decode", bench("decode", *rows("N128 H32 bf16")), 300, "decode-<gpu>.json", "README.md's row", ("fla",)),
     Part(
         "models",
-        bench("models", "--quick"),
+        bench("models"),
         LONGEST,
         "models-<gpu>.json",
         "layers of FLA and Hugging Face, integration on and off",
