@@ -1,9 +1,9 @@
 """Runs the parts of a release's GPU evidence, each under its own time limit, and writes down what came of each as it ends.
 
-    python -m tests.release --out DIR [--only PART ...] [--seconds N] [--warm JOBS]
+    python -m tests.release --out DIR [--only PART ...] [--seconds N] [--warmup JOBS]
 
 Called again with the same folder it goes on with what has not passed on this commit, what failed last; `--only fuzz` fuzzes on,
-with another seed. `--warm`: all compilers run first, side by side. Folder: each part's results and what it printed, and
+with another seed. `--warmup`: all compilers run first, side by side. Folder: each part's results and what it printed, and
 `parts.jsonl` with a line for each part.
 """
 
@@ -17,8 +17,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -29,13 +27,13 @@ from flashdelta.tools.bench.environment import default_device, git_commit, gpu, 
 from flashdelta.tools.bench.pages import RESULTS
 from flashdelta.tools.bench.report import text_table
 
-from . import log
+from . import log, processes
 from .parts import PARTS, Part
-from .warm import warm
+from .processes import run_python
+from .warmup import warm_up
 
-ROOT = Path(__file__).parents[2]
-STARTS, GRACE = 5.0, 10.0
-"""Seconds kept for starting a part and for writing down what came of it; seconds from asking a part to end to ending it."""
+STARTS = 5.0
+"""Seconds kept for starting a part and for writing down what came of it."""
 
 
 @dataclass(frozen=True)
@@ -86,33 +84,19 @@ def fault(path: Path) -> str:
     return ""
 
 
-def end(process: subprocess.Popen) -> None:
-    """With all that it has started."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-
-
 def run_part(part: Part, out: Path, left: float) -> Outcome:
     """In a process group of its own. `left`: seconds of all that is to run."""
     missing = [need for need in part.needs if absent(need)]
     if missing:
         return Outcome(part.name, "skipped", said=f"not here: {', '.join(missing)}")
-    limit = min(part.limit, left - STARTS - GRACE)
+    limit = min(part.limit, left - STARTS - processes.GRACE)
     if limit < min(part.least, part.limit):
         return Outcome(part.name, "no time", said=f"{max(left, 0):.0f} s left")
     command, printed = command_of(part, out, limit), out / f"{part.name}.log"
     words, began = shlex.join(command), time.monotonic()
     with printed.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = "passed" if process.wait(limit) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            status = "timed out"
-        finally:
-            end(process)
+        code = run_python(command[1:], file, limit)
+    status = {0: "passed", None: "timed out"}.get(code, "failed")
     seconds, said = round(time.monotonic() - began, 1), last_line(printed)
     wrong = next((fault(Path(word)) for word in command if word.startswith(str(out)) and status == "passed"), "")
     return Outcome(part.name, "failed" if wrong else status, seconds, wrong or said, words)
@@ -154,7 +138,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=585.0, help="of all parts together (585)")
     parser.add_argument(
-        "--warm", type=int, metavar="JOBS", help="compile first what the parts run, by so many processes"
+        "--warmup", type=int, metavar="JOBS", help="compile first what the parts run, by so many processes"
     )
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     asked = parser.parse_args(arguments)
@@ -179,8 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     facts = {"commit": commit, "gpu": found["name"], "versions": versions()}
     began = time.monotonic()
-    if asked.warm:
-        print(f"warm: {warm(parts, asked.warm, asked.seconds / 2, end)}", flush=True)
+    if asked.warmup:
+        print(f"warmup: {warm_up(parts, asked.warmup, asked.seconds / 2)}", flush=True)
     left = asked.seconds - (time.monotonic() - began)
     outcomes = run_all(parts, out, left, facts, again=asked.only is not None)
     lines = [[x.part, x.status, f"{x.seconds:.0f}", x.said[:80]] for x in outcomes]

@@ -13,17 +13,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from typer.main import get_command
 
 from flashdelta.tools.bench import pages
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.report import new_document, show
 from flashdelta.tools.bench.views import VIEWS
-from flashdelta.tools.bench.workloads import select
-from flashdelta.tools.cli.app import app
+from flashdelta.tools.cli.bench import chosen_rows
 
 from ..fuzz import runner
-from ..release import log, loop, record, warm
+from ..release import log, loop, processes, record, warmup
 from ..release.parts import LONGEST, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +47,7 @@ GARBAGE = "import sys; sys.stdout.buffer.write(bytes(range(256)) * 100); open(sy
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "STARTS", 0.0)
-    monkeypatch.setattr(loop, "GRACE", 1.0)
+    monkeypatch.setattr(processes, "GRACE", 1.0)
 
 
 def lives(pid: int) -> bool:
@@ -117,11 +115,11 @@ def test_it_keeps_to_its_time(quick: None, tmp_path: Path):
 
 def test_compilers_of_all_rows_run_first():
     by_name = {part.name: part for part in PARTS}
-    made = warm.commands([by_name[name] for name in ("tests", "prefill-slow", "layer-quick", "cp")], jobs=3)
+    made = warmup.commands([by_name[name] for name in ("tests", "prefill-slow", "layer-quick", "cp")], jobs=3)
     asked = {"prefill": [], "layer": []}
     for command in made:
         names = [word for before, word in itertools.pairwise(command) if before == "--rows"]
-        assert 0 < len(names) <= warm.MOST_ROWS and command[-3:] == ["--repeats", "1", "--json"]
+        assert 0 < len(names) <= warmup.MOST_ROWS and command[-3:] == ["--repeats", "1", "--json"]
         assert ("hopper" in command) == (command[3] == "prefill")
         asked[command[3]] += names
     slow = [row.name for row in BENCHMARKS["prefill"].more if row.name.endswith(", slow gates")]
@@ -135,9 +133,9 @@ def test_nothing_but_machine_code_is_kept(quick: None, tmp_path: Path, monkeypat
     makes = f"import pathlib; x = pathlib.Path({str(tmp_path)!r}, 'made'); x.mkdir(); "
     makes += "(x / 'x.cubin').touch(); (x / 'x.autotune.json').touch()"
     asked = [["-c", makes], ["-c", "raise SystemExit(1)"], ["-c", "import time; time.sleep(600)"]]
-    monkeypatch.setattr(warm, "commands", lambda parts, jobs: list(asked))
+    monkeypatch.setattr(warmup, "commands", lambda parts, jobs: list(asked))
     began = time.monotonic()
-    assert warm.warm((), jobs=2, seconds=4.0, end=loop.end).startswith("2 of 3 processes ended")
+    assert warmup.warm_up((), jobs=2, seconds=4.0).startswith("2 of 3 processes ended")
     assert time.monotonic() - began < 60
     assert sorted(x.name for x in tmp_path.glob("*/*")) == ["x.autotune.json", "x.cubin"]
 
@@ -186,16 +184,10 @@ def script(path: str) -> ModuleType:
 
 def rows_of(words: list[str]) -> list:
     """Those that a command of `flashdelta` measures; raises where it does not parse."""
-    context = get_command(app).make_context("flashdelta", words, resilient_parsing=False)
-    group, rest = get_command(app).commands["bench"], words[1:]
-    assert context.command.name and words[0] == "bench"
-    given = group.commands[rest[0]].make_context(rest[0], rest[1:]).params
-    assert given["json"] is not None
-    benchmark = BENCHMARKS[rest[0]]
-    if "rows" not in given:
-        return list(benchmark.rows)
-    usual = select(benchmark.rows, benchmark.quick if given.get("quick") else ())
-    return select(usual, given["rows"] or (), benchmark.more)
+    assert words[0] == "bench"
+    benchmark, options = warmup.asked_of_bench(words[1:])
+    assert options.json is not None
+    return chosen_rows(benchmark, options)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
