@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from flashdelta.tools.bench.environment import default_device, git_commit, gpu, versions
 from flashdelta.tools.bench.pages import RESULTS
 from flashdelta.tools.bench.report import text_table
@@ -31,6 +33,9 @@ from . import log, processes
 from .parts import PARTS, Part
 from .processes import run_python
 from .warmup import warm_up
+
+JOBS = 14
+"""Processes a GPU: a core is left of each eight, for what they start."""
 
 STARTS = 5.0
 """Seconds kept for starting a part and for writing down what came of it."""
@@ -71,6 +76,7 @@ def command_of(part: Part, out: Path, limit: float) -> list[str]:
     seed = next_seed(RESULTS, out) if part.again else 0
     # a part that is told its time ends by itself
     given = {"out": str(out), "name": part.name, "limit": str(int(limit - 40)), "seed": str(seed)}
+    given |= {"jobs": str(JOBS * max(torch.cuda.device_count(), 1))}
     fill = re.compile("{(" + "|".join(given) + ")}")
     return [sys.executable, *(fill.sub(lambda found: given[found[1]], word) for word in part.command)]
 

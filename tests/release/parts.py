@@ -10,9 +10,9 @@ LONGEST = 580
 
 @dataclass(frozen=True)
 class Part:
-    """`command`: words to Python. In them `{out}` stands for the folder, `{name}`, `{limit}` and `{seed}` for the part's own.
-    `limit`: seconds. `results`: where `tests.release.record` puts what it writes. `needs`: modules, and variables of the
-    environment in capitals. `least`: seconds below which it is not begun."""
+    """`command`: words to Python. In them `{out}` stands for the folder, `{name}`, `{limit}` and `{seed}` for the part's own,
+    `{jobs}` for that many processes. `limit`: seconds. `results`: where `tests.release.record` puts what it writes. `needs`:
+    modules, and variables of the environment in capitals. `least`: seconds below which it is not begun."""
 
     name: str
     command: tuple[str, ...]
@@ -44,7 +44,7 @@ PARTS = (
     Part(
         "tests",
         words(
-            "-m pytest -q -m gpu tests/gpu -n 14 --maxschedchunk 1 -p tests.release.log --run-log {out}/{name}.jsonl"
+            "-m pytest -q -m gpu tests/gpu -n {jobs} --maxschedchunk 1 -p tests.release.log --run-log {out}/{name}.jsonl"
         ),
         LONGEST,
         "tests-<gpu>.json",
