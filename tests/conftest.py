@@ -20,6 +20,15 @@ LONGEST = ("test_triton_interpreter.py", "test_machine_code.py", "test_hazards.p
 """Files whose tests take minutes each."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list) -> None:
+    """Each worker finds another GPU first, and sees them all. It is told before it starts: CUDA reads the order once."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    for number, spec in enumerate(specs if len(gpus) > 1 else ()):
+        first = number % len(gpus)
+        spec.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # the longest first, that no worker is left alone with one in the end
     items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -124,9 +124,6 @@ class HopperBackend(Backend):
             or self._problem_obstacle(problem.in_chunks)
         )
 
-    def drawback(self, problem: Problem, device: torch.device) -> str | None:
-        return "not timed yet beside the portable kernel" if problem.operation == "fused_decode" else None
-
     def _device_obstacle(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"

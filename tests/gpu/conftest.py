@@ -33,18 +33,6 @@ HERE = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def take_turns(worker: str) -> None:
-    """Workers share all GPUs: each finds another one first. Before CUDA is initialised, which reads the order once."""
-    numbers = range(torch.cuda.device_count())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, numbers))).split(",")
-    first = int(worker.removeprefix("gw")) % max(len(visible), 1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first:] + visible[:first])
-
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    take_turns(os.environ["PYTEST_XDIST_WORKER"])
-
-
 def begins(item: pytest.Item) -> float:
     """When a test begins, as a share of all: at random, but the same in every run. Long ones are in the first quarter, that no
     worker is left alone with one in the end; those that need the C library are in the second half, when a long one has built

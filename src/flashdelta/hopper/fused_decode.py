@@ -390,16 +390,19 @@ class HopperConfig:
 def hopper_config(problem: Problem, sms: int) -> HopperConfig:
     """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
 
-    With an SM for each, all CTAs prefetch: memory has nothing else to do. Else the last quarter of those that run at once, as
-    in `decode`: they start when the launch before this one has hardly any state left to load, and if more did, memory would
-    be idle later."""
+    With an SM for each, all CTAs prefetch: memory has nothing else to do. So they do in more than four waves, where it is little
+    else that a wave waits for. Between, the last quarter of those that run at once, as in `decode`: they start when the launch
+    before this one has hardly any state left to load, and if more did, memory would be idle later."""
     most = 168 if problem.state_dtype == torch.float32 else 128
     state = problem.K * problem.V * problem.state_dtype.itemsize
     rows = 4 * (3 * problem.K + 2 * problem.V)
     an_sm = min(REGISTERS // (problem.V * most), SHARED_BYTES // (state + rows + 1024))
     ctas = problem.N * problem.H
-    past = min(ctas, sms * an_sm)
-    return HopperConfig(most, (0, ctas) if ctas <= sms else (past - past // 4, past))
+    wave = sms * an_sm
+    if ctas <= sms or ctas > 4 * wave:
+        return HopperConfig(most, (0, ctas))
+    past = min(ctas, wave)
+    return HopperConfig(most, (past - past // 4, past))
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

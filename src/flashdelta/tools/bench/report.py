@@ -154,12 +154,13 @@ def cells(document: dict, view: View, wide: bool, names: Sequence[str] | None = 
 
 
 def text_table(table: Sequence[Sequence[str]]) -> str:
-    """Aligned: names to the left, the rest to the right."""
+    """Aligned: names to the left, the rest to the right. Columns move closer where they would not fit."""
     widths = [max(map(len, column)) for column in zip(*table)]
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
     lines = []
     for row in table:
         rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))
-        lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
+        lines.append(gap.join([row[0].ljust(widths[0]), *rest]).rstrip())
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
