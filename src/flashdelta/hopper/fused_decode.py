@@ -390,9 +390,9 @@ class HopperConfig:
 def hopper_config(problem: Problem, sms: int) -> HopperConfig:
     """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
 
-    With an SM for each, all CTAs prefetch: memory has nothing else to do. So they do in more than four waves, where it is little
-    else that a wave waits for. Between, the last quarter of those that run at once, as in `decode`: they start when the launch
-    before this one has hardly any state left to load, and if more did, memory would be idle later."""
+    With an SM for each, all CTAs prefetch: memory has nothing else to do. In more than four waves, too: most CTAs start while
+    others load, and wait for nobody. Between, the last quarter of those that run at once, as in `decode`: they start when the
+    launch before this one has hardly any state left to load, and if more did, memory would be idle later."""
     most = 168 if problem.state_dtype == torch.float32 else 128
     state = problem.K * problem.V * problem.state_dtype.itemsize
     rows = 4 * (3 * problem.K + 2 * problem.V)
