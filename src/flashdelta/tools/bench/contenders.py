@@ -301,6 +301,16 @@ def explained(op: Callable, call: dict, backend: str) -> dict[str, object]:
     return {"backend": found.chosen} | ({} if found.segments is None else {"segments": found.segments})
 
 
+def checkpoint(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """One a sequence, in the middle of it, into a buffer of its own."""
+    middle = torch.tensor([length // 128 * 64 for length in case.lengths or [case.T] * case.B], dtype=torch.int32)
+    return {
+        "checkpoint_offsets": middle.to(device),
+        "checkpoint_indices": torch.arange(len(middle), dtype=torch.int32, device=device),
+        "checkpoint_states": torch.empty(len(middle), case.HV, case.K, case.V, device=device),
+    }
+
+
 def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
     case: Any = row.call
     call = make_call(case, BF16, setup.device)
@@ -320,6 +330,8 @@ def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
         "cula": setup.peer("cula", row, lambda f: cula(f, call, case)),
         **cudnn_prefills(row, setup, call),
     }
+    if any(bound.of == "checkpoint" for bound in row.bounds):
+        contenders["checkpoint"] = Contender(functools.partial(ours, **checkpoint(case, setup.device)), TOLERANCE[BF16])
     facts = {
         "reference": f"{'chunked' if chunked else 'recurrence'}, float64",
         **explained(fd.chunk_kda, call, setup.backend),

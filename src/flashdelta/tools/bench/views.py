@@ -78,7 +78,7 @@ PREFILL = View(
         *(*ERRORS, *ABSOLUTE, *PEERS, BOUND, MET),
     ),
     titles=PEER_TITLES,
-    ratios=PEER_RATIOS,
+    ratios=(*PEER_RATIOS, ("with a checkpoint/ours, sustained", "checkpoint.sustained_ms/ours.sustained_ms")),
 )
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
