@@ -79,9 +79,8 @@ fuzz: $(STAMP) ## random and mutated calls from SEED for SECONDS, on the GPU if 
 
 OUT ?= build/release
 BUDGET ?= 585
-WARMUP ?= 0
 release-check: $(STAMP) ## a release's GPU evidence, in BUDGET seconds, into OUT; again to go on; ONLY="fuzz train"
-	@$(BIN)/python -m tests.release --out $(OUT) --seconds $(BUDGET) --warmup $(WARMUP) $(foreach part,$(ONLY),--only $(part))
+	@$(BIN)/python -m tests.release --out $(OUT) --seconds $(BUDGET) $(foreach part,$(ONLY),--only $(part))
 
 lint: $(STAMP) ## check style, formatting and types
 	@$(BIN)/ruff check .

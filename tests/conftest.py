@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from .support.gpus import visible_gpus
+
 # Kernels must be imported under TRITON_INTERPRET=1; test_triton_interpreter.py starts sessions that are. Gluon's interpreter
 # reads what the compiler would.
 collect_ignore = ["gluon" if os.environ.get("TRITON_INTERPRET") == "1" else "interpreter"]
@@ -23,7 +25,7 @@ LONGEST = ("test_triton_interpreter.py", "test_machine_code.py", "test_hazards.p
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list) -> None:
     """Each worker finds another GPU first, and sees them all. It is told before it starts: CUDA reads the order once."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    gpus = visible_gpus()
     for number, spec in enumerate(specs if len(gpus) > 1 else ()):
         first = number % len(gpus)
         spec.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])

@@ -1,10 +1,10 @@
 """Runs the parts of a release's GPU evidence, each under its own time limit, and writes down what came of each as it ends.
 
-    python -m tests.release --out DIR [--only PART ...] [--seconds N] [--warmup JOBS]
+    python -m tests.release --out DIR [--only PART ...] [--seconds N]
 
 Called again with the same folder it goes on with what has not passed on this commit, what failed last; `--only fuzz` fuzzes on,
-with another seed. `--warmup`: all compilers run first, side by side. Folder: each part's results and what it printed, and
-`parts.jsonl` with a line for each part.
+with another seed. Parts that take all GPUs go first, then one part on each GPU. Folder: each part's results and what it
+printed, and `parts.jsonl` with a line for each part.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import datetime
 import importlib.util
 import json
 import os
+import queue
 import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,10 +31,10 @@ from flashdelta.tools.bench.environment import default_device, git_commit, gpu, 
 from flashdelta.tools.bench.pages import RESULTS
 from flashdelta.tools.bench.report import text_table
 
+from ..support.gpus import visible_gpus
 from . import log, processes
 from .parts import PARTS, Part
 from .processes import run_python
-from .warmup import warm_up
 
 JOBS = 14
 """Processes a GPU: a core is left of each eight, for what they start."""
@@ -90,9 +92,10 @@ def fault(path: Path) -> str:
     return ""
 
 
-def run_part(part: Part, out: Path, left: float) -> Outcome:
+def run_part(part: Part, out: Path, left: float, gpus: str) -> Outcome:
     """In a process group of its own. `left`: seconds of all that is to run."""
     missing = [need for need in part.needs if absent(need)]
+    missing += [f"{part.gpus} GPUs"] if gpus.count(",") + 1 < part.gpus else []
     if missing:
         return Outcome(part.name, "skipped", said=f"not here: {', '.join(missing)}")
     limit = min(part.limit, left - STARTS - processes.GRACE)
@@ -101,7 +104,7 @@ def run_part(part: Part, out: Path, left: float) -> Outcome:
     command, printed = command_of(part, out, limit), out / f"{part.name}.log"
     words, began = shlex.join(command), time.monotonic()
     with printed.open("wb") as file:
-        code = run_python(command[1:], file, limit)
+        code = run_python(command[1:], file, limit, gpus)
     status = {0: "passed", None: "timed out"}.get(code, "failed")
     seconds, said = round(time.monotonic() - began, 1), last_line(printed)
     wrong = next((fault(Path(word)) for word in command if word.startswith(str(out)) and status == "passed"), "")
@@ -109,25 +112,39 @@ def run_part(part: Part, out: Path, left: float) -> Outcome:
 
 
 def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again: bool = False) -> list[Outcome]:
-    """In order, but what has failed with the same `facts` comes last. What has passed is not run again; `again`: but for parts
-    that may be."""
-    until, written = time.monotonic() + seconds, out / "parts.jsonl"
+    """In order, but what has failed with the same `facts` comes last, and what takes all GPUs first. What has passed is not run
+    again; `again`: but for parts that may be."""
+    until, written, gpus = time.monotonic() + seconds, out / "parts.jsonl", visible_gpus()
     before = [line for line in log.read(written) if all(line.get(name) == x for name, x in facts.items())]
     passed, failed = ({x["part"] for x in before if x["status"] == status} for status in ("passed", "failed"))
-    found = []
-    for part in sorted(parts, key=lambda part: part.name in failed):
-        if part.name in passed and not (again and part.again):
-            found.append(Outcome(part.name, "passed", said="before"))
-            continue
+    free = queue.SimpleQueue[str]()
+    for name in gpus:
+        free.put(name)
+
+    def run_one(part: Part, seen: str) -> Outcome:
         print(f"{part.name}: at most {part.limit} s, {part.why}", flush=True)
-        found.append(run_part(part, out, until - time.monotonic()))
+        found = run_part(part, out, until - time.monotonic(), seen)
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         with written.open("a") as file:
-            file.write(json.dumps(asdict(found[-1]) | facts | {"date": date}) + "\n")
+            file.write(json.dumps(asdict(found) | facts | {"date": date}) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        print(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s; {found[-1].said}", flush=True)
-    return found
+        print(f"{part.name}: {found.status} in {found.seconds:.0f} s; {found.said}", flush=True)
+        return found
+
+    def beside_others(part: Part) -> Outcome:
+        name = free.get()
+        try:
+            return run_one(part, name)
+        finally:
+            free.put(name)
+
+    done = [part for part in parts if part.name in passed and not (again and part.again)]
+    left = sorted((part for part in parts if part not in done), key=lambda part: part.name in failed)
+    found = [Outcome(part.name, "passed", said="before") for part in done]
+    found += [run_one(part, ",".join(gpus)) for part in left if part.gpus != 1]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return found + list(pool.map(beside_others, [part for part in left if part.gpus == 1]))
 
 
 def table(parts: Sequence[Part]) -> str:
@@ -143,9 +160,6 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "--only", choices=names, action="append", help="this part alone; repeatable, in the order given"
     )
     parser.add_argument("--seconds", type=float, default=585.0, help="of all parts together (585)")
-    parser.add_argument(
-        "--warmup", type=int, metavar="JOBS", help="compile first what the parts run, by so many processes"
-    )
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     asked = parser.parse_args(arguments)
     if asked.out is None and not asked.list:
@@ -168,11 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     facts = {"commit": commit, "gpu": found["name"], "versions": versions()}
-    began = time.monotonic()
-    if asked.warmup:
-        print(f"warmup: {warm_up(parts, asked.warmup, asked.seconds / 2)}", flush=True)
-    left = asked.seconds - (time.monotonic() - began)
-    outcomes = run_all(parts, out, left, facts, again=asked.only is not None)
+    outcomes = run_all(parts, out, asked.seconds, facts, again=asked.only is not None)
     lines = [[x.part, x.status, f"{x.seconds:.0f}", x.said[:80]] for x in outcomes]
     print(text_table([["part", "status", "s", "said"], *lines]))
     return 0 if all(x.status == "passed" for x in outcomes) else 1

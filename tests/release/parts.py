@@ -12,7 +12,8 @@ LONGEST = 580
 class Part:
     """`command`: words to Python. In them `{out}` stands for the folder, `{name}`, `{limit}` and `{seed}` for the part's own,
     `{jobs}` for that many processes. `limit`: seconds. `results`: where `tests.release.record` puts what it writes. `needs`:
-    modules, and variables of the environment in capitals. `least`: seconds below which it is not begun."""
+    modules, and variables of the environment in capitals. `least`: seconds below which it is not begun. `gpus`: how many it
+    wants, 0 for all; if not one, it runs alone."""
 
     name: str
     command: tuple[str, ...]
@@ -21,6 +22,7 @@ class Part:
     why: str
     needs: tuple[str, ...] = ()
     least: int = 60
+    gpus: int = 1
     again: bool = False
     """Whether it may run although it has passed: with another seed it is another one."""
 
@@ -50,6 +52,7 @@ PARTS = (
         "tests-<gpu>.json",
         "kernels against float64, graphs, sanitizers; called again it runs what has not passed",
         ("xdist", "filelock"),
+        gpus=0,
     ),
     Part(
         "verify",
@@ -97,6 +100,16 @@ PARTS = (
         180,
         "tuning/fused_steps-<gpu>.json",
         "a step of the layer in one launch, by either backend",
+    ),
+    Part(
+        "ranks",
+        bench("cp", *rows("H32", "H64", "H8")),
+        LONGEST,
+        "cp-<gpu>.json",
+        "sequences over two GPUs, beside FLA's",
+        ("fla",),
+        180,
+        gpus=2,
     ),
     Part(
         "cp",

@@ -16,10 +16,11 @@ GRACE = 10.0
 """Seconds from asking a process to end to ending it."""
 
 
-def run_python(words: Sequence[str], printed: IO[bytes], seconds: float) -> int | None:
-    """The exit code of Python with these `words`, or None if it ran past the time. In a process group of its own."""
-    command = [sys.executable, *words]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+def run_python(words: Sequence[str], printed: IO[bytes], seconds: float, gpus: str) -> int | None:
+    """The exit code of Python with these `words`, or None if it ran past the time. In a process group of its own, which sees
+    `gpus`."""
+    given = {"cwd": ROOT, "env": {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, *words], stdout=printed, stderr=subprocess.STDOUT, **given)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

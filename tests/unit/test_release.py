@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -13,15 +12,18 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
 from flashdelta.tools.bench import pages
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.report import new_document, show
 from flashdelta.tools.bench.views import VIEWS
-from flashdelta.tools.cli.bench import chosen_rows
+from flashdelta.tools.cli.app import app
+from flashdelta.tools.cli.bench import Options, chosen_rows
 
+from .. import conftest
 from ..fuzz import runner
-from ..release import log, loop, processes, record, warmup
+from ..release import log, loop, processes, record
 from ..release.parts import LONGEST, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
@@ -110,34 +112,38 @@ def test_it_keeps_to_its_time(quick: None, tmp_path: Path):
     assert [x.status for x in loop.run_all([long], tmp_path, 90.0, FACTS)] == ["no time"]
 
 
-# ---- compiling first --------------------------------------------------------------------------------------------------------
+# ---- GPUs -------------------------------------------------------------------------------------------------------------------
+
+MEETS = """
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+here.with_suffix(".gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+until = time.monotonic() + 30
+while len(list(here.parent.glob("*.gpu"))) < 3 and time.monotonic() < until:
+    time.sleep(0.05)
+print(os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic() < until)
+here.write_text("{}")
+"""
+SEES = GOOD.replace("'all well'", "__import__('os').environ['CUDA_VISIBLE_DEVICES']")
 
 
-def test_compilers_of_all_rows_run_first():
-    by_name = {part.name: part for part in PARTS}
-    made = warmup.commands([by_name[name] for name in ("tests", "prefill-slow", "layer-quick", "cp")], jobs=3)
-    asked = {"prefill": [], "layer": []}
-    for command in made:
-        names = [word for before, word in itertools.pairwise(command) if before == "--rows"]
-        assert 0 < len(names) <= warmup.MOST_ROWS and command[-3:] == ["--repeats", "1", "--json"]
-        assert ("hopper" in command) == (command[3] == "prefill")
-        asked[command[3]] += names
-    slow = [row.name for row in BENCHMARKS["prefill"].more if row.name.endswith(", slow gates")]
-    assert asked == {"prefill": slow, "layer": list(BENCHMARKS["layer"].quick)}
+def test_a_part_runs_on_each_gpu(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At once, after those that take all of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,1,7")
+    beside = [fake(name, MEETS) for name in "abc"]
+    wide = [fake("all", SEES, gpus=0), fake("two", SEES, gpus=2), fake("four", SEES, gpus=4)]
+    found = {x.part: x for x in loop.run_all([*beside, *wide], tmp_path, 100.0, FACTS)}
+    assert list(found) == ["all", "two", "four", "a", "b", "c"]
+    assert [found[name].said for name in ("all", "two", "four")] == ["4,1,7", "4,1,7", "not here: 4 GPUs"]
+    assert sorted(found[name].said for name in "abc") == ["1 True", "4 True", "7 True"]
 
 
-def test_nothing_but_machine_code_is_kept(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (tmp_path / "before").mkdir()
-    (tmp_path / "before" / "x.autotune.json").touch()
-    makes = f"import pathlib; x = pathlib.Path({str(tmp_path)!r}, 'made'); x.mkdir(); "
-    makes += "(x / 'x.cubin').touch(); (x / 'x.autotune.json').touch()"
-    asked = [["-c", makes], ["-c", "raise SystemExit(1)"], ["-c", "import time; time.sleep(600)"]]
-    monkeypatch.setattr(warmup, "commands", lambda parts, jobs: list(asked))
-    began = time.monotonic()
-    assert warmup.warm_up((), jobs=2, seconds=4.0).startswith("2 of 3 processes ended")
-    assert time.monotonic() - began < 60
-    assert sorted(x.name for x in tmp_path.glob("*/*")) == ["x.autotune.json", "x.cubin"]
+def test_workers_find_other_gpus_first(monkeypatch: pytest.MonkeyPatch):
+    for visible, wanted in (("4,1,7", ["4,1,7", "1,7,4", "7,4,1", "4,1,7"]), ("2", [None] * 4), ("", [None] * 4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        specs = [SimpleNamespace(env={}) for _ in range(4)]
+        conftest.pytest_xdist_setupnodes(specs)
+        assert [spec.env.get("CUDA_VISIBLE_DEVICES") for spec in specs] == wanted
 
 
 # ---- seeds ------------------------------------------------------------------------------------------------------------------
@@ -185,9 +191,10 @@ def script(path: str) -> ModuleType:
 def rows_of(words: list[str]) -> list:
     """Those that a command of `flashdelta` measures; raises where it does not parse."""
     assert words[0] == "bench"
-    benchmark, options = warmup.asked_of_bench(words[1:])
+    name, *rest = words[1:]
+    options = Options(**get_command(app).commands["bench"].commands[name].make_context(name, rest).params)
     assert options.json is not None
-    return chosen_rows(benchmark, options)
+    return chosen_rows(BENCHMARKS[name], options)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
