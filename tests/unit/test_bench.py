@@ -875,7 +875,8 @@ def test_plot_has_the_floor_and_every_contender_at_its_lengths(tmp_path, drawn):
     for row in document["rows"]:
         row["name"] += " H64"
     softplus = {**document["rows"][-1], "name": "T8192 H64 softplus", "ours": {"ms": {"median": 0.9}}}
-    PLOTS["prefill"].draw({**document, "rows": [softplus, *document["rows"], softplus]}, tmp_path / "plot.svg")
+    narrow = {**softplus, "name": "T8192 H64 K64"}
+    PLOTS["prefill"].draw({**document, "rows": [softplus, *document["rows"], narrow, softplus]}, tmp_path / "plot.svg")
     (axes,) = drawn
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import whole_file
-from .workloads import Row, value
+from .workloads import Row, is_plain, value
 
 WIDTH = 80
 """Characters of a line, but for `--wide`."""
@@ -292,7 +292,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Plot:
-    """Time against T of the rows with one sequence, a bounded gate and `heads` heads: lines by label and path of a time."""
+    """Time against T of the plain rows with one sequence and `heads` heads: lines by label and path of a time."""
 
     rows: Sequence[Row]
     heads: int
@@ -302,7 +302,7 @@ class Plot:
 
     def lengths(self) -> dict[str, int]:
         """T of each row that is drawn, by its name: a document does not say which gate a row had."""
-        calls = [row.call for row in self.rows if row.call.gate == "lower_bound" and not row.call.lengths]
+        calls = [row.call for row in self.rows if is_plain(row.call) and not row.call.lengths]
         return {call.name: call.T for call in calls if call.B == 1 and call.H == call.HV == self.heads}
 
     def draw(self, document: dict, path: Path) -> None:

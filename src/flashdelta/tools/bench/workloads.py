@@ -167,9 +167,14 @@ GATES = {
 """Kinds of bounded gates, by the name of their memory."""
 
 
+def is_plain(call: Any) -> bool:
+    """A bounded gate and heads of 128 channels, as tables and plots have where they say nothing else."""
+    return call.gate == "lower_bound" and call.K == 128
+
+
 def with_gates(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows with a bounded gate and 128 channels once more, with gates of each kind. They have no bounds to meet."""
-    bounded = [row for row in rows if row.call.gate == "lower_bound" and row.call.K == 128]
+    """The plain rows once more, with gates of each kind. They have no bounds to meet."""
+    bounded = [row for row in rows if is_plain(row.call)]
     return tuple(
         Row(replace(row.call, name=f"{row.name}, {kind} gates", why=why, memory=kind), row.table)
         for kind, why in GATES.items()
