@@ -25,8 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from flashdelta.tools.bench.environment import default_device, git_commit, gpu, versions
 from flashdelta.tools.bench.pages import RESULTS
 from flashdelta.tools.bench.report import text_table
@@ -74,11 +72,11 @@ def next_seed(*folders: Path) -> int:
     return 1 + max(seeds)
 
 
-def command_of(part: Part, out: Path, limit: float) -> list[str]:
+def command_of(part: Part, out: Path, limit: float, gpus: int = 1) -> list[str]:
     seed = next_seed(RESULTS, out) if part.again else 0
     # a part that is told its time ends by itself
     given = {"out": str(out), "name": part.name, "limit": str(int(limit - 40)), "seed": str(seed)}
-    given |= {"jobs": str(JOBS * max(torch.cuda.device_count(), 1))}
+    given |= {"jobs": str(JOBS * gpus)}
     fill = re.compile("{(" + "|".join(given) + ")}")
     return [sys.executable, *(fill.sub(lambda found: given[found[1]], word) for word in part.command)]
 
@@ -92,19 +90,19 @@ def fault(path: Path) -> str:
     return ""
 
 
-def run_part(part: Part, out: Path, left: float, gpus: str) -> Outcome:
+def run_part(part: Part, out: Path, left: float, gpus: Sequence[str]) -> Outcome:
     """In a process group of its own. `left`: seconds of all that is to run."""
     missing = [need for need in part.needs if absent(need)]
-    missing += [f"{part.gpus} GPUs"] if gpus.count(",") + 1 < part.gpus else []
+    missing += [f"{part.gpus} GPUs"] if len(gpus) < part.gpus else []
     if missing:
         return Outcome(part.name, "skipped", said=f"not here: {', '.join(missing)}")
     limit = min(part.limit, left - STARTS - processes.GRACE)
     if limit < min(part.least, part.limit):
         return Outcome(part.name, "no time", said=f"{max(left, 0):.0f} s left")
-    command, printed = command_of(part, out, limit), out / f"{part.name}.log"
+    command, printed = command_of(part, out, limit, len(gpus)), out / f"{part.name}.log"
     words, began = shlex.join(command), time.monotonic()
     with printed.open("wb") as file:
-        code = run_python(command[1:], file, limit, gpus)
+        code = run_python(command[1:], file, limit, ",".join(gpus))
     status = {0: "passed", None: "timed out"}.get(code, "failed")
     seconds, said = round(time.monotonic() - began, 1), last_line(printed)
     wrong = next((fault(Path(word)) for word in command if word.startswith(str(out)) and status == "passed"), "")
@@ -121,7 +119,7 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again
     for name in gpus:
         free.put(name)
 
-    def run_one(part: Part, seen: str) -> Outcome:
+    def run_one(part: Part, seen: Sequence[str]) -> Outcome:
         print(f"{part.name}: at most {part.limit} s, {part.why}", flush=True)
         found = run_part(part, out, until - time.monotonic(), seen)
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -135,14 +133,14 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again
     def beside_others(part: Part) -> Outcome:
         name = free.get()
         try:
-            return run_one(part, name)
+            return run_one(part, [name])
         finally:
             free.put(name)
 
     done = [part for part in parts if part.name in passed and not (again and part.again)]
     left = sorted((part for part in parts if part not in done), key=lambda part: part.name in failed)
     found = [Outcome(part.name, "passed", said="before") for part in done]
-    found += [run_one(part, ",".join(gpus)) for part in left if part.gpus != 1]
+    found += [run_one(part, gpus) for part in left if part.gpus != 1]
     with ThreadPoolExecutor(len(gpus)) as pool:
         return found + list(pool.map(beside_others, [part for part in left if part.gpus == 1]))
 

@@ -64,7 +64,9 @@ PARTS = (
     ),
     Part(
         "fuzz",
-        words("-m tests.fuzz --device cuda --jobs 14 --seconds {limit} --seed {seed} --json {out}/{name}-{seed}.json"),
+        words(
+            "-m tests.fuzz --device cuda --jobs {jobs} --seconds {limit} --seed {seed} --json {out}/{name}-{seed}.json"
+        ),
         LONGEST,
         "fuzz-<gpu>.json",
         "random and mutated calls, a new seed each time",
@@ -103,7 +105,7 @@ PARTS = (
     ),
     Part(
         "ranks",
-        bench("cp", *rows("H32", "H64", "H8")),
+        bench("cp", *rows("x 2")),
         LONGEST,
         "cp-<gpu>.json",
         "sequences over two GPUs, beside FLA's",
