@@ -52,8 +52,15 @@ AHEAD = tl.constexpr(2.0**60)
 
 @triton.jit
 def inverse_norms(rows, L2NORM: tl.constexpr):
-    """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
-    total = tl.sum(rows * rows, axis=1)
+    """`1 / |x|` of rows of q or k; 1 without `L2NORM`.
+
+    A row no longer than a warp may lie one product a lane. The first addition of its sum would be an FMA of a lane's own
+    product, which is exact, and another lane's, which is rounded: lanes would differ in one sum, and race to store it at one
+    address. `tl.fma(a, b, 0.0)` rounds every product; `a b + 0.0` not, as a square is never -0. Of longer rows one lane stores
+    a warp's sum (Triton 3.6).
+    """
+    squares = rows * rows if rows.shape[1] > 32 else tl.fma(rows, rows, 0.0)
+    total = tl.sum(squares, axis=1)
     norms = total * 0.0 + 1.0
     if L2NORM:
         norms = tl.rsqrt(total + L2_EPS)
@@ -313,8 +320,11 @@ def verify_kernel(
             here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
             decayed = tl.where((token == t)[:, None], row_k[None, :], decayed * exp_g[None, :])
             rows = tl.where(here_k, (row_k * since)[None, :], tl.where(here_q, (row_q * since)[None, :], rows))
-            pairs = tl.where(here_k, tl.sum(decayed * row_k[None, :], axis=1)[None, :], pairs)
-            pairs = tl.where(here_q, tl.sum(decayed * row_q[None, :], axis=1)[None, :], pairs)
+            # rounded as in `inverse_norms`
+            by_k = decayed * row_k[None, :] if BK > 32 else tl.fma(decayed, row_k[None, :], 0.0)
+            pairs = tl.where(here_k, tl.sum(by_k, axis=1)[None, :], pairs)
+            by_q = decayed * row_q[None, :] if BK > 32 else tl.fma(decayed, row_q[None, :], 0.0)
+            pairs = tl.where(here_q, tl.sum(by_q, axis=1)[None, :], pairs)
 
     pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
