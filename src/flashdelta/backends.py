@@ -215,10 +215,9 @@ class HopperBackend(Backend):
         return build(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
-        from .hopper.segments import segments
+        from .hopper.segments import SPLIT_COSTS, room
 
-        cut = segments(problem, device)
-        return planned_parts(problem, chunks, cut.room, cut.costs)
+        return planned_parts(problem, chunks, room(problem, device), SPLIT_COSTS)
 
 
 class TritonBackend(Backend):

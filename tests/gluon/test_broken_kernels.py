@@ -45,44 +45,41 @@ def in_segments() -> None:
     test_chunk.check(replace(PACKED, lengths=(330, 70)), split=3)
 
 
-def remembered() -> None:
-    for kind in (test_trials.WITH, test_trials.WITHOUT):
-        with test_trials.tried(kind):
-            test_trials.test_what_is_remembered(test_trials.ONE, True, kind)
-
-
 def forgotten() -> None:
-    for kind in (test_trials.WITH, test_trials.WITHOUT):
-        with test_trials.tried(kind):
-            test_trials.test_what_is_forgotten(test_trials.PACKED, False)
+    with test_trials.tried():
+        test_trials.test_what_is_forgotten(test_trials.PACKED, False)
 
 
 def in_long_segments() -> None:
     """Longer than the ring."""
-    with test_trials.tried(test_trials.WITH), hopper_on_cpu(sms=8):
+    with test_trials.tried(), hopper_on_cpu(sms=8):
         test_chunk.check(replace(test_trials.ONE, T=1100, memory="random"))
 
 
 def moved() -> None:
-    for kind in (test_trials.WITH, test_trials.WITHOUT):
-        with test_trials.tried(kind):
-            test_trials.test_what_moves_between_channels_is_remembered(70)
-            test_trials.test_what_moves_between_channels_is_remembered(9)
-
-
-def replaced() -> None:
-    with test_trials.tried(test_trials.WITHOUT):
-        test_trials.test_what_is_replaced_is_forgotten()
+    with test_trials.tried():
+        test_trials.test_what_moves_between_channels_is_remembered(70)
+        test_trials.test_what_moves_between_channels_is_remembered(9)
 
 
 def remembered_once() -> None:
-    with test_trials.tried(test_trials.WITH):
+    with test_trials.tried():
         test_trials.test_each_chunk_is_tried_by_itself((1,))
 
 
-def tried_in_a_pool() -> None:
-    with test_trials.tried(test_trials.WITHOUT):
-        test_trials.test_a_pool_is_read_before_it_is_written()
+def small_decays() -> None:
+    with test_trials.tried():
+        test_trials.test_many_small_decays_are_remembered()
+
+
+def one_stays() -> None:
+    with test_trials.tried():
+        test_trials.test_one_channel_that_stays_is_enough(100)
+
+
+def nan_decay() -> None:
+    with test_trials.tried():
+        test_trials.test_a_decay_that_is_nan_forgets_nothing()
 
 
 def stream_k() -> None:
@@ -159,28 +156,26 @@ FAULTS = [
     Break("a state is taken before it is there", recurrence.compute, "wait(semaphore - SLICES)", "pass", stream_k),
     Break("a state is passed on in silence", recurrence.compute, "signal(semaphore)", "pass", stream_k),
     Break("semaphores are not cleared", prepare.prepare_kernel, "if tile == 0", "if tile == -1", stream_k),
-    Break("all is forgotten", trial.trial, "<= FORGOTTEN", "<= 1e30", remembered),
+    Break("all is forgotten", trial.trial, "<= SMALL * SMALL", "<= 1e30", moved),
     Break("only a part of M counts", trial.trial, "squares +=", "squares += 0.0 if i != j else", moved),
     Break("only decays count", trial.trial, "M += gl.where", "M = gl.where", moved),
-    Break("another channel's decay", trial.trial, "channel == key", "channel == 63 - key", replaced),
+    Break("no decays count", trial.trial, "M += gl.where", "gl.where", small_decays),
+    Break("all is tried", trial.may_forget, "<= SMALL", "<= 1.0", one_stays),
+    Break("a NaN is small", trial.may_forget, "decays <= SMALL", "~(decays > SMALL)", nan_decay),
+    Break("the loader alone tries", segments.load, "if tried:", "if wanted > 0:", one_stays),
+    Break("the loader alone does not try", segments.load, "if tried:", "if wanted < 0:", forgotten),
+    Break("another chunk's decays", segments.is_tried, "chunks - 1)", "chunks - 2)", remembered_once),
     Break("a border is not looked at", compose_kernel, "first + 1 + tl", "first + 2 + tl", remembered_once),
     Break("the loader is not told", pipeline.Decision.make, "yes.to(gl.int32)", "0", in_long_segments),
-    Break("another chunk is tried", segments.load, "high - 1, stop", "_low, stop", forgotten),
+    Break("another chunk is tried", segments.load, "wanted - 1", "0 * wanted", forgotten),
     Break(
         "the loader decides by itself",
         pipeline.Decision.wait,
-        "mbarrier.wait(self.made, number & 1)",
+        "mbarrier.wait(self.made, 0)",
         "pass",
         in_long_segments,
     ),
-    Break("the chunk before is not fetched", recurrence.load, "low -= is_tried(tile).to(gl.int32)", "pass", forgotten),
-    Break("a segment does not wait", recurrence.compute, "wait(semaphore + place", "(place", remembered),
-    Break("a segment ends in silence", recurrence.compute, "signal(semaphore + place", "(place", remembered, nth=1),
-    Break("nobody says what is read", recurrence.compute, "signal(semaphore + place", "(place", tried_in_a_pool),
-    Break(
-        "a pool is written first", recurrence.compute, "wait(semaphore + first_place", "(first_place", tried_in_a_pool
-    ),
-    Break("the initial state of another segment", segments.compute, "(place == 0)", "(place == 1)", in_segments),
+    Break("the initial state of another segment", segments.scan, "(place == 0)", "(place == 1)", in_segments),
     *(
         Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)
         for nth in range(3)

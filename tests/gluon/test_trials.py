@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import flashdelta as fd
-from flashdelta.hopper import segments
+from flashdelta.hopper import prepare, segments
+from flashdelta.hopper.device import trial
 from flashdelta.problem.split import SplitCosts
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
 from flashdelta.testing.inputs import make_call
@@ -25,28 +27,57 @@ from flashdelta.testing.oracle import (
 )
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
-from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved, replaced
-from .interpreter import hopper_on_cpu
+from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
+from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
 
-WITH, WITHOUT = "by transitions", "without"
 FREE = SplitCosts(step=100, transition=0, compose=1, fixed=0, shortest=1, margin=0)
 
 
 @contextlib.contextmanager
-def tried(kind: str) -> Iterator[None]:
-    """Segments wherever there are CTAs for them, and each of them on trial."""
-    costs = {"TRIALS": True, "SPLIT_COSTS": FREE, "TRIAL_COSTS": FREE}
-    room = {"room": lambda problem, device: 0} if kind == WITHOUT else {}
-    with mock.patch.multiple(segments, **costs, **room), hopper_on_cpu(sms=24):
+def split_freely(tries: bool) -> Iterator[None]:
+    """Segments wherever there are CTAs for them, on trial or not."""
+    free = {"TRIALS": tries, "SPLIT_COSTS": FREE}
+    with mock.patch.multiple(segments, **free), mock.patch.object(prepare, "SPLIT_COSTS", FREE), hopper_on_cpu(sms=24):
         yield
 
 
-@pytest.fixture(params=[WITH, WITHOUT], autouse=True)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with tried(request.param):
-        yield request.param
+def tried() -> contextlib.AbstractContextManager[None]:
+    return split_freely(True)
+
+
+@pytest.fixture(autouse=True)
+def on_trial() -> Iterator[None]:
+    with tried():
+        yield
+
+
+@contextlib.contextmanager
+def trials() -> Iterator[list]:
+    """A list that gets an entry for each CTA's trial."""
+    function, found = interpreted(trial.trial), []
+    real = function.python
+
+    def counted(*arguments: Any) -> Any:
+        found.append(None)
+        return real(*arguments)
+
+    with mock.patch.dict(function.__dict__, python=counted):
+        yield found
+
+
+def assert_untried(call: dict) -> None:
+    """No trial runs, and the bits are those of segments that are not on trial."""
+    with trials() as ran:
+        found = in_segments(call)
+    assert not ran
+    assert_as_without_trials(call, found)
+
+
+def assert_as_without_trials(call: dict, found: tuple[torch.Tensor, ...]) -> None:
+    with split_freely(False):
+        assert_same_bits(found, in_segments(call), covered_tokens(call))
 
 
 def hopper_call(case: Case) -> dict:
@@ -70,16 +101,27 @@ HALF = replace(UNBOUNDED, name="half", H=1, HV=1, K=64, V=64, T=260, state=BF16,
 CASES = [ONE, PACKED, HALF]
 
 
-@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("memory", ["slow", "long"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_what_is_remembered(case: Case, last_first: bool, kind: str):
-    """Whole sequences' bits where a segment starts when the one before it ends."""
-    call = hopper_call(replace(case, memory="long"))
-    with hopper_on_cpu(sms=24, last_first=last_first):
-        found = in_segments(call)
-    hold(call, found, chunked_truth(call))
-    if kind == WITHOUT:
-        assert_same_bits(found, poisoned(call | {"split": False}), covered_tokens(call))
+def test_where_a_channel_stays_nothing_is_tried(case: Case, memory: str):
+    call = hopper_call(replace(case, memory=memory))
+    assert_untried(call)
+    hold(call, in_segments(call), chunked_truth(call))
+
+
+@pytest.mark.parametrize("channel", [3, 100])
+def test_one_channel_that_stays_is_enough(channel: int):
+    g = torch.full((6, 64, 128), -5.0)
+    g[..., channel] = -1 / 64
+    assert_untried(explicit_call(replace(EXPLICIT, H=1, HV=1, T=384), g))
+
+
+def test_a_decay_that_is_nan_forgets_nothing():
+    g = torch.full((6, 64, 128), -5.0)
+    g[..., 7] = torch.nan
+    with trials() as ran:
+        in_segments(explicit_call(replace(EXPLICIT, H=1, HV=1, T=384), g))
+    assert not ran
 
 
 @pytest.mark.parametrize("last_first", [False, True])
@@ -87,8 +129,9 @@ def test_what_is_remembered(case: Case, last_first: bool, kind: str):
 def test_what_is_forgotten(case: Case, last_first: bool):
     call = hopper_call(replace(case, memory="random"))
     whole = poisoned(call | {"split": False})
-    with hopper_on_cpu(sms=24, last_first=last_first):
+    with hopper_on_cpu(sms=24, last_first=last_first), trials() as ran:
         found = in_segments(call)
+    assert ran
     hold(call, found, chunked_truth(call))
     for name, x, y in zip(("o", "final_state", "h"), found, whole):
         x, y = (x[:, covered_tokens(call)], y[:, covered_tokens(call)]) if name == "o" else (x, y)
@@ -136,13 +179,21 @@ def test_regular_checkpoints():
 def test_what_moves_between_channels_is_remembered(other: int):
     call = moved(replace(EXPLICIT, H=1, HV=1, T=384), other)
     call["initial_state"] *= 64
-    hold(call, in_segments(call), chunked_truth(call))
+    with trials() as ran:
+        found = in_segments(call)
+    assert ran
+    hold(call, found, chunked_truth(call))
+    assert_as_without_trials(call, found)
 
 
-def test_what_is_replaced_is_forgotten():
-    call = replaced(replace(EXPLICIT, H=1, HV=1, K=64, V=64, T=384))
-    o, state = in_segments(call)
-    assert o[:, :64].isnan().any() and o[:, 128:].isfinite().all() and state.isfinite().all()
+def test_many_small_decays_are_remembered():
+    """Each of them is as small as M may be, not all together."""
+    call = explicit_call(replace(EXPLICIT, H=1, HV=1, T=384), torch.full((6, 64, 128), -0.4375))
+    call["beta"].zero_()
+    with trials() as ran:
+        found = in_segments(call)
+    assert ran
+    assert_as_without_trials(call, found)
 
 
 @pytest.mark.parametrize("remembered", [(1,), (4,), (0, 1, 3, 4, 5)], ids=str)
@@ -151,4 +202,8 @@ def test_each_chunk_is_tried_by_itself(remembered: tuple[int, ...]):
     g = torch.full((6, 64, 128), -1 / 64)
     g[[i for i in range(6) if i not in remembered], 40:] = -5.0
     call = explicit_call(replace(EXPLICIT, H=1, HV=1, T=384), g)
-    hold(call, in_segments(call), chunked_truth(call))
+    with trials() as ran:
+        found = in_segments(call)
+    # of all segments but the last; M of the first one is not needed
+    assert len(ran) == sum(2 if i == 0 else 4 for i in range(5) if i not in remembered)
+    hold(call, found, chunked_truth(call))

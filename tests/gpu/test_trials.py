@@ -1,4 +1,4 @@
-"""Segments on trial on `hopper`: from what the chunk before them leaves if it forgets all before it, else one after another."""
+"""Segments on trial on `hopper`: from what the chunk before them leaves if it forgets all before it, else by transitions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import chunked_truth, covered_tokens, relative_error, same_bits
 from flashdelta.tools.bench.timing import capture
 
-from ..support.trials import EXPLICIT, OTHERS, moved, replaced
+from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
 from .calls import KIMI, UNBOUNDED, assert_same_bits, hold, poisoned
 
 pytestmark = pytest.mark.gpu
 
-COMPOSED = [
-    replace(KIMI, name="with transitions", T=8192, H=8, HV=8, state=FP32),
-    replace(KIMI, name="packed, with transitions", lengths=(6000, 100, 0, 2092), H=4, HV=8, state=FP32, v_first=True),
+CASES = [
+    replace(KIMI, name="one", T=8192, H=8, HV=8, state=FP32),
+    replace(KIMI, name="packed", lengths=(6000, 100, 0, 2092), H=4, HV=8, state=FP32, v_first=True),
+    replace(UNBOUNDED, name="half as wide", T=8192, H=16, HV=16, K=64, V=64, state=BF16, h=True),
 ]
-ALONE = [
-    replace(KIMI, name="without", T=2048, H=12, HV=12, state=FP32),
-    replace(KIMI, name="packed, without", lengths=(1900, 0, 148), H=6, HV=12, state=FP32, v_first=True),
-    replace(UNBOUNDED, name="half as wide, without", T=2048, H=24, HV=24, K=64, V=64, state=BF16, h=True),
-]
+ONE, PACKED, HALF = CASES
 
 
 @pytest.fixture(autouse=True)
@@ -53,22 +50,31 @@ def in_segments(call: dict) -> tuple[torch.Tensor, ...]:
     return poisoned(call)
 
 
-@pytest.mark.parametrize("case", [*COMPOSED, *ALONE], ids=case_id)
+def without_trials(call: dict) -> tuple[torch.Tensor, ...]:
+    try:
+        with mock.patch.object(segments, "TRIALS", False):
+            CACHE.clear()
+            return tuple(x.clone() for x in in_segments(call))
+    finally:
+        CACHE.clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 @pytest.mark.parametrize("memory", ["slow", "long", "new", "random"])
-def test_as_whole_sequences(case: Case, memory: str):
+def test_as_without_trials(case: Case, memory: str):
+    """To the bit where a channel stays, as nothing is tried there."""
     call = hopper_call(case, memory)
+    want = without_trials(call)
     found = in_segments(call)
     hold(call, found, chunked_truth(call))
-    whole = poisoned(call | {"split": False})
-    if case in ALONE and memory == "long":
-        assert_same_bits(found, whole, covered_tokens(call))
+    if memory in ("slow", "long"):
+        assert_same_bits(found, want, covered_tokens(call))
     if memory == "random":
-        for name, x, y in zip(("o", "final_state", "h"), found, whole):
+        for name, x, y in zip(("o", "final_state", "h"), found, want):
             x, y = (x[:, covered_tokens(call)], y[:, covered_tokens(call)]) if name == "o" else (x, y)
             assert relative_error(x.double(), y.double()) < 1e-5, name
 
 
-@pytest.mark.parametrize("case", [COMPOSED[0], ALONE[0]], ids=case_id)
 def test_a_graph_decides_at_each_replay(case: Case):
     calls = {memory: hopper_call(case, memory) for memory in ("random", "slow")}
     want = {memory: in_segments(call) for memory, call in calls.items()}
@@ -83,10 +89,9 @@ def test_a_graph_decides_at_each_replay(case: Case):
 
 
 @pytest.mark.parametrize("memory", ["random", "slow"])
-@pytest.mark.parametrize("case", [COMPOSED[1], ALONE[1]], ids=case_id)
-def test_a_pool_in_place(case: Case, memory: str):
+def test_a_pool_in_place(memory: str):
     """The last segment stores where the first one reads, 200 times."""
-    call = hopper_call(case, memory)
+    call = hopper_call(PACKED, memory)
     states = call.pop("initial_state")
     slots = torch.randperm(2 * states.shape[0], device="cuda")[: states.shape[0]].int()
     pool = torch.randn(2 * states.shape[0], *states.shape[1:], device="cuda")
@@ -106,17 +111,18 @@ def test_a_pool_in_place(case: Case, memory: str):
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("case", [COMPOSED[0], ALONE[0]], ids=case_id)
-def test_what_moves_between_channels_is_remembered(case: Case, other: int):
-    call = moved(replace(EXPLICIT, T=case.T, H=case.H, HV=case.HV), other, "cuda")
+def test_what_moves_between_channels_is_remembered(other: int):
+    call = moved(replace(EXPLICIT, T=ONE.T, H=ONE.H, HV=ONE.HV), other, "cuda")
+    want = without_trials(call)
     found = in_segments(call)
     hold(call, found, chunked_truth(call))
-    if case is ALONE[0]:
-        assert_same_bits(found, poisoned(call | {"split": False}), covered_tokens(call))
+    assert_same_bits(found, want, covered_tokens(call))
 
 
-@pytest.mark.parametrize(("T", "H"), [(8192, 8), (2048, 24)], ids=["with transitions", "without"])
-def test_what_is_replaced_is_forgotten(T: int, H: int):
-    """The NaN of the first chunk spreads no further than its segment."""
-    o, state = in_segments(replaced(replace(EXPLICIT, K=64, V=64, T=T, H=H, HV=H), "cuda"))
-    assert o[:, :64].isnan().any() and o[:, 3 * T // 4 :].isfinite().all() and state.isfinite().all()
+@pytest.mark.parametrize("gate", [-1 / 64, torch.nan])
+def test_one_channel_is_enough(gate: float):
+    """That stays, or of which nobody knows: neither role waits for a trial."""
+    g = torch.full((ONE.T // 64, 64, 128), -5.0)
+    g[..., 100] = gate
+    call = explicit_call(replace(EXPLICIT, T=ONE.T, H=ONE.H, HV=ONE.HV), g, device="cuda")
+    assert_same_bits(in_segments(call), without_trials(call), covered_tokens(call))

@@ -37,12 +37,3 @@ def moved(case: Case, other: int, device: str = "cpu") -> dict:
     g[0::2, 0, :, 3] = g[0::2, 1, :, other] = g[1::2, 0, :, other] = g[1::2, 1, :, 3] = 0.0
     k[:, 31, [3, other]] = 0.5**0.5
     return explicit_call(case, g, k, device)
-
-
-def replaced(case: Case, device: str = "cpu") -> dict:
-    """Keys are all unit vectors, one after another: nothing decays, but all is overwritten, the NaN of the first chunk
-    included."""
-    g, k = torch.zeros(case.T // 64, 64, 64), torch.eye(64).repeat(case.T // 64, 1)
-    call = explicit_call(case, g, k, device)
-    call["v"][:, :64] = torch.nan
-    return call

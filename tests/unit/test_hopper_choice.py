@@ -15,7 +15,7 @@ from flashdelta.hopper import segments as hopper_segments
 from flashdelta.hopper.build import build, in_steps
 from flashdelta.hopper.launch import ctas, layout
 from flashdelta.hopper.recurrence import stream_k_pays
-from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, segments
+from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
 from flashdelta.problem.split import segments_of_call
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
@@ -338,47 +338,26 @@ def test_warmup_calls_every_form(packed: bool, V: int):
     }
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("sms", [78, 114, 132])
-def test_warmup_tries_segments(sms: int, packed: bool, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    """With transitions and without, on all Hopper GPUs."""
-    monkeypatch.setattr(hopper_segments, "TRIALS", True)
-    monkeypatch.setattr(hopper_segments, "sm_count", lambda device: sms)
-    K, V = dims
-    found = []
-    for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
-        lengths = (T, *(0,) * (N - 1)) if packed else None
-        call = meta_call(replace(KIMI, B=1 if packed else B, T=T, K=K, V=V, H=H, HV=H, lengths=lengths))
-        problem, t = check(fd.chunk_kda, **call)
-        found.append(segments(problem, t.device))
-    assert all(cut.tried for cut in found)
-    assert {cut.composed for cut in found if cut.most > 0} == {False, True}
-
-
 SHARD = replace(KIMI, T=2048, H=12, HV=12)
 
 
 @pytest.mark.parametrize(
-    ("changes", "most", "composed"),
+    ("changes", "most"),
     [
-        ({}, 5, False),  # 4 segments beside each other; transitions would take 3, which pays for more tokens only
-        ({"T": 4096}, 3, True),
-        ({"T": 8192, "H": 24, "HV": 24}, 2, False),
-        ({"T": 8192, "H": 64, "HV": 64}, 0, True),  # all SMs have a head
-        ({"T": 1024, "H": 4, "HV": 4}, 0, True),  # too short
-        ({"B": 5}, 0, True),  # five rows fill the GPU
+        ({"T": 4096}, 3),
+        ({}, 0),  # transitions would not pay
+        ({"T": 8192, "H": 24, "HV": 24}, 0),  # of one segment of all heads no transitions fit beside another
+        ({"B": 5}, 0),  # five rows fill the GPU
     ],
     ids=str,
 )
-def test_segments_on_trial(changes: dict, most: int, composed: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hopper_segments, "TRIALS", True)
+def test_segments_on_trial(changes: dict, most: int, monkeypatch: pytest.MonkeyPatch):
+    """Where transitions pay, and nowhere else."""
     problem, t = check(fd.chunk_kda, **meta_call(replace(SHARD, **changes)))
-    found = segments(problem, t.device)
-    assert (found.most, found.composed, found.tried) == (most, composed, True)
-    ours = {"starts", "first_segment"} if most and not composed else set()
-    ours |= {"transitions", "offsets", "starts", "first_segment", "forgets"} if most and composed else set()
-    assert found.layout(problem).keys() == ours
+    plain = split_layout(problem, t.device)
+    monkeypatch.setattr(hopper_segments, "TRIALS", True)
+    found = split_layout(problem, t.device)
+    assert found == {**plain, "forgets": ((most, problem.HV), torch.int32)} if most else found == plain == {}
 
 
 @pytest.mark.parametrize(
@@ -399,7 +378,7 @@ def test_segments_that_are_not_tried(options: dict, monkeypatch: pytest.MonkeyPa
     assert not may_try(problem)
     monkeypatch.setattr(hopper_segments, "TRIALS", True)
     assert not may_try(problem)
-    assert not segments(problem, t.device).tried
+    assert "forgets" not in split_layout(problem, t.device)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from .launch import aligned, layout, prepare_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
-from .segments import before_segments, outgoing, room, segments
+from .segments import before_segments, outgoing, room, split_layout
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -68,8 +68,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     if in_steps(problem, room(problem, t.device)):
         call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
         return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
-    cut = segments(problem, t.device)
-    wanted = {**layout(problem), **cut.layout(problem)}
+    wanted = {**layout(problem), **split_layout(problem, t.device)}
     call = StageCall(problem, t, arch, Workspace.allocate(wanted, t.device))
     final_state = outputs.get("final_state")
     split = before_segments(call, final_state)

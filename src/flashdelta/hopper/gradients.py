@@ -19,7 +19,7 @@ from .launch import TILE, copyable, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
-from .segments import before_segments, outgoing, segments
+from .segments import before_segments, outgoing, split_layout
 from .wy import wy
 
 ARCH = 90
@@ -38,7 +38,7 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
     return Stages(
         problem,
         t,
-        {**layout(problem), **segments(problem, t.device).layout(problem)},
+        {**layout(problem), **split_layout(problem, t.device)},
         squares=(problem.B, problem.T, problem.HV, TILE),
         squares_dtype=torch.bfloat16,
         scan=functools.partial(scan, problem, t),

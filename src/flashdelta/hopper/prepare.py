@@ -49,7 +49,7 @@ from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8
-from .segments import plan_segments, segments
+from .segments import SPLIT_COSTS, plan_segments, room
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 PLANNED = ("room", "split", "batch_invariant")
@@ -858,7 +858,6 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     slots = problem.B * problem.slots if problem.N > 0 else 0
     chunks = slots * problem.HV if problem.safe_gate else slots
-    cut = segments(problem, t.q.device)
     return Launch(
         prepare_kernel,
         chunks + (workspace.get("first_segment") is not None),
@@ -869,7 +868,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
             *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
             *stride_div8(t.q, t.k, t.g),
             *strides(t.beta),
-            *(cut.room, problem.split, int(problem.batch_invariant)),
+            *(room(problem, t.q.device), problem.split, int(problem.batch_invariant)),
         ),
         dict(
             K=problem.K,
@@ -878,7 +877,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
             BETA=problem.beta_kind,
             L2NORM=problem.l2norm,
             FLAGS=FLAGS,
-            COSTS=astuple(cut.costs),
+            COSTS=astuple(SPLIT_COSTS),
         ),
         num_warps=4,
         scratch=call.buffers,

@@ -45,13 +45,12 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .device.trial import trial
 from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl.constexpr, TRIAL: gl.constexpr):
-    """The loader: one warp that keeps the ring full. `TRIAL`: with the chunk before a segment, too."""
+def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl.constexpr):
+    """The loader: one warp that keeps the ring full."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
     TILES: gl.constexpr = ring.TILES
@@ -65,8 +64,6 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl
         slot = tile.slot
         for span in range(0, tile.num_spans):
             stop, chunks, low, high = scheduler.span(tile, span, start, slot)
-            if TRIAL:
-                low -= is_tried(tile).to(gl.int32)
             for i in range(low, high):
                 stage, full = ring.acquire(iteration)
                 chunk = (slot + i) * scheduler.HV + tile.head
@@ -137,12 +134,6 @@ def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, lef
 
 
 @gluon.jit
-def is_tried(tile):
-    """Whether the work tile is a segment after another."""
-    return tile.is_segment & (tile.first > 0)
-
-
-@gluon.jit
 def compute(
     ring,
     o_s,
@@ -156,7 +147,6 @@ def compute(
     V_FIRST: gl.constexpr,
     H_V_FIRST: gl.constexpr,
     STEPS: gl.constexpr,
-    TRIAL: gl.constexpr,
 ):
     """The consumer: four warps that carry a tile's state from chunk to chunk.
 
@@ -236,29 +226,8 @@ def compute(
         total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
-        if TRIAL:
-            # 0: offsets that no register keeps from tile to tile
-            value += gl.minimum(iteration, 0) * 16
-        if not TRIAL:
-            at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-        if TRIAL:
-            place = tile.segment.to(gl.int64)
-            if is_tried(tile):
-                s = ring.wait(iteration)
-                state0, state1, forgets = trial(ring, s, K, 2 * KH, INVERSE)
-                ring.release(s)
-                iteration += 1
-                if not forgets:
-                    wait(semaphore + place * SLICES)
-                    at_start = state_offsets(place * (K * V), value, key, K, V, True)
-                    state0, state1 = load_halves(starts, at_start, 64, 1, K)
-            else:
-                at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
-                state0, state1 = load_halves(initial_state, at, NEXT, read, K)
-                if tile.is_segment:
-                    # from here on the final state may be stored in its place
-                    signal(semaphore + place * SLICES)
-        elif tile.is_segment:
+        at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+        if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
             at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
             state0, state1 = load_halves(starts, at_start, 64, 1, K, STEPS)
@@ -382,16 +351,6 @@ def compute(
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
         # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
         nothing = (iteration - first - total) * 16
-        if TRIAL:
-            if tile.is_segment & (tile.stop > 0):
-                place = (tile.segment + HV).to(gl.int64)
-                at_next = state_offsets(place * (K * V) + nothing, value, key, K, V, True)
-                store_halves(starts, at_next, 64, state0, state1, 1, K)
-                signal(semaphore + place * SLICES)
-            elif is_tried(tile):
-                # the final state may go where the first segment reads its initial one
-                first_place = (gl.load(scheduler.first_segment + tile.n) * HV + head).to(gl.int64)
-                wait(semaphore + first_place * SLICES)
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
@@ -466,7 +425,6 @@ def recurrence_kernel(
     STAGES: gl.constexpr,
     STREAM_K: gl.constexpr,
     STEPS: gl.constexpr,
-    TRIAL: gl.constexpr,
 ):
     DECAYS: gl.constexpr = 4 * K if STEPS else K
     TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
@@ -475,8 +433,6 @@ def recurrence_kernel(
     SLICES: gl.constexpr = V // BV
     if not STREAM_K:
         tile_range: gl.constexpr = None
-        if TRIAL:
-            semaphores += gl.program_id(0) % SLICES
     else:
         tile_range = stream_k_range(cu_seqlens, N, T, HV, SLICES)
         carry += gl.program_id(0) * (BV * K)
@@ -493,8 +449,8 @@ def recurrence_kernel(
     starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
-            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS, TRIAL)),
-            (load, (tiles_d, decay, v, ring, scheduler, in_v, K, STEPS, TRIAL)),
+            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
+            (load, (tiles_d, decay, v, ring, scheduler, in_v, K, STEPS)),
         ],
         [1],
         [96],
@@ -531,7 +487,6 @@ def recurrence(
     problem, t, workspace = call.problem, call.t, call.workspace
     most = ctas(problem.V // TILE, t.v.device)
     split = workspace.get("starts") is not None
-    trial = split and workspace.get("transitions") is None
     return Launch(
         recurrence_kernel,
         most if split and problem.N > 0 else min(work_tiles(problem), most),
@@ -554,7 +509,6 @@ def recurrence(
             STAGES=3 if steps else stages(problem, 3 * problem.K // TILE + 3, beside=1),
             STREAM_K=not split and stream_k_pays(problem, most),
             STEPS=steps,
-            TRIAL=trial,
         ),
         num_warps=4,
         scratch=call.buffers,

@@ -7,7 +7,7 @@ every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` lea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from .device.pipeline import make_decision, make_ring
 from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
-from .device.trial import trial
+from .device.trial import may_forget, trial
 from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
 
 
@@ -106,17 +106,17 @@ def transition(scheduler, border, k, K: gl.constexpr):
 
 
 @gluon.jit
-def start_of_count(scheduler, decision):
-    """0. If a branch counts on: an integer that a loop carries from the constant 0, Triton 3.6 takes for that constant."""
-    if decision is None:
-        return 0
-    else:
-        return gl.minimum(scheduler.T, 0)
+def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
+    """Whether the last chunk of the transition is tried first. Loader and consumer each ask, and get the same answer: neither
+    waits for the other where nothing is tried."""
+    last = (tile.slot + chunks - 1).to(gl.int32) * scheduler.HV + tile.head
+    return may_forget(decay + last * K, chunks > 0, K)
 
 
 @gluon.jit
-def fetch(tiles_d, decay, v, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr):
+def fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr):
     """Asks for `-w`, `kg`, `inverse`, v and decays of chunk `i` of a span."""
+    tiles_d, decay, v = sources
     row, in_v, key, in_head, v_token, slice_ = offsets
     KH: gl.constexpr = K // 64
     stage, full = ring.acquire(iteration)
@@ -137,45 +137,63 @@ def fetch(tiles_d, decay, v, ring, slot, start, i, stop, iteration, scheduler, t
 
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, decision, scheduler, border, strides, K: gl.constexpr):
-    """The loader: one warp that keeps the ring full. Where there is a decision to be made, with a segment's last chunk, and
-    then with all if that does not forget."""
+def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr):
+    """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
+    unless that forgets."""
     slice_ = scheduler.slice() - K // BV
+    row, in_v, key = loader_offsets(strides[1], K)
+    at = (row, in_v, key, slice_)
+    count = transition_count(scheduler, border)
+    if decision is None:
+        iteration = 0
+        for k in range(count):
+            tile, _place, wanted = transition(scheduler, border, k, K)
+            iteration = load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K)
+    else:
+        if count > 0:
+            tile, _place, wanted = transition(scheduler, border, 0, K)
+            tried = is_tried(sources[1], scheduler, tile, wanted, K)
+            if tried:
+                offsets = tile_offsets(tile, at, strides)
+                last = wanted - 1
+                fetch(sources, ring, tile.slot, tile.begin, last, tile.end, 0, scheduler, tile, offsets, K)
+                wanted = gl.where(decision.wait(), 0, wanted)
+            load_chunks(sources, ring, scheduler, tile, wanted, tried.to(gl.int32), at, strides, K)
+
+
+@gluon.jit
+def tile_offsets(tile, at, strides):
+    """Where a transition's rows of v and decays lie."""
+    row, in_v, key, slice_ = at
     v_batch, v_token, v_head = strides
-    row, in_v, key = loader_offsets(v_token, K)
-    iteration = start_of_count(scheduler, decision)
-    trials = iteration
-    for k in range(transition_count(scheduler, border)):
-        tile, _place, wanted = transition(scheduler, border, k, K)
-        in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
-        start = tile.begin
-        slot = tile.slot
-        offsets = (row, in_v, key, in_head, v_token, slice_)
-        if decision is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
-            if wanted > 0:
-                stop, _chunks, _low, high = scheduler.span(tile, 0, start, slot)
-                fetch(tiles_d, decay, v, ring, slot, start, high - 1, stop, iteration, scheduler, tile, offsets, K)
-                iteration += 1
-                wanted = gl.where(decision.wait(trials), 0, wanted)
-                trials += 1
-        for span in range(0, gl.where(wanted > 0, tile.num_spans, 0)):
-            stop, chunks, low, high = scheduler.span(tile, span, start, slot)
-            for i in range(low, high):
-                fetch(tiles_d, decay, v, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K)
-                iteration += 1
-            slot += chunks
-            start = stop
+    in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
+    return row, in_v, key, in_head, v_token, slice_
+
+
+@gluon.jit
+def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K: gl.constexpr):
+    """All chunks of the transition, if any is wanted."""
+    offsets = tile_offsets(tile, at, strides)
+    start = tile.begin
+    slot = tile.slot
+    for span in range(0, gl.where(wanted > 0, tile.num_spans, 0)):
+        stop, chunks, low, high = scheduler.span(tile, span, start, slot)
+        for i in range(low, high):
+            fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K)
+            iteration += 1
+        slot += chunks
+        start = stop
+    return iteration
 
 
 @gluon.jit
 def compute(
+    decay,
     ring,
     decision,
-    transitions,
-    offsets,
     forgets,
+    results,
     states,
-    pool,
     scheduler,
     border,
     K: gl.constexpr,
@@ -183,85 +201,117 @@ def compute(
     V_FIRST: gl.constexpr,
 ):
     """The consumer: four warps that carry 64 columns of M or b, transposed, from chunk to chunk."""
-    initial_state, state_pitch, has_initial, has_final = states
-    state_indices, has_initial_state, lowest, pool_slots = pool
     slice_ = scheduler.slice()
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+    column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+    at = (slice_, column, key)
+    count = transition_count(scheduler, border)
+    if decision is None:
+        iteration = 0
+        for k in range(count):
+            tile, place, chunks = transition(scheduler, border, k, K)
+            iteration = scan(ring, results, states, at, border, tile, place, chunks, iteration, K, V, V_FIRST, False)
+    else:
+        # at most one: the plan has no more transitions than fit at once. A loop over more would keep in registers, beside its
+        # state, what each of them needs again
+        if count > 0:
+            tile, place, chunks = transition(scheduler, border, 0, K)
+            tried = is_tried(decay, scheduler, tile, chunks, K)
+            forgotten = chunks < 0
+            if tried:
+                s = ring.wait(0)
+                # no value writes to M's columns: if the chunk forgets they are 0
+                state0, state1, forgotten = trial(ring, s, K, K // 64, 2 * (K // 64))
+                ring.release(s)
+                decision.make(forgotten)
+                store_columns(results, at, border, tile, state0, state1, forgotten.to(gl.int32), K, V)
+            if chunks > 0:
+                gl.store(forgets + tile.segment, forgotten.to(gl.int32))
+            if not forgotten:
+                scan(ring, results, states, at, border, tile, place, chunks, tried.to(gl.int32), K, V, V_FIRST, True)
+
+
+@gluon.jit
+def scan(
+    ring,
+    results,
+    states,
+    at,
+    border,
+    tile,
+    place,
+    chunks,
+    iteration,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    TRIED: gl.constexpr,
+):
+    """The transition's columns, chunk by chunk, from `iteration` on. `TRIED`: after a trial, which may have run."""
+    initial_state, state_pitch, has_initial, has_final, pool = states
+    state_indices, has_initial_state, lowest, pool_slots = pool
+    slice_, column, key = at
     KH: gl.constexpr = K // 64
     # the tiles of a stage
     W: gl.constexpr = 0
     KG: gl.constexpr = KH
     INVERSE: gl.constexpr = 2 * KH
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
-    column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
+    # M's columns start as unit vectors, b's from zero, of a sequence's first segment from the initial state
+    own, read, _stored = sequence_slot(
+        *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
+        *(lowest, pool_slots, has_initial, has_final),
+    )
+    read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
+    in_states = own * state_pitch + state_offsets(tile.head * (K * V), column - K, key, K, V, V_FIRST)
+    state0, state1 = load_halves(initial_state, in_states, NEXT, read, K)
+    state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), ACC)
+    state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), ACC)
+    for _i in range(chunks):
+        left0 = as_left(state0, False)
+        if KH == 2:
+            left1 = as_left(state1, False)
+        s = ring.wait(iteration)
+        v_t = ring.rows.index(s).permute((1, 0)).load(LEFT)
+        v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
+        # w is stored negated
+        v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
+        if KH == 2:
+            v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+        state0 = state0 * ring.decays(s, 0, ACC)
+        if KH == 2:
+            state1 = state1 * ring.decays(s, 1, ACC)
+            v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
+        else:
+            v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
+        # LLVM may round element by element, and pair them afterwards
+        v_new_left = as_left(v_new_t, TRIED)
+        state0 = mma(v_new_left, ring.tile(s, KG), state0)
+        if KH == 2:
+            state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+            state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
+        else:
+            state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
+        ring.release(s)
+        iteration += 1
+    store_columns(results, at, border, tile, state0, state1, (chunks > 0).to(gl.int32), K, V)
+    return iteration
+
+
+@gluon.jit
+def store_columns(results, at, border, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr):
+    """The CTA's 64 columns of M or b."""
+    transitions, offsets = results
+    slice_, column, key = at
     M_PITCH: gl.constexpr = K * K if border is None else (K + V) * K
     B_PITCH: gl.constexpr = K * V if border is None else (K + V) * K
-    iteration = start_of_count(scheduler, decision)
-    for k in range(transition_count(scheduler, border)):
-        tile, place, chunks = transition(scheduler, border, k, K)
-        if decision is None:
-            forgotten: gl.constexpr = False
-        else:
-            asked = chunks
-            forgotten = chunks < 0
-            state0 = zero
-            state1 = zero
-            if chunks > 0:
-                s = ring.wait(iteration)
-                # no value writes to M's columns: if the chunk forgets they are 0
-                state0, state1, forgotten = trial(ring, s, K, KG, INVERSE)
-                ring.release(s)
-                iteration += 1
-                decision.make(forgotten)
-                gl.store(forgets + tile.segment, forgotten.to(gl.int32))
-            chunks = gl.where(forgotten, 0, chunks)
-        if not forgotten:
-            # M's columns start as unit vectors, b's from zero, of a sequence's first segment from the initial state
-            own, read, _stored = sequence_slot(
-                *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
-                *(lowest, pool_slots, has_initial, has_final),
-            )
-            read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
-            at = own * state_pitch + state_offsets(tile.head * (K * V), column - K, key, K, V, V_FIRST)
-            state0, state1 = load_halves(initial_state, at, NEXT, read, K)
-            state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), ACC)
-            state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), ACC)
-        for _i in range(chunks):
-            left0 = as_left(state0, False)
-            if KH == 2:
-                left1 = as_left(state1, False)
-            s = ring.wait(iteration)
-            v_t = ring.rows.index(s).permute((1, 0)).load(LEFT)
-            v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
-            # w is stored negated
-            v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
-            if KH == 2:
-                v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-            state0 = state0 * ring.decays(s, 0, ACC)
-            if KH == 2:
-                state1 = state1 * ring.decays(s, 1, ACC)
-                v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
-            else:
-                v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
-            v_new_left = as_left(v_new_t, False)
-            state0 = mma(v_new_left, ring.tile(s, KG), state0)
-            if KH == 2:
-                state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
-                state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
-            else:
-                state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
-            ring.release(s)
-            iteration += 1
-        if decision is not None:
-            chunks = asked
-        wanted = (chunks > 0).to(gl.int32)
-        if slice_ * BV < K:
-            at = state_offsets(tile.segment * M_PITCH, column, key, K, K, True)
-            store_halves(transitions, at, 64, state0, state1, wanted, K)
-        else:
-            at = state_offsets(tile.segment * B_PITCH, column - K, key, K, V, True)
-            store_halves(offsets, at, 64, state0, state1, wanted, K)
+    if slice_ * BV < K:
+        in_M = state_offsets(tile.segment * M_PITCH, column, key, K, K, True)
+        store_halves(transitions, in_M, 64, state0, state1, wanted, K)
+    else:
+        in_b = state_offsets(tile.segment * B_PITCH, column - K, key, K, V, True)
+        store_halves(offsets, in_b, 64, state0, state1, wanted, K)
 
 
 _STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
@@ -317,15 +367,13 @@ def transitions_kernel(
         None, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, (K + V) // BV
     )
     in_v = (v_batch, v_token, v_head)
-    states = (initial_state, state_pitch, has_initial, has_final)
     pool = (state_indices, has_initial_state, lowest, pool_slots)
+    states = (initial_state, state_pitch, has_initial, has_final, pool)
+    results = (transitions, offsets)
     gl.warp_specialize(
         [
-            (
-                compute,
-                (ring, decision, transitions, offsets, forgets, states, pool, scheduler, border, K, V, V_FIRST),
-            ),
-            (load, (tiles_d, decay, v, ring, decision, scheduler, border, in_v, K)),
+            (compute, (decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST)),
+            (load, ((tiles_d, decay, v), ring, decision, scheduler, border, in_v, K)),
         ],
         [1],
         [96],
@@ -338,53 +386,20 @@ SPLIT_COSTS = SplitCosts(step=98, transition=57, compose=230, fixed=850)
 
 def room(problem: Problem, device: torch.device) -> int:
     """Segment transitions that are formed at the same time."""
-    return side_by_side(problem, problem.K + problem.V, device)
-
-
-def side_by_side(problem: Problem, columns: int, device: torch.device) -> int:
-    """Segments of which all heads are scanned at the same time, with so many columns a head."""
-    return min(sm_count(device), MOST_CTAS) // (problem.HV * (columns // TILE))
+    return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
 
 
 TRIALS = False
 """Whether segments are tried for what they forget. Off until it is timed."""
 
-TRIAL_COSTS = SplitCosts(step=98, transition=0, compose=150, fixed=300)
-"""Of segments without transitions: `compose` is what it takes to pass a state on, where one is not forgotten."""
 
-
-@dataclass(frozen=True)
-class Segments:
-    """How a call's sequences may be cut: into at most so many segments in all, 0 for not at all, by a plan for so much room and
-    such costs. `composed`: from transitions. `tried`: a segment that forgets what was before it needs none. One that does not,
-    without transitions, starts when the one before it ends."""
-
-    most: int
-    room: int
-    costs: SplitCosts
-    composed: bool
-    tried: bool
-
-    def layout(self, problem: Problem) -> Layout:
-        """What the stages of the split leave for each other, if there is one."""
-        found = segment_layout(problem, self.most)
-        if found and not self.composed:
-            return {name: found[name] for name in ("starts", "first_segment")}
-        if found and self.tried:
-            return {**found, "forgets": ((self.most, problem.HV), torch.int32)}
-        return found
-
-
-def segments(problem: Problem, device: torch.device) -> Segments:
-    """By transitions if those pay for some lengths that the call may have, else without if that may."""
-    fits, tried = room(problem, device), may_try(problem)
-    most = segments_of_call(problem, fits, SPLIT_COSTS)
-    if most == 0 and tried:
-        beside = max(side_by_side(problem, problem.V, device) - problem.N, 0)
-        most_tried = segments_of_call(problem, beside, TRIAL_COSTS)
-        if most_tried > 0:
-            return Segments(most_tried, beside, TRIAL_COSTS, composed=False, tried=True)
-    return Segments(most, fits, SPLIT_COSTS, composed=True, tried=tried)
+def split_layout(problem: Problem, device: torch.device) -> Layout:
+    """What the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their last
+    chunk, forget all before them."""
+    found = segment_layout(problem, segments_of_call(problem, room(problem, device), SPLIT_COSTS))
+    if found and may_try(problem):
+        return {**found, "forgets": (found["starts"][0][:2], torch.int32)}
+    return found
 
 
 def may_try(problem: Problem) -> bool:

@@ -230,9 +230,6 @@ WARM_BATCH = 14
 WARM_LONG = (1, 8192, 2, 1)
 """Sizes as of `_warm_sizes`: a sequence that is split."""
 
-WARM_CUT = (1, 2048, 2, 1)
-"""A sequence too short to be split, unless its segments are tried."""
-
 WARM_LONG_BATCH = (1, 7168, 12, 14)
 """A batch with sequences that may be split, or else leave SMs idle."""
 
@@ -249,7 +246,7 @@ def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> lis
         slices = max(V, 64) // 64
         N = WARM_BATCH // slices
         batches = [(1, 65, 12, N), WARM_LONG_BATCH] if is_packed else [(N, 65, 12, N)]
-        return [(1, 65, 2, 1), (1, 65, WARM_HEADS, 1), (1, 65, WARM_MANY // slices, 1), *batches, WARM_CUT, WARM_LONG]
+        return [(1, 65, 2, 1), (1, 65, WARM_HEADS, 1), (1, 65, WARM_MANY // slices, 1), *batches, WARM_LONG]
     several = (1, 2 if kind == "decode" else 65, 2, 1)
     return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
 

@@ -322,7 +322,7 @@ def _steps(name: str, **options: Any) -> Variant:
 
 def _tried(name: str, **options: Any) -> Variant:
     """Segments on trial, of sequences long enough for them."""
-    return _hopper(f"tried {name}", tried=True, **options)
+    return _hopper(f"tried {name}", tried=True, heads=8, chunks=128, **options)
 
 
 def _hopper_step(K: int, gate: str) -> Variant:
@@ -340,14 +340,6 @@ def _hopper_commit(name: str, **options: Any) -> Variant:
     given = {"state_v_first": True, "records": True} | options
     return _hopper(f"commit of records {name}", operation="commit", **given)
 
-
-TRIED: dict[str, Given] = {
-    "K128 V128": {},
-    "K128 V128, fixed length": {"packed": False},
-    "K128 V128, pool, V first": {"pool": True, "state_v_first": True},
-    "K64 V64, fixed length": {"K": 64, "V": 64, "packed": False},
-}
-"""By name."""
 
 CHECKPOINTS: Given = {"pool": True, "checkpoints": True}
 REGULAR: Given = {"every": 64, "buffer": torch.float32}
@@ -502,8 +494,10 @@ VARIANTS = (
     _hopper("K128 V128 split, fixed length", split=4, packed=False),
     _hopper("K128 V128 split, pool with checkpoints", split=4, state_v_first=True, **CHECKPOINTS),
     _hopper("K64 V64 split, fixed length", K=64, V=64, split=4, packed=False),
-    *(_tried(f"{name} with transitions", heads=8, chunks=128, **options) for name, options in TRIED.items()),
-    *(_tried(f"{name} without", heads=12, chunks=32, **options) for name, options in TRIED.items()),
+    _tried("K128 V128"),
+    _tried("K128 V128, fixed length", packed=False),
+    _tried("K128 V128, pool, V first", pool=True, state_v_first=True),
+    _tried("K64 V64, fixed length", K=64, V=64, packed=False),
     _steps("K128 V128"),
     _steps("K128 V128 fixed length", packed=False),
     _steps("K128 V128 offsets in int64", offsets=torch.int64),

@@ -288,6 +288,10 @@ def compose_kernel(
     last = tl.load(first_segment + n + 1) - 1
     if first >= last:
         return
+    if forgets is not None:
+        # asked for first: it comes while the initial state is on its way
+        segment = first + 1 + tl.arange(0, MOST_SEGMENTS)
+        forgotten = tl.load(forgets + segment * HV + head, mask=segment < last, other=1)
     own, read, _ = sequence_slot(
         state_indices, has_initial_state, n, end - begin, lowest, pool_slots, has_initial, has_final
     )
@@ -307,9 +311,8 @@ def compose_kernel(
         here += STEP * HV * K
         in_transition = head * K * K + key[:, None] * ROW + key[None, :] * COLUMN
         chained = last
-        if forgets is not None:
-            segment = first + 1 + tl.arange(0, MOST_SEGMENTS)
-            if tl.min(tl.load(forgets + segment * HV + head, mask=segment < last, other=1)) != 0:
+        if forgets is not None:  # noqa: SIM102 (a constant, and what is known when it runs)
+            if tl.min(forgotten) != 0:
                 # no state depends on another
                 for _ in tl.range(first + 1, last, num_stages=1, loop_unroll_factor=4):
                     tl.store(starts + here * V + in_state, state)

@@ -128,8 +128,7 @@ def next_phase(phase):
 
 @aggregate
 class Decision:
-    """Yes or no, from the computing warps to the loader, which reads it before it fetches what the next is about. `number`
-    counts a CTA's decisions."""
+    """Yes or no, once, from the computing warps to the loader."""
 
     value: gl.shared_memory_descriptor
     made: gl.shared_memory_descriptor
@@ -142,9 +141,9 @@ class Decision:
         mbarrier.arrive(self.made, count=1)
 
     @gluon.jit
-    def wait(self, number):
+    def wait(self):
         """The loader's: the decision, once it is made."""
-        mbarrier.wait(self.made, number & 1)
+        mbarrier.wait(self.made, 0)
         return gl.max(self.value.load(gl.BlockedLayout([1], [32], [1], [0])), axis=0) > 0
 
 

@@ -9,8 +9,18 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from .layouts import ACC, BV, LEFT, C, as_left
 from .math import mma_first
 
-FORGOTTEN = gl.constexpr(2.0**-80)
-"""A chunk forgets if the squares of its M sum up to no more: an error of 2^-40 of the state before it."""
+SMALL = gl.constexpr(2.0**-40)
+"""A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
+
+
+@gluon.jit
+def may_forget(decay, present, K: gl.constexpr):
+    """Whether a trial of the chunk with these decays is worth its time, for warps of any number: each warp asks for all K. A
+    diagonal element of M is a channel's decay less what the delta rule takes. If the decay is larger than M may be, the
+    rest must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
+    key = gl.arange(0, K, layout=gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
+    decays = gl.load(decay + key, mask=key < gl.where(present, K, 0), other=1.0)
+    return gl.min((decays <= SMALL).to(gl.int32), axis=0) > 0
 
 
 @gluon.jit
@@ -45,4 +55,4 @@ def trial(ring, s, K: gl.constexpr, KG: gl.constexpr, INVERSE: gl.constexpr):
         state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
     else:
         state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
-    return state0, state1, squares <= FORGOTTEN
+    return state0, state1, squares <= SMALL * SMALL
