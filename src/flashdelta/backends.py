@@ -205,8 +205,6 @@ class HopperBackend(Backend):
             return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"
         if problem.operation == "commit":
             return self._width_obstacle(problem)
-        if problem.gate != "lower_bound":
-            return f"gate {problem.gate!r}; into a replay buffer it takes 'lower_bound'"
         return self._head_obstacle(problem)
 
     def build(self, problem: Problem, t: Tensors) -> Runnable:

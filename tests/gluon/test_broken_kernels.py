@@ -105,6 +105,10 @@ def replay() -> None:
     test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == "4 tokens"))
 
 
+def unbounded_replay() -> None:
+    test_decode.test_decays_without_a_bound("logsigmoid", 7)
+
+
 def fused() -> None:
     steps = {step.name: step for step in HOPPER_FUSED}
     for name in ("scattered K64 torch.float32 1", "null K128 torch.bfloat16 1", "gva3 K64 torch.float32 3"):
@@ -211,6 +215,15 @@ FAULTS = [
     Break("states as dense as their content", FUSED, "slot * target_pitch", "slot * (H * K * V)", fused),
     Break("outputs in one place", FUSED, "out_s.slice(i * ROWS, ROWS)", "out_s.slice(0, ROWS)", fused),
     Break("a token sees itself", verify.verify_kernel, "nth > s", "nth >= s", replay),
+    Break("without a bound, no token's own B", verify.verify_kernel, "diagonal[None, :]", "0.0", unbounded_replay),
+    Break(
+        "a source decays by its own token", verify.pairs_by_levels, "k_1 * until_1", "k_1 * since_1", unbounded_replay
+    ),
+    Break("a source decays no further", verify.pairs_by_levels, "until_1 * whole_2", "until_1", unbounded_replay),
+    Break("a row decays from its half on", verify.pairs_by_levels, "since_2 * whole_1", "since_2", unbounded_replay),
+    Break(
+        "a level has the first halves, too", verify.pairs_of, "== (s >> level) + 1", ">= (s >> level)", unbounded_replay
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ from ..support.decoding_checks import (
     check_rows_of_records,
     check_spoilt_token,
     check_step,
+    check_strong_decays,
     check_wild_counts,
 )
 
@@ -46,13 +47,24 @@ def test_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
     check_rounds(6, "hopper", state=state, K=64, dtype=BF16)
 
 
+def test_rounds_of_replay_without_a_bound():
+    check_rounds(4, "hopper", S=9, K=64, dtype=BF16, gate="softplus", group=2)
+
+
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("hopper", K=64, dtype=BF16)
 
 
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
 @pytest.mark.parametrize(("name", "token"), SPOILT)
-def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int):
-    check_spoilt_token(name, token, "lower_bound", "hopper", K=64, dtype=BF16)
+def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str):
+    check_spoilt_token(name, token, gate, "hopper", K=64, dtype=BF16)
+
+
+@pytest.mark.parametrize("tokens", [4, 7, 16])
+@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
+def test_decays_without_a_bound(gate: str, tokens: int):
+    check_strong_decays(gate, tokens, "hopper", dtype=BF16)
 
 
 def test_sixteen_tokens_at_the_floor_of_the_gate():

@@ -25,6 +25,7 @@ from ..support.decoding_checks import (
     check_rows_of_records,
     check_spoilt_token,
     check_step,
+    check_strong_decays,
     check_wild_counts,
     replay_buffer,
 )
@@ -226,6 +227,12 @@ def test_sixteen_tokens_at_the_floor_of_the_gate(dtype: torch.dtype, backend: st
     check_floor(backend, "cuda", dtype=dtype)
 
 
+@pytest.mark.parametrize("tokens", [4, 7, 16])
+@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
+def test_decays_without_a_bound(gate: str, tokens: int, backend: str):
+    check_strong_decays(gate, tokens, backend, "cuda", dtype=BF16)
+
+
 def test_wild_counts_of_records(backend: str):
     check_wild_counts(backend, "cuda")
 
@@ -233,8 +240,6 @@ def test_wild_counts_of_records(backend: str):
 @pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
 @pytest.mark.parametrize(("name", "token"), SPOILT)
 def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str, backend: str):
-    if backend == "hopper" and gate != "lower_bound":
-        pytest.skip("records of lower_bound gates only")
     check_spoilt_token(name, token, gate, backend, "cuda", K=128, dtype=BF16)
 
 

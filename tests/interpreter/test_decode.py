@@ -21,6 +21,7 @@ from ..support.decoding_checks import (
     check_rows_of_records,
     check_spoilt_token,
     check_step,
+    check_strong_decays,
     check_wild_counts,
     commit_call,
 )
@@ -66,6 +67,11 @@ def test_which_rows_of_records_are_written_and_emptied():
 
 def test_sixteen_tokens_at_the_floor_of_the_gate():
     check_floor("triton")
+
+
+@pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
+def test_decays_without_a_bound(gate: str):
+    check_strong_decays(gate, 7, "triton")
 
 
 def test_wild_counts_of_records():

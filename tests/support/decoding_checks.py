@@ -247,6 +247,13 @@ HOPPER_REPLAYED = [
     replace(_WIDE, name="narrow keys", K=64, state=torch.float32),
     replace(_WIDE, name="narrow values", V=64),
     replace(_WIDE, name="odd pitch", gap=9, state=torch.float32),
+    replace(_WIDE, name="softplus", gate="softplus", lengths=(8, 0, 5), spec=7, HV=6, state=torch.float32),
+    *(
+        replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1)
+        for tokens, gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"))
+    ),
+    replace(_WIDE, name="narrow, logsigmoid", K=64, V=64, T=9, spec=8, gate="logsigmoid", state=torch.float32),
+    replace(_WIDE, name="narrow keys, softplus", K=64, T=5, spec=4, gate="softplus"),
 ]
 """Those that Hopper has kernels for, or nearly."""
 
@@ -316,8 +323,7 @@ def check_rows_of_records(backend: str, device: str = "cpu", K: int = 32, dtype:
     index = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
     shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
     x = {name: torch.randn(1, 11, *shape, generator=draw).to(device, dtype) for name, shape in shapes.items()}
-    gate = {"gate": "lower_bound", "lower_bound": -5.0} if backend == "hopper" else {"gate": "logsigmoid"}
-    options = gate | {"beta_is_logit": True}
+    options = {"gate": "logsigmoid", "beta_is_logit": True}
     of_states = "triton" if backend == "hopper" else backend
     pool = torch.randn(4, HV, V, K, generator=draw).to(device)
     records = fd.replay_buffer(5, S, HV, K, V, device=device)
@@ -364,6 +370,39 @@ def check_floor(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dty
     decays = torch.exp(-5.0 * torch.arange(1, 2 + S, device=device, dtype=torch.float64))
     want = torch.einsum("thk,hvk->thv", q, pool[0].double())
     assert_close("o", o[0] / decays[:, None, None].to(dtype), want, 2e-5 + 2 * one_rounding(dtype))
+
+
+def check_strong_decays(
+    gate: str, tokens: int, backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = torch.float32
+) -> None:
+    """Decays without a bound, from `exp(-300)` to `exp(-1e-3)`, token by token and channel by channel: outputs and states
+    against float64. A decay of a token leaves nothing of what was before it, and all of what comes after."""
+    HV, S = 2, tokens - 1
+    draw = torch.Generator().manual_seed(tokens)
+    x = {name: torch.randn(1, tokens, HV, K, generator=draw).to(device, dtype) for name in "qkv"}
+    exponents = torch.tensor([300.0, 1e-3, 20.0, 1e-3, 0.5, 90.0])
+    by_token = exponents[torch.arange(tokens) % len(exponents)][:, None, None].expand(tokens, HV, K)
+    by_channel = exponents[torch.randint(0, len(exponents), (tokens, HV, K), generator=draw)]
+    # of one channel in two all tokens have one decay
+    decays = torch.where(torch.arange(K) % 2 == 0, by_token, by_channel).double()
+    g = {"none": -decays, "softplus": decays.expm1().log(), "logsigmoid": -decays.expm1().log()}[gate]
+    g = torch.where(decays > 100, decays * (1 if gate == "softplus" else -1), g)
+    x |= {"g": g[None].float().to(device), "beta": torch.rand(1, tokens, HV, generator=draw).to(device)}
+    pool = torch.randn(1, HV, K, K, generator=draw).to(device)
+    slots, count = torch.zeros(1, dtype=torch.int32, device=device), torch.full((1,), tokens, device=device)
+    options = {"gate": gate, "num_spec_tokens": S, "update_state": False, "ssm_state_indices": slots}
+    if gate == "softplus":
+        options["A_log"] = torch.zeros(HV, device=device)
+    wide = {name: y.double() for name, y in x.items()}
+    states = torch.zeros(1, tokens, HV, K, K, device=device, dtype=torch.float64)
+    exact = options | {"initial_state": pool.double(), "intermediate_states": states, "backend": "reference"}
+    want, _ = fd.recurrent_kda(**wide, **exact)
+    records = fd.replay_buffer(1, S, HV, K, K, device=device)
+    o, _ = fd.recurrent_kda(**x, **options, initial_state=pool, intermediate_states=records, backend=backend)
+    for t in range(tokens):
+        assert_close(f"o[{t}]", o[:, t], want[:, t], 1e-5 + one_rounding(dtype))
+    fd.commit(pool, records, slots, count.int(), backend=backend)
+    assert_close("pool", pool[0], states[0, -1], 1e-5)
 
 
 def check_wild_counts(backend: str, device: str = "cpu", K: int = 64) -> None:

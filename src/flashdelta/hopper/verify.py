@@ -1,11 +1,15 @@
-"""Stage `verify` for Hopper: up to 16 speculative tokens with bounded decays, states as `[V, K]`. One CTA per (sequence, value
-head), a thread for each value channel.
+"""Stage `verify` for Hopper: up to 16 speculative tokens, states as `[V, K]`. One CTA per (sequence, value head), a thread for
+each value channel.
 
 Contract, system of equations and products as in `triton/verify.py`. What differs is how data gets to where it is used:
 
 * The state goes from memory to the registers that its MMAs read it from. An MMA sums over keys in any order, so a thread has 16
   adjacent bytes of a row.
 * Gates, and rows for the MMAs, are worked out by key channel: a thread has all tokens of one.
+* Pairs of tokens are products of rows, too. Bounded decays: of `exp(G_t)` and `exp(-G_s)`, which are within float32. Others: by
+  levels. Every pair `s < t` lies in the two halves of one aligned block of tokens, and of those halves' rows one decays from
+  token `s` to the end of the first half, the other from there to token `t`. All factors are products of `exp(g)`, none is a
+  quotient. Levels of up to 8 tokens fit into one product, of as many MMAs a warp as that of bounded decays.
 * The system is solved by value channel: a thread has all tokens of one, and what couples them is broadcast from shared memory.
   Substitution takes `TOKENS^2` multiplications, and no inverse.
 """
@@ -54,8 +58,8 @@ def rows_of(a, b):
 
 @gluon.jit
 def load_parts(rows_s, i: gl.constexpr, transposed: gl.constexpr, layout: gl.constexpr):
-    """Both parts of the `i`-th `STEP` key channels of rows: `[rows, STEP]`, or `[STEP, rows]`."""
-    high, low = rows_s.index(0).slice(i * STEP, STEP, dim=1), rows_s.index(1).slice(i * STEP, STEP, dim=1)
+    """Of rows whose parts are `rows_s`, both parts of the `i`-th `STEP` key channels: `[rows, STEP]`, or `[STEP, rows]`."""
+    high, low = rows_s[0].slice(i * STEP, STEP, dim=1), rows_s[1].slice(i * STEP, STEP, dim=1)
     if transposed:
         high, low = high.permute((1, 0)), low.permute((1, 0))
     return high.load(layout), low.load(layout)
@@ -66,6 +70,129 @@ def halves(x, layout: gl.constexpr):
     """Of `[rows, 2 T]` what belongs to rows of k and of q, `[rows, T]`, in `layout`; no data moves between threads."""
     a, b = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def levels_of(T):
+    return T.bit_length() - 1
+
+
+@gluon.jit
+def halves_of_blocks(x, level: gl.constexpr):
+    """Of blocks of `2 << level` rows the first and the second halves, `[T / 2, K]` each."""
+    T: gl.constexpr = x.shape[0]
+    K: gl.constexpr = x.shape[1]
+    a, b = gl.split(x.reshape([T >> (level + 1), 2, 1 << level, K]).permute((0, 2, 3, 1)))
+    return a.reshape([T // 2, K]), b.reshape([T // 2, K])
+
+
+@gluon.jit
+def blocks_of(a, b, level: gl.constexpr, layout: gl.constexpr):
+    """`[T, K]`: what `halves_of_blocks` makes `a` and `b` of."""
+    T: gl.constexpr = 2 * a.shape[0]
+    K: gl.constexpr = a.shape[1]
+    x = gl.join(a, b).reshape([T >> (level + 1), 1 << level, K, 2]).permute((0, 3, 1, 2)).reshape([T, K])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def pairs_by_levels(
+    since_s,
+    until_s,
+    pairs_s,
+    rows_s,
+    k,
+    q,
+    exp_g,
+    row_l: gl.constexpr,
+    left_l: gl.constexpr,
+    right_l: gl.constexpr,
+    pairs_l: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """A and B transposed, without B's diagonal, to `pairs_s`, 16 rows for every `AT_ONCE` levels; and rows for the state to
+    `rows_s`. `since_s` and `until_s` are for the rows of such levels.
+
+    Of level `l`, and aligned blocks of `2^l` tokens: `until` has the products of `exp(g)` from behind a token to its block's
+    end, `since` those from the block's begin up to and with it, and `whole` those of blocks. A token is a source where its
+    block is the first half of one of `2^(l + 1)`.
+    """
+    T: gl.constexpr = k.shape[0]
+    K: gl.constexpr = k.shape[1]
+    since = exp_g
+    whole = exp_g
+    until = gl.full([T, K], 1.0, gl.float32, layout=row_l)
+    LEVELS: gl.constexpr = levels_of(T)
+    COLUMNS: gl.constexpr = since_s[0].shape[0]
+    for level in gl.static_range(LEVELS):
+        since_1, since_2 = halves_of_blocks(since, level)
+        until_1, until_2 = halves_of_blocks(until, level)
+        whole_1, whole_2 = halves_of_blocks(whole, level)
+        k_1, k_2 = halves_of_blocks(k, level)
+        _, q_2 = halves_of_blocks(q, level)
+        store_rows(since_s, level % AT_ONCE, rows_of(k_2 * since_2, q_2 * since_2))
+        store_rows(until_s, level % AT_ONCE, k_1 * until_1)
+        since = blocks_of(since_1, since_2 * whole_1, level, row_l)
+        until = blocks_of(until_1 * whole_2, until_2, level, row_l)
+        whole = blocks_of(whole_1 * whole_2, whole_1 * whole_2, level, row_l)
+        if level == LEVELS - 1:  # ahead of the product, so that no registers are held for them
+            since *= AHEAD
+            store_rows(rows_s, 0, rows_of(k * since, q * since))
+        if level % AT_ONCE == AT_ONCE - 1 or level == LEVELS - 1:
+            pairs = gl.zeros([16, COLUMNS], gl.float32, layout=pairs_l)
+            for i in gl.static_range(K // STEP):
+                pairs = dot3(load_parts(until_s, i, False, left_l), load_parts(since_s, i, True, right_l), pairs)
+            pairs_s.slice(level // AT_ONCE * 16, 16, dim=0).store(pairs)
+
+
+@gluon.jit
+def store_rows(rows_s, nth: gl.constexpr, rows):
+    """To the `nth` such rows of both parts of `rows_s`, in `two_parts`."""
+    N: gl.constexpr = rows.shape[0]
+    high, low = two_parts(rows)
+    rows_s[0].slice(nth * N, N, dim=0).store(high)
+    rows_s[1].slice(nth * N, N, dim=0).store(low)
+
+
+@gluon.jit
+def allocate_parts(ROWS: gl.constexpr, K: gl.constexpr, layout: gl.constexpr):
+    """Both parts of `[ROWS, K]`. In one memory a barrier would separate what is stored to them."""
+    high = gl.allocate_shared_memory(gl.float32, [ROWS, K], layout)
+    low = gl.allocate_shared_memory(gl.float32, [ROWS, K], layout)
+    return high, low
+
+
+@gluon.jit
+def pairs_of_level(pairs_s, s: gl.constexpr, level: gl.constexpr, T: gl.constexpr, AT_ONCE: gl.constexpr):
+    """What a level has of source `s`, A and B in turn, `[1, T]`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, T], [32, 1], [gl.num_warps(), 1], [1, 0])
+    place: gl.constexpr = level % AT_ONCE
+    row: gl.constexpr = level // AT_ONCE * 16 + place * (T // 2) + ((s >> (level + 1)) << level) + s % (1 << level)
+    return pairs_s.slice(row, 1, dim=0).slice(place * T, T, dim=1).load(layout)
+
+
+@gluon.jit
+def pairs_of(pairs_s, s: gl.constexpr, T: gl.constexpr, AT_ONCE: gl.constexpr, layout: gl.constexpr):
+    """What `pairs_by_levels` has found of source `s` and later tokens, A and B, `[1, T]` each in `layout`."""
+    nth = gl.arange(0, T, layout=gl.SliceLayout(0, layout))
+    A = gl.zeros([1, T], gl.float32, layout=layout)
+    B = A
+    for level in gl.static_range(levels_of(T)):
+        if (s >> level) % 2 == 0:
+            a, b = gl.split(pairs_of_level(pairs_s, s, level, T, AT_ONCE).reshape([1, T // 2, 2]))
+            # of the block in whose first half the token is, the second one
+            there = ((nth >> level) == (s >> level) + 1)[None, :]
+            A = gl.where(there, twice(a, level, layout), A)
+            B = gl.where(there, twice(b, level, layout), B)
+    return A, B
+
+
+@gluon.jit
+def twice(x, level: gl.constexpr, layout: gl.constexpr):
+    """`x [1, T / 2]` in both halves of blocks of `2 << level` columns, `[1, T]`."""
+    T: gl.constexpr = 2 * x.shape[1]
+    both = gl.join(x, x).reshape([1, T >> (level + 1), 1 << level, 2]).permute((0, 1, 3, 2)).reshape([1, T])
+    return gl.convert_layout(both, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -146,9 +273,15 @@ def verify_kernel(
                               |                                    |
                               v  by value channel                  v
                a, b [V, T]: substitution            <--   pairs_s [16, 2 T]: A and B transposed
+
+    That is with bounded decays. With others `pairs_by_levels` makes A and B of rows of their own.
     """
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = 2 * TOKENS
+    BOUNDED: gl.constexpr = GATE == "lower_bound"
+    # without bounds: levels of pairs whose rows are in one product, and its columns, T a level
+    AT_ONCE: gl.constexpr = 3 if TOKENS == 8 else 2
+    COLUMNS: gl.constexpr = 8 if TOKENS == 4 else 32
     # by key channel, and by token for the norms
     row_l: gl.constexpr = gl.BlockedLayout([TOKENS, 1], [1, 32], [1, W], [1, 0])
     norm_l: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [W, 1], [1, 0])
@@ -222,12 +355,18 @@ def verify_kernel(
     exp_g = gl.exp2(exact_log2_decay(tile_g.to(gl.float32) + bias[None, :], rate, lower_bound, GATE))
     in_records = token.to(gl.int64)[:, None] * target_step + key[None, :]
     store_decay_and_key(records, in_records, everywhere(in_records, recorded) & tile, exp_g, tile_k, K)
-    since = gl.associative_scan(gl.where(tile, exp_g, 1.0), 0, multiply) * AHEAD
-    rows_s = gl.allocate_shared_memory(gl.float32, [2, ROWS, K], swizzled)
-    store_parts(rows_s, rows_of(tile_k * since, tile_q.to(gl.float32) * since))
-    # an MMA has 16 rows; those of no token stay as they are, and so do the rows of pairs that come of them: nobody reads either
-    until_s = gl.allocate_shared_memory(gl.float32, [2, 16, K], swizzled)
-    store_parts(until_s, tile_k / since)
+    if BOUNDED:
+        since = gl.associative_scan(gl.where(tile, exp_g, 1.0), 0, multiply) * AHEAD
+        both_s = gl.allocate_shared_memory(gl.float32, [2, ROWS, K], swizzled)
+        store_parts(both_s, rows_of(tile_k * since, tile_q.to(gl.float32) * since))
+        # an MMA has 16 rows; those of no token stay as they are, and so do the rows of pairs that come of them: nobody reads
+        # either
+        both_until_s = gl.allocate_shared_memory(gl.float32, [2, 16, K], swizzled)
+        store_parts(both_until_s, tile_k / since)
+        rows_s = both_s.index(0), both_s.index(1)
+        until_s = both_until_s.index(0), both_until_s.index(1)
+    else:
+        rows_s = allocate_parts(ROWS, K, swizzled)
 
     own_k, own_q = own_k.to(gl.float32), own_q.to(gl.float32)
     norm_k = gl.full([TOKENS], 1.0, gl.float32, layout=gl.SliceLayout(1, norm_l))
@@ -236,16 +375,35 @@ def verify_kernel(
         norm_k = gl.rsqrt(gl.sum(own_k * own_k, axis=1) + L2_EPS)
         norm_q = gl.rsqrt(gl.sum(own_q * own_q, axis=1) + L2_EPS)
     strength = exact_beta(own_beta.to(gl.float32), BETA) * norm_k
-    factors_s = gl.allocate_shared_memory(gl.float32, [3, TOKENS], lines)
-    factors_s.index(0).store(strength)
-    factors_s.index(1).store(strength * norm_k)
-    factors_s.index(2).store(norm_q * scale)
+    if BOUNDED:
+        factors_s = gl.allocate_shared_memory(gl.float32, [3, TOKENS], lines)
+        strength_s, decayed_s, norm_s = factors_s.index(0), factors_s.index(1), factors_s.index(2)
+    else:
+        strength_s = gl.allocate_shared_memory(gl.float32, [TOKENS], lines)
+        decayed_s = gl.allocate_shared_memory(gl.float32, [TOKENS], lines)
+        norm_s = gl.allocate_shared_memory(gl.float32, [TOKENS], lines)
+    strength_s.store(strength)
+    decayed_s.store(strength * norm_k)
+    norm_s.store(norm_q * scale)
 
-    pairs = gl.zeros([16, ROWS], gl.float32, layout=pairs_l)
-    for i in gl.static_range(K // STEP):
-        pairs = dot3(load_parts(until_s, i, False, left_l), load_parts(rows_s, i, True, right_l), pairs)
-    pairs_s = gl.allocate_shared_memory(gl.float32, [16, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-    pairs_s.store(pairs)
+    if BOUNDED:
+        pairs = gl.zeros([16, ROWS], gl.float32, layout=pairs_l)
+        for i in gl.static_range(K // STEP):
+            pairs = dot3(load_parts(until_s, i, False, left_l), load_parts(rows_s, i, True, right_l), pairs)
+        pairs_s = gl.allocate_shared_memory(gl.float32, [16, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+        pairs_s.store(pairs)
+    else:
+        diagonal_s = gl.allocate_shared_memory(gl.float32, [TOKENS], lines)
+        diagonal_s.store(gl.sum(own_q * own_k, axis=1))
+        since_s = allocate_parts(COLUMNS, K, swizzled)
+        until_s = allocate_parts(16, K, swizzled)
+        pairs_s = gl.allocate_shared_memory(
+            gl.float32, [32 if TOKENS == 16 else 16, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+        )
+        pairs_by_levels(
+            *(since_s, until_s, pairs_s, rows_s, tile_k, tile_q.to(gl.float32), gl.where(tile, exp_g, 1.0)),
+            *(row_l, left_l, right_l, pairs_l, AT_ONCE),
+        )
 
     sums = gl.zeros([V, ROWS], gl.float32, layout=sums_l)
     for i in gl.static_range(K // STEP):
@@ -263,16 +421,23 @@ def verify_kernel(
     sums_s.store(sums)
     along_k, along_q = halves(sums_s.load(both_l), each_l)
     factor_l: gl.constexpr = gl.SliceLayout(0, each_l)
-    strength, decayed = factors_s.index(0).load(factor_l), factors_s.index(1).load(factor_l)
+    strength, decayed = strength_s.load(factor_l), decayed_s.load(factor_l)
     written = strength[None, :] * tile_v.to(gl.float32) - (decayed * (1 / AHEAD))[None, :] * along_k
     out = along_q * (1 / AHEAD)
+    diagonal = strength
+    if not BOUNDED:
+        diagonal = diagonal_s.load(factor_l)
     for s in gl.static_range(TOKENS):
-        A, B = halves(pairs_s.slice(s, 1, dim=0).load(both_l), each_l)
+        if BOUNDED:
+            A, B = halves(pairs_s.slice(s, 1, dim=0).load(both_l), each_l)
+        else:
+            A, B = pairs_of(pairs_s, s, TOKENS, AT_ONCE, each_l)
+            B = gl.where((nth == s)[None, :], diagonal[None, :], B)
         of_s = pick(written, s)[:, None]
         # by selection, so that a NaN reaches no earlier token
         written = gl.where((nth > s)[None, :], written - of_s * (A * decayed[None, :]), written)
         out = gl.where((nth >= s)[None, :], out + of_s * B, out)
-    out *= factors_s.index(2).load(factor_l)[None, :]
+    out *= norm_s.load(factor_l)[None, :]
     if NULL_GIVES_ZERO:
         out = gl.where(live, out, 0.0)
     gl.store(o + nth[None, :] * o_token + value[:, None], out.to(o.dtype.element_ty), mask=stored)
