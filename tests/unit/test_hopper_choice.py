@@ -16,11 +16,14 @@ from flashdelta.hopper.build import build, in_steps
 from flashdelta.hopper.launch import ctas, layout
 from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
+from flashdelta.problem.problem import record_width
 from flashdelta.problem.split import segments_of_call
+from flashdelta.program.launch import Launch
 from flashdelta.program.workspace import Workspace
 from flashdelta.runtime.call import check
 from flashdelta.runtime.warmup import _warm_sizes
 from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Case, case_id
+from flashdelta.testing.decoding import BY_NAME, make_step
 from flashdelta.testing.inputs import make_call, meta_call, on_meta
 from flashdelta.testing.oracle import as_recurrent
 
@@ -395,3 +398,26 @@ def test_segments_that_are_not_tried(options: dict, monkeypatch: pytest.MonkeyPa
 def test_stream_k_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
     problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
     assert stream_k_pays(problem, 132) == wanted
+
+
+@pytest.mark.parametrize(
+    ("N", "HV", "V", "tokens", "wanted"),
+    [
+        *(
+            (8, 12, 128, 4, 168),
+            (8, 32, 128, 4, 128),
+            (32, 12, 128, 4, 168),
+            (16, 32, 128, 4, 128),
+            (32, 32, 128, 4, 168),
+        ),
+        *((8, 32, 128, 8, 168), (8, 32, 128, 16, None), (8, 32, 64, 4, 168), (16, 32, 64, 4, 128)),
+    ],
+)
+def test_registers_of_a_verification(N: int, HV: int, V: int, tokens: int, wanted: int | None):
+    """Of 132 SMs. An SM has room for a multiple of its share of CTAs."""
+    sizes = {"H": HV, "HV": HV, "V": V, "state": BF16, "B": N, "T": tokens, "spec": tokens - 1, "slots": N}
+    step = replace(BY_NAME["verify"], K=128, indices=tuple(range(N)), **sizes)
+    records = torch.empty(N, tokens, HV, record_width(128, V), device="meta")
+    call = on_meta(make_step(step, BF16) | {"intermediate_states": records})
+    (launch,) = build(*check(fd.recurrent_kda, **call), 90).launches
+    assert isinstance(launch, Launch) and launch.max_registers == wanted

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch, sm_count
+from ..program.launch import REGISTERS, Launch, sm_count
 from ..program.program import Outputs
 from ..triton import fused_decode as portable
 from ..triton.fused_decode import SCALARS
@@ -44,8 +44,8 @@ from .launch import aligned
 ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""
 
-REGISTERS, SHARED_BYTES = 65536, 228 * 1024
-"""Of an SM. A CTA takes a kilobyte of shared memory beyond its own."""
+SHARED_BYTES = 228 * 1024
+"""Of an SM. A CTA takes a kilobyte of it beyond its own."""
 
 
 @gluon.jit

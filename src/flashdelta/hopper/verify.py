@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch
+from ..program.launch import REGISTERS, Launch, sm_count
 from ..program.program import Outputs
 from ..triton import verify as portable
 from .device.math import dot3, multiply, pick, store_parts
@@ -445,8 +446,19 @@ def verify_kernel(
     gl.store(record_values(records, K) + in_records, written, mask=everywhere(in_records, recorded) & stored)
 
 
-MAX_REGISTERS = 168
-"""Of a thread, up to 8 tokens: three CTAs of four warps fit on an SM."""
+def max_registers(problem: Problem, tokens: int, sms: int) -> int | None:
+    """Of a thread. 168 up to 8 tokens: three CTAs of four warps fit on an SM. Of 4 tokens and a bfloat16 state 128, and four
+    CTAs, where an SM gets two or four.
+
+    The next launch's CTAs come to an SM as soon as there is room, wherever that is. An SM has its share of them and no more
+    where what fits is a multiple of the share; and of two CTAs' successors both are there before the wait, if four fit.
+    """
+    if tokens > 8:
+        return None
+    share = -(-problem.N * problem.HV // sms)
+    three, four = (REGISTERS // (problem.V * most) for most in (168, 128))
+    few = tokens == 4 and problem.state_dtype == torch.bfloat16
+    return 128 if few and three % share and four % share == 0 else 168
 
 
 def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -466,6 +478,6 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             ctas=problem.N * problem.HV,
             constants=constants,
             num_warps=problem.V // 32,
-            max_registers=MAX_REGISTERS if tokens <= 8 else None,
+            max_registers=max_registers(problem, tokens, sm_count(t.q.device)),
         )
     ]

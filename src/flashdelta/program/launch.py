@@ -31,6 +31,10 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+REGISTERS = 65536
+"""Of an SM."""
+
+
 HOPPER_PTXAS = "--regAllocOptLevel=4"
 """The default of ptxas, for Gluon kernels, which are Hopper's. Triton 3.9 asks for level 2 to work around a fault seen on
 Blackwell GPUs; kernels with 255 registers then spill up to 248 bytes and take up to a quarter longer (docs/machine-code.md)."""

@@ -259,7 +259,7 @@ def _warm_verification(
     index: Tensor,
     offsets: Tensor | None,
 ) -> None:
-    """Of one sequence: with counts of accepted tokens and without, and read-only."""
+    """Of one sequence: with counts of accepted tokens and without, and read-only; and of many that are null."""
     one, slots = torch.ones_like(index), torch.zeros_like(index).repeat(1, 2)
     slots[:, 1] = -1  # a slot may receive one state only
     tokens = {"num_spec_tokens": 1, "initial_state": state, "cu_seqlens": offsets}
@@ -273,6 +273,22 @@ def _warm_verification(
         states = {"intermediate_states": rows, "intermediate_state_indices": own}
         call(B, rows.shape[1], H, K, V, **tokens, ssm_state_indices=index, update_state=False, **states)
         commit(state, rows, index, one, intermediate_state_indices=own)
+    if state.device.type == "cuda":
+        # four pairs of sequence and head an SM, of which `hopper` has fewer registers for few tokens
+        sms = torch.cuda.get_device_properties(state.device).multi_processor_count
+        N, n = 4 * sms // H, WARM_RECORDED[0]
+        null, rows = index.new_full((N,), -1), state.new_zeros(1, n, H, record_width(K, V), dtype=torch.float32)
+        tokens |= {
+            "num_spec_tokens": n - 1,
+            "ssm_state_indices": null,
+            "update_state": False,
+            "intermediate_states": rows,
+        }
+        if offsets is not None:
+            tokens["cu_seqlens"] = torch.arange(N + 1, device=offsets.device, dtype=offsets.dtype) * n
+        shape = (N, n) if offsets is None else (1, N * n)
+        for own in (None, null):
+            call(*shape, H, K, V, **tokens, intermediate_state_indices=own)
 
 
 class Fused(NamedTuple):
