@@ -23,7 +23,9 @@ from ..support.decoding_checks import (
     check_step,
     check_strong_decays,
     check_wild_counts,
+    counts_of,
 )
+from .language import WRITTEN_LATE
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +75,22 @@ def test_sixteen_tokens_at_the_floor_of_the_gate():
 
 def test_wild_counts_of_records():
     check_wild_counts("hopper")
+
+
+@pytest.mark.parametrize(("slot", "row", "count"), [(1, 2, 3), (-1, 2, 3), (0, 0, 3), (0, 9, 3), (0, 2, 1), (0, 2, 0)])
+def test_a_commit_whose_indices_the_kernel_before_writes_late(slot: int, row: int, count: int):
+    """A state and records are asked for by what indices and the count were before; what counts is what they are."""
+    draw = torch.Generator().manual_seed(0)
+    records = torch.randn(fd.replay_buffer(3, 3, 2, 64, 64).shape, generator=draw)
+    records[:, 0, :, counts_of(64, 64)] = 4.0
+    pools = [torch.randn(3, 2, 64, 64, generator=draw.manual_seed(1)) for _ in range(2)]
+    given = [torch.tensor([x], dtype=torch.int32) for x in (slot, row, count)]
+    late = (records.clone(), *given)
+    true = (0, 2, 3)
+    for x, y in zip(given, true):
+        WRITTEN_LATE.append(lambda x=x, y=y: x.fill_(y))
+    fd.commit(pools[0], late[0], given[0], given[2], intermediate_state_indices=given[1], backend="hopper")
+    assert not WRITTEN_LATE
+    known = [torch.tensor([x], dtype=torch.int32) for x in true]
+    fd.commit(pools[1], records, known[0], known[2], intermediate_state_indices=known[1], backend="hopper")
+    assert torch.equal(*pools) and torch.equal(late[0], records)

@@ -6,7 +6,8 @@ Contract and sum as in `triton/commit.py`, which is a matrix product with the to
     S^T <- S^T diag(exp(G_T)) + u^T (exp(G_T - G_t) k_t),   [V, K] = [V, K] + [V, T] [T, K]
 
 All that a CTA reads, it asks for at once: states come to where accumulators of MMAs are, records to one thread a key channel,
-which has all tokens of it. What is recorded decides only whether the result is stored.
+which has all tokens of it. What is recorded decides only whether the result is stored. Where it all lies is a guess: indices
+and counts are read before the wait for the kernel before this one, which may yet overwrite them, and again after it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,35 @@ def swap_pairs(x, first: gl.constexpr, second: gl.constexpr):
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
     return x.reshape([rows, columns // 16, first, second, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, columns])
+
+
+@gluon.jit
+def load_records(
+    record,
+    count,
+    tokens,
+    there,
+    of_u,
+    row_step,
+    K: gl.constexpr,
+    TOKENS: gl.constexpr,
+    row_l: gl.constexpr,
+    left_l: gl.constexpr,
+):
+    """Of the accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
+    first token's decay; and channels `of_u` of `u`, twice. What a token adds decays by those before it in this order."""
+    last = gl.where(there, gl.minimum(count, tokens), 0)
+    back = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, row_l))
+    key = gl.arange(0, K, layout=gl.SliceLayout(0, row_l))
+    at = (last - 1 - back)[:, None] * row_step + key[None, :]
+    everything = (key >= 0)[None, :]
+    k = gl.load(record + K + at, mask=(back < last)[:, None] & everything, other=0.0)
+    decays = gl.load(record + row_step + at, mask=((back > 0) & (back < last))[:, None] & everything, other=1.0)
+    first_decay = gl.load(record + key, mask=everywhere(key, last > 0), other=1.0)
+    back = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, left_l)) % TOKENS
+    at = (last - 1 - back)[None, :] * row_step + of_u[:, None]
+    u = gl.load(record_values(record, K) + at, mask=(back < last)[None, :] & (of_u >= 0)[:, None], other=0.0)
+    return k, decays, first_decay, u
 
 
 @gluon.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
@@ -84,37 +114,36 @@ def replay_kernel(
     # 4 rows of 8 numbers are read at once
     rows_in: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
 
-    gdc_wait()
-    gdc_launch_dependents()
     slices: gl.constexpr = V // BV
     slice_ = gl.program_id(0) % slices
     head = (gl.program_id(0) // slices % HV).to(gl.int64)
     n = gl.program_id(0) // slices // HV
+    value = gl.arange(0, BV, layout=gl.SliceLayout(1, lines_l))
+    channel = gl.arange(0, K, layout=gl.SliceLayout(0, lines_l))
+    initial_state += head * (K * V) + slice_ * (BV * K)
+    records += head * record_width(K, V)
+    in_slot = value[:, None] * K + channel[None, :]
+    of_u = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, left_l))
+    guess = gl.load(accepted + n).to(gl.int64)
+    guessed_slot, guessed_row, guessed = slot_and_row(slot_indices, row_indices, n, lowest, slots, rows)
+    states = initial_state + guessed_slot * slot_pitch
+    record = records + guessed_row * row_pitch
+    gdc_wait()
+    gdc_launch_dependents()
+    start = gl.load(states + in_slot, mask=everywhere(in_slot, guessed))
+    asked = load_records(record, guess, tokens, guessed, of_u, row_step, K, TOKENS, row_l, left_l)
+    barrier()  # no load passes it; else those above would follow the ones below, and wait for them
     count = gl.load(accepted + n).to(gl.int64)
     slot, row, named = slot_and_row(slot_indices, row_indices, n, lowest, slots, rows)
     if named:
-        records += row * row_pitch + head * record_width(K, V)
-        counts = record_counts(records, K, V)
+        if (slot != guessed_slot) | (row != guessed_row) | (count != guess) | (named != guessed):
+            states = initial_state + slot * slot_pitch
+            record = records + row * row_pitch
+            start = gl.load(states + in_slot)
+            asked = load_records(record, count, tokens, named, of_u, row_step, K, TOKENS, row_l, left_l)
+        k, decays, first_decay, u = asked
+        counts = record_counts(record, K, V)
         recorded = gl.load(counts + slice_)
-        value = gl.arange(0, BV, layout=gl.SliceLayout(1, lines_l))
-        channel = gl.arange(0, K, layout=gl.SliceLayout(0, lines_l))
-        states = initial_state + slot * slot_pitch + head * (K * V) + slice_ * (BV * K)
-        states += value[:, None] * K + channel[None, :]
-        start = gl.load(states)
-        # from the last token on: what a token adds decays by those before it in this order
-        last = gl.minimum(count, tokens)
-        back = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, row_l))
-        key = gl.arange(0, K, layout=key_l)
-        at = (last - 1 - back)[:, None] * row_step + key[None, :]
-        everything = (key >= 0)[None, :]
-        k = gl.load(records + K + at, mask=(back < last)[:, None] & everything, other=0.0)
-        decays = gl.load(records + row_step + at, mask=((back > 0) & (back < last))[:, None] & everything, other=1.0)
-        first_decay = gl.load(records + key, mask=everywhere(key, last > 0), other=1.0)
-        of_u = gl.arange(0, BV, layout=gl.SliceLayout(1, left_l))
-        column = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, left_l))
-        back = column % TOKENS
-        at = (last - 1 - back)[None, :] * row_step + (slice_ * BV + of_u)[:, None]
-        u = gl.load(record_values(records, K) + at, mask=(back < last)[None, :] & (of_u >= 0)[:, None], other=0.0)
 
         until = gl.associative_scan(decays, 0, multiply)
         all_s = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
@@ -126,12 +155,12 @@ def replay_kernel(
         state = start.to(gl.float32) * all_s.load(gl.SliceLayout(0, lines_l))[None, :]
         sums = gl.convert_layout(swap_pairs(state, 4, 2), sums_l, assert_trivial=True)
         high, low = two_parts(u)
-        once = (column < TOKENS)[None, :]
+        once = (gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, left_l)) < TOKENS)[None, :]
         sums = mma_v2(gl.where(once, high, 0.0), rows_s.index(0).load(right_l), sums, input_precision="tf32")
         sums = mma_v2(gl.where(once, high, low), rows_s.index(1).load(right_l), sums, input_precision="tf32")
         state = gl.convert_layout(swap_pairs(sums, 2, 4), lines_l, assert_trivial=True)
         wanted = (count >= 1) & (count <= tokens) & (count.to(gl.float32) <= recorded)
-        gl.store(states, state.to(initial_state.dtype.element_ty), mask=everywhere(states.to(gl.int64), wanted))
+        gl.store(states + in_slot, state.to(initial_state.dtype.element_ty), mask=everywhere(in_slot, wanted))
         barrier()  # all warps have read the count
         each = gl.arange(0, RECORD_COUNTS, layout=key_l)
         gl.store(counts + each, gl.zeros_like(each).to(gl.float32), mask=each % slices == slice_)
@@ -143,7 +172,10 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     assert t.state_pool is not None
     if not aligned(t.state_pool, 16):
         return [launch]
-    constants = {"K": problem.K, "V": problem.V, "TOKENS": 8 if problem.most_tokens <= 8 else 16}
+    tokens = 8 if problem.most_tokens <= 8 else 16
+    constants = {"K": problem.K, "V": problem.V, "TOKENS": tokens}
     ctas = problem.N * problem.HV * (problem.V // BV.value)
-    kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4}
+    # four CTAs of up to 8 tokens fit on an SM
+    cap = {"max_registers": 128 if tokens == 8 else None}
+    kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4} | cap
     return [replace(launch, ctas=ctas, **kernel)]
