@@ -1,5 +1,5 @@
-"""Stage `prepare` in steps of 32 tokens, for bounded gates with normed keys, bf16, K = 128: everything about a chunk that does
-not depend on the state. One CTA of 4 warps per (chunk, value head).
+"""Stage `prepare` in steps of 32 tokens, with normed keys, bf16, K = 128: everything about a chunk that does not depend on the
+state. One CTA of 4 warps per (chunk, value head).
 
 Contract: a chunk of 64 tokens is two steps, each with a reference after its 16th row. With G the sum of log decays from the
 step's start, G_m up to the reference and G_C of the whole step, `recurrence` does for each step
@@ -16,6 +16,13 @@ from what lies for each (chunk, value head) as 7 tiles `[64, 64]`, rows and colu
 and `exp(G_m)`, `exp(G_C - G_m)` of both steps, `[2, 2, K]`.
 
 A warp has a step and a half of the channels, a lane 2 channels with all 32 rows: sums along tokens never leave a thread.
+
+Gates without a bound: where 16 rows of a channel decay by more than exp(-80), no reference serves a step. `exact_pairs` does
+chunks with such channels. There `recurrence` gets 1 and 2^-60 in place of `exp(G_m)` and `exp(G_C - G_m)`, and
+
+    w of k exp(G)      qa = q exp(G)      kb = k exp(G_C - G) 2^60
+
+so that of the state before 2^-60 is left, where next to nothing should be.
 """
 
 from __future__ import annotations
@@ -30,6 +37,8 @@ from ..triton.launch import StageCall
 from .device.compat import barrier, copy_async, reinterpret, store_tile
 from .device.layouts import ACC, ACC_HALF, ROWS, beside
 from .device.math import (
+    LOWEST,
+    LOWEST_HALF,
     beta_value,
     column_halves,
     exp2,
@@ -68,6 +77,15 @@ SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 
 """`[16 rows of a chunk, row, column of their step]`: a warp has 16 rows, a lane a column."""
 SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
 """The same with the columns as `[2, 16]`."""
+
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+"""Half of the channels `[16 rows of a chunk, row, channel]`: a warp has 16 rows, a lane all of them in 2 channels."""
+BLOCK_TOTALS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
+STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
+"""Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
+
+FORGOTTEN = gl.constexpr(-60.0)
+"""Log2 of what is left of the state in a channel that no reference serves."""
 
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
@@ -128,6 +146,141 @@ def own_step(x, row):
     overflowed."""
     first, second = column_halves(x, ACC_HALF)
     return gl.where(row < 32, first, second)
+
+
+@gluon.jit
+def block_sums(step, totals_s):
+    """Sums of log2 decays `[4, 16, 64]` along the rows of each block of 16; the totals `[4, 64]` of the blocks, and of the
+    first and the second block of each one's step."""
+    flat_l: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [1, 4], [1, 0])
+    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([16, 256]), flat_l, assert_trivial=True)
+    c = gl.associative_scan(flat, 0, add)
+    total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([4, 64]), BLOCK_TOTALS, assert_trivial=True)
+    c = gl.convert_layout(c.reshape([16, 4, 64]).permute((1, 0, 2)), BLOCKS, assert_trivial=True)
+    totals_s.store(total)
+    peers_l: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    peers = totals_s.load(gl.SliceLayout(0, peers_l))[None, :, :]
+    peer = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, peers_l)))[None, :, None]
+    mine = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, peers_l)))[:, None, None] // 2
+    first = gl.sum(gl.where(peer == mine * 2, peers, 0.0), axis=1)
+    second = gl.sum(gl.where(peer == mine * 2 + 1, peers, 0.0), axis=1)
+    first = gl.convert_layout(first, BLOCK_TOTALS, assert_trivial=True)
+    second = gl.convert_layout(second, BLOCK_TOTALS, assert_trivial=True)
+    return c, total, first, second
+
+
+@gluon.jit
+def row_of(c, row: gl.constexpr):
+    """`[4, 1, 64]`: one row of each block of 16."""
+    at = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, c.type.layout)))[None, :, None]
+    return gl.sum(gl.where(at == row, c, 0.0), axis=1)[:, None, :]
+
+
+@gluon.jit
+def products(left_s, right_s):
+    """`[4, 16, 16]`, of the rows of each block of 16."""
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
+    left = left_s.reshape([4, 16, 64]).load(left_l)
+    right = right_s.reshape([4, 16, 64]).permute((0, 2, 1)).load(right_l)
+    return mma_v2(left, right, gl.zeros((4, 16, 16), gl.float32, layout=GRAM))
+
+
+@gluon.jit
+def products_below(left_s, right_s, acc):
+    """`[2, 32, 16]`: `acc` plus the products of a step's rows with its first 16."""
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STEPS_GRAM, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=STEPS_GRAM, k_width=2)
+    left = left_s.reshape([2, 32, 64]).load(left_l)
+    right = right_s.reshape([2, 32, 64]).permute((0, 2, 1)).slice(0, 16, 2).load(right_l)
+    return mma_v2(left, right, acc)
+
+
+@gluon.jit
+def of_steps(near, below):
+    """`[64, 32]`, from the products within blocks of 16 rows and those of a step's second block with its first."""
+    half, _ = gl.split(gl.zeros((64, 32), gl.float32, layout=ACC_HALF).reshape([64, 2, 16]).permute((0, 2, 1)))
+    half_l: gl.constexpr = half.type.layout
+    right = gl.convert_layout(near.reshape([64, 16]), half_l, assert_trivial=True)
+    below = gl.convert_layout(below.reshape([64, 16]), half_l, assert_trivial=True)
+    block = gl.arange(0, 64, layout=gl.SliceLayout(1, half_l))[:, None] // 16
+    left = gl.where(block % 2 == 0, right, below)
+    return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
+
+
+@gluon.jit
+def exact_pairs(
+    keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, totals_s, decay, rate, GATE: gl.constexpr
+):
+    """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
+
+    Pairs within 8 rows split in their middle, both factors at most exp(80) by the clamp; those of the two halves of 16 or of
+    32 rows at the boundary, both factors at most 1. Distances follow one another in the place of the raw keys and queries,
+    which stay in registers, half of the channels at a time."""
+    keys_h = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
+    queries_h = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
+    right_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], TILE)
+    g_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], PLAIN)
+    rows_l: gl.constexpr = gl.SliceLayout(2, BLOCKS)
+    columns_l: gl.constexpr = gl.SliceLayout(0, BLOCK_TOTALS)
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, rows_l))[None, :, None]
+    block = gl.arange(0, 4, layout=gl.SliceLayout(1, BLOCK_TOTALS))[:, None]
+    column = gl.arange(0, 64, layout=columns_l)[None, :]
+    later = block % 2 == 1
+    later_rows = gl.arange(0, 4, layout=gl.SliceLayout(1, rows_l))[:, None, None] % 2 == 1
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, GRAM)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))[None, None, :]
+    same8 = i // 8 == j // 8
+    A = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
+    Aqk = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
+    A_below = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
+    Aqk_below = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
+    for h in range(KH):
+        keys_s = keys_h.index(h)
+        queries_s = queries_h.index(h)
+        right_s = right_h.index(h)
+        bias = 0.0
+        if bias_s is not None:
+            biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT)
+            bias = biases_s.index(h).load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+        x = widen(g_h.index(h).reshape([4, 16, 64]).load(BLOCKS))
+        step = gate(x, bias, rate, GATE) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
+        step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
+        c, total, first, second = block_sums(step, totals_s)
+        kn = widen(keys_s.reshape([4, 16, 64]).load(BLOCKS)) * norm_k_s.reshape([4, 16]).load(rows_l)[:, :, None]
+        qn = widen(queries_s.reshape([4, 16, 64]).load(BLOCKS)) * norm_q_s.reshape([4, 16]).load(rows_l)[:, :, None]
+
+        d = c - gl.where(row < 8, row_of(c, 3), row_of(c, 11))
+        a = exp2(d)
+        right_s.reshape([4, 16, 64]).store((kn * exp2_negative(d)).to(gl.bfloat16))
+        keys_s.reshape([4, 16, 64]).store((kn * a).to(gl.bfloat16))
+        queries_s.reshape([4, 16, 64]).store((qn * a).to(gl.bfloat16))
+        near = products(keys_s, right_s)
+        near_q = products(queries_s, right_s)
+
+        boundary = row_of(c, 7)
+        factor = exp2(gl.where(row < 8, boundary - c, c - boundary))
+        keys_s.reshape([4, 16, 64]).store((kn * factor).to(gl.bfloat16))
+        queries_s.reshape([4, 16, 64]).store((qn * factor).to(gl.bfloat16))
+        A += gl.where(same8, near, products(keys_s, keys_s))
+        Aqk += gl.where(same8, near_q, products(queries_s, keys_s))
+
+        factor = exp2(gl.where(later_rows, c, total[:, None, :] - c))
+        keys_s.reshape([4, 16, 64]).store((kn * factor).to(gl.bfloat16))
+        queries_s.reshape([4, 16, 64]).store((qn * factor).to(gl.bfloat16))
+        A_below = products_below(keys_s, keys_s, A_below)
+        Aqk_below = products_below(queries_s, keys_s, Aqk_below)
+
+        fits = gl.minimum(first, second) >= LOWEST_HALF
+        at_decay = decay + (block * (64 * KH) + h * 64 + column)
+        gl.store(at_decay, exp2(gl.where(fits, total, gl.where(later, FORGOTTEN, 0.0))))
+        since = gl.where(fits, gl.where(later, 0.0, -first), gl.where(later, first, 0.0))
+        until = gl.where(fits, gl.where(later, 0.0, first), gl.where(later, second, first + second) - FORGOTTEN)
+        a = exp2(c + since[:, None, :])
+        right_s.reshape([4, 16, 64]).store((kn * exp2(until[:, None, :] - c)).to(gl.bfloat16))
+        keys_s.reshape([4, 16, 64]).store((kn * a).to(gl.bfloat16))
+        queries_s.reshape([4, 16, 64]).store((qn * a).to(gl.bfloat16))
+    return of_steps(A, A_below), of_steps(Aqk, Aqk_below)
 
 
 @gluon.jit
@@ -251,6 +404,7 @@ def prepare_steps_kernel(
     GATE: gl.constexpr,
     BETA: gl.constexpr,
     FLAGS: gl.constexpr,
+    SAFE: gl.constexpr,
 ):
     """One chunk and value head; * goes to memory:
 
@@ -269,7 +423,8 @@ def prepare_steps_kernel(
     -w [64, K]               in the keys' place                 * -w
     """
     K: gl.constexpr = 64 * KH
-    head, slot, tile = last_chunks_first(HV, False)
+    # as in `prepare`
+    head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:
         # `recurrence` counts up from zero
         flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -308,6 +463,8 @@ def prepare_steps_kernel(
     beta_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     if dt_bias is not None:
         bias_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    else:
+        bias_s: gl.constexpr = None  # type: ignore[no-redef]
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
@@ -337,34 +494,56 @@ def prepare_steps_kernel(
     before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
     x = widen(part(g_s, 1).load(PART))
     after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
-    at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
-    at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
-    at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
-    at_decay = decay + (at_step * (2 * K) + at_half * 64 + at_column)
-    gl.store(at_decay, exp2(middle))
-    gl.store(at_decay + K, exp2(rest))
-    decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, None, None, :], 0)
-    decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
-    fence_async_shared()
-    barrier()
-    for h in gl.static_range(KH):
-        store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
-        store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
+    if SAFE:
+        fits: gl.constexpr = True
+    else:
+        # whether no half of a step decays by more than a float32 holds
+        fits = gl.min(gl.minimum(middle, rest).reshape([4 * 64]), axis=0) >= LOWEST_HALF
+    if fits:
+        at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
+        at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
+        at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
+        at_decay = decay + (at_step * (2 * K) + at_half * 64 + at_column)
+        gl.store(at_decay, exp2(middle))
+        gl.store(at_decay + K, exp2(rest))
+        decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, None, None, :], 0)
+        decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
+        fence_async_shared()
+        barrier()
+        for h in gl.static_range(KH):
+            store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
+            store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
 
-    zero = gl.zeros((64, 64), gl.float32, layout=ACC)
-    for h in gl.static_range(KH):
-        right_h = right.slice(64 * h, 64).permute((1, 0))
-        if h == 0:
-            A = warpgroup_mma(keys.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
-            Aqk = warpgroup_mma(queries.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
-        else:
-            A = warpgroup_mma(keys.slice(64 * h, 64), right_h, A, is_async=True)
-            Aqk = warpgroup_mma(queries.slice(64 * h, 64), right_h, Aqk, is_async=True)
-    A, Aqk = warpgroup_mma_wait(0, deps=[A, Aqk])
-    row = acc_row[:, None]
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
-    minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
-    Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
+        zero = gl.zeros((64, 64), gl.float32, layout=ACC)
+        for h in gl.static_range(KH):
+            right_h = right.slice(64 * h, 64).permute((1, 0))
+            if h == 0:
+                A = warpgroup_mma(keys.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
+                Aqk = warpgroup_mma(queries.slice(0, 64), right_h, zero, use_acc=False, is_async=True)
+            else:
+                A = warpgroup_mma(keys.slice(64 * h, 64), right_h, A, is_async=True)
+                Aqk = warpgroup_mma(queries.slice(64 * h, 64), right_h, Aqk, is_async=True)
+        A, Aqk = warpgroup_mma_wait(0, deps=[A, Aqk])
+        row = acc_row[:, None]
+        column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
+        minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
+        Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
+    else:
+        totals_s = reinterpret(blocks_s, gl.float32, [4, 64], PLAIN)
+        own_A, own_Aqk = exact_pairs(
+            keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, totals_s, decay, rate, GATE
+        )
+        fence_async_shared()
+        barrier()
+        for h in gl.static_range(KH):
+            store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
+            store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
+        row = acc_row[:, None]
+        column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
+        minus_A = gl.where(row % 32 > column, own_A, 0.0) * -betas[:, None]
+        Aqk = round_pairs(gl.where(row % 32 >= column, own_Aqk, 0.0))
+    if not SAFE:
+        zero = gl.zeros((64, 64), gl.float32, layout=ACC)
 
     X = block_inverses(minus_A, blocks_s)
     # the queries and the right operands have left
@@ -412,7 +591,7 @@ def prepare_steps(call: StageCall) -> Launch:
     slots = problem.B * problem.slots if problem.N > 0 else 0
     return Launch(
         prepare_steps_kernel,
-        slots * problem.HV,
+        slots * problem.HV if problem.safe_gate else slots,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *(tiles(workspace["tiles"]), *workspace.select("decay", "semaphores")),
@@ -421,9 +600,10 @@ def prepare_steps(call: StageCall) -> Launch:
             *stride_div8(t.q, t.k, t.g),
             *strides(t.beta),
         ),
-        dict(GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS),
+        dict(GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS, SAFE=problem.safe_gate),
         num_warps=4,
         scratch=call.buffers,
         # four CTAs on an SM
         max_registers=128,
+        rows=1 if problem.safe_gate else problem.HV,
     )
