@@ -17,12 +17,14 @@ and `exp(G_m)`, `exp(G_C - G_m)` of both steps, `[2, 2, K]`.
 
 A warp has a step and a half of the channels, a lane 2 channels with all 32 rows: sums along tokens never leave a thread.
 
-Gates without a bound: where 16 rows of a channel decay by more than exp(-80), no reference serves a step. `exact_pairs` does
-chunks with such channels. There `recurrence` gets 1 and 2^-60 in place of `exp(G_m)` and `exp(G_C - G_m)`, and
+Gates without a bound: where 16 rows of a channel decay by more than exp(-80), no reference serves the pairs in them.
+`exact_pairs` does chunks with such channels. With totals H_0 and H_1 of a step's halves and H' = max(H, -80) `recurrence` gets
+`exp(H_0')` and `exp(H_1')`, and
 
-    w of k exp(G)      qa = q exp(G)      kb = k exp(G_C - G) 2^60
+    rows 0 .. 15     w of k exp(G - H_0')      qa = q exp(G - H_0')      kb = k exp(H_0 - G)
+    rows 16 .. 31    w of k exp(G - H_0)       qa = q exp(G - H_0)       kb = k exp(H_0 + H_1 - H_1' - G)
 
-so that of the state before 2^-60 is left, where next to nothing should be.
+which is the same as above but for terms that come with exp(-80) where they should be less.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ BLOCK_TOTALS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
 """Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
 
-FORGOTTEN = gl.constexpr(-60.0)
-"""Log2 of what is left of the state in a channel that no reference serves."""
+SHIFT = gl.constexpr(24.0)
+"""Log2 of the factor that the right operands of `exact_pairs` lack at first."""
 
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
@@ -149,24 +151,14 @@ def own_step(x, row):
 
 
 @gluon.jit
-def block_sums(step, totals_s):
-    """Sums of log2 decays `[4, 16, 64]` along the rows of each block of 16; the totals `[4, 64]` of the blocks, and of the
-    first and the second block of each one's step."""
+def block_sums(step):
+    """Sums of log2 decays `[4, 16, 64]` along the rows of each block of 16, and the blocks' totals `[4, 64]`."""
     flat_l: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [1, 4], [1, 0])
     flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([16, 256]), flat_l, assert_trivial=True)
     c = gl.associative_scan(flat, 0, add)
     total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([4, 64]), BLOCK_TOTALS, assert_trivial=True)
     c = gl.convert_layout(c.reshape([16, 4, 64]).permute((1, 0, 2)), BLOCKS, assert_trivial=True)
-    totals_s.store(total)
-    peers_l: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    peers = totals_s.load(gl.SliceLayout(0, peers_l))[None, :, :]
-    peer = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, peers_l)))[None, :, None]
-    mine = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, peers_l)))[:, None, None] // 2
-    first = gl.sum(gl.where(peer == mine * 2, peers, 0.0), axis=1)
-    second = gl.sum(gl.where(peer == mine * 2 + 1, peers, 0.0), axis=1)
-    first = gl.convert_layout(first, BLOCK_TOTALS, assert_trivial=True)
-    second = gl.convert_layout(second, BLOCK_TOTALS, assert_trivial=True)
-    return c, total, first, second
+    return c, total
 
 
 @gluon.jit
@@ -177,13 +169,19 @@ def row_of(c, row: gl.constexpr):
 
 
 @gluon.jit
-def products(left_s, right_s):
-    """`[4, 16, 16]`, of the rows of each block of 16."""
+def products(left_s, right_s, acc, first: gl.constexpr, ROWS: gl.constexpr):
+    """`acc [4, 16, 8]` plus the products of rows of each block of 16, the first 8, the last 8 or all, with 8 rows from `first`
+    on."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     left = left_s.reshape([4, 16, 64]).load(left_l)
-    right = right_s.reshape([4, 16, 64]).permute((0, 2, 1)).load(right_l)
-    return mma_v2(left, right, gl.zeros((4, 16, 16), gl.float32, layout=GRAM))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, left_l)))[None, :, None]
+    if ROWS == "first":
+        left = gl.where(row < 8, left, 0.0)
+    elif ROWS == "last":
+        left = gl.where(row >= 8, left, 0.0)
+    right = right_s.reshape([4, 16, 64]).permute((0, 2, 1)).slice(first, 8, 2).load(right_l)
+    return mma_v2(left, right, acc)
 
 
 @gluon.jit
@@ -197,44 +195,46 @@ def products_below(left_s, right_s, acc):
 
 
 @gluon.jit
-def of_steps(near, below):
-    """`[64, 32]`, from the products within blocks of 16 rows and those of a step's second block with its first."""
+def of_steps(first, last, below):
+    """`[64, 32]` of products: of the rows of each block of 16 with their first and last 8, and of a step's rows with its first
+    16."""
     half, _ = gl.split(gl.zeros((64, 32), gl.float32, layout=ACC_HALF).reshape([64, 2, 16]).permute((0, 2, 1)))
     half_l: gl.constexpr = half.type.layout
-    right = gl.convert_layout(near.reshape([64, 16]), half_l, assert_trivial=True)
+    right = gl.join(first, last).permute((0, 1, 3, 2)).reshape([64, 16])
+    right = gl.convert_layout(right, half_l, assert_trivial=True)
     below = gl.convert_layout(below.reshape([64, 16]), half_l, assert_trivial=True)
     block = gl.arange(0, 64, layout=gl.SliceLayout(1, half_l))[:, None] // 16
-    left = gl.where(block % 2 == 0, right, below)
+    scale: gl.constexpr = 2.0**SHIFT
+    left = gl.where(block % 2 == 0, right * scale, below)
     return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
 
 
 @gluon.jit
 def exact_pairs(
-    keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, totals_s, decay, rate, GATE: gl.constexpr
+    keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, rate, GATE: gl.constexpr
 ):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
-    Pairs within 8 rows split in their middle, both factors at most exp(80) by the clamp; those of the two halves of 16 or of
-    32 rows at the boundary, both factors at most 1. Distances follow one another in the place of the raw keys and queries,
-    which stay in registers, half of the channels at a time."""
+    Pairs within 8 rows split in their middle, both factors at most exp(80) by the clamp; those of the two halves of 16 rows at
+    the boundary, both factors at most 1. Those of the two halves of a step split at the reference, as the state does. All
+    three sets of operands are two exponentials of a row, `a` and `b`, times a factor per channel and 8 rows. They follow one
+    another in the place of the raw keys and queries, half of the channels at a time."""
     keys_h = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
     queries_h = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
     right_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], TILE)
     g_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], PLAIN)
     rows_l: gl.constexpr = gl.SliceLayout(2, BLOCKS)
-    columns_l: gl.constexpr = gl.SliceLayout(0, BLOCK_TOTALS)
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, rows_l))[None, :, None]
+    upper = row < 8
     block = gl.arange(0, 4, layout=gl.SliceLayout(1, BLOCK_TOTALS))[:, None]
-    column = gl.arange(0, 64, layout=columns_l)[None, :]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, BLOCK_TOTALS))[None, :]
     later = block % 2 == 1
-    later_rows = gl.arange(0, 4, layout=gl.SliceLayout(1, rows_l))[:, None, None] % 2 == 1
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, GRAM)))[None, :, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, GRAM)))[None, None, :]
-    same8 = i // 8 == j // 8
-    A = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-    Aqk = gl.zeros((4, 16, 16), gl.float32, layout=GRAM)
-    A_below = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
-    Aqk_below = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
+    # b of a step's first block, lest the factors that follow underflow where the product would not
+    shift = gl.where(later, 0.0, SHIFT)
+    first = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
+    first_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
+    last = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
+    last_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     for h in range(KH):
         keys_s = keys_h.index(h)
         queries_s = queries_h.index(h)
@@ -246,41 +246,47 @@ def exact_pairs(
         x = widen(g_h.index(h).reshape([4, 16, 64]).load(BLOCKS))
         step = gate(x, bias, rate, GATE) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
-        c, total, first, second = block_sums(step, totals_s)
+        c, total = block_sums(step)
+        # the factors of the state are no less than exp(-80): what is lost is next to nothing
+        kept = gl.where(total < LOWEST_HALF, LOWEST_HALF, total)
+        gl.store(decay + (block * (64 * KH) + h * 64 + column), exp2(kept))
+
+        middle = gl.where(upper, row_of(c, 3), row_of(c, 11))
+        boundary = row_of(c, 7)
+        a = exp2(c - middle)
+        b = exp2((middle - shift[:, None, :]) - c)
         kn = widen(keys_s.reshape([4, 16, 64]).load(BLOCKS)) * norm_k_s.reshape([4, 16]).load(rows_l)[:, :, None]
         qn = widen(queries_s.reshape([4, 16, 64]).load(BLOCKS)) * norm_q_s.reshape([4, 16]).load(rows_l)[:, :, None]
+        ka = kn * a
+        qa = qn * a
+        kb = kn * b
+        keys_s.reshape([4, 16, 64]).store(ka.to(gl.bfloat16))
+        queries_s.reshape([4, 16, 64]).store(qa.to(gl.bfloat16))
+        right_s.reshape([4, 16, 64]).store(kb.to(gl.bfloat16))
+        first = products(keys_s, right_s, first, 0, "first")
+        first_q = products(queries_s, right_s, first_q, 0, "first")
+        last = products(keys_s, right_s, last, 8, "all")
+        last_q = products(queries_s, right_s, last_q, 8, "all")
 
-        d = c - gl.where(row < 8, row_of(c, 3), row_of(c, 11))
-        a = exp2(d)
-        right_s.reshape([4, 16, 64]).store((kn * exp2_negative(d)).to(gl.bfloat16))
-        keys_s.reshape([4, 16, 64]).store((kn * a).to(gl.bfloat16))
-        queries_s.reshape([4, 16, 64]).store((qn * a).to(gl.bfloat16))
-        near = products(keys_s, right_s)
-        near_q = products(queries_s, right_s)
+        factor = exp2(gl.where(upper, boundary - middle, middle - boundary))
+        keys_s.reshape([4, 16, 64]).store((gl.where(upper, kb, ka) * factor).to(gl.bfloat16))
+        # the first 8 rows need no queries here
+        _, lower_q = gl.split((qa * factor).reshape([4, 2, 8, 64]).permute((0, 2, 3, 1)))
+        queries_s.reshape([4, 2, 8, 64]).slice(1, 1, 1).store(lower_q.to(gl.bfloat16).reshape([4, 1, 8, 64]))
+        first = products(keys_s, keys_s, first, 0, "last")
+        first_q = products(queries_s, keys_s, first_q, 0, "last")
 
-        boundary = row_of(c, 7)
-        factor = exp2(gl.where(row < 8, boundary - c, c - boundary))
-        keys_s.reshape([4, 16, 64]).store((kn * factor).to(gl.bfloat16))
-        queries_s.reshape([4, 16, 64]).store((qn * factor).to(gl.bfloat16))
-        A += gl.where(same8, near, products(keys_s, keys_s))
-        Aqk += gl.where(same8, near_q, products(queries_s, keys_s))
-
-        factor = exp2(gl.where(later_rows, c, total[:, None, :] - c))
-        keys_s.reshape([4, 16, 64]).store((kn * factor).to(gl.bfloat16))
-        queries_s.reshape([4, 16, 64]).store((qn * factor).to(gl.bfloat16))
-        A_below = products_below(keys_s, keys_s, A_below)
-        Aqk_below = products_below(queries_s, keys_s, Aqk_below)
-
-        fits = gl.minimum(first, second) >= LOWEST_HALF
-        at_decay = decay + (block * (64 * KH) + h * 64 + column)
-        gl.store(at_decay, exp2(gl.where(fits, total, gl.where(later, FORGOTTEN, 0.0))))
-        since = gl.where(fits, gl.where(later, 0.0, -first), gl.where(later, first, 0.0))
-        until = gl.where(fits, gl.where(later, 0.0, first), gl.where(later, second, first + second) - FORGOTTEN)
-        a = exp2(c + since[:, None, :])
-        right_s.reshape([4, 16, 64]).store((kn * exp2(until[:, None, :] - c)).to(gl.bfloat16))
-        keys_s.reshape([4, 16, 64]).store((kn * a).to(gl.bfloat16))
-        queries_s.reshape([4, 16, 64]).store((qn * a).to(gl.bfloat16))
-    return of_steps(A, A_below), of_steps(Aqk, Aqk_below)
+        left = exp2(middle - gl.where(later, 0.0, kept)[:, None, :])
+        keys_s.reshape([4, 16, 64]).store((ka * left).to(gl.bfloat16))
+        queries_s.reshape([4, 16, 64]).store((qa * left).to(gl.bfloat16))
+        until = gl.where(later, total - kept, total) + shift
+        right_s.reshape([4, 16, 64]).store((kb * exp2(until[:, None, :] - middle)).to(gl.bfloat16))
+    below = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
+    below_q = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
+    for h in gl.static_range(KH):
+        below = products_below(keys_h.index(h), right_h.index(h), below)
+        below_q = products_below(queries_h.index(h), right_h.index(h), below_q)
+    return of_steps(first, last, below), of_steps(first_q, last_q, below_q)
 
 
 @gluon.jit
@@ -529,9 +535,8 @@ def prepare_steps_kernel(
         minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
         Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
     else:
-        totals_s = reinterpret(blocks_s, gl.float32, [4, 64], PLAIN)
         own_A, own_Aqk = exact_pairs(
-            keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, totals_s, decay, rate, GATE
+            keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, rate, GATE
         )
         fence_async_shared()
         barrier()
