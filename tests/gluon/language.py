@@ -503,6 +503,7 @@ def wait_for_all(at: Value) -> Value:
 PTX: dict[str, Callable] = {
     "ex2.approx.ftz.f32 $0, $1;": exp2,
     "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }": lambda x: exp2(-x),
+    "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }": lambda x: exp2(-abs_(x)),
     "lg2.approx.ftz.f32 $0, $1;": log2,
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": lambda x: x.to(tl.float32),

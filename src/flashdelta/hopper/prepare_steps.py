@@ -48,13 +48,14 @@ from .device.math import (
     gate,
     gate_bias,
     gate_unit,
+    log2,
     pick,
     round_pairs,
     split_high_low,
     wide,
     widen,
 )
-from .device.portable import decay_rate
+from .device.portable import LOG2E, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, tiles
@@ -117,6 +118,22 @@ def part(shared, i: gl.constexpr):
 def row_values(shared, i: gl.constexpr):
     """Of the rows of a part."""
     return shared.reshape([2, 2, 16]).slice(i, 1, 1).load(PART_ROWS)[None, :, :, :, None]
+
+
+@gluon.jit
+def exp2_negative_abs(x):
+    """`exp2(-|x|)`; neither costs anything inside the instruction."""
+    asm: gl.constexpr = "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unbounded_gate(x, bias, GATE: gl.constexpr):
+    """`gate` for gates without a bound, with `bias` in log2: one instruction less."""
+    if GATE == "none":
+        return x
+    x = x * (-LOG2E if GATE == "logsigmoid" else LOG2E) + bias
+    return gl.maximum(x, 0.0) + log2(1.0 + exp2_negative_abs(x))
 
 
 @gluon.jit
@@ -211,7 +228,7 @@ def of_steps(first, last, below):
 
 @gluon.jit
 def exact_pairs(
-    keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, rate, GATE: gl.constexpr
+    keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr
 ):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
@@ -244,7 +261,7 @@ def exact_pairs(
             biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT)
             bias = biases_s.index(h).load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
         x = widen(g_h.index(h).reshape([4, 16, 64]).load(BLOCKS))
-        step = gate(x, bias, rate, GATE) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
+        step = unbounded_gate(x, bias, GATE) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
         c, total = block_sums(step)
         # the factors of the state are no less than exp(-80): what is lost is next to nothing
@@ -486,7 +503,10 @@ def prepare_steps_kernel(
     beta_s.store(betas)
     biases = 0.0
     if dt_bias is not None:
-        bias_s.store(gate_bias(bias, rate, GATE))
+        if SAFE:
+            bias_s.store(gate_bias(bias, rate, GATE))
+        else:
+            bias_s.store(bias * LOG2E)
         columns_l: gl.constexpr = gl.SliceLayout(1, COLUMNS)
         biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
 
@@ -497,9 +517,15 @@ def prepare_steps_kernel(
         row_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True) * scale
     )
     x = widen(part(g_s, 0).load(PART))
-    before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
+    if SAFE:
+        before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
+    else:
+        before, middle = part_sums(unbounded_gate(x, biases, GATE) * row_values(unit_s, 0))
     x = widen(part(g_s, 1).load(PART))
-    after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
+    if SAFE:
+        after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
+    else:
+        after, rest = part_sums(unbounded_gate(x, biases, GATE) * row_values(unit_s, 1))
     if SAFE:
         fits: gl.constexpr = True
     else:
@@ -530,19 +556,23 @@ def prepare_steps_kernel(
                 A = warpgroup_mma(keys.slice(64 * h, 64), right_h, A, is_async=True)
                 Aqk = warpgroup_mma(queries.slice(64 * h, 64), right_h, Aqk, is_async=True)
         A, Aqk = warpgroup_mma_wait(0, deps=[A, Aqk])
+        if not SAFE:
+            # anew: there are no registers for it before
+            betas = beta_s.load(gl.SliceLayout(1, ACC_HALF))
         row = acc_row[:, None]
         column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
         minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
         Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
     else:
         own_A, own_Aqk = exact_pairs(
-            keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, rate, GATE
+            keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE
         )
         fence_async_shared()
         barrier()
         for h in gl.static_range(KH):
             store_tile(tiles_d, [first_row + (KH + h) * 64, 0], queries.slice(64 * h, 64))
             store_tile(tiles_d, [first_row + (2 * KH + h) * 64, 0], right.slice(64 * h, 64))
+        betas = beta_s.load(gl.SliceLayout(1, ACC_HALF))
         row = acc_row[:, None]
         column = gl.arange(0, 32, layout=gl.SliceLayout(0, ACC_HALF))[None, :]
         minus_A = gl.where(row % 32 > column, own_A, 0.0) * -betas[:, None]
