@@ -128,12 +128,15 @@ def exp2_negative_abs(x):
 
 
 @gluon.jit
-def unbounded_gate(x, bias, GATE: gl.constexpr):
-    """`gate` for gates without a bound, with `bias` in log2: one instruction less."""
+def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
+    """`gate` for gates without a bound, with `bias` in log2. Unless `FINITE`, which takes two instructions more, some that are
+    about -88 or less come out as infinite."""
     if GATE == "none":
         return x
     x = x * (-LOG2E if GATE == "logsigmoid" else LOG2E) + bias
-    return gl.maximum(x, 0.0) + log2(1.0 + exp2_negative_abs(x))
+    if FINITE:
+        return gl.maximum(x, 0.0) + log2(1.0 + exp2_negative_abs(x))
+    return log2(1.0 + exp2(x))
 
 
 @gluon.jit
@@ -261,7 +264,7 @@ def exact_pairs(
             biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT)
             bias = biases_s.index(h).load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
         x = widen(g_h.index(h).reshape([4, 16, 64]).load(BLOCKS))
-        step = unbounded_gate(x, bias, GATE) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
+        step = unbounded_gate(x, bias, GATE, True) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
         c, total = block_sums(step)
         # the factors of the state are no less than exp(-80): what is lost is next to nothing
@@ -520,17 +523,18 @@ def prepare_steps_kernel(
     if SAFE:
         before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
     else:
-        before, middle = part_sums(unbounded_gate(x, biases, GATE) * row_values(unit_s, 0))
+        before, middle = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 0))
     x = widen(part(g_s, 1).load(PART))
     if SAFE:
         after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
     else:
-        after, rest = part_sums(unbounded_gate(x, biases, GATE) * row_values(unit_s, 1))
+        after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
     if SAFE:
         fits: gl.constexpr = True
     else:
-        # whether no half of a step decays by more than a float32 holds
-        fits = gl.min(gl.minimum(middle, rest).reshape([4 * 64]), axis=0) >= LOWEST_HALF
+        # whether no half of a step decays by more than a float32 holds; a NaN does
+        far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
+        fits = gl.max(far.reshape([4 * 64]), axis=0) == 0
     if fits:
         at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
         at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
