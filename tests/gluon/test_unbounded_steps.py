@@ -1,0 +1,180 @@
+"""Steps of 32 tokens for gates without a bound, interpreted, against float64 and against chunks of 64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import flashdelta as fd
+from flashdelta.hopper import build, recurrence
+from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.oracle import covered_tokens, poisoned_memory, relative_error, same_bits, truth
+
+from ..gpu.calls import UNBOUNDED, assert_same_bits, hold, slack_of
+from ..unit.test_hopper_choice import TABLE
+from .interpreter import hopper_on_cpu
+
+
+@contextlib.contextmanager
+def unbounded_steps(steps: bool = True) -> Iterator[None]:
+    with mock.patch.object(build, "STEPS_FROM", 1), mock.patch.object(build, "UNBOUNDED_STEPS", steps):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def in_steps() -> Iterator[None]:
+    with unbounded_steps():
+        yield
+
+
+def steps_call(case: Case) -> dict:
+    """Split or not: a split call keeps its chunks."""
+    call = make_call(case, BF16)
+    return call | {"g": call["g"].to(BF16), "backend": "hopper", "split": False}
+
+
+def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
+    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
+    with poisoned_memory():
+        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
+
+
+def check(case: Case) -> None:
+    call = steps_call(case)
+    hold(call, poisoned(call), truth(call), slack_of(case, call))
+
+
+ANY_DECAY = [case for case in TABLE if not case.safe and case.gate != "lower_bound" and case.l2norm and not case.h]
+
+
+@pytest.mark.parametrize("case", ANY_DECAY, ids=case_id)
+def test_cases(case: Case):
+    check(replace(case, K=128))
+
+
+SMALL = replace(UNBOUNDED, H=1, HV=2, V=64, T=192, state=FP32)
+FORGETFUL = replace(SMALL, name="forgetful", memory="new")
+
+
+@pytest.mark.parametrize("memory", ["short", "new"])
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 130])
+def test_lengths(T: int, memory: str):
+    check(replace(SMALL, name="length", T=T, memory=memory, v_first=T % 2 == 0))
+
+
+PLAIN = replace(SMALL, gate="none", beta="value")
+
+
+def decays(kind: str) -> dict:
+    """A call whose channels differ from each other, or from token to token."""
+    call = steps_call(replace(PLAIN, name=kind, hard="same_keys_2" if "one key" in kind else None))
+    g = torch.full_like(call["g"], -1e-3)
+    if kind == "channels gone at once":
+        g[..., ::7] = -200.0
+    elif kind == "one channel gone at once, one key":
+        g[..., 5] = -200.0
+    elif kind == "tokens that forget":
+        g[:, ::5, :, ::3] = -200.0
+    elif kind == "first halves":
+        g[:, :, :, ::2] = torch.where(torch.arange(g.shape[1]) % 32 < 16, -12.0, -1e-3)[None, :, None, None]
+    elif kind == "second halves":
+        g[:, :, :, ::2] = torch.where(torch.arange(g.shape[1]) % 32 >= 16, -12.0, -1e-3)[None, :, None, None]
+    elif kind == "just beyond, one key":
+        g[..., ::3] = -5.1
+    elif kind == "down to the clamp":
+        g[..., 1::2] = -20.0
+    elif kind == "steep, then flat":
+        # -20 for 4 tokens behind the middle of 8: what a factor loses the product must not
+        g[..., ::2] = torch.where(torch.arange(g.shape[1]) % 16 // 4 == 1, -20.0, -1.0)[None, :, None, None]
+    elif kind == "infinite":
+        g[:, ::9, :, ::2] = -torch.inf
+    return call | {"g": g}
+
+
+KINDS = [
+    "channels gone at once",
+    "one channel gone at once, one key",
+    "tokens that forget",
+    "first halves",
+    "second halves",
+    "just beyond, one key",
+    "down to the clamp",
+    "steep, then flat",
+    "infinite",
+]
+HARD = [
+    *(replace(SMALL, name=f"{memory} memory", memory=memory) for memory in ("short", "long", "new", "random")),
+    *(replace(PLAIN, name=hard, hard=hard) for hard in ("g0", "g-50", "same_keys_2", "beta_to_2", "key_norms")),
+]
+MORE = (1.07, 1.2)
+"""How many times the errors of chunks of 64 those of `o` and the final state may be, as in `test_steps`."""
+
+
+def compare(call: dict) -> None:
+    want, found = truth(call), poisoned(call)
+    with unbounded_steps(False):
+        before = poisoned(call)
+    assert not same_bits(found[0], before[0])
+    for got, old, true, more in zip(found, before, want, MORE):
+        assert relative_error(got, true) < more * relative_error(old, true)
+
+
+@pytest.mark.parametrize("case", HARD, ids=case_id)
+def test_errors_are_those_of_chunks(case: Case):
+    compare(steps_call(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_decays_are_those_of_chunks(kind: str):
+    compare(decays(kind))
+
+
+@pytest.mark.parametrize("rate", [-6.0, 1.0], ids=["slow", "forgetful"])
+def test_large_inputs_of_the_gate(rate: float):
+    """Whose exponential overflows, also where no token is."""
+    call = steps_call(replace(SMALL, name="large inputs", T=70))
+    call["A_log"] = torch.full_like(call["A_log"], rate)
+    call["dt_bias"] = call["dt_bias"].clone()
+    call["dt_bias"].view(-1)[::5] += 150.0
+    hold(call, poisoned(call), truth(call))
+
+
+PACKED = replace(FORGETFUL, name="packed", lengths=(130, 0, 33, 1, 64, 95))
+
+
+def test_bits_are_a_sequence_s_own():
+    call = steps_call(PACKED)
+    together = poisoned(call)
+    for n, length in ((2, 33), (4, 64), (5, 95)):
+        begin = int(call["cu_seqlens"][n])
+        alone = call | {name: call[name][:, begin : begin + length] for name in TOKEN_TENSORS}
+        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
+        o, state = poisoned(alone)
+        assert same_bits(together[0][:, begin : begin + length], o) and same_bits(together[1][n : n + 1], state)
+
+
+def test_few_ctas_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    call = steps_call(replace(PACKED, HV=3, H=3, lengths=(200, 0, 320, 64, 1)))
+    want = poisoned(call)
+    monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: True)
+    with hopper_on_cpu(sms=4, last_first=True):
+        assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_nan_stays_in_its_sequence(name: str):
+    call = steps_call(replace(PACKED, lengths=(70, 40, 66)))
+    want = fd.chunk_kda(**call)
+    spoiled = call | {name: call[name].clone()}
+    spoiled[name][:, 70:110] = torch.nan
+    found = fd.chunk_kda(**spoiled)
+    for tokens in (slice(0, 70), slice(110, None)):
+        assert same_bits(found[0][:, tokens], want[0][:, tokens])
+    assert same_bits(found[1][[0, 2]], want[1][[0, 2]])
+    assert found[0][:, 70:110].isnan().all()
