@@ -29,9 +29,13 @@ from flashdelta.tools.bench.timing import Timer, sustained
 from flashdelta.triton.launch import StageCall
 
 KIMI = {"why": "", "K": 128, "V": 128, "gate": "lower_bound", "lower_bound": -5.0, "beta": "logit", "l2norm": True}
+SOFTPLUS = {"gate": "softplus", "lower_bound": None}
 SHAPES = {
     **{f"T8192 H{H}": {"T": 8192, "H": H, "HV": H} for H in (16, 32, 48, 64)},
     **{f"8 x 1024 H{H}": {"lengths": (1024,) * 8, "H": H, "HV": H} for H in (16, 32, 64)},
+    "T8192 H64 softplus": {"T": 8192, "H": 64, "HV": 64} | SOFTPLUS,
+    "T8192 H64 softplus, forgetful": {"T": 8192, "H": 64, "HV": 64, "memory": "new"} | SOFTPLUS,
+    "8 x 1024 H64 softplus": {"lengths": (1024,) * 8, "H": 64, "HV": 64} | SOFTPLUS,
 }
 SMALL = {"H": 4, "HV": 4, "T": 512, "state": torch.float32}
 PLAIN = {"gate": "none", "lower_bound": None, "safe": True, "beta": "value"}
@@ -44,6 +48,10 @@ ACCURACY = {
     "one key, beta 1.94": PLAIN | {"hard": "same_keys_2"},
     "beta to 2": PLAIN | {"hard": "beta_to_2"},
     "norms of keys": PLAIN | {"hard": "key_norms"},
+    "softplus": SOFTPLUS,
+    "softplus, forgetful": SOFTPLUS | {"memory": "new"},
+    "softplus, long memory": SOFTPLUS | {"memory": "long"},
+    "g = -50": PLAIN | {"safe": False, "hard": "g-50"},
 }
 
 
@@ -78,7 +86,10 @@ def errors(options: dict) -> dict[str, tuple[float, ...]]:
     problem, t = check(fd.chunk_kda, **call, split=1, backend="hopper")
     found = {}
     for steps in (False, True):
-        with mock.patch.object(build, "STEPS_FROM", 1 if steps else 1 << 30):
+        with (
+            mock.patch.object(build, "STEPS_FROM", 1 if steps else 1 << 30),
+            mock.patch.object(build, "UNBOUNDED_STEPS", True),
+        ):
             got = build.build(problem, t).run()
         found["steps" if steps else "chunks"] = tuple(
             relative_error(got[name], x) for name, x in zip(("o", "final_state"), want)

@@ -9,7 +9,18 @@ from unittest import mock
 import pytest
 from triton.runtime.jit import JITFunction
 
-from flashdelta.hopper import decode, fused_decode, intra, prepare, recurrence, reverse, segments, verify, wy
+from flashdelta.hopper import (
+    decode,
+    fused_decode,
+    intra,
+    prepare,
+    prepare_steps,
+    recurrence,
+    reverse,
+    segments,
+    verify,
+    wy,
+)
 from flashdelta.hopper.device import layouts, pipeline, tma, trial
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.decoding import SINGLE_BF16
@@ -19,7 +30,7 @@ from flashdelta.triton.segments import compose_kernel
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED
 from ..support.fused_checks import HOPPER_FUSED, check_fused
-from . import test_backward, test_chunk, test_decode, test_fused, test_trials
+from . import test_backward, test_chunk, test_decode, test_fused, test_trials, test_unbounded_steps
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
@@ -35,6 +46,17 @@ def prefill() -> None:
 
 def exact_prefill() -> None:
     test_chunk.check(EXACT)
+
+
+def exact_steps() -> None:
+    with test_unbounded_steps.unbounded_steps():
+        for kind in ("tokens that forget", "steep, then flat", "first halves", "second halves"):
+            test_unbounded_steps.hold_decays(kind)
+
+
+def fitting_steps() -> None:
+    with test_unbounded_steps.unbounded_steps():
+        test_unbounded_steps.check(replace(test_unbounded_steps.SMALL, T=70, memory="long"))
 
 
 def packed() -> None:
@@ -136,6 +158,8 @@ WAIT_EMPTY = "mbarrier.wait(self.empty.index(stage), (iteration // self.STAGES) 
 ARRIVE = "mbarrier.arrive(self.empty.index(stage), count=1)"
 STORE_WAIT = "tma.store_wait(0)"
 FUSED = fused_decode.fused_decode_kernel
+STEPS = prepare_steps.prepare_steps_kernel
+EXACT_PAIRS = prepare_steps.exact_pairs
 
 FAULTS = [
     Break("a row too many is copied", prepare.copy_pair, "inside = token <", "inside = token <=", prefill),
@@ -157,6 +181,15 @@ FAULTS = [
     ),
     Break("no fence", prepare.bounded_pairs, "fence_async_shared()", "pass", prefill),
     Break("no fence, exact", prepare.exact_pairs, "fence_async_shared()", "pass", exact_prefill, nth=1),
+    Break("all fits", STEPS, "gl.max(far.reshape([4 * 64]), axis=0) == 0", "True", exact_steps),
+    Break("nothing is too far in a second half", STEPS, "& (rest >= LOWEST_HALF)", "", exact_steps),
+    Break("no fence, steps", STEPS, "fence_async_shared()", "pass", fitting_steps),
+    Break("no fence, exact steps", STEPS, "fence_async_shared()", "pass", exact_steps, nth=1),
+    Break("no clamp", EXACT_PAIRS, "gl.where(step < LOWEST, LOWEST, step)", "step", exact_steps),
+    Break("no clamp of a half", EXACT_PAIRS, "gl.where(total < LOWEST_HALF, LOWEST_HALF, total)", "total", exact_steps),
+    Break("rows of two distances", EXACT_PAIRS, 'first, 0, "first")', 'first, 0, "all")', exact_steps),
+    Break("queries of two distances", EXACT_PAIRS, 'first_q, 0, "last")', 'first_q, 0, "all")', exact_steps),
+    Break("the scale of half of the pairs", prepare_steps.of_steps, "right * scale", "right", exact_steps),
     Break("a state is taken before it is there", recurrence.compute, "wait(semaphore - SLICES)", "pass", stream_k),
     Break("a state is passed on in silence", recurrence.compute, "signal(semaphore)", "pass", stream_k),
     Break("semaphores are not cleared", prepare.prepare_kernel, "if tile == 0", "if tile == -1", stream_k),

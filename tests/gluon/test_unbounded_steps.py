@@ -130,6 +130,11 @@ def test_errors_are_those_of_chunks(case: Case):
     compare(steps_call(case))
 
 
+def hold_decays(kind: str) -> None:
+    call = decays(kind)
+    hold(call, poisoned(call), truth(call))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_of_decays_are_those_of_chunks(kind: str):
     compare(decays(kind))
@@ -178,3 +183,17 @@ def test_nan_stays_in_its_sequence(name: str):
         assert same_bits(found[0][:, tokens], want[0][:, tokens])
     assert same_bits(found[1][[0, 2]], want[1][[0, 2]])
     assert found[0][:, 70:110].isnan().all()
+
+
+def test_no_factor_loses_what_its_product_has():
+    """Few tokens have values, and decay by exp(-24) to the step's reference; to get there from the middle of their 8 rows takes
+    exp(-104), which float32 does not hold."""
+    call = decays("steep, then flat")
+    row = torch.arange(call["g"].shape[1]) % 16
+    steps = torch.where(row // 4 == 1, -20.0, torch.where(row < 8, -1.0, -2.953125))
+    g = torch.zeros_like(call["g"]) + steps[None, :, None, None].to(BF16)
+    few = (torch.arange(g.shape[1]) % 32 == 7)[None, :, None, None]
+    call |= {"g": g, "v": torch.where(few, call["v"], 0.0).to(BF16), "initial_state": None}
+    want, found = truth(call), poisoned(call)
+    later = slice(16, 24)
+    assert relative_error(found[0][:, later], want[0][:, later]) < 1e-2
