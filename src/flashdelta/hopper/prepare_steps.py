@@ -230,9 +230,7 @@ def of_steps(first, last, below):
 
 
 @gluon.jit
-def exact_pairs(
-    keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr
-):
+def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
     Pairs within 8 rows split in their middle, both factors at most exp(80) by the clamp; those of the two halves of 16 rows at
@@ -568,9 +566,7 @@ def prepare_steps_kernel(
         minus_A = gl.where(row % 32 > column, own_step(A, row), 0.0) * -betas[:, None]
         Aqk = round_pairs(gl.where(row % 32 >= column, own_step(Aqk, row), 0.0))
     else:
-        own_A, own_Aqk = exact_pairs(
-            keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE
-        )
+        own_A, own_Aqk = exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE)
         fence_async_shared()
         barrier()
         for h in gl.static_range(KH):
