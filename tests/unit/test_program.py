@@ -21,6 +21,7 @@ from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
+from flashdelta.program.workspace import Workspace
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
@@ -417,3 +418,13 @@ def test_a_replay_refuses_shared_memory(pretended: Started):
         fd.recurrent_kda(**good)
         with pytest.raises(ValueError, match=r"^intermediate_states: got memory shared with initial_state"):
             fd.recurrent_kda(**good | {"initial_state": meeting})
+
+
+def test_tensors_of_a_workspace_are_aligned():
+    """A pointer that lies elsewhere has machine code of its own, whatever the tensor before it is long."""
+    layout = {name: ((n,), torch.int32) for n, name in enumerate("abcde", start=1)}
+    workspace = Workspace.allocate(layout, CPU)
+    tensors = [workspace[name] for name in layout]
+    assert [x.numel() for x in tensors] == [1, 2, 3, 4, 5] and all(x.dtype == torch.int32 for x in tensors)
+    starts = [x.data_ptr() for x in tensors]
+    assert [b - a for a, b in zip(starts, starts[1:])] == [16, 16, 16, 16]

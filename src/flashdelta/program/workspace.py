@@ -11,9 +11,14 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name, in the order in which the tensors lie."""
 
 
+ALIGNMENT = 16
+"""Bytes. A kernel is compiled anew for a pointer that does not lie on so many."""
+
+
 def sizes(layout: Layout) -> list[int]:
-    """Bytes of the tensors."""
-    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()]
+    """Bytes from each tensor to the next."""
+    exact = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
+    return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
 
 
 class Workspace:
@@ -23,7 +28,7 @@ class Workspace:
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
         self.buffer = buffer
         parts = buffer.split(sizes(layout))
-        self._tensors = {name: x.view(dtype).view(shape) for x, (name, (shape, dtype)) in zip(parts, layout.items())}
+        self._tensors = {name: _as(x, *kind) for x, (name, kind) in zip(parts, layout.items())}
         self._tensors.update(beside or {})
 
     @classmethod
@@ -38,3 +43,7 @@ class Workspace:
 
     def select(self, *names: str) -> list[Tensor | None]:
         return [self._tensors.get(name) for name in names]
+
+
+def _as(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return x.view(dtype)[: torch.Size(shape).numel()].view(shape)
