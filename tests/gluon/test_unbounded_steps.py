@@ -17,13 +17,14 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import covered_tokens, poisoned_memory, relative_error, same_bits, truth
 
 from ..gpu.calls import UNBOUNDED, assert_same_bits, hold, slack_of
+from ..support.decays import KINDS, decays_call
 from ..unit.test_hopper_choice import TABLE
 from .interpreter import hopper_on_cpu
 
 
 @contextlib.contextmanager
 def unbounded_steps(steps: bool = True) -> Iterator[None]:
-    with mock.patch.object(build, "STEPS_FROM", 1), mock.patch.object(build, "UNBOUNDED_STEPS", steps):
+    with mock.patch.object(build, "STEPS_FROM", 1 if steps else 1 << 30):
         yield
 
 
@@ -70,44 +71,6 @@ def test_lengths(T: int, memory: str):
 
 PLAIN = replace(SMALL, gate="none", beta="value")
 
-
-def decays(kind: str) -> dict:
-    """A call whose channels differ from each other, or from token to token."""
-    call = steps_call(replace(PLAIN, name=kind, hard="same_keys_2" if "one key" in kind else None))
-    g = torch.full_like(call["g"], -1e-3)
-    if kind == "channels gone at once":
-        g[..., ::7] = -200.0
-    elif kind == "one channel gone at once, one key":
-        g[..., 5] = -200.0
-    elif kind == "tokens that forget":
-        g[:, ::5, :, ::3] = -200.0
-    elif kind == "first halves":
-        g[:, :, :, ::2] = torch.where(torch.arange(g.shape[1]) % 32 < 16, -12.0, -1e-3)[None, :, None, None]
-    elif kind == "second halves":
-        g[:, :, :, ::2] = torch.where(torch.arange(g.shape[1]) % 32 >= 16, -12.0, -1e-3)[None, :, None, None]
-    elif kind == "just beyond, one key":
-        g[..., ::3] = -5.1
-    elif kind == "down to the clamp":
-        g[..., 1::2] = -20.0
-    elif kind == "steep, then flat":
-        # -20 for 4 tokens behind the middle of 8: what a factor loses the product must not
-        g[..., ::2] = torch.where(torch.arange(g.shape[1]) % 16 // 4 == 1, -20.0, -1.0)[None, :, None, None]
-    elif kind == "infinite":
-        g[:, ::9, :, ::2] = -torch.inf
-    return call | {"g": g}
-
-
-KINDS = [
-    "channels gone at once",
-    "one channel gone at once, one key",
-    "tokens that forget",
-    "first halves",
-    "second halves",
-    "just beyond, one key",
-    "down to the clamp",
-    "steep, then flat",
-    "infinite",
-]
 HARD = [
     *(replace(SMALL, name=f"{memory} memory", memory=memory) for memory in ("short", "long", "new", "random")),
     *(replace(PLAIN, name=hard, hard=hard) for hard in ("g0", "g-50", "same_keys_2", "beta_to_2", "key_norms")),
@@ -130,14 +93,18 @@ def test_errors_are_those_of_chunks(case: Case):
     compare(steps_call(case))
 
 
+def steps_decays(kind: str) -> dict:
+    return decays_call(kind, SMALL.T, SMALL.H)
+
+
 def hold_decays(kind: str) -> None:
-    call = decays(kind)
+    call = steps_decays(kind)
     hold(call, poisoned(call), truth(call))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_of_decays_are_those_of_chunks(kind: str):
-    compare(decays(kind))
+    compare(steps_decays(kind))
 
 
 @pytest.mark.parametrize("rate", [-6.0, 1.0], ids=["slow", "forgetful"])
@@ -188,7 +155,7 @@ def test_nan_stays_in_its_sequence(name: str):
 def test_no_factor_loses_what_its_product_has():
     """Few tokens have values, and decay by exp(-24) to the step's reference; to get there from the middle of their 8 rows takes
     exp(-104), which float32 does not hold."""
-    call = decays("steep, then flat")
+    call = steps_decays("steep, then flat")
     row = torch.arange(call["g"].shape[1]) % 16
     steps = torch.where(row // 4 == 1, -20.0, torch.where(row < 8, -1.0, -2.953125))
     g = torch.zeros_like(call["g"]) + steps[None, :, None, None].to(BF16)

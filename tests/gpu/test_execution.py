@@ -387,7 +387,9 @@ def test_warmup_compiles_all_that_calls_need(op, backend: str):
                     op(**gpu_call(op, case, BF16, backend))
         if op is fd.chunk_kda:  # long sequences over few heads are split, or may be
             for lengths in (None, (9000, 10), (400,) * 20):
-                op(**gpu_call(op, replace(base, H=4, HV=4, T=9000, lengths=lengths), BF16, backend))
+                call = gpu_call(op, replace(base, H=4, HV=4, T=9000, lengths=lengths), BF16, backend)
+                for options in ({}, {"batch_invariant": True}, {"split": 3}):
+                    op(**call | options)
     assert names == []
 
 

@@ -12,7 +12,9 @@ import torch
 
 from flashdelta.hopper import recurrence
 from flashdelta.testing.cases import FP32, HARD_CASES, Case
+from flashdelta.testing.oracle import truth
 
+from ..support.decays import KINDS, decays_call
 from ..support.pools import CHECKPOINT_POOLS
 from . import (
     test_buffers,
@@ -25,15 +27,19 @@ from . import (
     test_semantics,
     test_stream_k,
 )
-from .calls import BOTH, KIMI, in_steps
+from .calls import BOTH, KIMI, UNBOUNDED, hold, in_steps, poisoned
 
 pytestmark = pytest.mark.gpu
 
 CHUNK = BOTH[0]
+FORGETFUL = replace(UNBOUNDED, name="forgetful", memory="new")
+MODELS = (KIMI, UNBOUNDED, FORGETFUL)
+"""Whose chunks take the path of bounded gates, hardly ever leave it, and hardly ever take it."""
 
 
 def stepping(case: Case) -> bool:
-    return case.gate == "lower_bound" and case.l2norm and not case.h and case.chunk_size == 64
+    """Gates that are given are float32, unlike those that the kernel works out."""
+    return case.gate != "none" and case.l2norm and not case.h and case.chunk_size == 64
 
 
 def cases(test: Callable, found: list, case_of: Callable = lambda x: x) -> dict[str, Callable]:
@@ -46,8 +52,8 @@ K_FIRST = replace(test_pool.PREFILL, name="K first", case=replace(test_pool.PREF
 CHECKS = {
     **cases(test_hard.test_packed_with_states, HARD_CASES),
     **cases(test_hard.test_both_paths, [case for case in test_hard.BOTH_PATHS + test_hard.LONG if case.K == 128]),
-    "every tail": partial(test_lengths.test_every_tail, FP32, KIMI),
-    "random packings": partial(test_lengths.test_random_packings, 40, KIMI),
+    **{f"every tail, {x.name}": partial(test_lengths.test_every_tail, FP32, x) for x in MODELS},
+    **{f"random packings, {x.name}": partial(test_lengths.test_random_packings, 40, x) for x in MODELS},
     "fused, grouped heads": partial(test_layouts.test_inputs_of_fixed_length, "fused, grouped heads", KIMI),
     "padded rows": partial(test_layouts.test_packed_inputs, "padded rows"),
     "V 64": partial(test_layouts.test_other_head_dims, 128, 64, KIMI),
@@ -57,7 +63,9 @@ CHECKS = {
     **cases(test_buffers.test_chunk_bf16, test_buffers.MODELS, lambda x: x.case),
     "NaN beside buffers": test_buffers.test_nan_stays_in_its_sequence,
     **cases(test_buffers.test_a_graph_replays_with_other_lengths_and_rows, test_buffers.MODELS[:2], lambda x: x.case),
-    "packed bits": partial(test_laws.test_a_packed_sequences_bits_are_its_own, KIMI, CHUNK),
+    **{
+        f"packed bits, {x.name}": partial(test_laws.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS
+    },
     "bits of rows": partial(test_laws.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
     "no state": partial(test_laws.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
     "pieces": partial(test_laws.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),
@@ -76,7 +84,7 @@ CHECKS = {
     **{
         f"graph, {kind.name}": partial(test_execution.test_graph_replays_with_other_tensors, kind)
         for kind in test_execution.GRAPHS
-        if kind.name.startswith("chunk_kda kimi")
+        if kind.name.startswith(("chunk_kda kimi", "chunk_kda unbounded"))
     },
 }
 
@@ -85,6 +93,14 @@ CHECKS = {
 def test_steps(name: str, other_backend: str):
     with in_steps() as ran:
         CHECKS[name](backend=other_backend)
+    assert ran.called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decays(kind: str, other_backend: str):
+    call = decays_call(kind, 192, 2, "cuda")
+    with in_steps() as ran:
+        hold(call, poisoned(call), truth(call))
     assert ran.called
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper import segments as hopper_segments
 from flashdelta.hopper.build import build, in_steps
 from flashdelta.hopper.launch import ctas, layout
 from flashdelta.hopper.recurrence import stream_k_pays
@@ -310,7 +309,8 @@ MANY = replace(KIMI, H=64, HV=64)
         ({}, {"requires_grad": True}, False),
         ({"K": 64}, {}, False),
         ({"l2norm": False}, {}, False),
-        ({"gate": "softplus", "lower_bound": None}, {}, False),
+        ({"gate": "softplus", "lower_bound": None}, {}, True),
+        ({"gate": "none", "lower_bound": None}, {}, True),
         ({"gate": "none", "lower_bound": None, "safe": True, "wide_gate": True}, {}, False),
         ({"h": True}, {}, False),
     ],
@@ -354,13 +354,11 @@ SHARD = replace(KIMI, T=2048, H=12, HV=12)
     ],
     ids=str,
 )
-def test_segments_on_trial(changes: dict, most: int, monkeypatch: pytest.MonkeyPatch):
+def test_segments_on_trial(changes: dict, most: int):
     """Where transitions pay, and nowhere else."""
     problem, t = check(fd.chunk_kda, **meta_call(replace(SHARD, **changes)))
-    plain = split_layout(problem, t.device)
-    monkeypatch.setattr(hopper_segments, "TRIALS", True)
     found = split_layout(problem, t.device)
-    assert found == {**plain, "forgets": ((most, problem.HV), torch.int32)} if most else found == plain == {}
+    assert found["forgets"] == ((most, problem.HV), torch.int32) if most else found == {}
 
 
 @pytest.mark.parametrize(
@@ -368,7 +366,7 @@ def test_segments_on_trial(changes: dict, most: int, monkeypatch: pytest.MonkeyP
     [{"batch_invariant": True}, {"split": 3}, {"split": False}, {"requires_grad": True}, {"checkpoints": True}],
     ids=str,
 )
-def test_segments_that_are_not_tried(options: dict, monkeypatch: pytest.MonkeyPatch):
+def test_segments_that_are_not_tried(options: dict):
     """What must not depend on the batch, is asked for, or will be computed again."""
     options = dict(options)
     call = meta_call(replace(SHARD, T=8192, lengths=(8192,), state=FP32))
@@ -378,8 +376,6 @@ def test_segments_that_are_not_tried(options: dict, monkeypatch: pytest.MonkeyPa
         options |= {"checkpoint_offsets": index, "checkpoint_indices": index}
         options |= {"checkpoint_states": torch.empty_like(call["initial_state"])}
     problem, t = check(fd.chunk_kda, **call | options)
-    assert not may_try(problem)
-    monkeypatch.setattr(hopper_segments, "TRIALS", True)
     assert not may_try(problem)
     assert "forgets" not in split_layout(problem, t.device)
 

@@ -51,9 +51,6 @@ STEPS_FROM = 48
 `recurrence` is longer, which few heads wait for. Of 8192 tokens 8 heads take 6 us less and 49 more, 64 heads 50 less and 2
 more."""
 
-UNBOUNDED_STEPS = False
-"""Whether calls with gates that have no bound take steps, too: not timed yet."""
-
 
 def in_steps(problem: Problem, room: int) -> bool:
     """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`), with `room` for so many transitions.
@@ -62,8 +59,8 @@ def in_steps(problem: Problem, room: int) -> bool:
     were longer keeps its chunks, as does what the backward pass will compute again."""
     whole = problem.split == 1 or (problem.split == AUTO and room == 0)
     plain = problem.ranks == 1 and not problem.return_intermediate_states and not problem.requires_grad
-    gate = (problem.safe_gate or UNBOUNDED_STEPS) and problem.g_dtype == torch.bfloat16
-    return problem.HV >= STEPS_FROM and whole and plain and gate and problem.K == 128 and problem.l2norm
+    inputs = problem.g_dtype == torch.bfloat16 and problem.K == 128 and problem.l2norm
+    return problem.HV >= STEPS_FROM and whole and plain and inputs
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:

@@ -389,10 +389,6 @@ def room(problem: Problem, device: torch.device) -> int:
     return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
 
 
-TRIALS = False
-"""Whether segments are tried for what they forget. Off until it is timed."""
-
-
 def split_layout(problem: Problem, device: torch.device) -> Layout:
     """What the stages of a split leave for each other, if sequences may be split. `forgets`: which segments, by their last
     chunk, forget all before them."""
@@ -405,7 +401,7 @@ def split_layout(problem: Problem, device: torch.device) -> Layout:
 def may_try(problem: Problem) -> bool:
     """Not what the backward pass will compute again, nor what must not depend on the batch."""
     own = problem.batch_invariant or problem.requires_grad or problem.ranks > 1
-    return TRIALS and problem.split == AUTO and not own and problem.checkpoints == 0
+    return problem.split == AUTO and not own and problem.checkpoints == 0
 
 
 def transitions(call: StageCall, final_state: Tensor | None) -> Launch:

@@ -98,8 +98,8 @@ def warmup(
     make = functools.partial(torch.zeros, dtype=torch.float32, device=device)  # whatever the default dtype is
     options: dict[str, object] = dict(gate=gate, lower_bound=lower_bound, state_v_first=state_v_first, backend=backend)
     options |= dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval)
-    logit = "use_beta_sigmoid_in_kernel" if kind in ("chunk", "recurrent") else "beta_is_logit"
     options |= {"safe_gate": safe_gate} if kind == "chunk" else {}
+    logit = "use_beta_sigmoid_in_kernel" if kind in ("chunk", "recurrent") else "beta_is_logit"
     function = functools.partial(op, **options, **{logit: use_beta_sigmoid_in_kernel})
     layouts = [*itertools.product(_pairs(head_dims), _combinations(packed=packed))]
     if kind == "fused_decode":
@@ -141,7 +141,8 @@ def warmup(
             states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
                 states["checkpoint_states"] = make(B * -(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
-            call(B, T, H, K, V, **states, cu_seqlens=offsets)
+            for own in _own_bits((B, T, H, N)):
+                call(B, T, H, K, V, **states, **own, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
     return _finished(calls, device)
@@ -232,6 +233,12 @@ WARM_LONG = (1, 8192, 2, 1)
 
 WARM_LONG_BATCH = (1, 7168, 12, 14)
 """A batch with sequences that may be split, or else leave SMs idle."""
+
+
+
+def _own_bits(sizes: tuple[int, int, int, int]) -> list[dict[str, object]]:
+    """Options that a call of such sizes is made with: segments that are not tried are another kind."""
+    return [{}, {"batch_invariant": True}] if sizes == WARM_LONG else [{}]
 
 
 WARM_RECORDED = (4, 8, 16, 17)

@@ -25,7 +25,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import active_children, get_context
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import triton
@@ -38,7 +37,6 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..hopper import segments
 from ..hopper.build import build as build_hopper
 from ..kernels import chunk_bwd_wy_dqkg
 from ..ops.chunk import chunk_kda
@@ -95,9 +93,8 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs. `sequences` of so many `chunks`; `tried`: their segments on trial. `T` tokens and
-    `taps` are of the layer's convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over
-    which the sequences lie."""
+    leaves what its backward pass needs. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's convolution
+    and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -126,7 +123,6 @@ class Variant:
     heads: int = 2
     sequences: int = 1
     chunks: int = 4
-    tried: bool = False
     ranks: int = 1
     offsets: torch.dtype = torch.int32
     T: int = 256
@@ -144,8 +140,7 @@ class Variant:
         if self.ranks > 1:
             problem, t = over_ranks(problem, t, self.ranks)
         call = backward_of(problem, t) if self.backward else (problem, t)
-        with mock.patch.object(segments, "TRIALS", self.tried):
-            return only_launches(BUILD[self.backend](*call, arch))
+        return only_launches(BUILD[self.backend](*call, arch))
 
     def _chunk(self) -> Call:
         return chunk_kda, self._sequences() | {"disable_recompute": self.kept, "split": self.split}
@@ -322,7 +317,7 @@ def _steps(name: str, **options: Any) -> Variant:
 
 def _tried(name: str, **options: Any) -> Variant:
     """Segments on trial, of sequences long enough for them."""
-    return _hopper(f"tried {name}", tried=True, heads=8, chunks=128, **options)
+    return _hopper(f"tried {name}", heads=8, chunks=128, **options)
 
 
 def _hopper_step(K: int, gate: str) -> Variant:
@@ -503,6 +498,9 @@ VARIANTS = (
     _steps("K128 V128 offsets in int64", offsets=torch.int64),
     _steps("K128 V128 V first, states in bf16", state_v_first=True, state_dtype=torch.bfloat16),
     _steps("K128 V64", V=64),
+    _steps("K128 V128 unbounded", gate="softplus"),
+    _steps("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
+    _steps("K128 V128 unbounded, log decays", gate="none"),
     _steps("K128 V128 stream-K", heads=96),
     _steps("K128 V128 stream-K, fixed length", heads=96, packed=False),
     _steps("K128 V128 stream-K, offsets in int64", heads=96, offsets=torch.int64),
