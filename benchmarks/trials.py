@@ -39,7 +39,7 @@ CASES = [
         for memory in GATES
     ),
 ]
-LINE = "{case:30} {segments_without:3} {segments_tried:3} {without:8.1f} {tried:8.1f} us {ratio:5.2f}  apart {o:.1e} {state:.1e}"
+LINE = "{case:30} {segments_without:3} {segments_tried:3} {without:8.1f} {tried:8.1f} us {ratio:5.2f} apart {o:.1e} {state:.1e}"
 
 
 def graph_of(call: dict, tries: bool) -> tuple[Run, tuple, int]:
