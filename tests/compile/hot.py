@@ -35,7 +35,9 @@ HOT = (
     Hot("Hopper `recurrence`, stream-K", "recurrence", "hopper K128 V128 stream-K, fixed length"),
     Hot("Hopper `recurrence`, packed, stream-K", "recurrence", "hopper K128 V128 stream-K, offsets in int64"),
     Hot("Hopper `prepare`, in steps", "prepare_steps", "hopper steps K128 V128 fixed length"),
-    Hot("Hopper `prepare`, in steps, unbounded gate", "prepare_steps", "hopper steps K128 V128 unbounded, fixed length"),
+    Hot(
+        "Hopper `prepare`, in steps, unbounded gate", "prepare_steps", "hopper steps K128 V128 unbounded, fixed length"
+    ),
     Hot("Hopper `recurrence`, in steps", "recurrence", "hopper steps K128 V128 fixed length"),
     Hot("Hopper `recurrence`, in steps, packed", "recurrence", "hopper steps K128 V128 offsets in int64"),
     Hot("Hopper `recurrence`, in steps, stream-K", "recurrence", "hopper steps K128 V128 stream-K, fixed length"),

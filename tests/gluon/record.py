@@ -19,7 +19,13 @@ PACKAGE = (
     *("testing", "triton"),
 )
 SHARED = (
-    *("support/buffers.py", "support/decays.py", "support/decoding_checks.py", "support/gradients.py", "support/pools.py"),
+    *(
+        "support/buffers.py",
+        "support/decays.py",
+        "support/decoding_checks.py",
+        "support/gradients.py",
+        "support/pools.py",
+    ),
     *("support/ranks.py", "support/stream_k.py", "gpu/calls.py", "gpu/test_decode.py", "gpu/test_pool.py"),
     "unit/test_hopper_choice.py",
 )

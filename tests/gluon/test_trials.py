@@ -39,7 +39,11 @@ FREE = SplitCosts(step=100, transition=0, compose=1, fixed=0, shortest=1, margin
 def split_freely(tries: bool) -> Iterator[None]:
     """Segments wherever there are CTAs for them, on trial or not."""
     changed = {"SPLIT_COSTS": FREE} | ({} if tries else {"may_try": lambda problem: False})
-    with mock.patch.multiple(segments, **changed), mock.patch.object(prepare, "SPLIT_COSTS", FREE), hopper_on_cpu(sms=24):
+    with (
+        mock.patch.multiple(segments, **changed),
+        mock.patch.object(prepare, "SPLIT_COSTS", FREE),
+        hopper_on_cpu(sms=24),
+    ):
         yield
 
 

@@ -63,9 +63,7 @@ CHECKS = {
     **cases(test_buffers.test_chunk_bf16, test_buffers.MODELS, lambda x: x.case),
     "NaN beside buffers": test_buffers.test_nan_stays_in_its_sequence,
     **cases(test_buffers.test_a_graph_replays_with_other_lengths_and_rows, test_buffers.MODELS[:2], lambda x: x.case),
-    **{
-        f"packed bits, {x.name}": partial(test_laws.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS
-    },
+    **{f"packed bits, {x.name}": partial(test_laws.test_a_packed_sequences_bits_are_its_own, x, CHUNK) for x in MODELS},
     "bits of rows": partial(test_laws.test_a_batch_rows_bits_are_its_own, KIMI, CHUNK),
     "no state": partial(test_laws.test_no_state_and_zeros_give_the_same_bits, True, CHUNK),
     "pieces": partial(test_laws.test_pieces_that_carry_a_float32_state_give_the_same_bits, "chunks", KIMI),

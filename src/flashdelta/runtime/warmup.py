@@ -235,7 +235,6 @@ WARM_LONG_BATCH = (1, 7168, 12, 14)
 """A batch with sequences that may be split, or else leave SMs idle."""
 
 
-
 def _own_bits(sizes: tuple[int, int, int, int]) -> list[dict[str, object]]:
     """Options that a call of such sizes is made with: segments that are not tried are another kind."""
     return [{}, {"batch_invariant": True}] if sizes == WARM_LONG else [{}]
