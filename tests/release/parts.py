@@ -1,4 +1,5 @@
-"""What a release measures on a GPU, most telling first, each part in a call of its own of at most ten minutes."""
+"""What a release measures on a GPU, most telling first, each part in a call of its own, most of a few minutes: what a call that
+ends early leaves undone is a whole part."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ class Part:
     """`command`: words to Python. In them `{out}` stands for the folder, `{name}`, `{limit}` and `{seed}` for the part's own,
     `{jobs}` for that many processes. `limit`: seconds. `results`: where `tests.release.record` puts what it writes. `needs`:
     modules, and variables of the environment in capitals. `least`: seconds below which it is not begun. `gpus`: how many it
-    wants, 0 for all; if not one, it runs alone."""
+    wants, 0 for all; if not one, it runs alone, as what times the host must."""
 
     name: str
     command: tuple[str, ...]
@@ -39,8 +40,21 @@ def rows(*texts: str) -> tuple[str, ...]:
     return tuple(word for text in texts for word in ("--rows", text))
 
 
+def on_two(passes: str) -> tuple[str, ...]:
+    """Rows of `bench cp`."""
+    sizes = [f"H{H} {T}K" for T in (8, 32, 128) for H in (8, 32, 64)] + ["H32 512K"]
+    return rows(*(f"{passes} {size} x 2" for size in sizes), *(f"{passes} H32 {T}K x 2 packed" for T in (8, 32)))
+
+
 RANDOM, SLOW = rows(", random gates"), rows(", slow gates")
 HOPPER = ("--backend", "hopper", "--repeats", "40")
+LAYER = {
+    "h32": rows("H32 fp32", "H32 bf16"),
+    "h12": rows("H12"),
+    "h96": rows("H96"),
+    "rest": rows("train", "convolution", "norm"),
+}
+"""Of `bench layer`: FLA tunes its convolution anew in each row."""
 
 PARTS = (
     Part(
@@ -54,6 +68,42 @@ PARTS = (
         ("xdist", "filelock"),
         gpus=0,
     ),
+    *(
+        Part(
+            name,
+            bench("cp", *some),
+            LONGEST,
+            "cp-<gpu>.json",
+            f"{what} over two GPUs, beside FLA's",
+            ("fla",),
+            gpus=2,
+        )
+        for name, what, some in (
+            ("ranks", "sequences", on_two("fwd")),
+            ("ranks-backward", "gradients", on_two("fwd+bwd")),
+        )
+    ),
+    Part(
+        "prefill",
+        bench("prefill", *HOPPER),
+        LONGEST,
+        "prefill-hopper-<gpu>.json",
+        "README.md's rows",
+        ("fla",),
+        120,
+        gpus=0,
+    ),
+    Part(
+        "fuzz",
+        words(
+            "-m tests.fuzz --device cuda --jobs {jobs} --seconds {limit} --seed {seed} --json {out}/{name}-{seed}.json"
+        ),
+        140,
+        "fuzz-<gpu>.json",
+        "random and mutated calls, a new seed each time",
+        least=80,
+        again=True,
+    ),
     Part(
         "verify",
         bench("decode", *rows("verify")),
@@ -61,17 +111,6 @@ PARTS = (
         "decode-<gpu>.json",
         "rounds of drafts: verify and commit by replay",
         ("fla",),
-    ),
-    Part(
-        "fuzz",
-        words(
-            "-m tests.fuzz --device cuda --jobs {jobs} --seconds {limit} --seed {seed} --json {out}/{name}-{seed}.json"
-        ),
-        LONGEST,
-        "fuzz-<gpu>.json",
-        "random and mutated calls, a new seed each time",
-        least=180,
-        again=True,
     ),
     Part(
         "half-steps",
@@ -88,30 +127,74 @@ PARTS = (
         "what segments on trial bring where gates forget, and cost elsewhere",
     ),
     Part(
-        "layer-quick",
-        bench("layer", "--quick"),
-        LONGEST,
-        "layer-<gpu>.json",
-        "a decoding step of the layer, few rows",
-        ("fla",),
-    ),
-    Part("layer", bench("layer"), LONGEST, "layer-<gpu>.json", "steps, training, single kernels", ("fla",), 180),
-    Part(
         "fused-steps",
         words("benchmarks/fused_steps.py --chosen --out {out}/{name}.json"),
         180,
         "tuning/fused_steps-<gpu>.json",
         "a step of the layer in one launch, by either backend",
     ),
+    *(
+        Part(
+            f"layer-{name}",
+            bench("layer", *some),
+            LONGEST,
+            "layer-<gpu>.json",
+            "steps, training, single kernels of the layer",
+            ("fla",),
+            100,
+        )
+        for name, some in LAYER.items()
+    ),
+    *(
+        Part(
+            f"models-{name.lower()}",
+            bench("models", *rows(name)),
+            LONGEST,
+            "models-<gpu>.json",
+            f"layers of {whose}, integration on and off",
+            ("fla", "transformers"),
+            100,
+        )
+        for name, whose in (("FLA", "FLA"), ("HF", "Hugging Face"))
+    ),
     Part(
-        "ranks",
-        bench("cp", *rows("x 2")),
+        "engines",
+        bench("engines"),
         LONGEST,
-        "cp-<gpu>.json",
-        "sequences over two GPUs, beside FLA's",
-        ("fla",),
-        180,
-        gpus=2,
+        "engines-<gpu>.json",
+        "layers of vLLM and SGLang beside the engines' own kernels",
+        ("FLASHDELTA_ENGINES",),
+        100,
+    ),
+    Part(
+        "shards",
+        bench("shards"),
+        LONGEST,
+        "shards-<gpu>.json",
+        "shards of shipped models beside cuDNN",
+        ("cudnn",),
+    ),
+    *(
+        Part(
+            f"prefill-{name}",
+            bench("prefill", *HOPPER, *gates),
+            LONGEST,
+            "prefill-hopper-<gpu>.json",
+            f"the same with {name} gates, beside cuDNN",
+            ("fla", "cudnn"),
+            100,
+        )
+        for name, gates in (("slow", SLOW), ("random", RANDOM))
+    ),
+    Part("train", bench("train"), LONGEST, "train-<gpu>.json", "README.md's row", ("fla",), 100),
+    Part(
+        "train-gates",
+        bench("train", *RANDOM, *SLOW),
+        LONGEST,
+        "train-<gpu>.json",
+        "the same with random and with slow gates, beside cuDNN",
+        ("fla", "cudnn"),
+        100,
     ),
     Part(
         "cp",
@@ -122,58 +205,8 @@ PARTS = (
         ("fla",),
     ),
     Part(
-        "shards",
-        bench("shards"),
-        LONGEST,
-        "shards-<gpu>.json",
-        "shards of shipped models beside cuDNN",
-        ("cudnn",),
-        180,
-    ),
-    Part("prefill", bench("prefill", *HOPPER), LONGEST, "prefill-hopper-<gpu>.json", "README.md's rows", ("fla",), 180),
-    *(
-        Part(
-            f"prefill-{name}",
-            bench("prefill", *HOPPER, *gates),
-            LONGEST,
-            "prefill-hopper-<gpu>.json",
-            f"the same with {name} gates, beside cuDNN",
-            ("fla", "cudnn"),
-            180,
-        )
-        for name, gates in (("slow", SLOW), ("random", RANDOM))
-    ),
-    Part("train", bench("train"), LONGEST, "train-<gpu>.json", "README.md's row", ("fla",), 120),
-    Part(
-        "train-gates",
-        bench("train", *RANDOM, *SLOW),
-        LONGEST,
-        "train-<gpu>.json",
-        "the same with random and with slow gates, beside cuDNN",
-        ("fla", "cudnn"),
-        120,
-    ),
-    Part(
         "split", bench("split", *HOPPER, *rows("128K H8")), 300, "split-hopper-<gpu>.json", "README.md's row", ("fla",)
     ),
     Part("decode", bench("decode", *rows("N128 H32 bf16")), 300, "decode-<gpu>.json", "README.md's row", ("fla",)),
-    Part(
-        "models",
-        bench("models"),
-        LONGEST,
-        "models-<gpu>.json",
-        "layers of FLA and Hugging Face, integration on and off",
-        ("fla", "transformers"),
-        180,
-    ),
-    Part(
-        "engines",
-        bench("engines"),
-        LONGEST,
-        "engines-<gpu>.json",
-        "layers of vLLM and SGLang beside the engines' own kernels",
-        ("FLASHDELTA_ENGINES",),
-        180,
-    ),
     Part("startup", bench("startup"), 300, "startup-<gpu>.json", "the first calls of a fresh process"),
 )

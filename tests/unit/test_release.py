@@ -221,12 +221,24 @@ def test_a_command_that_does_not_parse_shows():
         rows_of(["bench", "decode", "--rows", "no such row", "--json", "x.json"])
 
 
-def test_every_row_of_the_readme_is_measured():
-    measured = set()
+def measured_rows() -> list[tuple[str, str]]:
+    """Of all parts, by the benchmark's name."""
+    found = []
     for part in PARTS:
         if part.command[:2] == ("-m", "flashdelta"):
             stem = part.results.removesuffix("-<gpu>.json").removesuffix("-hopper")
-            measured |= {(stem, row.name) for row in rows_of(list(part.command[2:]))}
+            found += [(stem, row.name) for row in rows_of(list(part.command[2:]))]
+    return found
+
+
+def test_parts_of_a_benchmark_are_all_of_it():
+    found = measured_rows()
+    for name in ("cp", "layer", "models"):
+        assert sorted(row for stem, row in found if stem == name) == sorted(row.name for row in BENCHMARKS[name].rows)
+
+
+def test_every_row_of_the_readme_is_measured():
+    measured = {*measured_rows()}
     wanted = {(x.stem.removesuffix("-h200").removesuffix("-hopper"), x.row) for x in pages.HEADLINES}
     assert wanted <= measured
 
