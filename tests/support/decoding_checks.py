@@ -242,7 +242,7 @@ HOPPER_REPLAYED = [
     replace(_WIDE, name="narrow", K=64, V=64, T=8, spec=7),
     *(
         replace(_WIDE, name=f"{tokens} tokens", T=tokens, spec=tokens - 1, state=state)
-        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16), (torch.float32, BF16))
+        for tokens, state in itertools.product((2, 4, 5, 8, 9, 16, 17), (torch.float32, BF16))
     ),
     replace(_WIDE, name="narrow keys", K=64, state=torch.float32),
     replace(_WIDE, name="narrow values", V=64),
@@ -250,7 +250,18 @@ HOPPER_REPLAYED = [
     replace(_WIDE, name="softplus", gate="softplus", lengths=(8, 0, 5), spec=7, HV=6, state=torch.float32),
     *(
         replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1)
-        for tokens, gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"))
+        for tokens, gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"), (17, "softplus"))
+    ),
+    replace(
+        _WIDE,
+        name="1 to 17 tokens",
+        K=64,
+        V=64,
+        lengths=(17, *range(17)),
+        spec=16,
+        indices=tuple(range(18)),
+        slots=19,
+        state=torch.float32,
     ),
     replace(_WIDE, name="narrow, logsigmoid", K=64, V=64, T=9, spec=8, gate="logsigmoid", state=torch.float32),
     replace(_WIDE, name="narrow keys, softplus", K=64, T=5, spec=4, gate="softplus"),

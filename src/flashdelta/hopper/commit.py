@@ -76,6 +76,16 @@ def load_records(
     return k, decays, first_decay, u
 
 
+@gluon.jit
+def load_first(record, count, tokens, there, of_u, row_step, K: gl.constexpr, TOKENS: gl.constexpr, key_l: gl.constexpr):
+    """Of the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of fewer."""
+    more = there & (gl.minimum(count, tokens) > TOKENS)
+    key = gl.arange(0, K, layout=key_l)
+    k = gl.load(record + K + key, mask=everywhere(key, more), other=0.0)
+    decay = gl.load(record + row_step + key, mask=everywhere(key, more), other=1.0)
+    return k, decay, gl.load(record_values(record, K) + of_u, mask=everywhere(of_u, more), other=0.0)
+
+
 @gluon.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
 def replay_kernel(
     initial_state,
@@ -94,10 +104,11 @@ def replay_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     TOKENS: gl.constexpr,
+    ONE_MORE: gl.constexpr,
 ):
     """At most `TOKENS` tokens, in four warps. Both parts of the operands lie along the sum: the low part of keys, then the high
     one for both parts of `u`. An accumulator gives a thread 2 adjacent columns of every 8; with pairs swapped
-    these are 4 adjacent ones of every 16."""
+    these are 4 adjacent ones of every 16. With `ONE_MORE` there may be a token before those, whose part is added in float32."""
     sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=1)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=1)
@@ -124,6 +135,7 @@ def replay_kernel(
     records += head * record_width(K, V)
     in_slot = value[:, None] * K + channel[None, :]
     of_u = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, left_l))
+    of_first = slice_ * BV + value
     guess = gl.load(accepted + n).to(gl.int64)
     guessed_slot, guessed_row, guessed = slot_and_row(slot_indices, row_indices, n, lowest, slots, rows)
     states = initial_state + guessed_slot * slot_pitch
@@ -132,6 +144,8 @@ def replay_kernel(
     gdc_launch_dependents()
     start = gl.load(states + in_slot, mask=everywhere(in_slot, guessed))
     asked = load_records(record, guess, tokens, guessed, of_u, row_step, K, TOKENS, row_l, left_l)
+    if ONE_MORE:
+        first = load_first(record, guess, tokens, guessed, of_first, row_step, K, TOKENS, key_l)
     barrier()  # no load passes it; else those above would follow the ones below, and wait for them
     count = gl.load(accepted + n).to(gl.int64)
     slot, row, named = slot_and_row(slot_indices, row_indices, n, lowest, slots, rows)
@@ -141,18 +155,28 @@ def replay_kernel(
             record = records + row * row_pitch
             start = gl.load(states + in_slot)
             asked = load_records(record, count, tokens, named, of_u, row_step, K, TOKENS, row_l, left_l)
+            if ONE_MORE:
+                first = load_first(record, count, tokens, named, of_first, row_step, K, TOKENS, key_l)
         k, decays, first_decay, u = asked
         counts = record_counts(record, K, V)
         recorded = gl.load(counts + slice_)
 
         until = gl.associative_scan(decays, 0, multiply)
         all_s = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-        all_s.store(first_decay * gl.reduce(decays, 0, multiply))
+        every = gl.reduce(decays, 0, multiply)
+        if ONE_MORE:
+            first_k, second_decay, first_u = first
+            every *= second_decay
+            first_s = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+            first_s.store(first_k * every)
+        all_s.store(first_decay * every)
         high, low = two_parts(swap_pairs(k * until, 4, 2))
         rows_s = gl.allocate_shared_memory(gl.float32, [2, 2 * TOKENS, K], rows_in)
         rows_s.index(0).store(stacked(low, high))
         rows_s.index(1).store(stacked(high, high))
         state = start.to(gl.float32) * all_s.load(gl.SliceLayout(0, lines_l))[None, :]
+        if ONE_MORE:
+            state += first_u[:, None] * first_s.load(gl.SliceLayout(0, lines_l))[None, :]
         sums = gl.convert_layout(swap_pairs(state, 4, 2), sums_l, assert_trivial=True)
         high, low = two_parts(u)
         once = (gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, left_l)) < TOKENS)[None, :]
@@ -173,9 +197,10 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     if not aligned(t.state_pool, 16):
         return [launch]
     tokens = 8 if problem.most_tokens <= 8 else 16
-    constants = {"K": problem.K, "V": problem.V, "TOKENS": tokens}
+    more = problem.most_tokens > tokens
+    constants = {"K": problem.K, "V": problem.V, "TOKENS": tokens, "ONE_MORE": more}
     ctas = problem.N * problem.HV * (problem.V // BV.value)
-    # four CTAs of up to 8 tokens fit on an SM
-    cap = {"max_registers": 128 if tokens == 8 else None}
+    # four CTAs of up to 8 tokens fit on an SM, and three of 17
+    cap = {"max_registers": 128 if tokens == 8 else 168 if more else None}
     kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4} | cap
     return [replace(launch, ctas=ctas, **kernel)]

@@ -92,9 +92,9 @@ class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
-    takes the dtype and layout of states only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's forward that
-    leaves what its backward pass needs. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's convolution
-    and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
+    takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's
+    forward that leaves what its backward pass needs. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's
+    convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -210,7 +210,7 @@ class Variant:
     def _commit(self) -> Call:
         make, index = _make(self.state_dtype), _make(torch.int32)
         pool, states = make(*self._states(4)), make(4, 2, *self._states(4)[1:])
-        states = self._records(2) if self.records else states
+        states = self._records(1 + (self.spec_tokens or 1)) if self.records else states
         names = ("initial_state", "intermediate_states", "ssm_state_indices", "num_accepted_tokens")
         options = {"null_index": "negative", "state_v_first": self.state_v_first}
         return commit, dict(zip(names, (pool, states, index(2), index(2)))) | options
@@ -541,14 +541,18 @@ VARIANTS = (
     _hopper_replay("K128 V128 bf16", 3, state_dtype=torch.bfloat16),
     _hopper_replay("K128 V128 bf16, two CTAs an SM", 3, state_dtype=torch.bfloat16, N=100),
     _hopper_replay("of 16 tokens K128 V128", 15, packed=True),
+    _hopper_replay("of 17 tokens K128 V128", 16),
+    _hopper_replay("of 17 tokens K128 V128 bf16", 16, state_dtype=torch.bfloat16),
     _hopper_replay("K64 V64 bf16", 7, K=64, V=64, state_dtype=torch.bfloat16),
     _hopper_replay("K128 V128 unbounded", 7, gate="softplus"),
     _hopper_replay("K128 V128 unbounded bf16", 3, gate="softplus", state_dtype=torch.bfloat16),
     _hopper_replay("K128 V128 unbounded bf16, two CTAs an SM", 3, gate="softplus", state_dtype=torch.bfloat16, N=100),
     _hopper_replay("of 16 tokens K128 V128 unbounded", 15, packed=True, gate="softplus"),
+    _hopper_replay("of 17 tokens K128 V128 unbounded", 16, gate="softplus"),
     _hopper_replay("K64 V64 unbounded bf16", 7, K=64, V=64, gate="logsigmoid", state_dtype=torch.bfloat16),
     _hopper_commit("K128 V128"),
     _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
+    _hopper_commit("of 17 tokens K128 V128", spec_tokens=16),
     _hopper_fused("K128 V128 fp32"),
     _hopper_fused("K128 V128 bf16", state_dtype=torch.bfloat16),
     _hopper_fused("K128 V128 bf16, eight value heads", heads=8, group=8, state_dtype=torch.bfloat16),
