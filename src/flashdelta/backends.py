@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .problem.problem import RECORDED_AT_ONCE, Problem, Tensors
+from .problem.problem import Problem, Tensors
 from .problem.split import NO_COSTS, planned_parts
 
 T = TypeVar("T")
@@ -199,8 +199,6 @@ class HopperBackend(Backend):
 
     def _record_obstacle(self, problem: Problem, layout: str) -> str | None:
         """Why it can't write or replay records."""
-        if problem.most_tokens > RECORDED_AT_ONCE:
-            return f"{problem.most_tokens} tokens a record; it takes up to {RECORDED_AT_ONCE}"
         if problem.state_dtype == torch.float64 or not problem.state_v_first:
             return f"states in {problem.state_dtype}, {layout} first; it takes float32 and bfloat16, V first"
         if problem.operation == "commit":

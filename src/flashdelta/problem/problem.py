@@ -26,9 +26,6 @@ DECODE_TOKENS = 17
 RECORD_COUNTS = 4
 """Numbers after a replay record. Those of the first token say how many are recorded, each to a slice of value channels."""
 
-RECORDED_AT_ONCE = 17
-"""Tokens whose records are worked out at once, at most. Operands of 32 would not fit in shared memory everywhere."""
-
 RECORD_MULTIPLE = 16
 """Of the width of replay records. With any number of heads strides are multiples of 16 then, so that kernels compile once."""
 

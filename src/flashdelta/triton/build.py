@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..problem.problem import BACKWARD, RECORDED_AT_ONCE, Problem, Tensors
+from ..problem.problem import BACKWARD, Problem, Tensors
 from ..problem.split import segments_of_call
 from ..program.launch import Launch, capability, sm_count
 from ..program.program import Outputs, Program, Step
@@ -73,8 +73,7 @@ def prefill_layout(problem: Problem, values: bool) -> Layout:
 
 def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     """Token by token, or into a replay buffer all at once."""
-    at_once = problem.has_records and problem.most_tokens <= RECORDED_AT_ONCE
-    return (verify if at_once else decode)(problem, t, arch, outputs)
+    return (verify if problem.has_records else decode)(problem, t, arch, outputs)
 
 
 LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Sequence[Step]]] = {

@@ -32,7 +32,7 @@ from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.norms import L2_EPS
-from .device.records import COUNTS, record_counts, record_values, record_width, store_decay_and_key
+from .device.records import record_counts, record_values, record_width, store_decay_and_key
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import or_empty
@@ -284,7 +284,7 @@ def decode_kernel(
     """`S <- diag(exp(g_t)) S + beta_t k_t (v_t - k_t^T diag(exp(g_t)) S)`, `o_t = scale q_t^T S`.
 
     `SINGLE`: one token a sequence. `EACH`: the state after every token is stored, in slots of the pool or (2) in rows of a
-    scratch buffer; or (3) what every token changes is, in rows of a replay buffer, of more tokens than `verify.py` takes.
+    scratch buffer.
     `IN_PLACE`: states are slots of a pool; `TWO_POOLS`: read from one and stored to another. `STREAM`: states need not stay in
     the L2 cache.
     """
@@ -325,19 +325,11 @@ def decode_kernel(
         stored *= live.to(tl.int32)
     if TWO_POOLS and not EACH:
         slot, _ = target_slot(targets, n * target_row, n, lowest, target_slots)
-    if EACH == 3:
-        final_state, has_row = open_record(
-            *(final_state, starts, targets, n, head, slot, tl.where(there, end - begin, 0), slice_),
-            *(start_row, target_row, target_pitch, lowest, start_slots, target_slots, tl.arange(0, COUNTS), K, V),
-        )
-    else:
-        final_state += head * (K * V)
+    final_state += head * (K * V)
     if not EACH:
         final_state += slot * target_pitch
 
-    state, out, written = step(state.to(tl.float32), row_v, first)
-    if EACH == 3:
-        record(final_state, has_row, slice_, key, value, first, written, K)
+    state, out, _ = step(state.to(tl.float32), row_v, first)
     if SINGLE:
         if NULL_GIVES_ZERO:
             out = tl.where(live, out, 0.0)
@@ -347,7 +339,7 @@ def decode_kernel(
             if NULL_GIVES_ZERO:
                 out = tl.where(live, out, 0.0)
             tl.store(o + t * o_token + value, out.to(o.dtype.element_ty))
-            if EACH == 1 or EACH == 2:
+            if EACH:
                 nth = t - begin
                 index = n * target_row + nth * target_token
                 # a scratch buffer has no reserved row
@@ -359,10 +351,7 @@ def decode_kernel(
                 rows = load_token(q, k, g, beta, t + 1, more, q_token, k_token, g_token, beta_token, key)
                 row_v = load_row(v + (t + 1) * v_token, value, more)
                 token = factors(rows, more, bias, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                state, out, written = step(state, row_v, token)
-                if EACH == 3:
-                    next_record = final_state + (t + 1 - begin) * target_step
-                    record(next_record, has_row & more, slice_, key, value, token, written, K)
+                state, out, _ = step(state, row_v, token)
     if not EACH:
         store_tile(final_state, in_slot, state, stored, STREAM)
 
@@ -421,7 +410,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             BETA=problem.beta_kind,
             L2NORM=problem.l2norm,
             V_FIRST=problem.state_v_first,
-            EACH=3 if problem.has_records else 2 if problem.has_intermediate else problem.stores_each_state,
+            EACH=2 if problem.has_intermediate else problem.stores_each_state,
             IN_PLACE=problem.has_pool,
             TWO_POOLS=states.two_pools,
             NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,

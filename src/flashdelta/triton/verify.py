@@ -34,7 +34,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..problem.problem import RECORDED_AT_ONCE, Problem, Tensors
+from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs
 from .decode import SCALARS, decode_states, open_record, start_slot, step_arguments
@@ -51,16 +51,21 @@ AHEAD = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def inverse_norms(rows, L2NORM: tl.constexpr):
-    """`1 / |x|` of rows of q or k; 1 without `L2NORM`.
+def dots(a, b):
+    """`sum_k a_k b_k` of rows.
 
     A row no longer than a warp may lie one product a lane. The first addition of its sum would be an FMA of a lane's own
     product, which is exact, and another lane's, which is rounded: lanes would differ in one sum, and race to store it at one
     address. `tl.fma(a, b, 0.0)` rounds every product; `a b + 0.0` not, as a square is never -0. Of longer rows one lane stores
     a warp's sum (Triton 3.6).
     """
-    squares = rows * rows if rows.shape[1] > 32 else tl.fma(rows, rows, 0.0)
-    total = tl.sum(squares, axis=1)
+    return tl.sum(a * b if a.shape[1] > 32 else tl.fma(a, b, 0.0), axis=1)
+
+
+@triton.jit
+def inverse_norms(rows, L2NORM: tl.constexpr):
+    """`1 / |x|` of rows of q or k; 1 without `L2NORM`."""
+    total = dots(rows, rows)
     norms = total * 0.0 + 1.0
     if L2NORM:
         norms = tl.rsqrt(total + L2_EPS)
@@ -239,8 +244,9 @@ def verify_kernel(
     V_FIRST: tl.constexpr,
     NULL_GIVES_ZERO: tl.constexpr,
     OVERLAP: tl.constexpr,
+    ONE_MORE: tl.constexpr,
 ):
-    """At most `TOKENS` tokens a sequence. Tiles of an MMA have at least 16 channels, those of them that do not exist are zeros.
+    """At most `TOKENS` tokens a sequence, and `ONE_MORE`, of which no other is a function: its products are sums. Tiles of an MMA have at least 16 channels, those of them that do not exist are zeros.
     `SPLIT`: parts of the key channels, one a warp. `MMA16`: the interpreter has no MMAs of bfloat16."""
     if OVERLAP:
         gdc_wait()
@@ -287,6 +293,15 @@ def verify_kernel(
     known = own < count
     of_k = row < TOKENS
     strength = beta_of(tl.load(beta + own * beta_token, mask=known, other=0.0).to(tl.float32), BETA) * norms
+    if ONE_MORE:
+        at_key = everywhere(key, count > TOKENS) & of_key
+        more_k = tl.load(k + TOKENS * k_token + key, mask=at_key, other=0.0).to(tl.float32)
+        more_q = tl.load(q + TOKENS * q_token + key, mask=at_key, other=0.0).to(tl.float32)
+        more_g = tl.load(g + TOKENS * g_token + key, mask=at_key, other=0.0).to(tl.float32)
+        more_beta = tl.load(beta + TOKENS * beta_token, mask=count > TOKENS, other=0.0).to(tl.float32)
+        more_exp_g = tl.exp2(log2_decay(more_g + bias, rate, lower_bound, GATE))
+        in_record = TOKENS * target_step + key
+        store_decay_and_key(records, in_record, everywhere(key, recorded) & at_key, more_exp_g, more_k, K)
 
     if GATE == "lower_bound":
         x = tl.load(g + token[:, None] * g_token + key[None, :], mask=tile, other=0.0).to(tl.float32)
@@ -297,6 +312,10 @@ def verify_kernel(
         rows = stacked(tile_k * since, tile_q * since)
         until = two_parts(tl.permute(by_warp(tile_k / since, SPLIT), (0, 2, 1)))
         pairs = tl.sum(products(two_parts(by_warp(rows, SPLIT)), until), axis=0)
+        if ONE_MORE:
+            decayed = tile_k / since
+            since = tl.sum(tl.where((token == TOKENS - 1)[:, None], since, 0.0), axis=0)
+            decayed *= since[None, :]
     else:
         decayed = tl.zeros([TOKENS, BK], tl.float32)
         rows = tl.zeros([ROWS, BK], tl.float32)
@@ -305,7 +324,7 @@ def verify_kernel(
         next_k = tl.load(k + key, mask=everywhere(key, there) & of_key, other=0.0)
         next_q = tl.load(q + key, mask=everywhere(key, there) & of_key, other=0.0)
         next_g = tl.load(g + key, mask=everywhere(key, there) & of_key, other=0.0)
-        for t in range(0, count):
+        for t in range(0, tl.minimum(count, TOKENS) if ONE_MORE else count):
             row_k, row_q, row_g = next_k.to(tl.float32), next_q.to(tl.float32), next_g.to(tl.float32)
             k += k_token
             q += q_token
@@ -320,11 +339,25 @@ def verify_kernel(
             here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
             decayed = tl.where((token == t)[:, None], row_k[None, :], decayed * exp_g[None, :])
             rows = tl.where(here_k, (row_k * since)[None, :], tl.where(here_q, (row_q * since)[None, :], rows))
-            # rounded as in `inverse_norms`
+            # rounded as in `dots`
             by_k = decayed * row_k[None, :] if BK > 32 else tl.fma(decayed, row_k[None, :], 0.0)
             pairs = tl.where(here_k, tl.sum(by_k, axis=1)[None, :], pairs)
             by_q = decayed * row_q[None, :] if BK > 32 else tl.fma(decayed, row_q[None, :], 0.0)
             pairs = tl.where(here_q, tl.sum(by_q, axis=1)[None, :], pairs)
+
+    if ONE_MORE:
+        decayed *= more_exp_g[None, :]
+        since *= more_exp_g
+        none = tl.zeros([TOKENS], tl.float32)
+        more_A = stacked(dots(decayed, more_k[None, :]), none)
+        more_B = stacked(dots(decayed, more_q[None, :]), none)
+        more_norm_k = inverse_norms(more_k[None, :], L2NORM)
+        more_norm_q = inverse_norms(more_q[None, :], L2NORM)
+        more_strength = beta_of(more_beta, BETA) * more_norm_k
+        column = tl.arange(0, 16)
+        more_rows = tl.where((column == 0)[:, None], (more_k * since)[None, :], 0.0)
+        more_rows = tl.where((column == 1)[:, None], (more_q * since)[None, :], more_rows)
+        more_diagonal = dots(more_k[None, :], more_q[None, :])
 
     pairs = tl.trans(stacked(tl.trans(pairs), tl.zeros([TOKENS, ROWS], tl.float32)))
     earlier = row[None, :] < tl.where(of_k, row, own + 1)[:, None]  # B has a diagonal
@@ -341,6 +374,10 @@ def verify_kernel(
         value, of_value = channels(slice_ * BV + tile_, TILE)
         tile_v = tl.load(v + own[None, :] * v_token + value[:, None], mask=of_w[None, :] & of_value[:, None], other=0.0)
         sums = along_rows(state, rows, MMA16)
+        if ONE_MORE:
+            more_sums = along_rows(state, more_rows, MMA16) * (1 / AHEAD)
+            more_a = tl.sum(tl.where((column == 0)[None, :], more_sums, 0.0), axis=1)
+            more_b = tl.sum(tl.where((column == 1)[None, :], more_sums, 0.0), axis=1)
         if tile_ + TILE < BV:
             state = load_tile(initial_state, slice_ * BV + tile_ + TILE, read, K, V, TILE, V_FIRST)
         right = strength[None, :] * tile_v.to(tl.float32) - weight[None, :] * (sums * (1 / AHEAD))
@@ -356,6 +393,20 @@ def verify_kernel(
         at = own.to(tl.int64)[None, :] * target_step + value[:, None]
         recorded = everywhere(at, has_row) & of_w[None, :] & of_value[:, None]
         tl.store(record_values(records, K) + at, result, mask=recorded)
+        if ONE_MORE:
+            at_value = everywhere(value, count > TOKENS) & of_value
+            more_v = tl.load(v + TOKENS * v_token + value, mask=at_value, other=0.0).to(tl.float32)
+            # by selection, as the other columns are no values
+            more_a += tl.sum(tl.where(of_k[None, :], result * more_A[None, :], 0.0), axis=1)
+            more_b += tl.sum(tl.where(of_k[None, :], result * more_B[None, :], 0.0), axis=1)
+            of_last = more_strength * (more_v - more_norm_k * more_a)
+            out = (more_b + more_diagonal * of_last) * (more_norm_q * scale)
+            if NULL_GIVES_ZERO:
+                out = tl.where(live, out, 0.0)
+            tl.store(o + TOKENS * o_token + value, out.to(o.dtype.element_ty), mask=at_value)
+            in_record = TOKENS * target_step + value
+            recorded = everywhere(value, has_row) & at_value
+            tl.store(record_values(records, K) + in_record, of_last, mask=recorded)
 
 
 @dataclass(frozen=True)
@@ -383,6 +434,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     o = outputs["o"]
     c = verify_config(problem)
     states = decode_states(problem, t, None)
+    tokens = 8 if problem.most_tokens <= 8 else 16
     overlaps = arch >= 90
     launch = Launch(
         verify_kernel,
@@ -393,7 +445,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             V=problem.V,
             BV=c.BV,
             TILE=c.tile,
-            TOKENS=8 if problem.most_tokens <= 8 else RECORDED_AT_ONCE,
+            TOKENS=tokens,
             SPLIT=max(1, min(c.num_warps, problem.K // 16)),
             MMA16=problem.state_dtype == torch.bfloat16 and not knobs.runtime.interpret,
             GATE=problem.gate,
@@ -402,6 +454,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
             V_FIRST=problem.state_v_first,
             NULL_GIVES_ZERO=problem.operation == "decode" and states.starts is not None,
             OVERLAP=overlaps,
+            ONE_MORE=problem.most_tokens > tokens,
         ),
         c.num_warps,
         max_registers=c.max_registers,
