@@ -10,6 +10,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from flashdelta.hopper import (
+    commit,
     decode,
     fused_decode,
     intra,
@@ -125,6 +126,11 @@ def step() -> None:
 
 def replay() -> None:
     test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == "4 tokens"))
+
+
+def replay_of_17() -> None:
+    for name in ("17 tokens", "17 tokens without a bound"):
+        test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == name))
 
 
 def unbounded_replay() -> None:
@@ -257,6 +263,22 @@ FAULTS = [
     Break(
         "a level has the first halves, too", verify.pairs_of, "== (s >> level) + 1", ">= (s >> level)", unbounded_replay
     ),
+    Break("a 17th token has no gate", verify.verify_kernel, "* more_exp_g * AHEAD", "* AHEAD", replay_of_17),
+    Break("a 17th token does not see itself", verify.verify_kernel, "+ more_diagonal * of_last", "", replay_of_17),
+    Break(
+        "a 17th token reads by its query", verify.verify_kernel, "slice(FIRST, 1", "slice(FIRST + 1, 1", replay_of_17
+    ),
+    Break("a 17th token sees all as they came", verify.verify_kernel, "tile_k * until", "tile_k", replay_of_17),
+    Break(
+        "a 17th token has no record",
+        verify.verify_kernel,
+        "(key, recorded & more)",
+        "(key, more & ~more)",
+        replay_of_17,
+    ),
+    Break("the first of 17 is not accepted", commit.load_first, "> TOKENS", "> TOKENS + 1", replay_of_17),
+    Break("the first of 17 does not decay", commit.replay_kernel, "first_k * every", "first_k", replay_of_17),
+    Break("one decay of 17 is missing", commit.replay_kernel, "every *= second_decay", "pass", replay_of_17),
 ]
 
 

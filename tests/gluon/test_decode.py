@@ -53,6 +53,11 @@ def test_rounds_of_replay_without_a_bound():
     check_rounds(4, "hopper", S=9, K=64, dtype=BF16, gate="softplus", group=2)
 
 
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
+def test_rounds_of_seventeen_tokens(gate: str):
+    check_rounds(12, "hopper", S=16, K=64, dtype=BF16, gate=gate)
+
+
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("hopper", K=64, dtype=BF16)
 
@@ -63,14 +68,21 @@ def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, 
     check_spoilt_token(name, token, gate, "hopper", K=64, dtype=BF16)
 
 
-@pytest.mark.parametrize("tokens", [4, 7, 16])
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str):
+    check_spoilt_token(name, 16, gate, "hopper", K=64, dtype=BF16, S=16)
+
+
+@pytest.mark.parametrize("tokens", [4, 7, 16, 17])
 @pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
 def test_decays_without_a_bound(gate: str, tokens: int):
     check_strong_decays(gate, tokens, "hopper", dtype=BF16)
 
 
-def test_sixteen_tokens_at_the_floor_of_the_gate():
-    check_floor("hopper", dtype=BF16)
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_tokens_at_the_floor_of_the_gate(tokens: int):
+    check_floor(tokens, "hopper", dtype=BF16)
 
 
 def test_wild_counts_of_records():

@@ -218,16 +218,22 @@ def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: d
     check_rounds(200, backend, "cuda", state=state, K=64, dtype=BF16, **other)
 
 
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
+def test_many_rounds_of_seventeen_tokens(gate: str, backend: str):
+    check_rounds(200, backend, "cuda", S=16, K=64, dtype=BF16, gate=gate)
+
+
 def test_which_rows_of_records_are_written_and_emptied(backend: str):
     check_rows_of_records(backend, "cuda", K=64, dtype=BF16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_sixteen_tokens_at_the_floor_of_the_gate(dtype: torch.dtype, backend: str):
-    check_floor(backend, "cuda", dtype=dtype)
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_tokens_at_the_floor_of_the_gate(tokens: int, dtype: torch.dtype, backend: str):
+    check_floor(tokens, backend, "cuda", dtype=dtype)
 
 
-@pytest.mark.parametrize("tokens", [4, 7, 16])
+@pytest.mark.parametrize("tokens", [4, 7, 16, 17])
 @pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
 def test_decays_without_a_bound(gate: str, tokens: int, backend: str):
     check_strong_decays(gate, tokens, backend, "cuda", dtype=BF16)
@@ -241,6 +247,12 @@ def test_wild_counts_of_records(backend: str):
 @pytest.mark.parametrize(("name", "token"), SPOILT)
 def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str, backend: str):
     check_spoilt_token(name, token, gate, backend, "cuda", K=128, dtype=BF16)
+
+
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str, backend: str):
+    check_spoilt_token(name, 16, gate, backend, "cuda", K=128, dtype=BF16, S=16)
 
 
 def test_a_captured_round_replays_with_other_slots_and_counts():

@@ -57,21 +57,24 @@ def test_replay(step: Step):
     check_replay(step, FP32, "triton")
 
 
-def test_rounds_of_replay():
-    check_rounds(6, "triton")
+@pytest.mark.parametrize("S", [5, 16])
+def test_rounds_of_replay(S: int):
+    check_rounds(6, "triton", S=S)
 
 
 def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("triton")
 
 
-def test_sixteen_tokens_at_the_floor_of_the_gate():
-    check_floor("triton")
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_tokens_at_the_floor_of_the_gate(tokens: int):
+    check_floor(tokens, "triton")
 
 
+@pytest.mark.parametrize("tokens", [7, 17])
 @pytest.mark.parametrize("gate", ["none", "softplus", "logsigmoid"])
-def test_decays_without_a_bound(gate: str):
-    check_strong_decays(gate, 7, "triton")
+def test_decays_without_a_bound(gate: str, tokens: int):
+    check_strong_decays(gate, tokens, "triton")
 
 
 def test_wild_counts_of_records():
@@ -82,6 +85,12 @@ def test_wild_counts_of_records():
 @pytest.mark.parametrize(("name", "token"), SPOILT)
 def test_a_token_that_is_no_number_spoils_none_before_it(name: str, token: int, gate: str):
     check_spoilt_token(name, token, gate, "triton")
+
+
+@pytest.mark.parametrize("gate", ["lower_bound", "logsigmoid"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str):
+    check_spoilt_token(name, 16, gate, "triton", S=16)
 
 
 def test_warmup_runs(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -152,7 +153,8 @@ def check_replay(step: Step, dtype: torch.dtype, backend: str, device: str = "cp
     }
     if "intermediate_state_indices" in call:
         shared["intermediate_state_indices"] = call["intermediate_state_indices"]
-    for accepted in (lengths, lengths.clamp(max=1), lengths + 1, torch.zeros_like(lengths) - 1):
+    others = torch.arange(len(lengths), device=device, dtype=torch.int32) % (1 + lengths)
+    for accepted in (lengths, others, lengths.clamp(max=1), lengths + 1, torch.zeros_like(lengths) - 1):
         fd.recurrent_kda(**call | {"intermediate_states": records})
         states = torch.where(accepted > lengths, -1, accepted)
         pools = pool.clone(), pool.clone()
@@ -218,6 +220,7 @@ REPLAYED = [
     *_VERIFIED,
     replace(BY_NAME["verify_16"], name="drafts_16", state=torch.float32, HV=2),
     replace(BY_NAME["verify_16"], name="drafts_15", T=16, spec=15, state=torch.float32),
+    replace(BY_NAME["verify_rows"], name="drafts_16_softplus", gate="softplus", spec=16, lengths=(17, 0, 16)),
     replace(
         BY_NAME["verify_rows"],
         name="drafts_7_softplus",
@@ -237,6 +240,7 @@ REPLAYED = [
 """Steps whose verification may go to a replay buffer."""
 
 _WIDE = replace(BY_NAME["verify"], K=128, V=128, H=2, HV=2, gap=256, v_first=True, state=BF16)
+_EIGHTEEN: dict[str, Any] = {"B": 18, "H": 1, "HV": 1, "indices": tuple(range(18)), "slots": 19}
 HOPPER_REPLAYED = [
     replace(_WIDE, name="packed", lengths=(8, 0, 5), spec=7, HV=6, beta="double_logit", state=torch.float32),
     replace(_WIDE, name="narrow", K=64, V=64, T=8, spec=7),
@@ -252,16 +256,13 @@ HOPPER_REPLAYED = [
         replace(_WIDE, name=f"{tokens} tokens without a bound", gate=gate, T=tokens, spec=tokens - 1)
         for tokens, gate in ((3, "none"), (4, "softplus"), (8, "logsigmoid"), (16, "softplus"), (17, "softplus"))
     ),
-    replace(
-        _WIDE,
-        name="1 to 17 tokens",
-        K=64,
-        V=64,
-        lengths=(17, *range(17)),
-        spec=16,
-        indices=tuple(range(18)),
-        slots=19,
-        state=torch.float32,
+    *(
+        replace(_WIDE, name=name, K=64, V=64, gate=gate, spec=16, state=torch.float32, **_EIGHTEEN, **lengths)
+        for name, gate, lengths in (
+            ("0 to 17 tokens", "lower_bound", {"lengths": tuple(range(18))}),
+            ("0 to 17 tokens without a bound", "logsigmoid", {"lengths": tuple(range(18))}),
+            ("0 to 17 of 17 tokens", "none", {"T": 17}),
+        )
     ),
     replace(_WIDE, name="narrow, logsigmoid", K=64, V=64, T=9, spec=8, gate="logsigmoid", state=torch.float32),
     replace(_WIDE, name="narrow keys, softplus", K=64, T=5, spec=4, gate="softplus"),
@@ -359,10 +360,12 @@ def check_rows_of_records(backend: str, device: str = "cpu", K: int = 32, dtype:
         assert_close("pool", pool[slot], want[0].double(), 1e-5)
 
 
-def check_floor(backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = torch.float32) -> None:
-    """Sixteen tokens that write nothing, at the gate's floor of -5 each: outputs are the start's alone, down to `exp(-80)`, and
+def check_floor(
+    tokens: int, backend: str, device: str = "cpu", K: int = 64, dtype: torch.dtype = torch.float32
+) -> None:
+    """Tokens that write nothing, at the gate's floor of -5 each: outputs are the start's alone, down to `exp(-85)`, and
     of small queries."""
-    S, HV = 15, 2
+    S, HV = tokens - 1, 2
     draw = torch.Generator().manual_seed(0)
     x = {name: torch.randn(1, 1 + S, HV, K, generator=draw).to(device, dtype) for name in "qkv"}
     x["q"] *= 1e-8
@@ -444,10 +447,11 @@ def check_spoilt_token(
     device: str = "cpu",
     K: int = 32,
     dtype: torch.dtype = torch.float32,
+    S: int = 4,
 ) -> None:
     """A token that is no number, as of a rejected draft, spoils no token before it: neither its output nor its commit. What it
     does spoil is no number either, as in the recurrence."""
-    N, S, HV, V = 2, 4, 2, K
+    N, HV, V = 2, 2, K
     draw = torch.Generator().manual_seed(token)
     shapes = {"q": (HV, K), "k": (HV, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
     x = {key: torch.randn(N, 1 + S, *shape, generator=draw).to(device, dtype) for key, shape in shapes.items()}
@@ -466,7 +470,7 @@ def check_spoilt_token(
         known = want.isfinite()
         assert known[0].any() and not known[0].all() and known[1].all()
         assert_close("o", got[known], want[known].double(), 1e-5 + one_rounding(dtype))
-        for accepted in range(1, 2 + S):
+        for accepted in sorted({1, max(1, token), token + 1, 1 + S}):
             pools = kept.clone(), kept.clone()
             count = torch.full((N,), accepted, device=device, dtype=torch.int32)
             fd.recurrent_kda(**call, **options, intermediate_states=records, backend=backend)

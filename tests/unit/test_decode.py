@@ -92,8 +92,9 @@ def test_which_rows_of_records_are_written_and_emptied():
     check_rows_of_records("reference")
 
 
-def test_sixteen_tokens_at_the_floor_of_the_gate():
-    check_floor("reference")
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_tokens_at_the_floor_of_the_gate(tokens: int):
+    check_floor(tokens, "reference")
 
 
 def test_wild_counts_of_records():

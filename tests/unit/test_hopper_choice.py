@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 import flashdelta as fd
 from flashdelta import backends
@@ -406,7 +407,13 @@ def test_stream_k_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: 
             (16, 32, 128, 4, 128),
             (32, 32, 128, 4, 168),
         ),
-        *((8, 32, 128, 8, 168), (8, 32, 128, 16, None), (8, 32, 64, 4, 168), (16, 32, 64, 4, 128)),
+        *(
+            (8, 32, 128, 8, 168),
+            (8, 32, 128, 16, None),
+            (8, 32, 128, 17, None),
+            (8, 32, 64, 4, 168),
+            (16, 32, 64, 4, 128),
+        ),
     ],
 )
 def test_registers_of_a_verification(N: int, HV: int, V: int, tokens: int, wanted: int | None):
@@ -417,3 +424,20 @@ def test_registers_of_a_verification(N: int, HV: int, V: int, tokens: int, wante
     call = on_meta(make_step(step, BF16) | {"intermediate_states": records})
     (launch,) = build(*check(fd.recurrent_kda, **call), 90).launches
     assert isinstance(launch, Launch) and launch.max_registers == wanted
+
+
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_seventeen_tokens_are_verified_and_committed_at_once(tokens: int):
+    step = replace(BY_NAME["verify"], K=128, V=128, v_first=True, T=tokens, spec=tokens - 1)
+    given = make_step(step, BF16)
+    records = torch.empty(step.slots, tokens, step.HV, record_width(128, 128))
+    pool, slots = given["initial_state"], given["ssm_state_indices"]
+    names = ("initial_state", "intermediate_states", "ssm_state_indices", "num_accepted_tokens")
+    accepted = dict(zip(names, (pool, records, slots, torch.ones_like(slots)))) | {"state_v_first": True}
+    for function, call in (
+        (fd.recurrent_kda, given | {"intermediate_states": records}),
+        (fd.commit, accepted | {"null_index": "negative"}),
+    ):
+        (launch,) = build(*check(function, **on_meta(call)), 90).launches
+        assert isinstance(launch, Launch) and isinstance(launch.kernel, GluonJITFunction)
+        assert (launch.constants["TOKENS"], launch.constants["ONE_MORE"]) == (16, tokens == 17)

@@ -1,4 +1,4 @@
-"""Stage `commit` for Hopper: the accepted tokens of a replay buffer, up to 16, into states as `[V, K]`. One CTA per (sequence,
+"""Stage `commit` for Hopper: the accepted tokens of a replay buffer, up to 17, into states as `[V, K]`. One CTA per (sequence,
 value head, slice of 64 value channels).
 
 Contract and sum as in `triton/commit.py`, which is a matrix product with the tokens inside:
@@ -77,7 +77,9 @@ def load_records(
 
 
 @gluon.jit
-def load_first(record, count, tokens, there, of_u, row_step, K: gl.constexpr, TOKENS: gl.constexpr, key_l: gl.constexpr):
+def load_first(
+    record, count, tokens, there, of_u, row_step, K: gl.constexpr, TOKENS: gl.constexpr, key_l: gl.constexpr
+):
     """Of the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of fewer."""
     more = there & (gl.minimum(count, tokens) > TOKENS)
     key = gl.arange(0, K, layout=key_l)
@@ -108,7 +110,7 @@ def replay_kernel(
 ):
     """At most `TOKENS` tokens, in four warps. Both parts of the operands lie along the sum: the low part of keys, then the high
     one for both parts of `u`. An accumulator gives a thread 2 adjacent columns of every 8; with pairs swapped
-    these are 4 adjacent ones of every 16. With `ONE_MORE` there may be a token before those, whose part is added in float32."""
+    these are 4 adjacent ones of every 16. `ONE_MORE`: the first of 17 tokens is a sum of its own, not part of the product."""
     sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=1)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=1)

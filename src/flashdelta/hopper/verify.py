@@ -1,4 +1,4 @@
-"""Stage `verify` for Hopper: up to 16 speculative tokens, states as `[V, K]`. One CTA per (sequence, value head), a thread for
+"""Stage `verify` for Hopper: up to 17 speculative tokens, states as `[V, K]`. One CTA per (sequence, value head), a thread for
 each value channel.
 
 Contract, system of equations and products as in `triton/verify.py`. What differs is how data gets to where it is used:
@@ -12,6 +12,8 @@ Contract, system of equations and products as in `triton/verify.py`. What differ
   quotient. Levels of up to 8 tokens fit into one product, of as many MMAs a warp as that of bounded decays.
 * The system is solved by value channel: a thread has all tokens of one, and what couples them is broadcast from shared memory.
   Substitution takes `TOKENS^2` multiplications, and no inverse.
+* A 17th token sees the 16 before it, and none sees it. So it is two more columns of each product, in tiles of their own, and a
+  sum over 16 tokens behind the substitution.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def pairs_by_levels(
     AT_ONCE: gl.constexpr,
 ):
     """A and B transposed, without B's diagonal, to `pairs_s`, 16 rows for every `AT_ONCE` levels; and rows for the state to
-    `rows_s`. `since_s` and `until_s` are for the rows of such levels.
+    `rows_s`. Returns `until` of the whole. `since_s` and `until_s` are for the rows of such levels.
 
     Of level `l`, and aligned blocks of `2^l` tokens: `until` has the products of `exp(g)` from behind a token to its block's
     end, `since` those from the block's begin up to and with it, and `whole` those of blocks. A token is a source where its
@@ -295,7 +297,9 @@ def verify_kernel(
                               v  by value channel                  v
                a, b [V, T]: substitution            <--   pairs_s [16, 2 T]: A and B transposed
 
-    That is with bounded decays. With others `pairs_by_levels` makes A and B of rows of their own.
+    That is with bounded decays. With others `pairs_by_levels` makes A and B of rows of their own. `ONE_MORE` token has k and q
+    in rows 0 and 1 of `more_s`, which decay from the start on, and without bounds in rows 2 and 3, which decay by its own gate
+    alone: a level of pairs, whose sources are all tokens before it.
     """
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = 2 * TOKENS
@@ -476,7 +480,7 @@ def verify_kernel(
     sums_s.store(sums)
     if ONE_MORE:
         more_sums_s = gl.allocate_shared_memory(gl.float32, [V, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-        more_sums_s.store(more_sums)
+        more_sums_s.store(more_sums)  # here, or the compiler has the product wait, and holds the state for it
     along_k, along_q = halves(sums_s.load(both_l), each_l)
     factor_l: gl.constexpr = gl.SliceLayout(0, each_l)
     strength, decayed = strength_s.load(factor_l), decayed_s.load(factor_l)
@@ -512,7 +516,9 @@ def verify_kernel(
         out = (along_q + more_diagonal * of_last) * (more_norm_q * scale)
         if NULL_GIVES_ZERO:
             out = gl.where(live, out, 0.0)
-        gl.store(o + TOKENS * o_token + value[:, None], out.to(o.dtype.element_ty), mask=everywhere(value, more)[:, None])
+        gl.store(
+            o + TOKENS * o_token + value[:, None], out.to(o.dtype.element_ty), mask=everywhere(value, more)[:, None]
+        )
         in_record = TOKENS * target_step + value[:, None]
         gl.store(record_values(records, K) + in_record, of_last, mask=everywhere(in_record, recorded & more))
 
@@ -538,7 +544,7 @@ def verify(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     given = dict(zip(verify_kernel.arg_names, launch.arguments))
     if not aligned(given["initial_state"], 16):
         return [launch]
-    tokens = next(x for x in (4, 8, 16) if problem.most_tokens <= x + x // 16)
+    tokens = next((x for x in (4, 8) if problem.most_tokens <= x), 16)
     # in the kernel's order
     names = ("K", "V", "TOKENS", "GATE", "BETA", "L2NORM", "NULL_GIVES_ZERO", "ONE_MORE")
     own = {"TOKENS": tokens, "ONE_MORE": problem.most_tokens > tokens}

@@ -1,4 +1,4 @@
-"""Stage `verify`: up to 16 speculative tokens that leave the pool alone and record what each changes, all at once. One CTA per
+"""Stage `verify`: up to 17 speculative tokens that leave the pool alone and record what each changes, all at once. One CTA per
 (sequence, value head, slice of `BV` value channels).
 
 Contract: outputs and records of `reference.decode`. With `G_t` the sum of log decays up to and with token `t`, and `w_t` what a
@@ -22,6 +22,8 @@ rows of A and B. No exponent is a difference.
 Products are MMAs of 22 bits or more, so that results differ from those of `decode` by rounding alone. An MMA multiplies what
 is not finite by the zeros of earlier rows too. So rows with such an entry are zeros in it and NaN afterwards: the token's and,
 if it changes the state, those of all later ones.
+
+A 17th token is no part of the system, which a tile of 16 tokens holds: it is a sum over those before it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from .device.states import everywhere, state_offsets
 from .device.sub_chunks import pair_mask
 
 AHEAD = tl.constexpr(2.0**60)
-"""What decayed rows are multiplied by, to be within float32 as their inverses are: 16 tokens of `exp(-5)` are 2^-116."""
+"""What decayed rows are multiplied by, to be within float32 as their inverses are: 17 tokens of `exp(-5)` are 2^-123."""
 
 
 @triton.jit
@@ -246,7 +248,8 @@ def verify_kernel(
     OVERLAP: tl.constexpr,
     ONE_MORE: tl.constexpr,
 ):
-    """At most `TOKENS` tokens a sequence, and `ONE_MORE`, of which no other is a function: its products are sums. Tiles of an MMA have at least 16 channels, those of them that do not exist are zeros.
+    """At most `TOKENS` tokens a sequence, and `ONE_MORE`. Tiles of an MMA have at least 16 channels, those of them that do not
+    exist are zeros.
     `SPLIT`: parts of the key channels, one a warp. `MMA16`: the interpreter has no MMAs of bfloat16."""
     if OVERLAP:
         gdc_wait()
