@@ -98,8 +98,8 @@ def recurrent_kda(
             starts from). Their dtype is the pool's. `commit` copies the accepted one to the pool. Or a buffer made by
             `replay_buffer`: receives what each token changes, for `commit` to replay, in 2.4 % of the memory of float32 states
             with K = V = 128. No two sequences may name one row of it; null ones leave theirs alone, whatever it is.
-        backend: `"auto"`, `"hopper"` (V first: one token a sequence with states in bfloat16, or up to 16 into a replay buffer),
-            `"triton"` or `"reference"`; see `explain`.
+        backend: `"auto"`, `"hopper"` (V first: one token a sequence with states in bfloat16, or several into a replay
+            buffer), `"triton"` or `"reference"`; see `explain`.
 
     Returns:
         `(o [B, T, HV, V], states or None)`; `o` has v's dtype. With `mixed_qkv` `o` is `[N, T, HV, V]`, or packed
