@@ -458,16 +458,11 @@ def verify_kernel(
         )
         if ONE_MORE:
             store_rows(until_s, 0, tile_k * until)
-    if ONE_MORE:
-        more_pairs = gl.zeros([16, 8], gl.float32, layout=pairs_l)
-        for i in gl.static_range(K // STEP):
-            more_pairs = dot3(load_parts(until_s, i, False, left_l), load_parts(more_s, i, True, right_l), more_pairs)
-        more_pairs_s = gl.allocate_shared_memory(gl.float32, [8, 16], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-        more_pairs_s.permute((1, 0)).store(more_pairs)
 
     sums = gl.zeros([V, ROWS], gl.float32, layout=sums_l)
     if ONE_MORE:
         more_sums = gl.zeros([V, 8], gl.float32, layout=sums_l)
+        more_pairs = gl.zeros([16, 8], gl.float32, layout=pairs_l)
     for i in gl.static_range(K // STEP):
         parts = load_parts(rows_s, i, True, rows_l)
         if i + AHEAD_STEPS < K // STEP:
@@ -475,12 +470,15 @@ def verify_kernel(
         sums = add_product(tiles[i], parts, sums)
         if ONE_MORE:
             more_sums = add_product(tiles[i], load_parts(more_s, i, True, rows_l), more_sums)
+            more_pairs = dot3(load_parts(until_s, i, False, left_l), load_parts(more_s, i, True, right_l), more_pairs)
 
     sums_s = gl.allocate_shared_memory(gl.float32, [V, ROWS], exchanged)
     sums_s.store(sums)
     if ONE_MORE:
         more_sums_s = gl.allocate_shared_memory(gl.float32, [V, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
         more_sums_s.store(more_sums)  # here, or the compiler has the product wait, and holds the state for it
+        more_pairs_s = gl.allocate_shared_memory(gl.float32, [8, 16], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+        more_pairs_s.permute((1, 0)).store(more_pairs)
     along_k, along_q = halves(sums_s.load(both_l), each_l)
     factor_l: gl.constexpr = gl.SliceLayout(0, each_l)
     strength, decayed = strength_s.load(factor_l), decayed_s.load(factor_l)
