@@ -89,6 +89,9 @@ Call = tuple[Callable, Given]
 
 @dataclass(frozen=True)
 class Variant:
+    """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
+    of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
+    `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's
     forward that leaves what its backward pass needs. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's
     convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
