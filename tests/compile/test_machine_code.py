@@ -25,10 +25,13 @@ from flashdelta.tools.compile import (
     VARIANTS,
     backward_of,
     compile_launch,
+    compiled,
     fingerprint,
     late_operands,
     only_launches,
+    unequal_sums,
 )
+from flashdelta.triton.device.products import rounded_product, summand
 
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
@@ -39,6 +42,16 @@ SAMPLE, RECENT, MOST = 4, 6, 24
 that the last change of the record changed. At most so many of the ones that are not recorded: the test fails anyway."""
 
 TOOLCHAINS = toolchains()
+
+ONE_A_LANE = (
+    ("decode_kernel", "decode K128 V128, fp32 states, K first, N=256"),
+    ("verify_kernel", "decode replay K64 V64 packed, K first"),
+    ("fused_decode_kernel", "fused K128 V128 fp32"),
+    ("fused_decode_kernel", "fused K128 V128 replay"),
+    ("wy_kernel", "bf16 K256 V256 backward"),
+    ("wy_kernel", "wy fp32 K128 V128"),
+)
+"""Kernels and variants in which lanes have one product of a sum."""
 
 
 def git(*arguments: str) -> str:
@@ -224,7 +237,7 @@ def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pyt
 
     def run(self: Toolchain, *arguments: str, environment: dict[str, str]) -> list[dict]:
         asked.append((arguments[arguments.index("--places") + 1 :], environment))
-        return [asdict(costs) for costs in outcomes.pop(0)]
+        return [asdict(costs) | {"unequal_sums": 0} for costs in outcomes.pop(0)]
 
     monkeypatch.setattr(Toolchain, "run", run)
     expected = {ENTRY: COSTS, OTHER: COSTS}
@@ -272,6 +285,42 @@ DIFFERENCES = "registers 128 -> 130, spill_bytes 0 -> 8, instructions 800 -> 810
 )
 def test_changes_since_a_revision_are_listed(after: dict, said: list[str]):
     assert records.changes({ENTRY: COSTS}, after) == said
+
+
+# ---- sums of lanes' products ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def squares_kernel(x, out, SIZE: tl.constexpr, KIND: tl.constexpr):
+    row = tl.load(x + tl.arange(0, SIZE))
+    if KIND == "plain":
+        squares = row * row
+    elif KIND == "rounded":
+        squares = rounded_product(row, row)
+    else:
+        squares = summand(row, row)
+    tl.store(out, tl.sum(squares))
+
+
+@pytest.mark.parametrize(("size", "kind", "unequal"), [(32, "plain", 1), (32, "rounded", 0), (32, "", 0), (128, "", 0)])
+def test_lanes_hold_equal_sums_of_rounded_products(size: int, kind: str, unequal: int):
+    launch = replace(sample_launch(squares_kernel), num_warps=1, constants={"SIZE": size, "KIND": kind})
+    launch = replace(launch, arguments=launch.arguments[:2])
+    assert unequal_sums(compiled(launch, 90).asm["ptx"]) == unequal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "variant"), ONE_A_LANE)
+def test_lanes_hold_equal_sums_in_kernels_of_one_product_a_lane(kernel: str, variant: str):
+    (chosen,) = (x for x in VARIANTS if x.name == variant)
+    (launch,) = (x for x in chosen.launches(90) if x.kernel.__name__ == kernel)
+    assert unequal_sums(compiled(launch, 90).asm["ptx"]) == 0
+
+
+def test_kernels_whose_lanes_hold_unequal_sums_are_not_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Toolchain, "run", lambda *_, **__: [asdict(COSTS) | {"unequal_sums": 1}])
+    with pytest.raises(RuntimeError, match=r"lanes hold unequal sums .*\nsm_90 k_kernel: v"):
+        Toolchain().compile([ENTRY], [ENTRY])
 
 
 # ---- fingerprints --------------------------------------------------------------------------------------------------------

@@ -73,6 +73,9 @@ class Toolchain:
 
         The compiler orders some things by their address, which differs from process to process: once in some hundred entries
         that gives another order of a few instructions. What is not as `expected` is compiled again before that is believed.
+
+        Raises:
+            RuntimeError: lanes of a kernel hold unequal sums, which no kernel's may.
         """
         places = {entry: i for i, entry in enumerate(entries)}
         found: dict[Entry, Costs] = {}
@@ -83,6 +86,11 @@ class Toolchain:
                 given = map(str, (places[entry] for entry in left))
                 options = "--json", f"--jobs={jobs}", "--places"
                 rows = self.run(*COMPILE, *options, *given, environment={**(environment or {}), **fresh})
+            unequal = [str(entry) for entry, row in zip(left, rows) if row["unequal_sums"]]
+            if unequal:
+                raise RuntimeError(
+                    "\n".join(("lanes hold unequal sums (flashdelta/triton/device/products.py):", *unequal))
+                )
             costs = [Costs(**{f.name: row[f.name] for f in fields(Costs)}) for row in rows]
             found |= dict(zip(left, costs, strict=True))
             left = [entry for entry in left if expected and expected.get(entry, found[entry]) != found[entry]]

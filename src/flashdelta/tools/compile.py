@@ -32,7 +32,7 @@ from triton import knobs
 from triton._C.libtriton import ir
 from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -619,17 +619,23 @@ def intermediate(source: ASTSource | GluonASTSource, options: list[tuple[str, ob
     return _intermediate[known]
 
 
+def compiled(launch: Launch, arch: int) -> CompiledKernel:
+    return triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options())
+
+
 def compile_launch(launch: Launch, arch: int) -> Costs:
-    target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source(launch), target=target, options=launch.options())
-    cubin = compiled.asm["cubin"]
+    return costs_of(compiled(launch, arch), arch)
+
+
+def costs_of(kernel: CompiledKernel, arch: int) -> Costs:
+    cubin = kernel.asm["cubin"]
     registers, spills = resource_usage(cubin)
     listing = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
     code = machine_code(cubin)
     return Costs(
         registers=registers,
         spill_bytes=spills,
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=kernel.metadata.shared,
         # they multiply where ptxas serialises MMAs, which it does without failing: for want of registers, or because an operand
         # changes too early
         mma_waits=listing.count("WARPGROUP.DEPBAR"),
@@ -701,6 +707,29 @@ def late_operands(sass: str) -> int:
     return found
 
 
+def unequal_sums(ptx: str) -> int:
+    """Sums of two lanes' products that the lanes do not hold alike, as each fused its own product into its addition
+    (`triton/device/products.py`). Products with 0 are exact."""
+    found = 0
+    names: dict[str, str] = {}
+    made: dict[str, tuple[str, ...]] = {}
+    for operation, operands in re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]+)\s+(.*);", ptx, re.MULTILINE):
+        target, *sources = re.sub(r"\|%p\d+", "", operands).split(", ")
+        sources = [names.get(x, x) for x in sources]
+        if operation == "mov.b32":
+            names[target] = sources[0]
+            continue
+        names.pop(target, None)
+        made[target] = operation, *sources
+        if operation == "fma.rn.f32":
+            *factors, addend = sources
+            shuffled, other, *_ = *made.get(addend, ()), "", ""
+            product, *others = made.get(other, ("",))
+            same = product == "mul.f32" and sorted(factors) == sorted(others)
+            found += same and shuffled.startswith("shfl.sync.bfly") and "0f00000000" not in factors
+    return found
+
+
 LINE = (
     "sm_{arch} {kernel:18} {variant:46} {registers:4} registers {spill_bytes:5} B spilled {shared_bytes:7} B shared "
     "{mma_waits:4} waits {instructions:6} instructions {seconds:5.1f} s"
@@ -720,8 +749,9 @@ def report(place: int, compiles: bool) -> dict:
     if not compiles:
         return row | {"fingerprint": fingerprint(launch, arch)}
     began = time.perf_counter()
-    costs = asdict(compile_launch(launch, arch))
-    return row | costs | {"triton": triton.__version__, "seconds": round(time.perf_counter() - began, 2)}
+    kernel = compiled(launch, arch)
+    found = asdict(costs_of(kernel, arch)) | {"unequal_sums": unequal_sums(kernel.asm["ptx"])}
+    return row | found | {"triton": triton.__version__, "seconds": round(time.perf_counter() - began, 2)}
 
 
 def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> Iterator[Any]:

@@ -32,6 +32,7 @@ from ..program.launch import Launch, strides
 from ..program.program import Outputs
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.norms import L2_EPS
+from .device.products import summand
 from .device.records import record_counts, record_values, record_width, store_decay_and_key
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
@@ -82,7 +83,7 @@ def load_token(q, k, g, beta, t, there, q_token, k_token, g_token, beta_token, k
 def inverse_norm(row, L2NORM: tl.constexpr):
     norm = 1.0
     if L2NORM:
-        norm = tl.rsqrt(tl.sum(row * row) + L2_EPS)
+        norm = tl.rsqrt(tl.sum(summand(row, row)) + L2_EPS)
     return norm
 
 
@@ -96,7 +97,7 @@ def factors(rows, there, bias, rate, lower_bound, scale, GATE: tl.constexpr, BET
     exp_g = tl.where(there, exp_g, 1.0)
     norm_q = inverse_norm(row_q, L2NORM) * scale
     norm_k = inverse_norm(row_k, L2NORM)
-    overlap = tl.sum(row_q * row_k) * norm_k
+    overlap = tl.sum(summand(row_q, row_k)) * norm_k
     return row_q, row_k, exp_g, norm_q, norm_k, overlap, beta_of(beta.to(tl.float32), BETA)
 
 
@@ -105,8 +106,8 @@ def step(state, row_v, token):
     """The state `S^T [BV, K]` after a token, the token's output and what it wrote, `u`, `[BV]`. `token`: from `factors`."""
     row_q, row_k, exp_g, norm_q, norm_k, overlap, beta = token
     state = state * exp_g[None, :]
-    along_k = tl.sum(state * row_k[None, :], axis=1)
-    along_q = tl.sum(state * row_q[None, :], axis=1)
+    along_k = tl.sum(summand(state, row_k[None, :], CHANNELS_A_THREAD), axis=1)
+    along_q = tl.sum(summand(state, row_q[None, :], CHANNELS_A_THREAD), axis=1)
     # fused by name, here and below: what is recorded is worked out again in another layout
     correction = beta * tl.fma(along_k, -norm_k, row_v.to(tl.float32))
     written = norm_k * correction

@@ -40,6 +40,7 @@ from .decode import (
     target_slot,
 )
 from .device.gates import decay_rate, sigmoid
+from .device.products import summand
 from .device.records import COUNTS
 from .device.sequences import own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
@@ -193,7 +194,7 @@ def store_normed(o, out, norm_weight, z, live, eps, V: tl.constexpr):
     out = part(out, 0, V)
     row_z = tl.load(z + value).to(tl.float32)
     weight = tl.load(norm_weight + value).to(tl.float32)
-    norm = 1.0 / tl.sqrt(tl.sum(out * out) / V + eps)
+    norm = 1.0 / tl.sqrt(tl.sum(summand(out, out)) / V + eps)
     y = tl.where(everywhere(value, live), out * norm * weight * sigmoid(row_z), 0.0)
     tl.store(o + value, y.to(o.dtype.element_ty))
 

@@ -43,6 +43,7 @@ from .decode import SCALARS, decode_states, open_record, start_slot, step_argume
 from .device.gates import beta_of, decay_rate, log2_decay
 from .device.mma import TF32_HALF, TF32_MASK
 from .device.norms import L2_EPS
+from .device.products import rounded_product
 from .device.records import COUNTS, record_values, store_decay_and_key
 from .device.sequences import own_work_tile
 from .device.states import everywhere, state_offsets
@@ -54,14 +55,8 @@ AHEAD = tl.constexpr(2.0**60)
 
 @triton.jit
 def dots(a, b):
-    """`sum_k a_k b_k` of rows.
-
-    A row no longer than a warp may lie one product a lane. The first addition of its sum would be an FMA of a lane's own
-    product, which is exact, and another lane's, which is rounded: lanes would differ in one sum, and race to store it at one
-    address. `tl.fma(a, b, 0.0)` rounds every product; `a b + 0.0` not, as a square is never -0. Of longer rows one lane stores
-    a warp's sum (Triton 3.6).
-    """
-    return tl.sum(a * b if a.shape[1] > 32 else tl.fma(a, b, 0.0), axis=1)
+    """`sum_k a_k b_k` of rows."""
+    return tl.sum(rounded_product(a, b), axis=1)
 
 
 @triton.jit
@@ -342,10 +337,9 @@ def verify_kernel(
             here_k, here_q = (row == t)[:, None], (row == TOKENS + t)[:, None]
             decayed = tl.where((token == t)[:, None], row_k[None, :], decayed * exp_g[None, :])
             rows = tl.where(here_k, (row_k * since)[None, :], tl.where(here_q, (row_q * since)[None, :], rows))
-            # rounded as in `dots`
-            by_k = decayed * row_k[None, :] if BK > 32 else tl.fma(decayed, row_k[None, :], 0.0)
+            by_k = rounded_product(decayed, row_k[None, :])
             pairs = tl.where(here_k, tl.sum(by_k, axis=1)[None, :], pairs)
-            by_q = decayed * row_q[None, :] if BK > 32 else tl.fma(decayed, row_q[None, :], 0.0)
+            by_q = rounded_product(decayed, row_q[None, :])
             pairs = tl.where(here_q, tl.sum(by_q, axis=1)[None, :], pairs)
 
     if ONE_MORE:

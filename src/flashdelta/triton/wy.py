@@ -30,12 +30,19 @@ from ..program.program import Outputs, new
 from .device.decays import chunk_decays, sums
 from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms
+from .device.products import summand
 from .device.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from .device.states import state_offsets
 from .launch import backward_precision, chunks
 
 NORM_BK = tl.constexpr(32)
 """Key channels that an L2 norm adds at a time."""
+
+KEYS_A_THREAD = tl.constexpr(8)
+"""Of a slice of the state, where a thread has one value channel."""
+
+ROWS_A_THREAD = tl.constexpr(2)
+"""Of a chunk's slice, where a thread has one channel: with 32 tokens in float32."""
 
 
 @triton.jit
@@ -118,7 +125,8 @@ def state_overlap(h, grad_h, column, K: tl.constexpr, V: tl.constexpr, BV: tl.co
     overlap = tl.zeros([column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
         in_state = state_offsets(0, t + tl.arange(0, BV), column, K, V, V_FIRST)
-        overlap += tl.sum(tl.load(h + in_state).to(tl.float32) * tl.load(grad_h + in_state).to(tl.float32), axis=0)
+        before, after = tl.load(h + in_state).to(tl.float32), tl.load(grad_h + in_state).to(tl.float32)
+        overlap += tl.sum(summand(before, after, KEYS_A_THREAD), axis=0)
     return overlap
 
 
@@ -155,7 +163,7 @@ def add_value_tiles(
     if grad_Aqk is not None:
         acc_Aqk = tl.dot(tile_grad_o, tl.trans(tile_v_new), acc=acc_Aqk, input_precision=PRECISION)
     R = tl.dot(tl.trans(tile_Akk_inv), tile_grad_v_new, input_precision=PRECISION)
-    acc_beta += tl.sum(R * tile_v.to(tl.float32), axis=1)
+    acc_beta += tl.sum(summand(R, tile_v.to(tl.float32), ROWS_A_THREAD), axis=1)
     R *= tile_beta[:, None]
     tl.store(grad_v + in_values, R.to(grad_v.dtype.element_ty), mask=valid[:, None])
     return acc_inv, acc_Aqk, acc_beta
@@ -324,7 +332,7 @@ def wy_kernel(
             in_state = state_offsets(0, value, column, K, V, V_FIRST)
             before = tl.load(h + in_state).to(dtype)
             after = tl.load(grad_h + in_state).to(dtype)
-            overlap = tl.sum(before.to(tl.float32) * after.to(tl.float32), axis=0)
+            overlap = tl.sum(summand(before.to(tl.float32), after.to(tl.float32), KEYS_A_THREAD), axis=0)
             w = tl.dot(held[3], before, input_precision=PRECISION)
         else:
             overlap = state_overlap(h, grad_h, column, K, V, BV, V_FIRST)
@@ -336,7 +344,7 @@ def wy_kernel(
         k_exp_g = tile_k * exp_g
         acc_inv = tl.dot(w, tl.trans(k_exp_g.to(dtype)), acc=acc_inv, input_precision=PRECISION)
         Z = tl.dot(tl.trans(tile_Akk_inv), w, input_precision=PRECISION)
-        acc_beta += tl.sum(Z * k_exp_g, axis=1)
+        acc_beta += tl.sum(summand(Z, k_exp_g, ROWS_A_THREAD), axis=1)
         Z *= exp_g * tile_beta[:, None]
         if HELD:
             dq = tl.dot(held[1], before, input_precision=PRECISION)
