@@ -59,8 +59,8 @@ DECODE_RACES = (
 REPLAY_RACES = ("verify", "drafts_7_softplus", "gate_none", "logsigmoid")
 HOPPER_REPLAY_RACES = ("packed", "9 tokens", "narrow values", "8 tokens without a bound")
 FUSED_RACES = ("one", "bf16", "k_first", "spec", "replay", "replay_rows")
-"""Steps of every kernel and gate, where races are looked for. But for Hopper's, rows are so short that a lane has one product of
-a sum (`triton/device/products.py`)."""
+"""Steps of every kernel and gate, where races are looked for. But for Hopper's, rows are so short that a lane has one product
+of a sum (`triton/device/products.py`)."""
 
 
 def decode_calls(backend: str, races: bool) -> list[dict]:
