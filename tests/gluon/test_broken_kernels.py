@@ -247,7 +247,7 @@ FAULTS = [
     Break("a window of no slot rolls", fused_decode.roll, "everywhere(channel, live)", "None", fused),
     Break("a window stays", FUSED, "roll(windows + in_k, kept_k, own_k, channel, conv_place, live)", "pass", fused),
     Break("a window rolls too far", fused_decode.roll, "(tap - 1)", "(tap - 2)", fused),
-    Break("rows of a gate as dense as the others'", FUSED, "head * g_head", "head * K", fused),
+    Break("rows of a gate as dense as the others'", FUSED, "g_token, g_head)", "g_token, K)", fused),
     Break("an index that comes late is not looked at", FUSED, "(slot != guess) | (live != guessed)", "slot < 0", late),
     Break("a window by an index of before", FUSED, "conv_state + slot * conv_slot", "windows", late),
     Break("a state by an index of before", FUSED, "initial_state + slot * start_pitch", "states", late),

@@ -32,10 +32,12 @@ from .device.math import split_high_low
 from .device.portable import (
     DECODE_SCALARS,
     L2_EPS,
+    at_token,
     decay_rate,
     everywhere,
     exact_beta,
     exact_log2_decay,
+    head_bias,
     locate,
     source_slot,
     target_slot,
@@ -168,12 +170,9 @@ def decode_kernel(
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, V // BV)
     there = begin < end
     qk_head = (head.to(gl.int32) // group).to(gl.int64)
-    q += batch * q_batch + qk_head * q_head
-    k += batch * k_batch + qk_head * k_head
-    v += batch * v_batch + head * v_head
-    g += batch * g_batch + head * g_head
-    beta += batch * beta_batch + head * beta_head
-    o += batch * o_batch + head * o_head
+    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, 0, qk_head)
+    v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, 0, head)
+    beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, 0, head)
     initial_state += head * (K * V)
     final_state += head * (K * V)
     key = gl.arange(0, K, layout=key_l)
@@ -208,9 +207,7 @@ def decode_kernel(
     next_v = gl.load(v + value, volatile=True)
     write_beta = gl.load(beta)
     rate = decay_rate(A_log, head)
-    bias = gl.zeros([K], gl.float32, layout=key_l)
-    if dt_bias is not None:
-        bias = gl.load(dt_bias + head * K + key).to(gl.float32)
+    bias = head_bias(dt_bias, head, key, K)
 
     async_copy.wait_group(TILES)
     row_q, row_k, row_g = q_s.load(key_l).to(gl.float32), k_s.load(key_l).to(gl.float32), g_s.load(key_l).to(gl.float32)

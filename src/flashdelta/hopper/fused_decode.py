@@ -32,6 +32,7 @@ from .device.compat import barrier, copy_async
 from .device.portable import (
     L2_EPS,
     LOG2E,
+    at_token,
     everywhere,
     exact_beta,
     exact_log2_decay,
@@ -250,13 +251,10 @@ def fused_decode_kernel(
 
     _slice, qk_head, n, batch, _begin, _end = locate(cu_seqlens, T, H, 1)
     head = qk_head * GROUP
-    q += batch * q_batch + qk_head * q_head
-    k += batch * k_batch + qk_head * k_head
-    v += batch * v_batch + head * v_head
-    g += batch * g_batch + head * g_head
-    z += batch * z_batch + head * z_head
-    o += batch * o_batch + head * o_head
-    beta += batch * beta_batch + head * beta_head
+    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, 0, qk_head)
+    v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, 0, head)
+    z, o = at_token((z, o), (z_batch, z_token, z_head, o_batch, o_token, o_head), batch, 0, head)
+    (beta,) = at_token((beta,), (beta_batch, beta_token, beta_head), batch, 0, head)
     initial_state += head * (K * V)
     final_state += head * (K * V)
     channel = gl.arange(0, K, layout=channel_l)
@@ -339,9 +337,8 @@ def fused_decode_kernel(
         roll(to_v, kept_v, own_v, channel, conv_place, live)
         scaling = norm_of.to(gl.float32) * sigmoid(gate.to(gl.float32))
         write_beta = exact_beta(write_beta.to(gl.float32), BETA)
-        if (
-            GROUP > 1
-        ):  # of the next head, whose rows come while this one's state is worked on; after the last one in vain
+        if GROUP > 1:
+            # of the next head, whose rows come while this one's state is worked on; after the last one in vain
             after = gl.minimum(member + 1, GROUP - 1)
             to_next = windows + placed(of_v + value_channels + after * V, conv_channel, CHANNELS)
             kept_v = window_of(to_next, channel, conv_place, live, W)

@@ -36,6 +36,7 @@ from .device.portable import (
     DECODE_SCALARS,
     L2_EPS,
     RECORD_COUNTS,
+    at_token,
     decay_rate,
     everywhere,
     exact_beta,
@@ -333,12 +334,9 @@ def verify_kernel(
     count = gl.minimum(end - begin, most_tokens).to(gl.int32)
     there = count > 0
     qk_head = (head.to(gl.int32) // group).to(gl.int64)
-    q += batch * q_batch + begin * q_token + qk_head * q_head
-    k += batch * k_batch + begin * k_token + qk_head * k_head
-    v += batch * v_batch + begin * v_token + head * v_head
-    g += batch * g_batch + begin * g_token + head * g_head
-    beta += batch * beta_batch + begin * beta_token + head * beta_head
-    o += batch * o_batch + begin * o_token + head * o_head
+    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, begin, qk_head)
+    v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, begin, head)
+    beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, begin, head)
 
     slot, live, read = source_slot(
         *(starts, targets, accepted, has_initial_state, n, there, has_initial, start_row, start_token, target_row),

@@ -30,11 +30,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
 from ..program.program import Outputs
-from .device.gates import beta_of, decay_rate, log2_decay
+from .device.gates import beta_of, decay_rate, head_bias, log2_decay
 from .device.norms import L2_EPS
 from .device.products import summand
 from .device.records import record_counts, record_values, record_width, store_decay_and_key
-from .device.sequences import own_work_tile
+from .device.sequences import at_token, own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import or_empty
 
@@ -124,16 +124,16 @@ def record(records, stored, slice_, key, value, token, written, K: tl.constexpr)
 
 
 @triton.jit
-def start_index(accepted, n, start_row, start_token, most_tokens):
-    """Where the start index of sequence `n` lies, and whether there is one. With `accepted` counts it is that of the last
-    accepted token, and a count outside `[1, most_tokens]` gives none."""
-    at = n * start_row
-    known = at == at
+def last_accepted(accepted, n, most_tokens):
+    """Which token of the step before sequence `n` goes on from, and whether there is one. With `accepted` counts it is the last
+    accepted one, and a count outside `[1, most_tokens]` gives none."""
+    token = n * 0
+    known = n == n
     if accepted is not None:
         count = tl.load(accepted + n)
         known = (count >= 1) & (count <= most_tokens)
-        at += tl.where(known, count - 1, 0) * start_token
-    return at, known
+        token = tl.where(known, count - 1, 0)
+    return token, known
 
 
 @triton.jit
@@ -159,8 +159,9 @@ def start_slot(
     live = there
     read = has_initial
     if starts is not None:
-        at, known = start_index(accepted, n, start_row, start_token, most_tokens)
-        slot, named = named_slot(starts, at, lowest, start_slots)
+        row = n * start_row
+        token, known = last_accepted(accepted, n, most_tokens)
+        slot, named = named_slot(starts, row + token * start_token, lowest, start_slots)
         live &= known & named
         if TWO_POOLS and targets is not None:
             _, named = named_slot(targets, n * target_row, lowest, target_slots)
@@ -296,12 +297,9 @@ def decode_kernel(
     end = tl.minimum(end, begin + most_tokens)
     there = begin < end
     qk_head = (head.to(tl.int32) // group).to(tl.int64)
-    q += batch * q_batch + qk_head * q_head
-    k += batch * k_batch + qk_head * k_head
-    v += batch * v_batch + head * v_head
-    g += batch * g_batch + head * g_head
-    beta += batch * beta_batch + head * beta_head
-    o += batch * o_batch + head * o_head
+    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, 0, qk_head)
+    v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, 0, head)
+    beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, 0, head)
     key = tl.arange(0, K)
     value = slice_ * BV + tl.arange(0, BV)
     if not V_FIRST:
@@ -313,9 +311,7 @@ def decode_kernel(
     )
     rows = load_token(q, k, g, beta, begin, there, q_token, k_token, g_token, beta_token, key)
     rate = decay_rate(A_log, head)
-    bias = tl.zeros([K], tl.float32)
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + head * K + key).to(tl.float32)
+    bias = head_bias(dt_bias, head, key, K)
     in_slot = state_offsets(0, value, key, K, V, V_FIRST)
     state = load_tile(initial_state + (slot * start_pitch + head * (K * V)), in_slot, read, STREAM)
     row_v = load_row(v + begin * v_token, value, there)

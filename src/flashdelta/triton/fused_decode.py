@@ -31,6 +31,7 @@ from ..program.program import Outputs
 from .decode import (
     factors,
     index_strides,
+    last_accepted,
     load_tile,
     open_record,
     record,
@@ -39,7 +40,7 @@ from .decode import (
     store_tile,
     target_slot,
 )
-from .device.gates import decay_rate, sigmoid
+from .device.gates import decay_rate, head_bias, sigmoid
 from .device.products import summand
 from .device.records import COUNTS
 from .device.sequences import own_work_tile
@@ -302,12 +303,8 @@ def fused_decode_kernel(
         *(starts, starts, accepted, None, n, there, 1, start_row, start_token, start_row),
         *(most_tokens, lowest, slots, slots, EACH == 1),
     )
-    known = there == there
-    first = n * 0
-    if accepted is not None:
-        count = tl.load(accepted + n)
-        known = (count >= 1) & (count <= most_tokens)
-        first = tl.where(known, count - 1, 0).to(tl.int64)
+    first, known = last_accepted(accepted, n, most_tokens)
+    first = first.to(tl.int64)
     window_slot = slot
     if EACH == 1:
         window_slot, _named = named_slot(starts, n * start_row, lowest, slots)
@@ -343,9 +340,7 @@ def fused_decode_kernel(
         output_gates = z + batch * z_batch + head * z_head + begin * z_token
         outputs = o + batch * o_batch + head * o_head + begin * o_token
         rate = decay_rate(A_log, head)
-        shift = tl.zeros([K], tl.float32)
-        if dt_bias is not None:
-            shift = tl.load(dt_bias + head * K + key).to(tl.float32)
+        shift = head_bias(dt_bias, head, key, K)
         if EACH == 3:
             states, has_row = open_record(
                 *(final_state, starts, targets, n, head, slot, tl.where(there, length, 0), 0),

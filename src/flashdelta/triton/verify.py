@@ -45,7 +45,7 @@ from .device.mma import TF32_HALF, TF32_MASK
 from .device.norms import L2_EPS
 from .device.products import rounded_product
 from .device.records import COUNTS, record_values, store_decay_and_key
-from .device.sequences import own_work_tile
+from .device.sequences import at_token, own_work_tile
 from .device.states import everywhere, state_offsets
 from .device.sub_chunks import pair_mask
 
@@ -255,12 +255,9 @@ def verify_kernel(
     count = tl.minimum(end - begin, most_tokens).to(tl.int32)
     there = count > 0
     qk_head = (head.to(tl.int32) // group).to(tl.int64)
-    q += batch * q_batch + begin * q_token + qk_head * q_head
-    k += batch * k_batch + begin * k_token + qk_head * k_head
-    v += batch * v_batch + begin * v_token + head * v_head
-    g += batch * g_batch + begin * g_token + head * g_head
-    beta += batch * beta_batch + begin * beta_token + head * beta_head
-    o += batch * o_batch + begin * o_token + head * o_head
+    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, begin, qk_head)
+    v, g = at_token((v, g), (v_batch, v_token, v_head, g_batch, g_token, g_head), batch, begin, head)
+    beta, o = at_token((beta, o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, begin, head)
     key = tl.max_contiguous(tl.arange(0, BK), 4)
     of_key = (key < K) if K < BK else key >= 0
 

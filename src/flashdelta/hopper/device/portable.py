@@ -25,6 +25,7 @@ def _gluon(function: JITFunction) -> JITFunction:
 
 L2_EPS, LOG2E = _norms.L2_EPS, _gates.LOG2E
 
+at_token = _gluon(_sequences.at_token)
 chunk_of_sequence = _gluon(_sequences.chunk_of_sequence)
 chunk_slots = _gluon(_sequences.sequence_chunk_slots)
 clamp_bounds = _gluon(_sequences.clamp_bounds)
@@ -34,6 +35,7 @@ exact_log2_decay = _gluon(_gates.log2_decay)
 first_slot = _gluon(_sequences.first_chunk_slot)
 locate = _gluon(_sequences.own_work_tile)
 placed = _gluon(_fused_decode.placed)
+head_bias = _gluon(_gates.head_bias)
 sigmoid = _gluon(_gates.sigmoid)
 locate_tile = _gluon(_sequences.locate_work_tile)
 span_count = _gluon(_sequences.span_count)

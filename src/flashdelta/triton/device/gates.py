@@ -29,6 +29,15 @@ def decay_rate(A_log, head, volatile: tl.constexpr = False):
 
 
 @triton.jit
+def head_bias(dt_bias, head, key, K: tl.constexpr):
+    """What the gate's input of a value head has added, at its key channels `key`."""
+    bias = (key * 0).to(tl.float32)
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + head * K + key).to(tl.float32)
+    return bias
+
+
+@triton.jit
 def log2_decay(x, rate, lower_bound, GATE: tl.constexpr):
     """Log decay in base 2 from the gate's input `x = g + dt_bias`; `rate = exp(A_log)`."""
     tl.static_assert(

@@ -39,6 +39,16 @@ def locate_sequence(n, cu_seqlens, T):
 
 
 @triton.jit
+def at_token(tensors, strides, batch, token, head):
+    """`tensors [B, T, H, ...]` from the row of a token and head on. `strides`: batch, token and head of each, one by one."""
+    rows = ()
+    for i in tl.static_range(len(tensors)):
+        in_tensor = batch * strides[3 * i] + token * strides[3 * i + 1] + head * strides[3 * i + 2]
+        rows = rows + (tensors[i] + in_tensor,)
+    return rows
+
+
+@triton.jit
 def locate_work_tile(work_tile, cu_seqlens, T, HV, SLICES: tl.constexpr):
     """A work tile of a kernel over (sequence, value head, slice of value channels): its slice, value head and sequence, and the
     sequence's batch row, first and past-the-last token."""
