@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from ..problem.problem import Problem
 from ..program.launch import Launch, strides
 from ..triton.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
@@ -37,11 +38,13 @@ from .device.math import (
     gate_bias,
     gate_unit,
     high_pair,
+    last,
     low_pair,
     mma3,
     pick,
     round_pairs,
     split_high_low,
+    token_offset,
     wide,
     widen,
 )
@@ -52,9 +55,10 @@ from .launch import FLAGS, stride_div8
 from .segments import SPLIT_COSTS, plan_segments, room
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-PLANNED = ("room", "split", "batch_invariant")
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES, *PLANNED)
+SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
 """Arguments whose values leave the machine code as it is."""
+PLANNED = ("room", "split", "batch_invariant")
+"""More of them: for the plan of segments."""
 
 # registers of four warps; a thread has all tokens that it sums over
 BLOCK = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
@@ -153,8 +157,17 @@ def make_buffers(dt_bias, KH: gl.constexpr):
 
 
 @gluon.jit
-def _second(a, b):
-    return b
+def clear_flags(semaphores, FLAGS: gl.constexpr):
+    """`recurrence` counts up from zero."""
+    flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(semaphores + flag, flag * 0)
+
+
+@gluon.jit
+def load_bias(dt_bias, head, K: gl.constexpr):
+    """The gate's bias of a value head, `[K]`. Volatile, as the rate is."""
+    channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
 
 
 @gluon.jit
@@ -172,12 +185,12 @@ def copy_pair(shared, first, first_token, first_count, second, second_token, sec
 
 
 @gluon.jit
-def copy_block(shared, x, x_token, count):
-    """Starts the copy of 32 rows, all channels, to `shared [halves * 32, 64]`. Zeros from `count` on."""
+def copy_tokens(shared, x, x_token, count, TOKENS: gl.constexpr):
+    """Starts the copy of `TOKENS` rows, all channels, to `shared [halves * TOKENS, 64]`. Zeros from `count` on."""
     row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
-    at = x + ((row % 32) * (x_token * 8) + row // 32 * 64)
-    copy_async(shared, at[:, None] + column[None, :], mask=(row % 32 < count)[:, None])
+    at = x + ((row % TOKENS) * (x_token * 8) + row // TOKENS * 64)
+    copy_async(shared, at[:, None] + column[None, :], mask=(row % TOKENS < count)[:, None])
 
 
 @gluon.jit
@@ -243,25 +256,28 @@ def decay_steps(x, bias, rate, unit_s, GATE: gl.constexpr, SAFE: gl.constexpr):
 
 
 @gluon.jit
-def sub_chunk_sums(step):
-    """Inclusive sums of log2 decays `step [4, 8, 64]` in sub-chunks of 8 rows, and the sub-chunks' totals `[4, 64]`."""
-    flat_l: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([8, 256]), flat_l, assert_trivial=True)
+def running_sums(step):
+    """Inclusive sums of log2 decays `step [4, R, 64]` along the rows, of which a thread has all in 2 channels, and the totals
+    `[4, 64]`."""
+    R: gl.constexpr = step.shape[1]
+    layout: gl.constexpr = step.type.layout
+    flat_l: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [1, 4], [1, 0])
+    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([R, 256]), flat_l, assert_trivial=True)
     c = gl.associative_scan(flat, 0, add)
-    total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([4, 64]), TOTALS, assert_trivial=True)
-    c = gl.convert_layout(c.reshape([8, 4, 64]).permute((1, 0, 2)), BLOCK, assert_trivial=True)
+    total = gl.convert_layout(gl.reduce(c, 0, last).reshape([4, 64]), gl.SliceLayout(1, layout), assert_trivial=True)
+    c = gl.convert_layout(c.reshape([R, 4, 64]).permute((1, 0, 2)), layout, assert_trivial=True)
     return c, total
 
 
 @gluon.jit
 def half_sums(buffers, h, rate, dtype: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr):
-    """`sub_chunk_sums` of both blocks for half `h` of the channels, and the sub-chunks' totals `[2, 4, 64]`."""
+    """`running_sums` of both blocks for half `h` of the channels, and the sub-chunks' totals `[2, 4, 64]`."""
     bias = 0.0
     if buffers.bias is not None:
         bias = buffers.bias.index(h).load(COLUMNS)[None, None, :]
     g0, g1 = load_gate(buffers, h, dtype)
-    c0, total0 = sub_chunk_sums(decay_steps(g0, bias, rate, buffers.unit.index(0), GATE, SAFE))
-    c1, total1 = sub_chunk_sums(decay_steps(g1, bias, rate, buffers.unit.index(1), GATE, SAFE))
+    c0, total0 = running_sums(decay_steps(g0, bias, rate, buffers.unit.index(0), GATE, SAFE))
+    c1, total1 = running_sums(decay_steps(g1, bias, rate, buffers.unit.index(1), GATE, SAFE))
     return c0, c1, gl.join(total0, total1).permute((2, 0, 1))
 
 
@@ -286,7 +302,7 @@ def block_sums(total_s):
 def sub_chunk_middle(c):
     """Row 3 of `c [4, 8, 64]`: the sum up to the middle of each sub-chunk, `[4, 64]`."""
     low, _ = gl.split(c.reshape([4, 2, 4, 64]).permute((0, 2, 3, 1)))
-    return gl.convert_layout(gl.reduce(low, 1, _second), TOTALS, assert_trivial=True)
+    return gl.convert_layout(gl.reduce(low, 1, last), TOTALS, assert_trivial=True)
 
 
 @gluon.jit
@@ -335,7 +351,7 @@ def substitute(low, high, diagonal_s):
 
 @gluon.jit
 def weighted(high, low, k_s, acc, use_acc: gl.constexpr):
-    """`acc` plus the 32 keys of a block, weighted by weights in two parts."""
+    """`acc` plus keys, weighted by weights in two parts."""
     acc = warpgroup_mma(high, k_s, acc, use_acc=use_acc, is_async=True)
     return warpgroup_mma(low, k_s, acc, is_async=True)
 
@@ -516,7 +532,7 @@ def exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
             else:
                 qn, kn = load_pair(pair_s[1].index(h))
                 norm_q, norm_k = pair_factors(buffers.norm1)
-            total = gl.reduce(c, 1, _second)
+            total = gl.reduce(c, 1, last)
             before, middle, whole = block_sums(total_s.index(2 * h + block))
             _, _, other = block_sums(total_s.index(2 * h + 1 - block))
             kn = widen(kn) * norm_k
@@ -669,7 +685,7 @@ def store_w(tiles, high, low, buffers):
     store_tile(tiles, w * buffers.from_start.index(0).load(gl.SliceLayout(0, ACC))[None, :], 0)
 
 
-@gluon.jit(do_not_specialize=SCALARS)
+@gluon.jit(do_not_specialize=(*SCALARS, *PLANNED))
 def prepare_kernel(
     q,
     k,
@@ -750,27 +766,16 @@ def prepare_kernel(
         if gl.program_id(0) == 0:
             if gl.program_id(1) == 0:
                 plan_segments(
-                    cu_seqlens,
-                    checkpoint_offsets,
-                    first_segment,
-                    T,
-                    N,
-                    checkpoints,
-                    room,
-                    split,
-                    batch_invariant,
-                    COSTS,
+                    *(cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints),
+                    *(room, split, batch_invariant, COSTS),
                 )
             return
     if tile == 0:
-        # `recurrence` counts up from zero
-        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        gl.store(semaphores + flag, flag * 0)
-    # volatile: else the compiler moves these loads and that of `beta` behind the copies, where they queue
+        clear_flags(semaphores, FLAGS)
+    # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
+        bias = load_bias(dt_bias, head, K)
     batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
@@ -780,11 +785,11 @@ def prepare_kernel(
     qk_head = head
     if group > 1:
         qk_head = head // group
-    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
-    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
-    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
-    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
-    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    # in units of 8 elements
+    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
+    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
+    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
+    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
     chunk = tile.to(gl.int64)
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K
@@ -798,10 +803,10 @@ def prepare_kernel(
         g_s = reinterpret(buffers.right1, gl.bfloat16, [KH * 64, 64], PLAIN)
         copy_pair(g_s, g, g_token, count, g + g_token * 256, g_token, count - 32)
     else:
-        copy_block(reinterpret(buffers.right0, gl.float32, [KH * 32, 64], PLAIN), g, g_token, count)
-        copy_block(
-            reinterpret(buffers.right1, gl.float32, [KH * 32, 64], PLAIN), g + g_token * 256, g_token, count - 32
-        )
+        g_s = reinterpret(buffers.right0, gl.float32, [KH * 32, 64], PLAIN)
+        copy_tokens(g_s, g, g_token, count, 32)
+        g_s = reinterpret(buffers.right1, gl.float32, [KH * 32, 64], PLAIN)
+        copy_tokens(g_s, g + g_token * 256, g_token, count - 32, 32)
     async_copy.commit_group()
     copy_pair(buffers.pair0, k, k_token, count, q, q_token, count)
     copy_pair(buffers.pair1, q + q_token * 256, q_token, count - 32, k + k_token * 256, k_token, count - 32)
@@ -854,13 +859,18 @@ def prepare_kernel(
     store_w(tiles, high, low, buffers)
 
 
+def grid(problem: Problem) -> tuple[int, int]:
+    """CTAs and rows of CTAs for all chunks, as `last_chunks_first` counts them."""
+    slots = problem.B * problem.slots if problem.N > 0 else 0
+    return (slots * problem.HV, 1) if problem.safe_gate else (slots, problem.HV)
+
+
 def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
-    slots = problem.B * problem.slots if problem.N > 0 else 0
-    chunks = slots * problem.HV if problem.safe_gate else slots
+    ctas, rows = grid(problem)
     return Launch(
         prepare_kernel,
-        chunks + (workspace.get("first_segment") is not None),
+        ctas + (workspace.get("first_segment") is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *(*workspace.select("tiles", "decay", "semaphores", "first_segment"), Akk_inv),
@@ -883,5 +893,5 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
         scratch=call.buffers,
         # three CTAs on an SM; the exact path of K = 64 would have its MMAs waited for one by one (C7511)
         max_registers=168 if problem.safe_gate or problem.K == 128 else None,
-        rows=1 if problem.safe_gate else problem.HV,
+        rows=rows,
     )

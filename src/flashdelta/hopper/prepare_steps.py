@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..program.launch import Launch, strides
 from ..triton.launch import StageCall
-from .device.compat import barrier, copy_async, reinterpret, store_tile
-from .device.layouts import ACC, ACC_HALF, ROWS, beside
+from .device.compat import barrier, reinterpret, store_tile
+from .device.layouts import ACC, ACC_HALF, beside
 from .device.math import (
     LOWEST,
     LOWEST_HALF,
@@ -52,18 +52,26 @@ from .device.math import (
     pick,
     round_pairs,
     split_high_low,
-    wide,
+    token_offset,
     widen,
 )
 from .device.portable import LOG2E, decay_rate
-from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, tiles
-from .prepare import FLAT, GRAM, PLAIN, TILE, row_factors
-
-_STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
-SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "checkpoints", *_STRIDES)
-"""Arguments whose values leave the machine code as it is."""
+from .prepare import (
+    FLAT,
+    GRAM,
+    PLAIN,
+    SCALARS,
+    TILE,
+    clear_flags,
+    copy_tokens,
+    grid,
+    load_bias,
+    row_factors,
+    running_sums,
+    weighted,
+)
 
 KH = gl.constexpr(2)
 """Halves of the key channels."""
@@ -92,20 +100,6 @@ SHIFT = gl.constexpr(24.0)
 
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-
-
-@gluon.jit
-def _second(a, b):
-    return b
-
-
-@gluon.jit
-def copy_chunk(shared, x, x_token, count):
-    """Starts the copy of 64 rows, all channels, to `shared [halves * 64, 64]`. Zeros from `count` on."""
-    row = gl.arange(0, shared.shape[0], layout=gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
-    at = x + ((row % 64) * (x_token * 8) + row // 64 * 64)
-    copy_async(shared, at[:, None] + column[None, :], mask=(row % 64 < count)[:, None])
 
 
 @gluon.jit
@@ -142,12 +136,9 @@ def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
 @gluon.jit
 def part_sums(step):
     """Sums of log2 decays of a part along its rows, and the part's totals `[2, 2, 64]`."""
-    flat_l: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((3, 0, 1, 2, 4)).reshape([16, 256]), flat_l, assert_trivial=True)
-    c = gl.associative_scan(flat, 0, add)
-    total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
-    c = gl.convert_layout(c.reshape([16, 2, 2, 1, 64]).permute((1, 2, 3, 0, 4)), PART, assert_trivial=True)
-    return c, total
+    c, total = running_sums(step.reshape([4, 16, 64]))
+    total = gl.convert_layout(total.reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
+    return gl.convert_layout(c.reshape([2, 2, 1, 16, 64]), PART, assert_trivial=True), total
 
 
 @gluon.jit
@@ -168,17 +159,6 @@ def own_step(x, row):
     overflowed."""
     first, second = column_halves(x, ACC_HALF)
     return gl.where(row < 32, first, second)
-
-
-@gluon.jit
-def block_sums(step):
-    """Sums of log2 decays `[4, 16, 64]` along the rows of each block of 16, and the blocks' totals `[4, 64]`."""
-    flat_l: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [1, 4], [1, 0])
-    flat = gl.convert_layout(step.permute((1, 0, 2)).reshape([16, 256]), flat_l, assert_trivial=True)
-    c = gl.associative_scan(flat, 0, add)
-    total = gl.convert_layout(gl.reduce(c, 0, _second).reshape([4, 64]), BLOCK_TOTALS, assert_trivial=True)
-    c = gl.convert_layout(c.reshape([16, 4, 64]).permute((1, 0, 2)), BLOCKS, assert_trivial=True)
-    return c, total
 
 
 @gluon.jit
@@ -264,7 +244,7 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
         x = widen(g_h.index(h).reshape([4, 16, 64]).load(BLOCKS))
         step = unbounded_gate(x, bias, GATE, True) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
         step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
-        c, total = block_sums(step)
+        c, total = running_sums(step)
         # the factors of the state are no less than exp(-80): what is lost is next to nothing
         kept = gl.where(total < LOWEST_HALF, LOWEST_HALF, total)
         gl.store(decay + (block * (64 * KH) + h * 64 + column), exp2(kept))
@@ -365,12 +345,6 @@ def step_inverses(X_s):
 
 
 @gluon.jit
-def weighted_keys(high, low, keys, acc, use_acc: gl.constexpr):
-    acc = warpgroup_mma(high, keys, acc, use_acc=use_acc, is_async=True)
-    return warpgroup_mma(low, keys, acc, is_async=True)
-
-
-@gluon.jit
 def masked(x, mask):
     """`x`, bf16, where `mask` is -1, and 0 where it is 0: two at a time."""
     asm: gl.constexpr = "and.b32 $0, $1, $2;"
@@ -450,14 +424,11 @@ def prepare_steps_kernel(
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:
-        # `recurrence` counts up from zero
-        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        gl.store(semaphores + flag, flag * 0)
-    # volatile: else the compiler moves these loads and that of `beta` behind the copies, where they queue
+        clear_flags(semaphores, FLAGS)
+    # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
-        channel = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        bias = gl.load(dt_bias + head * K + channel, volatile=True).to(gl.float32)
+        bias = load_bias(dt_bias, head, K)
     batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
     if count <= 0:
         return
@@ -467,11 +438,11 @@ def prepare_steps_kernel(
     qk_head = head
     if group > 1:
         qk_head = head // group
-    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
-    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
-    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
-    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
-    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
+    # in units of 8 elements
+    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
+    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
+    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
+    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
     decay += tile.to(gl.int64) * (4 * K)
     first_row = tile * (TILES * 64)
 
@@ -493,9 +464,9 @@ def prepare_steps_kernel(
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
     g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN)
-    copy_chunk(g_s, g, g_token, count)
-    copy_chunk(keys, k, k_token, count)
-    copy_chunk(queries, q, q_token, count)
+    copy_tokens(g_s, g, g_token, count, 64)
+    copy_tokens(keys, k, k_token, count, 64)
+    copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
 
     # nothing decays past the end
@@ -594,8 +565,7 @@ def prepare_steps_kernel(
     X = gl.convert_layout(gl.join(X_left, X_right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
     # negative, as w is stored
     weights = X * gl.where(row < 32, -beta_first, -beta_second)
-    # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
-    # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.
+    # rounded and in two parts as in `prepare`
     high = round_pairs(weights)
     low = round_pairs(weights - widen(high))
     place = right.slice(0, 64)
@@ -605,10 +575,10 @@ def prepare_steps_kernel(
     low0, low1, low2, low3 = step_operands(low)
     for h in gl.static_range(KH):
         # one half after the other: with the accumulators of both ptxas has no registers left for the MMAs
-        w = weighted_keys(high0, low0, keys.slice(64 * h, 16), zero, False)
-        w = weighted_keys(high1, low1, keys.slice(64 * h + 16, 16), w, True)
-        w = weighted_keys(high2, low2, keys.slice(64 * h + 32, 16), w, True)
-        w = weighted_keys(high3, low3, keys.slice(64 * h + 48, 16), w, True)
+        w = weighted(high0, low0, keys.slice(64 * h, 16), zero, False)
+        w = weighted(high1, low1, keys.slice(64 * h + 16, 16), w, True)
+        w = weighted(high2, low2, keys.slice(64 * h + 32, 16), w, True)
+        w = weighted(high3, low3, keys.slice(64 * h + 48, 16), w, True)
         w, high0, high1, high2, high3, low0, low1, low2, low3 = warpgroup_mma_wait(
             0, deps=[w, high0, high1, high2, high3, low0, low1, low2, low3]
         )
@@ -623,10 +593,10 @@ def prepare_steps_kernel(
 
 def prepare_steps(call: StageCall) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
-    slots = problem.B * problem.slots if problem.N > 0 else 0
+    ctas, rows = grid(problem)
     return Launch(
         prepare_steps_kernel,
-        slots * problem.HV if problem.safe_gate else slots,
+        ctas,
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
             *(tiles(workspace["tiles"]), *workspace.select("decay", "semaphores")),
@@ -640,5 +610,5 @@ def prepare_steps(call: StageCall) -> Launch:
         scratch=call.buffers,
         # four CTAs on an SM
         max_registers=128,
-        rows=1 if problem.safe_gate else problem.HV,
+        rows=rows,
     )
