@@ -6,7 +6,7 @@ Every form is held to the float64 reference first. Then all forms of a shape tak
 on slots of their own, beside a step of attention alone ("bare"). A form is named by its warps, the tiles of a state, and the
 most registers that ptxas may give a thread; what that spills of two shapes is listed at the end. Hopper's own also goes
 without its prefetches, and with more of them. `--quick`: H = 32 alone. `--chosen`: the portable kernel only as it is chosen,
-and the rows that have bounds, in a minute.
+and some of the rows that have bounds, in a minute.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ FORMS = {
 
 CHOSEN = {None: "Triton's, as chosen"}
 
-BOUNDED = (
+CHOSEN_ROWS = (
     *(f"decode N{N} H32 fp32" for N in (1, 32, 128)),
     *(f"decode N{N} H32 bf16" for N in (1, 8, 32, 128)),
     "decode N256 H96 bf16",
 )
+"""Of `--chosen`."""
 
 HOPPER_FORMS: dict[str, Callable[[HopperConfig, int], HopperConfig]] = {
     "Hopper's own": lambda c, ctas: c,
@@ -156,7 +157,7 @@ def main() -> int:
     setup = Setup(device, Timer(device), EFFORT)
     rows = [row for row in LAYER if row.table == "decode" and (not arguments.quick or row.call.H == 32)]
     if arguments.chosen:
-        rows = [row for row in rows if row.name in BOUNDED]
+        rows = [row for row in rows if row.name in CHOSEN_ROWS]
     document = new_document("fused_steps", environment(device))
     with torch.no_grad():
         for row in rows:
