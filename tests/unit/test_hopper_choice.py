@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.hopper.build import build, in_steps
-from flashdelta.hopper.launch import ctas, layout
+from flashdelta.hopper.launch import ahead, ctas, layout
 from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
 from flashdelta.problem.problem import record_width
@@ -441,3 +441,8 @@ def test_seventeen_tokens_are_verified_and_committed_at_once(tokens: int):
         (launch,) = build(*check(function, **on_meta(call)), 90).launches
         assert isinstance(launch, Launch) and isinstance(launch.kernel, GluonJITFunction)
         assert (launch.constants["TOKENS"], launch.constants["ONE_MORE"]) == (16, tokens == 17)
+
+
+def test_the_last_quarter_of_the_ctas_that_run_at_once_prefetches():
+    assert ahead(1000, 400) == (300, 400)
+    assert ahead(10, 400) == (8, 10)

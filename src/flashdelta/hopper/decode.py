@@ -10,7 +10,7 @@ Contract and order of operations: as `triton/decode.py`. What differs is how a w
 * Addresses are worked out before the wait for the kernel before this one, from an index that it may yet overwrite; if it did,
   the state is copied again.
 * Memory is idle from the last load of one launch to the first of the next. So some CTAs prefetch their state to the L2 cache
-  before they wait (`at_once`).
+  before they wait (`ahead`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .device.portable import (
     source_slot,
     target_slot,
 )
-from .launch import aligned
+from .launch import ahead, aligned
 
 
 @gluon.jit
@@ -72,7 +72,7 @@ def copy_tiles(state_s, start, in_slot, read, TILES: gl.constexpr, SIZE: gl.cons
         async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=(*DECODE_SCALARS, "at_once"))
+@gluon.jit(do_not_specialize=(*DECODE_SCALARS, "first_ahead", "past_ahead"))
 def decode_kernel(
     q,
     k,
@@ -125,7 +125,8 @@ def decode_kernel(
     o_batch: gl.int64,
     o_token: gl.int64,
     o_head: gl.int64,
-    at_once,
+    first_ahead,
+    past_ahead,
     K: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
@@ -152,8 +153,7 @@ def decode_kernel(
               state = decay S + correction k         -->   to memory, from the tile's layout
 
     `q`, `k`, `g` and the states that are read lie on multiples of 16 bytes; their strides are multiples of 16 elements.
-    `at_once`: how many CTAs, the first ones, run at the same time. The last quarter of those starts when the launch before this
-    one has hardly any state left to load, and prefetches; if all did, memory would be idle later, during their first updates.
+    CTAs from `first_ahead` to `past_ahead` prefetch.
     """
     TILE: gl.constexpr = 16  # value channels of an MMA
     TILES: gl.constexpr = BV // TILE
@@ -183,7 +183,7 @@ def decode_kernel(
     slot, live, read = source_slot(*named, most_tokens, lowest, start_slots, target_slots, TWO_POOLS)
     if OVERLAP:
         cta = gl.program_id(0)
-        if (cta >= at_once - at_once // 4) & (cta < at_once) & (read != 0):
+        if (cta >= first_ahead) & (cta < past_ahead) & (read != 0):
             fetch_to_cache(initial_state + slot * start_pitch + slice_ * (BV * K), 2 * BV * K)
         # always true, as addresses have fewer than 62 bits; ptxas would work them out after the wait
         if q.to(gl.int64) + k.to(gl.int64) + initial_state.to(gl.int64) + g.to(gl.int64) != 0:
@@ -274,7 +274,7 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     given = dict(zip(decode_kernel.arg_names, launch.arguments))
     many = problem.N * problem.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
-        # it takes the portable kernel's arguments and one more, and as much of a state
-        at_once = min(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
-        launch = replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, at_once))
+        # it takes the portable kernel's arguments and two more, and as much of a state
+        prefetching = ahead(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
+        launch = replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, *prefetching))
     return [launch]

@@ -101,6 +101,14 @@ def ctas(slices: int, device: torch.device) -> int:
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 
 
+def ahead(ctas: int, at_once: int) -> tuple[int, int]:
+    """The CTAs that prefetch before they wait, from the first to before the second: the last quarter of those that run
+    `at_once`. They start when the launch before theirs has hardly any state left to load. If more did, memory would be idle
+    later, during their first updates."""
+    past = min(ctas, at_once)
+    return past - past // 4, past
+
+
 def stages(problem: Problem, fetched: int, beside: int) -> int:
     """Chunks in flight, of so many tiles and a row of decays each, up to 4: as many as shared memory holds beside tiles that
     stay."""
