@@ -44,7 +44,6 @@ from .device.math import (
     pick,
     round_pairs,
     split_high_low,
-    token_offset,
     wide,
     widen,
 )
@@ -154,13 +153,6 @@ def make_buffers(dt_bias, KH: gl.constexpr):
     else:
         bias: gl.constexpr = None  # type: ignore[no-redef]
     return Buffers(pair0, pair1, right0, right1, small, from_start, between, norm0, norm1, beta, unit, bias, KH)
-
-
-@gluon.jit
-def clear_flags(semaphores, FLAGS: gl.constexpr):
-    """`recurrence` counts up from zero."""
-    flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.store(semaphores + flag, flag * 0)
 
 
 @gluon.jit
@@ -771,7 +763,9 @@ def prepare_kernel(
                 )
             return
     if tile == 0:
-        clear_flags(semaphores, FLAGS)
+        # `recurrence` counts up from zero
+        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(semaphores + flag, flag * 0)
     # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
@@ -785,11 +779,11 @@ def prepare_kernel(
     qk_head = head
     if group > 1:
         qk_head = head // group
-    # in units of 8 elements
-    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
-    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
-    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
-    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
+    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
     chunk = tile.to(gl.int64)
     tiles += chunk * ((3 * KH + 2) * 4096)
     decay += chunk * K

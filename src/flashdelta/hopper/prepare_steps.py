@@ -52,7 +52,7 @@ from .device.math import (
     pick,
     round_pairs,
     split_high_low,
-    token_offset,
+    wide,
     widen,
 )
 from .device.portable import LOG2E, decay_rate
@@ -64,7 +64,6 @@ from .prepare import (
     PLAIN,
     SCALARS,
     TILE,
-    clear_flags,
     copy_tokens,
     grid,
     load_bias,
@@ -424,7 +423,9 @@ def prepare_steps_kernel(
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:
-        clear_flags(semaphores, FLAGS)
+        # `recurrence` counts up from zero
+        flag = gl.arange(0, FLAGS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(semaphores + flag, flag * 0)
     # volatile, here and below: else the compiler moves these loads behind the copies, where they queue
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
@@ -438,11 +439,11 @@ def prepare_steps_kernel(
     qk_head = head
     if group > 1:
         qk_head = head // group
-    # in units of 8 elements
-    q += token_offset(batch, start, qk_head, q_batch, q_token, q_head) * 8
-    k += token_offset(batch, start, qk_head, k_batch, k_token, k_head) * 8
-    g += token_offset(batch, start, head, g_batch, g_token, g_head) * 8
-    beta += token_offset(batch, start, head, beta_batch, beta_token, beta_head)
+    # these strides come in units of 8 elements, which tells the compiler that 16-byte copies are aligned
+    q += (wide(batch, q_batch) + wide(start, q_token) + wide(qk_head, q_head)) * 8
+    k += (wide(batch, k_batch) + wide(start, k_token) + wide(qk_head, k_head)) * 8
+    g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
+    beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
     decay += tile.to(gl.int64) * (4 * K)
     first_row = tile * (TILES * 64)
 
