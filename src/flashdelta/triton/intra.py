@@ -28,7 +28,7 @@ from ..program.launch import Launch, strides
 from .device.decays import chunk_decays, sums
 from .device.gates import beta_gradient, beta_of, decay_rate, gate_gradient
 from .device.norms import row_norms
-from .device.sequences import at_token, own_chunk
+from .device.sequences import own_chunk
 from .device.sub_chunks import SUB, boundary_matrix, pair_mask
 from .finish import ByHead
 from .launch import backward_precision, chunks, safe_blocks
@@ -167,8 +167,10 @@ def intra_kernel(
     LEVELS: tl.constexpr = 6 if C == 64 else 5  # log2(C)
     FIRST: tl.constexpr = SAFE_LEVEL if SAFE else 0
     qk_head = head // (HV // H)
-    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, start, qk_head)
-    g, beta = at_token((g, beta), (g_batch, g_token, g_head, beta_batch, beta_token, beta_head), batch, start, head)
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    beta += batch * beta_batch + start * beta_token + head * beta_head
     chunk = chunk_slot * HV + head
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.arange(0, C)

@@ -36,10 +36,10 @@ from torch import Tensor
 from ..problem.problem import Problem
 from ..program.launch import Launch, strides
 from .device.decays import split_decay, sums
-from .device.gates import beta_of, decay_rate, head_bias
+from .device.gates import beta_of, decay_rate
 from .device.mma import apply_weights, dot
 from .device.norms import L2_EPS
-from .device.sequences import at_token, own_chunk
+from .device.sequences import own_chunk
 from .device.sub_chunks import SUB, SUB_LEVELS, forward_substitution
 from .launch import TILES, StageCall, chunks, precision, safe_blocks
 from .prepare_bounded import prepare_bounded_kernel
@@ -256,8 +256,10 @@ def prepare_kernel(
     if count <= 0:
         return
     qk_head = head // (HV // H)
-    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, start, qk_head)
-    g, beta = at_token((g, beta), (g_batch, g_token, g_head, beta_batch, beta_token, beta_head), batch, start, head)
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    beta += batch * beta_batch + start * beta_token + head * beta_head
     chunk = chunk_slot * HV + head
     w += chunk * C * K
     qg += chunk * C * K
@@ -300,7 +302,9 @@ def prepare_kernel(
     for s in tl.range(0, K, BK, num_stages=STAGES):
         channel = s + tl.arange(0, BK)[None, None, :]
         here = token * K + channel
-        bias = head_bias(dt_bias, head, channel, K)
+        bias = 0.0
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + head * K + channel).to(tl.float32)
         x = tl.load(g + token * g_token + channel, mask=valid, other=0.0).to(tl.float32)
         tile_k = tl.load(k + token * k_token + channel, mask=valid, other=0.0).to(tl.float32) * norm_k
         tile_q = tl.load(q + token * q_token + channel, mask=valid, other=0.0).to(tl.float32) * norm_q

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from .device.decays import split_decay, sums
-from .device.gates import beta_of, decay_rate, head_bias
+from .device.gates import beta_of, decay_rate
 from .device.mma import apply_weights, dot
 from .device.norms import inverse_norm
-from .device.sequences import at_token, own_chunk
+from .device.sequences import own_chunk
 from .device.sub_chunks import SUB, boundary_matrix, forward_substitution
 
 BLOCK_ROWS = tl.constexpr(32)
@@ -146,8 +146,10 @@ def prepare_bounded_kernel(
     if count <= 0:
         return
     qk_head = head // (HV // H)
-    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, start, qk_head)
-    g, beta = at_token((g, beta), (g_batch, g_token, g_head, beta_batch, beta_token, beta_head), batch, start, head)
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    beta += batch * beta_batch + start * beta_token + head * beta_head
     chunk = chunk_slot * HV + head
     w += chunk * C * K
     qg += chunk * C * K
@@ -187,7 +189,9 @@ def prepare_bounded_kernel(
         for s in tl.range(0, K, BK, num_stages=STAGES):
             column = s + tl.arange(0, BK)[None, :]
             here = token[:, None] * K + column
-            bias = head_bias(dt_bias, head, column, K)
+            bias = 0.0
+            if dt_bias is not None:
+                bias = tl.load(dt_bias + head * K + column).to(tl.float32)
             x = tl.load(g + token[:, None] * g_token + column, mask=valid[:, None], other=0.0).to(tl.float32)
             tile_k = tl.load(k + token[:, None] * k_token + column, mask=valid[:, None], other=0.0)
             tile_q = tl.load(q + token[:, None] * q_token + column, mask=valid[:, None], other=0.0)

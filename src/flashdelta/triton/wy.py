@@ -31,7 +31,7 @@ from .device.decays import chunk_decays, sums
 from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms
 from .device.products import summand
-from .device.sequences import OFFSETS_AT_A_TIME, at_token, own_chunk, rows_before
+from .device.sequences import OFFSETS_AT_A_TIME, own_chunk, rows_before
 from .device.states import state_offsets
 from .launch import backward_precision, chunks
 
@@ -269,11 +269,12 @@ def wy_kernel(
         return
     HELD: tl.constexpr = BV == V
     qk_head = head // (HV // H)
-    q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, start, qk_head)
-    g, v = at_token((g, v), (g_batch, g_token, g_head, v_batch, v_token, v_head), batch, start, head)
-    beta, grad_o = at_token(
-        (beta, grad_o), (beta_batch, beta_token, beta_head, o_batch, o_token, o_head), batch, start, head
-    )
+    q += batch * q_batch + start * q_token + qk_head * q_head
+    k += batch * k_batch + start * k_token + qk_head * k_head
+    g += batch * g_batch + start * g_token + head * g_head
+    v += batch * v_batch + start * v_token + head * v_head
+    beta += batch * beta_batch + start * beta_token + head * beta_head
+    grad_o += batch * o_batch + start * o_token + head * o_head
     own = (batch * T + start) * HV + head
     v_new += own * V
     grad_v_new += own * V
