@@ -161,14 +161,14 @@ def store_tiles(
 
 
 @triton.jit
-def step_tiles(tiles, row_v, token, V: tl.constexpr):
+def step_tiles(tiles, row_v, token, V: tl.constexpr, A_THREAD: tl.constexpr):
     """Tiles after a token in fp32, its output `[V]`, and what it wrote, by tiles."""
     BV: tl.constexpr = V // len(tiles)
     after = ()
     outs = ()
     written = ()
     for i in tl.static_range(len(tiles)):
-        tile, out, wrote = step(tiles[i].to(tl.float32), part(row_v, i * BV, BV), token)
+        tile, out, wrote = step(tiles[i].to(tl.float32), part(row_v, i * BV, BV), token, A_THREAD)
         after = after + (tile,)
         outs = outs + (out,)
         written = written + (wrote,)
@@ -296,6 +296,7 @@ def fused_decode_kernel(
     value = tl.arange(0, V)
     BV: tl.constexpr = V // TILES
     PITCH: tl.constexpr = BV * K if V_FIRST else BV
+    A_THREAD: tl.constexpr = 4 if V_FIRST else 128 // initial_state.dtype.element_ty.primitive_bitwidth
     in_tile = state_offsets(0, tl.arange(0, BV), key, K, V, V_FIRST)
     of_q = qk_head.to(tl.int32) * K + key
 
@@ -376,7 +377,7 @@ def fused_decode_kernel(
             token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
             outs = ()
             for i in tl.static_range(TILES):
-                tile, out, written = step(tiles[i].to(tl.float32), part(row_v, i * BV, BV), token)
+                tile, out, written = step(tiles[i].to(tl.float32), part(row_v, i * BV, BV), token, A_THREAD)
                 outs = outs + (out,)
                 store_tile(states + slot * target_pitch + i * PITCH, in_tile, tile, live.to(tl.int32), STREAM)
             out = joined(outs)
@@ -417,7 +418,7 @@ def fused_decode_kernel(
                     tl.load(betas + t * beta_token),
                 )
                 token = factors(rows, there, shift, rate, lower_bound, scale, GATE, BETA, L2NORM)
-                state, out, written = step_tiles(state, row_v, token, V)
+                state, out, written = step_tiles(state, row_v, token, V, A_THREAD)
                 if EACH == 1:
                     index = n * target_row + t * target_token
                     target, named = target_slot(targets, index, slot, lowest, target_slots)
