@@ -573,6 +573,7 @@ TRITON = COMMON | {
         "condition": identity,
         "gdc_wait": gdc_wait,
         "gdc_launch_dependents": nothing,
+        "num_threads": lambda: 32 * num_warps(),
         "trans": lambda x, *o: x.trans(*o),
     },
 }

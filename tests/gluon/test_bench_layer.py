@@ -63,7 +63,7 @@ def test_forms_take_turns(script: ModuleType):
         assert script.spills(row, setup_of("auto")) == []
         chosen = script.measured(row, setup_of("auto"), script.CHOSEN)
         assert chosen["problems"] == {} and [*chosen["forms"]] == ["bare", *script.CHOSEN.values(), *HOPPERS]
-    assert {*script.BOUNDED} <= {row.name for row in script.LAYER}
+    assert {*script.CHOSEN_ROWS} <= {row.name for row in script.LAYER}
 
 
 def test_a_form_that_fails_leaves_the_others(script: ModuleType, monkeypatch: pytest.MonkeyPatch):

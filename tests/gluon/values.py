@@ -100,6 +100,10 @@ class Value:
         return list(np.shape(self.data))
 
     @property
+    def numel(self) -> int:
+        return int(np.size(self.data))
+
+    @property
     def type(self) -> TypeOf:
         return TypeOf(self)
 
