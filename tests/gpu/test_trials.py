@@ -66,6 +66,7 @@ def test_as_without_trials(case: Case, memory: str):
             assert relative_error(x.double(), y.double()) < 1e-5, name
 
 
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_graph_decides_at_each_replay(case: Case):
     calls = {memory: hopper_call(case, memory) for memory in ("random", "slow")}
     want = {memory: in_segments(call) for memory, call in calls.items()}

@@ -1,8 +1,10 @@
-"""In which order workers get the tests of the GPU tier."""
+"""The GPU tier without a GPU: its tests find their fixtures, and in which order workers get them."""
 
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,3 +45,21 @@ def test_long_ones_begin_early_and_those_that_wait_for_the_library_late():
     for n in range(100):
         assert tier.begins(item(f"{n}", long=True, fixtures=("library_path",))) < 0.25
         assert tier.begins(item(f"{n}", fixtures=("library_path",))) >= 0.5
+
+
+def test_every_test_finds_its_fixtures():
+    """Which shows only when it is set up; here nothing is."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "--setup-plan",
+        "-p",
+        "no:cacheprovider",
+        str(tier.HERE),
+    ]
+    done = subprocess.run(command, cwd=tier.HERE.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
