@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import float64, same_bits
+from flashdelta.testing.processes import on_processes
 
 from ..support.ranks import Cut, Found
 from .calls import KIMI
@@ -65,12 +65,10 @@ def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
 
 
 @pytest.fixture(scope="module", params=["hopper", "triton"])
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
+def processes(request: pytest.FixtureRequest) -> tuple[str, list[dict]]:
     if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("hopper: not a Hopper GPU")
-    folder = tmp_path_factory.mktemp("nccl")
-    torch.multiprocessing.spawn(work, (RANKS, str(folder), request.param), nprocs=RANKS)
-    return request.param, [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+    return request.param, on_processes(RANKS, work, request.param, device="cuda")
 
 
 @two_gpus

@@ -21,6 +21,7 @@ from flashdelta.parallel import context_parallel, halo
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
+from flashdelta.testing.processes import on_processes
 
 from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, incoming_of
@@ -123,11 +124,10 @@ def failure_of_a_lost_rank(group: dist.ProcessGroup) -> str:
     return "nothing"
 
 
-def work(rank: int, folder: str) -> None:
+def work(group: dist.ProcessGroup) -> dict[str, object]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
-    group = dist.group.WORLD
-    found = {name: cut_of(name).run(group) for name in CASES}
+    rank = group.rank()
+    found: dict = {name: cut_of(name).run(group) for name in CASES}
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
     found["compiled rows"] = compiled_rows(group)
@@ -148,15 +148,12 @@ def work(rank: int, folder: str) -> None:
     call = {name: x for name, x in cut.call.items() if name != "cu_seqlens"}
     o, final_state = fd.chunk_kda(**call, cp_context=context)
     found["alone"] = {"o": o, "final_state": final_state}
-    torch.save(found | {"lost": failure_of_a_lost_rank(group)}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found | {"lost": failure_of_a_lost_rank(group)}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+def found() -> list[dict]:
+    return on_processes(RANKS, work)
 
 
 @pytest.mark.parametrize("name", CASES)

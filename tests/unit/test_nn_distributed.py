@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
 from flashdelta.nn.lm import VOCABULARY
+from flashdelta.testing.processes import on_processes
 
 from ..support.layers import make_layer, rows
 
@@ -115,25 +115,21 @@ def whole_model(rank: int, param_dtype: torch.dtype | None) -> Found:
     return model_gradients(model, tokens_of(rank))
 
 
-def work(rank: int, folder: str) -> None:
+def work(group: dist.ProcessGroup) -> dict[str, object]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
-    found: dict[str, object] = {}
+    rank, found = group.rank(), {}
     for way in WAYS:
         found[f"ddp {way}"], found[f"fsdp {way}"] = by_ddp(rank, way), by_fsdp(rank, way)
     found["dtypes"] = seen_in_bfloat16(rank)
     sharded = shard_attention(make_layer(F32)).named_parameters()
     found["marked"] = {name for name, x in sharded if getattr(x, "_no_weight_decay", False)}
     found["model"], found["model bf16"] = whole_model(rank, None), whole_model(rank, BF16)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+def found() -> list[dict]:
+    return on_processes(RANKS, work)
 
 
 def mean_of(gradients: list[Found]) -> Found:

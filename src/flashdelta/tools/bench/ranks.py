@@ -7,13 +7,9 @@ kernels of each rank, the largest rank's memory, and what `scaling.py` predicts.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +21,7 @@ from ...problem.context import ContextParallel, context_parallel, gather
 from ...testing.cases import BF16, Case
 from ...testing.inputs import TOKEN_TENSORS, make_call
 from ...testing.oracle import TOLERANCE, relative_error
+from ...testing.processes import on_processes
 from . import profiling, scaling
 from .contenders import Setup, find, let_fla_split, shared
 from .timing import Timer, Timing, peak_above, summarize, synchronize
@@ -123,10 +120,8 @@ def measure(row: RanksRow, setup: Setup) -> Iterator[dict]:
     asked = not isinstance(setup.found("fla", row), str)
     options = {"backend": setup.backend, "rounds": setup.effort.rounds, "fla": asked}
     options["timer"] = None if on_gpus else setup.timer
-    with tempfile.TemporaryDirectory(prefix="flashdelta-ranks-") as folder:
-        torch.multiprocessing.spawn(_work, (ranks, folder, row, options), nprocs=ranks)
-        found = json.loads((Path(folder) / "row.json").read_text())
-    yield described(row, found)
+    found = on_processes(ranks, _work, row, options, device=setup.device.type, timeout=PATIENCE)
+    yield described(row, found[0])
 
 
 def described(row: RanksRow, found: dict[str, dict]) -> dict:
@@ -144,24 +139,13 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     }
 
 
-def _work(rank: int, ranks: int, folder: str, row: RanksRow, options: Mapping[str, Any]) -> None:
-    """Of one rank. The first writes the row."""
-    device = torch.device("cuda", rank) if options["timer"] is None else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if ranks == 1:
+def _work(group: dist.ProcessGroup, row: RanksRow, options: Mapping[str, Any]) -> dict[str, dict]:
+    """What a rank finds, by contender."""
+    device = torch.device("cuda", group.rank()) if options["timer"] is None else torch.device("cpu")
+    if row.ranks == 1:
         let_fla_split()
-    backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    where = f"file://{folder}/meeting"
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks, device_id=bound, timeout=PATIENCE)
-    group = dist.group.WORLD
-    assert group is not None
     with torch.enable_grad() if row.differentiates else torch.inference_mode():
-        found = _measured(row, options, group, device)
-    if rank == 0:
-        (Path(folder) / "row.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+        return _measured(row, options, group, device)
 
 
 def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict:
