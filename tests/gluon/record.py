@@ -18,18 +18,8 @@ PACKAGE = (
     *("backends.py", "hopper", "kernels.py", "ops", "parallel", "problem", "program", "reference", "runtime"),
     *("testing", "triton"),
 )
-SHARED = (
-    *(
-        "support/buffers.py",
-        "support/decays.py",
-        "support/decoding_checks.py",
-        "support/gradients.py",
-        "support/pools.py",
-    ),
-    *("support/ranks.py", "support/stream_k.py", "gpu/calls.py", "gpu/test_decode.py", "gpu/test_pool.py"),
-    "unit/test_hopper_choice.py",
-)
-READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), "tests/gluon", *(f"tests/{name}" for name in SHARED))
+TESTS = ("gluon", "support", "gpu/calls.py", "gpu/test_decode.py", "gpu/test_pool.py", "unit/test_hopper_choice.py")
+READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), *(f"tests/{name}" for name in TESTS))
 """What the tests run, and what they hold it to."""
 
 

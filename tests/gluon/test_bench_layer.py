@@ -18,8 +18,6 @@ from flashdelta.tools.bench.workloads import layer_step_row
 
 from ..support.timers import FakeTimer
 
-pytestmark = pytest.mark.slow
-
 ROWS = [layer_step_row(3, 1, state, "fits a CPU", K=64, V=64) for state in ("fp32", "bf16")]
 HOPPERS = [f"Hopper's own{x}" for x in ("", ", 96 registers", ", 168 registers", ", no prefetch", ", all prefetch")]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fused_steps.py"
@@ -56,13 +54,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_forms_take_turns(script: ModuleType):
     """All are held to the reference, and none fails."""
-    for row in ROWS:
-        found = script.measured(row, setup_of("auto"))
-        assert found["problems"] == {} and [*found["forms"]] == ["bare", *script.FORMS.values(), *HOPPERS]
-        assert len(script.table(found).splitlines()) == 3 + len(HOPPERS) + len(script.FORMS)
-        assert script.spills(row, setup_of("auto")) == []
-        chosen = script.measured(row, setup_of("auto"), script.CHOSEN)
-        assert chosen["problems"] == {} and [*chosen["forms"]] == ["bare", *script.CHOSEN.values(), *HOPPERS]
+    row = ROWS[0]
+    found = script.measured(row, setup_of("auto"))
+    assert found["problems"] == {} and [*found["forms"]] == ["bare", *script.FORMS.values(), *HOPPERS]
+    assert len(script.table(found).splitlines()) == 3 + len(HOPPERS) + len(script.FORMS)
+    assert script.spills(row, setup_of("auto")) == []
+    chosen = script.measured(row, setup_of("auto"), script.CHOSEN)
+    assert chosen["problems"] == {} and [*chosen["forms"]] == ["bare", *script.CHOSEN.values(), *HOPPERS]
     assert {*script.CHOSEN_ROWS} <= {row.name for row in script.LAYER}
 
 

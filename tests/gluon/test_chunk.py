@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import flashdelta as fd
 from flashdelta.hopper import recurrence
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
+from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import (
     assert_close,
     chunked_truth,
     covered_tokens,
-    poisoned_memory,
     same_bits,
     tolerance_of,
     truth,
@@ -24,19 +22,10 @@ from flashdelta.testing.oracle import (
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.stream_k import Work
 from ..unit.test_hopper_choice import TABLE
+from .checks import hold_nan_inside, hopper_call, poisoned
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
-
-
-def hopper_call(case: Case, **options: object) -> dict:
-    return make_call(case, BF16) | {"backend": "hopper"} | options
-
-
-def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
-    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
 
 
 def check(case: Case, **options: object) -> None:
@@ -147,12 +136,4 @@ def test_forced_split_of_a_sequence_is_its_own():
 
 def test_nan_stays_in_its_sequence():
     call = hopper_call(replace(KIMI, H=1, HV=1, lengths=(70, 40, 66), state=FP32))
-    want = fd.chunk_kda(**call)
-    spoiled = call | {name: call[name].clone() for name in TOKEN_TENSORS}
-    for name in TOKEN_TENSORS:
-        spoiled[name][:, 70:110] = torch.nan
-    found = fd.chunk_kda(**spoiled)
-    for tokens in (slice(0, 70), slice(110, None)):
-        assert same_bits(found[0][:, tokens], want[0][:, tokens])
-    assert same_bits(found[1][[0, 2]], want[1][[0, 2]])
-    assert found[0][:, 70:110].isnan().all()
+    hold_nan_inside(call, TOKEN_TENSORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import subprocess
 from pathlib import Path
@@ -13,6 +14,14 @@ from . import record
 
 def test_what_is_read_is_there():
     assert all((record.ROOT / name).exists() for name in record.READ)
+
+
+def test_whatever_the_tests_take_from_others_is_read():
+    nodes = [node for file in Path(__file__).parent.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    taken = {tuple(node.module.split(".")) for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 2}
+    assert taken
+    for folder, *name in taken:
+        assert folder in record.TESTS or f"{folder}/{'/'.join(name)}.py" in record.TESTS, (folder, name)
 
 
 def test_a_change_is_noticed_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

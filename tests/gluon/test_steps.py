@@ -5,26 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-import flashdelta as fd
 from flashdelta.hopper import build, recurrence
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import (
     assert_close,
     covered_tokens,
-    poisoned_memory,
     relative_error,
     same_bits,
     tolerance_of,
     truth,
 )
 
-from ..gpu.calls import KIMI, assert_same_bits, hold, on_gpu, slack_of
+from ..gpu.calls import KIMI, assert_same_bits, on_gpu
 from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id, pool_truth
 from ..unit.test_hopper_choice import TABLE
+from .checks import check_steps, hold_bits_alone, hold_errors, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
 
@@ -33,29 +30,12 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "STEPS_FROM", 1)
 
 
-def steps_call(case: Case) -> dict:
-    """Split or not: a split call keeps its chunks."""
-    call = make_call(case, BF16)
-    return call | {"g": call["g"].to(BF16), "backend": "hopper", "split": False}
-
-
-def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
-    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
-
-
-def check(case: Case) -> None:
-    call = steps_call(case)
-    hold(call, poisoned(call), truth(call), slack_of(case, call))
-
-
 BOUNDED = [case for case in TABLE if (case.safe or case.gate == "lower_bound") and case.l2norm and not case.h]
 
 
 @pytest.mark.parametrize("case", BOUNDED, ids=case_id)
 def test_cases(case: Case):
-    check(replace(case, K=128))
+    check_steps(replace(case, K=128))
 
 
 SMALL = replace(KIMI, H=1, HV=2, V=64, state=FP32)
@@ -64,7 +44,7 @@ SMALL = replace(KIMI, H=1, HV=2, V=64, state=FP32)
 @pytest.mark.parametrize(("v_first", "V"), [(False, 128), (True, 64)], ids=["K first", "V first"])
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 130])
 def test_lengths(T: int, v_first: bool, V: int):
-    check(replace(SMALL, name="length", T=T, V=V, v_first=v_first))
+    check_steps(replace(SMALL, name="length", T=T, V=V, v_first=v_first))
 
 
 PLAIN = replace(SMALL, gate="none", lower_bound=None, safe=True, beta="value", T=192)
@@ -87,8 +67,7 @@ def test_errors_are_those_of_chunks(case: Case, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(build, "STEPS_FROM", 3)
     before = poisoned(call)
     assert not same_bits(found[0], before[0])
-    for got, old, true, more in zip(found, before, want, MORE):
-        assert relative_error(got, true) < more * relative_error(old, true)
+    hold_errors(found, before, want, MORE)
 
 
 def test_small_values_at_the_bound():
@@ -105,14 +84,7 @@ PACKED = replace(SMALL, name="packed", lengths=(130, 0, 33, 1, 64, 95))
 
 
 def test_bits_are_a_sequence_s_own():
-    call = steps_call(PACKED)
-    together = poisoned(call)
-    for n, length in ((2, 33), (4, 64), (5, 95)):
-        begin = int(call["cu_seqlens"][n])
-        alone = call | {name: call[name][:, begin : begin + length] for name in ("q", "k", "v", "g", "beta")}
-        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
-        o, state = poisoned(alone)
-        assert same_bits(together[0][:, begin : begin + length], o) and same_bits(together[1][n : n + 1], state)
+    hold_bits_alone(steps_call(PACKED), (2, 4, 5))
 
 
 @pytest.mark.parametrize("stream_k", [False, True], ids=["tiles", "stream-K"])

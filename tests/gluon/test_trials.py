@@ -16,18 +16,17 @@ from flashdelta.hopper import prepare, segments
 from flashdelta.hopper.device import trial
 from flashdelta.problem.split import SplitCosts
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import (
     assert_close,
     chunked_truth,
     covered_tokens,
-    poisoned_memory,
     relative_error,
     same_bits,
 )
 
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold
 from ..support.trials import EXPLICIT, OTHERS, explicit_call, moved
+from .checks import hopper_call, poisoned
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
@@ -82,16 +81,6 @@ def assert_untried(call: dict) -> None:
 def assert_as_without_trials(call: dict, found: tuple[torch.Tensor, ...]) -> None:
     with split_freely(False):
         assert_same_bits(found, in_segments(call), covered_tokens(call))
-
-
-def hopper_call(case: Case) -> dict:
-    return make_call(case, BF16) | {"backend": "hopper"}
-
-
-def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
-    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
 
 
 def in_segments(call: dict) -> tuple[torch.Tensor, ...]:

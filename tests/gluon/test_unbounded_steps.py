@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
-import flashdelta as fd
 from flashdelta.hopper import build, recurrence
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
-from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import covered_tokens, poisoned_memory, relative_error, same_bits, truth
+from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.oracle import covered_tokens, relative_error, same_bits, truth
 
-from ..gpu.calls import UNBOUNDED, assert_same_bits, hold, slack_of
+from ..gpu.calls import UNBOUNDED, assert_same_bits, hold
 from ..support.decays import KINDS, decays_call
 from ..unit.test_hopper_choice import TABLE
+from .checks import check_steps, hold_bits_alone, hold_errors, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
 
@@ -34,29 +34,12 @@ def in_steps() -> Iterator[None]:
         yield
 
 
-def steps_call(case: Case) -> dict:
-    """Split or not: a split call keeps its chunks."""
-    call = make_call(case, BF16)
-    return call | {"g": call["g"].to(BF16), "backend": "hopper", "split": False}
-
-
-def poisoned(call: dict) -> tuple[torch.Tensor, ...]:
-    """The results of `chunk_kda`, with NaN in `out` and in every allocation at first."""
-    with poisoned_memory():
-        return fd.chunk_kda(**call, out=torch.full(call["v"].shape, torch.nan, dtype=BF16))
-
-
-def check(case: Case) -> None:
-    call = steps_call(case)
-    hold(call, poisoned(call), truth(call), slack_of(case, call))
-
-
 ANY_DECAY = [case for case in TABLE if not case.safe and case.gate != "lower_bound" and case.l2norm and not case.h]
 
 
 @pytest.mark.parametrize("case", ANY_DECAY, ids=case_id)
 def test_cases(case: Case):
-    check(replace(case, K=128))
+    check_steps(replace(case, K=128))
 
 
 SMALL = replace(UNBOUNDED, H=1, HV=2, V=64, T=192, state=FP32)
@@ -66,7 +49,7 @@ FORGETFUL = replace(SMALL, name="forgetful", memory="new")
 @pytest.mark.parametrize("memory", ["short", "new"])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 130])
 def test_lengths(T: int, memory: str):
-    check(replace(SMALL, name="length", T=T, memory=memory, v_first=T % 2 == 0))
+    check_steps(replace(SMALL, name="length", T=T, memory=memory, v_first=T % 2 == 0))
 
 
 PLAIN = replace(SMALL, gate="none", beta="value")
@@ -84,8 +67,7 @@ def compare(call: dict) -> None:
     with unbounded_steps(False):
         before = poisoned(call)
     assert not same_bits(found[0], before[0])
-    for got, old, true, more in zip(found, before, want, MORE):
-        assert relative_error(got, true) < more * relative_error(old, true)
+    hold_errors(found, before, want, MORE)
 
 
 @pytest.mark.parametrize("case", HARD, ids=case_id)
@@ -121,14 +103,7 @@ PACKED = replace(FORGETFUL, name="packed", lengths=(130, 0, 33, 1, 64, 95))
 
 
 def test_bits_are_a_sequence_s_own():
-    call = steps_call(PACKED)
-    together = poisoned(call)
-    for n, length in ((2, 33), (4, 64), (5, 95)):
-        begin = int(call["cu_seqlens"][n])
-        alone = call | {name: call[name][:, begin : begin + length] for name in TOKEN_TENSORS}
-        alone |= {"cu_seqlens": torch.tensor([0, length]), "initial_state": call["initial_state"][n : n + 1]}
-        o, state = poisoned(alone)
-        assert same_bits(together[0][:, begin : begin + length], o) and same_bits(together[1][n : n + 1], state)
+    hold_bits_alone(steps_call(PACKED), (2, 4, 5))
 
 
 def test_few_ctas_change_no_bit(monkeypatch: pytest.MonkeyPatch):
@@ -141,15 +116,7 @@ def test_few_ctas_change_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", TOKEN_TENSORS)
 def test_nan_stays_in_its_sequence(name: str):
-    call = steps_call(replace(PACKED, lengths=(70, 40, 66)))
-    want = fd.chunk_kda(**call)
-    spoiled = call | {name: call[name].clone()}
-    spoiled[name][:, 70:110] = torch.nan
-    found = fd.chunk_kda(**spoiled)
-    for tokens in (slice(0, 70), slice(110, None)):
-        assert same_bits(found[0][:, tokens], want[0][:, tokens])
-    assert same_bits(found[1][[0, 2]], want[1][[0, 2]])
-    assert found[0][:, 70:110].isnan().all()
+    hold_nan_inside(steps_call(replace(PACKED, lengths=(70, 40, 66))), [name])
 
 
 def test_no_factor_loses_what_its_product_has():

@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.hopper.build import build, in_steps
-from flashdelta.hopper.launch import ahead, ctas, layout
+from flashdelta.hopper.launch import ctas, layout, prefetching_ctas
 from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
 from flashdelta.problem.problem import record_width
@@ -444,5 +444,5 @@ def test_seventeen_tokens_are_verified_and_committed_at_once(tokens: int):
 
 
 def test_the_last_quarter_of_the_ctas_that_run_at_once_prefetches():
-    assert ahead(1000, 400) == (300, 400)
-    assert ahead(10, 400) == (8, 10)
+    assert prefetching_ctas(1000, 400) == (300, 400)
+    assert prefetching_ctas(10, 400) == (8, 10)

@@ -42,7 +42,7 @@ from .device.portable import (
     source_slot,
     target_slot,
 )
-from .launch import ahead, aligned
+from .launch import aligned, prefetching_ctas
 
 
 @gluon.jit
@@ -275,6 +275,6 @@ def decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     many = problem.N * problem.HV > DECODE_FEW
     if many and all(aligned(given[name], 16) for name in ("q", "k", "g", "initial_state")):
         # it takes the portable kernel's arguments and two more, and as much of a state
-        prefetching = ahead(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
+        prefetching = prefetching_ctas(launch.ctas, DECODE_AT_ONCE * sm_count(t.q.device))
         launch = replace(launch, kernel=decode_kernel, arguments=(*launch.arguments, *prefetching))
     return [launch]

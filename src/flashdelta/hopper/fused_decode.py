@@ -40,7 +40,7 @@ from .device.portable import (
     placed,
     sigmoid,
 )
-from .launch import ahead, aligned
+from .launch import aligned, prefetching_ctas
 
 ROWS = gl.constexpr(32)
 """Value channels of a state that are copied and updated at a time."""
@@ -388,7 +388,7 @@ def hopper_config(problem: Problem, sms: int) -> HopperConfig:
     """Of 128 channels three CTAs of a float32 state fit on an SM, as many as shared memory holds, and four of a bfloat16 one.
 
     With an SM for each, all CTAs prefetch: memory has nothing else to do. In more than four waves, too: most CTAs start while
-    others load, and wait for nobody. Between, those that `launch.ahead` names, as in `decode`."""
+    others load, and wait for nobody. Between, those that `prefetching_ctas` names, as in `decode`."""
     most = 168 if problem.state_dtype == torch.float32 else 128
     state = problem.K * problem.V * problem.state_dtype.itemsize
     rows = 4 * (3 * problem.K + 2 * problem.V)
@@ -397,7 +397,7 @@ def hopper_config(problem: Problem, sms: int) -> HopperConfig:
     wave = sms * an_sm
     if ctas <= sms or ctas > 4 * wave:
         return HopperConfig(most, (0, ctas))
-    return HopperConfig(most, ahead(ctas, wave))
+    return HopperConfig(most, prefetching_ctas(ctas, wave))
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:

@@ -101,7 +101,7 @@ def ctas(slices: int, device: torch.device) -> int:
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 
 
-def ahead(ctas: int, at_once: int) -> tuple[int, int]:
+def prefetching_ctas(ctas: int, at_once: int) -> tuple[int, int]:
     """The CTAs that prefetch before they wait, from the first to before the second: the last quarter of those that run
     `at_once`. They start when the launch before theirs has hardly any state left to load. If more did, memory would be idle
     later, during their first updates."""

@@ -141,7 +141,9 @@ def warmup(
             states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
                 states["checkpoint_states"] = make(B * -(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
-            for own in _own_bits((B, T, H, N)):
+            # segments that are tried are one kind, those that never are another
+            for invariant in (False, True) if (B, T, H, N) == WARM_LONG else (False,):
+                own = {"batch_invariant": True} if invariant else {}
                 call(B, T, H, K, V, **states, **own, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
@@ -233,11 +235,6 @@ WARM_LONG = (1, 8192, 2, 1)
 
 WARM_LONG_BATCH = (1, 7168, 12, 14)
 """A batch with sequences that may be split, or else leave SMs idle."""
-
-
-def _own_bits(sizes: tuple[int, int, int, int]) -> list[dict[str, object]]:
-    """Options that a call of such sizes is made with: segments that are not tried are another kind."""
-    return [{}, {"batch_invariant": True}] if sizes == WARM_LONG else [{}]
 
 
 WARM_RECORDED = (4, 8, 16, 17)

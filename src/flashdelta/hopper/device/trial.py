@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from .layouts import ACC, BV, LEFT, C, as_left
 from .math import mma_first
 
-SMALL = gl.constexpr(2.0**-40)
+FORGOTTEN = gl.constexpr(2.0**-40)
 """A chunk forgets if the norm of its M is no larger: that is the error, as a part of the state before it."""
 
 
@@ -20,7 +20,7 @@ def may_forget(decay, present, K: gl.constexpr):
     rest must cancel it, which no model's does. A NaN may not forget, nor may a chunk that is not `present`."""
     key = gl.arange(0, K, layout=gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0]))
     decays = gl.load(decay + key, mask=key < gl.where(present, K, 0), other=1.0)
-    return gl.min((decays <= SMALL).to(gl.int32), axis=0) > 0
+    return gl.min((decays <= FORGOTTEN).to(gl.int32), axis=0) > 0
 
 
 @gluon.jit
@@ -55,4 +55,4 @@ def trial(ring, s, K: gl.constexpr, KG: gl.constexpr, INVERSE: gl.constexpr):
         state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
     else:
         state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
-    return state0, state1, squares <= SMALL * SMALL
+    return state0, state1, squares <= FORGOTTEN * FORGOTTEN
