@@ -56,6 +56,7 @@ from .device.math import (
     widen,
 )
 from .device.portable import LOG2E, decay_rate
+from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, tiles
 from .prepare import (
@@ -88,8 +89,8 @@ SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 
 SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
 """The same with the columns as `[2, 16]`."""
 
-BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-"""Half of the channels `[16 rows of a chunk, row, channel]`: a warp has 16 rows, a lane all of them in 2 channels."""
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
+"""A quarter of the channels `[16 rows of a chunk, row, channel]`: a warp has 16 rows, a lane 8 of them in 2 channels."""
 BLOCK_TOTALS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
 """Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
@@ -97,6 +98,9 @@ STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_ct
 SHIFT = gl.constexpr(24.0)
 """Log2 of the factor that the right operands of `exact_pairs` lack at first."""
 
+BLOCK_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+"""`TILE` as blocks `[4, 16, 64]`, of which columns can be taken."""
+BLOCK_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
@@ -162,25 +166,24 @@ def own_step(x, row):
 
 @gluon.jit
 def row_of(c, row: gl.constexpr):
-    """`[4, 1, 64]`: one row of each block of 16."""
+    """`[4, 32]`: one row of each block of 16."""
     at = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, c.type.layout)))[None, :, None]
-    return gl.sum(gl.where(at == row, c, 0.0), axis=1)[:, None, :]
+    return gl.sum(gl.where(at == row, c, 0.0), axis=1)
 
 
 @gluon.jit
 def products(left_s, right_s, acc, first: gl.constexpr, ROWS: gl.constexpr):
     """`acc [4, 16, 8]` plus the products of rows of each block of 16, the first 8, the last 8 or all, with 8 rows from `first`
-    on."""
+    on. Operands `[4, 16, 32]`."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    left = left_s.reshape([4, 16, 64]).load(left_l)
+    left = left_s.load(left_l)
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, left_l)))[None, :, None]
     if ROWS == "first":
         left = gl.where(row < 8, left, 0.0)
     elif ROWS == "last":
         left = gl.where(row >= 8, left, 0.0)
-    right = right_s.reshape([4, 16, 64]).permute((0, 2, 1)).slice(first, 8, 2).load(right_l)
-    return mma_v2(left, right, acc)
+    return mma_v2(left, right_s.permute((0, 2, 1)).slice(first, 8, 2).load(right_l), acc)
 
 
 @gluon.jit
@@ -215,69 +218,74 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
     Pairs within 8 rows split in their middle, both factors at most exp(80) by the clamp; those of the two halves of 16 rows at
     the boundary, both factors at most 1. Those of the two halves of a step split at the reference, as the state does. All
     three sets of operands are two exponentials of a row, `a` and `b`, times a factor per channel and 8 rows. They follow one
-    another in the place of the raw keys and queries, half of the channels at a time."""
-    keys_h = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
-    queries_h = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
-    right_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], TILE)
-    g_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], PLAIN)
+    another in the place of the raw keys and queries, a quarter of the channels at a time: a half in float32 would not fit in
+    registers."""
+    keys_b = reinterpret(keys, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
+    queries_b = reinterpret(queries, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
+    right_b = reinterpret(right, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
+    g_b = reinterpret(right, gl.bfloat16, [KH, 4, 16, 64], BLOCK_PLAIN)
     rows_l: gl.constexpr = gl.SliceLayout(2, BLOCKS)
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, rows_l))[None, :, None]
-    upper = row < 8
+    upper = gl.arange(0, 16, layout=gl.SliceLayout(0, rows_l))[None, :, None] < 8
     block = gl.arange(0, 4, layout=gl.SliceLayout(1, BLOCK_TOTALS))[:, None]
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, BLOCK_TOTALS))[None, :]
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, BLOCK_TOTALS))[None, :]
     later = block % 2 == 1
     # b of a step's first block, lest the factors that follow underflow where the product would not
     shift = gl.where(later, 0.0, SHIFT)
+    unit = unit_s.reshape([4, 16])
+    norm_k, norm_q = norm_k_s.reshape([4, 16]), norm_q_s.reshape([4, 16])
     first = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     first_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     last = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     last_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     for h in range(KH):
-        keys_s = keys_h.index(h)
-        queries_s = queries_h.index(h)
-        right_s = right_h.index(h)
-        bias = 0.0
-        if bias_s is not None:
-            biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT)
-            bias = biases_s.index(h).load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-        x = widen(g_h.index(h).reshape([4, 16, 64]).load(BLOCKS))
-        step = unbounded_gate(x, bias, GATE, True) * unit_s.reshape([4, 16]).load(rows_l)[:, :, None]
-        step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
-        c, total = running_sums(step)
-        # the factors of the state are no less than exp(-80): what is lost is next to nothing
-        kept = gl.where(total < LOWEST_HALF, LOWEST_HALF, total)
-        gl.store(decay + (block * (64 * KH) + h * 64 + column), exp2(kept))
+        for i in gl.static_range(2):
+            keys_s = keys_b.index(h).slice(32 * i, 32, 2)
+            queries_s = queries_b.index(h).slice(32 * i, 32, 2)
+            right_s = right_b.index(h).slice(32 * i, 32, 2)
+            bias = 0.0
+            if bias_s is not None:
+                biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT).index(h).slice(32 * i, 32)
+                bias = biases_s.load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+            x = widen(g_b.index(h).slice(32 * i, 32, 2).load(BLOCKS))
+            step = unbounded_gate(x, bias, GATE, True) * unit.load(rows_l)[:, :, None]
+            step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
+            c = gl.associative_scan(step, 1, add)
+            total = row_of(c, 15)
+            # the factors of the state are no less than exp(-80): what is lost is next to nothing
+            kept = gl.where(total < LOWEST_HALF, LOWEST_HALF, total)
+            gl.store(decay + (block * (64 * KH) + h * 64 + i * 32 + column), exp2(kept))
 
-        middle = gl.where(upper, row_of(c, 3), row_of(c, 11))
-        boundary = row_of(c, 7)
-        a = exp2(c - middle)
-        b = exp2((middle - shift[:, None, :]) - c)
-        kn = widen(keys_s.reshape([4, 16, 64]).load(BLOCKS)) * norm_k_s.reshape([4, 16]).load(rows_l)[:, :, None]
-        qn = widen(queries_s.reshape([4, 16, 64]).load(BLOCKS)) * norm_q_s.reshape([4, 16]).load(rows_l)[:, :, None]
-        ka = kn * a
-        qa = qn * a
-        kb = kn * b
-        keys_s.reshape([4, 16, 64]).store(ka.to(gl.bfloat16))
-        queries_s.reshape([4, 16, 64]).store(qa.to(gl.bfloat16))
-        right_s.reshape([4, 16, 64]).store(kb.to(gl.bfloat16))
-        first = products(keys_s, right_s, first, 0, "first")
-        first_q = products(queries_s, right_s, first_q, 0, "first")
-        last = products(keys_s, right_s, last, 8, "all")
-        last_q = products(queries_s, right_s, last_q, 8, "all")
+            middle = gl.where(upper, row_of(c, 3)[:, None, :], row_of(c, 11)[:, None, :])
+            boundary = row_of(c, 7)[:, None, :]
+            a = exp2(c - middle)
+            b = exp2((middle - shift[:, None, :]) - c)
+            kn = widen(keys_s.load(BLOCKS)) * norm_k.load(rows_l)[:, :, None]
+            qn = widen(queries_s.load(BLOCKS)) * norm_q.load(rows_l)[:, :, None]
+            ka = kn * a
+            qa = qn * a
+            kb = kn * b
+            keys_s.store(ka.to(gl.bfloat16))
+            queries_s.store(qa.to(gl.bfloat16))
+            right_s.store(kb.to(gl.bfloat16))
+            first = products(keys_s, right_s, first, 0, "first")
+            first_q = products(queries_s, right_s, first_q, 0, "first")
+            last = products(keys_s, right_s, last, 8, "all")
+            last_q = products(queries_s, right_s, last_q, 8, "all")
 
-        factor = exp2(gl.where(upper, boundary - middle, middle - boundary))
-        keys_s.reshape([4, 16, 64]).store((gl.where(upper, kb, ka) * factor).to(gl.bfloat16))
-        # the first 8 rows need no queries here
-        _, lower_q = gl.split((qa * factor).reshape([4, 2, 8, 64]).permute((0, 2, 3, 1)))
-        queries_s.reshape([4, 2, 8, 64]).slice(1, 1, 1).store(lower_q.to(gl.bfloat16).reshape([4, 1, 8, 64]))
-        first = products(keys_s, keys_s, first, 0, "last")
-        first_q = products(queries_s, keys_s, first_q, 0, "last")
+            factor = exp2(gl.where(upper, boundary - middle, middle - boundary))
+            keys_s.store((gl.where(upper, kb, ka) * factor).to(gl.bfloat16))
+            queries_s.store((qa * factor).to(gl.bfloat16))
+            first = products(keys_s, keys_s, first, 0, "last")
+            first_q = products(queries_s, keys_s, first_q, 0, "last")
 
-        left = exp2(middle - gl.where(later, 0.0, kept)[:, None, :])
-        keys_s.reshape([4, 16, 64]).store((ka * left).to(gl.bfloat16))
-        queries_s.reshape([4, 16, 64]).store((qa * left).to(gl.bfloat16))
-        until = gl.where(later, total - kept, total) + shift
-        right_s.reshape([4, 16, 64]).store((kb * exp2(until[:, None, :] - middle)).to(gl.bfloat16))
+            left = exp2(middle - gl.where(later, 0.0, kept)[:, None, :])
+            keys_s.store((ka * left).to(gl.bfloat16))
+            queries_s.store((qa * left).to(gl.bfloat16))
+            until = gl.where(later, total - kept, total) + shift
+            right_s.store((kb * exp2(until[:, None, :] - middle)).to(gl.bfloat16))
+    keys_h = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
+    queries_h = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
+    right_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], TILE)
     below = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
     below_q = gl.zeros((2, 32, 16), gl.float32, layout=STEPS_GRAM)
     for h in gl.static_range(KH):
