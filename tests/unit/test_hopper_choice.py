@@ -256,6 +256,25 @@ def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
         assert x.data_ptr() % 16 == 0 and x.stride(-1) == 1
 
 
+def test_rows_of_a_batch_may_be_any_distance_apart():
+    """Kernels take strides as int32: where one does not fit a copy is read, and one row has none."""
+    one = make_call(replace(KIMI, B=1), BF16)
+    for name in ("q", "k", "v", "g", "beta"):
+        one[name] = one[name].as_strided(one[name].shape, (2**40, *one[name].stride()[1:]))
+    (prepare, recurrence), inputs = launched(one)
+    assert read(prepare, "q_batch", "k_batch", "g_batch", "beta_batch") == [0, 0, 0, 0]
+    assert read(recurrence, "v_batch") == [0]
+    assert [x.data_ptr() for x in read(prepare, "q", "k", "g", "beta")] == [inputs[i].data_ptr() for i in (0, 1, 3, 4)]
+
+    two = meta_call(replace(KIMI, B=2), BF16)
+    dense = {name: two[name].stride(0) for name in ("q", "k", "g", "beta")}
+    for name, far in (("q", 2**34), ("k", 2**34 - 8), ("g", 2**40), ("beta", 2**31)):
+        two[name] = torch.empty_strided(two[name].shape, (far, *two[name].stride()[1:]), dtype=BF16, device="meta")
+    (prepare, _), _ = launched(two)
+    found = read(prepare, "q_batch", "k_batch", "g_batch", "beta_batch")
+    assert found == [dense["q"] // 8, 2**31 - 1, dense["g"] // 8, dense["beta"]]
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [None, (65, 0, 3)], ids=["fixed", "packed"])
 def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, dims: tuple[int, int]):

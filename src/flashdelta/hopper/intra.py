@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch, strides
+from ..program.launch import Launch
 from ..triton.finish import ByHead
 from ..triton.launch import chunks
 from ..triton.wy import Parts
@@ -42,7 +42,7 @@ from .device.math import (
 )
 from .device.portable import beta_gradient, decay_rate
 from .device.tile_scheduler import chunk_tile, first_tile
-from .launch import stride_div8
+from .launch import stride_div8, strides
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", *_STRIDES)

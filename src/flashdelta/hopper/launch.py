@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import sm_count, strides
+from ..program.launch import sm_count
 from ..program.workspace import Layout
 from ..triton import launch as portable
 from ..triton.launch import densed
@@ -58,10 +58,19 @@ def work_tiles(problem: Problem) -> int:
     return problem.N * problem.HV * (problem.V // TILE)
 
 
+FAR = 2**31
+"""Where strides end that kernels take."""
+
+
+def near(x: torch.Tensor, unit: int) -> bool:
+    """Whether strides fit, in multiples of `unit` elements."""
+    return all(n == 1 or s < FAR * unit for n, s in zip(x.shape, x.stride()))
+
+
 def aligned(x: torch.Tensor, unit: int = 8) -> bool:
     """Whether rows can be copied 16 bytes at a time, and lie a multiple of `unit` elements apart: 8 is that of strides in most
     kernels."""
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
 
 
 def copyable(x: torch.Tensor) -> torch.Tensor:
@@ -72,6 +81,7 @@ def copyable(x: torch.Tensor) -> torch.Tensor:
 def prepare_inputs(t: Tensors) -> Tensors:
     """As the kernels can read them."""
     rows = {role: copyable(getattr(t, role)) for role in ("q", "k", "v", "g")}
+    rows["beta"] = t.beta if near(t.beta, 1) else t.beta.contiguous()
     return replace(t, **rows, **densed(t, (*portable.DENSE, "state_indices")))
 
 
@@ -88,6 +98,11 @@ def describe(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
 @functools.cache
 def tile_layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(tile, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
+
+
+def strides(*tensors: torch.Tensor) -> list[int]:
+    """Of the batch, the token and the head. One row of a batch may have any stride, which nobody needs."""
+    return [s for x in tensors for s in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3])]
 
 
 def stride_div8(*tensors: torch.Tensor) -> list[int]:

@@ -23,7 +23,7 @@ from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..problem.problem import Problem
-from ..program.launch import Launch, strides
+from ..program.launch import Launch
 from ..triton.launch import StageCall
 from .device.compat import aggregate, copy_async, reinterpret
 from .device.layouts import ACC, ACC_HALF, LEFT, ROWS, beside, position, store_block, store_tile
@@ -50,7 +50,7 @@ from .device.math import (
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, stride_div8
+from .launch import FLAGS, stride_div8, strides
 from .segments import SPLIT_COSTS, plan_segments, room
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]

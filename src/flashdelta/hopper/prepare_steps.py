@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..program.launch import Launch, strides
+from ..program.launch import Launch
 from ..triton.launch import StageCall
 from .device.compat import barrier, reinterpret, store_tile
 from .device.layouts import ACC, ACC_HALF, beside
@@ -58,7 +58,7 @@ from .device.math import (
 from .device.portable import LOG2E, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, stride_div8, tiles
+from .launch import FLAGS, stride_div8, strides, tiles
 from .prepare import (
     FLAT,
     GRAM,

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch, dense, sm_count, strides
+from ..program.launch import Launch, dense, sm_count
 from ..program.program import Outputs
 from ..triton.launch import chunks
 from ..triton.wy import Parts, WyOperands
@@ -49,7 +49,7 @@ from .device.pipeline import make_channel, next_phase
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
-from .launch import TILE, copyable, describe, stride_div8
+from .launch import TILE, copyable, describe, stride_div8, strides
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "tile_count", *_STRIDES)
