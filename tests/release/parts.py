@@ -202,8 +202,8 @@ PARTS = (
     ),
     Part(
         "cp",
-        bench("cp", *rows("fwd+bwd H4")),
-        300,
+        bench("cp", *rows(f"{STEP} H4")),
+        480,
         "cp-<gpu>.json",
         "gradients of long sequences over few heads, split on one GPU",
         ("fla",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -323,7 +324,8 @@ def test_bench_names_missed_bounds_last(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == said
     report.save(document, path)
     command = [sys.executable, "-c", INTO_ONE_FILE, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, env=buffered, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == said
 
 

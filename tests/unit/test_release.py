@@ -252,8 +252,19 @@ def measured_rows() -> list[tuple[str, str]]:
 
 def test_parts_of_a_benchmark_are_all_of_it():
     found = measured_rows()
-    for name in ("cp", "layer", "models"):
-        assert sorted(row for stem, row in found if stem == name) == sorted(row.name for row in BENCHMARKS[name].rows)
+    for name in ("cp", "layer", "models", "prefill", "shards", "train"):
+        wanted = [row.name for row in BENCHMARKS[name].rows]
+        wanted += [row.name for row in BENCHMARKS[name].more] if name in ("prefill", "train") else []
+        assert sorted(row for stem, row in found if stem == name) == sorted(wanted)
+
+
+def test_parts_over_ranks_are_short():
+    """And each of one number of heads, for which FLA tunes its kernels once."""
+    over_two = [part for part in PARTS if part.gpus == 2]
+    assert len(over_two) == 8 and [part.name for part in PARTS].index("prefill") < PARTS.index(over_two[0])
+    for part in over_two:
+        found = rows_of(list(part.command[2:]))
+        assert len(found) <= 4 and part.limit < LONGEST and len({row.call.H for row in found}) == 1
 
 
 def test_every_row_of_the_readme_is_measured():
