@@ -912,6 +912,20 @@ def test_table_and_summary(tmp_path):
     assert "bounds: 1 of 2 rows meet theirs; missed: T8192 (<= 0.3 ms; 0.500 ms)" in text
 
 
+def test_missed_bounds_are_said_with_the_time_that_they_are_of():
+    ours = {"ms": {"median": 0.3}, "graph_ms": {"median": 0.2}, "sustained_ms": 0.1}
+    words = ("<= 0.2 ms", "by graph <= 1x the fastest other", "<= 0.09 ms sustained")
+    rows = [{"name": str(i), "bounds": {x: False, "<= 9 ms": True}, "met": False} for i, x in enumerate(words)]
+    rows += [{"name": "met", "bounds": {"<= 9 ms": True}, "met": True}, {"name": "unknown", "bounds": {}, "met": None}]
+    found = report.missed([row | {"ours": ours} for row in rows])
+    assert found == [f"{i} ({x}; {ms} ms)" for i, (x, ms) in enumerate(zip(words, ("0.300", "0.200", "0.100")))]
+    assert report.missed([]) == []
+
+
+def test_the_largest_error_may_be_no_number():
+    assert report.FORMS["largest"]({"o": 1e-3, "q": "inf"}) == "inf"
+
+
 def test_markdown_has_the_same_cells(tmp_path):
     table = report.cells(sample(tmp_path), VIEWS["prefill"], wide=False, names=["T8192"])
     assert report.markdown_table(table).splitlines()[2].startswith("| T8192 | 0.500 | 2.00 | 4.00x | 3.50x |")

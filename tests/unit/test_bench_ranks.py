@@ -129,6 +129,19 @@ class Wrong(Peer):
         return Peer()(group, row, options)
 
 
+class Refuses:
+    """Ours raises on all ranks, FLA's and the call on one GPU don't."""
+
+    def __call__(self, group, row, options):
+        def refuse(**call):
+            if "cp_context" in call:
+                raise torch.OutOfMemoryError("no memory for ours")
+            return fd.chunk_kda(**call)
+
+        ranks.chunk_kda = refuse
+        return Peer()(group, row, options)
+
+
 class Raises:
     """A rank that ends with an error, and one that waits for it."""
 
@@ -168,6 +181,13 @@ def test_a_split_call_is_checked_itself(tmp_path, monkeypatch):
     (row,) = measured(tmp_path, monkeypatch, Wrong("o", 0), replace(STEP, table=ranks.ALONE, ranks=1))
     assert row["ours"]["problem"].startswith("wrong: error o") and row["fla"]["ms"] and row["one"]["ms"]
     assert row["fla"]["FLA_INTRACARD_CP"] == "1" and "FLA_INTRACARD_CP" not in os.environ
+
+
+@pytest.mark.slow
+def test_what_raises_leaves_the_others_of_its_row(tmp_path, monkeypatch):
+    (row,) = measured(tmp_path, monkeypatch, Refuses(), STEP)
+    assert row["ours"]["problem"] == "OutOfMemoryError: no memory for ours" and "ms" not in row["ours"]
+    assert row["one"]["ms"] and row["fla"]["ms"] and row["fla"]["problem"] is None and row["met"] is None
 
 
 @pytest.mark.slow
