@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from triton.runtime.autotuner import Autotuner
 
 from flashdelta.backends import BACKENDS
 
-from .calls import BOTH, MODELS
+from .calls import BOTH, MODELS, first_configurations
 
 GPU_BACKENDS = [backend.name for backend in BACKENDS if backend.name != "reference"]
 ARGUMENTS = {
@@ -76,11 +75,9 @@ def gpu() -> None:
 
 
 @pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLA's kernels run in the first of their configurations, on which their errors don't depend: to choose among them takes
-    FLA minutes. No result of a tuning is kept, so that benchmarks on this machine choose for themselves."""
-    first = property(lambda self: vars(self)["configs"][:1], lambda self, configs: vars(self).update(configs=configs))
-    monkeypatch.setattr(Autotuner, "configs", first, raising=False)
+def untuned() -> Iterator[None]:
+    with first_configurations():
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,14 +22,19 @@ from flashdelta.testing.cases import BF16, BY_NAME, FP32, named
 from flashdelta.testing.decoding import SINGLE_BF16, STEPS, make_step
 from flashdelta.testing.fused import FUSED_STEPS, make_fused
 from flashdelta.testing.inputs import make_call
+from flashdelta.testing.layer import CONVOLUTION_BY_NAME, NORM_BY_NAME, make_convolution, make_norm
+from flashdelta.testing.layer import gradients as layer_gradients
 from flashdelta.testing.prefills import PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.triton import decode as triton_decode
 
+from ..support.buffers import BY_NAME as BUFFERS
+from ..support.buffers import buffer_call
 from ..support.decoding_checks import HOPPER_REPLAYED, REPLAYED, check_replay
 from ..support.fused_checks import HOPPER_FUSED
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
+from ..support.ranks import Cut, incoming_of
 from .calls import KIMI, UNBOUNDED, in_steps, on_gpu
 
 CASES = [
@@ -61,6 +67,20 @@ HOPPER_REPLAY_RACES = ("packed", "9 tokens", "narrow values", "8 tokens without 
 FUSED_RACES = ("one", "bf16", "k_first", "spec", "replay", "replay_rows")
 """Steps of every kernel and gate, where races are looked for. But for Hopper's, rows are so short that a lane has one product
 of a sum (`triton/device/products.py`)."""
+
+NORMS = ("fused", "rows", "wide", "none")
+CONVOLUTIONS = ("fused", "tiles", "packed_fla", "pool_by_token", "marks_packed", "every_pool", "step")
+LAYER_RACES = ("rows", "wide", "tiles", "marks_packed")
+"""Of either: rows and tiles that several warps share."""
+
+CHECKPOINTS = ("every_128_batch", "every_pool", "every_too_few", "many_offsets", "bad_offsets", "split_offsets")
+CHECKPOINT_RACES = ("every_pool", "split_offsets")
+
+OVER_RANKS = [
+    (replace(KIMI, name="ranks", H=1, HV=2, lengths=(40, 0, 1, 151), state=FP32), False),
+    (replace(UNBOUNDED, name="ranks_kept", H=1, HV=1, lengths=(192,), state=FP32, v_first=True), True),
+]
+"""Three ranks of a chunk each, with borders inside sequences; whether the forward keeps what the backward needs."""
 
 
 def decode_calls(backend: str, races: bool) -> list[dict]:
@@ -113,14 +133,53 @@ def run_backward(backend: str, races: bool) -> int:
         steps += [steps[1] | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
     calls += [functools.partial(fd.kernels.chunk_bwd_wy_dqkg, **on_device(call), backend=backend) for call in steps]
     hopper_wy.sm_count = lambda device: 1  # so that a CTA of `wy` takes several work tiles
+    return sum(attempt(call, backend) for call in calls)
+
+
+def attempt(call: Callable[[], object], backend: str) -> int:
+    """1, or 0 where Hopper's declines it."""
+    try:
+        call()
+    except ValueError:
+        if backend == "triton":
+            raise
+        return 0
+    return 1
+
+
+def run_layer(backend: str, races: bool) -> int:
+    """Norms and convolutions, forward and, where nothing is stored by index, backward. Offsets that lie are among them."""
+    if backend != "triton":  # which alone has them
+        return 0
+    norms = [make_norm(NORM_BY_NAME[name], BF16) for name in NORMS if not races or name in LAYER_RACES]
+    names = [name for name in CONVOLUTIONS if not races or name in LAYER_RACES]
+    convolutions = [make_convolution(CONVOLUTION_BY_NAME[name], BF16) for name in names]
+    packed = make_convolution(CONVOLUTION_BY_NAME["packed_new"], BF16)
+    lying = [] if races else [packed | {"cu_seqlens": torch.tensor(offsets)} for offsets in BAD_OFFSETS]
     ran = 0
-    for call in calls:
-        try:
-            call()
-            ran += 1
-        except ValueError:  # Hopper's declines it
-            if backend == "triton":
-                raise
+    for op, found in ((fd.gated_rms_norm, norms), (fd.short_convolution, convolutions)):
+        for call in map(on_device, found):
+            ran += run(op, call, backend)
+            if not {"state_pool", "checkpoint_states"} & call.keys():
+                layer_gradients(functools.partial(op, backend=backend), call)
+                ran += 1
+    return ran + sum(run(fd.short_convolution, on_device(call), backend) for call in lying)
+
+
+def run_buffers(backend: str, races: bool) -> int:
+    """Checkpoints and final states into buffers of the caller's."""
+    cases = [BUFFERS[name] for name in (CHECKPOINT_RACES if races else CHECKPOINTS)]
+    calls = [buffer_call(replace(case, case=on_gpu(case.case)), BF16) for case in cases]
+    return sum(run(fd.chunk_kda, on_device(call), backend) for call in calls)
+
+
+def run_ranks(backend: str, races: bool) -> int:
+    """Sequences over virtual ranks, forward and backward."""
+    ran = 0
+    for case, kept in OVER_RANKS[:1] if races else OVER_RANKS:
+        call = on_device(make_call(case, BF16)) | {"output_final_state": True, "backend": backend}
+        cut = Cut(call, 3, incoming_of(call))
+        ran += attempt(functools.partial(cut.over_ranks, disable_recompute=kept), backend)
     return ran
 
 
@@ -203,6 +262,9 @@ PARTS = {
     "replay": run_replay,
     "fused": run_fused,
     "backward": run_backward,
+    "layer": run_layer,
+    "buffers": run_buffers,
+    "ranks": run_ranks,
 }
 """Each returns how many calls ran."""
 

@@ -21,6 +21,7 @@ from flashdelta.testing.prefills import CASES, INPUTS, LOGITS, PLAIN, SIZES, hol
 from flashdelta.tools.export.bindings import FlashdeltaError, Library, PrefillArgs
 
 from ..support.exports import ROOT
+from ..support.shared import folder_of_run
 from .c_library import GIVEN, c_decode, c_prefill, can_build, library_for_this_gpu
 from .calls import assert_same_bits, captured
 from .test_hazards import assert_memcheck_finds_nothing
@@ -37,8 +38,7 @@ def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exported and built by the first worker that asks."""
     if not can_build():
         pytest.skip(f"no CMake and C compiler here, and no {GIVEN}")
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if base.name.startswith("popen-") else base
+    shared = folder_of_run(tmp_path_factory)
     with open(shared / "gpu_export.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = shared / "gpu_export" / "build" / "libflashdelta.so"

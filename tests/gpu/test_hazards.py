@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent.parent
 FOUND_ERRORS = 86
 """Exit status that means the sanitizer found an error, not that it could not run."""
 
-PARTS = ("chunk prefill", "pool", "decode", "replay fused", "backward")
-RACES = ("chunk prefill", "decode replay fused", "backward")
+PARTS = ("chunk prefill", "pool", "decode", "replay fused", "backward", "layer buffers", "ranks")
+RACES = ("chunk prefill", "decode replay fused", "backward", "layer buffers ranks")
 """Words to `tests.gpu.sanitized`: the parts that a process runs. Several run side by side."""
 
 READ_PAST_THE_END = """

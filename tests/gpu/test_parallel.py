@@ -12,6 +12,7 @@ from flashdelta.testing.oracle import float64, same_bits
 from flashdelta.testing.processes import on_processes
 
 from ..support.ranks import Cut, Found
+from ..support.shared import folder_of_run, once
 from .calls import KIMI
 from .ranks import CASES, cut_of, work
 
@@ -65,10 +66,12 @@ def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
 
 
 @pytest.fixture(scope="module", params=["hopper", "triton"])
-def processes(request: pytest.FixtureRequest) -> tuple[str, list[dict]]:
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
+    """What they find with a backend. They run once, for the tests of all workers."""
     if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("hopper: not a Hopper GPU")
-    return request.param, on_processes(RANKS, work, request.param, device="cuda")
+    found = folder_of_run(tmp_path_factory) / f"ranks-{request.param}.pt"
+    return request.param, once(found, lambda: on_processes(RANKS, work, request.param, device="cuda"))
 
 
 @two_gpus

@@ -2,9 +2,10 @@
 
     python -m tests.release --out DIR [--only PART ...] [--seconds N]
 
-Called again with the same folder it goes on with what has not passed on this commit, what failed last; `--only fuzz` fuzzes on,
-with another seed. Parts that take all GPUs go first, then one part on each GPU. Folder: each part's results and what it
-printed, and `parts.jsonl` with a line for each part.
+Called again with the same folder it goes on with what has not passed on this commit, what failed or timed out last;
+`--only fuzz` fuzzes on, with another seed. Parts that take several GPUs go first, then one part on each GPU. Bounds that a
+benchmark missed are said in the end. Folder: each part's results and what it printed, and `parts.jsonl` with a line for each
+part.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ JOBS = 14
 STARTS = 5.0
 """Seconds kept for starting a part and for writing down what came of it."""
 
+MISSED = "missed bounds: "
+"""How the last line of a benchmark begins that missed some."""
+
+MOST_SAID = 2000
+"""Characters that are kept of a part's last line."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -59,7 +66,7 @@ def absent(need: str) -> bool:
 
 def last_line(path: Path) -> str:
     lines = path.read_bytes()[-20_000:].decode(errors="replace").split("\n") if path.exists() else []
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+    return next((line.strip()[:MOST_SAID] for line in reversed(lines) if line.strip()), "")
 
 
 def next_seed(*folders: Path) -> int:
@@ -110,11 +117,12 @@ def run_part(part: Part, out: Path, left: float, gpus: Sequence[str]) -> Outcome
 
 
 def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again: bool = False) -> list[Outcome]:
-    """In order, but what has failed with the same `facts` comes last, and what takes all GPUs first. What has passed is not run
-    again; `again`: but for parts that may be."""
+    """In order, but what has failed or timed out with the same `facts` comes last, unless it goes on where it ended, and what
+    takes several GPUs first. What has passed is not run again; `again`: but for parts that may be."""
     until, written, gpus = time.monotonic() + seconds, out / "parts.jsonl", visible_gpus()
     before = [line for line in log.read(written) if all(line.get(name) == x for name, x in facts.items())]
-    passed, failed = ({x["part"] for x in before if x["status"] == status} for status in ("passed", "failed"))
+    passed = {x["part"]: x["said"] for x in before if x["status"] == "passed"}
+    failed, late = ({x["part"] for x in before if x["status"] == status} for status in ("failed", "timed out"))
     free = queue.SimpleQueue[str]()
     for name in gpus:
         free.put(name)
@@ -138,8 +146,9 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again
             free.put(name)
 
     done = [part for part in parts if part.name in passed and not (again and part.again)]
-    left = sorted((part for part in parts if part not in done), key=lambda part: part.name in failed)
-    found = [Outcome(part.name, "passed", said="before") for part in done]
+    last = failed | (late - {part.name for part in parts if part.resumes})
+    left = sorted((part for part in parts if part not in done), key=lambda part: part.name in last)
+    found = [Outcome(part.name, "passed", said=f"before: {passed[part.name]}") for part in done]
     found += [run_one(part, gpus) for part in left if part.gpus != 1]
     with ThreadPoolExecutor(len(gpus)) as pool:
         return found + list(pool.map(beside_others, [part for part in left if part.gpus == 1]))
@@ -183,4 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = run_all(parts, out, asked.seconds, facts, again=asked.only is not None)
     lines = [[x.part, x.status, f"{x.seconds:.0f}", x.said[:80]] for x in outcomes]
     print(text_table([["part", "status", "s", "said"], *lines]))
+    for x in outcomes:
+        if MISSED in x.said:
+            print(f"{x.part}: {x.said}")
     return 0 if all(x.status == "passed" for x in outcomes) else 1

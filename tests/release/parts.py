@@ -26,6 +26,8 @@ class Part:
     gpus: int = 1
     again: bool = False
     """Whether it may run although it has passed: with another seed it is another one."""
+    resumes: bool = False
+    """Whether it goes on where it ended."""
 
 
 def words(command: str) -> tuple[str, ...]:
@@ -40,14 +42,24 @@ def rows(*texts: str) -> tuple[str, ...]:
     return tuple(word for text in texts for word in ("--rows", text))
 
 
-def on_two(passes: str) -> tuple[str, ...]:
-    """Rows of `bench cp`."""
-    sizes = [f"H{H} {T}K" for T in (8, 32, 128) for H in (8, 32, 64)] + ["H32 512K"]
-    return rows(*(f"{passes} {size} x 2" for size in sizes), *(f"{passes} H32 {T}K x 2 packed" for T in (8, 32)))
-
-
 RANDOM, SLOW = rows(", random gates"), rows(", slow gates")
 HOPPER = ("--backend", "hopper", "--repeats", "40")
+STEP, FORWARD = "fwd+bwd", "fwd"
+RANKS = {
+    "gradients-h32": ("gradients over two GPUs", [f"{STEP} H32 {T}K x 2" for T in (8, 32, 128)]),
+    "h32": ("sequences over two GPUs", [f"{FORWARD} H32 {T}K x 2" for T in (8, 32, 128)]),
+    "million": ("a million tokens over two GPUs", [f"{passes} H32 512K x 2" for passes in (STEP, FORWARD)]),
+    "gradients-h64": ("gradients over two GPUs", [f"{STEP} H64 {T}K x 2" for T in (8, 32, 128)]),
+    "h64": ("sequences over two GPUs", [f"{FORWARD} H64 {T}K x 2" for T in (8, 32, 128)]),
+    "packed": (
+        "sequences that the border cuts",
+        [f"{passes} H32 {T}K x 2 packed" for passes in (STEP, FORWARD) for T in (8, 32)],
+    ),
+    "gradients-h8": ("gradients of few heads over two GPUs", [f"{STEP} H8 {T}K x 2" for T in (8, 32, 128)]),
+    "h8": ("few heads over two GPUs", [f"{FORWARD} H8 {T}K x 2" for T in (8, 32, 128)]),
+}
+"""Of `bench cp`: FLA tunes its kernels anew for each number of heads."""
+
 LAYER = {
     "h32": rows("H32 fp32", "H32 bf16"),
     "h12": rows("H12"),
@@ -67,21 +79,7 @@ PARTS = (
         "kernels against float64, graphs, sanitizers; called again it runs what has not passed",
         ("xdist", "filelock"),
         gpus=0,
-    ),
-    *(
-        Part(
-            name,
-            bench("cp", *some),
-            LONGEST,
-            "cp-<gpu>.json",
-            f"{what} over two GPUs, beside FLA's",
-            ("fla",),
-            gpus=2,
-        )
-        for name, what, some in (
-            ("ranks", "sequences", on_two("fwd")),
-            ("ranks-backward", "gradients", on_two("fwd+bwd")),
-        )
+        resumes=True,
     ),
     Part(
         "prefill",
@@ -92,6 +90,12 @@ PARTS = (
         ("fla",),
         120,
         gpus=0,
+    ),
+    *(
+        Part(
+            f"ranks-{name}", bench("cp", *rows(*some)), 480, "cp-<gpu>.json", f"{what}, beside FLA's", ("fla",), gpus=2
+        )
+        for name, (what, some) in RANKS.items()
     ),
     Part(
         "fuzz",
@@ -198,8 +202,8 @@ PARTS = (
     ),
     Part(
         "cp",
-        bench("cp", *rows("fwd+bwd H4")),
-        300,
+        bench("cp", *rows(f"{STEP} H4")),
+        480,
         "cp-<gpu>.json",
         "gradients of long sequences over few heads, split on one GPU",
         ("fla",),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashdelta.tools.bench import pages, ranks, report, scaling
+import flashdelta as fd
+from flashdelta.problem.context import context_parallel
+from flashdelta.tools.bench import pages, ranks, report, scaling, workloads
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import judge, run
 from flashdelta.tools.bench.timing import Effort
+from flashdelta.tools.bench.training import LEAVES
 from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.bench.workloads import model, select, value
 
@@ -35,15 +40,16 @@ def setup(**changes) -> Setup:
     return Setup(CPU, Clock(), Effort(rounds=3), backend="reference", **changes)
 
 
-def small(name: str, ranks_: int, table: str) -> ranks.RanksRow:
+def small(name: str, ranks_: int, table: str, **changes) -> ranks.RanksRow:
     case = model(name, "fits a CPU", 2, T=70, K=32, V=32, final=False)
-    return ranks.RanksRow(case, table, ranks=ranks_, differentiates=table != ranks.FORWARD)
+    return ranks.RanksRow(case, table, ranks=ranks_, differentiates=table != ranks.FORWARD, **changes)
 
 
 ROWS = [
     small("forward", 2, ranks.FORWARD),
     small("step", 2, "packed"),
     small("alone", 1, ranks.ALONE),
+    small("kept", 1, ranks.ALONE, kept=True),
 ]
 
 
@@ -57,20 +63,18 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.slow
 def test_processes_measure_every_contender(document: dict):
-    forward, step, alone = document["rows"]
-    assert [row["ranks"] for row in document["rows"]] == [2, 2, 1]
-    assert (
-        {"one", "ours", "exchange", "fla"} <= forward.keys()
-        and "fla" not in step
-        and "exchange_backward" not in forward
-    )
+    forward, step, alone, kept = document["rows"]
+    assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1]
+    assert {"one", "ours", "exchange"} <= forward.keys() and "exchange_backward" not in forward
+    assert step["fla"] == {"problem": "not asked for"} and [*forward["ours"]["error"]] == ["o"]
+    for row in (step, alone, kept):
+        assert [*row["ours"]["error"]] == ["o", *LEAVES] and 0 <= max(row["ours"]["error"].values()) < 1e-2
     assert "exchange_backward" in step and not {"exchange", "exchange_backward"} & alone.keys()
     for row in document["rows"]:
         timed = [name for name in ("one", "ours", "exchange", "exchange_backward") if name in row]
         # in turns: each of the contenders has the clock's first reading once
         assert sorted(row[name]["ms"]["min"] for name in timed) == [*range(1, len(timed) + 1)]
         assert all(row[name]["ms"]["samples"] == 3 and row[name]["problem"] is None for name in timed)
-        assert row["ours"]["error"]["o"] < 1e-2
         assert row["efficiency"] == row["one"]["ms"]["median"] / row["ours"]["ms"]["median"]
         assert row["modelled"] is None and row["speedup"] is None
 
@@ -78,8 +82,142 @@ def test_processes_measure_every_contender(document: dict):
 @pytest.mark.slow
 def test_what_fails_is_said_and_not_timed(document: dict):
     found = document["rows"][0]["fla"]
-    assert found["problem"] and "ms" not in found
+    assert found["problem"] and "ms" not in found and document["rows"][0]["ours"]["ms"]
     assert len(report.show(document, VIEWS["cp"], wide=True)) > 0
+
+
+# ---- what is not timed ---------------------------------------------------------------------------------------------------
+
+
+def damaged(what: str, position: int):
+    """`chunk_kda`, whose result `what` is wrong: "o", or a gradient; on the rank `position`."""
+
+    def wrong(**call):
+        rank = torch.distributed.get_rank()
+        if what != "o" and rank == position:
+            given = call[what]
+            given = given + 0.2 * (given - given.detach())
+            call = call | {what: given}
+        o, *others = fd.chunk_kda(**call)
+        return (o * torch.nan if what == "o" and rank == position else o), *others
+
+    return wrong
+
+
+class Peer:
+    """What a process finds of FLA: our reference on our context, right, or with a result that is wrong on one rank."""
+
+    def __init__(self, what: str = "", position: int = 0):
+        self.what, self.position = what, position
+
+    def __call__(self, group, row, options):
+        found = damaged(self.what, self.position) if self.what else fd.chunk_kda
+        ranks.find = lambda name: found
+        ranks._context_of_fla = lambda offsets, group: context_parallel(offsets, group=group)
+        return RIGHT(group, row, options)
+
+
+RIGHT = ranks._work
+
+
+class Wrong(Peer):
+    """Ours is wrong, FLA's right; the whole call has no context, and is."""
+
+    def __call__(self, group, row, options):
+        wrong = damaged(self.what, self.position)
+        ranks.chunk_kda = lambda **call: wrong(**call) if call.get("split") is not False else fd.chunk_kda(**call)
+        return Peer()(group, row, options)
+
+
+class Refuses:
+    """Ours raises on all ranks, FLA's and the call on one GPU don't."""
+
+    def __call__(self, group, row, options):
+        def refuse(**call):
+            if "cp_context" in call:
+                raise torch.OutOfMemoryError("no memory for ours")
+            return fd.chunk_kda(**call)
+
+        ranks.chunk_kda = refuse
+        return Peer()(group, row, options)
+
+
+class Raises:
+    """A rank that ends with an error, and one that waits for it."""
+
+    def __call__(self, group, row, options):
+        if row.name == "forward":
+            if group.rank() == 1:
+                raise torch.OutOfMemoryError("no memory for 151 GB")
+            torch.distributed.barrier()
+        return RIGHT(group, row, options)
+
+
+def measured(tmp_path, monkeypatch, work, *rows: ranks.RanksRow) -> list[dict]:
+    monkeypatch.setattr(ranks, "_work", work)
+    beside = setup(peers={"fla": print})
+    return run(BENCHMARKS["cp"], beside, tmp_path / "results.json", list(rows))["rows"]
+
+
+STEP = small("step", 2, ranks.STEP, bounds=(workloads.Bound("efficiency", 0.0, any_gpu=True),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["o", "beta", "A_log"])
+def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, what: str):
+    """On one rank alone, in a result or a gradient alone."""
+    (fla,) = measured(tmp_path, monkeypatch, Peer(what, 1), STEP)
+    assert fla["fla"]["problem"].startswith(f"wrong: error {what}") and "ms" not in fla["fla"]
+    assert fla["ours"]["problem"] is None and fla["met"] is True and fla["speedup"] is None
+    (ours,) = measured(tmp_path, monkeypatch, Wrong(what, 1), STEP)
+    assert f"wrong: error {what}" in ours["ours"]["problem"] and "ms" not in ours["ours"]
+    assert ours["fla"]["problem"] is None and ours["fla"]["ms"] and max(ours["fla"]["error"].values()) < 1e-2
+    assert ours["met"] is None and report.failures({"rows": [ours]}) == [ours]
+
+
+@pytest.mark.slow
+def test_a_split_call_is_checked_itself(tmp_path, monkeypatch):
+    """Not a call over one rank."""
+    (row,) = measured(tmp_path, monkeypatch, Wrong("o", 0), replace(STEP, table=ranks.ALONE, ranks=1))
+    assert row["ours"]["problem"].startswith("wrong: error o") and row["fla"]["ms"] and row["one"]["ms"]
+    assert row["fla"]["FLA_INTRACARD_CP"] == "1" and "FLA_INTRACARD_CP" not in os.environ
+
+
+@pytest.mark.slow
+def test_what_raises_leaves_the_others_of_its_row(tmp_path, monkeypatch):
+    (row,) = measured(tmp_path, monkeypatch, Refuses(), STEP)
+    assert row["ours"]["problem"] == "OutOfMemoryError: no memory for ours" and "ms" not in row["ours"]
+    assert row["one"]["ms"] and row["fla"]["ms"] and row["fla"]["problem"] is None and row["met"] is None
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_leaves_the_others(tmp_path, monkeypatch):
+    forward, alone = measured(tmp_path, monkeypatch, Raises(), ROWS[0], ROWS[2])
+    assert forward["ours"]["problem"] == "torch.OutOfMemoryError: no memory for 151 GB"
+    assert forward["efficiency"] is None and forward["fla"]["problem"] == forward["ours"]["problem"]
+    assert alone["ours"]["problem"] is None and alone["ours"]["ms"]
+
+
+def test_a_nan_of_one_rank_is_a_fault():
+    assert ranks._faults("ours", {"o": float("inf"), "q": 1e-3}) == {"ours": "wrong: error o inf, tolerance 6e-03"}
+    assert ranks._faults("ours", {"o": 5e-3, "q": 1.9e-2}) == {} and ranks._faults("fla", {"o": 4.9e-2}) == {}
+
+
+def test_fla_takes_no_part_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    cuda = replace(setup(peers={"fla": print}), device=torch.device("cuda"))
+    for gib in (140, 80):
+        properties = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        why = {row.name: ranks._why_no_fla(row, cuda) for row in ranks.ROWS}
+        assert why.pop("fwd+bwd H32 512K x 2") == f"takes about 141 GiB, the GPU has {gib}"
+        assert not any(why.values())
+
+
+def test_the_last_words_of_a_process():
+    said = "-- Process 1 terminated:\nTraceback\n  File x\ntorch.OutOfMemoryError: no room.\nSee the manual"
+    assert ranks.last_words(RuntimeError(said)) == "torch.OutOfMemoryError: no room."
+    assert ranks.last_words(RuntimeError("process 1 ended\nwith 9")) == "with 9"
+    assert ranks.last_words(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize("wanted", [2, 4, 8])
@@ -103,6 +241,11 @@ def test_every_number_of_gpus_has_rows_and_bounds():
         assert f"fwd+bwd H32 32K x {count} packed" in rows
     least = [next(bound.limit for bound in rows[f"fwd+bwd H32 32K x {count}"].bounds) for count in (2, 4, 8)]
     assert least == [0.85, 0.80, 0.75]
+    assert [row.name for row in ranks.ROWS[-2:]] == ["fwd H32 512K x 2", "fwd+bwd H32 512K x 2"]
+    assert [row.name for row in ranks.ROWS if row.table == ranks.ALONE] == [
+        *("fwd+bwd H4 32K", "fwd+bwd H4 128K", "fwd+bwd H4 32K kept", "fwd+bwd H4 128K kept")
+    ]
+    assert all(row.bounds == (workloads.Bound("efficiency", 2.0),) for row in ranks.ROWS if row.ranks == 1)
     # a million tokens
     assert rows["fwd+bwd H32 512K x 2"].call.T * 2 == 2**20
     assert rows["fwd+bwd H32 128K x 8"].call.T * 8 == 2**20

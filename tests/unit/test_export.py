@@ -53,6 +53,7 @@ from ..support.exports import (
     small_export,
     task,
 )
+from ..support.shared import folder_of_run
 
 pytestmark = pytest.mark.slow
 
@@ -64,8 +65,7 @@ FUNCTIONS = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    base = tmp_path_factory.getbasetemp()
-    return small_export(base.parent if base.name.startswith("popen-") else base)
+    return small_export(folder_of_run(tmp_path_factory))
 
 
 # ---- the files and the built library -------------------------------------------------------------------------------------

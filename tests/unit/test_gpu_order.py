@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import triton
+
 from ..gpu import conftest as tier
+from ..gpu import sanitized, test_hazards
+from ..gpu.calls import first_configurations
 
 WORKER = SimpleNamespace(workerinput={})
 
@@ -63,3 +67,20 @@ def test_every_test_finds_its_fixtures():
     ]
     done = subprocess.run(command, cwd=tier.HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_sanitizers_run_every_part():
+    for groups, left_out in ((test_hazards.PARTS, set()), (test_hazards.RACES, {"pool"})):
+        words = [word for group in groups for word in group.split()]
+        assert sorted(words) == sorted({*sanitized.PARTS} - left_out)
+
+
+def test_kernels_of_others_are_not_tuned():
+    @triton.autotune([triton.Config({}, num_warps=warps) for warps in (1, 2)], key=[])
+    @triton.jit
+    def kernel(x):
+        pass
+
+    with first_configurations():
+        assert [config.num_warps for config in kernel.configs] == [1]
+    assert len(kernel.configs) == 2

@@ -95,12 +95,23 @@ def test_it_goes_on_where_it_ended(quick: None, tmp_path: Path):
     first, third = (fake(name, GOOD, again=name == "third") for name in ("first", "third"))
     assert [x.status for x in loop.run_all([first, fails], tmp_path, 60.0, FACTS)] == ["passed", "failed"]
     found = loop.run_all([first, fake("second", GOOD), third], tmp_path, 60.0, FACTS)
-    assert [(x.part, x.said) for x in found] == [("first", "before"), ("third", "all well"), ("second", "all well")]
-    assert [x.said for x in loop.run_all([first, third], tmp_path, 60.0, FACTS)] == ["before", "before"]
+    before = "before: all well"
+    assert [(x.part, x.said) for x in found] == [("first", before), ("third", "all well"), ("second", "all well")]
+    assert [x.said for x in loop.run_all([first, third], tmp_path, 60.0, FACTS)] == [before, before]
     found = loop.run_all([first, third], tmp_path, 60.0, FACTS, again=True)
-    assert [x.said for x in found] == ["before", "all well"], "with another seed it is another part"
+    assert [x.said for x in found] == [before, "all well"], "with another seed it is another part"
     found = loop.run_all([first], tmp_path, 60.0, FACTS | {"commit": "d" * 40})
     assert found[0].said == "all well", "what passed on another commit says nothing"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_timed_out_starves_no_other(quick: None, tmp_path: Path, resumes: bool):
+    """Unless it goes on where it ended."""
+    parts = [fake("hangs", HANGS, limit=1, resumes=resumes), fake("good", GOOD)]
+    assert [x.status for x in loop.run_all(parts[:1], tmp_path, 60.0, FACTS)] == ["timed out"]
+    order = [x.part for x in loop.run_all(parts, tmp_path, 60.0, FACTS)]
+    assert order == (["hangs", "good"] if resumes else ["good", "hangs"])
+    assert [part.name for part in PARTS if part.resumes] == ["tests"]
 
 
 def test_it_keeps_to_its_time(quick: None, tmp_path: Path):
@@ -172,7 +183,15 @@ def test_the_command_ends_with_a_short_table(
     assert loop.main(["--out", str(tmp_path), "--only", "good"]) == 0
     assert loop.main(["--out", str(tmp_path)]) == 1
     found = capsys.readouterr().out.splitlines()[-2:]
-    assert [line.split() for line in found] == [["good", "passed", "0", "before"], ["fails", "failed", "0", "why"]]
+    assert [line.split() for line in found] == [
+        ["good", "passed", "0", "before:", "all", "well"],
+        ["fails", "failed", "0", "why"],
+    ]
+    lost = "missed bounds: T8192 H4, random gates (by graph <= 1.15x the fastest other; 0.088 ms)"
+    monkeypatch.setattr(loop, "PARTS", (fake("misses", GOOD.replace("all well", lost)),))
+    for said in (lost, f"before: {lost}"):
+        assert loop.main(["--out", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"misses: {said}"
     monkeypatch.setattr(loop, "git_commit", lambda: None)
     with pytest.raises(SystemExit, match="FLASHDELTA_COMMIT"):
         loop.main(["--out", str(tmp_path)])
@@ -233,8 +252,19 @@ def measured_rows() -> list[tuple[str, str]]:
 
 def test_parts_of_a_benchmark_are_all_of_it():
     found = measured_rows()
-    for name in ("cp", "layer", "models"):
-        assert sorted(row for stem, row in found if stem == name) == sorted(row.name for row in BENCHMARKS[name].rows)
+    for name in ("cp", "layer", "models", "prefill", "shards", "train"):
+        wanted = [row.name for row in BENCHMARKS[name].rows]
+        wanted += [row.name for row in BENCHMARKS[name].more] if name in ("prefill", "train") else []
+        assert sorted(row for stem, row in found if stem == name) == sorted(wanted)
+
+
+def test_parts_over_ranks_are_short():
+    """And each of one number of heads, for which FLA tunes its kernels once."""
+    over_two = [part for part in PARTS if part.gpus == 2]
+    assert len(over_two) == 8 and [part.name for part in PARTS].index("prefill") < PARTS.index(over_two[0])
+    for part in over_two:
+        found = rows_of(list(part.command[2:]))
+        assert len(found) <= 4 and part.limit < LONGEST and len({row.call.H for row in found}) == 1
 
 
 def test_every_row_of_the_readme_is_measured():

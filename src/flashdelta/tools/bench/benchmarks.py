@@ -116,7 +116,7 @@ BENCHMARKS = {
             "Time training steps beside FLA, with memory, errors of all gradients, and kernels",
             workloads.TRAIN,
             contenders.train,
-            more=with_gates(workloads.TRAIN),
+            more=with_gates(workloads.TRAIN, graphs=False),
             quick=("B1 T8192 H32", "packed 20 random H32"),
             effort=Effort(rounds=20),
             grad=torch.enable_grad,

@@ -2,12 +2,15 @@
 context parallelism, and the exchanges alone. Rows of one GPU have few heads, and the same call with whole sequences beside it.
 
 Every sample starts at a barrier with cold caches and is timed by events; a row has the slowest rank's time of each sample, the
-kernels of each rank, the largest rank's memory, and what `scaling.py` predicts.
+kernels of each rank, the largest rank's memory, and what `scaling.py` predicts. Results and gradients of ours and of FLA's are
+held against the whole call on one GPU, where it has room for that; what is wrong, or raises, has no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,13 +26,20 @@ from ...testing.inputs import TOKEN_TENSORS, make_call
 from ...testing.oracle import TOLERANCE, relative_error
 from ...testing.processes import on_processes
 from . import profiling, scaling
-from .contenders import Setup, find, let_fla_split, shared
-from .timing import Timer, Timing, peak_above, summarize, synchronize
+from .checks import GRADIENT_TOLERANCE, fault
+from .contenders import PEER_TOLERANCE, Setup, find, let_fla_split, shared
+from .timing import Timer, Timing, peak_above, second_result, summarize, synchronize
 from .training import LEAVES, random_like
 from .workloads import Bound, Row, model
 
 MOST_CHECKED = 131_072
 """Tokens of all ranks up to which one GPU computes the whole, for the results to be held against."""
+
+SUMMED = ("A_log", "dt_bias")
+"""Whose gradients are those of all ranks together."""
+
+FLA_STEP_BYTES = 9_000
+"""Of FLA's forward and backward at its peak, a token and head of 128 channels: 2.2 GiB at 8192 tokens and 32 heads [m]."""
 
 PROFILED_CALLS = 5
 
@@ -55,10 +65,11 @@ OF_FLA = {FORWARD: 0.35, STEP: 0.40}
 
 @dataclass(frozen=True)
 class RanksRow(Row):
-    """`call` is of one rank. `differentiates`: its backward pass is timed too."""
+    """`call` is of one rank. `differentiates`: its backward pass is timed too; `kept`: the forward keeps what it needs."""
 
     ranks: int = 1
     differentiates: bool = False
+    kept: bool = False
 
 
 SHORT = {FORWARD: "fwd", STEP: "fwd+bwd"}
@@ -80,11 +91,16 @@ def _rows(ranks: int, heads: tuple[int, ...]) -> tuple[RanksRow, ...]:
         for table in (FORWARD, STEP)
         for *sizes, cut in (
             *((H, tokens, False) for H in heads for tokens in (8, 32, 128)),
-            *(((32, 512, False),) if ranks == 2 else ()),
             (32, 8, True),
             (32, 32, True),
         )
     )
+
+
+def _alone(tokens: int, kept: bool) -> RanksRow:
+    name = f"{SHORT[STEP]} H4 {tokens}K" + (" kept" if kept else "")
+    case = model(name, "few heads: split, and whole", 4, T=tokens * 1024, final=False)
+    return RanksRow(case, ALONE, (Bound("efficiency", 2.0),), differentiates=True, kept=kept)
 
 
 ALONE = "one GPU"
@@ -92,16 +108,10 @@ ALONE = "one GPU"
 
 ROWS = (
     *_rows(2, (8, 32, 64)),
-    *(
-        RanksRow(
-            model(f"{SHORT[STEP]} H4 {tokens}K", "few heads: split, and whole", 4, T=tokens * 1024, final=False),
-            ALONE,
-            (Bound("efficiency", 2.0),),
-            differentiates=True,
-        )
-        for tokens in (32, 128)
-    ),
+    *(_alone(tokens, kept) for kept in (False, True) for tokens in (32, 128)),
+    *(_row(2, 32, 512, table) for table in (FORWARD, STEP)),
 )
+"""Those of a million tokens, which may not fit, come last."""
 MORE = (*_rows(4, (32, 64)), *_rows(8, (32, 64)))
 """Of more GPUs than most machines have; a million tokens are 128K on each of eight."""
 
@@ -111,17 +121,37 @@ def measure(row: RanksRow, setup: Setup) -> Iterator[dict]:
 
     Raises:
         ValueError: fewer GPUs than the row's ranks.
-        torch.multiprocessing.ProcessRaisedException: a process failed.
     """
     on_gpus, ranks = setup.device.type == "cuda", row.ranks
     if on_gpus and torch.cuda.device_count() < ranks:
         wanted = f"{ranks} for the row {row.name!r} (bench cp has a process for each)"
         raise ValueError(f"device: got {torch.cuda.device_count()} GPUs, wanted {wanted}")
-    asked = not isinstance(setup.found("fla", row), str)
-    options = {"backend": setup.backend, "rounds": setup.effort.rounds, "fla": asked}
+    absent = _why_no_fla(row, setup)
+    options = {"backend": setup.backend, "rounds": setup.effort.rounds, "fla": absent is None}
     options["timer"] = None if on_gpus else setup.timer
-    found = on_processes(ranks, _work, row, options, device=setup.device.type, timeout=PATIENCE)
-    yield described(row, found[0])
+    try:
+        found = on_processes(ranks, _work, row, options, device=setup.device.type, timeout=PATIENCE)[0]
+    except Exception as error:  # a process ran out of memory, or ended: the other rows are worth having
+        found = {name: {"problem": last_words(error)} for name in ("ours", "fla")}
+    yield described(row, found | ({} if absent is None else {"fla": {"problem": absent}}))
+
+
+def _why_no_fla(row: RanksRow, setup: Setup) -> str | None:
+    """Why FLA takes no part, if it does not."""
+    found, case = setup.found("fla", row), row.call
+    if isinstance(found, str):
+        return found
+    if setup.device.type != "cuda" or not row.differentiates:
+        return None
+    wanted, room = FLA_STEP_BYTES * case.T * case.HV, torch.cuda.get_device_properties(setup.device).total_memory
+    return f"takes about {wanted / 2**30:.0f} GiB, the GPU has {room / 2**30:.0f}" if wanted > room else None
+
+
+def last_words(error: Exception) -> str:
+    """The line that names what a process raised, which stands below where it did; else the last one."""
+    lines = str(error).strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (named or lines or [type(error).__name__])[-1]
 
 
 def described(row: RanksRow, found: dict[str, dict]) -> dict:
@@ -143,7 +173,7 @@ def _work(group: dist.ProcessGroup, row: RanksRow, options: Mapping[str, Any]) -
     """What a rank finds, by contender."""
     device = torch.device("cuda", group.rank()) if options["timer"] is None else torch.device("cpu")
     if row.ranks == 1:
-        let_fla_split()
+        let_fla_split()  # before FLA is imported
     with torch.enable_grad() if row.differentiates else torch.inference_mode():
         return _measured(row, options, group, device)
 
@@ -155,23 +185,27 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     cuts = [0, 3 * case.T // 4, total - case.T // 2, total] if row.table == "packed" else [0, total]
     offsets = torch.tensor(cuts, dtype=torch.int32, device=device)
     context = context_parallel(offsets, group=group)
-    call = _inputs(case, device, rank)
+    call = _inputs(case, device, rank) | ({"disable_recompute": True} if row.kept else {})
     runs = _runs(row, options, call, offsets, context)
     found: dict[str, dict] = {name: {} for name in runs}
+    if "fla" in found:
+        found["fla"]["FLA_INTRACARD_CP"] = os.environ.get("FLA_INTRACARD_CP")
     problems = _warm_up(runs, device)
     if total <= MOST_CHECKED:
-        off = _error(row, options["backend"], call, offsets, context)
-        found["ours"]["error"] = {"o": off}
-        if not off <= TOLERANCE[BF16]:
-            problems["ours"] = f"o is {off:.1e} off the whole call's"
+        checked = {name: runs[name] for name in ("ours", "fla") if name in runs}
+        errors = _errors(row, checked, call | {"backend": options["backend"]}, offsets, context)
+        for name, off in errors.items():
+            found[name]["error"] = off
+            problems |= _faults(name, off)
+    timed = {name: run for name, run in runs.items() if name not in problems}
     timer = options["timer"] or Timer(device)
-    for name, samples in _in_turns(runs, options["rounds"], device, timer).items():
+    for name, samples in _in_turns(timed, options["rounds"], device, timer).items():
         timing = Timing.of(samples)
         found[name]["ms"] = {"median": timing.median, "min": timing.min, "p90": timing.p90, "samples": timing.samples}
     for name in ("one", "ours"):
-        found[name] |= _memory(runs[name], call, device)
-    if device.type == "cuda":
-        found["ours"]["kernels"] = _kernels(runs["ours"], timer)
+        found[name] |= _memory(timed[name], call, device) if name in timed else {}
+    if device.type == "cuda" and "ours" in timed:
+        found["ours"]["kernels"] = _kernels(timed["ours"], timer)
     return {name: x | {"problem": problems.get(name)} for name, x in found.items()}
 
 
@@ -198,7 +232,7 @@ def _runs(
 
 
 def _warm_up(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, str]:
-    """Calls all, and takes out FLA, which may raise anything, if it fails on any rank. Returns why."""
+    """Calls all, and takes out what fails on any rank: FLA may raise anything, and memory may run out. Returns why."""
     problems: dict[str, str] = {}
     for name in list(runs):
         try:
@@ -206,14 +240,13 @@ def _warm_up(runs: dict[str, Callable[[], object]], device: torch.device) -> dic
                 runs[name]()
             synchronize(device)
         except Exception as error:
-            if name != "fla":
-                raise
             problems[name] = summarize(error)
         failed = torch.tensor(name in problems, dtype=torch.int32, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed:
             problems.setdefault(name, "failed on another rank")
             del runs[name]
+            torch.cuda.empty_cache()  # does nothing without a GPU
     return problems
 
 
@@ -223,13 +256,18 @@ def _inputs(case: Case, device: torch.device, seed: int) -> dict:
     return call | {name: shared_by_all[name] for name in ("A_log", "dt_bias")}
 
 
-def _timed(row: RanksRow, op: Callable, call: dict) -> Callable[[], object]:
-    """A call of `op`, with its backward pass in the rows that have it."""
+def _timed(row: RanksRow, op: Callable, call: dict, grad_o: Tensor | None = None) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of `op` that returns `o`, and in the rows that have a backward pass the gradients of `LEAVES` that it has."""
     if not row.differentiates:
-        return lambda: op(**call)
+        return lambda: (op(**call)[0],)
     leaves = [call[name].requires_grad_() for name in LEAVES if name in call]
-    grad_o = random_like(call["v"])
-    return lambda: torch.autograd.grad(op(**call)[0], leaves, grad_o)
+    incoming = random_like(call["v"]) if grad_o is None else grad_o
+
+    def both() -> tuple[Tensor, ...]:
+        o = op(**call)[0]
+        return o.detach(), *torch.autograd.grad(o, leaves, incoming)
+
+    return both
 
 
 def _exchange(case: Case, columns: int, context: ContextParallel) -> Callable[[], object]:
@@ -245,25 +283,55 @@ def _context_of_fla(offsets: Tensor, group: dist.ProcessGroup) -> Any:
     return build_cp_context(offsets, group=group)
 
 
-def _error(row: RanksRow, backend: str, call: dict, offsets: Tensor, context: ContextParallel) -> float:
-    """Of the results of all ranks, against the whole call on one GPU."""
+def _errors(
+    row: RanksRow,
+    runs: Mapping[str, Callable[[], tuple[Tensor, ...]]],
+    call: dict,
+    offsets: Tensor,
+    context: ContextParallel,
+) -> dict[str, dict[str, float]]:
+    """By contender and result: the worst rank's, against the whole call on one GPU."""
     case: Any = row.call
-    whole = [_inputs(case, context.device, r) for r in range(context.ranks)]
-    joined = {name: torch.cat([x[name] for x in whole], dim=1) for name in TOKEN_TENSORS}
-    del whole
-    with torch.no_grad():
-        wanted = chunk_kda(**call | joined | {"cu_seqlens": offsets, "backend": backend, "split": False})[0]
-        o = chunk_kda(**call | {"cp_context": context, "backend": backend})[0]
-        error = relative_error(o, wanted[:, context.rank * case.T : (context.rank + 1) * case.T])
-        worst = torch.tensor(error, device=context.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+    names = ["o", *(name for name in LEAVES if name in call)] if row.differentiates else ["o"]
+    wanted = dict(zip(names, _whole(row, call, offsets, context)))
+    own = slice(context.rank * case.T, (context.rank + 1) * case.T)
+    wanted = {name: x if name in SUMMED else x[:, own].clone() for name, x in wanted.items()}
+    errors = {}
+    for name, run in runs.items():
+        found = dict(zip(names, second_result(run, context.device)[0]))
+        for each in [each for each in SUMMED if each in found]:
+            dist.all_reduce(found[each])
+        off = torch.tensor([relative_error(found[each], wanted[each]) for each in names], device=context.device)
+        off.nan_to_num_(torch.inf, torch.inf)  # the largest of NaN and a number may be the number
+        dist.all_reduce(off, dist.ReduceOp.MAX)
+        errors[name] = dict(zip(names, off.tolist()))
+    return errors
+
+
+def _whole(row: RanksRow, call: dict, offsets: Tensor, context: ContextParallel) -> Sequence[Tensor]:
+    """What one GPU finds for the tokens of all ranks. Ranks have the same gradients of `o`."""
+    each = [_inputs(row.call, context.device, r) for r in range(context.ranks)]
+    joined = {name: torch.cat([x[name] for x in each], dim=1) for name in TOKEN_TENSORS}
+    del each
+    given = call | joined | {"cu_seqlens": offsets, "split": False}
+    return _timed(row, chunk_kda, given, torch.cat([random_like(call["v"])] * context.ranks, dim=1))()
+
+
+def _faults(name: str, off: Mapping[str, float]) -> dict[str, str]:
+    """What is wrong with a contender's results, by its name."""
+    limits = {"o": TOLERANCE[BF16]} if name == "ours" else {}
+    usual = GRADIENT_TOLERANCE if name == "ours" else PEER_TOLERANCE
+    found = [fault({each: error}, limits.get(each, usual)) for each, error in off.items()]
+    said = [x for x in found if x is not None]
+    return {name: "; ".join(said)} if said else {}
 
 
 def _in_turns(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, timer: Callable[[Any], float]
 ) -> dict[str, list[float]]:
     """Milliseconds of each sample, the slowest rank's. All ranks take the same turns."""
+    if not runs:
+        return {}
     taken = {name: list[float]() for name in runs}
     names = list(runs)
     for i in range(rounds):

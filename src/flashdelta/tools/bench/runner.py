@@ -108,7 +108,6 @@ def run(
     """Measures rows one after another and returns the document, which is saved to `path` after every one. `progress` is called
     with each finished row; `facts` are of the whole document."""
     document = new_document(benchmark.name, environment(setup.device))
-    gpu = document["environment"]["gpu"]
     document["protocol"] = {"effort": asdict(setup.effort), "backend": setup.backend}
     document |= {"ceilings": dict(setup.ceilings), **facts} if setup.ceilings else facts
     for row in benchmark.rows if rows is None else rows:
@@ -116,12 +115,33 @@ def run(
             found = benchmark.measure(row, setup) if benchmark.measure else parts(row, setup, benchmark)
             for each in found:
                 each |= benchmark.derive(each, document)
-                judge(each, row.bounds, document["rows"], gpu is not None and GATED_GPU in gpu["name"])
+                judge(each, row.bounds, document["rows"], is_gated(document))
                 document["rows"].append(each)
                 save(document, path)
                 progress(each)
         torch.cuda.empty_cache()  # the next row has the GPU's memory to itself; does nothing without a GPU
     return document
+
+
+def is_gated(document: dict) -> bool:
+    """Whether it was measured on the GPU that bounds are for."""
+    gpu = document["environment"]["gpu"]
+    return gpu is not None and GATED_GPU in gpu["name"]
+
+
+def judge_again(document: dict, benchmark: Benchmark) -> dict:
+    """A saved document with the bounds of today, by the times that are in it. A row is held against others of its own run; rows
+    that came judged stay as they are."""
+    bounds = {row.name: row.bounds for row in (*benchmark.rows, *benchmark.more)}
+    rows = []
+    for row in document["rows"]:
+        if row["name"] in bounds:
+            unjudged = {name: x for name, x in row.items() if name not in ("bounds", "met")}
+            beside = [other for other in document["rows"] if other.get("date") == row.get("date")]
+            judge(unjudged, bounds[row["name"]], beside, is_gated(document))
+            row = {name: unjudged[name] for name in row}  # in the order of before
+        rows.append(row)
+    return document | {"rows": rows}
 
 
 def judge(row: dict, bounds: Sequence[Bound], rows: Sequence[dict], gated: bool) -> None:

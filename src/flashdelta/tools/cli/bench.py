@@ -18,6 +18,7 @@ from ..bench.report import (
     default_path,
     failures,
     load,
+    missed,
     progress_line,
     require_matplotlib,
     show,
@@ -61,7 +62,7 @@ def chosen_rows(benchmark: Benchmark, options: Options) -> list[Any]:
 
 
 def run_benchmark(name: str, **given: Any) -> bool:
-    """Runs and reports a benchmark; whether every row was right.
+    """Runs and reports a benchmark; whether every row was right. Bounds that were missed are said last, and make none wrong.
 
     Raises:
         ValueError: no GPU, a row name that fits nothing, a folder that does not fit, a file that can't be written, or a plot
@@ -90,10 +91,13 @@ def run_benchmark(name: str, **given: Any) -> bool:
     require_writable("json", path)
     _say(f"{benchmark.help}, on {device}; a line for each row once it is measured")
     document = run(benchmark, setup, path, chosen, lambda row: _say(progress_line(row, view)), **facts)
-    print(to_json(document) if options.json == STDOUT else show(document, view, options.wide))
+    print(to_json(document) if options.json == STDOUT else show(document, view, options.wide), flush=True)
     _say(f"saved to {path}")
     if options.plot is not None:
         PLOTS[name].draw(document, options.plot)
+    lost = missed(document["rows"])
+    if lost:
+        _say(f"missed bounds: {'; '.join(lost)}")
     return not failures(document)
 
 
