@@ -141,9 +141,7 @@ def warmup(
             states = _states(kind, is_pool, way, buffer, state, index)
             if buffer != "none":
                 states["checkpoint_states"] = make(B * -(-T // EVERY), *state.shape[1:], dtype=checkpoint_dtype)
-            # segments that are tried are one kind, those that never are another
-            for invariant in (False, True) if (B, T, H, N) == WARM_LONG else (False,):
-                own = {"batch_invariant": True} if invariant else {}
+            for own in _invariances((B, T, H, N)):
                 call(B, T, H, K, V, **states, **own, cu_seqlens=offsets)
             if kind == "decode" and speculative and T > 1:
                 _warm_verification(call, _commit(state_v_first, backend), (B, T, H, K, V), state, index, offsets)
@@ -252,6 +250,12 @@ def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> lis
         return [(1, 65, 2, 1), (1, 65, WARM_HEADS, 1), (1, 65, WARM_MANY // slices, 1), *batches, WARM_LONG]
     several = (1, 2 if kind == "decode" else 65, 2, 1)
     return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
+
+
+def _invariances(sizes: tuple[int, int, int, int]) -> list[dict[str, object]]:
+    """Options of the calls of such sizes. A sequence that is split is of two kinds: its segments are tried for what they
+    forget, or never, where bits must not depend on the batch."""
+    return [{}, {"batch_invariant": True}] if sizes == WARM_LONG else [{}]
 
 
 def _warm_verification(
