@@ -26,6 +26,9 @@ ARGUMENTS = {
 """What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
 
 
+MADE_ONCE = {"library_path", "processes"}
+"""Fixtures that one worker makes for all, for which the others wait: the C library, and what processes on two GPUs find."""
+
 HERE = Path(__file__).parent
 
 # of processes that tests start: their tensors are tiny, and beside other workers threads cost more than they save
@@ -34,12 +37,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def begins(item: pytest.Item) -> float:
     """When a test begins, as a share of all: at random, but the same in every run. Long ones are in the first quarter, that no
-    worker is left alone with one in the end; those that need the C library are in the second half, when a long one has built
-    it."""
+    worker is left alone with one in the end; those that need what a long one makes for all are in the second half."""
     chance = zlib.crc32(item.nodeid.encode()) / 2**32
     if item.get_closest_marker("long"):
         return chance / 4
-    return (1 + chance) / 2 if "library_path" in item.fixturenames else chance
+    return chance if MADE_ONCE.isdisjoint(item.fixturenames) else (1 + chance) / 2
 
 
 @pytest.hookimpl(trylast=True)

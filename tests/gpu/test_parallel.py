@@ -90,6 +90,7 @@ def test_gpus_find_what_virtual_ranks_find(processes: tuple[str, list[dict]], na
 
 
 @two_gpus
+@pytest.mark.long
 def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]]):
     backend, found = processes
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), RANKS, backend)

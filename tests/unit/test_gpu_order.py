@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import triton
 
 from ..gpu import conftest as tier
@@ -45,10 +46,11 @@ def test_a_single_process_runs_file_by_file():
     assert found == items
 
 
-def test_long_ones_begin_early_and_those_that_wait_for_the_library_late():
+@pytest.mark.parametrize("fixture", sorted(tier.MADE_ONCE))
+def test_long_ones_begin_early_and_those_that_wait_for_them_late(fixture: str):
     for n in range(100):
-        assert tier.begins(item(f"{n}", long=True, fixtures=("library_path",))) < 0.25
-        assert tier.begins(item(f"{n}", fixtures=("library_path",))) >= 0.5
+        assert tier.begins(item(f"{n}", long=True, fixtures=(fixture,))) < 0.25
+        assert tier.begins(item(f"{n}", fixtures=(fixture,))) >= 0.5
 
 
 def test_every_test_finds_its_fixtures():
