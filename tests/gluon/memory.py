@@ -6,6 +6,7 @@ of ones at first, which is NaN.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from .machine import Barrier, now
 from .values import OF_TORCH, STORED, UNDEFINED, Fault, TypeOf, Value, from_memory, shape_of, to_memory, value
@@ -171,11 +173,59 @@ class Descriptor:
 # ---- shared memory -------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def physical(layout: Any, shape: tuple[int, ...], size: int) -> np.ndarray:
+    """Where in memory each element of `size` bytes lies, in elements."""
+    columns = shape[-1]
+    row, column = np.divmod(np.arange(math.prod(shape)), columns)
+    if isinstance(layout, gl.NVMMASharedLayout):
+        rows = math.prod(shape[-layout.rank : -1])
+        if layout.transposed:
+            raise Fault(f"a layout that is not modelled: {layout}")
+        width = min(layout.swizzle_byte_width // size or columns, columns)  # of a tile, where rows are longer
+        of, row = np.divmod(row, rows)
+        tile, column = np.divmod(column, width)
+        vector, phase = 16 // size, row * width * size // 128 % max(layout.swizzle_byte_width // 16, 1)
+        begin = (of * columns + tile * width) * rows
+    else:
+        if list(layout.order) != [*reversed(range(len(layout.order)))]:
+            raise Fault(f"a layout that is not modelled: {layout}")
+        vector, phase = layout.vec, row % (shape[-2] if len(shape) > 1 else 1) // layout.per_phase % layout.max_phase
+        begin, width = 0, columns
+    return begin + row * width + ((column // vector) ^ phase) * vector + column % vector
+
+
+@functools.cache
+def seen_as(
+    layout: Any,
+    shape: tuple[int, ...],
+    size: int,
+    begin: int,
+    other: Any,
+    other_shape: tuple[int, ...],
+    other_size: int,
+) -> np.ndarray | None:
+    """For each element of another tensor, from byte `begin` of the same memory on, its place among all of its size in the order
+    of this one; None where that is its own order."""
+    unit = min(size, other_size)
+    inverse = np.empty(math.prod(shape) * size // unit, np.int64)
+    own = physical(layout, shape, size)[:, None] * (size // unit) + np.arange(size // unit)
+    inverse[own.reshape(-1)] = np.arange(len(inverse))
+    within = np.arange(other_size // unit)
+    elements = physical(other, other_shape, other_size) + begin // other_size
+    parts = inverse[elements[:, None] * len(within) + within]
+    places = parts[:, 0] // len(within)
+    if (parts != places[:, None] * len(within) + within).any():
+        raise Fault(f"{other} cuts what lies together as {layout}")
+    return None if np.array_equal(places, np.arange(len(places)) + begin // other_size) else places
+
+
 class Shared:
-    """A shared-memory descriptor: elements lie in the order of the shape, whatever the layout."""
+    """A shared-memory descriptor. Elements are kept in the order of the shape as it was allocated, whatever its layout; only
+    where the memory is seen in another layout does it count where they lie."""
 
     def __init__(self, cells: np.ndarray, dtype: tl.dtype, layout: Any):
-        self.cells, self.dtype, self.layout = cells, dtype, layout
+        self.places, self.dtype, self.layout = cells, dtype, layout
 
     @classmethod
     def allocate(cls, dtype: tl.dtype, shape: Any, layout: Any, initial: Value | None = None) -> Shared:
@@ -186,48 +236,63 @@ class Shared:
         return found
 
     @property
+    def cells(self) -> np.ndarray:
+        return self.places
+
+    def put(self, cells: Any) -> None:
+        self.places[...] = cells
+
+    @property
     def shape(self) -> list[int]:
-        return list(self.cells.shape)
+        return list(self.places.shape)
 
     @property
     def type(self) -> TypeOf:
         return TypeOf(self)
 
     @property
-    def nbytes(self) -> int:
-        return self.cells.size * self.cells.itemsize
+    def itemsize(self) -> int:
+        return np.dtype(STORED[self.dtype]).itemsize
 
-    def _view(self, cells: np.ndarray) -> Shared:
-        return Shared(cells, self.dtype, self.layout)
+    @property
+    def nbytes(self) -> int:
+        return self.places.size * self.itemsize
+
+    def _view(self, places: np.ndarray) -> Shared:
+        return Shared(places, self.dtype, self.layout)
 
     def index(self, i: Any) -> Shared:
         i = int(i)
-        if not 0 <= i < len(self.cells):
+        if not 0 <= i < len(self.places):
             raise Fault(f"index {i} of shared memory of shape {self.shape}")
-        return self._view(self.cells[i])
+        return self._view(self.places[i])
 
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
         start = int(start)
-        if not 0 <= start <= start + length <= self.cells.shape[dim]:
+        if not 0 <= start <= start + length <= self.places.shape[dim]:
             raise Fault(f"[{start}, {start + length}) of dimension {dim} of shared memory of shape {self.shape}")
-        return self._view(self.cells[(slice(None),) * dim + (slice(start, start + length),)])
+        return self._view(self.places[(slice(None),) * dim + (slice(start, start + length),)])
 
     def permute(self, order: Any) -> Shared:
-        return self._view(self.cells.transpose(shape_of((order,))))
+        return self._view(self.places.transpose(shape_of((order,))))
 
     def reshape(self, *shape: Any) -> Shared:
-        return self._view(self.cells.reshape(shape_of(shape), copy=False))
+        return self._view(self.places.reshape(shape_of(shape), copy=False))
 
-    def reinterpret(self, dtype: tl.dtype, shape: Any, layout: Any) -> Shared:
-        shape = shape_of((shape,))
-        size = math.prod(shape) * np.dtype(STORED[dtype]).itemsize
-        if size > self.nbytes:
-            raise Fault(f"{size} bytes of {self.nbytes} in shared memory")
-        raw = self.cells.reshape(-1, copy=False).view(np.uint8)[:size]
-        return Shared(raw.view(STORED[dtype]).reshape(shape), dtype, layout)
+    def reinterpret(self, dtype: tl.dtype, shape: Any, layout: Any, begin: int = 0) -> Shared:
+        """From byte `begin` on."""
+        shape, kind = shape_of((shape,)), np.dtype(STORED[dtype])
+        end = begin + math.prod(shape) * kind.itemsize
+        if end > self.nbytes:
+            raise Fault(f"{end - begin} bytes of {self.nbytes - begin} in shared memory")
+        raw = self.places.reshape(-1, copy=False).view(np.uint8)
+        places = seen_as(self.layout, tuple(self.shape), self.itemsize, begin, layout, tuple(shape), kind.itemsize)
+        if places is None:
+            return Shared(raw[begin:end].view(kind).reshape(shape), dtype, layout)
+        return Swizzled(self, begin, raw.view(kind), places.reshape(shape), dtype, layout)
 
     def extent(self) -> tuple[int, int]:
-        begin, end = np.lib.array_utils.byte_bounds(self.cells)
+        begin, end = np.lib.array_utils.byte_bounds(self.places)
         return int(begin), int(end)
 
     def _check(self, x: Value) -> None:
@@ -239,20 +304,53 @@ class Shared:
 
     def store(self, x: Value) -> None:
         self._check(x)
-        self.cells[...] = to_memory(x.data, self.dtype)
+        self.put(to_memory(x.data, self.dtype))
         now().cta.unfenced.add(self.extent())
 
     def poison(self) -> None:
         """What a copy will overwrite."""
-        self.cells[...] = np.array(-1, f"i{self.cells.itemsize}").view(self.cells.dtype)
+        self.put(np.array(-1, f"i{self.itemsize}").view(STORED[self.dtype]))
 
     def receive(self, cells: np.ndarray) -> None:
-        self.cells[...] = cells.reshape(self.cells.shape)
+        self.put(cells.reshape(self.shape))
 
     def operand(self, reader: str) -> Shared:
         """For an MMA or the TMA unit to read."""
         now().cta.check_fenced(*self.extent(), reader)
         return self
+
+
+class Swizzled(Shared):
+    """One that is seen in another layout than it was allocated in, as `whole`, from byte `begin` on: `places` are those of its
+    elements among `flat`."""
+
+    def __init__(self, whole: Shared, begin: int, flat: np.ndarray, places: np.ndarray, dtype: tl.dtype, layout: Any):
+        super().__init__(places, dtype, layout)
+        self.whole, self.begin, self.flat = whole, begin, flat
+
+    @property
+    def cells(self) -> np.ndarray:
+        return self.flat[self.places]
+
+    def put(self, cells: Any) -> None:
+        self.flat[self.places] = cells
+
+    def _view(self, places: np.ndarray) -> Shared:
+        # a part that need not lie together is seen in no third layout
+        begin = self.begin if places.size == self.places.size else self.whole.nbytes
+        return Swizzled(self.whole, begin, self.flat, places, self.dtype, self.layout)
+
+    def index(self, i: Any) -> Shared:
+        found = super().index(i)
+        found.begin = self.begin + int(i) * found.nbytes
+        return found
+
+    def reinterpret(self, dtype: tl.dtype, shape: Any, layout: Any, begin: int = 0) -> Shared:
+        return self.whole.reinterpret(dtype, shape, layout, self.begin + begin)
+
+    def extent(self) -> tuple[int, int]:
+        begin = self.flat.ctypes.data
+        return begin + int(self.places.min()) * self.itemsize, begin + (int(self.places.max()) + 1) * self.itemsize
 
 
 class Barriers:

@@ -31,7 +31,7 @@ from flashdelta.triton.segments import compose_kernel
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED
 from ..support.fused_checks import HOPPER_FUSED, check_fused
-from . import test_backward, test_chunk, test_decode, test_fused, test_trials, test_unbounded_steps
+from . import checks, test_backward, test_chunk, test_decode, test_fused, test_trials, test_unbounded_steps
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def exact_steps() -> None:
 
 def fitting_steps() -> None:
     with test_unbounded_steps.unbounded_steps():
-        test_unbounded_steps.check(replace(test_unbounded_steps.SMALL, T=70, memory="long"))
+        checks.check_steps(replace(test_unbounded_steps.SMALL, T=70, memory="long"))
 
 
 def packed() -> None:
@@ -195,6 +195,13 @@ FAULTS = [
     Break("no clamp of a half", EXACT_PAIRS, "gl.where(total < LOWEST_HALF, LOWEST_HALF, total)", "total", exact_steps),
     Break("rows of two distances", EXACT_PAIRS, 'first, 0, "first")', 'first, 0, "all")', exact_steps),
     Break("queries of two distances", EXACT_PAIRS, 'first_q, 0, "last")', 'first_q, 0, "all")', exact_steps),
+    Break(
+        "the gate's input under right operands",
+        EXACT_PAIRS,
+        "g0 if i == 0 else g1",
+        "g_b.index(h).slice(32 * i, 32, 2).load(BLOCKS)",
+        exact_steps,
+    ),
     Break("the scale of half of the pairs", prepare_steps.of_steps, "right * scale", "right", exact_steps),
     Break("a state is taken before it is there", recurrence.compute, "wait(semaphore - SLICES)", "pass", stream_k),
     Break("a state is passed on in silence", recurrence.compute, "signal(semaphore)", "pass", stream_k),

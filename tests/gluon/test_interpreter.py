@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashdelta.hopper.device.compat import copy_async, copy_tile, store_tile
+from flashdelta.hopper.device.compat import copy_async, copy_tile, reinterpret, store_tile
 from flashdelta.hopper.launch import describe
 from flashdelta.program.launch import Launch
 
@@ -29,6 +29,7 @@ from .values import Fault, Value, round_bf16, scalar
 
 N = 64
 ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+WIDE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
 TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -207,6 +208,36 @@ def mma_kernel(a, b, to, GROUPS: gl.constexpr, MMAS: gl.constexpr, OVER: gl.cons
         acc = acc + 1.0
     acc = warpgroup_mma_wait(MMAS, deps=[acc])
     gl.store(to + row * 64 + column, acc)
+
+
+@gluon.jit
+def views_kernel(numbers, to):
+    """Each tile as it lies in memory."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))[:, None]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))[None, :]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    square_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    square_s.store(gl.load(numbers + row * 128 + column))
+    gl.store(to + row * 64 + column, reinterpret(square_s, gl.bfloat16, [64, 64], plain).load(ROWS))
+    wide_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], WIDE)
+    wide_s.slice(0, 64, 1).store(gl.load(numbers + row * 128 + column))
+    wide_s.slice(64, 64, 1).store(gl.load(numbers + row * 128 + 64 + column))
+    halves_s = reinterpret(wide_s, gl.bfloat16, [2, 64, 64], plain)
+    for i in gl.static_range(2):
+        gl.store(to + (1 + i) * 4096 + row * 64 + column, halves_s.index(i).load(ROWS))
+    blocks_s = reinterpret(square_s, gl.bfloat16, [4, 16, 64], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    gl.store(to + 3 * 4096 + row * 64 + column, blocks_s.reshape([64, 64]).load(ROWS))
+
+
+def test_views_in_another_layout_see_what_lies_there():
+    """A row of 128 bytes has its parts of 16 bytes where the number of its row, of 8, takes them; wider tiles are several."""
+    numbers, to = torch.arange(64 * 128).reshape(64, 128), torch.zeros(4, 64, 64, dtype=torch.bfloat16)
+    low = numbers % 251  # which bfloat16 holds
+    launch(views_kernel, low.bfloat16(), to)
+    part, row = torch.arange(8), torch.arange(64)[:, None]
+    place = ((part ^ (row % 8))[:, :, None] * 8 + torch.arange(8)).reshape(64, 64)
+    wanted = [torch.zeros(64, 64, dtype=torch.int64).scatter(1, place, half) for half in low.chunk(2, dim=1)]
+    assert torch.equal(to.long(), torch.stack([wanted[0], *wanted, low[:, :64]]))
 
 
 def product(**wrong: object) -> torch.Tensor:

@@ -238,6 +238,9 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
     last = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     last_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     for h in range(KH):
+        # of both quarters: right operands of one lie where some of the other's lay
+        g0 = g_b.index(h).slice(0, 32, 2).load(BLOCKS)
+        g1 = g_b.index(h).slice(32, 32, 2).load(BLOCKS)
         for i in gl.static_range(2):
             keys_s = keys_b.index(h).slice(32 * i, 32, 2)
             queries_s = queries_b.index(h).slice(32 * i, 32, 2)
@@ -246,7 +249,7 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
             if bias_s is not None:
                 biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT).index(h).slice(32 * i, 32)
                 bias = biases_s.load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-            x = widen(g_b.index(h).slice(32 * i, 32, 2).load(BLOCKS))
+            x = widen(g0 if i == 0 else g1)
             step = unbounded_gate(x, bias, GATE, True) * unit.load(rows_l)[:, :, None]
             step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
             c = gl.associative_scan(step, 1, add)
