@@ -27,8 +27,9 @@ from .seams import AnySeam, by_module, differences
 class Engine:
     """An engine whose functions are replaced as its modules are imported.
 
-    `read`: versions that `seams` were written and tested against. Another one is checked against its source files, and left
-    alone if it differs. `environment`: the variable that turns the integration off; it is read when the engine starts.
+    `read`: versions that `seams` were written and tested against. Whatever is installed is checked by its source files (half
+    a second), and left alone if it differs. `environment`: the variable that turns the integration off; it is read when the
+    engine starts.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Engine:
         version = self.version()
         if version is None:
             raise ImportError(f"{self.name} is not installed")
-        found = self.obstacle(version)
+        found = self.obstacle()
         if found is None:
             self.enabled = True
             for module, seams in by_module(self.seams).items():
@@ -82,10 +83,8 @@ class Engine:
             return f"{self.environment}=0"
         return "flashdelta runs on NVIDIA GPUs" if torch.version.hip is not None else None
 
-    def obstacle(self, version: str) -> str | None:
-        """How the installed engine differs from those that were read."""
-        if version in self.read:
-            return None
+    def obstacle(self) -> str | None:
+        """How the installed engine differs from those that were read: of a version that was read, too, as it may be patched."""
         spec = util.find_spec(self.name)  # of a package: this imports nothing
         if spec is None or not spec.submodule_search_locations:
             return "no source files"
@@ -102,7 +101,7 @@ class Engine:
             return Status(self.name, "not installed", None, f"pip install {self.name}")
         if (why := self.forbidden()) is not None:
             return Status(self.name, "off", version, why)
-        if (found := self.obstacle(version)) is not None:
+        if (found := self.obstacle()) is not None:
             return Status(self.name, "unknown version", version, found)
         if self.enabled:
             return Status(self.name, "active", version, f"replaces {self.replaces}")

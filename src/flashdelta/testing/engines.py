@@ -324,7 +324,7 @@ class Ling(KimiLinear):
         layer = SimpleNamespace(kv_cache=(pool, pool))
         forward = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.name.endswith("._forward"))
         ours = "_forward" in vars(self.call)
-        arguments = dict.fromkeys(forward.parameters.split()) | {"self": layer}
+        arguments = dict.fromkeys(forward.names) | {"self": layer}
         (Replacement(forward.adapter, forward, theirs) if ours and forward.adapter else theirs)(**arguments)
         return found[0]
 
