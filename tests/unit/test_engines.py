@@ -457,12 +457,13 @@ def test_modules_that_are_not_imported_are_forgotten(engine: Engine, tmp_path: P
     assert sys.meta_path == before and not any(replaced(engine))
 
 
-def test_the_environment_turns_it_off(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("word", ("0", "False", "off", "NO"))
+def test_the_environment_turns_it_off(engine: Engine, tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch):
     write_engine(tmp_path, engine, engine.read[0])
-    monkeypatch.setenv(engine.environment, "0")
+    monkeypatch.setenv(engine.environment, word)
     engine.enable()
     assert not engine.enabled and not any(replaced(engine))
-    assert (engine.status().state, engine.status().reason) == ("off", f"{engine.environment}=0")
+    assert (engine.status().state, engine.status().reason) == ("off", f"{engine.environment}={word}")
 
 
 def test_nothing_is_replaced_on_amd(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,19 +8,19 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata, util
-from pathlib import Path
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..problem.switches import is_on
 from ..runtime.supports import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
-from .seams import AnySeam, by_module, differences
+from .seams import AnySeam, by_module, obstacle
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Engine:
         version = self.version()
         if version is None:
             raise ImportError(f"{self.name} is not installed")
-        found = self.obstacle()
+        found = obstacle(self.name, self.seams)
         if found is None:
             self.enabled = True
             for module, seams in by_module(self.seams).items():
@@ -79,20 +79,9 @@ class Engine:
             seam.patch(self.patches, module)
 
     def forbidden(self) -> str | None:
-        if os.environ.get(self.environment, "1") == "0":
-            return f"{self.environment}=0"
+        if not is_on(self.environment, True):
+            return f"{self.environment}={os.environ[self.environment]}"
         return "flashdelta runs on NVIDIA GPUs" if torch.version.hip is not None else None
-
-    def obstacle(self) -> str | None:
-        """How the installed engine differs from those that were read: of a version that was read, too, as it may be patched."""
-        spec = util.find_spec(self.name)  # of a package: this imports nothing
-        if spec is None or not spec.submodule_search_locations:
-            return "no source files"
-        root = Path(next(iter(spec.submodule_search_locations))).parent
-        try:
-            return "; ".join(differences(self.seams, root)) or None
-        except SyntaxError as error:  # of a newer Python
-            return f"{error.filename}: {error.msg}"
 
     def status(self) -> Status:
         """Where the integration stands. Imports nothing of the engine, and turns nothing on."""
@@ -101,7 +90,7 @@ class Engine:
             return Status(self.name, "not installed", None, f"pip install {self.name}")
         if (why := self.forbidden()) is not None:
             return Status(self.name, "off", version, why)
-        if (found := self.obstacle()) is not None:
+        if (found := obstacle(self.name, self.seams)) is not None:
             return Status(self.name, "unknown version", version, found)
         if self.enabled:
             return Status(self.name, "active", version, f"replaces {self.replaces}")

@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -307,6 +307,18 @@ def differences(seams: Sequence[AnySeam], root: Path | Any) -> list[str]:
     """Of the package in folder `root` from what the seams were written for."""
     source = Source(root)
     return [difference for seam in seams if (difference := source.difference(seam)) is not None]
+
+
+def obstacle(package: str, seams: Sequence[AnySeam]) -> str | None:
+    """How an installed package differs from those that were read: one of a version that was read, too, as it may be patched."""
+    spec = find_spec(package)  # of a package: this imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        return "no source files"
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    try:
+        return "; ".join(differences(seams, root)) or None
+    except SyntaxError as error:  # of a newer Python
+        return f"{error.filename}: {error.msg}"
 
 
 def by_module(seams: Sequence[AnySeam]) -> Mapping[str, list[AnySeam]]:
