@@ -119,8 +119,8 @@ class Adapter:
         return call
 
     def verify(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[bool, str | None]:
-        """FLA's question: whether we take the call, and why not. On a CPU, where FLA has no kernels, we take every call: one that
-        we refuse ends in our reason."""
+        """FLA's question: whether we take the call, and why not. On a CPU, where FLA has no kernels, we take every call: one
+        that we refuse ends in our reason."""
         if HOST_OFFSETS in self.parameters[: len(arguments)]:  # an answer is kept by what it knows by name
             arguments, named = (), dict(zip(self.parameters, arguments), **named)
         ok, _, why = remembered(Adapter.ask, self, arguments, named)

@@ -10,8 +10,8 @@ WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": 
 
 
 def is_on(variable: str, default: bool) -> bool:
-    """Whether a switch is on: `default` where it is not set, or empty. A word may have any case; of a strange one it warns once,
-    and takes the default."""
+    """Whether a switch is on: `default` where it is not set, or empty. A word may have any case; of a strange one it warns
+    once, and takes the default."""
     word = os.environ.get(variable)
     return _read(variable, word, default) if word else default
 
