@@ -599,6 +599,29 @@ def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.Monk
     assert prefills[4]["safe_gate"] and [options["speculative"] for options in steps] == [False, True, *[False] * 3]
 
 
+@pytest.mark.parametrize("word", ("0", "1"))
+@pytest.mark.parametrize(
+    ("found", "backend", "ours"),
+    [
+        ("triton", "auto", ("0", "1")),
+        ("native", "auto", ("1",)),
+        ("native", "native", ()),
+        ("triton", "triton", ()),
+        ("flashinfer", "flashinfer", ()),
+    ],
+)
+def test_whose_fused_step_runs(found: str, backend: str, ours: tuple, word: str, monkeypatch: pytest.MonkeyPatch):
+    """Ours where vLLM has none, and by a switch where it has; never where vLLM's is asked for by name."""
+    monkeypatch.setenv(_vllm.FUSED, word)
+    monkeypatch.setattr(_vllm, "_fused", set())
+    monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
+    sizes = {"num_heads": 2, "head_dim": 32, "conv_width": 4, "num_spec": 0, "backend": backend}
+    call = sizes | dict.fromkeys(("input_dtype", "conv_state_dtype", "recurrent_state_dtype"), FP32)
+    wanted = word in ours
+    assert _vllm.k3_decode_backend(lambda **call: found, call) == ("flashdelta" if wanted else found)
+    assert len(_vllm._fused) == wanted
+
+
 @pytest.mark.parametrize("by_channel", (False, True))
 def test_fused_steps_are_warmed(by_channel: bool, monkeypatch: pytest.MonkeyPatch):
     """In the layer's layout of windows: few sequences, many, and drafts; where vLLM's kernels run, nothing."""

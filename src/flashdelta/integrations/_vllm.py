@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
+from ..problem.switches import is_on
 from .engine import Engine, first_rows, runs, warm_up
 from .seams import AnySeam, Fields, Seam, StandIn, Statement, Uses, Wrapper, real
 
@@ -297,14 +298,18 @@ def k3_others(theirs: Theirs, call: Arguments) -> Any:
 OURS, PACKED = "flashdelta", "flashinfer"
 """What a layer calls its fused kernels: any name but vLLM's own runs `fused_kda_decode`, and only FlashInfer's verifies."""
 
+FUSED = "FLASHDELTA_VLLM_FUSED"
+"""`FLASHDELTA_VLLM_FUSED=1` has ours take the steps of layers for which vLLM has a fused kernel, too."""
+
 _fused: set[tuple] = set()
-"""Layers whose steps are fused by ours, where vLLM has no kernel for them."""
+"""Layers whose steps are fused by ours."""
 
 
 def k3_decode_backend(theirs: Theirs, call: Arguments) -> str:
-    """Ours where vLLM would run its chain of kernels, and was not asked to."""
+    """Ours where vLLM chooses its chain of kernels by itself; in place of its fused kernel where that is asked for."""
     found: str = theirs(**call)
-    return OURS if found == "triton" and call["backend"] == "auto" and takes(call, 0) else found
+    open_to_ours = found == "triton" or (found == "native" and is_on(FUSED, False))
+    return OURS if open_to_ours and call["backend"] == "auto" and takes(call, 0) else found
 
 
 def k3_verify_backend(theirs: Theirs, call: Arguments) -> str:
