@@ -71,3 +71,20 @@ def test_engines_load_plugins_of_the_group(found: tuple[Engine, Source]):
     engine, source = found
     module, group = GROUPS[engine.name]
     assert any(isinstance(x, ast.Constant) and x.value == group for x in ast.walk(source.tree(module)[0]))
+
+
+def test_variables_that_workers_on_ray_get(vllm: Source):
+    """Of ours those that a variable of vLLM's names, as the docs say."""
+    docs = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    assert "`VLLM_RAY_EXTRA_ENV_VARS_TO_COPY` names" in docs
+    names = {x.attr for x in ast.walk(vllm.tree("vllm.ray.ray_env")[0]) if isinstance(x, ast.Attribute)}
+    assert "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY" in names
+    assigned = next(
+        x.value
+        for x in vllm.tree("vllm.ray.ray_env")[0].body
+        if isinstance(x, (ast.Assign, ast.AnnAssign)) and "DEFAULT_ENV_VAR_PREFIXES" in ast.unparse(x)
+    )
+    prefixes = [x.value for x in ast.walk(assigned) if isinstance(x, ast.Constant)]
+    ours = (_vllm.ENGINE.environment, _vllm.FUSED)
+    assert prefixes and not any(name.startswith(x) for name in ours for x in prefixes)
+    assert ",".join(ours) in docs

@@ -230,8 +230,10 @@ class Source:
             return None if found is not None and seam.text in ast.unparse(found) else f"{path} lacks {seam.text}"
         if isinstance(seam, Uses):
             found = self.definition(module, seam.name)
-            others = sorted(uses(found, seam.variable) - {*seam.text.split("; ")}) if found is not None else ["none"]
-            return f"{path} uses {seam.variable} otherwise: {'; '.join(others)}" if others else None
+            if found is None:
+                return f"no {path}"
+            others = uses(found, seam.variable) - {*seam.text.split("; ")}
+            return f"{path} uses {seam.variable} otherwise: {'; '.join(sorted(others))}" if others else None
         if isinstance(seam, Fields):
             lacks = {*seam.text.split()} - self.fields(module, seam.name)
             return f"{path} lacks {', '.join(sorted(lacks))}" if lacks else None
