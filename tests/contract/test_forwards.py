@@ -346,8 +346,14 @@ LAYER |= dict.fromkeys(("input_dtype", "conv_state_dtype"), BF16) | {"recurrent_
     ],
 )
 def test_where_steps_are_fused(capability: int, changes: dict, chosen: str, monkeypatch: pytest.MonkeyPatch):
-    """vLLM's own fused kernels stay where it has them."""
-    assert choices(monkeypatch, capability)["resolve_kda_decode_backend"](**LAYER | changes) == chosen
+    """vLLM's own fused kernels stay where it has them, unless the environment says otherwise."""
+    monkeypatch.delenv(_vllm.FUSED, raising=False)
+    choose = choices(monkeypatch, capability)["resolve_kda_decode_backend"]
+    assert choose(**LAYER | changes) == chosen
+    monkeypatch.setenv(_vllm.FUSED, "1")
+    assert choose(**LAYER | changes) == ("flashdelta" if chosen == "native" else chosen)
+    if chosen == "native":
+        assert choose(**LAYER | changes | {"backend": "native"}) == "native"
 
 
 @pytest.mark.parametrize(

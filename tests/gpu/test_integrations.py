@@ -16,7 +16,7 @@ from flashdelta.testing.cases import BF16
 from flashdelta.testing.oracle import relative_error
 
 from ..support.pace import MOST_YARDSTICKS, pace
-from ..support.refusals import good_call
+from ..support.refusals import good_call, many_sequences, refused_with_a_pool
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +44,8 @@ OTHERS = [
     *((fd.recurrent_kda, good_call(fd.recurrent_kda, start)) for start in ("paged", "spec", "mixed")),
     *((op, good_call(op, "plain")) for op in (fd.commit, fd.kda_prefill, fd.kernels.chunk_bwd_wy_dqkg)),
     (fd.chunk_kda, good_call(fd.chunk_kda, "pool")),
+    *((op, refused_with_a_pool(op)) for op in (fd.chunk_kda, fd.recurrent_kda)),
+    *((fd.chunk_kda, many_sequences(count)) for count in (8, 1024)),
 ]
 
 
@@ -222,7 +224,8 @@ def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():
     graph.replay()
     assert all(seen) and x.shape == call["q"].shape
     for op, asked in ((fd.chunk_kda, call), *OTHERS):
-        given = {name: x.cuda() if isinstance(x, Tensor) and x.device.type == "cpu" else x for name, x in asked.items()}
+        moved = [name for name, x in asked.items() if isinstance(x, Tensor) and name != "cu_seqlens_cpu"]
+        given = asked | {name: asked[name].cuda() for name in moved}
         ratio, seconds = pace(lambda op=op, given=given: fd.supports(op, **given))
         print(f"supports({op.__name__}): {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
         assert ratio < MOST_YARDSTICKS

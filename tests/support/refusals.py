@@ -151,6 +151,21 @@ def good_call(op: Callable, start: str) -> dict:
     return call if op is fd.chunk_kda else as_recurrent(call)
 
 
+def refused_with_a_pool(op: Callable) -> dict:
+    """Of a call that writes."""
+    if op is fd.recurrent_kda:
+        return good_call(op, "paged") | {"null_index": "none"}
+    call = good_call(op, "pool")
+    return call | {name: zeros(*call[name].shape[:3], 96) for name in "qkg"}
+
+
+def many_sequences(count: int) -> dict:
+    """Most of them empty, whose offsets the host has."""
+    call = good_call(fd.chunk_kda, "packed")
+    ends = torch.cat((torch.zeros(count, dtype=torch.int64), torch.tensor([call["q"].shape[1]])))
+    return call | {"cu_seqlens": ends, "cu_seqlens_cpu": ends.clone(), "initial_state": None}
+
+
 def commit_of_records() -> dict:
     """Three tokens recorded in row 4, one in row 1, of the slots' own."""
     call = commit_call() | {"intermediate_states": fd.replay_buffer(6, 2, 2, 4, 8)}

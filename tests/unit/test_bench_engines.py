@@ -18,7 +18,7 @@ from flashdelta.tools.bench.contenders import Setup
 from flashdelta.tools.bench.runner import run
 from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.views import VIEWS
-from flashdelta.tools.bench.workloads import ENGINES, SERVED, WHOLE, served_row
+from flashdelta.tools.bench.workloads import ENGINES, SERVED, VERIFIED, WHOLE, served_row
 
 from ..support.timers import FakeTimer
 
@@ -29,6 +29,7 @@ ROWS = [
         for layer in ENGINES
         for state in (FP32, BF16)
     ),
+    *(served_row(VERIFIED, 2, "verify", f"{state}", (3,) * 5, K=32, V=32, state=state) for state in (FP32, BF16)),
     *(
         served_row(layer, 2, "whole step", f"{state}", (1,) * 3, K=32, V=32, state=state)
         for layer in WHOLE
@@ -61,9 +62,10 @@ def norm(o: Tensor, z: Tensor, weight: Tensor, bias: None, activation: str, eps:
 
 
 def test_rows():
-    assert len(SERVED) == 36 and {row.call.H for row in SERVED} == {12, 32}
+    assert len(SERVED) == 40 and {row.call.H for row in SERVED} == {12, 32}
     assert {row.call.lower_bound for row in SERVED} == {None, -5.0}
-    assert {(row.call.step, row.bounds[0].limit) for row in SERVED} == {
+    assert {(row.call.step, *(x.limit for x in row.bounds)) for row in SERVED} == {
+        ("verify",),
         ("prefill", 2.5),
         ("decode", 1.3),
         ("decode", 1.6),

@@ -3,6 +3,7 @@ the integrations are turned on, and off."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import re
@@ -24,7 +25,7 @@ from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
 from flashdelta.integrations.patches import Patches
-from flashdelta.integrations.seams import Attribute, Replacement, Seam, Statement, Wrapper, differences
+from flashdelta.integrations.seams import Attribute, Fields, Replacement, Seam, Statement, Uses, Wrapper, differences
 from flashdelta.testing.cases import BF16, FP32
 from flashdelta.testing.engines import LAYERS, Batch, K3Step, KimiLinear, Marks, Model, SGLang
 from flashdelta.testing.oracle import TOLERANCE
@@ -297,6 +298,33 @@ def test_other_arguments_are_the_engines():
     assert call(1, 2, d=4) == call(1, 2, 3) == call(1, a=2) == "theirs"
 
 
+def test_what_a_call_leaves_out_has_the_defaults():
+    """Of the engine's function, as the seam has them."""
+    seam = Seam("m", "f", lambda theirs, call: call, "a b=-5.0 c=None d=True e='x'", keywords="f")
+    assert Replacement(seam.adapter, seam, print)(1, d=False) == {"a": 1, "b": -5.0, "c": None, "d": False, "e": "x"}
+
+
+def test_calls_that_stay_the_engines_get_tensors():
+    """For what stands for them, wherever it is in the call."""
+    states = torch.arange(4.0)
+    slots = _vllm.Slots(states, torch.tensor([3, 1]), None, lambda: states[[3, 1]])
+    seam = Seam("m", "f", lambda theirs, call: "ours", "a b")
+    call = Replacement(seam.adapter, seam, lambda *x, **named: (*x, *named.values()))
+    found = call(1, slots, strange=_vllm.Pool(states), final=_vllm.Final(states))
+    assert found[0] == 1 and [x.tolist() for x in found[1:]] == [[3, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("make", (copy.copy, copy.deepcopy))
+def test_a_replacement_is_copied(make: Any):
+    def theirs(a: int) -> int:
+        return a
+
+    theirs.note = "kept"
+    seam = Seam("m", "f", lambda theirs, call: theirs(**call) + 1, "a")
+    found = make(Replacement(seam.adapter, seam, theirs))
+    assert isinstance(found, Replacement) and found(1) == 2 and found.note == "kept"
+
+
 def test_rows_that_graphs_read_are_kept(monkeypatch: pytest.MonkeyPatch):
     """When a batch wants more of them."""
     monkeypatch.setattr(engine_module, "_rows", {})
@@ -325,7 +353,12 @@ def module_text(seams: list) -> str:
         known = methods.setdefault(owner[0] if owner else "", {})
         if isinstance(seam, Attribute):
             continue
-        if isinstance(seam, Statement):
+        if isinstance(seam, Fields):
+            fields = methods.setdefault(seam.name, {})
+            fields["set_up"] = ("self", [f"self.{x} = None" for x in seam.text.split()])
+        elif isinstance(seam, Uses):
+            known.setdefault(name, ("self", []))[1].append(f"{seam.variable} = 0")
+        elif isinstance(seam, Statement):
             text = seam.text + (")" if seam.text.endswith("(") else "")
             known.setdefault(name, ("self", []))[1].append(f"x {text}" if text.startswith("=") else text)
         elif isinstance(seam, Wrapper) and seam.source is None:
@@ -333,16 +366,20 @@ def module_text(seams: list) -> str:
         elif seam.source is not None:
             lines.append(f"from {seam.source} import {name}")
         else:
-            parameters = ", ".join(f"{x}=None" if x != "self" else x for x in seam.parameters.split())
-            parameters += ", **others" if seam.keywords else ""
+            parameters = ", ".join([*seam.parameters.split(), *(["**others"] if seam.keywords else [])])
             known[name] = (parameters, known.get(name, ("", []))[1])
-    for cls, functions in methods.items():
-        texts = [
-            f"def {name}({of}):\n    " + "\n    ".join([*body, "return None"]) for name, (of, body) in functions.items()
-        ]
-        body = "\n".join([*texts, "pass"])
-        lines.append(f"class {cls}:\n" + textwrap.indent(body, "    ") if cls else body)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, body_text(methods, ""), ""])
+
+
+def body_text(methods: dict, outer: str) -> str:
+    """Of a class, or of the module."""
+    texts = [
+        f"def {name}({of}):\n    " + "\n    ".join([*body, "return None"])
+        for name, (of, body) in methods.get(outer, {}).items()
+    ]
+    for cls in [x for x in methods if x and x.rpartition(".")[0] == outer]:
+        texts.append(f"class {cls.split('.')[-1]}:\n" + textwrap.indent(body_text(methods, cls), "    "))
+    return "\n".join([*texts, "pass"])
 
 
 def write_engine(root: Path, engine: Engine, version: str) -> None:
@@ -420,12 +457,13 @@ def test_modules_that_are_not_imported_are_forgotten(engine: Engine, tmp_path: P
     assert sys.meta_path == before and not any(replaced(engine))
 
 
-def test_the_environment_turns_it_off(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("word", ("0", "False", "off", "NO"))
+def test_the_environment_turns_it_off(engine: Engine, tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch):
     write_engine(tmp_path, engine, engine.read[0])
-    monkeypatch.setenv(engine.environment, "0")
+    monkeypatch.setenv(engine.environment, word)
     engine.enable()
     assert not engine.enabled and not any(replaced(engine))
-    assert (engine.status().state, engine.status().reason) == ("off", f"{engine.environment}=0")
+    assert (engine.status().state, engine.status().reason) == ("off", f"{engine.environment}={word}")
 
 
 def test_nothing_is_replaced_on_amd(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -441,20 +479,45 @@ CHANGES = {
     "another name": ("def ", "def other_", "no |lacks "),
     "another use of a result": ("] = last_", "] += last_", "lacks recurrent_state"),
     "more results": ("core_attn_out, h = ", "core_attn_out, h, more = ", "lacks core_attn_out"),
+    "another default": ("scale=None", "scale=1.0", "has parameters .*scale=1.0"),
+    "a flag that is on": ("use_qk_l2norm_in_kernel=False", "use_qk_l2norm_in_kernel=True", "has parameters"),
+    "another bound": ("lower_bound=-5.0", "lower_bound=-4.0", "has parameters .*lower_bound=-4.0"),
+    "writes elsewhere": ("inplace_final_state=True", "inplace_final_state=False", "has parameters"),
+    "another beta": ("beta_is_raw=False", "beta_is_raw=True", "has parameters"),
+    "by place alone": (", lower_bound=None", ", lower_bound=None, /", "has parameters"),
+    "no such attribute": ("self.gate_lower_bound", "self.bound", "lacks gate_lower_bound"),
+    "no such field": ("self.intermediate_ssm", "self.drafts", "State lacks intermediate_ssm"),
+    "a new keyword": ("last_state\n", "last_state\n        chunk_kda(q=0, tile=1)\n", "passes tile to chunk_kda"),
+    "a keyword elsewhere": (
+        "\npass\n",
+        "\nx.extend(q=0, tile=1)\nx.fused_kda_decode(tile=1)\n",
+        "passes tile to (TritonKDAKernel.extend|fused_kda_decode)",
+    ),
+    "fewer keywords": (
+        "import flashinfer_packed_fused_kda_decode\n",
+        "import flashinfer_packed_fused_kda_decode\nflashinfer_packed_fused_kda_decode(x=0)\n",
+        "passes no A_log, .* to flashinfer_packed",
+    ),
+    "states elsewhere": (
+        "last_state\n",
+        "last_state\n        last_state.copy_(0)\n",
+        "uses last_state otherwise: .copy_",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_another_version_that_differs_is_left_alone(engine: Engine, tmp_path: Path, kind: str):
-    """With a warning, once."""
+def test_an_engine_that_differs_is_left_alone(engine: Engine, tmp_path: Path, kind: str):
+    """With a warning, once. Of a version that was read, too: its files may be patched."""
     before, after, what = CHANGES[kind]
-    write_engine(tmp_path, engine, "9.9.9")
+    version = engine.read[-1]
+    write_engine(tmp_path, engine, version)
     files = [*tmp_path.rglob("*.py")]
     if not any(before in path.read_text() for path in files):
         pytest.skip("nothing of that kind")
     for path in files:
         path.write_text(path.read_text().replace(before, after))
-    with pytest.warns(UserWarning, match=rf"leaves {engine.name} 9.9.9 as it is .*({what})"):
+    with pytest.warns(UserWarning, match=rf"leaves {engine.name} {version} as it is .*({what})"):
         engine.enable()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -534,6 +597,29 @@ def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.Monk
     assert prefills[1]["checkpoint_states"] == prefills[2]["checkpoints"] == (False, True)
     assert prefills[3]["use_beta_sigmoid_in_kernel"] is False and "use_beta_sigmoid_in_kernel" not in steps[3]
     assert prefills[4]["safe_gate"] and [options["speculative"] for options in steps] == [False, True, *[False] * 3]
+
+
+@pytest.mark.parametrize("word", ("0", "1"))
+@pytest.mark.parametrize(
+    ("found", "backend", "ours"),
+    [
+        ("triton", "auto", ("0", "1")),
+        ("native", "auto", ("1",)),
+        ("native", "native", ()),
+        ("triton", "triton", ()),
+        ("flashinfer", "flashinfer", ()),
+    ],
+)
+def test_whose_fused_step_runs(found: str, backend: str, ours: tuple, word: str, monkeypatch: pytest.MonkeyPatch):
+    """Ours where vLLM has none, and by a switch where it has; never where vLLM's is asked for by name."""
+    monkeypatch.setenv(_vllm.FUSED, word)
+    monkeypatch.setattr(_vllm, "_fused", set())
+    monkeypatch.setattr(_vllm, "accelerator", lambda: torch.device("cpu"))
+    sizes = {"num_heads": 2, "head_dim": 32, "conv_width": 4, "num_spec": 0, "backend": backend}
+    call = sizes | dict.fromkeys(("input_dtype", "conv_state_dtype", "recurrent_state_dtype"), FP32)
+    wanted = word in ours
+    assert _vllm.k3_decode_backend(lambda **call: found, call) == ("flashdelta" if wanted else found)
+    assert len(_vllm._fused) == wanted
 
 
 @pytest.mark.parametrize("by_channel", (False, True))

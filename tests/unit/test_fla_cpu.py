@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -499,6 +500,19 @@ def test_unknown_parameters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not {"rms_norm", "swiglu"} & {name for _, name, _ in found}
     assert len(left) == 2
     assert "rms_norm: parameters x, scale, known are x, weight, bias" in left[0] and "swiglu: in none of" in left[1]
+
+
+def test_other_defaults_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rms_norm() -> None: ...
+
+    owner = next(module for module, name, _ in replacements()[0] if name == "rms_norm")
+    known = inspect.signature(owner.rms_norm)
+    assert known.parameters["eps"].default == 1e-5
+    changed = [x.replace(default=1e-3) if x.name == "eps" else x for x in known.parameters.values()]
+    rms_norm.__signature__ = known.replace(parameters=changed)
+    monkeypatch.setattr(owner, "rms_norm", rms_norm)
+    (left,) = replacements()[1]
+    assert "eps=0.001" in left and "known are" in left and "eps=1e-05" in left
 
 
 def test_every_replacement_is_of_this_file() -> None:

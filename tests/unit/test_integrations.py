@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ pytest.importorskip("transformers")
 warnings.filterwarnings("ignore", message="Triton is not supported")
 
 from flashdelta import integrations  # noqa: E402
-from flashdelta.integrations import _fla  # noqa: E402
+from flashdelta.integrations import _fla, _transformers  # noqa: E402
 from flashdelta.integrations.patches import Patches  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +108,11 @@ def plain_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **option
 def tokens(HV: int = H, B: int = 1, T: int = T) -> dict[str, Tensor]:
     shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, K), "g": (B, T, HV, K), "beta": (B, T, HV)}
     return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def on_meta(call: dict) -> dict:
+    """A device that stands for a GPU, where FLA keeps what we refuse."""
+    return {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in call.items()}
 
 
 def near(found: Any, want: Any, tolerance: float = TOLERANCE) -> None:
@@ -217,7 +224,7 @@ def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted
         stack.enter_context(torch.inference_mode())
     reached: list[tuple] = []
     monkeypatch.setattr(chunk.ChunkKDAFunction, "apply", lambda *x: reached.append(x))
-    call = tokens() | changes
+    call = on_meta(tokens() | changes)
     takes, reason = _fla.CHUNK.verify((), call)
     assert not takes and reason.startswith(argument)
     try:
@@ -229,13 +236,28 @@ def test_what_is_left_to_fla(name: str, monkeypatch: pytest.MonkeyPatch, counted
     assert counted == []
 
 
+@pytest.mark.parametrize("name", LEFT_TO_FLA)
+def test_what_is_refused_on_a_cpu_says_why(name: str, stack: ExitStack):
+    """FLA would find no GPU there."""
+    from fla.ops.kda import chunk_kda
+
+    changes, argument = LEFT_TO_FLA[name]
+    if name == "graph":
+        stack.enter_context(torch.inference_mode())
+    with pytest.raises((ValueError, TypeError), match=f"^{argument}"):
+        chunk_kda(**tokens() | changes)
+
+
 def test_the_recurrence_is_left_to_fla_where_it_writes_into_states():
-    x = tokens()
-    states = torch.zeros(1, H, K, K)
-    assert not _fla.RECURRENT.verify((), x | {"initial_state": states})[0]
-    assert not _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "ssm_state_indices": states})[0]
+    x, states = tokens(), torch.zeros(1, H, K, K)
+    kept = (
+        {"initial_state": states},
+        {"inplace_final_state": False, "ssm_state_indices": states},
+        {"inplace_final_state": False, "beta": torch.rand(1, T, H, K)},
+    )
+    for changes in kept:
+        assert not _fla.RECURRENT.verify((), on_meta(x | changes))[0]
     assert _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "initial_state": states})[0]
-    assert not _fla.RECURRENT.verify((), x | {"inplace_final_state": False, "beta": torch.rand(1, T, H, K)})[0]
 
 
 def test_states_of_any_dtype_are_returned_in_float32(counted: list[str]):
@@ -262,13 +284,14 @@ def test_a_repeated_question_is_answered_at_once(monkeypatch: pytest.MonkeyPatch
     assert ratio < MOST_YARDSTICKS
     states = x | {"return_intermediate_states": True}
     for _ in range(2):
-        assert not _fla.CHUNK.verify((), states)[0]
+        assert not _fla.CHUNK.verify((), on_meta(states))[0]
         with torch.inference_mode():
             assert _fla.CHUNK.verify((), states)[0]
 
 
 @pytest.mark.parametrize("by_name", (True, False))
-def test_offsets_on_the_host_are_read_for_each_answer(by_name: bool):
+def test_offsets_on_the_host_are_read_for_each_answer(by_name: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_fla, "is_on_cpu", lambda *arguments: False)
     x = tokens() | {"cu_seqlens": torch.tensor([0, T])}
     for end, takes in ((T, True), (T + 1, False), (T, True)):
         call = x | {"cu_seqlens_cpu": torch.tensor([0, end])}
@@ -402,6 +425,10 @@ OTHER_VERSIONS = {
     "more": ("def chunk_kda(q, k, v, g, beta, scale, cu_seqlens, causal=True): ...", "has parameters causal"),
     "fewer": ("def chunk_kda(q, k, v, g, beta, scale): ...", "lacks cu_seqlens"),
     "none": ("", "has no attribute 'chunk_kda'"),
+    "states": ("def chunk_kda(q, k, v, g, beta, scale, cu_seqlens, state_v_first=True): ...", "state_v_first=True"),
+    "scale": ("def chunk_kda(q, k, v, g, beta, scale=1.0, cu_seqlens=None): ...", "scale=1.0"),
+    "chunks": ("def chunk_kda(q, k, v, g, beta, scale, cu_seqlens, chunk_size=32): ...", "chunk_size=32"),
+    "left to FLA": ("def chunk_kda(q, k, v, g, beta, scale, cu_seqlens, use_graph=True): ...", "use_graph=True"),
 }
 
 
@@ -503,11 +530,48 @@ def test_without_the_helper_of_contexts(unprepared: None, monkeypatch: pytest.Mo
     _fla.disable()
 
 
+def test_transformers_stands_where_fla_does(monkeypatch: pytest.MonkeyPatch):
+    from importlib import metadata
+
+    version = metadata.version("transformers")
+    status = integrations.status("transformers")
+    assert (status.name, status.state, status.version) == ("transformers", "active", version)
+    _fla.disable()
+    status = integrations.status("transformers")
+    assert status.state == "possible" and "import flashdelta.integrations.fla" in status.reason
+    monkeypatch.setattr(_fla, "is_installed", lambda: False)
+    status = integrations.status("transformers")
+    assert status.state == "off" and "not installed: pip install flash-linear-attention" in status.reason
+    seam = replace(_transformers.SEAMS[0], text="another_decorator('chunk_kda')")
+    monkeypatch.setattr(_transformers, "SEAMS", (seam,))
+    status = integrations.status("transformers")
+    assert status.state == "unknown version" and "chunk_kimi_delta_attention lacks another" in status.reason
+
+
+def test_versions_in_the_docs_are_those_that_are_installed():
+    """By the extras: the oldest by `fla`, the newest by `test`."""
+    table = (ROOT / "docs" / "integrations.md").read_text()
+    extras = (ROOT / "pyproject.toml").read_text()
+    oldest, newest = re.search(r"`transformers`\) \| ([\d.]+) to ([\d.]+) ", table).groups()
+    assert re.search(rf'^fla = .*"transformers>={re.escape(oldest)},<6"', extras, flags=re.MULTILINE)
+    assert re.search(rf'^test = .*"transformers=={re.escape(newest)}\.\d+;', extras, flags=re.MULTILINE)
+    oldest, newest = re.search(r"`flash-linear-attention`\) \| ([\d.]+) to ([\d.]+) ", table).groups()
+    assert (oldest, newest) == (_fla.READ[0], _fla.READ[-1])
+
+
+@pytest.mark.parametrize("word", ("0", "false", "Off", "NO"))
+def test_words_that_turn_it_off(word: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(_fla.ENVIRONMENT, word)
+    assert not _fla.is_on()
+    status = integrations.status("fla")
+    assert status.state == "off" and status.reason == f"{_fla.ENVIRONMENT}={word}"
+
+
 def test_importing_the_package_imports_no_framework():
     frameworks = "{'fla', 'transformers', 'vllm', 'sglang'}"
     code = f"import sys, flashdelta, flashdelta.integrations as i; print({frameworks} & {{*sys.modules}}, i.NAMES)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "set() ('fla', 'vllm', 'sglang')\n"
+    assert found.stdout == "set() ('fla', 'transformers', 'vllm', 'sglang')\n"
 
 
 # ---- models -------------------------------------------------------------------------------------------------------------

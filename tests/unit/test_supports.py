@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
-from flashdelta.problem import device_checks
+from flashdelta.problem import device_checks, split
 from flashdelta.problem.arguments import is_plain
 from flashdelta.runtime import supports as module
 from flashdelta.testing.inputs import TOKEN_TENSORS
 
 from ..support.pace import MOST_YARDSTICKS, pace
-from ..support.refusals import REFUSED, Refusal, good_call, refusals
+from ..support.refusals import REFUSED, Refusal, good_call, many_sequences, refusals, refused_with_a_pool
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 GOOD = (
@@ -162,6 +162,57 @@ def test_offsets_on_the_host_are_read():
     kept = len(module._answers)
     other = torch.tensor([0, *[int(right[-1])] * (len(right) - 1)], dtype=right.dtype)
     assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=other) and len(module._answers) == kept
+
+
+@pytest.fixture
+def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every answer, and every batch's offsets, that are worked out."""
+    found: list[str] = []
+
+    def counted(name: str, function: Callable) -> Callable:
+        return lambda *arguments: (found.append(name), function(*arguments))[1]
+
+    monkeypatch.setattr(module, "ask", counted("answer", module.ask))
+    monkeypatch.setattr(split, "walk", counted("offsets", split.walk))
+    monkeypatch.setattr(split, "_walked", {})
+    return found
+
+
+@pytest.mark.parametrize(("op", "out", "start"), [(fd.chunk_kda, "out", "pool"), (fd.recurrent_kda, "output", "paged")])
+def test_refusals_of_calls_that_write_are_kept(op: Callable, out: str, start: str, worked_out: list[str]):
+    """But not one for memory that is shared, nor for calls that share it."""
+    call = good_call(op, start)
+    call[out] = torch.empty_like(call["v"])
+    refused = refused_with_a_pool(op) | {out: call[out]}
+    answers = [fd.supports(op, **refused) for _ in range(3)]
+    assert not answers[0] and answers == answers[:1] * 3 and worked_out == ["answer"]
+    same = {name: x.clone() if isinstance(x, Tensor) else x for name, x in refused.items()}
+    assert fd.supports(op, **same) == answers[0] and worked_out == ["answer"]
+    for shared, ok in ((True, False), (False, True), (True, False)):
+        answer = fd.supports(op, **call | ({out: call["v"]} if shared else {}))
+        assert answer.ok is ok and ("memory shared with v" in answer.reason) is shared
+    before = len(worked_out)
+    assert fd.supports(op, **call) and len(worked_out) == before
+    assert "memory shared" in fd.supports(op, **call | {out: call["v"]}).reason and len(worked_out) == before + 1
+
+
+def test_offsets_are_walked_once(worked_out: list[str]):
+    """As often as their values change, in place or not."""
+    call = good_call(fd.chunk_kda, "packed")
+    offsets = call["cu_seqlens"].clone()
+    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) for _ in range(3))
+    assert worked_out.count("offsets") == 1 and worked_out.count("answer") == 1
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets.clone()) and worked_out.count("offsets") == 1
+    offsets[1:-1] = 0
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("offsets") == 2
+    offsets[-1] += 1
+    assert "cu_seqlens_cpu" in fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets).reason
+    offsets.numpy()[-1] -= 1  # which PyTorch does not see
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("answer") == 2
+    longer = {name: torch.cat((x, x), 1) if name in TOKEN_TENSORS else x for name, x in call.items()}
+    assert fd.supports(fd.chunk_kda, **longer, cu_seqlens_cpu=offsets)
+    shorter = {name: x[:, :-1] if name in TOKEN_TENSORS else x for name, x in call.items()}
+    assert not fd.supports(fd.chunk_kda, **shorter, cu_seqlens_cpu=offsets)
 
 
 def test_tangents_are_seen():
@@ -323,12 +374,17 @@ def test_distributed_tensors_are_refused_by_name(names: tuple, mesh: Any):
 
 
 SLOWEST = ((fd.chunk_kda, "softplus"), (fd.recurrent_kda, "spec"), (fd.fused_kda_decode, "parts"))
+REPEATED = {
+    **{op.__name__: (op, good_call(op, start)) for op, start in SLOWEST},
+    **{f"{op.__name__}, refused": (op, refused_with_a_pool(op)) for op in (fd.chunk_kda, fd.recurrent_kda)},
+    **{f"{count} sequences": (fd.chunk_kda, many_sequences(count)) for count in (8, 1024)},
+}
 
 
-@pytest.mark.parametrize(("op", "start"), SLOWEST)
-def test_a_repeated_question_takes_microseconds(op: Callable, start: str):
-    call = good_call(op, start)
-    assert fd.supports(op, **call)
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_repeated_question_takes_microseconds(kind: str):
+    op, call = REPEATED[kind]
+    assert fd.supports(op, **call).ok is not kind.endswith("refused")
     ratio, seconds = pace(lambda: fd.supports(op, **call))
-    print(f"{seconds * 1e6:.1f} us")
+    print(f"{seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
     assert ratio < MOST_YARDSTICKS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-NAMES = ("fla", "vllm", "sglang")
+NAMES = ("fla", "transformers", "vllm", "sglang")
 
 State = Literal["active", "possible", "off", "not installed", "unknown version"]
 
@@ -26,6 +26,7 @@ class Status:
 
 
 def status(name: str) -> Status:
-    """Where the integration stands in this process. Imports FLA for its own, if it is there, and turns nothing on."""
+    """Where the integration stands in this process. Imports FLA for its own and that of transformers, if it is there, and turns
+    nothing on."""
     found: Status = import_module(f"{__name__}._{name}").status()
     return found

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import chunk_kda, fused_recurrent_kda, kernels
+from ..problem import switches
 from ..runtime.supports import Asked, Support, ask, remembered
 from . import Status
 from .patches import Patches
@@ -43,8 +44,8 @@ PRIORITY = 2
 """Lower comes first; FLA's own backends have 3 and more."""
 
 
-class Unfit(Exception):
-    """Why FLA keeps a call."""
+class Unfit(ValueError):
+    """Why FLA keeps a call, or why a call on a CPU runs nowhere."""
 
 
 @dataclass(eq=False)
@@ -64,26 +65,40 @@ class Adapter:
     refusal: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] = lambda call, given: None
     """Why FLA keeps a call, of our arguments and FLA's."""
 
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """FLA's that are neither None nor False, and mean the same here."""
+
     parameters: tuple[str, ...] = ()
     """FLA's, in its order, as installed."""
 
     def read(self, function: Callable[..., Any]) -> str | None:
         """Takes over the signature of FLA's function, or says how it differs from those that were read."""
         parameters = inspect.signature(function).parameters.values()
-        named = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-        strange = {*named} - self.taken - self.ignored - {*self.renamed} - UNTAKEN
-        missing = REQUIRED - {*named}
-        if strange or missing:
-            what = f"has parameters {', '.join(sorted(strange))}" if strange else f"lacks {', '.join(sorted(missing))}"
-            return f"{function.__name__} {what}"
-        self.parameters = named
+        named = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+        strange = named.keys() - self.taken - self.ignored - self.renamed.keys() - UNTAKEN
+        other = {name for name, x in named.items() if not self.is_default(name, x)}
+        if missing := REQUIRED - named.keys():
+            return f"{function.__name__} lacks {', '.join(sorted(missing))}"
+        if strange or other:
+            found = (f"{name}={named[name]!r}" if name in other else name for name in sorted(strange | other))
+            return f"{function.__name__} has parameters {', '.join(found)}"
+        self.parameters = tuple(named)
         return None
+
+    def is_default(self, name: str, x: object) -> bool:
+        """Whether FLA's default of a parameter, if there is one, means what is left out here."""
+        known = self.defaults.get(name)
+        if known is None:
+            return x is None or x is False or x is inspect.Parameter.empty
+        return type(x) is type(known) and x == known
 
     def fit(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Our arguments."""
-        given = dict(zip(self.parameters, arguments), **named) if arguments else named
+        given = dict(zip(self.parameters, arguments)) | dict(named) if arguments else named
         if len(given) != len(arguments) + len(named):
-            raise Unfit("an argument twice, or more of them than parameters")
+            twice = sorted(named.keys() & {*self.parameters[: len(arguments)]})
+            what = f"multiple values for argument {twice[0]!r}" if twice else f"{len(arguments)} positional arguments"
+            raise TypeError(f"{self.op.__name__}() got {what}")
         call: dict[str, Any] = dict(self.constant)
         for name, x in given.items():
             if x is None or name in self.ignored:
@@ -104,16 +119,19 @@ class Adapter:
         return call
 
     def verify(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[bool, str | None]:
-        """FLA's question: whether we take the call, and why not."""
+        """FLA's question: whether we take the call, and why not. On a CPU, where FLA has no kernels, we take every call: one
+        that we refuse ends in our reason."""
         if HOST_OFFSETS in self.parameters[: len(arguments)]:  # an answer is kept by what it knows by name
             arguments, named = (), dict(zip(self.parameters, arguments), **named)
         ok, _, why = remembered(Adapter.ask, self, arguments, named)
+        if not ok and is_on_cpu(*arguments, *named.values()):
+            ok = True
         return ok, None if ok else why
 
     def ask(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Asked:
         try:
             call = self.fit(arguments, named)
-        except Unfit as reason:
+        except (Unfit, TypeError) as reason:
             return Support(False, None, str(reason)), (), ()
         support, passed, pairs = ask(self.op, (), call)
         if support.backend == "reference" and not call["q"].is_cpu:
@@ -122,6 +140,12 @@ class Adapter:
 
 
 HOST_OFFSETS = "cu_seqlens_cpu"
+
+
+def is_on_cpu(*arguments: Any) -> bool:
+    """Whether there are tensors, and all lie there."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return bool(tensors) and all(x.is_cpu for x in tensors)
 
 
 def chunk_refusal(call: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
@@ -164,6 +188,7 @@ CHUNK = Adapter(
     ignored=words("use_graph max_num_seqs"),
     renamed=OLD_NAMES,
     refusal=chunk_refusal,
+    defaults={"chunk_size": 64},
 )
 RECURRENT = Adapter(
     fused_recurrent_kda,
@@ -171,6 +196,7 @@ RECURRENT = Adapter(
     ignored=words("inplace_final_state"),
     renamed=OLD_NAMES,
     refusal=recurrent_refusal,
+    defaults={"inplace_final_state": True},
 )
 WY = Adapter(
     kernels.chunk_bwd_wy_dqkg,
@@ -178,6 +204,7 @@ WY = Adapter(
     ignored=words("chunk_indices chunk_offsets use_graph"),
     renamed=OLD_NAMES,
     constant={"use_exp2": True},
+    defaults={"chunk_size": 64},
 )
 
 
@@ -267,7 +294,7 @@ def is_on() -> bool:
 
 
 def is_forbidden() -> bool:
-    return os.environ.get(ENVIRONMENT, "1") == "0"
+    return not switches.is_on(ENVIRONMENT, True)
 
 
 def enable() -> None:
@@ -313,7 +340,7 @@ def status() -> Status:
     if _State.obstacle is not None:
         return Status("fla", "off" if _State.obstacle == DISPATCH_OFF else "unknown version", found, _State.obstacle)
     if is_forbidden():
-        return Status("fla", "off", found, f"{ENVIRONMENT}=0")
+        return Status("fla", "off", found, f"{ENVIRONMENT}={os.environ[ENVIRONMENT]}")
     if _State.enabled:
         return Status("fla", "active", found, f"replaces {', '.join(ADAPTERS)}")
     return Status("fla", "possible", found, "import flashdelta.integrations.fla")

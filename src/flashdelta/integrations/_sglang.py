@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import chunk_kda, recurrent_kda
 from .engine import Engine, first_rows, runs, warm_up
-from .seams import AnySeam, Attribute, Seam, Statement
+from .seams import AnySeam, Attribute, Fields, Seam, Statement
 
 Theirs = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -29,16 +29,16 @@ LAYOUT = {"null_index": "negative", "use_qk_l2norm_in_kernel": True, "state_v_fi
 
 def gate(call: Arguments) -> Arguments:
     """The layer applies none: g is what the projection gave, or a log decay where there are no parameters."""
-    if call.get("A_log") is None:
+    if call["A_log"] is None:
         return {}
-    given = {name: call.get(name) for name in ("A_log", "dt_bias", "lower_bound")}
+    given = {name: call[name] for name in ("A_log", "dt_bias", "lower_bound")}
     return given | {"use_gate_in_kernel": True}
 
 
 def packed_decode(theirs: Theirs, call: Arguments) -> Tensor:
     """A token a sequence, in place: `[1, B, HV, V]`."""
     mixed, states, slots = (call[name] for name in ("mixed_qkv", "ssm_states", "cache_indices"))
-    if call.get("replayssm_d") is not None and call.get("lower_bound") is None:
+    if call.get("replayssm_d") is not None and call["lower_bound"] is None:
         return theirs(**call)
     rows, heads = mixed.shape[0], states.shape[1]
     ours = {
@@ -84,7 +84,7 @@ def target_verify(theirs: Theirs, call: Arguments) -> Tensor:
 
 def extend(theirs: Theirs, call: Arguments) -> Any:
     """Whole sequences, from the states in the pool to those after them. The tracked states go to SGLang's snapshot."""
-    asked, snapshot = call.get("return_intermediate_states"), call.get("track_state")
+    asked, snapshot = call["return_intermediate_states"], call.get("track_state")
     wanted = call.get("track_ssm_h_src")
     if asked and snapshot is None and (wanted is None or wanted.numel() > 0):
         return theirs(**call)  # the states of all chunks, in the activations' dtype
@@ -93,7 +93,7 @@ def extend(theirs: Theirs, call: Arguments) -> Any:
         "cu_seqlens": call["query_start_loc"],
         "state_pool": call["ssm_states"],
         "state_indices": call["cache_indices"][:sequences],
-        "use_beta_sigmoid_in_kernel": bool(call.get("beta_is_raw")),
+        "use_beta_sigmoid_in_kernel": bool(call["beta_is_raw"]),
         **LAYOUT,
         **gate(call),
     }
@@ -158,12 +158,12 @@ LINEAR = "sglang.srt.layers.attention.linear"
 KERNEL, BACKEND = f"{LINEAR}.kernels.kda_triton", f"{LINEAR}.kda_backend"
 BASE = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 
-DECODE = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim lower_bound"
+DECODE = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim lower_bound=None"
 VERIFY = """self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc intermediate_states_buffer
-    intermediate_state_indices cache_steps retrieve_parent_token lower_bound cache_ring replayssm_rawv replayssm_rawk
-    replayssm_g replayssm_beta"""
-EXTEND = """self q k v g beta ssm_states cache_indices query_start_loc A_log dt_bias lower_bound beta_is_raw
-    return_intermediate_states"""
+    intermediate_state_indices cache_steps retrieve_parent_token lower_bound=None cache_ring=False replayssm_rawv=None
+    replayssm_rawk=None replayssm_g=None replayssm_beta=None"""
+EXTEND = """self q k v g beta ssm_states cache_indices query_start_loc A_log=None dt_bias=None lower_bound=None
+    beta_is_raw=False return_intermediate_states=False"""
 RING = "replayssm_d replayssm_k replayssm_g replayssm_write_pos replayssm_force_flush"
 ACCEPT = "fused_accept_state_indices fused_accept_num_accepted"
 HINTS = """extend_seq_lens_cpu extend_prefix_lens layer_id is_spec_decode track_ssm_h_src track_state track_chunk_idx
@@ -183,11 +183,26 @@ STATEMENTS = (
 )
 """What asks for the attribute below, and what tracked states are: one for each sequence, by chunks of so many tokens."""
 
+POOLS = "sglang.srt.mem_cache.memory_pool"
+
+FIELDS = (
+    # of what is read to compile kernels
+    Fields("sglang.srt.model_executor.model_runner", "ModelRunner", "model dtype req_to_token_pool"),
+    Fields(POOLS, "HybridReqToTokenPool", "mamba_pool"),
+    Fields(POOLS, "MambaPool", "mamba_cache"),
+    Fields(POOLS, "MambaPool.State", "temporal"),
+    Fields(POOLS, "MambaPool.SpeculativeState", "intermediate_ssm"),
+    Fields("sglang.srt.layers.radix_linear_attention", "RadixLinearAttention", "lower_bound conv_weights"),
+)
+
+CALLERS = (BACKEND, f"{LINEAR}.kda_prefill_graph")
+
 SEAMS: tuple[AnySeam, ...] = (
     *STATEMENTS,
-    Seam(KERNEL, "TritonKDAKernel.packed_decode", packed_decode, DECODE, keywords=RING),
-    Seam(KERNEL, "TritonKDAKernel.target_verify", target_verify, VERIFY, keywords=ACCEPT),
-    Seam(KERNEL, "TritonKDAKernel.extend", extend, EXTEND, keywords=HINTS),
+    *FIELDS,
+    Seam(KERNEL, "TritonKDAKernel.packed_decode", packed_decode, DECODE, keywords=RING, callers=CALLERS),
+    Seam(KERNEL, "TritonKDAKernel.target_verify", target_verify, VERIFY, keywords=ACCEPT, callers=CALLERS),
+    Seam(KERNEL, "TritonKDAKernel.extend", extend, EXTEND, keywords=HINTS, callers=CALLERS),
     # SGLang packs steps of decoding with the bounded gate only for kernels that say so
     Attribute(KERNEL, f"TritonKDAKernel.{PACKED}", True),
     Seam(BACKEND, "KDAAttnBackend.__init__", built, "self model_runner"),

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
+from ..problem.switches import is_on
 from .engine import Engine, first_rows, runs, warm_up
-from .seams import Seam, Statement, Wrapper
+from .seams import AnySeam, Fields, Seam, StandIn, Statement, Uses, Wrapper, real
 
 Theirs = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -24,7 +25,7 @@ Arguments = dict[str, Any]
 # ---- states by their slots -------------------------------------------------------------------------------------------
 
 
-class Slots:
+class Slots(StandIn):
     """The states of a prefill's sequences, `[N, H, V, K]`, by their slots in a pool: those before it, or once it has run
     (`stored`) those after it. Storing them in their own slots does nothing then."""
 
@@ -37,6 +38,9 @@ class Slots:
     ):
         self.pool, self.indices, self.has_initial_state, self.gather = pool, indices, has_initial_state, gather
         self.stored = False
+
+    def tensor(self) -> Tensor:
+        return self.gather()
 
     @property
     def shape(self) -> torch.Size:
@@ -57,12 +61,15 @@ class Slots:
         return NotImplemented
 
 
-class Final:
+class Final(StandIn):
     """Kimi-K3's buffer for the states after a prefill, which it stores in their slots itself where there are checkpoints. Once
     they are there (`stored`), that does nothing."""
 
     def __init__(self, states: Tensor):
         self.states, self.stored = states, False
+
+    def tensor(self) -> Tensor:
+        return self.states
 
     def __getitem__(self, key: Any) -> Final:
         return Final(self.states[key])
@@ -103,13 +110,7 @@ def workspace_manager(theirs: Theirs, call: Arguments) -> Workspace:
 
 def gathered(call: Arguments) -> Arguments:
     """The call with tensors for what stands for them."""
-    found = dict(call)
-    for name, x in call.items():
-        if isinstance(x, Slots):
-            found[name] = x.gather()
-        elif isinstance(x, (Pool, Final)):
-            found[name] = x.states
-    return found
+    return {name: real(x) for name, x in call.items()}
 
 
 def gather_initial_states(theirs: Theirs, call: Arguments) -> Slots:
@@ -121,11 +122,14 @@ def scatter_states(theirs: Theirs, call: Arguments) -> None:
         theirs(**call)
 
 
-class Pool:
+class Pool(StandIn):
     """A layer's pool, of which Ling-3 takes the states of a prefill by indexing."""
 
     def __init__(self, states: Tensor):
         self.states = states
+
+    def tensor(self) -> Tensor:
+        return self.states
 
     def __getitem__(self, key: Any) -> Pool | Slots:
         if isinstance(key, Tensor):
@@ -160,12 +164,12 @@ def ling_forward(theirs: Theirs, call: Arguments) -> None:
 
 def gate(call: Arguments, A_log: str, dt_bias: str) -> Arguments:
     """Options of a call whose g is what the projection gave."""
-    given = {"A_log": call[A_log], "dt_bias": call[dt_bias], "lower_bound": call.get("lower_bound")}
+    given = {"A_log": call[A_log], "dt_bias": call[dt_bias], "lower_bound": call["lower_bound"]}
     return given | {"use_gate_in_kernel": True}
 
 
-def norm(call: Arguments, default: bool) -> Arguments:
-    return {"use_qk_l2norm_in_kernel": call.get("use_qk_l2norm_in_kernel", default)}
+def norm(call: Arguments) -> Arguments:
+    return {"use_qk_l2norm_in_kernel": call["use_qk_l2norm_in_kernel"]}
 
 
 def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
@@ -198,7 +202,7 @@ LAYOUT = {"null_index": "non_positive", "use_qk_l2norm_in_kernel": True, "state_
 
 def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) -> Tensor | None:
     """Of decoding, in place: a token a sequence, or several by slots of their own."""
-    pool, offsets, slots = (call.get(name) for name in ("initial_state", "cu_seqlens", "ssm_state_indices"))
+    pool, offsets, slots = (call[name] for name in ("initial_state", "cu_seqlens", "ssm_state_indices"))
     accepted = call.get("num_accepted_tokens")
     if not call.get("inplace_final_state", True) or pool is None or offsets is None or slots is None:
         return None
@@ -216,7 +220,7 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
         tokens = {name: x.transpose(0, 1) for name, x in tokens.items()}
         out = None if call.get("out") is None else call["out"].transpose(0, 1)
     ours = tokens | {
-        "initial_state": pool.states if isinstance(pool, Pool) else pool,
+        "initial_state": pool.tensor() if isinstance(pool, Pool) else pool,
         "ssm_state_indices": slots[:sequences],
         "scale": call.get("scale"),
         "output": out,
@@ -234,7 +238,7 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
 
 
 def kimi_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    o = prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call, False))
+    o = prefill(call, "raw_g", "raw_beta", True, gate(call, "A_log", "g_bias") | norm(call))
     return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
 
 
@@ -294,14 +298,18 @@ def k3_others(theirs: Theirs, call: Arguments) -> Any:
 OURS, PACKED = "flashdelta", "flashinfer"
 """What a layer calls its fused kernels: any name but vLLM's own runs `fused_kda_decode`, and only FlashInfer's verifies."""
 
+FUSED = "FLASHDELTA_VLLM_FUSED"
+"""`FLASHDELTA_VLLM_FUSED=1` has ours take the steps of layers for which vLLM has a fused kernel, too."""
+
 _fused: set[tuple] = set()
-"""Layers whose steps are fused by ours, where vLLM has no kernel for them."""
+"""Layers whose steps are fused by ours."""
 
 
 def k3_decode_backend(theirs: Theirs, call: Arguments) -> str:
-    """Ours where vLLM would run its chain of kernels, and was not asked to."""
+    """Ours where vLLM chooses its chain of kernels by itself; in place of its fused kernel where that is asked for."""
     found: str = theirs(**call)
-    return OURS if found == "triton" and call["backend"] == "auto" and takes(call, 0) else found
+    open_to_ours = found == "triton" or (found == "native" and is_on(FUSED, False))
+    return OURS if open_to_ours and call["backend"] == "auto" and takes(call, 0) else found
 
 
 def k3_verify_backend(theirs: Theirs, call: Arguments) -> str:
@@ -421,8 +429,8 @@ def k3_fused_verify(theirs: Theirs, call: Arguments) -> Tensor:
 
 
 def glm_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    options = gate(call, "A_log", "g_bias") | norm(call, False)
-    options["lower_bound"] = call.get("lower_bound", -5.0) if call.get("safe_gate") else None
+    options = gate(call, "A_log", "g_bias") | norm(call)
+    options["lower_bound"] = call["lower_bound"] if call["safe_gate"] else None
     o = prefill(call, "raw_g", "beta", False, options)
     return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
 
@@ -443,9 +451,8 @@ def glm_flash_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
 
 
 def glm_step(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
-    bound = {"lower_bound": call.get("lower_bound", -5.0)}
-    options = gate(call, "a_log", "g_bias") | bound if call.get("compute_gate") else {}
-    o = step(call, "g", "beta", bool(call.get("sigmoid_beta")), options | norm(call, True))
+    options = gate(call, "a_log", "g_bias") if call["compute_gate"] else {}
+    o = step(call, "g", "beta", bool(call["sigmoid_beta"]), options | norm(call))
     return theirs(**call) if o is None else (o, call["initial_state"])
 
 
@@ -455,7 +462,7 @@ def glm_step(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
 def ling_prefill(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
     """Its gate is applied before the call."""
     safe = {"safe_gate": is_safe(call.get("safe_gate"), call.get("lower_bound"))}
-    o = prefill(call, "g", "beta", False, safe | norm(call, False))
+    o = prefill(call, "g", "beta", False, safe | norm(call))
     return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
 
 
@@ -465,12 +472,12 @@ def is_safe(safe_gate: bool | None, lower_bound: float | None) -> bool:
 
 
 def ling_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    o = step(call, "g", "beta", False, norm(call, True))
+    o = step(call, "g", "beta", False, norm(call))
     return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
 
 
 def ling_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
-    o = step(call, "g", "beta", False, norm(call, False))
+    o = step(call, "g", "beta", False, norm(call))
     return theirs(**gathered(call)) if o is None else (o, call["initial_state"])
 
 
@@ -562,25 +569,29 @@ KIMI_LINEAR, KIMI_K3 = f"{MAMBA}.gdn.kimi_gdn_linear_attn", "vllm.models.kimi_k3
 KIMI_KERNELS, GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.common.kda"
 GLM_KERNELS, LING = "vllm.models.glm5next.nvidia.ops.third_party.kda", "vllm.model_executor.models.bailing_moe_v3"
 SHARED_KERNELS = "vllm.third_party.flash_linear_attention.ops.kda"
+KIMI = (KIMI_LINEAR, KIMI_K3)
 
 GATHER = "state indices has_initial_state"
-STATES = "scale initial_state output_final_state"
-CONFIG = "self config vllm_config prefix"
-KIMI_STEP = (
-    "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens ssm_state_indices num_accepted_tokens"
-)
-KIMI_PREFILL = "q k v raw_g raw_beta A_log g_bias scale initial_state output_final_state lower_bound"
-GLM_STEP = "q k v g beta scale initial_state inplace_final_state use_qk_l2norm_in_kernel cu_seqlens ssm_state_indices"
+STATES = "scale=None initial_state=None output_final_state=False"
+CONFIG = "self config vllm_config prefix=''"
+KIMI_STEP = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens ssm_state_indices"
+KIMI_PREFILL = f"q k v raw_g raw_beta A_log g_bias {STATES} lower_bound=None"
+GLM_STEP = """q k v g beta=None scale=None initial_state=None inplace_final_state=True use_qk_l2norm_in_kernel=True
+    cu_seqlens=None ssm_state_indices=None"""
 LING_FORWARD = "self q_proj_states k_proj_states v_proj_states g1 beta core_attn_out"
-LING_BUILT = "self config quant_config layer_id prefix model_config cache_config num_speculative_tokens"
-LING_VERIFY = "q k v g beta scale initial_state inplace_final_state cu_seqlens ssm_state_indices num_accepted_tokens"
+LING_BUILT = """self config quant_config=None layer_id=0 prefix='attention' model_config=None cache_config=None
+    num_speculative_tokens=0"""
+LING_VERIFY = """q k v g beta scale initial_state inplace_final_state=True cu_seqlens=None ssm_state_indices=None
+    num_accepted_tokens=None"""
 FLASH_KDA = "q k v g beta A_log dt_bias lower_bound initial_state cu_seqlens out"
-FLASH_INFER = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order prefill_workspace"
-GLM_FLASH = "self q k v g beta initial_state cu_seqlens out checkpoint raw_qkv conv_state recurrent_state"
+FLASH_INFER = """q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seqlens out seq_order=None
+    prefill_workspace=None"""
+GLM_FLASH = """self q k v g beta initial_state cu_seqlens out checkpoint=None raw_qkv=None conv_state=None
+    recurrent_state=None"""
 
 K3_SIZES = "backend num_heads head_dim conv_width num_spec input_dtype conv_state_dtype recurrent_state_dtype"
-FUSED_DECODE = """x weight bias conv_state raw_g raw_beta A_log dt_bias state_indices state out lower_bound output_gate
-    norm_weight norm_eps"""
+FUSED_DECODE = """x weight bias conv_state raw_g raw_beta A_log dt_bias state_indices state out=None lower_bound=None
+    output_gate=None norm_weight=None norm_eps=1e-05"""
 FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens state
     output_gate norm_weight lower_bound norm_eps output"""
 
@@ -588,59 +599,94 @@ STORED = "non_spec_state_indices_tensor"
 K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
 K3_FUSED, K3_DRAFTS = "self.kda_decode_backend != 'triton'", "self.kda_spec_decode_backend == 'flashinfer'"
 K3_STATES = "last_recurrent_state.to(recurrent_state.dtype)"
+K3_SLICES = "final_state[:num_sequences]; final_state[:initial_state.shape[0]]"
+
+LAYERS = {
+    KIMI_LINEAR: "KimiGatedDeltaNetAttention",
+    KIMI_K3: "KimiK3DeltaAttention",
+    GLM: "Glm5NextLinearAttention",
+    LING: "BailingMoeV3KimiDeltaAttention",
+}
+FORWARD = {module: f"{name}._forward" for module, name in LAYERS.items()}
 
 STATEMENTS = (
-    Statement(KIMI_LINEAR, "KimiGatedDeltaNetAttention._forward", f"recurrent_state[{STORED}] = last_recurrent_state"),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"recurrent_state[{STORED}] = {K3_STATES}"),
-    Statement(
-        KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("
-    ),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_DRAFTS} and has_spec_decode and (m.num_prefills == 0)"),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", f"{K3_FUSED} and self.decode_conv1d_weight is not None"),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "self.kda_decode_backend == 'flashinfer'"),
-    Statement(KIMI_K3, "KimiK3DeltaAttention._forward", "ops.fused_kda_decode("),
-    Statement(KIMI_K3, "KimiK3DeltaAttention.__init__", f"{K3_FUSED} or {K3_DRAFTS}"),
-    Statement(
-        GLM, "Glm5NextLinearAttention._forward", f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"
-    ),
-    Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "= recurrent_state_active[state_indices].contiguous()"),
-    Statement(LING, "BailingMoeV3KimiDeltaAttention._forward", "recurrent_state_active[state_indices] = last_state"),
+    Statement(KIMI_LINEAR, FORWARD[KIMI_LINEAR], f"recurrent_state[{STORED}] = last_recurrent_state"),
+    Statement(KIMI_K3, FORWARD[KIMI_K3], f"recurrent_state[{STORED}] = {K3_STATES}"),
+    Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("),
+    Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_DRAFTS} and has_spec_decode and (m.num_prefills == 0)"),
+    Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_FUSED} and self.decode_conv1d_weight is not None"),
+    Statement(KIMI_K3, FORWARD[KIMI_K3], "self.kda_decode_backend == 'flashinfer'"),
+    Statement(KIMI_K3, FORWARD[KIMI_K3], "ops.fused_kda_decode("),
+    Statement(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", f"{K3_FUSED} or {K3_DRAFTS}"),
+    Statement(GLM, FORWARD[GLM], f"scatter_states(recurrent_state, last_recurrent_state, {STORED})"),
+    Statement(LING, FORWARD[LING], "= recurrent_state_active[state_indices].contiguous()"),
+    Statement(LING, FORWARD[LING], "recurrent_state_active[state_indices] = last_state"),
 )
 """What becomes of states, which `Slots`, `Final` and `Pool` stand for, and of the names of fused kernels."""
 
-SEAMS: tuple[Seam | Statement, ...] = (
+WARMED = "head_dim model_config get_state_dtype"
+
+USES = (
+    *(
+        Uses(module, FORWARD[module], "initial_state", "initial_state=; .shape")
+        for module in (KIMI_LINEAR, KIMI_K3, GLM)
+    ),
+    *(Uses(module, FORWARD[module], "last_recurrent_state", "pool[...] =; .to") for module in (KIMI_LINEAR, KIMI_K3)),
+    Uses(KIMI_K3, FORWARD[KIMI_K3], "final_state", f"final_state=; last_recurrent_state = final_state; {K3_SLICES}"),
+    Uses(GLM, FORWARD[GLM], "last_recurrent_state", "scatter_states"),
+    Uses(LING, FORWARD[LING], "last_state", "pool[...] ="),
+    Uses(LING, FORWARD[LING], "recurrent_state", "recurrent_state[..., :self.head_dim]; recurrent_state[zero_idx]"),
+    Uses(LING, FORWARD[LING], "recurrent_state_active", "recurrent_state_active[state_indices]; initial_state="),
+)
+"""What layers do with `Slots`, `Final` and `Pool`."""
+
+FIELDS = (
+    Fields(KIMI_LINEAR, LAYERS[KIMI_LINEAR], f"{WARMED} num_spec gate_lower_bound"),
+    Fields(KIMI_K3, LAYERS[KIMI_K3], f"""{WARMED} num_spec gate_lower_bound _checkpoint_exporter local_num_heads conv_size
+        get_state_shape kda_decode_backend kda_spec_decode_backend"""),
+    Fields(GLM, LAYERS[GLM], f"{WARMED} num_spec kda_lower_bound _checkpoint_exporter A_log dt_bias"),
+    Fields(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointMetadata", "checkpoint_offsets state_indices"),
+    Fields(LING, LAYERS[LING], f"{WARMED} lower_bound safe_gate num_speculative_tokens kv_cache"),
+)  # fmt: skip
+
+SEAMS: tuple[AnySeam, ...] = (
     *STATEMENTS,
+    *USES,
+    *FIELDS,
     Seam(KIMI_KERNELS, "fused_recurrent_kda_packed_decode", kimi_decode, """mixed_qkv raw_g raw_beta A_log dt_bias lower_bound
-        initial_state state_indices scale out"""),
-    Seam(KIMI_KERNELS, "fused_recurrent_kda", kimi_verify, f"{KIMI_STEP} out fuse_gate"),
-    Seam(KIMI_KERNELS, "chunk_kda_with_fused_gate", kimi_prefill, f"{KIMI_PREFILL} use_qk_l2norm_in_kernel cu_seqlens out"),
+        initial_state state_indices scale=None out=None""", callers=KIMI),
+    Seam(KIMI_KERNELS, "fused_recurrent_kda", kimi_verify, f"{KIMI_STEP} num_accepted_tokens=None out=None fuse_gate=None",
+         callers=KIMI),
+    Seam(KIMI_KERNELS, "chunk_kda_with_fused_gate", kimi_prefill, f"""{KIMI_PREFILL} use_qk_l2norm_in_kernel=False
+        cu_seqlens=None out=None""", callers=KIMI),
     Seam(KIMI_LINEAR, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
-    Seam(KIMI_LINEAR, "KimiGatedDeltaNetAttention.__init__", built, CONFIG),
+    Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", built, CONFIG),
     Seam(KIMI_K3, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
     Seam(KIMI_K3, "current_workspace_manager", workspace_manager, "", "vllm.v1.worker.workspace"),
-    Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"{FLASH_KDA} final_state workspace checkpoint_state checkpoint_offsets"),
+    Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"""{FLASH_KDA} final_state workspace checkpoint_state=None
+        checkpoint_offsets=None"""),
     Seam(KIMI_K3, "_flashinfer_kda_prefill", k3_others, FLASH_INFER),
     Seam(KIMI_K3, "resolve_kda_decode_backend", k3_decode_backend, K3_SIZES),
     Seam(KIMI_K3, "resolve_kda_spec_decode_backend", k3_verify_backend, f"{K3_SIZES} lower_bound use_recoverssm"),
-    Seam(OPS, "fused_kda_decode", k3_fused_decode, FUSED_DECODE),
+    Seam(OPS, "fused_kda_decode", k3_fused_decode, FUSED_DECODE, callers=(KIMI_K3,)),
     Wrapper(KIMI_K3, "flashinfer_packed_fused_kda_decode", k3_fused_verify, "", "vllm.utils.flashinfer", FUSED_VERIFY),
-    Seam(KIMI_K3, "KimiK3DeltaAttention.__init__", built_k3, f"{CONFIG} aux_stream run_gemm_rs_ar"),
+    Seam(KIMI_K3, f"{LAYERS[KIMI_K3]}.__init__", built_k3, f"{CONFIG} aux_stream=None run_gemm_rs_ar=False"),
     Seam(GLM, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
     Seam(GLM, "scatter_states", scatter_states, "state src indices", f"{MAMBA}.ops.scatter_states"),
-    Seam(GLM, "fused_recurrent_kda", glm_step, f"""{GLM_STEP} num_accepted_tokens out sigmoid_beta a_log g_bias compute_gate
-        lower_bound""", GLM_KERNELS),
-    Seam(GLM, "chunk_kda_with_fused_gate", glm_prefill, f"""q k v raw_g beta A_log g_bias {STATES} use_qk_l2norm_in_kernel
-        cu_seqlens safe_gate lower_bound""", GLM_KERNELS),
-    Seam(GLM, "Glm5NextLinearAttention._flashkda_prefill", glm_flash_prefill, GLM_FLASH),
+    Seam(GLM, "fused_recurrent_kda", glm_step, f"""{GLM_STEP} num_accepted_tokens=None out=None sigmoid_beta=False a_log=None
+        g_bias=None compute_gate=False lower_bound=-5.0""", GLM_KERNELS),
+    Seam(GLM, "chunk_kda_with_fused_gate", glm_prefill, f"""q k v raw_g beta A_log g_bias {STATES}
+        use_qk_l2norm_in_kernel=False cu_seqlens=None safe_gate=False lower_bound=-5.0""", GLM_KERNELS),
+    Seam(GLM, f"{LAYERS[GLM]}._flashkda_prefill", glm_flash_prefill, GLM_FLASH),
     Seam(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointExporter.export", None, """self checkpoint raw_qkv conv_state cu_seqlens
-        recurrent_checkpoint recurrent_state recurrent_rows token_indices"""),
-    Seam(GLM, "Glm5NextLinearAttention.__init__", built_glm, CONFIG),
-    Seam(LING, "chunk_kda", ling_prefill, f"q k v g beta {STATES} use_qk_l2norm_in_kernel cu_seqlens", SHARED_KERNELS,
-         "safe_gate lower_bound"),
+        recurrent_checkpoint=None recurrent_state=None recurrent_rows=None token_indices=None"""),
+    Seam(GLM, f"{LAYERS[GLM]}.__init__", built_glm, CONFIG),
+    Seam(LING, "chunk_kda", ling_prefill, f"q k v g beta {STATES} use_qk_l2norm_in_kernel=False cu_seqlens=None",
+         SHARED_KERNELS, "safe_gate lower_bound"),
     Seam(LING, "fused_recurrent_kda", ling_decode, GLM_STEP, SHARED_KERNELS, "safe_gate lower_bound"),
-    Seam(LING, "fused_recurrent_kda_fwd", ling_verify, f"{LING_VERIFY} use_qk_l2norm_in_kernel", SHARED_KERNELS),
-    Seam(LING, "BailingMoeV3KimiDeltaAttention._forward", ling_forward, LING_FORWARD),
-    Seam(LING, "BailingMoeV3KimiDeltaAttention.__init__", built_ling, LING_BUILT),
+    Seam(LING, "fused_recurrent_kda_fwd", ling_verify, f"{LING_VERIFY} use_qk_l2norm_in_kernel=False", SHARED_KERNELS),
+    Seam(LING, FORWARD[LING], ling_forward, LING_FORWARD),
+    Seam(LING, f"{LAYERS[LING]}.__init__", built_ling, LING_BUILT),
 )  # fmt: skip
 
 ENGINE = Engine(

@@ -8,27 +8,28 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata, util
-from pathlib import Path
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..problem.switches import is_on
 from ..runtime.supports import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
-from .seams import AnySeam, by_module, differences
+from .seams import AnySeam, by_module, obstacle
 
 
 @dataclass(eq=False)
 class Engine:
     """An engine whose functions are replaced as its modules are imported.
 
-    `read`: versions that `seams` were written and tested against. Another one is checked against its source files, and left
-    alone if it differs. `environment`: the variable that turns the integration off; it is read when the engine starts.
+    `read`: versions that `seams` were written and tested against. Whatever is installed is checked by its source files (half
+    a second), and left alone if it differs. `environment`: the variable that turns the integration off; it is read when the
+    engine starts.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Engine:
         version = self.version()
         if version is None:
             raise ImportError(f"{self.name} is not installed")
-        found = self.obstacle(version)
+        found = obstacle(self.name, self.seams)
         if found is None:
             self.enabled = True
             for module, seams in by_module(self.seams).items():
@@ -78,22 +79,9 @@ class Engine:
             seam.patch(self.patches, module)
 
     def forbidden(self) -> str | None:
-        if os.environ.get(self.environment, "1") == "0":
-            return f"{self.environment}=0"
+        if not is_on(self.environment, True):
+            return f"{self.environment}={os.environ[self.environment]}"
         return "flashdelta runs on NVIDIA GPUs" if torch.version.hip is not None else None
-
-    def obstacle(self, version: str) -> str | None:
-        """How the installed engine differs from those that were read."""
-        if version in self.read:
-            return None
-        spec = util.find_spec(self.name)  # of a package: this imports nothing
-        if spec is None or not spec.submodule_search_locations:
-            return "no source files"
-        root = Path(next(iter(spec.submodule_search_locations))).parent
-        try:
-            return "; ".join(differences(self.seams, root)) or None
-        except SyntaxError as error:  # of a newer Python
-            return f"{error.filename}: {error.msg}"
 
     def status(self) -> Status:
         """Where the integration stands. Imports nothing of the engine, and turns nothing on."""
@@ -102,7 +90,7 @@ class Engine:
             return Status(self.name, "not installed", None, f"pip install {self.name}")
         if (why := self.forbidden()) is not None:
             return Status(self.name, "off", version, why)
-        if (found := self.obstacle(version)) is not None:
+        if (found := obstacle(self.name, self.seams)) is not None:
             return Status(self.name, "unknown version", version, found)
         if self.enabled:
             return Status(self.name, "active", version, f"replaces {self.replaces}")

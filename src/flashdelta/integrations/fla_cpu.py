@@ -319,10 +319,10 @@ def replacements() -> tuple[list[Replacement], list[str]]:
             left.append(f"{path}: in none of {', '.join(modules)}")
         for owner in owners:
             theirs = parameters(getattr(owner, name))
-            if theirs == known[: len(theirs)]:
+            if len(theirs) <= len(known) and all(map(is_alike, theirs, known)):
                 found.append(Replacement(owner, name, ours))
             else:
-                left.append(f"{owner.__name__}.{name}: parameters {', '.join(theirs)}, known are {', '.join(known)}")
+                left.append(f"{owner.__name__}.{name}: parameters {shown(theirs)}, known are {shown(known)}")
     return found, left
 
 
@@ -342,13 +342,24 @@ def owners_of(path: str, modules: Sequence[str]) -> Iterator[Any]:
             yield owner
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """Their names."""
+def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     function = inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
     if owner is None:
-        return list(inspect.signature(function).parameters)
-    return list(inspect.signature(owner.forward).parameters)[1:]  # an autograd function's `apply`: all but its context
+        return [*inspect.signature(function).parameters.values()]
+    return [*inspect.signature(owner.forward).parameters.values()][
+        1:
+    ]  # an autograd function's `apply`: all but its context
+
+
+def is_alike(theirs: inspect.Parameter, ours: inspect.Parameter) -> bool:
+    """Whether they have the same name, and the same default where both have one."""
+    defaults = theirs.default, ours.default
+    return theirs.name == ours.name and (theirs.empty in defaults or defaults[0] == defaults[1])
+
+
+def shown(found: Sequence[inspect.Parameter]) -> str:
+    return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in found)
 
 
 def on_cpu(

@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -22,9 +22,10 @@ class Seam:
     """A function of the engine that is replaced, or that is called where `adapter` is None: `name`, or `Class.method`, of
     `module`.
 
-    `parameters`: those it has where it is defined, in order, separated by spaces. `source`: the module that defines it, if
-    `module` only imports it, anywhere in its code. `keywords`: what callers pass to its `**kwargs`. A call with other
-    arguments stays the engine's.
+    `parameters`: those it has where it is defined, in order, separated by spaces, with their defaults (`scale=None`): adapters
+    get them for what a call leaves out. `source`: the module that defines it, if `module` only imports it, anywhere in its
+    code. `keywords`: what callers pass to its `**kwargs`. `callers`: modules, beside its own, whose code calls it. A call with
+    other arguments stays the engine's.
     """
 
     module: str
@@ -33,6 +34,22 @@ class Seam:
     parameters: str
     source: str | None = None
     keywords: str = ""
+    callers: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of its parameters."""
+        return tuple(x.partition("=")[0] for x in self.parameters.split())
+
+    @functools.cached_property
+    def defaults(self) -> dict[str, Any]:
+        parts = (x.partition("=") for x in self.parameters.split())
+        return {name: ast.literal_eval(value) for name, is_optional, value in parts if is_optional}
+
+    @functools.cached_property
+    def known(self) -> frozenset[str]:
+        """Names of all arguments that a call may have."""
+        return frozenset((*self.names, *self.keywords.split()))
 
     def patch(self, patches: Patches, module: ModuleType) -> None:
         if self.adapter is not None:
@@ -43,7 +60,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class Wrapper(Seam):
-    """The same of a name that `source` assigns, which tells no parameters: callers pass `keywords`."""
+    """The same of a name that `source` assigns, which tells no parameters: callers pass `keywords`, all of them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,45 @@ class Statement:
         """Nothing."""
 
 
-AnySeam = Seam | Attribute | Statement
+@dataclass(frozen=True)
+class Uses:
+    """What a function of the engine may do with its local variable `variable`, of which something else may be the value: as
+    `use_of` writes it, separated by semicolons."""
+
+    module: str
+    name: str
+    variable: str
+    text: str
+
+    def patch(self, patches: Patches, module: ModuleType) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What adapters read of objects of class `name` of the engine: attributes that it or its bases set, or methods."""
+
+    module: str
+    name: str
+    text: str
+
+    def patch(self, patches: Patches, module: ModuleType) -> None:
+        """Nothing."""
+
+
+AnySeam = Seam | Attribute | Statement | Uses | Fields
+
+
+class StandIn:
+    """Of a tensor, in the engine's code."""
+
+    def tensor(self) -> Any:
+        raise NotImplementedError
+
+
+def real(x: Any) -> Any:
+    """`x`, or the tensor that it stands for."""
+    return x.tensor() if isinstance(x, StandIn) else x
 
 
 class Replacement:
@@ -79,20 +134,20 @@ class Replacement:
 
     def __init__(self, adapter: Adapter, seam: Seam, theirs: Callable[..., Any]):
         functools.update_wrapper(self, theirs, updated=())
-        self.adapter, self.theirs = adapter, theirs
-        self.parameters = tuple(seam.parameters.split())
-        self.known = {*self.parameters, *seam.keywords.split()}
+        self.adapter, self.theirs, self.seam = adapter, theirs, seam
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
-        call = dict(zip(self.parameters, arguments), **named)
-        if not self.known.issuperset(call) or len(call) != len(arguments) + len(named):
-            return self.theirs(*arguments, **named)
-        return self.adapter(self.theirs, call)
+        call = dict(zip(self.seam.names, arguments), **named)
+        if not self.seam.known.issuperset(call) or len(call) != len(arguments) + len(named):
+            return self.theirs(*map(real, arguments), **{name: real(x) for name, x in named.items()})
+        return self.adapter(self.theirs, self.seam.defaults | call)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "theirs":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.theirs, name)
 
 
@@ -121,6 +176,10 @@ class Source:
 
     def definition(self, module: str, name: str) -> ast.AST | None:
         """Of a function, class, `Class.method`, or of what a package takes from its own modules."""
+        return self.place(module, name)[1]
+
+    def place(self, module: str, name: str) -> tuple[str, ast.AST | None]:
+        """The module that has the definition, and that."""
         found = self.tree(module)
         node: ast.AST | None = None if found is None else found[0]
         for part in name.split("."):
@@ -128,8 +187,23 @@ class Source:
             node = next((x for x in body if isinstance(x, DEFINITIONS) and x.name == part), None)
         if node is None:
             place = next((place for place, imported in self.imports(module) if imported == name), None)
-            return None if place is None else self.definition(place, name)
-        return node
+            return (module, None) if place is None else self.place(place, name)
+        return module, node
+
+    def fields(self, module: str, name: str) -> set[str]:
+        """Attributes that the methods of a class set, its own ones, and those of its bases as far as they are found."""
+        module, node = self.place(module, name)
+        if not isinstance(node, ast.ClassDef):
+            return set()
+        found = stored(node)
+        for x in node.body:
+            if isinstance(x, (ast.FunctionDef, ast.ClassDef)):
+                found.add(x.name)
+            elif isinstance(x, ast.AnnAssign):
+                found.add(ast.unparse(x.target))
+        for base in node.bases:
+            found |= self.fields(module, ast.unparse(base))
+        return found
 
     def imports(self, module: str) -> Iterator[tuple[str, str]]:
         """Modules and the names that are taken from them, anywhere in the code."""
@@ -154,8 +228,23 @@ class Source:
         if isinstance(seam, Statement):
             found = self.definition(module, seam.name)
             return None if found is not None and seam.text in ast.unparse(found) else f"{path} lacks {seam.text}"
+        if isinstance(seam, Uses):
+            found = self.definition(module, seam.name)
+            if found is None:
+                return f"no {path}"
+            others = uses(found, seam.variable) - {*seam.text.split("; ")}
+            return f"{path} uses {seam.variable} otherwise: {'; '.join(sorted(others))}" if others else None
+        if isinstance(seam, Fields):
+            lacks = {*seam.text.split()} - self.fields(module, seam.name)
+            return f"{path} lacks {', '.join(sorted(lacks))}" if lacks else None
         if isinstance(seam, Attribute):
             return None if self.definition(module, seam.name.split(".")[0]) else f"no {path.rpartition('.')[0]}"
+        for caller in (module, *seam.callers):
+            for passed in self.passed(caller, seam.name):
+                if strange := passed - seam.known:
+                    return f"{caller} passes {', '.join(sorted(strange))} to {seam.name}"
+                if isinstance(seam, Wrapper) and passed != seam.known:
+                    return f"{caller} passes no {', '.join(sorted(seam.known - passed))} to {seam.name}"
         if seam.source is not None:
             if (seam.source, seam.name) not in self.imports(module):
                 return f"{module} takes no {seam.name} from {seam.source}"
@@ -165,22 +254,73 @@ class Source:
         node = self.definition(module, seam.name)
         if not isinstance(node, ast.FunctionDef):
             return f"no {path}"
-        arguments = node.args
-        names = [x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        if names != seam.parameters.split():
-            return f"{path} has parameters {', '.join(names)}"
-        if seam.keywords and arguments.kwarg is None:
+        if (theirs := parameters(node.args)) != seam.parameters.split():
+            return f"{path} has parameters {', '.join(theirs)}"
+        if seam.keywords and node.args.kwarg is None:
             return f"{path} takes no other arguments by name"
         return None
 
+    def passed(self, module: str, name: str) -> list[set[str]]:
+        """Names of the arguments of each call of a function or method in the module's code."""
+        found, last = self.tree(module), name.split(".")[-1]
+        nodes = ast.walk(found[0]) if found is not None and not last.endswith("__") else ()
+        calls = (x for x in nodes if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == last)
+        return [{x.arg for x in call.keywords if x.arg is not None} for call in calls]
+
 
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+
+
+def parameters(arguments: ast.arguments) -> list[str]:
+    """Those that a call may name, with their defaults."""
+    required = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    defaults = [*[None] * required, *arguments.defaults][len(arguments.posonlyargs) :]
+    pairs = [*zip(arguments.args, defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    return [x.arg if default is None else f"{x.arg}={ast.unparse(default)}" for x, default in pairs]
+
+
+def stored(node: ast.AST) -> set[str]:
+    """Attributes of `self` that are set."""
+    return {
+        x.attr
+        for x in ast.walk(node)
+        if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store) and ast.unparse(x.value) == "self"
+    }
+
+
+def uses(node: ast.AST, variable: str) -> set[str]:
+    """What becomes of a variable's value."""
+    parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
+    loads = (x for x in parents if isinstance(x, ast.Name) and x.id == variable and isinstance(x.ctx, ast.Load))
+    return {use_of(parents[x]) for x in loads}
+
+
+def use_of(parent: ast.AST) -> str:
+    if isinstance(parent, ast.keyword):
+        return f"{parent.arg}="
+    if isinstance(parent, ast.Attribute):
+        return f".{parent.attr}"
+    if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
+        return "pool[...] ="
+    return ast.unparse(parent.func if isinstance(parent, ast.Call) else parent)
 
 
 def differences(seams: Sequence[AnySeam], root: Path | Any) -> list[str]:
     """Of the package in folder `root` from what the seams were written for."""
     source = Source(root)
     return [difference for seam in seams if (difference := source.difference(seam)) is not None]
+
+
+def obstacle(package: str, seams: Sequence[AnySeam]) -> str | None:
+    """How an installed package differs from those that were read: one of a version that was read, too, as it may be patched."""
+    spec = find_spec(package)  # of a package: this imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        return "no source files"
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    try:
+        return "; ".join(differences(seams, root)) or None
+    except SyntaxError as error:  # of a newer Python
+        return f"{error.filename}: {error.msg}"
 
 
 def by_module(seams: Sequence[AnySeam]) -> Mapping[str, list[AnySeam]]:

@@ -8,7 +8,6 @@ package is imported, and a change after that does nothing: asking the environmen
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 
 import torch
@@ -16,10 +15,11 @@ import torch
 from .context import ContextParallel, check_ranks
 from .errors import wrong
 from .problem import Problem, Tensors, record_counts
+from .switches import is_on
 
 CHECKPOINT_MULTIPLE = 16
 
-ENABLED = os.environ.get("FLASHDELTA_CHECK") == "1"
+ENABLED = is_on("FLASHDELTA_CHECK", False)
 
 NameOf = Callable[[str], str]
 """The caller's name of a role."""

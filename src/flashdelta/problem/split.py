@@ -125,20 +125,42 @@ def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | No
     refuse."""
     if torch.compiler.is_compiling() or type(offsets) is not torch.Tensor or offsets.layout is not torch.strided:
         return 0, 0
-    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_nested:
+    if not offsets.is_cpu or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_nested:
         return 0, 0
     if offsets.dtype not in (torch.int32, torch.int64) or type(chunk_size) is not int or chunk_size <= 0:
         return 0, 0
     if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         return 0, 0
-    values = offsets.tolist()
-    chunks = [-(-(end - begin) // chunk_size) for begin, end in itertools.pairwise(values)]
+    try:
+        content = offsets.numpy().tobytes()
+    except (RuntimeError, TypeError):  # of a tensor without memory of its own, or without NumPy
+        last, found = walk(offsets.tolist(), chunk_size)
+    else:
+        kind = offsets.dtype, chunk_size, len(content)
+        if kind not in _walked or _walked[kind][0] != content:
+            if len(_walked) >= MOST_WALKED:
+                _walked.clear()
+            _walked[kind] = content, walk(offsets.tolist(), chunk_size)
+        last, found = _walked[kind][1]
+    return None if last > q.shape[1] else found
+
+
+_walked: dict[tuple, tuple[bytes, tuple[int, tuple[int, int] | None]]] = {}
+"""Of the offsets of a kind that came last, as the layers of a model all have the same."""
+
+MOST_WALKED = 1024
+
+
+def walk(offsets: list[int], chunk_size: int) -> tuple[int, tuple[int, int] | None]:
+    """The last offset, and `known_lengths`, None where the offsets can be those of no tensors."""
+    pairs = [*itertools.pairwise(offsets)]
+    if offsets[0] != 0 or any(end < begin for begin, end in pairs):
+        return offsets[-1], None
+    chunks = [-(-(end - begin) // chunk_size) for begin, end in pairs]
     longest = max(chunks, default=0)
-    if values[0] != 0 or values[-1] > q.shape[1] or any(b < a for a, b in itertools.pairwise(values)):
-        return None
     if longest == 0:
-        return 0, 0
-    return 1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1
+        return offsets[-1], (0, 0)
+    return offsets[-1], (1 << (longest - 1).bit_length(), 1 << sum(chunks).bit_length() - 1)
 
 
 def segments_of_call(problem: Problem, room: int, costs: SplitCosts) -> int:

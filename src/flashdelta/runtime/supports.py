@@ -88,12 +88,12 @@ def remembered(
     except Exception:  # what can't be hashed, compared or guarded is asked about anew each time
         return question(asked, arguments, named)[0]
     support, passed, pairs = question(asked, arguments, named)
-    written = _written(passed, pairs, tensors)
+    answer = _Answer(guards, support, _written(passed, pairs, tensors))
     # a refusal may be for memory that is shared, which the guards don't know
-    if not known and (support.ok or not written):
+    if not known and not _shares(answer, addresses):
         if len(_answers) >= MOST:
             _answers.clear()
-        _answers[kind] = [_Answer(guards, support, written), *alike[: MOST_ALIKE - 1]]
+        _answers[kind] = [answer, *alike[: MOST_ALIKE - 1]]
     return support
 
 

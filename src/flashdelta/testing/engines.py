@@ -84,11 +84,17 @@ class Batch:
 
 def exact_outputs(model: Model, rows: Tensor) -> Tensor:
     """`[T, H, D]` of one new sequence, in float64."""
+    return exact_sequence(model, rows)[0]
+
+
+def exact_sequence(model: Model, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and the final state `[H, V, K]`."""
     batch = Batch(model, rows, [len(rows)])
     tensors = float64({**batch.qkv, "g": batch.g, "beta": batch.beta, "A_log": model.A_log, "dt_bias": model.dt_bias})
     options: dict[str, Any] = {"lower_bound": model.lower_bound, "backend": "reference", "split": False}
     flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
-    return chunk_kda(**tensors, **options, **flags)[0][0]
+    found: Any = chunk_kda(**tensors, **options, **flags, output_final_state=True, state_v_first=True)
+    return found[0][0], found[1][0]
 
 
 @dataclass
@@ -127,6 +133,8 @@ class KimiLinear:
     def __init__(self, model: Model, theirs: Functions | None = None, ours: bool = True):
         self.model = model
         self.call = SimpleNamespace(**(self.adapted(theirs) if ours else theirs or {}))
+        self.room: Callable[[Tensor], Tensor] = functools.partial(torch.full_like, fill_value=torch.nan)
+        """Of a tensor, memory for outputs like it."""
 
     def adapted(self, theirs: Functions | None) -> Functions:
         return adapted(_vllm.SEAMS, self.modules, theirs)
@@ -174,7 +182,7 @@ class KimiLinear:
             cu_seqlens=batch.offsets,
             ssm_state_indices=slots,
             num_accepted_tokens=accepted,
-            out=torch.full_like(batch.v, torch.nan),
+            out=self.room(batch.v),
         )[0]
 
 
@@ -203,7 +211,7 @@ class KimiK3(KimiLinear):
             **self.gate,
             initial_state=states,
             cu_seqlens=batch.offsets,
-            out=torch.full_like(batch.v, torch.nan),
+            out=self.room(batch.v),
             final_state=final,
             workspace=workspace,
         )
@@ -242,7 +250,7 @@ class Glm(KimiLinear):
                 beta=batch.beta,
                 initial_state=self.call.gather_initial_states(pool, slots, flags),
                 cu_seqlens=batch.offsets,
-                out=torch.full_like(batch.v, torch.nan),
+                out=self.room(batch.v),
                 checkpoint=checkpoint,
                 raw_qkv=batch.mixed,
                 conv_state=pool,
@@ -264,7 +272,7 @@ class Glm(KimiLinear):
                 cu_seqlens=batch.offsets,
                 ssm_state_indices=slots,
                 num_accepted_tokens=accepted,
-                out=torch.full_like(batch.v, torch.nan),
+                out=self.room(batch.v),
                 sigmoid_beta=True,
                 a_log=self.model.A_log.view(1, 1, -1, 1),
                 g_bias=self.model.dt_bias,
@@ -324,7 +332,7 @@ class Ling(KimiLinear):
         layer = SimpleNamespace(kv_cache=(pool, pool))
         forward = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.name.endswith("._forward"))
         ours = "_forward" in vars(self.call)
-        arguments = dict.fromkeys(forward.parameters.split()) | {"self": layer}
+        arguments = dict.fromkeys(forward.names) | {"self": layer}
         (Replacement(forward.adapter, forward, theirs) if ours and forward.adapter else theirs)(**arguments)
         return found[0]
 

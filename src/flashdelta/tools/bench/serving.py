@@ -52,7 +52,8 @@ def own_functions(row: Row, setup: Setup) -> Functions | str:
 def served(row: Row, setup: Setup) -> Work:
     case: Any = row.call
     model = Model(case.H, case.K, case.lower_bound, BF16, case.state, str(setup.device))
-    return {"prefill": prefill, "decode": decode, "whole step": whole_step}[case.step](row, setup, model)
+    run = {"prefill": prefill, "decode": decode, "verify": verify, "whole step": whole_step}[case.step]
+    return run(row, setup, model)
 
 
 def contenders(found: Layers, make: Callable[[KimiLinear, float], Contender], tolerance: float) -> dict[str, Any]:
@@ -113,6 +114,34 @@ def decode(row: Row, setup: Setup, model: Model) -> Work:
     return Work(found, errors, shape_of(case), 2 * count * pool[0].nbytes, len(slots))
 
 
+def verify(row: Row, setup: Setup, model: Model) -> Work:
+    """As `decode`, with drafts: a sequence has a slot for each of its tokens, and starts from that of the last accepted one."""
+    case: Any = row.call
+    count, each = len(case.lengths), case.lengths[0]
+    total, slots = own_slots(setup, model, count * each)
+    tables = [x.view(count, each) for x in slots]
+    pool, accepted = model.pool(total), model.index([1 + i % each for i in range(count)])
+    batch, some = Batch(model, model.tokens(count * each), case.lengths), tables[0][:CHECKED].long()
+    before = pool[some]
+
+    def make(layer: KimiLinear, tolerance: float) -> Contender:
+        layer.room = torch.empty_like
+
+        def run(table: Tensor) -> Tensor:
+            return layer.verify(batch, pool, table, accepted)
+
+        def checked() -> Results:
+            o = run(tables[0])[:, : len(some) * each].clone()
+            after, pool[some] = pool[some], before
+            return o, after
+
+        return Contender(launch_all(run, tables), tolerance, checked, graph="only")
+
+    errors = functools.partial(checks.errors, exact_drafts(model, batch, before, accepted), ("o", "state"))
+    found = contenders(layers(row, setup, model), make, TOLERANCE_FOR_FEW)
+    return Work(found, errors, shape_of(case), (1 + each) * count * pool[0].nbytes, len(slots))
+
+
 def shape_of(case: Any) -> dict[str, object]:
     state = "fp32" if case.state == torch.float32 else "bf16"
     return {"N": len(case.lengths), "H": case.H, "K": case.K, "state": state}
@@ -168,3 +197,21 @@ def exact_step(model: Model, batch: Batch, states: Tensor) -> Results:
     options: dict[str, Any] = {"lower_bound": model.lower_bound, "use_gate_in_kernel": True, "beta_is_logit": True}
     o, _ = fd.recurrent_kda(**exact, **options, backend="reference")
     return o.transpose(0, 1), exact["initial_state"]
+
+
+def exact_drafts(model: Model, batch: Batch, states: Tensor, accepted: Tensor) -> Results:
+    """The same of drafts, with the states `[sequences, tokens, ...]` of each sequence's slots."""
+    few, each = states.shape[:2]
+    tensors = {name: x[:, : few * each] for name, x in (batch.qkv | {"g": batch.g, "beta": batch.beta}).items()}
+    pool = torch.cat((states[:1, 0], states.flatten(0, 1)))  # slot 0 is reserved
+    exact = float64(tensors | {"A_log": model.A_log, "dt_bias": model.dt_bias, "initial_state": pool})
+    drafts: dict[str, Any] = {
+        "ssm_state_indices": model.index(range(1, few * each + 1)).view(few, each),
+        "cu_seqlens": batch.offsets[: few + 1],
+        "num_spec_tokens": each - 1,
+        "num_accepted_tokens": accepted[:few],
+        "null_index": "non_positive",
+    }
+    options: dict[str, Any] = {"lower_bound": model.lower_bound, "use_gate_in_kernel": True, "beta_is_logit": True}
+    o, _ = fd.recurrent_kda(**exact, **drafts, **options, backend="reference")
+    return o, exact["initial_state"][1:].unflatten(0, (few, each))

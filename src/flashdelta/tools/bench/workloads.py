@@ -585,8 +585,9 @@ MODELS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Served(Case):
-    """Calls of an engine's layer, one of `testing/engines.py`: a prefill of packed prompts, or a step of decoding for as many
-    sequences as it has `lengths` of one token, alone or the "whole step" between the layer's projections."""
+    """Calls of an engine's layer, one of `testing/engines.py`: a prefill of packed prompts; a step of decoding for as many
+    sequences as it has `lengths` of one token, alone or the "whole step" between the layer's projections; or the verification
+    of drafts, with as many tokens a sequence."""
 
     layer: str
     step: str
@@ -598,6 +599,9 @@ ENGINES = {"Kimi-Linear": UNBOUNDED, "SGLang": BOUNDED}
 WHOLE = {"Kimi-K3": BOUNDED}
 """Layers, each with a gate of the models that it serves, and one whose steps are timed with convolution and norm."""
 
+VERIFIED, DRAFTED = "Kimi-Linear", 4
+"""The layer that verifies, and tokens of a sequence: the accepted one and three drafts."""
+
 PROMPTS = {"8 x 1024": (1024,) * 8, "1 x 8192": (8192,), "6 uneven": UNEVEN}
 ENGINE_BATCHES = (32, 128)
 MUST_DECODE = {FP32: 1.3, BF16: 1.6}
@@ -606,10 +610,17 @@ MUST_DECODE = {FP32: 1.3, BF16: 1.6}
 def served_row(layer: str, H: int, step: str, what: str, lengths: tuple[int, ...], **changes: Any) -> Row:
     gate = {name: x for name, x in (ENGINES | WHOLE)[layer].items() if name != "safe"}
     sizes = {"H": H, "HV": H, "lengths": lengths, "l2norm": True, **gate, "state": FP32, **changes}
-    must = 2.5 if step == "prefill" else MUST_DECODE[sizes["state"]]
-    why = "a batch of prompts, into the pool" if step == "prefill" else "a token for each sequence, in the pool"
-    call = Served(f"{layer} {step} {what} H{H}", why, layer=layer, step=step, **sizes)
-    return Row(call, step, (Bound("engine", must),))
+    must = None if step == "verify" else 2.5 if step == "prefill" else MUST_DECODE[sizes["state"]]
+    call = Served(f"{layer} {step} {what} H{H}", WHY_SERVED[step], layer=layer, step=step, **sizes)
+    return Row(call, step, () if must is None else (Bound("engine", must),))
+
+
+WHY_SERVED = {
+    "prefill": "a batch of prompts, into the pool",
+    "decode": "a token for each sequence, in the pool",
+    "verify": "drafts, whose states go to slots of their own",
+    "whole step": "a token for each sequence, in the pool",
+}
 
 
 SERVED = (
@@ -622,11 +633,16 @@ SERVED = (
         for layer, H, state, N in itertools.product(ENGINES, (12, 32), MUST_DECODE, ENGINE_BATCHES)
     ),
     *(
+        served_row(VERIFIED, H, "verify", f"N32 {'fp32' if state == FP32 else 'bf16'}", (DRAFTED,) * 32, state=state)
+        for H, state in itertools.product((12, 32), MUST_DECODE)
+    ),
+    *(
         served_row(layer, H, "whole step", f"N{N} {'fp32' if state == FP32 else 'bf16'}", (1,) * N, state=state)
         for layer, H, state, N in itertools.product(WHOLE, (12, 32), MUST_DECODE, ENGINE_BATCHES)
     ),
 )
-"""36 rows: 2 numbers of heads x (2 engines x (3 prompts + 2 dtypes of states x 2 batches) + 2 dtypes x 2 batches)."""
+"""40 rows: 2 numbers of heads x (2 engines x (3 prompts + 2 dtypes of states x 2 batches) + 2 dtypes of verification
++ 2 dtypes x 2 batches of whole steps)."""
 
 # ---- the whole layer -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,25 @@
+"""Switches in the environment, all of which take the same words."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+
+
+def is_on(variable: str, default: bool) -> bool:
+    """Whether a switch is on: `default` where it is not set, or empty. A word may have any case; of a strange one it warns
+    once, and takes the default."""
+    word = os.environ.get(variable)
+    return _read(variable, word, default) if word else default
+
+
+@functools.cache
+def _read(variable: str, word: str, default: bool) -> bool:
+    found = WORDS.get(word.strip().lower())
+    if found is None:
+        warnings.warn(f"{variable}: got {word!r}, wanted one of {', '.join(WORDS)}; it is {default:d}", stacklevel=3)
+        return default
+    return found
