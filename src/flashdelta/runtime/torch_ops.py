@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import backends
 from ..problem.operations import BY_NAME
 from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, SETTINGS, Problem, Tensors, problem_of
-from .autograd import NO_SECOND
+from .autograd import refuse_second
 
 POOL = (
     *("state_pool", "state_indices", "has_initial_state"),
@@ -189,7 +189,7 @@ class Gradients:
         torch.library.register_fake(qualified)(self.pretend)
         self.call = getattr(torch.ops.flashdelta, name)
         torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
-        torch.library.register_autograd(qualified, _differentiate_again)
+        torch.library.register_autograd(qualified, refuse_second)
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
@@ -219,10 +219,6 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.arguments = tuple(None if isinstance(x, Tensor) else x for x in inputs)
     ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
-
-
-def _differentiate_again(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(NO_SECOND)
 
 
 GRADIENTS = {
@@ -266,4 +262,4 @@ class _TransformedBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         pass
 
-    backward = staticmethod(_differentiate_again)
+    backward = staticmethod(refuse_second)
