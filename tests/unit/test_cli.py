@@ -115,6 +115,16 @@ def test_doctor_says_whether_calls_check_values(enabled, monkeypatch):
     assert line.split()[1].startswith("on" if enabled else "off") and "read once, when flashdelta is imported" in line
 
 
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("true", True), (" On ", True), ("0", False), ("False", False), ("", False)]
+)
+def test_the_switch_of_checks_is_yes_or_no(value, on):
+    assert device_checks.asked(value) is on
+    wanted = "FLASHDELTA_CHECK: got 'maybe', wanted one of 0, 1, false, true, no, yes, off, on"
+    with pytest.raises(ValueError, match=wanted):
+        device_checks.asked("maybe")
+
+
 def test_doctor_fails_on_a_wrong_backend(wrong_backend):
     result = run("doctor", "--device", "cpu", "--json")
     assert result.exit_code == 1
@@ -216,6 +226,7 @@ KNOWN = "got 'cuda', wanted one of " + ", ".join(["auto", *(backend.name for bac
 WITH_BACKEND = ["verify", "demo", *(f"bench {name}" for name, x in BENCHMARKS.items() if "backend" in x.options)]
 REFUSED = {
     "demo --device cpu --prompt=": "prompt: got an empty text",
+    "demo --device cpu --prompt=é": "prompt: got 'é', wanted printable ASCII characters and newlines",
     **{f"{command} --backend cuda": KNOWN for command in WITH_BACKEND},
     **{f"doctor --device {name}": f"device: got '{name}', wanted " for name in ("gpu", "meta", "cuda:99")},
     **{f"bench {name} --device cpu": "wanted an NVIDIA GPU" for name in BENCHMARKS if name != "startup"},

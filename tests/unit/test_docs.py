@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import flashdelta as fd
+from flashdelta.reference.rounding import TF32X3_BITS
 from flashdelta.tools.bench import pages
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.report import load
@@ -131,6 +132,13 @@ def test_every_public_name_has_an_entry_in_the_reference():
     public |= {f"flashdelta.integrations.{x}" for x in ("status", "Status")}
     public |= {f"flashdelta.integrations.fla.{x}" for x in ("ENVIRONMENT", "disable", "enable", "status")}
     assert public - entries == {"flashdelta.nn", "flashdelta.parallel", "flashdelta.kernels"}
+
+
+def test_the_bits_of_3xtf32_are_said_alike():
+    """Of mantissas: one fewer than the significant bits that `TF32X3_BITS` counts."""
+    files = [x for folder in ("src", "docs") for x in (ROOT / folder).rglob("*") if x.suffix in (".py", ".md", ".h")]
+    said = [n for path in files for n in re.findall(r"(\d+)\s+mantissa\s+bits\s+or\s+more", path.read_text())]
+    assert len(said) >= 7 and set(said) == {str(TF32X3_BITS - 1)}
 
 
 # ---- tables and figures --------------------------------------------------------------------------------------------------

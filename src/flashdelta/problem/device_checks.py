@@ -19,7 +19,29 @@ from .problem import Problem, Tensors, record_counts
 
 CHECKPOINT_MULTIPLE = 16
 
-ENABLED = os.environ.get("FLASHDELTA_CHECK") == "1"
+VARIABLE = "FLASHDELTA_CHECK"
+SWITCH = {
+    "": False,
+    "0": False,
+    "1": True,
+    "false": False,
+    "true": True,
+    "no": False,
+    "yes": True,
+    "off": False,
+    "on": True,
+}
+
+
+def asked(value: str) -> bool:
+    """Whether a value of the variable turns checks on; one that is neither yes nor no is refused."""
+    found = SWITCH.get(value.strip().lower())
+    if found is None:
+        raise wrong(VARIABLE, repr(value), f"one of {', '.join(name for name in SWITCH if name)}")
+    return found
+
+
+ENABLED = asked(os.environ.get(VARIABLE, ""))
 
 NameOf = Callable[[str], str]
 """The caller's name of a role."""
