@@ -94,17 +94,22 @@ def nvidia_capability(index: int | None) -> tuple[int, int] | None:
 
 
 @functools.cache
-def _found_gluon() -> bool:
+def _found(module: str) -> bool:
     try:
-        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
 
 
 @assume_constant
+def has_triton() -> bool:
+    return _found("triton")
+
+
+@assume_constant
 def has_gluon() -> bool:
     """Asked once there is a GPU: the answer imports Triton."""
-    return _found_gluon()
+    return _found("triton.experimental.gluon.language.nvidia.hopper")
 
 
 class HopperBackend(Backend):
@@ -132,6 +137,8 @@ class HopperBackend(Backend):
             return "no NVIDIA GPU on this machine"
         if capability[0] != 9:
             return f"compute capability {capability}; it runs on Hopper, (9, 0)"
+        if not has_triton():
+            return "Triton is not installed"
         if not has_gluon():
             return "this Triton has no Gluon for Hopper; it needs Triton 3.6 or newer"
         return None
@@ -223,6 +230,8 @@ class TritonBackend(Backend):
     MIN_CAPABILITY = (8, 0)
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        if not has_triton():
+            return "Triton is not installed"
         if device.type == "cpu" and not interpreting():
             return "tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly, for testing)"
         if device.type not in ("cpu", "cuda"):

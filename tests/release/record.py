@@ -17,6 +17,8 @@ from flashdelta.tools.bench.pages import RESULTS
 from flashdelta.tools.bench.report import failures, load, new_document, save
 from flashdelta.tools.bench.views import VIEWS
 
+from ..fuzz.draw import OPERATORS
+from ..fuzz.runner import PARTS
 from . import log
 
 # ---- where a document belongs --------------------------------------------------------------------------------------------
@@ -57,6 +59,9 @@ def file_of(document: dict, results: Path) -> Path:
 
 # ---- the fuzzer ----------------------------------------------------------------------------------------------------------
 
+RELEASE_CASES = 10_000
+"""Of each part."""
+
 
 def fuzz_rows(run: dict) -> Iterator[dict]:
     """A row for each part of a run."""
@@ -91,6 +96,20 @@ def with_fuzz(kept: dict | None, run: dict) -> dict:
         own.update({name: row[name] for name in own})
     found = {name: newest[name] for name in ("benchmark", "date", "environment", "ran")}
     return found | {"totals": totals, "rows": ordered}
+
+
+def fuzz_lacks(document: dict) -> list[str]:
+    """What a release still lacks, by part."""
+    lines = []
+    for part in PARTS:
+        rows = [row for row in document["rows"] if row["part"] == part]
+        cases = sum(row["cases"] for row in rows)
+        unseen = [op for op in OPERATORS if not any(row["operators"].get(op) for row in rows)]
+        lacks = [f"{RELEASE_CASES - cases} more"] if cases < RELEASE_CASES else []
+        lacks += [f"any of {', '.join(unseen)}"] if unseen else []
+        if lacks:
+            lines.append(f"{part}: {cases} of {RELEASE_CASES} cases; wanted {', and '.join(lacks)}")
+    return lines
 
 
 # ---- the GPU tier --------------------------------------------------------------------------------------------------------
@@ -188,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results files")
     asked = parser.parse_args(arguments)
-    wrong = False
+    wrong, fuzzed = False, []
     for given in asked.paths:
         inside = sorted(x for x in given.iterdir() if x.suffix in (".json", ".jsonl")) if given.is_dir() else [given]
         for path in inside:
@@ -198,11 +217,16 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             target, run = found
             print(f"{path}: into {target}")
+            if run["benchmark"] == "fuzz":
+                fuzzed.append(target)
             for x in run.get("failures", ()):
                 print(f"  failed: {x.get('rerun') or x['test']}  # {x.get('message') or x.get('said')}")
             for row in failures(run) if "failures" not in run else ():
                 print(f"  failed: {row['name']}: {row['ours']['problem']}")
             wrong |= bool(run.get("failures") or failures(run))
+    for target in dict.fromkeys(fuzzed):
+        for line in fuzz_lacks(load(target)):
+            print(f"{target}: {line}")
     return 1 if wrong else 0
 
 

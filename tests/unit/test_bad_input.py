@@ -124,6 +124,18 @@ def test_triton_backend_says_why_not(interpreted: str, changes: dict, why: str, 
         fd.chunk_kda(**good_call(fd.chunk_kda, "plain") | changes, backend="triton")
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_without_triton_it_is_what_lacks(backend: str, monkeypatch: pytest.MonkeyPatch):
+    """And not TRITON_INTERPRET=1, which needs it."""
+    monkeypatch.setattr("flashdelta.backends._found", lambda module: False)
+    monkeypatch.setattr("flashdelta.backends._cached_capability", lambda index: (9, 0))
+    explained = fd.explain(fd.chunk_kda, **good_call(fd.chunk_kda, "plain"), device="cuda")
+    assert {v.backend: v.reason for v in explained.verdicts}[backend] == "Triton is not installed"
+    if backend == "triton":
+        with pytest.raises(ValueError, match=r"^backend: got 'triton', wanted .*\(triton: Triton is not installed\)"):
+            fd.chunk_kda(**good_call(fd.chunk_kda, "plain"), backend=backend)
+
+
 RECORDS = {"rows": 4, "num_spec_tokens": 3, "HV": 2, "K": 64, "V": 128}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from flashdelta.tools.bench import (
     profiling,
     report,
     runner,
+    startup,
     timing,
     training,
     workloads,
@@ -992,6 +994,24 @@ def test_startup_times_two_processes(tmp_path):
     assert [row["table"] for row in document["rows"]] == ["empty cache"] * 4 + ["new process, cache filled"] * 4
     assert all(row["seconds"] > 0 for row in document["rows"])
     assert [list(row["bounds"]) for row in document["rows"][:4]] == [["<= 8 s"], ["<= 0.5 s"], ["<= 0.5 s"], ["<= 8 s"]]
+
+
+@pytest.mark.slow
+def test_startup_tells_each_call_as_it_ends(tmp_path, monkeypatch):
+    started = []
+
+    class Process(subprocess.Popen):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            started.append(self)
+
+    monkeypatch.setattr(startup.subprocess, "Popen", Process)
+    setup = SimpleNamespace(device="cpu", backend="reference", tokens=1024)
+    calls = startup._measured_process(str(tmp_path), setup)
+    name, seconds = next(calls)
+    assert name == "H=32 T=1024" and seconds > 0 and started[0].poll() is None
+    calls.close()
+    assert started[0].poll() is not None, "nobody reads what comes after"
 
 
 @pytest.mark.slow

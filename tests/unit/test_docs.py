@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import flashdelta as fd
+from flashdelta.reference.rounding import TF32X3_BITS
 from flashdelta.tools.bench import pages
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.report import load
@@ -133,6 +134,13 @@ def test_every_public_name_has_an_entry_in_the_reference():
     assert public - entries == {"flashdelta.nn", "flashdelta.parallel", "flashdelta.kernels"}
 
 
+def test_the_bits_of_3xtf32_are_said_alike():
+    """Of mantissas: one fewer than the significant bits that `TF32X3_BITS` counts."""
+    files = [x for folder in ("src", "docs") for x in (ROOT / folder).rglob("*") if x.suffix in (".py", ".md", ".h")]
+    said = [n for path in files for n in re.findall(r"(\d+)\s+mantissa\s+bits\s+or\s+more", path.read_text())]
+    assert len(said) >= 7 and set(said) == {str(TF32X3_BITS - 1)}
+
+
 # ---- tables and figures --------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +157,7 @@ def test_the_readme_is_short_and_its_figures_are_the_tables():
     assert shown == pages.MOST and len(table.splitlines()) == 2 + shown and table.count("flashdelta bench") == shown
     assert table in text
     outside = text.replace(table, "")
+    assert not any(said in text.replace(pages.readme(), "") for said in ("No results", "drafts row"))
     assert not re.findall(r"\d[\d.]* ?(?:ms|us|x|TB/s|TFLOP/s)\b", outside), "a figure that no file holds"
 
 
@@ -207,6 +216,27 @@ def test_a_headline_appears_once_its_file_does(tmp_path: Path):
     for kept in pages.RESULTS.glob("*.json"):
         shutil.copy(kept, tmp_path)
     assert [found.headline for found in pages.measured(tmp_path)] == [*before[:-1], layer]
+
+
+def test_what_the_readme_says_of_its_table_follows_from_the_files(tmp_path: Path):
+    def said() -> str:
+        return " ".join(pages.readme(tmp_path).split())
+
+    for kept in pages.RESULTS.glob("*.json"):
+        document = load(kept)
+        if document["benchmark"] not in pages.NOT_MEASURED:
+            shutil.copy(kept, tmp_path)
+    assert "The drafts row" in said()
+    assert said().endswith("No results yet: the layer, vLLM and SGLang, several GPUs.")
+    headline = next(x for x in pages.HEADLINES if x.stem == "layer-h200")
+    times = {"speedup": 2.0, "ours": {"sustained_ms": 0.05}, "fla": {"sustained_ms": 0.1}}
+    document = {"benchmark": "layer", "environment": {"commit": "0" * 40}, "protocol": {}}
+    (tmp_path / "layer-h200.json").write_text(json.dumps(document | {"rows": [{"name": headline.row, **times}]}))
+    assert "| [layer: " in said() and "drafts" not in said()
+    assert said().endswith("No results yet: vLLM and SGLang, several GPUs.")
+    for kind in ("engines", "cp"):
+        (tmp_path / f"{kind}-h200.json").write_text(json.dumps(document | {"benchmark": kind, "rows": []}))
+    assert "No results" not in said()
 
 
 @pytest.mark.parametrize("line", pages.headlines().splitlines()[2:])

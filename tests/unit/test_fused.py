@@ -101,8 +101,10 @@ def test_explain_and_supports_know_it(monkeypatch: pytest.MonkeyPatch):
     call = make_fused(FUSED_BY_NAME["one"])
     assert fd.explain(fd.fused_kda_decode, **call, device="cuda").chosen == "triton"
     assert fd.supports(fd.fused_kda_decode, **call).backend == "reference"
-    call = make_fused(HOPPER_FUSED[0])
-    assert fd.explain(fd.fused_kda_decode, **call, device="cuda").chosen == "hopper"
+    for dtype in (torch.bfloat16, torch.float16, FP32):
+        call = make_fused(HOPPER_FUSED[0], dtype)
+        assert call["state"].dtype == FP32
+        assert fd.explain(fd.fused_kda_decode, **call, device="cuda").chosen == "hopper"
 
 
 @pytest.mark.parametrize(

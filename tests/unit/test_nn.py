@@ -215,6 +215,8 @@ def test_text_round_trip() -> None:
     assert len(set(VOCABULARY)) == len(VOCABULARY) == 96
     with pytest.raises(ValueError, match=r"^text: got 'é'"):
         encode("café")
+    with pytest.raises(ValueError, match=r"^prompt: got 'é'"):
+        encode("café", "prompt")
 
 
 @torch.no_grad()

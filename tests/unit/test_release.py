@@ -23,6 +23,7 @@ from flashdelta.tools.cli.bench import Options, chosen_rows
 
 from .. import conftest
 from ..fuzz import runner
+from ..fuzz.draw import OPERATORS
 from ..release import log, loop, processes, record
 from ..release.parts import LONGEST, PARTS, Part
 
@@ -417,6 +418,20 @@ def test_the_page_shows_both(tmp_path: Path):
     assert "`make gpu-test`, tests on NVIDIA H200" in said and "| a.py | 1 | 0 | 1 | 0 | 3.00 |" in said
     assert "* sanitizer: a.py::test_racecheck: passed in 2 s" in said and "* 1 skipped: no such device" in said
     assert "* not finished; not run: 0" in said
+
+
+def test_what_a_release_still_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "fuzz-7.json"
+    path.write_text(json.dumps(fuzz_run(7, 9589)))
+    assert record.main([str(path), "--results", str(tmp_path / "results")]) == 0
+    calls, mutations = (line for line in capsys.readouterr().out.splitlines() if "of 10000 cases" in line)
+    others = ", ".join(name for name in OPERATORS if name != "commit")
+    assert "calls: 9589 of 10000 cases; wanted 411 more, and any of " + others in calls
+    assert "mutations: 0 of 10000 cases; wanted 10000 more, and any of chunk_kda, " in mutations
+    full = {
+        "rows": [{"part": part, "cases": 10_000, "operators": dict.fromkeys(OPERATORS, 1)} for part in runner.PARTS]
+    }
+    assert record.fuzz_lacks(full) == []
 
 
 def test_each_gpu_has_its_file(tmp_path: Path):

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -135,6 +136,23 @@ def test_a_run_is_held_against_the_reference(small, tmp_path: Path):
     pytest.importorskip("matplotlib")
     small.plot(run(2.0), run(2.1), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_the_picture_of_the_demos_model_is_of_two_kept_runs(small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The GPU run's file has what the record in examples/README.md has; the picture shows both runs."""
+    figure = pytest.importorskip("matplotlib.figure")
+    examples, drawn = ROOT / "examples", []
+    reference, gpu = (json.loads((examples / f"tiny_lm_losses{x}.json").read_text()) for x in ("", "_gpu"))
+    rows = re.findall(r"^\| (\d+) \| [\d.]+ \| ([\d.]+) \|$", (examples / "README.md").read_text(), re.MULTILINE)
+    assert gpu["held_out"] == {step: float(loss) for step, loss in rows}
+    assert gpu["held_out"].keys() <= reference["held_out"].keys()
+    last = {name: losses for name, losses in reference["held_out"].items() if name in gpu["held_out"]}
+    assert small.compare(gpu, reference | {"held_out": last})[0]
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: drawn.append(self))
+    small.plot(gpu, reference, tmp_path / "plot.png")
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    assert set(lines) == {"reference: training, means of 20 steps", "reference: held out", "auto: held out"}
+    assert lines["reference: held out"].get_linewidth() > lines["auto: held out"].get_linewidth()
 
 
 # ---- Kimi-Linear ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import flashdelta as fd
-from flashdelta.backends import HopperBackend, TritonBackend, judge
+from flashdelta.backends import HopperBackend, ReferenceBackend, TritonBackend, judge
 from flashdelta.program.cache import LaunchCache
 from flashdelta.reference import gate as reference_gate
 from flashdelta.runtime import torch_ops
@@ -189,7 +190,10 @@ def test_functional_transforms_by_the_operators():
 
     torch.testing.assert_close(torch.func.grad(of)(q), want)
     torch.testing.assert_close(torch.func.vjp(of, q)[1](torch.ones(()))[0], want)
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(of))(torch.stack([q, q])), torch.stack([want, want]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch's, of operators without a rule for batches
+        several = torch.func.vmap(torch.func.grad(of))(torch.stack([q, -q]))
+    torch.testing.assert_close(several, torch.stack([want, gradient(fd.chunk_kda, given | {"q": -q}, "q")]))
     with pytest.raises(NotImplementedError, match="gradients of gradients: kernels have none"):
         torch.func.grad(lambda q: torch.func.grad(of)(q).sum())(q)
 
@@ -206,15 +210,78 @@ def attended(x: Tensor) -> Tensor:
     return fd.chunk_kda(**call() | {"q": x.expand(1, 20, 2, 8).repeat(1, 1, 1, 4)}, **L2NORM)[0]
 
 
-@pytest.mark.parametrize(("op", "shape"), [(convolved, (1, 4, 8)), (normed, (2, 8)), (attended, (1, 20, 1, 8))])
+OPERATORS = pytest.mark.parametrize(
+    ("op", "shape"), [(convolved, (1, 4, 8)), (normed, (2, 8)), (attended, (1, 20, 1, 8))]
+)
+SECOND = "gradients of gradients: kernels have none"
+
+
+@OPERATORS
 def test_a_second_gradient_is_refused_and_not_lost(op: Callable, shape: tuple[int, ...]):
     x = torch.randn(shape, requires_grad=True)
     (want,) = torch.autograd.grad(op(x).sum(), x)
     o = op(x).sum()
     (found,) = torch.autograd.grad(o, x, create_graph=True)
     assert torch.equal(found, want)
-    with pytest.raises(RuntimeError, match="gradients of gradients: kernels have none"):
+    with pytest.raises(NotImplementedError, match=SECOND):
         (o + found.square().sum()).backward()
+
+
+SECOND_WAYS: dict[str, Callable[[Callable, Tensor], object]] = {
+    "hvp": lambda f, x: torch.autograd.functional.hvp(f, x, x),
+    "vhp": lambda f, x: torch.autograd.functional.vhp(f, x, x),
+    "hessian": torch.autograd.functional.hessian,
+}
+
+
+@pytest.mark.parametrize("way", SECOND_WAYS)
+@OPERATORS
+def test_second_derivatives_are_refused_and_not_zero(op: Callable, shape: tuple[int, ...], way: str):
+    with pytest.raises(NotImplementedError, match=SECOND):
+        SECOND_WAYS[way](lambda x: op(x).square().sum(), torch.randn(shape))
+
+
+@OPERATORS
+def test_a_penalty_beside_other_terms_is_refused_and_not_dropped(op: Callable, shape: tuple[int, ...]):
+    """What comes into the backward pass is a constant here, and `x` has a gradient without it."""
+    x = torch.randn(shape, requires_grad=True)
+    (found,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.autograd.grad(found.square().sum() + x.square().sum(), x)
+
+
+def test_a_gradient_of_what_comes_in_is_refused():
+    x, do = torch.randn(1, 4, 8, requires_grad=True), torch.randn(1, 4, 8, requires_grad=True)
+    (found,) = torch.autograd.grad(convolved(x), x, do, create_graph=True)
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.autograd.grad(found.sum(), do)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_forward_over_reverse_keeps_its_tangent_or_is_refused(create_graph: bool, monkeypatch: pytest.MonkeyPatch):
+    x = torch.randn(1, 4, 8, requires_grad=True)
+    o, _ = fd.short_convolution(x, torch.ones(8, 3), activation=None)
+    do = torch.randn_like(o)
+    (want,) = torch.autograd.grad(o, x, do, retain_graph=True)
+
+    def tangent() -> Tensor:
+        (found,) = torch.autograd.grad(o, x, forward_ad.make_dual(do, do), retain_graph=True, create_graph=create_graph)
+        return forward_ad.unpack_dual(found).tangent
+
+    with forward_ad.dual_level():
+        if not create_graph:
+            torch.testing.assert_close(tangent(), want)  # the reference's; it is linear in what comes in
+            monkeypatch.setattr(ReferenceBackend, "name", "other")
+        with pytest.raises(NotImplementedError, match=SECOND):
+            tangent()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_jacobians_of_all_rows_at_once(create_graph: bool):
+    x = torch.randn(1, 4, 8)
+    want = torch.autograd.functional.jacobian(convolved, x)
+    found = torch.autograd.functional.jacobian(convolved, x, vectorize=True, create_graph=create_graph)
+    torch.testing.assert_close(found, want)
 
 
 def test_kernels_refuse_forward_mode_by_name(monkeypatch: pytest.MonkeyPatch):

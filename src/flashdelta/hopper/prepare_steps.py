@@ -128,6 +128,9 @@ def exp2_negative_abs(x):
 def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
     """`gate` for gates without a bound, with `bias` in log2. Unless `FINITE`, which takes two instructions more, some that are
     about -88 or less come out as infinite."""
+    gl.static_assert(
+        GATE == "none" or GATE == "softplus" or GATE == "logsigmoid", "an unknown gate, or one with a bound"
+    )
     if GATE == "none":
         return x
     x = x * (-LOG2E if GATE == "logsigmoid" else LOG2E) + bias

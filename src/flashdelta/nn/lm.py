@@ -34,15 +34,15 @@ Pools = tuple[KdaPool, ...]
 """One `KdaPool` a layer."""
 
 
-def encode(text: str) -> Tensor:
-    """The tokens of `text`, `[len(text)]` int64.
+def encode(text: str, name: str = "text") -> Tensor:
+    """The tokens of `text`, `[len(text)]` int64; a refusal calls it `name`.
 
     Raises:
         ValueError: a character outside `VOCABULARY`.
     """
     unknown = sorted(set(text) - _TOKENS.keys())
     if unknown:
-        raise ValueError(f"text: got {''.join(unknown)!r}, wanted printable ASCII characters and newlines")
+        raise ValueError(f"{name}: got {''.join(unknown)!r}, wanted printable ASCII characters and newlines")
     return torch.tensor([_TOKENS[character] for character in text], dtype=torch.int64)
 
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from ..backends import Backend, Recording
@@ -96,20 +96,8 @@ class Differentiable:
 NO_SECOND = "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad"
 
 
-def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """A backward pass whose gradients, where a graph is made of it (`create_graph=True`), can't be differentiated: by PyTorch's
-    `once_differentiable` they are constants if what comes in is one, and what they add to a second gradient is lost."""
-
-    @functools.wraps(backward)
-    def once(ctx: Any, *grads: Tensor | None) -> tuple:
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return found
-        refuse = torch._C._functions.DelayedError(NO_SECOND.encode(), len(found))
-        return refuse(*(x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in found))
-
-    return once
+def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
+    raise NotImplementedError(NO_SECOND)
 
 
 class _Differentiated(torch.autograd.Function):
@@ -122,12 +110,29 @@ class _Differentiated(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad_o: Tensor, grad_final: Tensor | None) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         call, kept = ctx.call
+        tangents = forward_ad._current_level >= 0 and call.backend.name != "reference"
+        gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
+        return None, *gradients(call, kept, *grads, *ctx.saved_tensors)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass where a graph is made of it: a node of all that its gradients depend on, which refuses to be
+    differentiated."""
+
+    @staticmethod
+    def forward(
+        call: Differentiable, kept: dict[str, Tensor], grad_o: Tensor, grad_final: Tensor | None, *saved: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         grad_o, grad_final = resolved(grad_o), None if grad_final is None else resolved(grad_final)
         # given back with the first backward pass: a second one computes it again
         again = dict(kept)
         kept.clear()
-        found = call.backward(ctx.saved_tensors, grad_o, grad_final, again)
-        return None, *(found.get(role) for role in call.inputs)
+        found = call.backward(saved, grad_o, grad_final, again)
+        return tuple(found.get(role) for role in call.inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None: ...
+
+    backward = jvp = staticmethod(refuse_second)  # type: ignore[assignment]

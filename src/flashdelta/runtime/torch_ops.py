@@ -7,7 +7,7 @@ other programs call by its name, takes a call as its caller made it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import backends
 from ..problem.operations import BY_NAME
 from ..problem.problem import BACKWARD, INPUTS, LAYER_INPUTS, SETTINGS, Problem, Tensors, problem_of
-from .autograd import NO_SECOND
+from .autograd import refuse_second
 
 POOL = (
     *("state_pool", "state_indices", "has_initial_state"),
@@ -189,7 +189,9 @@ class Gradients:
         torch.library.register_fake(qualified)(self.pretend)
         self.call = getattr(torch.ops.flashdelta, name)
         torch.library.register_autograd(f"flashdelta::{forward.name}", self.differentiate, setup_context=_save_inputs)
-        torch.library.register_autograd(qualified, _differentiate_again)
+        torch.library.register_autograd(qualified, refuse_second)
+        torch.library.register_vmap(f"flashdelta::{forward.name}", _one_by_one(forward.call))
+        torch.library.register_vmap(qualified, _one_by_one(self.call))
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
         problem, t, backend = self.forward.unpacked(arguments[self.incoming :])
@@ -215,14 +217,26 @@ class Gradients:
         return tuple(by_role.get(role) if is_tensor else None for role, is_tensor in places)
 
 
+def _one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside `torch.func.vmap`: the call of each place of the batch, its results side by side."""
+
+    def rule(info: Any, places: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        found = [
+            call(*(x if place is None else x.select(place, i) for x, place in zip(arguments, places)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        results = tuple(map(torch.stack, zip(*found)))
+        return results, (0,) * len(results)
+
+    return rule
+
+
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.arguments = tuple(None if isinstance(x, Tensor) else x for x in inputs)
     ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
-
-
-def _differentiate_again(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(NO_SECOND)
 
 
 GRADIENTS = {
@@ -266,4 +280,4 @@ class _TransformedBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         pass
 
-    backward = staticmethod(_differentiate_again)
+    backward = staticmethod(refuse_second)

@@ -155,14 +155,29 @@ def headline_table(folder: Path = RESULTS) -> list[list[str]]:
     return table
 
 
-def headlines() -> str:
+def headlines(folder: Path = RESULTS) -> str:
     """The table of README.md, whose rows link to their files."""
-    titles, *lines = headline_table()
+    titles, *lines = headline_table(folder)
     rows = [
         [f"[{what}](benchmarks/results/{found.headline.stem}.json)", *rest, f"`{commit}`", f"`{repeat}`"]
-        for found, (what, *rest, commit, repeat) in zip(measured(), lines)
+        for found, (what, *rest, commit, repeat) in zip(measured(folder), lines)
     ]
     return markdown_table([titles, *rows], words=2)
+
+
+NOT_MEASURED = {"layer": "the layer", "engines": "vLLM and SGLang", "cp": "several GPUs"}
+"""Benchmarks of which README.md says that they have no results, as long as they have none."""
+
+
+def readme(folder: Path = RESULTS) -> str:
+    """The table of README.md, and what to know of it."""
+    there = {load(path)["benchmark"] for path in folder.glob("*.json")}
+    said = ["All rows, errors, memory and missed targets: [benchmarks/README.md](benchmarks/README.md)."]
+    if any(found.headline.what.startswith("7 drafts") for found in measured(folder)):
+        said.insert(0, "The drafts row times verification plus commit; FLA writes one state per token instead.")
+    absent = [what for kind, what in NOT_MEASURED.items() if kind not in there]
+    said += [f"No results yet: {', '.join(absent)}."] if absent else []
+    return f"{headlines(folder)}\n\n{fold(' '.join(said))}"
 
 
 def draw_headlines(path: Path, folder: Path = RESULTS) -> None:
@@ -236,7 +251,7 @@ rank receives ({steps}), from more ranks as if from one. Left out: gaps between 
 
 
 PAGES = {
-    ROOT / "README.md": headlines,
+    ROOT / "README.md": readme,
     ROOT / "benchmarks" / "README.md": all_sections,
     ROOT / "docs" / "layer.md": layer,
     ROOT / "docs" / "machine-code.md": toolchains,

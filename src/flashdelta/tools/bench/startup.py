@@ -1,6 +1,6 @@
 """How long the first calls of a new process take, before and after its kernels are cached.
 
-`python -m flashdelta.tools.bench.startup JSON` is the measured process; it prints one JSON list.
+`python -m flashdelta.tools.bench.startup JSON` is the measured process; it prints a JSON list for each call, as it ends.
 """
 
 from __future__ import annotations
@@ -58,13 +58,24 @@ def measure(row: Row, setup: Setup) -> Iterator[dict]:
                 yield found | {"bounds": {budget.words: met}, "met": met}
 
 
-def _measured_process(cache: str, setup: Setup) -> list[tuple[str, float]]:
+def _measured_process(cache: str, setup: Setup) -> Iterator[tuple[str, float]]:
+    """Its calls as they end."""
     arguments = {"device": str(setup.device), "backend": setup.backend, "tokens": setup.tokens}
     command = [sys.executable, "-m", __name__, json.dumps(arguments)]
-    done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"the measured process exited with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            for line in process.stdout:
+                yield tuple(json.loads(line))
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"the measured process exited with {process.returncode}:\n{errors.read()[-2000:]}")
 
 
 def main(device: str, backend: str, tokens: int) -> None:
@@ -72,14 +83,12 @@ def main(device: str, backend: str, tokens: int) -> None:
     # every input first: creating the CUDA context and the random number kernels is not ours to time
     prepared = [(case.name, make_call(case, BF16, place)) for case in calls(tokens)]
     synchronize(place)
-    seconds = []
     for name, call in prepared:
         start = time.perf_counter()
         with torch.inference_mode():
             flashdelta.chunk_kda(**call, backend=backend)
         synchronize(place)
-        seconds.append((name, time.perf_counter() - start))
-    print(json.dumps(seconds))
+        print(json.dumps((name, time.perf_counter() - start)), flush=True)
 
 
 if __name__ == "__main__":

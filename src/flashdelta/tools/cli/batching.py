@@ -98,7 +98,7 @@ class Batch:
         self.noise[row, : request.tokens] = draws.to(device)
         slot = torch.tensor([row], dtype=torch.int32, device=device)
         anew = torch.zeros(1, dtype=torch.bool, device=device)
-        prompt = encode(request.prompt)[None].to(device)
+        prompt = encode(request.prompt, "prompt")[None].to(device)
         logits, _ = self.model(prompt, pools=self.pools, slots=slot, has_initial_state=anew)
         self.token[row] = self._sampled(logits[:, -1], self.noise[row, :1])[0]
         self.written[row, 0] = self.token[row]

@@ -86,7 +86,7 @@ def run_demo(
     """
     prompt = DEFAULT_PROMPT if prompt is None else prompt
     model, where = demo_model(prompt, temperature, backend, device, tokens=tokens)
-    prompt_tokens = encode(prompt)[None].to(where.place)
+    prompt_tokens = encode(prompt, "prompt")[None].to(where.place)
     written, logits, prefill_s, decode_s = _write(model, prompt_tokens, tokens, temperature, seed)
     error, checked = agreement(model, prompt_tokens, written, logits)
     return DemoResult(
