@@ -48,6 +48,15 @@ def test_ranks_find_what_one_finds(name: str):
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
 
 
+@pytest.mark.parametrize("late", [None, 0])
+def test_copies_into_memory_of_other_ranks_change_nothing(late: int | None):
+    """Of a forward with its backward pass, whose exchanges are of two sizes."""
+    cut = replace(cut_of(replace(SMALL, lengths=(10, 54)), 2), exchange="put")
+    found, wanted = cut.joined(on_ranks(2, cut.run, late)), replace(cut, exchange="gather").over_ranks()
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
+
+
 def test_ranks_have_the_bits_of_a_split():
     """Ranks of whole chunks, a segment each: results and gradients."""
     cut = cut_of(replace(SMALL, lengths=(128,)), 4)

@@ -60,13 +60,16 @@ def test_processes_measure_every_contender(document: dict):
     forward, step, alone = document["rows"]
     assert [row["ranks"] for row in document["rows"]] == [2, 2, 1]
     assert (
-        {"one", "ours", "exchange", "fla"} <= forward.keys()
+        {"one", "ours", "gather", "exchange", "exchange_gather", "fla"} <= forward.keys()
         and "fla" not in step
         and "exchange_backward" not in forward
     )
-    assert "exchange_backward" in step and not {"exchange", "exchange_backward"} & alone.keys()
+    assert {"exchange_backward", "exchange_backward_gather"} <= step.keys()
+    assert not {"gather", "exchange", "exchange_backward"} & alone.keys()
+    assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None]
     for row in document["rows"]:
-        timed = [name for name in ("one", "ours", "exchange", "exchange_backward") if name in row]
+        names = ("one", "ours", "gather", *(f"exchange{x}{y}" for x in ("", "_backward") for y in ("", "_gather")))
+        timed = [name for name in names if name in row]
         # in turns: each of the contenders has the clock's first reading once
         assert sorted(row[name]["ms"]["min"] for name in timed) == [*range(1, len(timed) + 1)]
         assert all(row[name]["ms"]["samples"] == 3 and row[name]["problem"] is None for name in timed)
