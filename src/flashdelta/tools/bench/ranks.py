@@ -132,7 +132,8 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     shape = {"T": case.T, "H": case.H, "K": case.K}
     medians = {name: (x.get("ms") or {}).get("median") for name, x in found.items()}
     one, ours, fla = (medians.get(name) for name in ("one", "ours", "fla"))
-    predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates) if one else None
+    way = found["ours"].get("exchange") or "put"
+    predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if one else None
     return {
         **{"name": row.name, "table": row.table, "reason": row.why, "shape": shape, "ranks": row.ranks, **found},
         "efficiency": one / ours if one and ours else None,
