@@ -162,19 +162,21 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
 
 RANKS = {
     "packed": (replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long"), 2, False),
-    "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(192,), state=FP32, v_first=True, memory="long"), 3, True),
+    "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(576,), state=FP32, v_first=True, memory="long"), 3, True),
 }
 
 
+@pytest.mark.parametrize("split", ["auto", 3])
 @pytest.mark.parametrize("sms", [None, 1])
 @pytest.mark.parametrize("name", RANKS)
-def test_ranks_find_what_one_finds(name: str, sms: int | None):
+def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int):
+    """Also where each cuts its tokens into segments."""
     case, ranks, kept = RANKS[name]
     call = hopper_call(case) | {"output_final_state": True}
     cut = Cut(call, ranks, incoming_of(call))
     truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
     with poisoned_memory(), hopper_on_cpu(sms=sms):
-        found = cut.over_ranks(disable_recompute=kept)
+        found = cut.over_ranks(disable_recompute=kept, split=split)
     hold(found, truth)
 
 
