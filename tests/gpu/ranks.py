@@ -25,6 +25,8 @@ CASES = {
     "unbounded": replace(UNBOUNDED, name="ranks_unbounded", lengths=(1000, 3096), state=FP32, v_first=True),
     "grouped": replace(KIMI, name="ranks_grouped", lengths=(1000, 3096), H=2, HV=6, state=FP32),
 }
+# few heads: ranks cut their tokens into segments
+CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 7192), H=2, HV=2, state=FP32)
 CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
 REPEATS = 1000
 WAYS = ("put", "gather")

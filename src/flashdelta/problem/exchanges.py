@@ -145,7 +145,7 @@ class SharedMemory:
         if not captured:
             self.calls += 1
             if self.done is not None:
-                self.done.record()
+                self.done.record(self.stream)
 
     def _follow(self) -> None:
         """Exchanges run one after another, also on another stream than the last."""
@@ -220,9 +220,10 @@ def _memory_of(name: str, device: torch.device) -> SharedMemory:
     found = _memories.get((name, device))
     # a later group may have the name
     if found is None or found.group() is not group:
+        found = SharedMemory(name, group, device)
         for gone in [key for key, memory in _memories.items() if memory.group() is None]:
             del _memories[gone]
-        found = _memories[name, device] = SharedMemory(name, group, device)
+        _memories[name, device] = found
     return found
 
 
