@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import flashdelta as fd
+from flashdelta.hopper import segments
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, GATE_CASES, Case, case_id
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import float64, poisoned_memory
@@ -24,7 +27,7 @@ from ..support.gradients import (
     true_gradients,
 )
 from ..support.ranks import Cut, incoming_of
-from .interpreter import hopper_on_cpu
+from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
 
@@ -159,17 +162,38 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
 
 RANKS = {
     "packed": (replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long"), 2, False),
-    "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(192,), state=FP32, v_first=True, memory="long"), 3, True),
+    "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(576,), state=FP32, v_first=True, memory="long"), 3, True),
 }
 
 
+@pytest.mark.parametrize("split", ["auto", 3])
 @pytest.mark.parametrize("sms", [None, 1])
 @pytest.mark.parametrize("name", RANKS)
-def test_ranks_find_what_one_finds(name: str, sms: int | None):
+def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int):
+    """Also where each cuts its tokens into segments."""
     case, ranks, kept = RANKS[name]
     call = hopper_call(case) | {"output_final_state": True}
     cut = Cut(call, ranks, incoming_of(call))
     truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
     with poisoned_memory(), hopper_on_cpu(sms=sms):
-        found = cut.over_ranks(disable_recompute=kept)
+        found = cut.over_ranks(disable_recompute=kept, split=split)
     hold(found, truth)
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, [1] * 4), (3, [1] * 4 + [2] * 4)])
+def test_all_ctas_work_where_no_m_is_wanted(ranks: int, each: list[int]):
+    """Slices of transitions by CTA: four heads have one of b each, and of M too on a rank that a sequence spans."""
+    call = hopper_call(replace(KIMI, H=1, HV=4, K=64, V=64, lengths=(64 * ranks,)))
+    function, scanned = interpreted(segments.scan), list[Any]()
+    real = function.python
+
+    def noted(
+        ring: Any, results: Any, states: Any, at: Any, border: Any, tile: Any, place: Any, chunks: Any, *others: Any
+    ):
+        scanned.extend([ring] if chunks > 0 else [])
+        return real(ring, results, states, at, border, tile, place, chunks, *others)
+
+    with hopper_on_cpu(sms=4), mock.patch.dict(function.__dict__, python=noted):
+        Cut(call | {"output_final_state": True}, ranks).over_ranks()
+    rings = {id(ring): ring for ring in scanned}
+    assert sorted(sum(x is ring for x in scanned) for ring in rings.values()) == each

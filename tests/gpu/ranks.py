@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import flashdelta as fd
 from flashdelta.parallel import context_parallel
+from flashdelta.problem.exchanges import exchange
 from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
@@ -24,8 +25,13 @@ CASES = {
     "unbounded": replace(UNBOUNDED, name="ranks_unbounded", lengths=(1000, 3096), state=FP32, v_first=True),
     "grouped": replace(KIMI, name="ranks_grouped", lengths=(1000, 3096), H=2, HV=6, state=FP32),
 }
+# few heads: ranks cut their tokens into segments
+CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 7192), H=2, HV=2, state=FP32)
 CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
 REPEATS = 1000
+WAYS = ("put", "gather")
+REPLAYS = 3
+"""Of a graph, one after another: the exchange of each is in the place of the last."""
 
 
 def cut_of(case: Case, ranks: int, backend: str, device: str = "cuda") -> Cut:
@@ -37,9 +43,10 @@ def on_host(found: Found) -> Found:
     return {name: x.cpu() for name, x in found.items()}
 
 
-def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup) -> list[Found]:
-    """A captured forward with one batch, then with another one's lengths and tensors."""
-    context = context_parallel(cut.call["cu_seqlens"], group=group, max_sequences=8)
+def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup, way: str) -> list[Found]:
+    """A captured forward with one batch, then with another one's lengths and tensors, among calls that are not captured."""
+    context = context_parallel(cut.call["cu_seqlens"], group=group, max_sequences=8, exchange=way)
+    delays = random.Random(context.rank)
     rooms = [8 - len(x.sequences(context.rank)) for x in (cut, other)]
     call = cut.local(context, rooms[0])
     stream = torch.cuda.Stream()
@@ -56,16 +63,36 @@ def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup) -> list[Found]:
         for name, x in each.local(context, room).items():
             if isinstance(x, torch.Tensor):
                 call[name].copy_(x)
-        graph.replay()
+        fd.chunk_kda(**call)
+        for _ in range(REPLAYS):
+            graph.replay()
+            time.sleep(delays.random() * 2e-3)
+        fd.chunk_kda(**call)
         torch.cuda.synchronize()
         rows = len(each.sequences(context.rank))
         found.append({"o": o.clone(), "final_state": final_state[:rows].clone()})
     return found
 
 
-def repeats_with_delays(cut: Cut, group: dist.ProcessGroup) -> bool:
+def on_two_streams(group: dist.ProcessGroup, way: str) -> bool:
+    """Whether exchanges that follow each other on other streams bring what was sent, also where ranks come late."""
+    streams, delays = [torch.cuda.Stream() for _ in range(2)], random.Random(group.rank())
+    ranks = torch.arange(group.size(), device="cuda", dtype=torch.float32).view(-1, 1, 1)
+    calls = [(ranks[group.rank()] + i).expand(1, 1 << 18).contiguous() for i in range(REPEATS // 10)]
+    found = [x.new_empty(group.size(), *x.shape) for x in calls]
+    torch.cuda.synchronize()
+    for i, (packet, packets) in enumerate(zip(calls, found)):
+        with torch.cuda.stream(streams[i % 2]):
+            exchange(packet, packets, group.group_name, way)
+        if delays.random() < 0.2:
+            time.sleep(delays.random() * 2e-3)
+    torch.cuda.synchronize()
+    return all(bool((packets == ranks + i).all()) for i, packets in enumerate(found))
+
+
+def repeats_with_delays(cut: Cut, group: dist.ProcessGroup, way: str) -> bool:
     """Whether calls of ranks that come late, each by another time, find the same bits every time."""
-    context = context_parallel(cut.call["cu_seqlens"], group=group)
+    context = context_parallel(cut.call["cu_seqlens"], group=group, exchange=way)
     call, delays = cut.local(context), random.Random(context.rank)
     first = fd.chunk_kda(**call)
     for _ in range(REPEATS):
@@ -104,16 +131,21 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
         found[name] = on_host(runs[0])
         found[f"{name} repeats"] = all(same_bits(x, run[key]) for run in runs for key, x in runs[0].items())
         found[f"{name} kept"] = on_host(cut.run(group, disable_recompute=True))
+        ways = [replace(cut, exchange=way).run(group) for way in WAYS]
+        found[f"{name} ways"] = all(same_bits(x, run[key]) for run in ways for key, x in runs[0].items())
     cut = cut_of(CASES["packed"], ranks, backend)
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
-    found["graph"] = [on_host(x) for x in replayed(cut, other, group)]
+    for way in WAYS:
+        found[f"graph {way}"] = [on_host(x) for x in replayed(cut, other, group, way)]
+        found[f"delays {way}"] = repeats_with_delays(cut, group, way)
+        found[f"streams {way}"] = on_two_streams(group, way)
     context = context_parallel(cut.call["cu_seqlens"], group=group)
+    found["way"] = context.exchange
     compiled = torch.compile(lambda call: fd.chunk_kda(**call), fullgraph=True)
     found["compiled"] = on_host(dict(zip(("o", "final_state"), compiled(cut.local(context)))))
     with first_configurations():
         both = beside_fla(cut_of(CASES["fla"], ranks, backend), group)
     found["beside FLA"] = {name: on_host(x) for name, x in both.items()}
-    found["delays"] = repeats_with_delays(cut, group)
     spoiled = cut_of(CASES["packed"], ranks, backend)
     for name in ("q", "k", "v", "g", "beta"):
         spoiled.call[name][:, 701:2701] = torch.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from flashdelta.testing.processes import on_processes
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI
-from .ranks import CASES, cut_of, work
+from .ranks import CASES, WAYS, cut_of, work
 
 pytestmark = pytest.mark.gpu
 
 RANKS = 2
+PATIENCE = timedelta(minutes=2)
+"""For a rank that does not come."""
+
 VALUES, GRADIENTS = 6e-3, 2e-2
 """Errors of results and of gradients, bfloat16."""
 
@@ -71,7 +75,7 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("hopper: not a Hopper GPU")
     found = folder_of_run(tmp_path_factory) / f"ranks-{request.param}.pt"
-    return request.param, once(found, lambda: on_processes(RANKS, work, request.param, device="cuda"))
+    return request.param, once(found, lambda: on_processes(RANKS, work, request.param, device="cuda", timeout=PATIENCE))
 
 
 @two_gpus
@@ -83,20 +87,26 @@ def test_gpus_find_what_virtual_ranks_find(processes: tuple[str, list[dict]], na
     joined, virtual = cut.joined([x[name] for x in found]), cut.over_ranks()
     for key, x in virtual.items():
         assert same_bits(joined[key], x.cpu()), key
-    assert all(x[f"{name} repeats"] for x in found)
+    assert all(x[f"{name} repeats"] and x[f"{name} ways"] for x in found)
     kept = cut.joined([x[f"{name} kept"] for x in found])
     assert all(same_bits(kept[key], x) for key, x in joined.items())
     hold(joined, cut)
 
 
 @two_gpus
+def test_gpus_of_one_host_put(processes: tuple[str, list[dict]]):
+    assert [x["way"] for x in processes[1]] == ["put"] * RANKS
+
+
+@two_gpus
 @pytest.mark.long
-def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]]):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]], way: str):
     backend, found = processes
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), RANKS, backend)
     for i, cut in enumerate((cut_of(CASES["packed"], RANKS, backend), other)):
         wanted = Cut(cut.call, RANKS).over_ranks()
-        joined = cut.joined([x["graph"][i] for x in found])
+        joined = cut.joined([x[f"graph {way}"][i] for x in found])
         assert all(same_bits(joined[key], x.cpu()) for key, x in wanted.items())
 
 
@@ -107,8 +117,9 @@ def test_a_compiled_call_has_the_same_bits(processes: tuple[str, list[dict]]):
 
 
 @two_gpus
-def test_late_ranks_change_nothing(processes: tuple[str, list[dict]]):
-    assert all(found["delays"] for found in processes[1])
+@pytest.mark.parametrize("way", WAYS)
+def test_late_ranks_change_nothing(processes: tuple[str, list[dict]], way: str):
+    assert all(found[f"delays {way}"] and found[f"streams {way}"] for found in processes[1])
 
 
 @two_gpus

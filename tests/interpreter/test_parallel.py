@@ -48,6 +48,25 @@ def test_ranks_find_what_one_finds(name: str):
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
 
 
+@pytest.mark.parametrize("late", [None, 0])
+def test_copies_into_memory_of_other_ranks_change_nothing(late: int | None):
+    """Of a forward with its backward pass, whose exchanges are of two sizes."""
+    cut = replace(cut_of(replace(SMALL, lengths=(10, 54)), 2), exchange="put")
+    found, wanted = cut.joined(on_ranks(2, cut.run, late)), replace(cut, exchange="gather").over_ranks()
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("lengths", [(20, 172), (192,)])
+def test_ranks_cut_their_tokens_into_segments(lengths: tuple[int, ...], kept: bool):
+    cut = cut_of(replace(SMALL, lengths=lengths, v_first=kept), 2)
+    found = cut.over_ranks(split=3, disable_recompute=kept)
+    for key, x in exact(cut).items():
+        error = (found[key].double() - x).norm() / x.norm()
+        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+
+
 def test_ranks_have_the_bits_of_a_split():
     """Ranks of whole chunks, a segment each: results and gradients."""
     cut = cut_of(replace(SMALL, lengths=(128,)), 4)
@@ -87,8 +106,9 @@ def test_a_second_backward_pass_exchanges_again():
     assert all(on_ranks(2, run))
 
 
-def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends():
-    cut = cut_of(replace(SMALL, lengths=(20, 0, 44)), 2)
+@pytest.mark.parametrize("split", [False, 2])
+def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends(split: bool | int):
+    cut = cut_of(replace(SMALL, lengths=(60, 0, 132)), 2)
     states = cut.call.pop("initial_state")
     wanted = exact(Cut(cut.call | {"initial_state": states}, 2))["final_state"]
     call = {name: x for name, x in cut.call.items() if name != "output_final_state"}
@@ -98,7 +118,7 @@ def test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends():
         slots = torch.tensor(cut.sequences(context.rank))
         pool = states.clone()
         own = Cut(call, 2).local(context) | {"state_pool": pool, "state_indices": slots, "state_v_first": False}
-        fd.chunk_kda(**own)
+        fd.chunk_kda(**own, split=split)
         return pool
 
     for pool, ended in zip(on_ranks(2, run), (0, 2)):

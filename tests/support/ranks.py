@@ -26,6 +26,7 @@ class Cut:
     call: dict
     ranks: int
     incoming: tuple[Tensor, Tensor] | None = None
+    exchange: str = "auto"
 
     @property
     def offsets(self) -> list[int]:
@@ -99,7 +100,8 @@ class Cut:
         """On the rank of `group`."""
         offsets = self.call["cu_seqlens"]
         counts = [len(self.sequences(rank)) for rank in range(self.ranks)]
-        context = context_parallel(offsets, group=group, max_sequences=max(counts) + spare if spare else None)
+        most = max(counts) + spare if spare else None
+        context = context_parallel(offsets, group=group, max_sequences=most, exchange=self.exchange)
         room = context.cu_seqlens.numel() - 1 - counts[context.rank]
         incoming = None if self.incoming is None else self.gradients(context.rank, room)
         return results_of(self.local(context, room) | options, incoming)

@@ -65,13 +65,17 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_processes_measure_every_contender(document: dict):
     forward, step, alone, kept = document["rows"]
     assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1]
-    assert {"one", "ours", "exchange"} <= forward.keys() and "exchange_backward" not in forward
+    assert {"one", "ours", "gather", "exchange", "exchange_gather"} <= forward.keys()
+    assert "exchange_backward" not in forward
     assert step["fla"] == {"problem": "not asked for"} and [*forward["ours"]["error"]] == ["o"]
     for row in (step, alone, kept):
         assert [*row["ours"]["error"]] == ["o", *LEAVES] and 0 <= max(row["ours"]["error"].values()) < 1e-2
-    assert "exchange_backward" in step and not {"exchange", "exchange_backward"} & alone.keys()
+    assert {"exchange_backward", "exchange_backward_gather"} <= step.keys()
+    assert not {"gather", "exchange", "exchange_backward"} & alone.keys()
+    assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None, None]
     for row in document["rows"]:
-        timed = [name for name in ("one", "ours", "exchange", "exchange_backward") if name in row]
+        names = ("one", "ours", "gather", *(f"exchange{x}{y}" for x in ("", "_backward") for y in ("", "_gather")))
+        timed = [name for name in names if name in row]
         # in turns: each of the contenders has the clock's first reading once
         assert sorted(row[name]["ms"]["min"] for name in timed) == [*range(1, len(timed) + 1)]
         assert all(row[name]["ms"]["samples"] == 3 and row[name]["problem"] is None for name in timed)
@@ -275,9 +279,13 @@ def test_a_row_has_the_prediction_of_the_model():
 
 
 def test_the_model_takes_what_was_measured():
-    for gib, us in scaling.GATHER_US:
-        assert scaling.gather_us(gib) == us
-    assert scaling.gather_us(36) == (55 + 290) / 2 and scaling.gather_us(128) > 500
+    for mib, us in scaling.GATHER_US:
+        assert scaling.exchange_us(mib, 2, "gather") == us
+    for mib, us in scaling.PUT_US:
+        # the rank copies its own packet and what it has got, and each byte is read and written
+        copied = 4 * mib * 2**20 / 4.24e6
+        assert scaling.exchange_us(mib, 2, "put") == pytest.approx(us + 5 + copied)
+    assert scaling.exchange_us(36, 2, "gather") == (55 + 290) / 2 and scaling.exchange_us(128, 2, "gather") > 500
     train = report.load(pages.RESULTS / "train-hopper-h200.json")
     for heads, us in scaling.REVERSE_US.items():
         row = next(row for row in train["rows"] if row["name"] == f"B1 T8192 H{heads}")
@@ -287,13 +295,19 @@ def test_the_model_takes_what_was_measured():
 
 
 def test_the_model_adds_what_a_rank_does_more():
-    # 128 chunks, as many CTAs as SMs or twice as many; 4 MiB from one rank, 12 from three
-    assert scaling.transitions_us(8192, 32) == pytest.approx(128 * 0.57)
-    assert scaling.transitions_us(8192, 64) == pytest.approx(2 * 128 * 0.57)
+    # 128 chunks, as many CTAs as SMs or twice as many; without M half as many, and memory decides
+    assert scaling.transitions_us(8192, 32, 4) == pytest.approx(128 * 0.57)
+    assert scaling.transitions_us(8192, 64, 4) == pytest.approx(2 * 128 * 0.57)
+    assert scaling.transitions_us(8192, 32, 2) == pytest.approx(128 * 0.57)
+    assert scaling.transitions_us(8192, 64, 2) == pytest.approx(128 * 64 * 57_856 / 4.24e6)
     assert scaling.merge_us(32, 4) == pytest.approx(3 * 2 * 2.3)
-    assert scaling.added_us(8192, 32, 2, None) == pytest.approx(73.0 + 36 + 4.6, abs=0.1)
+    # 4 MiB from one rank, 12 from three; of c half as much
+    assert scaling.exchange_us(4, 2, "put") == pytest.approx(22.7, abs=0.1)
+    assert scaling.exchange_us(4, 4, "put") == pytest.approx(54.0, abs=0.1)
+    assert scaling.added_us(8192, 32, 2, None) == pytest.approx(73.0 + 22.7 + 4.6, abs=0.1)
+    assert scaling.added_us(8192, 32, 2, None, "gather") == pytest.approx(73.0 + 36 + 4.6, abs=0.1)
     with_reverse = scaling.added_us(8192, 32, 2, 140.9)
-    assert with_reverse == pytest.approx(73.0 + 36 + 4.6 + 140.9 + 35.3 + 9.2, abs=0.1)
+    assert with_reverse == pytest.approx(73.0 + 22.7 + 4.6 + 140.9 + 16.1 + 9.2, abs=0.2)
     assert scaling.efficiency(1.0, 8192, 8, 2, True) is None and scaling.efficiency(1.0, 8192, 32, 1, True) is None
 
 

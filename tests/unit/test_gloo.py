@@ -124,10 +124,19 @@ def failure_of_a_lost_rank(group: dist.ProcessGroup) -> str:
     return "nothing"
 
 
+def refusal_of_put(group: dist.ProcessGroup) -> str:
+    try:
+        context_parallel(torch.tensor(OFFSETS), group=group, exchange="put")
+    except ValueError as refused:
+        return str(refused)
+    return "none"
+
+
 def work(group: dist.ProcessGroup) -> dict[str, object]:
     torch.set_num_threads(1)
     rank = group.rank()
     found: dict = {name: cut_of(name).run(group) for name in CASES}
+    found["put"] = refusal_of_put(group)
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
     found["compiled rows"] = compiled_rows(group)
@@ -209,6 +218,10 @@ def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
     for name, x in wanted.items():
         joined = torch.cat([rank["fla"][name] for rank in found], dim=1)
         torch.testing.assert_close(joined, x, rtol=1e-10, atol=1e-11, msg=name)
+
+
+def test_put_is_refused_without_gpus(found: list[dict]):
+    assert [x["put"] for x in found] == ["exchange: got 'put', wanted 'gather' (tensors on cpu)"] * RANKS
 
 
 def test_ranks_hear_of_one_that_is_lost(found: list[dict]):

@@ -19,6 +19,8 @@ from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks
 from flashdelta.problem.context import FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, SEQUENCES, shard
+from flashdelta.problem.problem import AUTO
+from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BY_NAME, Case
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import same_bits
@@ -64,11 +66,12 @@ def batches(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
 
 
 @settings(max_examples=30)
-@given(batches(), st.integers(0, 2))
-def test_ranks_find_what_one_finds(batch: tuple[tuple[int, ...], int], spare: int):
+@given(batches(), st.integers(0, 2), st.sampled_from(["auto", 2, 3]))
+def test_ranks_find_what_one_finds(batch: tuple[tuple[int, ...], int], spare: int, split: str | int):
+    """Also where each cuts its tokens into segments."""
     lengths, ranks = batch
     cut = cut_of(packed(lengths), ranks)
-    assert_same(cut.over_ranks(spare), cut.whole())
+    assert_same(cut.over_ranks(spare, split=split), cut.whole())
 
 
 CASES = {
@@ -373,7 +376,6 @@ REFUSED = {
         lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group),
         "cu_seqlens: got a",
     ),
-    "split": (with_context(split=2), "split: got a number of segments with cp_context or group"),
     "checkpoints": (
         with_context(checkpoint_states=torch.zeros(1, 2, 32, 64), checkpoint_every=64),
         "checkpoint_states: got a tensor with cp_context",
@@ -514,12 +516,23 @@ def test_a_virtual_rank_that_does_not_come_is_an_error(absent: int):
         on_ranks(2, run)
 
 
+def test_a_rank_plans_segments_of_its_tokens():
+    """As one GPU does for as many."""
+
+    def run(group) -> tuple[bool, ...]:
+        call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group), "backend": "triton"}
+        return tuple(check(fd.chunk_kda, **call | split)[0].split == AUTO for split in ({}, {"split": False}))
+
+    assert on_ranks(2, run) == [(True, False)] * 2
+
+
 def test_supports_and_explain_know_contexts():
     def run(group) -> tuple:
         call = small_call() | {"cp_context": context_parallel(OFFSETS, group=group)}
         explained = fd.explain(fd.chunk_kda, **call)
-        return fd.supports(fd.chunk_kda, **call), fd.supports(fd.chunk_kda, **call | {"split": 2}), explained.chosen
+        lengths = fd.supports(fd.chunk_kda, **call | {"cu_seqlens_cpu": OFFSETS})
+        return fd.supports(fd.chunk_kda, **call | {"split": 2}), lengths, explained.chosen
 
-    for fits, split, chosen in on_ranks(2, run):
+    for fits, lengths, chosen in on_ranks(2, run):
         assert fits.ok and chosen == "reference"
-        assert not split.ok and "split" in split.reason
+        assert not lengths.ok and "cu_seqlens_cpu" in lengths.reason

@@ -333,18 +333,18 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
 ):
     """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
 
-    def noted(packet: Tensor, packets: Tensor, group: str) -> None:
-        assert packets.shape == (2, *packet.shape) and group == "virtual"
-        pretended.append(("gather", None, [packet, packets]))
+    def noted(packet: Tensor, packets: Tensor, group: str, way: str) -> None:
+        assert packets.shape == (2, *packet.shape) and group == "virtual" and way == "put"
+        pretended.append(("exchange", None, [packet, packets]))
 
-    monkeypatch.setattr(exchange, "gather", noted)
-    monkeypatch.setattr(records, "gather", noted)
+    monkeypatch.setattr(exchange, "exchange", noted)
+    monkeypatch.setattr(records, "exchange", noted)
     kept, orders = [], []
     for middle in (40, 70, 10):
         pretended.clear()
         offsets = torch.tensor([0, middle, 140])
         local, border = shard(offsets, 0, 2, 70, 2)
-        context = ContextParallel(None, "virtual", 0, 2, border, local, 70)
+        context = ContextParallel(None, "virtual", 0, 2, border, local, 70, exchange="put")
         call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
         call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
         call["q"].requires_grad_(backward)
@@ -353,15 +353,15 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
             o.backward(torch.zeros_like(o))
         kept.append((call, o, final_state))
         orders.append([kernel for kernel, _, _ in pretended])
-        launched = [x for x in pretended if x[0] != "gather"]
+        launched = [x for x in pretended if x[0] != "exchange"]
         assert [any(isinstance(x, Tensor) for x in arguments) for *_, arguments in launched] == [len(kept) == 1] * len(
             launched
         )
         for i, (kernel, _, arguments) in enumerate(pretended):
-            if kernel == "gather" and len(kept) > 1:
+            if kernel == "exchange" and len(kept) > 1:
                 packet, packets = (x.data_ptr() for x in arguments)
                 assert packet in pretended[i - 1][2] and packets in pretended[i + 1][2]
-    assert orders[0].count("gather") == (2 if backward else 1) and orders[1] == orders[2] == orders[0]
+    assert orders[0].count("exchange") == (2 if backward else 1) and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     wanted = {**layout(problem), **split_layout(problem, t.device)}
     call = StageCall(problem, t, arch, Workspace.allocate(wanted, t.device))
     final_state = outputs.get("final_state")
-    split = before_segments(call, final_state)
     prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
     if problem.ranks > 1:
         carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+    split = before_segments(call, final_state)
     return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h")), *stored]

@@ -89,11 +89,20 @@ def plan_segments(
 
 
 @gluon.jit
-def transition_count(scheduler, border):
+def transition_count(scheduler, border, K: gl.constexpr):
     if border is None:
         return scheduler.transition_count()
     else:
-        return scheduler.outgoing_count()
+        return scheduler.outgoing_count(border, K)
+
+
+@gluon.jit
+def transition_slice(scheduler, border, K: gl.constexpr):
+    """The CTA's slice of the columns of M and b."""
+    if border is None:
+        return scheduler.slice()
+    else:
+        return scheduler.outgoing_slice(border, K)
 
 
 @gluon.jit
@@ -140,10 +149,10 @@ def fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offse
 def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr):
     """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
     unless that forgets."""
-    slice_ = scheduler.slice() - K // BV
+    slice_ = transition_slice(scheduler, border, K) - K // BV
     row, in_v, key = loader_offsets(strides[1], K)
     at = (row, in_v, key, slice_)
-    count = transition_count(scheduler, border)
+    count = transition_count(scheduler, border, K)
     if decision is None:
         iteration = 0
         for k in range(count):
@@ -201,11 +210,11 @@ def compute(
     V_FIRST: gl.constexpr,
 ):
     """The consumer: four warps that carry 64 columns of M or b, transposed, from chunk to chunk."""
-    slice_ = scheduler.slice()
+    slice_ = transition_slice(scheduler, border, K)
     key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
     column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
     at = (slice_, column, key)
-    count = transition_count(scheduler, border)
+    count = transition_count(scheduler, border, K)
     if decision is None:
         iteration = 0
         for k in range(count):

@@ -139,7 +139,7 @@ def chunk_kda(
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
             run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` and the
             pool's is that after this rank's last token of the sequence, the true one where the sequence ends. Gradients of
-            `A_log` and `dt_bias` are this rank's share. Takes no checkpoints, and no sequence is split further.
+            `A_log` and `dt_bias` are this rank's share. `split` cuts this rank's tokens. Takes no checkpoints.
         group: a process group: each batch row is one sequence over all its ranks, the tensors being this rank's tokens.
 
     Returns:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.context import HALO, context_of, gather
+from ..problem.context import HALO, context_of
 from ..problem.errors import wrong
+from ..problem.exchanges import exchange
 
 
 def halo(x: Tensor, context: Any, width: int) -> Tensor:
@@ -48,7 +49,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         raise wrong("x", f"device {x.device}", f"the context's device {c.device}")
     if c.ranks == 1:
         return x.new_zeros(x.shape[0], width, x.shape[2])
-    return _halo(x, c.border, c.name, c.rank, c.ranks, width)
+    return _halo(x, c.border, c.name, c.exchange, c.rank, c.ranks, width)
 
 
 def _visible(border: Tensor, width: int) -> Tensor:
@@ -61,26 +62,26 @@ def _visible(border: Tensor, width: int) -> Tensor:
 
 
 @torch.library.custom_op("flashdelta::halo", mutates_args=())
-def _halo(x: Tensor, border: Tensor, name: str, rank: int, ranks: int, width: int) -> Tensor:
+def _halo(x: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, width: int) -> Tensor:
     B, T, D = x.shape
     tail = min(T, width)
     tails = x.new_empty(ranks, B, tail, D)
-    gather(x[:, T - tail :].contiguous(), tails, name)
+    exchange(x[:, T - tail :].contiguous(), tails, name, way)
     before = tails[:rank].transpose(0, 1).flatten(1, 2)[:, -width:] if tail else x.new_empty(B, 0, D)
     missing = x.new_zeros(B, width - before.shape[1], D)
     return torch.where(_visible(border, width), torch.cat([missing, before], dim=1), 0)
 
 
 @_halo.register_fake
-def _(x: Tensor, border: Tensor, name: str, rank: int, ranks: int, width: int) -> Tensor:
+def _(x: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, width: int) -> Tensor:
     return x.new_empty(x.shape[0], width, x.shape[2])
 
 
 @torch.library.custom_op("flashdelta::halo_backward", mutates_args=())
-def _halo_backward(grad: Tensor, border: Tensor, name: str, rank: int, ranks: int, tokens: int) -> Tensor:
+def _halo_backward(grad: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, tokens: int) -> Tensor:
     B, width, D = grad.shape
     grads = grad.new_empty(ranks, B, width, D)
-    gather(torch.where(_visible(border, width), grad, 0).contiguous(), grads, name)
+    exchange(torch.where(_visible(border, width), grad, 0).contiguous(), grads, name, way)
     found, tail = grad.new_zeros(B, tokens, D), min(tokens, width)
     # rank r sees this rank's last tokens behind those of the ranks between
     for r in range(rank + 1, ranks):
@@ -92,7 +93,7 @@ def _halo_backward(grad: Tensor, border: Tensor, name: str, rank: int, ranks: in
 
 
 @_halo_backward.register_fake
-def _(grad: Tensor, border: Tensor, name: str, rank: int, ranks: int, tokens: int) -> Tensor:
+def _(grad: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, tokens: int) -> Tensor:
     return grad.new_empty(grad.shape[0], tokens, grad.shape[2])
 
 
@@ -103,7 +104,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _halo_backward(grad, *ctx.saved_tensors, *ctx.ranks, ctx.tokens), *[None] * 5
+    return _halo_backward(grad, *ctx.saved_tensors, *ctx.ranks, ctx.tokens), *[None] * 6
 
 
 _halo.register_autograd(_differentiate, setup_context=_save)

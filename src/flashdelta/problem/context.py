@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import wrong
+from .exchanges import EXCHANGES, chosen_exchange, gather_numbers
 
 OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, DIGEST, OPENED = 0, 1, 2, 3, 4, 5, 6, 8
 """Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
@@ -26,8 +27,6 @@ MASK = 2**31 - 1
 
 ANY_HALO = 2**30
 """Tokens on earlier ranks, where only shapes tell how many there are."""
-
-EXCHANGES = ("auto", "gather")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,8 @@ class ContextParallel:
     cu_seqlens: Tensor | None = None
     tokens: int | None = None
     conv_size: int | None = None
-    exchange: str = "gather"
+    exchange: str = "auto"
+    """How states go from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
     knows_halo: bool = True
     """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
     alike: tuple = field(init=False, repr=False)
@@ -56,7 +56,8 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         offsets = None if self.cu_seqlens is None else (self.cu_seqlens.shape, self.cu_seqlens.dtype)
-        object.__setattr__(self, "alike", (self.name, self.rank, self.ranks, self.tokens, offsets, self.device))
+        ranks = self.name, self.rank, self.ranks, self.exchange
+        object.__setattr__(self, "alike", (*ranks, self.tokens, offsets, self.device))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ContextParallel) and self.alike == other.alike
@@ -113,13 +114,16 @@ def context_parallel(
         max_sequences: how many sequences a rank may have: `N` of its calls, the last ones empty if there are fewer. By default
             as many as it has.
         conv_size: taps of the layer's short convolution, of which modules ask.
-        exchange: how states go from rank to rank: `"gather"`, an all-gather of the group, or `"auto"`, which is that.
+        exchange: how states go from rank to rank, with the same bits: `"gather"`, an all-gather of the group; `"put"`, copies
+            into the memory of the other ranks, which are GPUs of one host; or `"auto"`: put where all ranks can, which is
+            asked once of a group. A capture of a CUDA graph needs one call of its size before it.
 
     Returns:
         A `ContextParallel`, for `chunk_kda(..., cp_context=)` on this rank's tokens.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
+        ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted. Where
+            `"put"` can't be, every rank says why.
     """
     name, rank, ranks = members(group)
     check_offsets(cu_seqlens)
@@ -144,11 +148,12 @@ def context_parallel(
         N = int(shard(offsets, rank, ranks, total // ranks, 1)[1][SEQUENCES])
     else:
         check_room(offsets, ranks, total // ranks, N)
+    way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
     with torch.inference_mode(False):  # calls with gradients take them, too
         local, border = shard(offsets, rank, ranks, total // ranks, N)
         border[DIGEST] = digest(offsets)
         local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
-    return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, "gather")
+    return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, way)
 
 
 def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
@@ -340,27 +345,11 @@ def _fla_count(context: Any, name: str, most: int) -> int:
     return value
 
 
-# ---- exchange -------------------------------------------------------------------------------------------------------------
-
-
-def gather(packet: Tensor, packets: Tensor, name: str) -> None:
-    """`packets [ranks, ...]`: every rank's `packet`, of the process group of this name. All its ranks must call this."""
-    from torch.distributed import distributed_c10d as c10d
-
-    # the newer of two names, where it is known, since the older one warns
-    all_gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
-    all_gather(packets.flatten(0, 1), packet, group=c10d._resolve_process_group(name))
+# ---- checks ---------------------------------------------------------------------------------------------------------------
 
 
 REFUSED = -1
 """Instead of a call's hash: this rank refuses it."""
-
-
-def gather_numbers(numbers: list[int], context: ContextParallel) -> list[list[int]]:
-    own = torch.tensor(numbers, dtype=torch.int64, device=context.device)
-    found = own.new_empty(context.ranks, len(numbers))
-    gather(own, found, context.name)
-    return found.tolist()
 
 
 def check_ranks(context: ContextParallel, described: object) -> None:
@@ -369,7 +358,8 @@ def check_ranks(context: ContextParallel, described: object) -> None:
     call that this rank refuses."""
     own = context.border.tolist()
     told = REFUSED if described is None else zlib.crc32(repr(described).encode())
-    numbers = gather_numbers([told, own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]], context)
+    said = [told, own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]]
+    numbers = gather_numbers(said, context.name, context.ranks, context.device)
     calls, offsets, *_ = zip(*numbers)
     found = [border for _, _, *border in numbers]
     if REFUSED in calls:

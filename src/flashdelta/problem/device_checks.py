@@ -65,7 +65,7 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
 
 ALIKE = (
     *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
-    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad"),
+    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange"),
 )
 """What calls of all ranks have in common: fields of their problems."""
 

@@ -310,7 +310,6 @@ CONTEXT_RULES = (
         alone(role, lambda x: x is not None, "a tensor")
         for role in ("cu_seqlens_cpu", "checkpoint_offsets", "checkpoint_states")
     ),
-    alone("split", lambda x: type(x) is int and x > 1, "a number of segments"),
 )
 
 
@@ -421,7 +420,7 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     context = options.get("cp_context")
     ranks = {}
     if context is not None and context.ranks > 1:
-        ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks, split=1)
+        ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks, exchange=context.exchange)
     worked_out = dict(
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,

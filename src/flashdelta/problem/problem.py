@@ -142,7 +142,8 @@ class Settings:
     else 0). Of decoding alone: `spec_tokens` speculative tokens a sequence, and without `update_state` the pool is only read.
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
     row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several
-    ranks: the name of the `process_group`, this process' `rank` in it and how many `ranks` it has (`context.py`).
+    ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has (`context.py`), and the way of
+    their `exchange` (`exchanges.py`).
     """
 
     operation: str = "chunk"
@@ -172,6 +173,7 @@ class Settings:
     process_group: str = ""
     rank: int = 0
     ranks: int = 1
+    exchange: str = "gather"
 
 
 SETTINGS = fields(Settings)

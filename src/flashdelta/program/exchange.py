@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..problem.context import gather
+from ..problem.exchanges import exchange
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`. Both are `scratch`,
-    or outputs."""
+    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, by a `way` of the
+    process group's. Both are `scratch`, or outputs."""
 
     group: str
+    way: str
     packet: Tensor
     packets: Tensor
 
@@ -23,4 +24,4 @@ class Exchange:
         return self.packet, self.packets
 
     def run(self) -> None:
-        gather(self.packet, self.packets, self.group)
+        exchange(self.packet, self.packets, self.group, self.way)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ..problem.arguments import extent
-from ..problem.context import gather
+from ..problem.exchanges import exchange
 from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
 
@@ -113,14 +113,14 @@ class Recorder:
         self.launches: list[tuple] = []
         self.possible = device.index == torch.cuda.current_device()
 
-    def add_exchange(self, exchange: Exchange, outputs: Mapping[str, Tensor], zeroed: Container[str]) -> None:
+    def add_exchange(self, step: Exchange, outputs: Mapping[str, Tensor], zeroed: Container[str]) -> None:
         self._see(outputs, zeroed)
-        step = len(self.launches)
-        pointers = [(i, x.data_ptr(), False) for i, x in enumerate(exchange.scratch)]
-        for x in exchange.scratch:
-            self._use(None if self._is_own(x) else x, step)
-        shapes = [(x.shape, x.dtype) for x in exchange.scratch]
-        self.launches.append((None, None, (exchange.group, shapes), pointers, self._alive(step)))
+        place = len(self.launches)
+        pointers = [(i, x.data_ptr(), False) for i, x in enumerate(step.scratch)]
+        for x in step.scratch:
+            self._use(None if self._is_own(x) else x, place)
+        shapes = [(x.shape, x.dtype) for x in step.scratch]
+        self.launches.append((None, None, (step.group, step.way, shapes), pointers, self._alive(place)))
 
     def add(
         self, launch: Launch, compiled: CompiledKernel | None, outputs: Mapping[str, Tensor], zeroed: Container[str]
@@ -207,9 +207,9 @@ class Recorder:
             tensors: list[Within] = []
             call: tuple[Callable[..., object], list]
             if compiled is None:
-                group, shapes = arguments
+                *where, shapes = arguments
                 tensors = [Within(*place[1:], *shape) for place, shape in zip(places[0], shapes)]
-                call, places = (gather, [group]), ([], [])
+                call, places = (exchange, where), ([], [])
             else:
                 call = kernel_call(compiled, grid, arguments)
             outputs = [

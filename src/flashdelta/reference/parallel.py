@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..problem.context import FIRST_RANK, OPEN_IN, OPEN_OUT, gather
+from ..problem.context import FIRST_RANK, OPEN_IN, OPEN_OUT
+from ..problem.exchanges import exchange as exchange_packets
+from ..problem.exchanges import gather
 from ..problem.problem import Problem, Tensors
 from .split import Transition
 
@@ -27,12 +29,13 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: FunctionCtx, packet: Tensor, problem: Problem) -> Tensor:
         ctx.problem = problem  # type: ignore[attr-defined]
         packets = packet.new_empty(problem.packet_shape)
-        gather(packet.contiguous(), packets, problem.process_group)
+        exchange_packets(packet.contiguous(), packets, problem.process_group, problem.exchange)
         return packets
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         problem = ctx.problem
+        # of all packets, for which no memory is kept
         grads = grad.new_empty(problem.ranks, *grad.shape)
         gather(grad.contiguous(), grads, problem.process_group)
         return grads[:, problem.rank].sum(0), None

@@ -43,7 +43,9 @@ def _run(
     if device == "cuda":
         bound = torch.device("cuda", rank)
         torch.cuda.set_device(bound)
+        # nothing here needs NVLink multicast, which not every machine has
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     dist.init_process_group(
         "gloo" if bound is None else "nccl",
         init_method=f"file://{folder}/meeting",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+
+from ..problem.exchanges import Memory
 
 T = TypeVar("T")
 
@@ -17,13 +20,15 @@ _serials = itertools.count()
 
 
 class _Meeting:
-    """Where the ranks of a virtual group meet. `turn` is held by the one that runs; `arrived` wait for the others."""
+    """Where the ranks of a virtual group meet. `turn` is held by the one that runs; `arrived` wait for the others. Rank `late`
+    is slower than they are: see `let_pass`."""
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int, late: int | None):
+        self.late = late
         self.turn = threading.Lock()
         self.barrier = threading.Barrier(ranks)
         self.packets: list[Any] = [None] * ranks
-        self.arrived, self.someone_left = 0, False
+        self.arrived = self.left = 0
 
     def wait(self) -> None:
         self.arrived = (self.arrived + 1) % len(self.packets)
@@ -34,12 +39,21 @@ class _Meeting:
         finally:
             self.turn.acquire()
 
+    def let_pass(self, rank: int) -> None:
+        """The late rank goes on from here when the others have done all that they can without it."""
+        while rank == self.late and self.arrived + self.left < len(self.packets) - 1:
+            self.turn.release()
+            time.sleep(1e-4)
+            self.turn.acquire()
+            if self.barrier.broken:
+                raise threading.BrokenBarrierError
+
     def leave(self) -> None:
-        self.someone_left = True
+        self.left += 1
         self.check()
 
     def check(self) -> None:
-        if self.someone_left and self.arrived > 0:
+        if self.left > 0 and self.arrived > 0:
             raise RuntimeError("an exchange that another rank does not come to")
 
 
@@ -48,8 +62,24 @@ class _Done(Work):
         return True
 
 
+class _Shared:
+    """What ranks that share memory have instead of PyTorch's symmetric memory."""
+
+    def __init__(self, meeting: _Meeting, rank: int, buffers: Sequence[Tensor]):
+        self.meeting, self.rank, self.buffers = meeting, rank, buffers
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        flat = self.buffers[rank].view(dtype)[storage_offset:]
+        return flat[: torch.Size(sizes).numel()].view(*sizes)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        self.meeting.wait()
+        self.meeting.let_pass(self.rank)
+
+
 class VirtualRank(ProcessGroup):
-    """A process group of which this process is every rank. It has an all-gather, and nothing else."""
+    """A process group of which this process is every rank. It has an all-gather, memory that all ranks share, and nothing
+    else."""
 
     def __init__(self, rank: int, ranks: int, meeting: _Meeting):
         super().__init__(rank, ranks)
@@ -76,10 +106,20 @@ class VirtualRank(ProcessGroup):
 
     all_gather_single = _allgather_base
 
+    def share(self, own: Tensor) -> Memory:
+        """The memory of all ranks, of which this one brings its `own`."""
+        meeting = self.meeting
+        meeting.packets[self.place] = own
+        meeting.wait()
+        buffers = [*meeting.packets]
+        meeting.wait()
+        return _Shared(meeting, self.place, buffers)
 
-def on_ranks(ranks: int, function: Callable[[VirtualRank], T]) -> list[T]:
-    """`function(group)` of every rank of a virtual group; raises what one of them raises first."""
-    meeting = _Meeting(ranks)
+
+def on_ranks(ranks: int, function: Callable[[VirtualRank], T], late: int | None = None) -> list[T]:
+    """`function(group)` of every rank of a virtual group; raises what one of them raises first. Rank `late` does what comes
+    after a barrier of shared memory when the others wait at the next one."""
+    meeting = _Meeting(ranks, late)
     groups = [VirtualRank(r, ranks, meeting) for r in range(ranks)]
     found: list[Any] = [None] * ranks
     failures: list[BaseException] = []

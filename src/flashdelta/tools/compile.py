@@ -270,7 +270,7 @@ def only_launches(program: Program) -> list[Launch]:
 
 def over_ranks(problem: Problem, t: Tensors, ranks: int) -> tuple[Problem, Tensors]:
     """The call as that of the last rank of a group of `ranks`."""
-    problem = replace(problem, process_group="compiled", rank=ranks - 1, ranks=ranks, split=1)
+    problem = replace(problem, process_group="compiled", rank=ranks - 1, ranks=ranks)
     return problem, replace(t, border=torch.empty(BORDER, dtype=torch.int32, device=t.device))
 
 

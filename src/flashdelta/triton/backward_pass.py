@@ -26,13 +26,14 @@ from .wy import Parts, WyOperands
 class Kept:
     """What the backward pass needs of the forward, `S` being the chunk slots: the workspace of `recurrence`, and in the operand
     dtype `Akk_inv` (`Stages.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
-    also what they told each other, `packets` (`merge.py`)."""
+    also what they told each other, `packets` (`merge.py`). `whole`: of no use are segments, for the scan of a rank's tokens."""
 
     workspace: Workspace
     Akk_inv: Tensor
     h: Tensor
     v_new: Tensor
     packets: Tensor | None = None
+    whole: bool = False
 
     @property
     def beside(self) -> tuple[Tensor, ...]:
@@ -42,11 +43,13 @@ class Kept:
     @property
     def split(self) -> bool:
         """Whether sequences may be."""
-        return self.workspace.get("starts") is not None
+        return not self.whole and self.workspace.get("starts") is not None
 
     def segments(self, scanned: Scanned | None) -> list[Tensor | None]:
         """Of split sequences, for `reverse`: the first segment of each, where offsets go (without `scanned`), and the gradients
         of the states after segments."""
+        if not self.split:
+            return [None, None, None]
         first_segment, offsets, ends = self.workspace.select("first_segment", "offsets", "starts")
         return [first_segment, offsets if scanned is None else None, ends]
 
@@ -157,7 +160,7 @@ def gradients_of_ranks(stages: Stages, kept: Kept, dht: Tensor | None) -> Genera
     grads = new(problem.state_shape, torch.float32, t.device)
 
     def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, kept, None, dht, dh0)
+        return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
     yield from carried_gradients(call, kept.packets, reverse, grads)

@@ -43,10 +43,10 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     segments = segments_of_call(problem, most, SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
-    split = before_segments(call, most, final_state)
     prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
     if problem.ranks > 1:
         carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+    split = before_segments(call, most, final_state)
     return [prepared, *carried, *split, recurrence(call, o, final_state, h), *stored]
 
 

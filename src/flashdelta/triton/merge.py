@@ -216,7 +216,7 @@ def carried_states(
     steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
     if t.packets is None:
         packet = torch.empty_like(packets[0])
-        steps = [transition(call, packet), Exchange(problem.process_group, packet, packets), *steps]
+        steps = [transition(call, packet), Exchange(problem.process_group, problem.exchange, packet, packets), *steps]
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
     # what reads the states keeps them alive, as scratch
@@ -259,6 +259,6 @@ def carried_gradients(call: StageCall, packets: Tensor, reverse: Reverse, grads:
         ends = t.border[OPENED:]
     alone = replace(problem, N=problem.packets, has_initial_state=True)
     yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, own)
-    yield Exchange(problem.process_group, own, offsets)
+    yield Exchange(problem.process_group, problem.exchange, own, offsets)
     given = replace(problem, has_initial_state=t.dht is not None)
     yield merge(replace(call, problem=given, t=replace(t, initial_state=t.dht)), packets, offsets, grads, backward=True)

@@ -205,24 +205,37 @@ class TileScheduler:
         return tile, place, chunks
 
     @gluon.jit
-    def outgoing_count(self):
+    def outgoing_slices(self, border, K: gl.constexpr):
+        """How many slices a transition for the next rank has: of sequences that start on this rank b's alone, so that all CTAs
+        form these."""
+        place = outgoing_sequence(border, 0)[1]
+        return gl.where(place == 0, self.SLICES - K // BV, self.SLICES)
+
+    @gluon.jit
+    def outgoing_slice(self, border, K: gl.constexpr):
+        """`slice` of a transition for the next rank."""
+        slices = self.outgoing_slices(border, K)
+        return self.SLICES - slices + gl.program_id(0) % slices
+
+    @gluon.jit
+    def outgoing_count(self, border, K: gl.constexpr):
         """How many transitions for the next rank the CTA does: of one packed sequence, or of all batch rows."""
         packets = 1 if self.cu_seqlens is not None else self.N
-        inside = gl.program_id(0) < gl.num_programs(0) // self.SLICES * self.SLICES
-        return gl.where(inside, persistent_count(packets * self.HV, self.SLICES), 0)
+        slices = self.outgoing_slices(border, K)
+        inside = gl.program_id(0) < gl.num_programs(0) // slices * slices
+        return gl.where(inside, persistent_count(packets * self.HV, slices), 0)
 
     @gluon.jit
     def outgoing(self, k, border, K: gl.constexpr):
         """`transition` of the CTA's packet number `k` for the next rank: of the whole sequence, whose place is 0 if it starts
         on this rank."""
-        at = persistent_tile(k, self.SLICES)
+        at = persistent_tile(k, self.outgoing_slices(border, K))
         n, place, goes_on = outgoing_sequence(border, at // self.HV)
         n = gl.maximum(n, 0)
         batch, begin, end, slot, num_spans, first, stop = locate_segment(
             n, 0, 1, self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, self.slots, self.T, C
         )
-        in_M = gl.program_id(0) % self.SLICES * BV < K
-        chunks = gl.where(goes_on & ((place == 1) | (in_M == 0)), stop - first, 0)
+        chunks = gl.where(goes_on, stop - first, 0)
         tile = WorkTile(
             *((at % self.HV).to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
             *(True, at.to(gl.int64), False, False),
@@ -269,16 +282,16 @@ class TileScheduler:
 
 
 @gluon.jit
-def persistent_count(tiles, SLICES: gl.constexpr):
+def persistent_count(tiles, slices):
     """How many tiles the CTA does, where it does every n-th."""
-    group = gl.program_id(0) // SLICES
-    groups = gl.num_programs(0) // SLICES
+    group = gl.program_id(0) // slices
+    groups = gl.num_programs(0) // slices
     return (tiles - group + groups - 1) // groups
 
 
 @gluon.jit
-def persistent_tile(k, SLICES: gl.constexpr):
-    return gl.program_id(0) // SLICES + k * (gl.num_programs(0) // SLICES)
+def persistent_tile(k, slices):
+    return gl.program_id(0) // slices + k * (gl.num_programs(0) // slices)
 
 
 @gluon.jit

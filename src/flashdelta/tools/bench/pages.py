@@ -238,13 +238,17 @@ def parallel() -> str:
         said += [fold(source), markdown_table(cells(document, VIEWS["cp"], wide=True))]
     said = said or ["Not measured yet."]
     documents = {name: load(RESULTS / f"{name}-hopper-h200.json") for name in ("prefill", "train")}
-    steps = ", ".join(f"{us} us at {mib} MiB" for mib, us in scaling.GATHER_US[1:])
+    gathers, copies = (
+        ", ".join(f"{us} us at {mib} MiB" for mib, us in measured[1:])
+        for measured in (scaling.GATHER_US, scaling.PUT_US)
+    )
     inputs = f"""**Modelled, not measured** (`tools/bench/scaling.py`): one GPU's time over that of ranks that share one
 sequence. Inputs, of H200s: calls at 8192 tokens and `reverse`, cold, all times the tokens
 ([prefill](../benchmarks/results/prefill-hopper-h200.json), [train](../benchmarks/results/train-hopper-h200.json));
 {scaling.TRANSITION_US} us a chunk of `transitions` and {scaling.COMPOSE_US} us a step of `merge`, as many CTAs at once as there
-are SMs ([split.md](split.md)); memory at {scaling.COPY_TB_S} TB/s; NCCL's all-gather between two GPUs of one host, by what a
-rank receives ({steps}), from more ranks as if from one. Left out: gaps between launches, ranks that do not start together.
+are SMs ([split.md](split.md)), on two GPUs without M; memory at {scaling.COPY_TB_S} TB/s. Exchanges between two GPUs of one
+host: a copy into symmetric memory ({copies}), one after another to more GPUs, and {scaling.BARRIER_US} us for the barrier; or
+NCCL's all-gather, by what a rank receives ({gathers}). Left out: gaps between launches, ranks that do not start together.
 `flashdelta bench pages` writes the table."""
     said += [fold(" ".join(inputs.split())), markdown_table(scaling.table(documents))]
     return "\n\n".join(said)

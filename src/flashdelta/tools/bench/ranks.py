@@ -1,5 +1,6 @@
-"""Sequences over the GPUs of this machine (docs/parallel.md): a process for each, beside one GPU with as many tokens, FLA's
-context parallelism, and the exchanges alone. Rows of one GPU have few heads, and the same call with whole sequences beside it.
+"""Sequences over the GPUs of this machine (docs/parallel.md): a process for each, beside one GPU with as many tokens, the same
+with an all-gather as exchange, FLA's context parallelism, and the exchanges alone. Rows of one GPU have few heads, and the same
+call with whole sequences beside it.
 
 Every sample starts at a barrier with cold caches and is timed by events; a row has the slowest rank's time of each sample, the
 kernels of each rank, the largest rank's memory, and what `scaling.py` predicts. Results and gradients of ours and of FLA's are
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.chunk import chunk_kda
-from ...problem.context import ContextParallel, context_parallel, gather
+from ...problem.context import ContextParallel, context_parallel
+from ...problem.exchanges import exchange
 from ...testing.cases import BF16, Case
 from ...testing.inputs import TOKEN_TENSORS, make_call
 from ...testing.oracle import TOLERANCE, relative_error
@@ -160,7 +162,8 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     shape = {"T": case.T, "H": case.H, "K": case.K}
     medians = {name: (x.get("ms") or {}).get("median") for name, x in found.items()}
     one, ours, fla = (medians.get(name) for name in ("one", "ours", "fla"))
-    predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates) if one else None
+    way = found["ours"].get("exchange") or "put"
+    predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if one else None
     return {
         **{"name": row.name, "table": row.table, "reason": row.why, "shape": shape, "ranks": row.ranks, **found},
         "efficiency": one / ours if one and ours else None,
@@ -191,6 +194,8 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     if "fla" in found:
         found["fla"]["FLA_INTRACARD_CP"] = os.environ.get("FLA_INTRACARD_CP")
     problems = _warm_up(runs, device)
+    if ranks > 1:
+        found["ours"]["exchange"] = context.exchange
     if total <= MOST_CHECKED:
         checked = {name: runs[name] for name in ("ours", "fla") if name in runs}
         errors = _errors(row, checked, call | {"backend": options["backend"]}, offsets, context)
@@ -223,8 +228,11 @@ def _runs(
     }
     if row.ranks > 1:
         case: Any = row.call
-        runs |= {"exchange": _exchange(case, case.K + case.V, context)}
-        runs |= {"exchange_backward": _exchange(case, case.V, context)} if row.differentiates else {}
+        gathers = context_parallel(offsets, group=context.group, exchange="gather")
+        runs |= {"gather": _timed(row, chunk_kda, call | {"cp_context": gathers, "backend": options["backend"]})}
+        for end, each in (("", context), ("_gather", gathers)):
+            runs |= {f"exchange{end}": _exchange(case, case.K + case.V, each)}
+            runs |= {f"exchange_backward{end}": _exchange(case, case.V, each)} if row.differentiates else {}
     if options["fla"]:
         of_fla = {"cp_context": _context_of_fla(offsets, context.group)} if row.ranks > 1 else {}
         runs["fla"] = _timed(row, find("fla"), shared(call) | of_fla)
@@ -271,10 +279,10 @@ def _timed(row: RanksRow, op: Callable, call: dict, grad_o: Tensor | None = None
 
 
 def _exchange(case: Case, columns: int, context: ContextParallel) -> Callable[[], object]:
-    """An all-gather of packets: of a forward's `(M, b)`, or a backward pass' `c`."""
+    """The exchange of packets alone: of a forward's `(M, b)`, or a backward pass' `c`."""
     packet = torch.zeros(1, case.HV, columns, case.K, device=context.device)
     packets = packet.new_empty(context.ranks, *packet.shape)
-    return lambda: gather(packet, packets, context.name)
+    return lambda: exchange(packet, packets, context.name, context.exchange)
 
 
 def _context_of_fla(offsets: Tensor, group: dist.ProcessGroup) -> Any:

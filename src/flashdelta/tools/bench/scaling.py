@@ -3,8 +3,9 @@
     forward             transitions, exchange of (M, b), merge
     forward + backward  the same, merge in the forward that runs again, reverse for c, exchange of c, merge
 
-Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Left out are gaps
-between launches, ranks that do not start together, and clocks under load.
+Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Ranks between the
+first and the last form M; of two there are none. Left out are gaps between launches, ranks that do not start together, and
+clocks under load.
 """
 
 from __future__ import annotations
@@ -30,24 +31,39 @@ COPY_TB_S = 4.24
 GATHER_US = ((0, 35), (1, 35), (4, 36), (8, 55), (64, 290))
 """MiB that a rank receives, and an all-gather's time: NCCL, two H200 of one host (NV18), torch 2.11."""
 
+PUT_US = ((0, 4.3), (1, 6.8), (4, 13.7), (8, 24.1), (64, 176))
+"""MiB of a packet, and the time of its copy into another GPU's symmetric memory: likewise."""
+
+BARRIER_US = 5
+"""Of symmetric memory."""
+
 RANKS, TOKENS, HEADS = (2, 4, 8), (8, 32, 128), (32, 64)
 """Of the table; tokens are thousands of a rank."""
 
 FORWARD, STEP = "forward", "forward + backward"
 
 
-def gather_us(mib: float) -> float:
-    """Between the measured sizes on a line. More ranks send as fast as one: links of a host are not shared."""
-    for (low, a), (high, b) in itertools.pairwise(GATHER_US):
-        if mib <= high:
-            return a + (b - a) * (mib - low) / (high - low)
-    (low, a), (high, b) = GATHER_US[-2:]
-    return b + (b - a) * (mib - high) / (high - low)
+def on_line(measured: tuple[tuple[float, float], ...], mib: float) -> float:
+    """Between the measured sizes, and past the last two."""
+    pairs = [*itertools.pairwise(measured)]
+    (low, a), (high, b) = next((pair for pair in pairs if mib <= pair[1][0]), pairs[-1])
+    return a + (b - a) * (mib - low) / (high - low)
 
 
-def transitions_us(T: int, HV: int) -> float:
-    """Four CTAs a head, one an SM; no faster than memory moves `w`, `kg`, `inverse`, `v` and decays of each chunk."""
-    chunks, waves = math.ceil(T / CHUNK), math.ceil(HV / (SMS // ((K + V) // 64)))
+def exchange_us(mib: float, ranks: int, way: str) -> float:
+    """Of packets of so many MiB. By gather more ranks send as fast as one: links of a host are not shared. By put a rank
+    writes one packet after another, and copies its own and what it has received."""
+    if way == "gather":
+        return on_line(GATHER_US, (ranks - 1) * mib)
+    copied = 2 * ranks * mib * 2**20 / COPY_TB_S / 1e6
+    return (ranks - 1) * on_line(PUT_US, mib) + BARRIER_US + copied
+
+
+def transitions_us(T: int, HV: int, ranks: int) -> float:
+    """A CTA for each 64 columns of M and b of a head, one an SM, on two ranks of b alone; no faster than memory moves `w`,
+    `kg`, `inverse`, `v` and decays of each chunk."""
+    columns = V if ranks == 2 else K + V
+    chunks, waves = math.ceil(T / CHUNK), math.ceil(HV / (SMS // (columns // 64)))
     moved = chunks * HV * ((2 * K + CHUNK + V) * CHUNK * 2 + 4 * K)
     return max(chunks * waves * TRANSITION_US, moved / COPY_TB_S / 1e6)
 
@@ -57,13 +73,13 @@ def merge_us(HV: int, ranks: int) -> float:
     return (ranks - 1) * COMPOSE_US * math.ceil(HV * (V // 16) / SMS)
 
 
-def added_us(T: int, HV: int, ranks: int, reverse_us: float | None) -> float:
+def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "put") -> float:
     """Microseconds beyond a call on one GPU. `reverse_us`: of `reverse`, with its stores, which `c` does without; None of a
     forward."""
-    packet = HV * K * 4 / 2**20
-    added = transitions_us(T, HV) + gather_us((ranks - 1) * packet * (K + V)) + merge_us(HV, ranks)
+    column = HV * K * 4 / 2**20
+    added = transitions_us(T, HV, ranks) + exchange_us(column * (K + V), ranks, way) + merge_us(HV, ranks)
     if reverse_us is not None:
-        added += reverse_us + gather_us((ranks - 1) * packet * V) + 2 * merge_us(HV, ranks)
+        added += reverse_us + exchange_us(column * V, ranks, way) + 2 * merge_us(HV, ranks)
     return added
 
 
@@ -71,12 +87,12 @@ REVERSE_US = {32: 140.9, 64: 258.8}
 """`reverse` at 8192 tokens, by heads (train-hopper-h200.json)."""
 
 
-def efficiency(one_ms: float, T: int, HV: int, ranks: int, differentiates: bool) -> float | None:
+def efficiency(one_ms: float, T: int, HV: int, ranks: int, differentiates: bool, way: str = "put") -> float | None:
     """One GPU's time over that of the ranks. None where heads are too few to keep one GPU from splitting sequences."""
     if ranks == 1 or HV not in REVERSE_US:
         return None
     reverse = REVERSE_US[HV] * T / 8192 if differentiates else None
-    return one_ms / (one_ms + added_us(T, HV, ranks, reverse) / 1e3)
+    return one_ms / (one_ms + added_us(T, HV, ranks, reverse, way) / 1e3)
 
 
 def one_ms(documents: dict[str, dict], T: int, HV: int, table: str) -> float:
@@ -87,13 +103,14 @@ def one_ms(documents: dict[str, dict], T: int, HV: int, table: str) -> float:
 
 
 def table(documents: dict[str, dict]) -> list[list[str]]:
-    """Titles, then a line for each size: times in ms, and efficiencies by number of ranks."""
-    lines = [["", "one GPU, ms", *(f"{ranks} GPUs" for ranks in RANKS)]]
+    """Titles, then a line for each size: times in ms, and efficiencies by number of ranks and way of exchange."""
+    kinds = [(RANKS[0], "gather"), *((ranks, "put") for ranks in RANKS)]
+    lines = [["", "one GPU, ms", *(f"{ranks} GPUs, {way}" for ranks, way in kinds)]]
     for kind in (FORWARD, STEP):
         for HV in HEADS:
             for tokens in TOKENS:
                 T = tokens * 1024
                 one = one_ms(documents, T, HV, kind)
-                found = [efficiency(one, T, HV, ranks, kind == STEP) or 0.0 for ranks in RANKS]
+                found = [efficiency(one, T, HV, ranks, kind == STEP, way) or 0.0 for ranks, way in kinds]
                 lines.append([f"{kind}, H{HV}, {tokens}K a rank", f"{one:.2f}", *(f"{x:.2f}" for x in found)])
     return lines

@@ -1,0 +1,273 @@
+"""How the ranks of a process group tell each other what they have: by an all-gather, or by copies into the memory of the other
+ranks (docs/parallel.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import wrong
+
+EXCHANGES = ("auto", "gather", "put")
+
+
+def exchange(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+    """`packets [ranks, ...]`: every rank's `packet`, of the process group of this name, by the `way` that `EXCHANGES` has; the
+    bits are the same. All ranks must call this, with as many bytes and in the same order."""
+    if not puts(way, packet.device) or (memory := _memory_of(name, packet.device)).obstacle is not None:
+        gather(packet, packets, name)
+    else:
+        memory.put(packet, packets)
+
+
+def puts(way: str, device: torch.device) -> bool:
+    """Whether copies are wanted, if the ranks can."""
+    return way == "put" or (way == "auto" and device.type == "cuda")
+
+
+def gather(packet: Tensor, packets: Tensor, name: str) -> None:
+    """`exchange` by an all-gather of the group."""
+    from torch.distributed import distributed_c10d as c10d
+
+    # the newer of two names, where it is known, since the older one warns
+    all_gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
+    all_gather(packets.flatten(0, 1), packet, group=c10d._resolve_process_group(name))
+
+
+def gather_numbers(numbers: Sequence[int], name: str, ranks: int, device: torch.device) -> list[list[int]]:
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    found = own.new_empty(ranks, len(numbers))
+    gather(own, found, name)
+    return found.tolist()
+
+
+def chosen_exchange(way: str, name: str, device: torch.device) -> str:
+    """What `way` comes to. All ranks of the group must ask.
+
+    Raises:
+        ValueError: copies are asked for, and some rank can't: on every rank.
+    """
+    if not puts(way, device):
+        return "gather"
+    obstacle = _memory_of(name, device).obstacle
+    if obstacle is not None and way == "put":
+        raise wrong("exchange", "'put'", f"'gather' ({obstacle})")
+    return "put" if obstacle is None else "gather"
+
+
+# ---- put ------------------------------------------------------------------------------------------------------------------
+
+
+class Memory(Protocol):
+    """As PyTorch's symmetric memory has it: as many bytes on every rank, which every rank can write."""
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        """That of a rank."""
+        ...
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """What follows on the current stream waits until all ranks have come here."""
+        ...
+
+
+TURNS = 2
+"""Of the places for packets that exchanges take in turn. A captured one has a place of its own, behind these."""
+
+LEAST_ROOM = 1 << 16
+"""Bytes of a packet, of which room for others is a multiple."""
+
+EAGER, CAPTURED = 0, 1
+"""Channels of barriers."""
+
+
+class SharedMemory:
+    """What the ranks of a group put packets into: each has a place for all packets, `TURNS` times and once for captures. It is
+    made, and made larger, by all ranks alike, at the same exchange.
+
+    An exchange writes its packet to its place on every other rank, meets them at a barrier, and copies what it has got. With
+    places in turn no exchange writes what a slower rank still reads: the copies out of exchange `i` come before that rank's
+    barrier of exchange `i + 1`, on its stream, and the copies into the same place, of exchange `i + 2`, behind that barrier on
+    any other rank's. With one place they would come behind the barrier of exchange `i` alone.
+
+    A captured exchange does not know which one comes before it, since a graph may be replayed after any call. It meets the
+    others before it writes, too: what came before has been read then. Its place is not one of those that take turns, so that
+    a replay between two other exchanges does not count.
+    """
+
+    obstacle: str | None
+    """Why there is no such memory, if so."""
+
+    def __init__(self, name: str, group: Any, device: torch.device):
+        self.group, self.device = weakref.ref(group), device
+        self.rank, self.ranks = group.rank(), group.size()
+        self.room = self.calls = self.timeout_ms = 0
+        self.memory: Memory
+        self.buffers: list[Tensor] = []
+        self.outgrown: list[tuple[Memory, list[Tensor]]] = []
+        self.done: torch.cuda.Event | None = None
+        self.stream: torch.cuda.Stream | None = None
+        self.obstacle = None if _stands_in(group) else self._ask(name, group)
+
+    def put(self, packet: Tensor, packets: Tensor) -> None:
+        source, found = as_bytes(packet), as_bytes(packets)
+        nbytes = source.numel()
+        if nbytes == 0:
+            return
+        captured = capturing(self.device)
+        if nbytes > self.room:
+            if captured:
+                raise wrong("cp_context", "a CUDA graph's capture before a call of its size", BEFORE_CAPTURE)
+            self._grow(-(-nbytes // LEAST_ROOM) * LEAST_ROOM)
+        if not captured:
+            self._follow()
+        begin = (TURNS if captured else self.calls % TURNS) * self.ranks * self.room
+        channel = CAPTURED if captured else EAGER
+        own = slice(self.rank * nbytes, (self.rank + 1) * nbytes)
+        if captured:
+            self.memory.barrier(channel, self.timeout_ms)
+        # each rank begins with another one
+        for peer in (*range(self.rank + 1, self.ranks), *range(self.rank)):
+            self.buffers[peer][begin + own.start : begin + own.stop].copy_(source)
+        found[own].copy_(source)
+        self.memory.barrier(channel, self.timeout_ms)
+        got = self.buffers[self.rank][begin : begin + self.ranks * nbytes]
+        for others in (slice(own.start), slice(own.stop, None)):
+            found[others].copy_(got[others])
+        if not captured:
+            self.calls += 1
+            if self.done is not None:
+                self.done.record(self.stream)
+
+    def _follow(self) -> None:
+        """Exchanges run one after another, also on another stream than the last."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self.done is None:
+            self.done = torch.cuda.Event()
+        elif stream != self.stream:
+            stream.wait_event(self.done)
+        self.stream = stream
+
+    def _grow(self, room: int) -> None:
+        """Graphs may have captured what there was, so it stays."""
+        group, nbytes = self.group(), (TURNS + 1) * self.ranks * room
+        with torch.inference_mode(False):  # calls with gradients take them, too
+            own, memory = _opened(group, nbytes, self.device)
+            buffers = [
+                own if r == self.rank else memory.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.ranks)
+            ]
+        if self.room > 0:
+            self.outgrown.append((self.memory, self.buffers))
+        self.memory, self.buffers, self.room = memory, buffers, room
+
+    def _ask(self, name: str, group: Any) -> str | None:
+        """All ranks find the same."""
+        if self.device.type != "cuda":
+            return f"tensors on {self.device.type}"
+        if capturing(self.device):
+            raise wrong("cp_context", "a CUDA graph's capture before any call of the group", BEFORE_CAPTURE)
+
+        def told(*numbers: int) -> list[tuple[int, ...]]:
+            return [*zip(*gather_numbers(numbers, name, self.ranks, self.device))]
+
+        gpu = _gpu(self.device.index)
+        hosts, gpus = told(_host(), gpu)
+        for r in range(self.ranks):
+            if hosts[r] != hosts[0]:
+                return f"rank {r} is on another host than rank 0"
+            if gpus.index(gpus[r]) < r:
+                return f"ranks {gpus.index(gpus[r])} and {r} have one GPU"
+        seen = {_gpu(i): i for i in range(torch.cuda.device_count())}
+        # of GPUs that this process does not see the trial will tell
+        far = [r for r in range(self.ranks) if gpus[r] != gpu and gpus[r] in seen and not self._reaches(seen[gpus[r]])]
+        (unreached,) = told(far[0] if far else -1)
+        for r in range(self.ranks):
+            if unreached[r] >= 0:
+                return f"rank {r}'s GPU does not reach rank {unreached[r]}'s"
+        why = ""
+        try:
+            self.timeout_ms = _timeout_ms(group, self.device)
+            self._grow(LEAST_ROOM)
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+        (failed,) = told(why != "")
+        if any(failed):
+            return f"no symmetric memory on rank {failed.index(1)}" + (f": {why}" if why else "")
+        return None
+
+    def _reaches(self, peer: int) -> bool:
+        return torch.cuda.can_device_access_peer(self.device.index, peer)
+
+
+BEFORE_CAPTURE = "one call like it first: it opens memory on all ranks, which a capture can't"
+
+_memories: dict[tuple[str, torch.device], SharedMemory] = {}
+
+
+def _memory_of(name: str, device: torch.device) -> SharedMemory:
+    """All ranks ask once: the first time is an exchange."""
+    group = torch.distributed.distributed_c10d._resolve_process_group(name)
+    found = _memories.get((name, device))
+    # a later group may have the name
+    if found is None or found.group() is not group:
+        found = SharedMemory(name, group, device)
+        for gone in [key for key, memory in _memories.items() if memory.group() is None]:
+            del _memories[gone]
+        _memories[name, device] = found
+    return found
+
+
+def _stands_in(group: Any) -> bool:
+    """Whether a group brings its own kind of memory: `testing/virtual.py` does."""
+    return hasattr(group, "share")
+
+
+def _opened(group: Any, nbytes: int, device: torch.device) -> tuple[Tensor, Memory]:
+    """Memory of this rank, and that of all."""
+    if _stands_in(group):
+        own = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return own, group.share(own)
+    from torch.distributed import _symmetric_memory as symmetric
+
+    # not `empty`, whose tensors may lie in one allocation, and share its barriers with others
+    own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    return own, symmetric.rendezvous(own, group.group_name)
+
+
+def _timeout_ms(group: Any, device: torch.device) -> int:
+    return int(group._get_backend(device).options._timeout.total_seconds() * 1e3)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _host() -> int:
+    """Of processes that can hand each other memory: of one machine, and of one container there."""
+    said = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        said.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        said += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt")]
+    return _hashed(" ".join(said))
+
+
+def _gpu(index: int) -> int:
+    return _hashed(str(torch.cuda.get_device_properties(index).uuid))
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

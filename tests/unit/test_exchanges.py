@@ -1,0 +1,273 @@
+"""Exchanges between ranks by copies into shared memory: virtual ranks, whose memory stands in for PyTorch's symmetric one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashdelta.parallel import context_parallel, halo
+from flashdelta.problem import exchanges
+from flashdelta.problem.exchanges import SharedMemory, exchange
+from flashdelta.testing.cases import Case
+from flashdelta.testing.inputs import make_call
+from flashdelta.testing.oracle import same_bits
+from flashdelta.testing.virtual import VirtualRank, on_ranks
+
+from ..support.ranks import Cut, incoming_of
+
+OFFSETS = torch.tensor([0, 20, 96])
+
+
+def packet_of(rank: int, i: int, size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float32).view(1, size) + 1000 * rank + 10 * i
+
+
+def exchanged(group: VirtualRank, sizes: list[int]) -> bool:
+    """Whether exchanges of these sizes, one after another, bring what the ranks sent."""
+    right = True
+    for i, size in enumerate(sizes):
+        packets = torch.full((group.size(), 1, size), torch.nan)
+        exchange(packet_of(group.rank(), i, size), packets, group.group_name, "put")
+        wanted = torch.stack([packet_of(r, i, size) for r in range(group.size())])
+        right &= same_bits(packets, wanted)
+    return right
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_packets_of_any_size_arrive(ranks: int):
+    """Memory grows with the largest; packets of nothing need none."""
+    sizes = [3, 0, 7, 70_000, 3, 1_000_000, 5]
+    assert all(on_ranks(ranks, lambda group: exchanged(group, sizes)))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [[64] * 6, [64, 8, 64, 20_000, 64, 8]], ids=["alike", "unlike"])
+def test_a_rank_that_is_slower_by_a_call_reads_what_was_meant_for_it(late: int, sizes: list[int]):
+    assert all(on_ranks(3, lambda group: exchanged(group, sizes), late))
+
+
+def test_one_place_would_be_written_too_early(monkeypatch: pytest.MonkeyPatch):
+    """What the places in turn are for: the same ranks, without."""
+    monkeypatch.setattr(exchanges, "TURNS", 1)
+    assert on_ranks(2, lambda group: exchanged(group, [64] * 6), late=1) == [True, False]
+
+
+def replays(group: VirtualRank, captured: threading.local) -> bool:
+    """An odd number of captured exchanges, again and again, among others."""
+    right = exchanged(group, [64])
+    for _ in range(3):
+        captured.now = True
+        right &= exchanged(group, [64] * 3)
+        captured.now = False
+        right &= exchanged(group, [64])
+    return right
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Whether the thread's stream is being captured."""
+    state = threading.local()
+    monkeypatch.setattr(exchanges, "capturing", lambda device: getattr(state, "now", False))
+    return state
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_captured_exchanges_meet_whatever_comes_before(late: int | None, captured: threading.local):
+    assert all(on_ranks(2, lambda group: replays(group, captured), late))
+
+
+@pytest.mark.parametrize("before", [[], [64]])
+def test_a_capture_without_room_is_refused_on_every_rank(before: list[int], captured: threading.local):
+    def run(group: VirtualRank) -> str:
+        exchanged(group, before)
+        captured.now = True
+        with pytest.raises(ValueError) as refused:
+            exchanged(group, [20_000])
+        return str(refused.value)
+
+    wanted = "cp_context: got a CUDA graph's capture before a call of its size, wanted one call like it first"
+    assert all(text.startswith(wanted) for text in on_ranks(2, run))
+
+
+def test_what_a_graph_holds_stays():
+    """Memory that became too small is kept."""
+
+    def run(group: VirtualRank) -> bool:
+        name, device = group.group_name, torch.device("cpu")
+        exchanged(group, [64])
+        memory = exchanges._memory_of(name, device)
+        own = memory.buffers[group.rank()]
+        exchanged(group, [20_000])
+        return memory.outgrown[0][1][group.rank()] is own and exchanges._memory_of(name, device) is memory
+
+    assert all(on_ranks(2, run))
+
+
+def test_a_later_group_of_a_name_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    def run(group: VirtualRank) -> int:
+        exchanged(group, [64])
+        return len(exchanges._memories)
+
+    counts = [max(on_ranks(2, run)) for _ in range(4)]
+    assert counts[-1] <= counts[0] + 2, "groups that are gone leave nothing"
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------------
+
+
+CASES = {
+    "packed": (Case("put", "", lengths=(40, 0, 50, 6), K=32, V=64, chunk_size=32, state=torch.float64), 3),
+    "through_all": (Case("put", "", lengths=(96,), K=32, V=32, chunk_size=32, gate="softplus", beta="logit"), 4),
+}
+
+
+@pytest.mark.parametrize("late", [None, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_calls_have_the_bits_of_gather(name: str, late: int | None, put_calls: list[int]):
+    case, ranks = CASES[name]
+    call = make_call(case, torch.float64) | {"output_final_state": True, "backend": "reference"}
+    cut = Cut(call, ranks, incoming_of(call), "put")
+    found, wanted = cut.joined(on_ranks(ranks, cut.run, late)), replace(cut, exchange="gather").over_ranks()
+    assert put_calls and found.keys() == wanted.keys()
+    assert all(same_bits(found[key], x) for key, x in wanted.items())
+
+
+@pytest.mark.parametrize("late", [None, 0])
+def test_halos_have_the_bits_of_gather(late: int | None, put_calls: list[int]):
+    x = torch.randn(1, 96, 5, dtype=torch.bfloat16)
+
+    def run(group: VirtualRank, way: str) -> tuple[Tensor, Tensor]:
+        context = context_parallel(OFFSETS, group=group, exchange=way)
+        own = x[:, 32 * group.rank() :][:, :32].clone().requires_grad_()
+        before = halo(own, context, 3)
+        before.square().sum().backward()
+        return before.detach(), own.grad
+
+    found, wanted = (on_ranks(3, lambda group, way=way: run(group, way), late) for way in ("put", "gather"))
+    assert len(put_calls) == 6
+    assert all(same_bits(a, b) for pair in zip(found, wanted) for a, b in zip(*pair))
+
+
+@pytest.fixture
+def put_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks that put, in order."""
+    found: list[int] = []
+    put = SharedMemory.put
+
+    def noted(self: SharedMemory, packet: Tensor, packets: Tensor) -> None:
+        found.append(self.rank)
+        put(self, packet, packets)
+
+    monkeypatch.setattr(SharedMemory, "put", noted)
+    return found
+
+
+def test_contexts_of_other_exchanges_do_not_replay_each_other():
+    def run(group: VirtualRank) -> list:
+        contexts = [context_parallel(OFFSETS, group=group, exchange=way) for way in ("auto", "gather", "put")]
+        return [[a == b for b in contexts] for a in contexts]
+
+    assert on_ranks(2, run) == [[[True, True, False], [True, True, False], [False, False, True]]] * 2
+
+
+# ---- who can -------------------------------------------------------------------------------------------------------------
+
+
+GOOD: dict[str, tuple] = {"host": (7, 7), "gpus": ((10, 11), (10, 11)), "reaches": (True, True), "opens": (True, True)}
+"""What two ranks say of themselves."""
+
+OBSTACLES = {
+    "fine": ({}, None),
+    "hosts": ({"host": (7, 8)}, "rank 1 is on another host than rank 0"),
+    "one_gpu": ({"gpus": ((10, 11), (11, 10))}, "ranks 0 and 1 have one GPU"),
+    "unreached": ({"reaches": (True, False)}, "rank 1's GPU does not reach rank 0's"),
+    "absent": ({"opens": (True, False)}, "no symmetric memory on rank 1"),
+}
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[[VirtualRank, dict[str, tuple]], None]:
+    """Ranks on GPUs, of which each says what it is told to."""
+    told = threading.local()
+    numbers, on_cpu = exchanges.gather_numbers, torch.device("cpu")
+
+    def opened(group: VirtualRank, nbytes: int, device: torch.device) -> tuple:
+        own = torch.empty(nbytes, dtype=torch.uint8)
+        memory = group.share(own)
+        if not told.opens:
+            raise RuntimeError("no such memory\nhere")
+        return own, memory
+
+    monkeypatch.setattr(exchanges, "_stands_in", lambda group: False)
+    monkeypatch.setattr(exchanges, "capturing", lambda device: getattr(told, "captured", False))
+    monkeypatch.setattr(exchanges, "gather_numbers", lambda x, name, ranks, _: numbers(x, name, ranks, on_cpu))
+    monkeypatch.setattr(exchanges, "_host", lambda: told.host)
+    monkeypatch.setattr(exchanges, "_gpu", lambda index: told.gpus[index])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(SharedMemory, "_reaches", lambda self, peer: told.reaches)
+    monkeypatch.setattr(exchanges, "_opened", opened)
+    monkeypatch.setattr(exchanges, "_timeout_ms", lambda group, device: 5)
+
+    def tell(group: VirtualRank, said: dict[str, tuple]) -> None:
+        for name, values in (GOOD | said).items():
+            setattr(told, name, values[group.rank()])
+
+    return tell
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_every_rank_finds_the_same_way(name: str, pretended: Callable):
+    """Put where all can, else gather, or a refusal that says why."""
+    said, obstacle = OBSTACLES[name]
+
+    def run(group: VirtualRank) -> tuple[str, str]:
+        pretended(group, said)
+        asked = group.group_name, torch.device("cuda", group.rank())
+        way = exchanges.chosen_exchange("auto", *asked)
+        assert exchanges.chosen_exchange("gather", *asked) == "gather"
+        if obstacle is None:
+            return way, exchanges.chosen_exchange("put", *asked)
+        with pytest.raises(ValueError) as refused:
+            exchanges.chosen_exchange("put", *asked)
+        return way, str(refused.value)
+
+    for way, text in on_ranks(2, run):
+        if obstacle is None:
+            assert way == text == "put"
+        else:
+            assert way == "gather" and text.startswith(f"exchange: got 'put', wanted 'gather' ({obstacle}")
+
+
+def test_the_reason_is_told_where_it_is_known(pretended: Callable):
+    def run(group: VirtualRank) -> str | None:
+        pretended(group, {"opens": (True, False)})
+        return exchanges._memory_of(group.group_name, torch.device("cuda", group.rank())).obstacle
+
+    absent = "no symmetric memory on rank 1"
+    assert on_ranks(2, run) == [absent, f"{absent}: no such memory"]
+
+
+def test_a_group_is_not_asked_in_a_capture(pretended: Callable):
+    def run(group: VirtualRank) -> str:
+        pretended(group, {"captured": (True, True)})
+        with pytest.raises(ValueError) as refused:
+            exchanges.chosen_exchange("auto", group.group_name, torch.device("cuda", group.rank()))
+        return str(refused.value)
+
+    assert all("a CUDA graph's capture before any call of the group" in text for text in on_ranks(2, run))
+
+
+def test_put_needs_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exchanges, "_stands_in", lambda group: False)
+
+    def run(group: VirtualRank) -> str:
+        with pytest.raises(ValueError) as refused:
+            context_parallel(OFFSETS, group=group, exchange="put")
+        return str(refused.value)
+
+    assert on_ranks(2, run) == ["exchange: got 'put', wanted 'gather' (tensors on cpu)"] * 2
