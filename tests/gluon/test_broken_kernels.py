@@ -289,11 +289,16 @@ FAULTS = [
 ]
 
 
+def around(fault: Break) -> list[str]:
+    """The source of the function, cut at what is to be replaced."""
+    parts = "".join(fault.function.raw_src).split(fault.old)
+    assert len(parts) > fault.nth + 1, f"{fault.function.__name__} has no {fault.old!r} any more"
+    return parts
+
+
 @pytest.fixture
 def broken(fault: Break) -> Iterator[None]:
-    lines, function = "".join(fault.function.raw_src), interpreted(fault.function)
-    parts = lines.split(fault.old)
-    assert len(parts) > fault.nth + 1, f"{fault.function.__name__} has no {fault.old!r} any more"
+    parts, function = around(fault), interpreted(fault.function)
     wrong = fault.old.join(parts[: fault.nth + 1]) + fault.new + fault.old.join(parts[fault.nth + 1 :])
     before = function.__dict__.pop("python", None)
     with mock.patch.object(fault.function, "raw_src", [wrong]):

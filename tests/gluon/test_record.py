@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import record
+from .test_broken_kernels import FAULTS, Break, around
 
 
 def test_what_is_read_is_there():
@@ -22,6 +23,12 @@ def test_whatever_the_tests_take_from_others_is_read():
     assert taken
     for folder, *name in taken:
         assert folder in record.TESTS or f"{folder}/{'/'.join(name)}.py" in record.TESTS, (folder, name)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_kernels_have_what_is_broken_on_purpose(fault: Break):
+    """Not only where they run."""
+    assert around(fault)
 
 
 def test_a_change_is_noticed_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
