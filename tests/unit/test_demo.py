@@ -90,7 +90,7 @@ def test_not_a_number_fails_the_check(model: KdaLanguageModel) -> None:
     ("name", "arguments"),
     [
         ("prompt", dict(prompt="")),
-        ("text", dict(prompt="naïve")),
+        ("prompt", dict(prompt="naïve")),
         ("tokens", dict(tokens=0)),
         ("temperature", dict(temperature=-0.1)),
         ("backend", dict(backend="fast")),
