@@ -124,8 +124,7 @@ class Adapter:
         if HOST_OFFSETS in self.parameters[: len(arguments)]:  # an answer is kept by what it knows by name
             arguments, named = (), dict(zip(self.parameters, arguments), **named)
         ok, _, why = remembered(Adapter.ask, self, arguments, named)
-        if not ok and is_on_cpu(*arguments, *named.values()):
-            ok = True
+        ok = ok or is_on_cpu(*arguments, *named.values())
         return ok, None if ok else why
 
     def ask(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Asked:

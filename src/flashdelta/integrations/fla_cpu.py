@@ -345,11 +345,8 @@ def owners_of(path: str, modules: Sequence[str]) -> Iterator[Any]:
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     function = inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
-    if owner is None:
-        return [*inspect.signature(function).parameters.values()]
-    return [*inspect.signature(owner.forward).parameters.values()][
-        1:
-    ]  # an autograd function's `apply`: all but its context
+    found = [*inspect.signature(function if owner is None else owner.forward).parameters.values()]
+    return found if owner is None else found[1:]  # an autograd function's `apply`: all but its context
 
 
 def is_alike(theirs: inspect.Parameter, ours: inspect.Parameter) -> bool:

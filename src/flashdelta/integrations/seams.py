@@ -18,7 +18,27 @@ Adapter = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Seam:
+class AnySeam:
+    """What an integration wants of `name` in `module` of an engine. It is checked by source files; what replaces nothing only
+    that."""
+
+    module: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def patch(self, patches: Patches, module: ModuleType) -> None:
+        """Replaces it in the imported module."""
+
+    def difference(self, files: Source) -> str | None:
+        """How the source differs from what this was written for."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Seam(AnySeam):
     """A function of the engine that is replaced, or that is called where `adapter` is None: `name`, or `Class.method`, of
     `module`.
 
@@ -28,8 +48,6 @@ class Seam:
     other arguments stays the engine's.
     """
 
-    module: str
-    name: str
     adapter: Adapter | None
     parameters: str
     source: str | None = None
@@ -57,64 +75,93 @@ class Seam:
             owner = functools.reduce(getattr, classes, module)
             patches.set(owner, name, Replacement(self.adapter, self, vars(owner)[name]))
 
+    def difference(self, files: Source) -> str | None:
+        for caller in (self.module, *self.callers):
+            for passed in files.passed(caller, self.name):
+                if (wrong := self.misfit(passed)) is not None:
+                    return f"{caller} passes {wrong} to {self.name}"
+        if self.source is not None and (self.source, self.name) not in files.imports(self.module):
+            return f"{self.module} takes no {self.name} from {self.source}"
+        return self.misdefined(files, self.source or self.module)
+
+    def misfit(self, passed: set[str]) -> str | None:
+        """Names that a call passes and should not."""
+        return ", ".join(sorted(passed - self.known)) or None
+
+    def misdefined(self, files: Source, module: str) -> str | None:
+        node = files.definition(module, self.name)
+        if not isinstance(node, ast.FunctionDef):
+            return f"no {self.path}"
+        if (theirs := parameters(node.args)) != self.parameters.split():
+            return f"{self.path} has parameters {', '.join(theirs)}"
+        if self.keywords and node.args.kwarg is None:
+            return f"{self.path} takes no other arguments by name"
+        return None
+
 
 @dataclass(frozen=True)
 class Wrapper(Seam):
     """The same of a name that `source` assigns, which tells no parameters: callers pass `keywords`, all of them."""
 
+    def misfit(self, passed: set[str]) -> str | None:
+        missing = ", ".join(sorted(self.known - passed))
+        return super().misfit(passed) or (f"no {missing}" if missing else None)
+
+    def misdefined(self, files: Source, module: str) -> str | None:
+        return None if files.assigns(module, self.name) else f"{module} assigns no {self.name}"
+
 
 @dataclass(frozen=True)
-class Attribute:
+class Attribute(AnySeam):
     """An attribute that a class of the engine gets: `Class.name` of `module`."""
 
-    module: str
-    name: str
     value: object
 
     def patch(self, patches: Patches, module: ModuleType) -> None:
         owner, name = self.name.split(".")
         patches.add(getattr(module, owner), name, self.value)
 
+    def difference(self, files: Source) -> str | None:
+        owner = self.name.split(".")[0]
+        return None if files.definition(self.module, owner) else f"no {self.module}.{owner}"
+
 
 @dataclass(frozen=True)
-class Statement:
+class Statement(AnySeam):
     """Code that a function of the engine must have for a seam to do what it should, as `ast.unparse` writes it."""
 
-    module: str
-    name: str
     text: str
 
-    def patch(self, patches: Patches, module: ModuleType) -> None:
-        """Nothing."""
+    def difference(self, files: Source) -> str | None:
+        found = files.definition(self.module, self.name)
+        return None if found is not None and self.text in ast.unparse(found) else f"{self.path} lacks {self.text}"
 
 
 @dataclass(frozen=True)
-class Uses:
+class Uses(AnySeam):
     """What a function of the engine may do with its local variable `variable`, of which something else may be the value: as
     `use_of` writes it, separated by semicolons."""
 
-    module: str
-    name: str
     variable: str
     text: str
 
-    def patch(self, patches: Patches, module: ModuleType) -> None:
-        """Nothing."""
+    def difference(self, files: Source) -> str | None:
+        found = files.definition(self.module, self.name)
+        if found is None:
+            return f"no {self.path}"
+        others = uses(found, self.variable) - {*self.text.split("; ")}
+        return f"{self.path} uses {self.variable} otherwise: {'; '.join(sorted(others))}" if others else None
 
 
 @dataclass(frozen=True)
-class Fields:
+class Fields(AnySeam):
     """What adapters read of objects of class `name` of the engine: attributes that it or its bases set, or methods."""
 
-    module: str
-    name: str
     text: str
 
-    def patch(self, patches: Patches, module: ModuleType) -> None:
-        """Nothing."""
-
-
-AnySeam = Seam | Attribute | Statement | Uses | Fields
+    def difference(self, files: Source) -> str | None:
+        lacks = {*self.text.split()} - files.fields(self.module, self.name)
+        return f"{self.path} lacks {', '.join(sorted(lacks))}" if lacks else None
 
 
 class StandIn:
@@ -222,44 +269,6 @@ class Source:
         nodes = () if found is None else found[0].body
         return any(ast.unparse(x) == name for node in nodes if isinstance(node, ast.Assign) for x in node.targets)
 
-    def difference(self, seam: AnySeam) -> str | None:
-        """How the source differs from what the seam was written for."""
-        module, path = seam.module, f"{seam.module}.{seam.name}"
-        if isinstance(seam, Statement):
-            found = self.definition(module, seam.name)
-            return None if found is not None and seam.text in ast.unparse(found) else f"{path} lacks {seam.text}"
-        if isinstance(seam, Uses):
-            found = self.definition(module, seam.name)
-            if found is None:
-                return f"no {path}"
-            others = uses(found, seam.variable) - {*seam.text.split("; ")}
-            return f"{path} uses {seam.variable} otherwise: {'; '.join(sorted(others))}" if others else None
-        if isinstance(seam, Fields):
-            lacks = {*seam.text.split()} - self.fields(module, seam.name)
-            return f"{path} lacks {', '.join(sorted(lacks))}" if lacks else None
-        if isinstance(seam, Attribute):
-            return None if self.definition(module, seam.name.split(".")[0]) else f"no {path.rpartition('.')[0]}"
-        for caller in (module, *seam.callers):
-            for passed in self.passed(caller, seam.name):
-                if strange := passed - seam.known:
-                    return f"{caller} passes {', '.join(sorted(strange))} to {seam.name}"
-                if isinstance(seam, Wrapper) and passed != seam.known:
-                    return f"{caller} passes no {', '.join(sorted(seam.known - passed))} to {seam.name}"
-        if seam.source is not None:
-            if (seam.source, seam.name) not in self.imports(module):
-                return f"{module} takes no {seam.name} from {seam.source}"
-            module = seam.source
-        if isinstance(seam, Wrapper):
-            return None if self.assigns(module, seam.name) else f"{module} assigns no {seam.name}"
-        node = self.definition(module, seam.name)
-        if not isinstance(node, ast.FunctionDef):
-            return f"no {path}"
-        if (theirs := parameters(node.args)) != seam.parameters.split():
-            return f"{path} has parameters {', '.join(theirs)}"
-        if seam.keywords and node.args.kwarg is None:
-            return f"{path} takes no other arguments by name"
-        return None
-
     def passed(self, module: str, name: str) -> list[set[str]]:
         """Names of the arguments of each call of a function or method in the module's code."""
         found, last = self.tree(module), name.split(".")[-1]
@@ -307,8 +316,8 @@ def use_of(parent: ast.AST) -> str:
 
 def differences(seams: Sequence[AnySeam], root: Path | Any) -> list[str]:
     """Of the package in folder `root` from what the seams were written for."""
-    source = Source(root)
-    return [difference for seam in seams if (difference := source.difference(seam)) is not None]
+    files = Source(root)
+    return [difference for seam in seams if (difference := seam.difference(files)) is not None]
 
 
 def obstacle(package: str, seams: Sequence[AnySeam]) -> str | None:
