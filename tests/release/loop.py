@@ -28,7 +28,7 @@ from pathlib import Path
 
 from flashdelta.tools.bench.environment import default_device, git_commit, gpu, versions
 from flashdelta.tools.bench.pages import RESULTS
-from flashdelta.tools.bench.report import text_table
+from flashdelta.tools.bench.report import MISSED, text_table
 
 from ..support.gpus import visible_gpus
 from . import log, processes
@@ -40,9 +40,6 @@ JOBS = 14
 
 STARTS = 5.0
 """Seconds kept for starting a part and for writing down what came of it."""
-
-MISSED = "missed bounds: "
-"""How the last line of a benchmark begins that missed some."""
 
 MOST_SAID = 2000
 """Characters that are kept of a part's last line."""

@@ -235,6 +235,10 @@ TIMES = {"sustained": "ours.sustained_ms", "by graph": "ours.graph_ms.median", "
 """Of which time a bound is, by what its words say."""
 
 
+MISSED = "missed bounds: "
+"""How the last line of a run begins that missed some: `tests.release` tells them by it."""
+
+
 def missed(rows: Sequence[dict]) -> list[str]:
     """The rows that miss bounds, each with those and with our time."""
     found = []

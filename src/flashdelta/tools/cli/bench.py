@@ -15,6 +15,7 @@ from ..bench.contenders import Setup, find, let_fla_split
 from ..bench.environment import gpu
 from ..bench.pages import draw_headlines, headline_table
 from ..bench.report import (
+    MISSED,
     default_path,
     failures,
     load,
@@ -97,7 +98,7 @@ def run_benchmark(name: str, **given: Any) -> bool:
         PLOTS[name].draw(document, options.plot)
     lost = missed(document["rows"])
     if lost:
-        _say(f"missed bounds: {'; '.join(lost)}")
+        _say(MISSED + "; ".join(lost))
     return not failures(document)
 
 
