@@ -14,9 +14,11 @@ import triton.language as tl
 
 from flashdelta.hopper.decode import DECODE_AT_ONCE
 from flashdelta.ops.chunk import chunk_kda
+from flashdelta.ops.decode import recurrent_kda
 from flashdelta.program.launch import Launch
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import Case
+from flashdelta.testing.decoding import BY_NAME, make_step
 from flashdelta.testing.inputs import meta_call
 from flashdelta.tools.bench.toolchains import ARCH, META, ROWS, call_of
 from flashdelta.tools.compile import (
@@ -315,6 +317,24 @@ def test_lanes_hold_equal_sums_in_kernels_of_one_product_a_lane(kernel: str, var
     (chosen,) = (x for x in VARIANTS if x.name == variant)
     (launch,) = (x for x in chosen.launches(90) if x.kernel.__name__ == kernel)
     assert unequal_sums(compiled(launch, 90).asm["ptx"]) == 0
+
+
+@pytest.mark.parametrize("K", [32, 64])
+def test_lanes_hold_equal_sums_where_states_are_not_aligned(K: int):
+    """Their elements lie along the lanes one by one, V first along K."""
+    call = make_step(replace(BY_NAME["odd_pitch"], K=K, v_first=True), torch.bfloat16)
+    call = {name: on_meta_as_it_lies(x) for name, x in call.items()}
+    (launch,) = only_launches(BUILD["triton"](*check(recurrent_kda, **call), 90))
+    assert unequal_sums(compiled(launch, 90).asm["ptx"]) == 0
+
+
+def on_meta_as_it_lies(x: object) -> object:
+    """Without memory, but as far from an aligned address as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    before = x.data_ptr() % 256 // x.element_size()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return torch.empty(before + extent, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), before)
 
 
 def test_kernels_whose_lanes_hold_unequal_sums_are_not_taken(monkeypatch: pytest.MonkeyPatch):

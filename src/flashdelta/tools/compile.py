@@ -580,7 +580,8 @@ def source(launch: Launch) -> ASTSource | GluonASTSource:
             signature[param.name] = "fp32"
         else:
             signature[param.name] = param.annotation_type or "i32"
-        aligned = isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0)
+        address = x.data_ptr() if isinstance(x, torch.Tensor) else x
+        aligned = isinstance(address, int) and address % 16 == 0
         if aligned and not param.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
     order = {p.name: signature.get(p.name, "constexpr") for p in launch.kernel.params}

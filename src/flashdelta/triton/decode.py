@@ -106,9 +106,11 @@ def step(state, row_v, token, A_THREAD: tl.constexpr = CHANNELS_A_THREAD):
     """The state `S^T [BV, K]` after a token, the token's output and what it wrote, `u`, `[BV]`. `token`: from `factors`.
     `A_THREAD`: adjacent value channels of a thread."""
     row_q, row_k, exp_g, norm_q, norm_k, overlap, beta = token
+    # a state that is not aligned lies element by element along the lanes: then of 32 key channels each has one
+    OTHERS: tl.constexpr = A_THREAD if row_k.shape[0] > 32 else state.shape[0]
     state = state * exp_g[None, :]
-    along_k = tl.sum(summand(state, row_k[None, :], A_THREAD), axis=1)
-    along_q = tl.sum(summand(state, row_q[None, :], A_THREAD), axis=1)
+    along_k = tl.sum(summand(state, row_k[None, :], OTHERS), axis=1)
+    along_q = tl.sum(summand(state, row_q[None, :], OTHERS), axis=1)
     # fused by name, here and below: what is recorded is worked out again in another layout
     correction = beta * tl.fma(along_k, -norm_k, row_v.to(tl.float32))
     written = norm_k * correction
