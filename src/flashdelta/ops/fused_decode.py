@@ -73,7 +73,7 @@ def fused_kda_decode(
         output_gate: `[N, HV, V]`, also flat or with a dimension of 1 before; dtype of x.
         norm_weight: `[V]`, float32 or dtype of x.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; None: the `softplus` gate.
-        norm_eps: added to the mean of squares; above 0.
+        norm_eps: added to the mean of squares; above 0, and within float32.
         output: `[N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), dtype of x, written and
             returned instead of a new tensor. Must not share memory with an input.
         bias: `[D]`, float32 or dtype of x: the convolution's.

@@ -30,7 +30,7 @@ def gated_rms_norm(
         x: `[.., V]`, bfloat16, float16 or float32 (float64: reference backend); `V` up to 8192.
         z: x's shape and dtype: the gate's input.
         weight: `[V]`, float32 or dtype of x.
-        eps: added to the mean of squares; above 0.
+        eps: added to the mean of squares; above 0, and within float32.
         activation: of the gate, `"sigmoid"` or `"silu"`.
         backend: `"auto"`, `"triton"` or `"reference"`; see `explain`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -75,6 +74,9 @@ FUSED_HEAD_DIMS = (32, 64, 128)
 
 MAX_NORM = 8192
 """Channels of a row that `gated_rms_norm` takes: a CTA holds whole rows."""
+
+EPSILONS = torch.finfo(torch.float32)
+"""Of norms: kernels add them in float32."""
 
 LOWEST_BOUND = -5.0
 """Below -5 a 16-token block may decay by more than exp(80), which float32 cannot hold as a quotient."""
@@ -831,8 +833,8 @@ WY = Operation(
 def epsilon(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise mistyped(name, value, "a float")
-    if not 0 < value <= sys.float_info.max:  # an integer may be above it
-        raise wrong(name, value, "a finite float above 0")
+    if not EPSILONS.tiny <= value <= EPSILONS.max:
+        raise wrong(name, value, f"a float from {EPSILONS.tiny:.3g} to {EPSILONS.max:.3g}")
 
 
 def rows_shape(c: Any) -> str:
