@@ -39,6 +39,8 @@ def test_code_runs(path: Path):
 def test_the_tutorials_kernels_are_right_and_take_the_time_it_says():
     for step, said in (("1_load", "2 x, to the bit"), ("2_multiply", "x y"), ("3_pipeline", "x y")):
         assert said in run(f"examples/gluon/step_{step}.py")
-    rates = dict(re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE))
-    rate = {way: float(found) for way, found in rates.items()}
-    assert rate["PyTorch"] > rate["2 stages"] > rate["one stage"] > max(rate["3 stages"], rate["4 stages"])
+    best: dict[str, float] = {}
+    for _ in range(3):  # beside other tests
+        found = re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE)
+        best = {way: max(float(rate), best.get(way, 0.0)) for way, rate in found}
+    assert best["PyTorch"] > best["2 stages"] > best["one stage"] > max(best["3 stages"], best["4 stages"])

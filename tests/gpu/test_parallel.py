@@ -23,11 +23,15 @@ RANKS = 2
 PATIENCE = timedelta(minutes=2)
 """For a rank that does not come."""
 
-VALUES, GRADIENTS = 6e-3, 2e-2
-"""Errors of results and of gradients, bfloat16."""
+VALUES, GRADIENTS, SUMS = 6e-3, 2e-2, 1e-1
+"""Errors of results, of gradients and of those that are sums over all tokens, bfloat16. A sum of H numbers that mostly cancel:
+of two heads and 8192 tokens 1/64 of its terms' sizes is left."""
 
 WORSE, SUMMED = 1.05, {"A_log": 2.0, "dt_bias": 2.0}
-"""How often as large as the whole call's an error may be; that of a sum over all tokens is one draw of many roundings."""
+"""How often as large as the whole call's, or another library's, an error may be; that of a sum over all tokens is one draw of
+many roundings."""
+
+LIMITS = {"o": VALUES, "final_state": VALUES, **dict.fromkeys(SUMMED, SUMS)}
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
 
@@ -47,9 +51,7 @@ def hold(found: Found, cut: Cut) -> None:
     truth, whole = truth_of(cut), cut.whole(split=False)
     for name, x in truth.items():
         own, plain = error(found[name], x), error(whole[name], x)
-        limit = VALUES if name in ("o", "final_state") else GRADIENTS
-        limit = GRADIENTS if name == "initial_state" else limit
-        assert own <= limit, f"{name}: {own:.2e}"
+        assert own <= LIMITS.get(name, GRADIENTS), f"{name}: {own:.2e}, of the whole call {plain:.2e}"
         assert own <= SUMMED.get(name, WORSE) * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
 
 
@@ -135,7 +137,8 @@ def test_a_nan_stays_in_its_sequence(processes: tuple[str, list[dict]]):
 
 @two_gpus
 def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
-    """At most 1.1 times as much; where FLA's are wrong that says nothing, and ours are held to the truth."""
+    """At most 1.1 times as much, sums over all tokens twice; where FLA's are wrong that says nothing, and ours are held to the
+    truth."""
     backend, found = processes
     cut = cut_of(CASES["fla"], RANKS, backend)
     do, dht = cut.incoming
@@ -143,5 +146,5 @@ def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
     ours, fla = (cut.joined([x["beside FLA"][name] for x in found]) for name in ("ours", "fla"))
     for name, x in ours.items():
         own, theirs = error(x, truth[name]), error(fla[name], truth[name])
-        assert own <= (VALUES if name == "o" else GRADIENTS), f"{name}: {own:.2e}"
-        assert own <= 1.1 * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"
+        assert own <= LIMITS.get(name, GRADIENTS), f"{name}: {own:.2e}"
+        assert own <= SUMMED.get(name, 1.1) * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"

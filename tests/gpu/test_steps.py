@@ -12,7 +12,7 @@ import torch
 
 from flashdelta.hopper import recurrence
 from flashdelta.testing.cases import FP32, HARD_CASES, Case
-from flashdelta.testing.oracle import truth
+from flashdelta.testing.oracle import rounding_error, truth
 
 from ..support.decays import KINDS, decays_call
 from ..support.pools import CHECKPOINT_POOLS
@@ -97,8 +97,9 @@ def test_steps(name: str, other_backend: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_decays(kind: str, other_backend: str):
     call = decays_call(kind, 192, 2, "cuda")
+    slack = tuple(2 * x for x in rounding_error(call)) if "one key" in kind else (0.0, 0.0)
     with in_steps() as ran:
-        hold(call, poisoned(call), truth(call))
+        hold(call, poisoned(call), truth(call), slack)
     assert ran.called
 
 
