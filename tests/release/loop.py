@@ -3,9 +3,9 @@
     python -m tests.release --out DIR [--only PART ...] [--seconds N]
 
 Called again with the same folder it goes on with what has not passed on this commit, what failed or timed out last;
-`--only fuzz` fuzzes on, with another seed. Parts that take several GPUs go first, then one part on each GPU. Bounds that a
-benchmark missed are said in the end. Folder: each part's results and what it printed, and `parts.jsonl` with a line for each
-part.
+`--only fuzz` fuzzes on, with another seed. Parts that take several GPUs go first, then one part on each GPU: they share the
+host's processors. Bounds that a benchmark missed are said in the end. Folder: each part's results and what it printed, and
+`parts.jsonl` with a line for each part: on which GPUs it ran, and beside which others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import queue
 import re
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flashdelta.tools.bench.environment import default_device, git_commit, gpu, versions
@@ -47,13 +48,44 @@ MOST_SAID = 2000
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a part. `status`: "passed", "failed", "timed out", "skipped" for want of a package, or "no time"."""
+    """Of a part. `status`: "passed", "failed", "timed out", "skipped" for want of a package, or "no time". `beside`: parts that
+    ran at the same time, on other GPUs."""
 
     part: str
     status: str
     seconds: float = 0.0
     said: str = ""
     command: str = ""
+    gpus: Sequence[str] = ()
+    beside: Sequence[str] = ()
+
+
+class Schedule:
+    """Which part has which GPU: each to itself, the host shared."""
+
+    def __init__(self, gpus: Sequence[str]):
+        self.gpus, self.free = gpus, queue.SimpleQueue[str]()
+        for name in gpus:
+            self.free.put(name)
+        self.running: dict[str, set[str]] = {}
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self, part: Part) -> Iterator[tuple[Sequence[str], set[str]]]:
+        """The part's GPUs, once they are free, and in the end what ran beside it."""
+        names = [self.free.get() for _ in range(1 if part.gpus == 1 else len(self.gpus))]
+        with self.lock:
+            beside = set(self.running)
+            for others in self.running.values():
+                others.add(part.name)
+            self.running[part.name] = beside
+        try:
+            yield sorted(names, key=self.gpus.index), beside
+        finally:
+            with self.lock:
+                del self.running[part.name]
+            for name in names:
+                self.free.put(name)
 
 
 def absent(need: str) -> bool:
@@ -110,23 +142,22 @@ def run_part(part: Part, out: Path, left: float, gpus: Sequence[str]) -> Outcome
     status = {0: "passed", None: "timed out"}.get(code, "failed")
     seconds, said = round(time.monotonic() - began, 1), last_line(printed)
     wrong = next((fault(Path(word)) for word in command if word.startswith(str(out)) and status == "passed"), "")
-    return Outcome(part.name, "failed" if wrong else status, seconds, wrong or said, words)
+    return Outcome(part.name, "failed" if wrong else status, seconds, wrong or said, words, gpus)
 
 
 def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again: bool = False) -> list[Outcome]:
     """In order, but what has failed or timed out with the same `facts` comes last, unless it goes on where it ended, and what
     takes several GPUs first. What has passed is not run again; `again`: but for parts that may be."""
-    until, written, gpus = time.monotonic() + seconds, out / "parts.jsonl", visible_gpus()
+    until, written, schedule = time.monotonic() + seconds, out / "parts.jsonl", Schedule(visible_gpus())
     before = [line for line in log.read(written) if all(line.get(name) == x for name, x in facts.items())]
     passed = {x["part"]: x["said"] for x in before if x["status"] == "passed"}
     failed, late = ({x["part"] for x in before if x["status"] == status} for status in ("failed", "timed out"))
-    free = queue.SimpleQueue[str]()
-    for name in gpus:
-        free.put(name)
 
-    def run_one(part: Part, seen: Sequence[str]) -> Outcome:
-        print(f"{part.name}: at most {part.limit} s, {part.why}", flush=True)
-        found = run_part(part, out, until - time.monotonic(), seen)
+    def run_one(part: Part) -> Outcome:
+        with schedule.turn(part) as (gpus, beside):
+            print(f"{part.name}: at most {part.limit} s, {part.why}", flush=True)
+            found = run_part(part, out, until - time.monotonic(), gpus)
+        found = replace(found, beside=sorted(beside))
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         with written.open("a") as file:
             file.write(json.dumps(asdict(found) | facts | {"date": date}) + "\n")
@@ -135,20 +166,13 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, facts: dict, again
         print(f"{part.name}: {found.status} in {found.seconds:.0f} s; {found.said}", flush=True)
         return found
 
-    def beside_others(part: Part) -> Outcome:
-        name = free.get()
-        try:
-            return run_one(part, [name])
-        finally:
-            free.put(name)
-
     done = [part for part in parts if part.name in passed and not (again and part.again)]
     last = failed | (late - {part.name for part in parts if part.resumes})
     left = sorted((part for part in parts if part not in done), key=lambda part: part.name in last)
     found = [Outcome(part.name, "passed", said=f"before: {passed[part.name]}") for part in done]
-    found += [run_one(part, gpus) for part in left if part.gpus != 1]
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        return found + list(pool.map(beside_others, [part for part in left if part.gpus == 1]))
+    found += [run_one(part) for part in left if part.gpus != 1]
+    with ThreadPoolExecutor(len(schedule.gpus)) as pool:
+        return found + list(pool.map(run_one, [part for part in left if part.gpus == 1]))
 
 
 def table(parts: Sequence[Part]) -> str:

@@ -14,7 +14,7 @@ class Part:
     """`command`: words to Python. In them `{out}` stands for the folder, `{name}`, `{limit}` and `{seed}` for the part's own,
     `{jobs}` for that many processes. `limit`: seconds. `results`: where `tests.release.record` puts what it writes. `needs`:
     modules, and variables of the environment in capitals. `least`: seconds below which it is not begun. `gpus`: how many it
-    wants, 0 for all; if not one, it runs alone, as what times the host must."""
+    wants, 0 for all; if not one, it runs alone."""
 
     name: str
     command: tuple[str, ...]
@@ -89,7 +89,6 @@ PARTS = (
         "README.md's rows",
         ("fla",),
         120,
-        gpus=0,
     ),
     *(
         Part(

@@ -371,6 +371,15 @@ def test_sustained_calls_are_back_to_back_and_take_turns():
     assert spans[2:] == [("a", 30), ("b", 120), ("b", 120), ("a", 30), ("a", 30), ("b", 120)]
 
 
+def test_laps_are_from_the_end_of_the_one_before(monkeypatch):
+    now = iter((1.0, 1.5, 4.0))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    clock = timing.Clock(CPU)
+    clock.lap("make")
+    clock.lap("check")
+    assert clock.seconds == {"make": 0.5, "check": 2.5}
+
+
 def test_timing_statistics():
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(median=2.0, min=1.0, p90=3.0, samples=3)
     assert Timing.of([3.0, 1.0, 2.0]).over(2) == Timing(median=1.0, min=0.5, p90=1.5, samples=3)
@@ -395,6 +404,7 @@ def test_dry_run_measures_and_saves_every_row(tmp_path, name):
         assert row["ours"]["ms"]["median"] == pytest.approx(2.0 / row.get("launches", 1))
         assert row["ours"]["sustained_ms"] == pytest.approx(3.0 / row.get("launches", 1))
         assert row["floor_ms"] == pytest.approx(row["bytes"] / 4.3e9)
+        assert [*row["seconds"]] == ["make", "check", "prepare", "time", "sustained", "profile"]
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ours"]["ms"]["median"])
         if row["fla"]["problem"] is None:
             assert row["speedup"] == row["sustained_speedup"] == pytest.approx(1.0)

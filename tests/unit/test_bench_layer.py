@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 
 import pytest
 import torch
 import triton
+from triton.runtime.autotuner import Autotuner
 
 import flashdelta as fd
-from flashdelta.tools.bench import layer, report
+from flashdelta.tools.bench import layer, report, tuning
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
 from flashdelta.tools.bench.contenders import PEERS, Setup
 from flashdelta.tools.bench.runner import run
@@ -198,3 +200,45 @@ def test_fla_chooses_its_kernels_for_each_batch():
     causal_conv1d_update_kernel.cache[1] = "the form of one sequence"
     layer.tune_anew()
     assert not causal_conv1d_update_kernel.cache and not causal_conv1d_update_kernel.cache_results
+    assert causal_conv1d_update_kernel.do_bench.keywords == layer.TUNED_MS
+
+
+FORMS = 3
+
+
+class Compiled:
+    """A kernel whose forms must be compiled at the same time, the second of which can't be."""
+
+    def __init__(self):
+        self.together = threading.Barrier(FORMS, timeout=30)
+        self.made, self.timed = [], []
+
+    def run(self, x, *, grid, num_warps, warmup, **options):
+        if not warmup:
+            self.timed.append(num_warps)
+        else:
+            self.made.append(num_warps)
+            self.together.wait()
+            if num_warps == 2:
+                raise RuntimeError("too many registers")
+
+
+def test_forms_of_a_kernel_are_compiled_together_and_timed_one_by_one():
+    configs = [triton.Config({}, num_warps=2**i) for i in range(FORMS)]
+
+    @triton.autotune(configs, key=["x"])
+    @triton.jit
+    def tuner(x):
+        pass
+
+    kernel = Compiled()
+    tuner.fn, tuner.nargs = kernel, {"x": 1}
+    tuner._do_bench = lambda call, quantiles: call()
+    plain = Autotuner._bench
+    with tuning.compiled_together(torch.device("cuda")):
+        for config in configs:
+            tuner._bench(1, config=config, grid=(1,), warmup=False)
+        assert sorted(kernel.made) == kernel.timed == [1, 2, 4]
+    assert Autotuner._bench is plain
+    with tuning.compiled_together(CPU):
+        assert Autotuner._bench is plain

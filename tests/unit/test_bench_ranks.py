@@ -81,6 +81,8 @@ def test_processes_measure_every_contender(document: dict):
         assert all(row[name]["ms"]["samples"] == 3 and row[name]["problem"] is None for name in timed)
         assert row["efficiency"] == row["one"]["ms"]["median"] / row["ours"]["ms"]["median"]
         assert row["modelled"] is None and row["speedup"] is None
+        assert [*row["seconds"]] == ["processes", "make", "first calls", "check", "time", "profile"]
+        assert all(x >= 0 for x in row["seconds"].values()) and row["seconds"]["processes"] > 0
 
 
 @pytest.mark.slow

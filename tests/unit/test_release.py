@@ -25,7 +25,7 @@ from .. import conftest
 from ..fuzz import runner
 from ..fuzz.draw import OPERATORS
 from ..release import log, loop, processes, record
-from ..release.parts import LONGEST, PARTS, Part
+from ..release.parts import LONGEST, PARTS, RANKS, Part
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"commit": "c" * 40, "gpu": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
@@ -148,6 +148,17 @@ def test_a_part_runs_on_each_gpu(quick: None, tmp_path: Path, monkeypatch: pytes
     assert list(found) == ["all", "two", "four", "a", "b", "c"]
     assert [found[name].said for name in ("all", "two", "four")] == ["4,1,7", "4,1,7", "not here: 4 GPUs"]
     assert sorted(found[name].said for name in "abc") == ["1 True", "4 True", "7 True"]
+    lines = {line["part"]: line for line in log.read(tmp_path / "parts.jsonl")}
+    assert {name: lines[name]["beside"] for name in ("all", "two", "a", "b", "c")} == {
+        **{"all": [], "two": []},
+        **{"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]},
+    }
+    assert lines["all"]["gpus"] == ["4", "1", "7"] and [lines["a"]["gpus"][0]] == found["a"].said.split()[:1]
+
+
+def test_what_has_its_gpu_only_shares_the_host():
+    """The parts that time two GPUs, or fill the host with tests, do not."""
+    assert {part.name for part in PARTS if part.gpus != 1} == {"tests", *(f"ranks-{name}" for name in RANKS)}
 
 
 def test_workers_find_other_gpus_first(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,8 +31,9 @@ from ...testing.processes import on_processes
 from . import profiling, scaling
 from .checks import GRADIENT_TOLERANCE, fault
 from .contenders import PEER_TOLERANCE, Setup, find, let_fla_split, shared
-from .timing import Timer, Timing, peak_above, second_result, summarize, synchronize
+from .timing import Clock, Timer, Timing, peak_above, second_result, summarize, synchronize
 from .training import LEAVES, random_like
+from .tuning import compiled_together
 from .workloads import Bound, Row, model
 
 MOST_CHECKED = 131_072
@@ -131,8 +133,11 @@ def measure(row: RanksRow, setup: Setup) -> Iterator[dict]:
     absent = _why_no_fla(row, setup)
     options = {"backend": setup.backend, "rounds": setup.effort.rounds, "fla": absent is None}
     options["timer"] = None if on_gpus else setup.timer
+    began = time.perf_counter()
     try:
         found = on_processes(ranks, _work, row, options, device=setup.device.type, timeout=PATIENCE)[0]
+        took, inside = time.perf_counter() - began, found["seconds"]
+        found["seconds"] = {"processes": round(took - sum(inside.values()), 3), **inside}
     except Exception as error:  # a process ran out of memory, or ended: the other rows are worth having
         found = {name: {"problem": last_words(error)} for name in ("ours", "fla")}
     yield described(row, found | ({} if absent is None else {"fla": {"problem": absent}}))
@@ -177,13 +182,14 @@ def _work(group: dist.ProcessGroup, row: RanksRow, options: Mapping[str, Any]) -
     device = torch.device("cuda", group.rank()) if options["timer"] is None else torch.device("cpu")
     if row.ranks == 1:
         let_fla_split()  # before FLA is imported
-    with torch.enable_grad() if row.differentiates else torch.inference_mode():
+    grad = torch.enable_grad() if row.differentiates else torch.inference_mode()
+    with grad, compiled_together(device):
         return _measured(row, options, group, device)
 
 
 def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict:
     case: Any = row.call
-    ranks, rank = group.size(), group.rank()
+    clock, ranks, rank = Clock(device), group.size(), group.rank()
     total = ranks * case.T
     cuts = [0, 3 * case.T // 4, total - case.T // 2, total] if row.table == "packed" else [0, total]
     offsets = torch.tensor(cuts, dtype=torch.int32, device=device)
@@ -193,7 +199,9 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     found: dict[str, dict] = {name: {} for name in runs}
     if "fla" in found:
         found["fla"]["FLA_INTRACARD_CP"] = os.environ.get("FLA_INTRACARD_CP")
+    clock.lap("make")
     problems = _warm_up(runs, device)
+    clock.lap("first calls")
     if ranks > 1:
         found["ours"]["exchange"] = context.exchange
     if total <= MOST_CHECKED:
@@ -202,16 +210,19 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
         for name, off in errors.items():
             found[name]["error"] = off
             problems |= _faults(name, off)
+    clock.lap("check")
     timed = {name: run for name, run in runs.items() if name not in problems}
     timer = options["timer"] or Timer(device)
     for name, samples in _in_turns(timed, options["rounds"], device, timer).items():
         timing = Timing.of(samples)
         found[name]["ms"] = {"median": timing.median, "min": timing.min, "p90": timing.p90, "samples": timing.samples}
+    clock.lap("time")
     for name in ("one", "ours"):
         found[name] |= _memory(timed[name], call, device) if name in timed else {}
     if device.type == "cuda" and "ours" in timed:
         found["ours"]["kernels"] = _kernels(timed["ours"], timer)
-    return {name: x | {"problem": problems.get(name)} for name, x in found.items()}
+    clock.lap("profile")
+    return {name: x | {"problem": problems.get(name)} for name, x in found.items()} | {"seconds": clock.seconds}
 
 
 def _runs(

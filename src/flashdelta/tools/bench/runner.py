@@ -17,6 +17,7 @@ from .environment import environment
 from .report import new_document, save
 from .timing import (
     DEFAULT_EFFORT,
+    Clock,
     Effort,
     Run,
     Timer,
@@ -32,6 +33,7 @@ from .timing import (
     synchronize,
     take_turns,
 )
+from .tuning import compiled_together
 from .workloads import Bound, Row, quotient, value
 
 GATED_GPU = "H200"
@@ -111,7 +113,7 @@ def run(
     document["protocol"] = {"effort": asdict(setup.effort), "backend": setup.backend}
     document |= {"ceilings": dict(setup.ceilings), **facts} if setup.ceilings else facts
     for row in benchmark.rows if rows is None else rows:
-        with benchmark.grad():
+        with benchmark.grad(), compiled_together(setup.device):
             found = benchmark.measure(row, setup) if benchmark.measure else parts(row, setup, benchmark)
             for each in found:
                 each |= benchmark.derive(each, document)
@@ -159,32 +161,40 @@ def judge(row: dict, bounds: Sequence[Bound], rows: Sequence[dict], gated: bool)
 def parts(row: Row, setup: Setup, benchmark: Benchmark) -> Iterator[dict]:
     """The rows of the document that a row makes, most often one."""
     assert benchmark.make is not None
+    clock = Clock(setup.device)
     made = benchmark.make(row, setup)
     for work in [made] if isinstance(made, Work) else made:
-        yield measure(row, work, setup, benchmark)
+        clock.lap("make")
+        yield measure(row, work, setup, benchmark, clock)
+        clock = Clock(setup.device)
 
 
-def measure(row: Row, work: Work, setup: Setup, benchmark: Benchmark) -> dict:
-    """One row of the document. Contenders that raise or err are recorded, not timed."""
+def measure(row: Row, work: Work, setup: Setup, benchmark: Benchmark, clock: Clock) -> dict:
+    """One row of the document, with the laps of `clock`. Contenders that raise or err are recorded, not timed."""
     outcomes: dict[str, Outcome] = {}
     for name, contender in work.contenders.items():  # all are checked before any is timed
         admitted = isinstance(contender, Contender)
         outcomes[name] = check(contender, work, setup) if admitted else Outcome(problem=contender)
+    clock.lap("check")
     timed = {name: x for name, x in work.contenders.items() if outcomes[name].problem is None}
     runs: dict[tuple[str, str], Run] = {}
     for name, contender in timed.items():
         runs |= {(name, key): call for key, call in prepare(contender, outcomes[name], work, setup).items()}
+    clock.lap("prepare")
     for (name, key), timing in take_turns(runs, setup.timer, setup.effort).items():
         setattr(outcomes[name], key, timing.over(work.launches))
+    clock.lap("time")
     timed = {name: x for name, x in timed.items() if outcomes[name].problem is None}
     for name, ms in _sustained(timed, runs, outcomes, setup, benchmark.prefer, work.launches).items():
         outcomes[name].sustained_ms = ms / work.launches
+    clock.lap("sustained")
     for name, contender in timed.items():
         if contender.describe is not None:
             calls = benchmark.profiled_calls or setup.effort.rounds
             found = profiling.profile_calls(contender.call, setup.timer, calls)
             outcomes[name].kernels = contender.describe(found, calls) if found else []
-    return describe(row, work, outcomes, setup, benchmark)
+    clock.lap("profile")
+    return describe(row, work, outcomes, setup, benchmark) | {"seconds": clock.seconds}
 
 
 def check(contender: Contender, work: Work, setup: Setup) -> Outcome:

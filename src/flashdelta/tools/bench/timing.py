@@ -78,6 +78,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Clock:
+    """Seconds by what they were spent on, each lap from the end of the one before."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds, self.since = device, dict[str, float](), time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[name], self.since = round(now - self.since, 3), now
+
+
 def second_result(call: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[tuple[Tensor, ...], float]:
     """Calls twice. The results of the second call, for which the allocator hands out the memory of the first one's, full of
     NaN, so that an element that is left unwritten shows; and the seconds of the first."""
