@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 
 from flashdelta.hopper.decode import DECODE_AT_ONCE
 from flashdelta.ops.chunk import chunk_kda
@@ -28,8 +29,10 @@ from flashdelta.tools.compile import (
     backward_of,
     compile_launch,
     compiled,
+    costs_of,
     fingerprint,
     late_operands,
+    listing,
     only_launches,
     unequal_sums,
 )
@@ -99,6 +102,29 @@ def test_what_the_benchmarks_launch_is_recorded():
     launched = [(row, launch) for row in ROWS for launch in call_of(row, META).launches]
     missing = [f"{row.name}: {x.kernel.__name__}" for row, x in launched if fingerprint(x, ARCH) not in known]
     assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fixed length", "stream-K, fixed length"])
+def test_a_checkpoint_costs_hoppers_loops_little(form: str):
+    """`recurrence` in steps spills nothing in its loop over chunks and waits for no more MMAs; `prepare_steps` finds its chunk
+    with few instructions more."""
+    name = f"hopper steps K128 V128 {form}"
+    with_one = name.replace("fixed length", "checkpoints in a buffer, fixed length")
+    found = {variant.name: variant.launches(ARCH) for variant in VARIANTS if variant.name in (name, with_one)}
+    (prepare, scan), (prepare_one, scan_one) = (map(compiled, found[x], (ARCH, ARCH)) for x in (name, with_one))
+    assert costs_of(prepare_one, ARCH).instructions < 1.03 * costs_of(prepare, ARCH).instructions
+    assert costs_of(scan_one, ARCH).mma_waits == costs_of(scan, ARCH).mma_waits
+    between = [[line for line in between_mmas(x) if "/*" in line] for x in (scan, scan_one)]
+    assert len(between[1]) < 1.05 * len(between[0])
+    assert not any(spill in line for line in between[1] for spill in ("STL", "LDL"))
+
+
+def between_mmas(kernel: CompiledKernel) -> list[str]:
+    """Lines of the listing from the first MMA to the last."""
+    lines = listing(kernel).splitlines()
+    places = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    return lines[places[0] : places[-1] + 1]
 
 
 def test_launches_are_as_recorded():

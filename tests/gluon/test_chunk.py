@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import flashdelta as fd
-from flashdelta.hopper import recurrence
+from flashdelta.hopper import build, recurrence
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import (
@@ -22,7 +23,7 @@ from flashdelta.testing.oracle import (
 from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, hold, on_gpu, slack_of
 from ..support.stream_k import Work
 from ..unit.test_hopper_choice import TABLE
-from .checks import hold_nan_inside, hopper_call, poisoned
+from .checks import hold_nan_inside, hopper_call, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
 pytestmark = pytest.mark.slow
@@ -96,6 +97,37 @@ def test_stream_k_changes_no_bit(case: Case, groups: int, monkeypatch: pytest.Mo
     for last_first in (False, True):
         with hopper_on_cpu(sms=groups * (case.V // 64), last_first=last_first):
             assert_same_bits(poisoned(call), want, covered_tokens(call))
+
+
+CHECKED = [
+    (replace(LONG, name="rows", B=2, H=2, HV=2, K=128, T=500, state=FP32), 3, 5),
+    (replace(LONG, name="uneven", H=3, HV=3, K=128, lengths=(400, 0, 300, 64, 1), state=FP32, v_first=True), 3, 7),
+]
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["chunks", "steps"])
+@pytest.mark.parametrize(("case", "groups", "stored"), CHECKED, ids=[case.name for case, *_ in CHECKED])
+def test_stream_k_with_checkpoints_changes_no_bit(
+    case: Case, groups: int, stored: int, steps: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunk grids that start anew, in what one CTA has of a sequence and in what the next has."""
+    monkeypatch.setattr(build, "STEPS_FROM", 1 if steps else 999)
+    call = steps_call(case)
+    N = len(call["cu_seqlens"]) - 1 if case.lengths else case.B
+    offsets = torch.tensor([[64, 144, 288], [16, 48, 0], [0, 208, 288], [32, 64, 0], [0, 0, 0]])[:N]
+    rows = torch.arange(offsets.numel(), dtype=torch.int32).view_as(offsets)
+
+    def run(stream_k: bool) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(recurrence, "stream_k_pays", lambda problem, ctas: stream_k)
+        there = torch.zeros(offsets.numel(), *call["initial_state"].shape[1:])
+        checkpoints = {"checkpoint_offsets": offsets, "checkpoint_indices": rows, "checkpoint_states": there}
+        return *poisoned(call | checkpoints), there
+
+    want = run(False)
+    assert want[-1].flatten(1).any(1).sum() == stored
+    with hopper_on_cpu(sms=groups * (case.V // 64), last_first=True):
+        found = run(True)
+    assert_same_bits(found, want, covered_tokens(call))
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------

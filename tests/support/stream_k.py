@@ -103,7 +103,7 @@ class Work:
         scalars = (torch.tensor(x, dtype=torch.int32).as_subclass(Value) for x in (self.sequences, self.T, self.heads))
         offsets = None if self.offsets is None else Pointer(torch.tensor(self.offsets))
         found = PYTHON.tile_range(
-            torch.tensor(cta, dtype=torch.int32).as_subclass(Value), self.ctas, offsets, *scalars, C
+            torch.tensor(cta, dtype=torch.int32).as_subclass(Value), self.ctas, offsets, None, 0, *scalars, C
         )
         return tuple(int(x) for x in found)
 

@@ -414,6 +414,7 @@ def test_segments_that_are_not_tried(options: dict):
 def test_stream_k_where_that_pays(heads: int, lengths: tuple[int, ...], wanted: bool):
     problem, _ = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, lengths=lengths)))
     assert stream_k_pays(problem, 132) == wanted
+    assert stream_k_pays(replace(problem, checkpoints=1), 132) == wanted
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,35 @@ def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, lef
 
 
 @gluon.jit
+def store_inside(row, there, iteration, state0, state1, STEPS: gl.constexpr):
+    """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
+    compiler would have them, they take registers from all of it."""
+    value, key, K, V, V_FIRST = there
+    # 0, which the compiler can't see, and a multiple of 16 lest V-first states go in smaller pieces
+    nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
+    at = state_offsets(0, value, key + nothing, K, V, V_FIRST)
+    store_halves(row, at, 64 if V_FIRST else 64 * V, state0, state1, 1, K, STEPS)
+
+
+@gluon.jit
+def pass_checkpoints(scheduler, tile, span, stop, target, there, iteration, state0, state1, STEPS: gl.constexpr):
+    """At the end `stop` of a span, which others of the sequence follow: stores the states that are wanted there. The span that
+    goes on, and its past-the-last token."""
+    indices, states, pitch, lowest, most = target
+    _, _, K, V, _ = there
+    start = stop
+    while (start == stop) & (span + 1 < tile.num_spans):
+        slot, reached = checkpoint_slot(
+            *(scheduler.checkpoint_offsets, indices, tile.n, span, tile.num_spans, stop - tile.begin, lowest, most)
+        )
+        if reached != 0:
+            store_inside(states + (slot * pitch + tile.head * (K * V)), there, iteration, state0, state1, STEPS)
+        span += 1
+        stop = scheduler.span_stop(tile, span, start)
+    return span, stop
+
+
+@gluon.jit
 def compute(
     ring,
     o_s,
@@ -173,6 +202,7 @@ def compute(
     at_checkpoints, pitch, lowest_checkpoint, most_checkpoints = checkpoint_target(
         *(final_state, state_pitch, lowest, pool_slots, checkpoint_states, checkpoint_pitch, checkpoint_rows)
     )
+    target = (checkpoint_indices, at_checkpoints, pitch, lowest_checkpoint, most_checkpoints)
     carry, semaphore, starts = starting
     HV = scheduler.HV
     SLICES: gl.constexpr = V // BV
@@ -226,6 +256,7 @@ def compute(
         total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
+        there = (value, key, K, V, V_FIRST)
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
@@ -242,10 +273,11 @@ def compute(
             done = zero.to(gl.bfloat16)
             done_token = tile.begin
             done_count = 0
-            ahead = ring.wait(iteration)
-            v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-            if STEPS:
-                v_t, v_later = column_halves(v_t, LEFT)
+            if not STEPS or scheduler.checkpoint_offsets is None:
+                ahead = ring.wait(iteration)
+                v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+                if STEPS:
+                    v_t, v_later = column_halves(v_t, LEFT)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             if scheduler.checkpoint_offsets is not None:
                 span, start, stop = scheduler.first_span(tile)
@@ -265,15 +297,16 @@ def compute(
                 if checkpoint_every is not None:
                     if to_checkpoint == 0:
                         if next_row < checkpoint_rows:
-                            in_row = state_offsets(
-                                gl.minimum(iteration, 0).to(gl.int64) * 16, value, key, K, V, V_FIRST
-                            )
                             row_states = at_checkpoints + (next_row * pitch + head * (K * V))
-                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
+                            store_inside(row_states, there, iteration, state0, state1, STEPS)
                         next_row += 1
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
                 if STEPS:
+                    if scheduler.checkpoint_offsets is not None:
+                        # no sooner: LLVM would carry it past the branch below in halves of registers
+                        ahead = ring.wait(iteration)
+                        v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
                     begun = start_step(ring, s, 0, state0, state1, v_t)
                     if o is not None:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
@@ -281,8 +314,9 @@ def compute(
                     begun = start_step(ring, s, 1, state0, state1, v_later)
                     state0, state1, out = end_step(ring, s, 1, *begun)
                     iteration += 1
-                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
-                    v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
+                    if scheduler.checkpoint_offsets is None:
+                        ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                        v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
                     out = beside(out_first, out, ACC)
                     ring.release(s)
                 else:
@@ -325,27 +359,18 @@ def compute(
                     else:
                         state0, out, v_new_left, left0 = warpgroup_mma_wait(0, deps=[state0, out, v_new_left, left0])
                     ring.release(s)
-                done = out.to(gl.bfloat16)
                 if scheduler.checkpoint_offsets is None:
                     done_token = start + i * C
                     done_count = (stop - done_token).to(gl.int32)
                 else:
-                    done_token = start
-                    done_count = (stop - start).to(gl.int32)
-                    start = gl.minimum(start + C, stop)
-                    while (start == stop) & (span + 1 < tile.num_spans):
-                        there, reached = checkpoint_slot(
-                            *(scheduler.checkpoint_offsets, checkpoint_indices, tile.n, span, tile.num_spans),
-                            *(stop - tile.begin, lowest_checkpoint, most_checkpoints),
+                    done_token, done_count = start, stop - start
+                    start += C
+                    if start >= stop:
+                        start = stop
+                        span, stop = pass_checkpoints(
+                            *(scheduler, tile, span, stop, target, there, iteration, state0, state1, STEPS)
                         )
-                        if reached != 0:
-                            in_row = state_offsets(
-                                gl.minimum(iteration, 0).to(gl.int64) * 16, value, key, K, V, V_FIRST
-                            )
-                            row_states = at_checkpoints + (there * pitch + head * (K * V))
-                            store_halves(row_states, in_row, NEXT, state0, state1, 1, K, STEPS)
-                        span += 1
-                        stop = scheduler.span_stop(tile, span, start)
+                done = out.to(gl.bfloat16)
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
@@ -434,7 +459,7 @@ def recurrence_kernel(
     if not STREAM_K:
         tile_range: gl.constexpr = None
     else:
-        tile_range = stream_k_range(cu_seqlens, N, T, HV, SLICES)
+        tile_range = stream_k_range(cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, SLICES)
         carry += gl.program_id(0) * (BV * K)
         semaphores += gl.program_id(0)
     scheduler = TileScheduler(
@@ -469,8 +494,6 @@ def stream_k_pays(problem: Problem, ctas: int) -> bool:
     """Whether `recurrence` deals out chunks evenly (stream-K): where whole work tiles would leave many SMs idle in the last
     wave, of all tiles or of the last sequence's. Otherwise CTAs take whole tiles, which is kinder to memory and leaves less
     to work out at each change of tile."""
-    if problem.checkpoints > 0:
-        return False
     waves, last = work_tiles(problem) / ctas, problem.HV * (problem.V // TILE) / ctas
     return 1 < waves < MOST_WAVES and any(n > 1 and n < FULL_WAVE * math.ceil(n) for n in (waves, last))
 

@@ -507,6 +507,9 @@ VARIANTS = (
     _steps("K128 V128 pool with checkpoints", **CHECKPOINTS),
     _steps("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
     _steps("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    _steps("K128 V128 checkpoints in a buffer, fixed length", packed=False, **IN_A_BUFFER),
+    _steps("K128 V128 stream-K, checkpoints in a buffer", heads=96, **IN_A_BUFFER),
+    _steps("K128 V128 stream-K, checkpoints in a buffer, fixed length", heads=96, packed=False, **IN_A_BUFFER),
     _steps("K128 V128 regular checkpoints", **REGULAR),
     _steps("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
     _steps("K128 V128 regular checkpoints in bf16, V first, fixed length", state_v_first=True, packed=False, **IN_BF16),
@@ -631,7 +634,7 @@ def compile_launch(launch: Launch, arch: int) -> Costs:
 def costs_of(kernel: CompiledKernel, arch: int) -> Costs:
     cubin = kernel.asm["cubin"]
     registers, spills = resource_usage(cubin)
-    listing = _inspect("nvdisasm", cubin, "-c") if arch == 90 else ""
+    sass = listing(kernel) if arch == 90 else ""
     code = machine_code(cubin)
     return Costs(
         registers=registers,
@@ -639,8 +642,8 @@ def costs_of(kernel: CompiledKernel, arch: int) -> Costs:
         shared_bytes=kernel.metadata.shared,
         # they multiply where ptxas serialises MMAs, which it does without failing: for want of registers, or because an operand
         # changes too early
-        mma_waits=listing.count("WARPGROUP.DEPBAR"),
-        late_operands=late_operands(listing),
+        mma_waits=sass.count("WARPGROUP.DEPBAR"),
+        late_operands=late_operands(sass),
         instructions=len(code) // INSTRUCTION_BYTES,
         sass=hashlib.sha256(code).hexdigest()[:16],
     )
@@ -670,6 +673,11 @@ def _inspect(tool: str, cubin: bytes, *options: str) -> str:
         f.flush()
         command = [getattr(knobs.nvidia, tool).path, *options, f.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def listing(kernel: CompiledKernel) -> str:
+    """A kernel's machine code in words."""
+    return _inspect("nvdisasm", kernel.asm["cubin"], "-c")
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -40,6 +40,7 @@ sigmoid = _gluon(_gates.sigmoid)
 locate_tile = _gluon(_sequences.locate_work_tile)
 span_count = _gluon(_sequences.span_count)
 span_extent = _gluon(_sequences.span_extent)
+span_of_chunk = _gluon(_sequences.span_of_chunk)
 
 checkpoint_target = _gluon(_states.checkpoint_target)
 everywhere = _gluon(_states.everywhere)

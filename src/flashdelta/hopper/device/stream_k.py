@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .layouts import C
-from .portable import clamp_bounds
+from .portable import chunks_of, clamp_bounds, span_count
 
 SHORT = gl.constexpr(2)
 """Chunks at a tile's start or end that are not cut off: passing the state on takes as long."""
@@ -59,14 +59,19 @@ def range_tile(k, tile0, chunk0, tile1, chunk1):
 
 
 @gluon.jit
-def sequence_steps(cu_seqlens, base, N, T, C: gl.constexpr):
+def sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C: gl.constexpr):
     """Steps of a tile of each of the 128 sequences from `base` on, 0 past the last. Each warp has them all."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     n = base + lane
-    begin, end = clamp_bounds(
-        gl.load(cu_seqlens + n, mask=n < N, other=0), gl.load(cu_seqlens + n + 1, mask=n < N, other=0), T, gl.int64
-    )
-    return gl.where(n < N, (end - begin + C - 1) // C + 1, 0)
+    if checkpoint_offsets is None:
+        begin, end = clamp_bounds(
+            gl.load(cu_seqlens + n, mask=n < N, other=0), gl.load(cu_seqlens + n + 1, mask=n < N, other=0), T, gl.int64
+        )
+        chunks = (end - begin + C - 1) // C
+    else:
+        spans = span_count(checkpoint_offsets, checkpoints)
+        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C).to(gl.int64)
+    return gl.where(n < N, chunks + 1, 0)
 
 
 @gluon.jit
@@ -80,18 +85,18 @@ def tiles_before(step, stop, tile_steps, HV):
 
 
 @gluon.jit
-def tile_range(i, ranges, cu_seqlens, N, T, HV, C: gl.constexpr):
+def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C: gl.constexpr):
     """Range `i`: its first tile, the number of its chunks that belong to the range before, and the same of the next range."""
-    if cu_seqlens is None:
+    if cu_seqlens is None and checkpoint_offsets is None:
         tile_steps = (T + C - 1) // C + 1
         steps = (N * HV).to(gl.int64) * tile_steps
         tile0, chunk0 = cut_at(range_start(i, ranges, steps, tile_steps).to(gl.int32), tile_steps)
         tile1, chunk1 = cut_at(range_start(i + 1, ranges, steps, tile_steps).to(gl.int32), tile_steps)
     else:
-        total = sequence_steps(cu_seqlens, 0, N, T, C)
+        total = sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, 0, N, T, C)
         most = total
         for base in range(128, N, 128):
-            tile_steps = sequence_steps(cu_seqlens, base, N, T, C)
+            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C)
             total += tile_steps
             most = gl.maximum(most, tile_steps)
         steps = gl.sum(total) * HV
@@ -104,7 +109,7 @@ def tile_range(i, ranges, cu_seqlens, N, T, HV, C: gl.constexpr):
         chunk1 = tile0
         before = steps * 0
         for base in range(0, N, 128):
-            tile_steps = sequence_steps(cu_seqlens, base, N, T, C)
+            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C)
             stop = before + gl.associative_scan(tile_steps, 0, add)
             before += gl.sum(tile_steps)
             tile, chunk = tiles_before(step0, stop, tile_steps, HV)
@@ -122,6 +127,7 @@ def tile_range(i, ranges, cu_seqlens, N, T, HV, C: gl.constexpr):
 
 
 @gluon.jit
-def stream_k_range(cu_seqlens, N, T, HV, SLICES: gl.constexpr):
+def stream_k_range(cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, SLICES: gl.constexpr):
     """The CTA's `tile_range`: equal ranges for the groups of CTAs that do a tile's slices."""
-    return tile_range(gl.program_id(0) // SLICES, gl.num_programs(0) // SLICES, cu_seqlens, N, T, HV, C)
+    i, ranges = gl.program_id(0) // SLICES, gl.num_programs(0) // SLICES
+    return tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C)

@@ -28,6 +28,7 @@ from .portable import (
     segment_part_of_span,
     span_count,
     span_extent,
+    span_of_chunk,
 )
 from .stream_k import range_tile, range_tiles
 
@@ -37,10 +38,10 @@ from .stream_k import range_tile, range_tiles
 @aggregate
 class WorkTile:
     """Chunks `[first, stop)` of a sequence and value head; `stop` is 0 at the sequence's end. `begin`, `end`: tokens, of the
-    work tile, but with split checkpoints of the whole sequence; `slot`: the chunk slot at `begin`; `num_spans`: checkpoint
-    spans of the sequence. `is_segment`: it is a segment of a split sequence; `segment`: the segment's number times value heads
-    plus the head. `carry_in`: by stream-K the state before it comes from the CTA before; `carry_out`: that after it goes to the
-    next."""
+    work tile, but with checkpoints of the whole sequence, each of whose spans has a grid of chunks of its own; `slot`: the
+    chunk slot at `begin`; `num_spans`: checkpoint spans of the sequence. `is_segment`: it is a segment of a split sequence;
+    `segment`: the segment's number times value heads plus the head. `carry_in`: by stream-K the state before it comes from the
+    CTA before; `carry_out`: that after it goes to the next."""
 
     head: base_value
     n: base_value
@@ -128,9 +129,8 @@ class TileScheduler:
             if self.first_segment is not None:
                 carry_in &= segments == self.N
                 carry_out &= segments == self.N
-        # 32 bits do, and take half the registers; offsets of checkpoints have 64
-        integer: gl.constexpr = gl.int32 if self.checkpoint_offsets is None else gl.int64
-        begin, end, slot = begin.to(integer), end.to(integer), slot.to(integer)
+        # 32 bits do, and take half the registers
+        begin, end, slot = begin.to(gl.int32), end.to(gl.int32), slot.to(gl.int32)
         return WorkTile(
             *(head.to(gl.int32), n, batch.to(gl.int32), begin, end, slot, num_spans, first, stop),
             *(is_segment, segment, carry_in, carry_out),
@@ -141,7 +141,7 @@ class TileScheduler:
         """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
         which of these `[low, high)` belong to the work tile."""
         end, chunks = span_extent(self.checkpoint_offsets, tile.n, i, tile.num_spans, start, tile.begin, tile.end, C)
-        if self.first_segment is None or self.checkpoint_offsets is None:
+        if self.checkpoint_offsets is None or (self.first_segment is None and self.tile_range is None):
             low: gl.constexpr = 0
             high = chunks
         else:
@@ -159,17 +159,10 @@ class TileScheduler:
     def first_span(self, tile):
         """The checkpoint span of the work tile's first chunk, the chunk's first token, and the past-the-last token of the
         span."""
-        # 0: an integer that a loop carries from the constant 0, Triton 3.6 takes for that constant
-        span = gl.minimum(self.T, 0)
-        start = tile.begin + span
-        stop = self.span_stop(tile, span, start)
-        chunks = tile.first + span
-        while (chunks * C >= stop - start) & (span + 1 < tile.num_spans):
-            chunks -= ((stop - start + C - 1) // C).to(gl.int32)
-            start = stop
-            span += 1
-            stop = self.span_stop(tile, span, start)
-        return span, start + chunks * C, stop
+        span, start, stop = span_of_chunk(
+            self.checkpoint_offsets, tile.n, tile.first, tile.num_spans, tile.end - tile.begin, C
+        )
+        return span, tile.begin + start, tile.begin + stop
 
     @gluon.jit
     def chunks(self, tile):
@@ -255,7 +248,7 @@ class TileScheduler:
         slot, num_spans = chunk_slots(
             self.cu_seqlens, self.checkpoint_offsets, self.checkpoints, n, begin, self.slots, C
         )
-        if self.tile_range is not None:
+        if self.tile_range is not None and self.checkpoint_offsets is None:
             if stop > 0:
                 end = begin + stop * C
             begin += first * C
@@ -264,8 +257,7 @@ class TileScheduler:
 
     @gluon.jit
     def _of_segment(self, k, skipped):
-        """The last `skipped` segments of each sequence are not among the tiles. With checkpoints, whose spans have grids of
-        chunks of their own, tokens and chunk slot are those of the whole sequence."""
+        """The last `skipped` segments of each sequence are not among the tiles."""
         tile = persistent_tile(k, self.SLICES)
         n, place, places, _ = segment_of(tile // self.HV, self.first_segment, self.N, skipped)
         batch, begin, end, slot, num_spans, first, stop = locate_segment(
@@ -388,7 +380,6 @@ def last_chunks_first(HV, BY_HEAD: gl.constexpr):
 @gluon.jit
 def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T):
     """Batch row, first token and token count of a chunk slot; a count of 0 or less if it has no chunk."""
-    integer: gl.constexpr = gl.int32 if checkpoint_offsets is None else gl.int64
     if cu_seqlens is None:
         bounds: gl.constexpr = None
         n = 0
@@ -396,10 +387,8 @@ def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T
             n = slot // slots
     else:
         n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
-        bounds = (begin.to(integer), end.to(integer))
-    return chunk_of_sequence(
-        cu_seqlens, checkpoint_offsets, checkpoints, n, slot.to(integer), slots, T, C, integer, bounds
-    )
+        bounds = (begin, end)
+    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C, gl.int32, bounds)
 
 
 @gluon.jit

@@ -85,9 +85,9 @@ def first_chunk_slot(begin, n, spans, C: tl.constexpr):
 def span_end(checkpoint_offsets, n, span, spans, start, length):
     """Where the checkpoint span that begins at token `start` of sequence `n` ends: at its checkpoint, the last span at the
     sequence's end. Never before `start` or past `length`, whatever the offset is."""
-    offset = tl.load(checkpoint_offsets + n * (spans - 1) + tl.minimum(span, spans - 2)).to(tl.int64)
+    offset = tl.load(checkpoint_offsets + n * (spans - 1) + tl.minimum(span, spans - 2))
     offset = tl.where(span < spans - 1, offset, length)
-    return tl.minimum(tl.maximum(offset, start), length)
+    return tl.minimum(tl.maximum(offset, start), length).to(length.dtype)
 
 
 @triton.jit
@@ -110,21 +110,21 @@ def sequence_chunk_slots(cu_seqlens, checkpoint_offsets, checkpoints, n, begin, 
 
 
 @triton.jit
-def find_in_spans(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
-    """First token (from the sequence's start) and token count of a sequence's chunk, where the chunk grid starts anew at every
-    checkpoint. The count is 0 if there is no such chunk."""
-    span_start = chunk * 0
-    start = span_start
-    count = span_start
-    for span in range(0, spans):
-        end = span_end(checkpoint_offsets, n, span, spans, span_start, length)
-        chunks = (end - span_start + C - 1) // C
-        here = (chunk >= 0) & (chunk < chunks)
-        start = tl.where(here, span_start + chunk * C, start)
-        count = tl.where(here, end - start, count)
-        chunk -= chunks
-        span_start = end
-    return start, count
+def span_of_chunk(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
+    """The checkpoint span of a sequence's chunk, the chunk's first token and the span's past-the-last one, both from the
+    sequence's start: the chunk grid starts anew at every checkpoint. The span past the last chunk ends where it starts, or
+    before."""
+    # 0: an integer that a loop carries from the constant 0, Triton 3.6 takes for that constant
+    start = tl.minimum(length, 0)
+    span = start.to(tl.int32)
+    chunk += start
+    stop = span_end(checkpoint_offsets, n, span, spans, start, length)
+    while (chunk * C >= stop - start) & (span + 1 < spans):
+        chunk -= (stop - start + C - 1) // C
+        start = stop
+        span += 1
+        stop = span_end(checkpoint_offsets, n, span, spans, start, length)
+    return span, start + chunk * C, stop
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def chunk_of_sequence(
     spans = span_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None:
         batch = n
-        chunk = chunk_slot % chunk_slots
+        chunk = chunk_slot - n * chunk_slots
         begin = chunk_slot * 0
         end = begin + T
     else:
@@ -157,11 +157,12 @@ def chunk_of_sequence(
         chunk = chunk_slot - first_chunk_slot(begin, n, spans, C)
     if checkpoint_offsets is None:
         start = chunk * C
-        count = end - begin - start
-        if cu_seqlens is not None:
-            count = tl.where(chunk < 0, 0, count)
+        stop = end - begin
     else:
-        start, count = find_in_spans(checkpoint_offsets, n, chunk, spans, end - begin, C)
+        _, start, stop = span_of_chunk(checkpoint_offsets, n, chunk, spans, end - begin, C)
+    count = stop - start
+    if cu_seqlens is not None:
+        count = tl.where(chunk < 0, 0, count)
     return batch, begin + start, count
 
 
