@@ -18,8 +18,8 @@ and `exp(G_m)`, `exp(G_C - G_m)` of both steps, `[2, 2, K]`.
 A warp has a step and a half of the channels, a lane 2 channels with all 32 rows: sums along tokens never leave a thread.
 
 Gates without a bound: where 16 rows of a channel decay by more than exp(-80), no reference serves the pairs in them.
-`exact_pairs` does chunks with such channels. With totals H_0 and H_1 of a step's halves and H' = max(H, -80) `recurrence` gets
-`exp(H_0')` and `exp(H_1')`, and
+`exact_pairs` does chunks with such channels, and all those of a value head whose parameters make them likely (`may_fit`). With
+totals H_0 and H_1 of a step's halves and H' = max(H, -80) `recurrence` gets `exp(H_0')` and `exp(H_1')`, and
 
     rows 0 .. 15     w of k exp(G - H_0')      qa = q exp(G - H_0')      kb = k exp(H_0 - G)
     rows 16 .. 31    w of k exp(G - H_0)       qa = q exp(G - H_0)       kb = k exp(H_0 + H_1 - H_1' - G)
@@ -29,10 +29,10 @@ which is the same as above but for terms that come with exp(-80) where they shou
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-import triton.language as tl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..program.launch import Launch
@@ -57,7 +57,6 @@ from .device.math import (
     widen,
 )
 from .device.portable import LOG2E, decay_rate
-from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, strides, tiles
 from .prepare import (
@@ -134,6 +133,16 @@ def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
 
 
 @gluon.jit
+def may_fit(bias_s, rate):
+    """Whether 16 rows with 0 as the gate's input decay by no more than exp(-80) in every channel; where not, hardly a chunk
+    fits. `bias_s [K]`: in log2."""
+    biases = bias_s.reshape([32, bias_s.shape[0] // 32]).load(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
+    # where rate * log2(1 + exp2(bias)) is a sixteenth of the bound
+    limit = log2(exp2((LOWEST_HALF / -16) / rate) - 1.0)
+    return gl.max(gl.where(gl.max(biases, axis=1) > limit, 1, 0), axis=0) == 0
+
+
+@gluon.jit
 def part_sums(step):
     """Sums of log2 decays of a part along its rows, and the part's totals `[2, 2, 64]`."""
     c, total = running_sums(step.reshape([4, 16, 64]))
@@ -175,11 +184,6 @@ def round_half(x):
 
 
 @gluon.jit
-def round_rows(x):
-    return round_pairs(x)
-
-
-@gluon.jit
 def upper_lower(x):
     """Rows 0 .. 7 and 8 .. 15 of each block of `x [4, 16, N]`, which a thread has one each of."""
     return gl.split(x.reshape([4, 2, 8, x.shape[2]]).permute((0, 2, 3, 1)))
@@ -189,7 +193,7 @@ def upper_lower(x):
 def left_operand(upper, lower):
     """`[4, 16, N]` in bf16 from `upper_lower`'s; no data moves between threads."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
-    x = gl.join(round_rows(upper), round_rows(lower)).permute((0, 3, 1, 2)).reshape([4, 16, upper.shape[2]])
+    x = gl.join(round_pairs(upper), round_pairs(lower)).permute((0, 3, 1, 2)).reshape([4, 16, upper.shape[2]])
     return gl.convert_layout(x, left_l, assert_trivial=True)
 
 
@@ -197,12 +201,19 @@ def left_operand(upper, lower):
 def right_operand(x):
     """`[4, N, 8]` in bf16 from 8 rows of each block; no data moves between threads."""
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    return gl.convert_layout(round_rows(x).permute((0, 2, 1)), right_l, assert_trivial=True)
+    return gl.convert_layout(round_pairs(x).permute((0, 2, 1)), right_l, assert_trivial=True)
+
+
+@gluon.jit
+def sums(weights, high, low, acc):
+    """`acc` plus weighted sums of log decays in two parts."""
+    return mma_v2(weights, low, mma_v2(weights, high, acc))
 
 
 @gluon.jit
 def sum_weights():
-    """Left operands `[4, 16, 16]` whose products with the log decays of each block's rows are sums over some of those rows."""
+    """Left operands `[4, 16, 16]` whose products with log decays of each block's rows are sums over some of them: from row 4 of
+    its 8 to the row; of all for rows 0 .. 7, from row 4 on for the others; from the step's reference to the row."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     block = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, left_l)))[:, None, None]
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, left_l)))[None, :, None] + 0 * block
@@ -242,12 +253,13 @@ def of_steps(first, last, below):
 def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
-    Pairs within 8 rows split at row 4, both factors at most exp(80) by the clamp. Rows 8 .. 15 meet the same columns of rows
-    0 .. 7, at most exp(60): what their factors lose, below exp(-87), is nothing beside the diagonal. Pairs of the two halves
-    of a step split at the reference, as the state does.
+    Pairs within 8 rows split at row 4, both factors at most exp(80) by the clamp. Rows 8 .. 15 meet the first 8 as those lie,
+    at most exp(60): products that are lost with their own factors, below exp(-87), are less than exp(-27). Pairs of the two
+    halves of a step split at the reference, as the state does.
 
-    A warp has 16 rows. Every exponent is a sum of log decays in float16 by `mma`, whose accumulator has the layout of an
-    operand: no pair within 16 rows goes through shared memory."""
+    A warp has 16 rows. Exponents are sums of log decays by `mma`, whose accumulators have the layout of its operands: only
+    what `recurrence` gets goes to shared memory. Those of pairs within 8 rows do without the low parts, which add at most
+    1e-4 to a factor of 1."""
     keys_b = reinterpret(keys, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
     queries_b = reinterpret(queries, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
     right_b = reinterpret(right, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
@@ -278,17 +290,18 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
                 biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT).index(h).slice(32 * i, 32)
                 bias = biases_s.load(gl.SliceLayout(0, gl.SliceLayout(1, right_l)))[None, None, :]
             step = unbounded_gate(widen(right_s.load(right_l)), bias, GATE, True) * unit
-            step = round_half(gl.maximum(step, LOWEST, propagate_nan=tl.PropagateNan.ALL))
-            near_u, near_l = upper_lower(mma_v2(near_w, step, zero))
-            total, far = upper_lower(mma_v2(far_w, step, zero))
+            step = gl.maximum(step, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+            high = round_half(step)
+            low = round_half(step - high.to(gl.float32))
+            near_u, near_l = upper_lower(mma_v2(near_w, high, zero))
+            total, far = upper_lower(sums(far_w, high, low, zero))
             # the factors of the state are no less than exp(-80): what is lost is next to nothing
-            over = gl.minimum(total - LOWEST_HALF, 0.0)
-            gl.store(decay + (at + (h * 64 + i * 32)), exp2(total - over))
+            kept = gl.maximum(total, LOWEST_HALF, propagate_nan=tl.PropagateNan.ALL)
+            over = total - kept
+            gl.store(decay + (at + (h * 64 + i * 32)), exp2(kept))
             added = gl.where(block % 2 == 0, over, 0.0)
             added = gl.join(added, added).permute((0, 3, 1, 2)).reshape([4, 16, 32])
-            state_u, state_l = upper_lower(
-                mma_v2(state_w, step, gl.convert_layout(added, GRAM, assert_trivial=True))
-            )
+            state_u, state_l = upper_lower(sums(state_w, high, low, like(added, zero)))
             kn_u, kn_l = upper_lower(like(widen(keys_s.load(left_l)) * norm_k, zero))
             qn_u, qn_l = upper_lower(like(widen(queries_s.load(left_l)) * norm_q, zero))
 
@@ -495,7 +508,8 @@ def prepare_steps_kernel(
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
-    copy_tokens(right, g, g_token, count, 64)
+    g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN if SAFE else TILE)
+    copy_tokens(g_s, g, g_token, count, 64)
     copy_tokens(keys, k, k_token, count, 64)
     copy_tokens(queries, q, q_token, count, 64)
     async_copy.commit_group()
@@ -519,22 +533,27 @@ def prepare_steps_kernel(
     norm_q_s.reshape([4, 16]).store(
         row_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True) * scale
     )
-    x = widen(part(right, 0).load(PART))
-    if SAFE:
-        before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
-    else:
-        before, middle = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 0))
-    x = widen(part(right, 1).load(PART))
-    if SAFE:
-        after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
-    else:
-        after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
     if SAFE:
         fits: gl.constexpr = True
+        x = widen(part(g_s, 0).load(PART))
+        before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
+        x = widen(part(g_s, 1).load(PART))
+        after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
     else:
-        # whether no half of a step decays by more than a float32 holds; a NaN does
-        far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
-        fits = gl.max(far.reshape([4 * 64]), axis=0) == 0
+        fits = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
+        if fits:
+            x = widen(part(g_s, 0).load(PART))
+            before, middle = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 0))
+            x = widen(part(g_s, 1).load(PART))
+            after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
+            # whether no half of a step decays by more than a float32 holds; a NaN does
+            far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
+            fits = gl.max(far.reshape([4 * 64]), axis=0) == 0
+        else:
+            before = gl.zeros((KH, 2, 1, 16, 64), gl.float32, layout=PART)
+            after = before
+            middle = gl.zeros((KH, 2, 64), gl.float32, layout=COLUMNS)
+            rest = middle
     if fits:
         at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
         at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
