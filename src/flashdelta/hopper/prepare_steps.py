@@ -548,7 +548,10 @@ def prepare_steps_kernel(
             after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
             # whether no half of a step decays by more than a float32 holds; a NaN does
             far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
-            fits = gl.max(far.reshape([4 * 64]), axis=0) == 0
+            # of each warp, then of all: a reduction of the whole takes a barrier more
+            far_s = reinterpret(blocks_s, gl.int32, [4], FLAT)
+            far_s.reshape([KH, 2]).store(gl.max(far, axis=2))
+            fits = gl.max(far_s.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) == 0
         else:
             before = gl.zeros((KH, 2, 1, 16, 64), gl.float32, layout=PART)
             after = before
