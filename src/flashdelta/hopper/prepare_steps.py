@@ -18,8 +18,8 @@ and `exp(G_m)`, `exp(G_C - G_m)` of both steps, `[2, 2, K]`.
 A warp has a step and a half of the channels, a lane 2 channels with all 32 rows: sums along tokens never leave a thread.
 
 Gates without a bound: where 16 rows of a channel decay by more than exp(-80), no reference serves the pairs in them.
-`exact_pairs` does chunks with such channels. With totals H_0 and H_1 of a step's halves and H' = max(H, -80) `recurrence` gets
-`exp(H_0')` and `exp(H_1')`, and
+`exact_pairs` does chunks with such channels, and all those of a value head whose parameters make them likely (`may_fit`). With
+totals H_0 and H_1 of a step's halves and H' = max(H, -80) `recurrence` gets `exp(H_0')` and `exp(H_1')`, and
 
     rows 0 .. 15     w of k exp(G - H_0')      qa = q exp(G - H_0')      kb = k exp(H_0 - G)
     rows 16 .. 31    w of k exp(G - H_0)       qa = q exp(G - H_0)       kb = k exp(H_0 + H_1 - H_1' - G)
@@ -29,6 +29,7 @@ which is the same as above but for terms that come with exp(-80) where they shou
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -56,7 +57,6 @@ from .device.math import (
     widen,
 )
 from .device.portable import LOG2E, decay_rate
-from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
 from .launch import FLAGS, stride_div8, strides, tiles
 from .prepare import (
@@ -89,18 +89,11 @@ SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 
 SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
 """The same with the columns as `[2, 16]`."""
 
-BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
-"""A quarter of the channels `[16 rows of a chunk, row, channel]`: a warp has 16 rows, a lane 8 of them in 2 channels."""
-BLOCK_TOTALS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 STEPS_GRAM = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2, 1], instr_shape=[1, 16, 8]))
 """Accumulators `[2, 32, 16]` of both steps, 16 rows a warp."""
 
-SHIFT = gl.constexpr(24.0)
-"""Log2 of the factor that the right operands of `exact_pairs` lack at first."""
-
 BLOCK_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 """`TILE` as blocks `[4, 16, 64]`, of which columns can be taken."""
-BLOCK_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))
 STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
@@ -140,6 +133,16 @@ def unbounded_gate(x, bias, GATE: gl.constexpr, FINITE: gl.constexpr):
 
 
 @gluon.jit
+def may_fit(bias_s, rate):
+    """Whether 16 rows with 0 as the gate's input decay by no more than exp(-80) in every channel; where not, hardly a chunk
+    fits. `bias_s [K]`: in log2."""
+    biases = bias_s.reshape([32, bias_s.shape[0] // 32]).load(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
+    # where rate * log2(1 + exp2(bias)) is a sixteenth of the bound
+    limit = log2(exp2((LOWEST_HALF / -16) / rate) - 1.0)
+    return gl.max(gl.where(gl.max(biases, axis=1) > limit, 1, 0), axis=0) == 0
+
+
+@gluon.jit
 def part_sums(step):
     """Sums of log2 decays of a part along its rows, and the part's totals `[2, 2, 64]`."""
     c, total = running_sums(step.reshape([4, 16, 64]))
@@ -168,25 +171,58 @@ def own_step(x, row):
 
 
 @gluon.jit
-def row_of(c, row: gl.constexpr):
-    """`[4, 32]`: one row of each block of 16."""
-    at = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, c.type.layout)))[None, :, None]
-    return gl.sum(gl.where(at == row, c, 0.0), axis=1)
+def like(x, other):
+    """`x` in the other's layout; no data moves between threads."""
+    return gl.convert_layout(x, other.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def products(left_s, right_s, acc, first: gl.constexpr, ROWS: gl.constexpr):
-    """`acc [4, 16, 8]` plus the products of rows of each block of 16, the first 8, the last 8 or all, with 8 rows from `first`
-    on. Operands `[4, 16, 32]`."""
+def round_half(x):
+    """`x` in float16, two at a time."""
+    asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def upper_lower(x):
+    """Rows 0 .. 7 and 8 .. 15 of each block of `x [4, 16, N]`, which a thread has one each of."""
+    return gl.split(x.reshape([4, 2, 8, x.shape[2]]).permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def left_operand(upper, lower):
+    """`[4, 16, N]` in bf16 from `upper_lower`'s; no data moves between threads."""
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
+    x = gl.join(round_pairs(upper), round_pairs(lower)).permute((0, 3, 1, 2)).reshape([4, 16, upper.shape[2]])
+    return gl.convert_layout(x, left_l, assert_trivial=True)
+
+
+@gluon.jit
+def right_operand(x):
+    """`[4, N, 8]` in bf16 from 8 rows of each block; no data moves between threads."""
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
-    left = left_s.load(left_l)
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, left_l)))[None, :, None]
-    if ROWS == "first":
-        left = gl.where(row < 8, left, 0.0)
-    elif ROWS == "last":
-        left = gl.where(row >= 8, left, 0.0)
-    return mma_v2(left, right_s.permute((0, 2, 1)).slice(first, 8, 2).load(right_l), acc)
+    return gl.convert_layout(round_pairs(x).permute((0, 2, 1)), right_l, assert_trivial=True)
+
+
+@gluon.jit
+def sums(weights, high, low, acc):
+    """`acc` plus weighted sums of log decays in two parts."""
+    return mma_v2(weights, low, mma_v2(weights, high, acc))
+
+
+@gluon.jit
+def sum_weights():
+    """Left operands `[4, 16, 16]` whose products with log decays of each block's rows are sums over some of them: from row 4 of
+    its 8 to the row; of all for rows 0 .. 7, from row 4 on for the others; from the step's reference to the row."""
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
+    block = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, left_l)))[:, None, None]
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, left_l)))[None, :, None] + 0 * block
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, left_l)))[None, None, :]
+    reference = row // 8 * 8 + 4
+    near = gl.where((of > reference) & (of <= row), 1.0, gl.where((of > row) & (of <= reference), -1.0, 0.0))
+    far = gl.where((row < 8) | ((of > 4) & (of <= row)), 1.0, 0.0)
+    state = gl.where(block % 2 == 0, gl.where(of > row, -1.0, 0.0), gl.where(of <= row, 1.0, 0.0))
+    return near.to(gl.float16), far.to(gl.float16), state.to(gl.float16)
 
 
 @gluon.jit
@@ -209,8 +245,7 @@ def of_steps(first, last, below):
     right = gl.convert_layout(right, half_l, assert_trivial=True)
     below = gl.convert_layout(below.reshape([64, 16]), half_l, assert_trivial=True)
     block = gl.arange(0, 64, layout=gl.SliceLayout(1, half_l))[:, None] // 16
-    scale: gl.constexpr = 2.0**SHIFT
-    left = gl.where(block % 2 == 0, right * scale, below)
+    left = gl.where(block % 2 == 0, right, below)
     return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 32]), ACC_HALF, assert_trivial=True)
 
 
@@ -218,32 +253,34 @@ def of_steps(first, last, below):
 def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay, GATE: gl.constexpr):
     """`A` and `Aqk` `[64, 32]` of each row's own step for any decay, and the operands and decays of `recurrence`.
 
-    Pairs within 8 rows split in their middle, both factors at most exp(80) by the clamp; those of the two halves of 16 rows at
-    the boundary, both factors at most 1. Those of the two halves of a step split at the reference, as the state does. All
-    three sets of operands are two exponentials of a row, `a` and `b`, times a factor per channel and 8 rows. They follow one
-    another in the place of the raw keys and queries, a quarter of the channels at a time: a half in float32 would not fit in
-    registers."""
+    Pairs within 8 rows split at row 4, both factors at most exp(80) by the clamp. Rows 8 .. 15 meet the first 8 as those lie,
+    at most exp(60): products that are lost with their own factors, below exp(-87), are less than exp(-27). Pairs of the two
+    halves of a step split at the reference, as the state does.
+
+    A warp has 16 rows. Exponents are sums of log decays by `mma`, whose accumulators have the layout of its operands: only
+    what `recurrence` gets goes to shared memory. Those of pairs within 8 rows do without the low parts, which add at most
+    1e-4 to a factor of 1."""
     keys_b = reinterpret(keys, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
     queries_b = reinterpret(queries, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
     right_b = reinterpret(right, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
-    g_b = reinterpret(right, gl.bfloat16, [KH, 4, 16, 64], BLOCK_PLAIN)
-    rows_l: gl.constexpr = gl.SliceLayout(2, BLOCKS)
-    upper = gl.arange(0, 16, layout=gl.SliceLayout(0, rows_l))[None, :, None] < 8
-    block = gl.arange(0, 4, layout=gl.SliceLayout(1, BLOCK_TOTALS))[:, None]
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, BLOCK_TOTALS))[None, :]
-    later = block % 2 == 1
-    # b of a step's first block, lest the factors that follow underflow where the product would not
-    shift = gl.where(later, 0.0, SHIFT)
-    unit = unit_s.reshape([4, 16])
-    norm_k, norm_q = norm_k_s.reshape([4, 16]), norm_q_s.reshape([4, 16])
+    left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
+    right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
+    near_w, far_w, state_w = sum_weights()
+    unit = unit_s.reshape([4, 16]).load(gl.SliceLayout(2, right_l))[:, :, None]
+    norm_k = norm_k_s.reshape([4, 16]).load(gl.SliceLayout(2, left_l))[:, :, None]
+    norm_q = norm_q_s.reshape([4, 16]).load(gl.SliceLayout(2, left_l))[:, :, None]
+    zero = gl.zeros((4, 16, 32), gl.float32, layout=GRAM)
+    half, _ = upper_lower(zero)
+    half_l: gl.constexpr = half.type.layout
+    block = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, half_l)))[:, None, None]
+    row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, half_l)))[None, :, None]
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, half_l)))[None, None, :]
+    at = block * (64 * KH) + row * 0 + column
     first = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     first_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     last = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     last_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     for h in range(KH):
-        # of both quarters: right operands of one lie where some of the other's lay
-        g0 = g_b.index(h).slice(0, 32, 2).load(BLOCKS)
-        g1 = g_b.index(h).slice(32, 32, 2).load(BLOCKS)
         for i in gl.static_range(2):
             keys_s = keys_b.index(h).slice(32 * i, 32, 2)
             queries_s = queries_b.index(h).slice(32 * i, 32, 2)
@@ -251,44 +288,37 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
             bias = 0.0
             if bias_s is not None:
                 biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT).index(h).slice(32 * i, 32)
-                bias = biases_s.load(gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-            x = widen(g0 if i == 0 else g1)
-            step = unbounded_gate(x, bias, GATE, True) * unit.load(rows_l)[:, :, None]
-            step = gl.where(step < LOWEST, LOWEST, step)  # a NaN stays one
-            c = gl.associative_scan(step, 1, add)
-            total = row_of(c, 15)
+                bias = biases_s.load(gl.SliceLayout(0, gl.SliceLayout(1, right_l)))[None, None, :]
+            step = unbounded_gate(widen(right_s.load(right_l)), bias, GATE, True) * unit
+            step = gl.maximum(step, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+            high = round_half(step)
+            low = round_half(step - high.to(gl.float32))
+            near_u, near_l = upper_lower(mma_v2(near_w, high, zero))
+            total, far = upper_lower(sums(far_w, high, low, zero))
             # the factors of the state are no less than exp(-80): what is lost is next to nothing
-            kept = gl.where(total < LOWEST_HALF, LOWEST_HALF, total)
-            gl.store(decay + (block * (64 * KH) + h * 64 + i * 32 + column), exp2(kept))
+            kept = gl.maximum(total, LOWEST_HALF, propagate_nan=tl.PropagateNan.ALL)
+            over = total - kept
+            gl.store(decay + (at + (h * 64 + i * 32)), exp2(kept))
+            added = gl.where(block % 2 == 0, over, 0.0)
+            added = gl.join(added, added).permute((0, 3, 1, 2)).reshape([4, 16, 32])
+            state_u, state_l = upper_lower(sums(state_w, high, low, like(added, zero)))
+            kn_u, kn_l = upper_lower(like(widen(keys_s.load(left_l)) * norm_k, zero))
+            qn_u, qn_l = upper_lower(like(widen(queries_s.load(left_l)) * norm_q, zero))
 
-            middle = gl.where(upper, row_of(c, 3)[:, None, :], row_of(c, 11)[:, None, :])
-            boundary = row_of(c, 7)[:, None, :]
-            a = exp2(c - middle)
-            b = exp2((middle - shift[:, None, :]) - c)
-            kn = widen(keys_s.load(BLOCKS)) * norm_k.load(rows_l)[:, :, None]
-            qn = widen(queries_s.load(BLOCKS)) * norm_q.load(rows_l)[:, :, None]
-            ka = kn * a
-            qa = qn * a
-            kb = kn * b
-            keys_s.store(ka.to(gl.bfloat16))
-            queries_s.store(qa.to(gl.bfloat16))
-            right_s.store(kb.to(gl.bfloat16))
-            first = products(keys_s, right_s, first, 0, "first")
-            first_q = products(queries_s, right_s, first_q, 0, "first")
-            last = products(keys_s, right_s, last, 8, "all")
-            last_q = products(queries_s, right_s, last_q, 8, "all")
+            a_u, a_l, a_far = exp2(near_u), exp2(near_l), exp2(far)
+            upper_s = right_operand(kn_u * exp2_negative(near_u))
+            lower_s = right_operand(kn_l * exp2_negative(near_l))
+            ka_u = kn_u * a_u
+            qa_u = qn_u * a_u
+            first = mma_v2(left_operand(ka_u, kn_l * a_far), upper_s, first)
+            first_q = mma_v2(left_operand(qa_u, qn_l * a_far), upper_s, first_q)
+            last = mma_v2(left_operand(ka_u, kn_l * a_l), lower_s, last)
+            last_q = mma_v2(left_operand(qa_u, qn_l * a_l), lower_s, last_q)
 
-            factor = exp2(gl.where(upper, boundary - middle, middle - boundary))
-            keys_s.store((gl.where(upper, kb, ka) * factor).to(gl.bfloat16))
-            queries_s.store((qa * factor).to(gl.bfloat16))
-            first = products(keys_s, keys_s, first, 0, "last")
-            first_q = products(queries_s, keys_s, first_q, 0, "last")
-
-            left = exp2(middle - gl.where(later, 0.0, kept)[:, None, :])
-            keys_s.store((ka * left).to(gl.bfloat16))
-            queries_s.store((qa * left).to(gl.bfloat16))
-            until = gl.where(later, total - kept, total) + shift
-            right_s.store((kb * exp2(until[:, None, :] - middle)).to(gl.bfloat16))
+            a_u, a_l = exp2(state_u), exp2(state_l)
+            keys_s.store(left_operand(kn_u * a_u, kn_l * a_l))
+            queries_s.store(left_operand(qn_u * a_u, qn_l * a_l))
+            right_s.store(left_operand(kn_u * exp2(over - state_u), kn_l * exp2(over - state_l)))
     keys_h = reinterpret(keys, gl.bfloat16, [KH, 64, 64], TILE)
     queries_h = reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE)
     right_h = reinterpret(right, gl.bfloat16, [KH, 64, 64], TILE)
@@ -478,7 +508,7 @@ def prepare_steps_kernel(
 
     acc_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_HALF))
     betas = gl.load(beta + acc_row * beta_token, mask=acc_row < count, other=0.0, volatile=True).to(gl.float32)
-    g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN)
+    g_s = reinterpret(right, gl.bfloat16, [KH * 64, 64], PLAIN if SAFE else TILE)
     copy_tokens(g_s, g, g_token, count, 64)
     copy_tokens(keys, k, k_token, count, 64)
     copy_tokens(queries, q, q_token, count, 64)
@@ -503,22 +533,30 @@ def prepare_steps_kernel(
     norm_q_s.reshape([4, 16]).store(
         row_factors(reinterpret(queries, gl.bfloat16, [KH, 64, 64], TILE), 1.0, True, True) * scale
     )
-    x = widen(part(g_s, 0).load(PART))
-    if SAFE:
-        before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
-    else:
-        before, middle = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 0))
-    x = widen(part(g_s, 1).load(PART))
-    if SAFE:
-        after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
-    else:
-        after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
     if SAFE:
         fits: gl.constexpr = True
+        x = widen(part(g_s, 0).load(PART))
+        before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
+        x = widen(part(g_s, 1).load(PART))
+        after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
     else:
-        # whether no half of a step decays by more than a float32 holds; a NaN does
-        far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
-        fits = gl.max(far.reshape([4 * 64]), axis=0) == 0
+        fits = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
+        if fits:
+            x = widen(part(g_s, 0).load(PART))
+            before, middle = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 0))
+            x = widen(part(g_s, 1).load(PART))
+            after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
+            # whether no half of a step decays by more than a float32 holds; a NaN does
+            far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
+            # of each warp, then of all: a reduction of the whole takes a barrier more
+            far_s = reinterpret(blocks_s, gl.int32, [4], FLAT)
+            far_s.reshape([KH, 2]).store(gl.max(far, axis=2))
+            fits = gl.max(far_s.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) == 0
+        else:
+            before = gl.zeros((KH, 2, 1, 16, 64), gl.float32, layout=PART)
+            after = before
+            middle = gl.zeros((KH, 2, 64), gl.float32, layout=COLUMNS)
+            rest = middle
     if fits:
         at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
         at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
