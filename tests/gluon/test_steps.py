@@ -64,9 +64,10 @@ MORE = (1.05, 1.15)
 a state that remembers few tokens is a small sample."""
 
 
+@pytest.mark.parametrize("K", [128, 64])
 @pytest.mark.parametrize("case", HARD, ids=case_id)
-def test_errors_are_those_of_chunks(case: Case, monkeypatch: pytest.MonkeyPatch):
-    call = steps_call(case)
+def test_errors_are_those_of_chunks(case: Case, K: int, monkeypatch: pytest.MonkeyPatch):
+    call = steps_call(replace(case, K=K))
     want = truth(call)
     found = poisoned(call)
     monkeypatch.setattr(build, "STEPS_FROM", {64: 3, 128: 3})
@@ -88,8 +89,9 @@ def test_small_values_at_the_bound():
 PACKED = replace(SMALL, name="packed", lengths=(130, 0, 33, 1, 64, 95))
 
 
-def test_bits_are_a_sequence_s_own():
-    hold_bits_alone(steps_call(PACKED), (2, 4, 5))
+@pytest.mark.parametrize("K", [128, 64])
+def test_bits_are_a_sequence_s_own(K: int):
+    hold_bits_alone(steps_call(replace(PACKED, K=K)), (2, 4, 5))
 
 
 @pytest.mark.parametrize("stream_k", [False, True], ids=["tiles", "stream-K"])

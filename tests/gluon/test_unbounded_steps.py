@@ -37,9 +37,10 @@ def in_steps() -> Iterator[None]:
 ANY_DECAY = [case for case in TABLE if not case.safe and case.gate != "lower_bound" and case.l2norm and not case.h]
 
 
+@pytest.mark.parametrize("K", [128, 64])
 @pytest.mark.parametrize("case", ANY_DECAY, ids=case_id)
-def test_cases(case: Case):
-    check_steps(replace(case, K=128))
+def test_cases(case: Case, K: int):
+    check_steps(replace(case, K=K))
 
 
 SMALL = replace(UNBOUNDED, H=1, HV=2, V=64, T=192, state=FP32)

@@ -536,8 +536,10 @@ def prepare_steps_kernel(
         at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, totals_l))))
         at_part = gl.arange(0, 2 // KH, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, totals_l))))
         at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, totals_l))))
-        at_decay = decay + (at_step[None, :, None, None] * (2 * K) + at_half[:, None, None, None] * 64)
-        at_decay = at_decay + (at_part[None, None, :, None] * K + at_column[None, None, None, :])
+        row = at_step[None, :, None, None] * (2 * K) + at_half[:, None, None, None] * 64
+        if KH == 1:
+            row += at_part[None, None, :, None] * K
+        at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
         if KH == 2:
             gl.store(at_decay + K, exp2(rest))
