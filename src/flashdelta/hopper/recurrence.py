@@ -112,7 +112,7 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexp
         left1 = as_left(state1)
         v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
     else:
-        left1: gl.constexpr = None  # type: ignore[no-redef]
+        left1 = left0
     out = mma_first(left0, rows_of_step(ring, s, QA, STEP).permute((1, 0)), half_zero)
     if KH == 2:
         out = mma(left1, rows_of_step(ring, s, QA + 1, STEP).permute((1, 0)), out)
