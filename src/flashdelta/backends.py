@@ -218,9 +218,11 @@ class HopperBackend(Backend):
         return build(problem.in_chunks, t)
 
     def parts(self, problem: Problem, chunks: Tensor, device: torch.device) -> Tensor:
+        from .hopper.build import in_steps
         from .hopper.segments import SPLIT_COSTS, room
 
-        return planned_parts(problem, chunks, room(problem, device), SPLIT_COSTS)
+        most = room(problem, device)
+        return planned_parts(problem, chunks, 0 if in_steps(problem, most) else most, SPLIT_COSTS)
 
 
 class TritonBackend(Backend):

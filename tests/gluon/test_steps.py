@@ -27,24 +27,29 @@ from .interpreter import hopper_on_cpu
 
 @pytest.fixture(autouse=True)
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "STEPS_FROM", 1)
+    monkeypatch.setattr(build, "STEPS_FROM", {64: 1, 128: 1})
 
 
 BOUNDED = [case for case in TABLE if (case.safe or case.gate == "lower_bound") and case.l2norm and not case.h]
 
 
+@pytest.mark.parametrize("K", [128, 64])
 @pytest.mark.parametrize("case", BOUNDED, ids=case_id)
-def test_cases(case: Case):
-    check_steps(replace(case, K=128))
+def test_cases(case: Case, K: int):
+    check_steps(replace(case, K=K))
 
 
 SMALL = replace(KIMI, H=1, HV=2, V=64, state=FP32)
 
 
-@pytest.mark.parametrize(("v_first", "V"), [(False, 128), (True, 64)], ids=["K first", "V first"])
+@pytest.mark.parametrize(
+    ("v_first", "K", "V"),
+    [(False, 128, 128), (True, 128, 64), (False, 64, 64), (True, 64, 128)],
+    ids=["K first", "V first", "K64, K first", "K64, V first"],
+)
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 130])
-def test_lengths(T: int, v_first: bool, V: int):
-    check_steps(replace(SMALL, name="length", T=T, V=V, v_first=v_first))
+def test_lengths(T: int, v_first: bool, K: int, V: int):
+    check_steps(replace(SMALL, name="length", T=T, K=K, V=V, v_first=v_first))
 
 
 PLAIN = replace(SMALL, gate="none", lower_bound=None, safe=True, beta="value", T=192)
@@ -59,12 +64,13 @@ MORE = (1.05, 1.15)
 a state that remembers few tokens is a small sample."""
 
 
+@pytest.mark.parametrize("K", [128, 64])
 @pytest.mark.parametrize("case", HARD, ids=case_id)
-def test_errors_are_those_of_chunks(case: Case, monkeypatch: pytest.MonkeyPatch):
-    call = steps_call(case)
+def test_errors_are_those_of_chunks(case: Case, K: int, monkeypatch: pytest.MonkeyPatch):
+    call = steps_call(replace(case, K=K))
     want = truth(call)
     found = poisoned(call)
-    monkeypatch.setattr(build, "STEPS_FROM", 3)
+    monkeypatch.setattr(build, "STEPS_FROM", {64: 3, 128: 3})
     before = poisoned(call)
     assert not same_bits(found[0], before[0])
     hold_errors(found, before, want, MORE)
@@ -83,8 +89,9 @@ def test_small_values_at_the_bound():
 PACKED = replace(SMALL, name="packed", lengths=(130, 0, 33, 1, 64, 95))
 
 
-def test_bits_are_a_sequence_s_own():
-    hold_bits_alone(steps_call(PACKED), (2, 4, 5))
+@pytest.mark.parametrize("K", [128, 64])
+def test_bits_are_a_sequence_s_own(K: int):
+    hold_bits_alone(steps_call(replace(PACKED, K=K)), (2, 4, 5))
 
 
 @pytest.mark.parametrize("stream_k", [False, True], ids=["tiles", "stream-K"])

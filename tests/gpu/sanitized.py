@@ -111,7 +111,8 @@ def with_splits(found: list[dict]) -> list[dict]:
 
 def takes_steps(call: dict) -> bool:
     """Of 32 tokens."""
-    return call["g"].dtype == BF16 and call["q"].shape[-1] == 128 and "split" not in call
+    bounded = call.get("lower_bound") is not None
+    return call["g"].dtype == BF16 and (call["q"].shape[-1] == 128 or bounded) and "split" not in call
 
 
 def on_device(call: dict) -> dict:

@@ -327,7 +327,11 @@ MANY = replace(KIMI, H=64, HV=64)
         ({"H": 47, "HV": 47}, {}, False),
         ({}, {"split": 2}, False),
         ({}, {"requires_grad": True}, False),
-        ({"K": 64}, {}, False),
+        ({"K": 64}, {}, True),
+        ({"K": 64, "H": 32, "HV": 32}, {}, True),  # not split, however long its sequences
+        ({"K": 64, "H": 31, "HV": 31}, {}, False),
+        ({"K": 64, "gate": "softplus", "lower_bound": None}, {}, False),
+        ({"K": 64, "H": 32, "HV": 32}, {"split": 2}, False),
         ({"l2norm": False}, {}, False),
         ({"gate": "softplus", "lower_bound": None}, {}, True),
         ({"gate": "none", "lower_bound": None}, {}, True),
@@ -344,14 +348,24 @@ def test_steps_for_many_heads(changes: dict, options: dict, wanted: bool):
     assert in_steps(problem, room(problem, t.device)) == wanted
 
 
+@pytest.mark.parametrize(("heads", "kept", "wanted"), [(31, False, 3), (32, False, 1), (32, True, 3)])
+def test_narrow_heads_take_steps_before_segments(heads: int, kept: bool, wanted: int):
+    call = meta_call(replace(KIMI, H=heads, HV=heads, K=64, V=64, T=8192))
+    call["q"].requires_grad_(kept)
+    problem, t = check(fd.chunk_kda, **call)
+    parts = backends.HopperBackend().parts(problem, torch.tensor([128]), t.device)
+    assert parts.tolist() == [wanted]
+
+
 @pytest.mark.parametrize("V", [64, 128])
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("packed", [False, True])
-def test_warmup_calls_every_form(packed: bool, V: int):
+def test_warmup_calls_every_form(packed: bool, K: int, V: int):
     """In steps and in chunks, by whole tiles and by stream-K, and chunks that may be split."""
     forms = set()
     for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
         lengths = (T,) * N if packed else None
-        problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, B=B, T=T, V=V, H=H, HV=H, lengths=lengths)))
+        problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, B=B, T=T, K=K, V=V, H=H, HV=H, lengths=lengths)))
         most = room(problem, t.device)
         split = segments_of_call(replace(problem, T=T), most, SPLIT_COSTS) > 0
         forms.add((in_steps(problem, most), stream_k_pays(problem, ctas(V // 64, t.device)), split))

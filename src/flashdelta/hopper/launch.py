@@ -124,8 +124,8 @@ def prefetching_ctas(ctas: int, at_once: int) -> tuple[int, int]:
     return past - past // 4, past
 
 
-def stages(problem: Problem, fetched: int, beside: int) -> int:
-    """Chunks in flight, of so many tiles and a row of decays each, up to 4: as many as shared memory holds beside tiles that
+def stages(problem: Problem, fetched: int, beside: int, decays: int = 1) -> int:
+    """Chunks in flight, of so many tiles and rows of decays each, up to 4: as many as shared memory holds beside tiles that
     stay."""
     tile = TILE * TILE * 2
-    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + problem.K * 4))
+    return min(4, (SHARED_MEMORY - beside * tile - 256) // (fetched * tile + decays * problem.K * 4))

@@ -1,4 +1,4 @@
-"""Stage `prepare` in steps of 32 tokens, with normed keys, bf16, K = 128: everything about a chunk that does not depend on the
+"""Stage `prepare` in steps of 32 tokens, with normed keys, bf16: everything about a chunk that does not depend on the
 state. One CTA of 4 warps per (chunk, value head).
 
 Contract: a chunk of 64 tokens is two steps, each with a reference after its 16th row. With G the sum of log decays from the
@@ -15,7 +15,8 @@ from what lies for each (chunk, value head) as 7 tiles `[64, 64]`, rows and colu
 
 and `exp(G_m)`, `exp(G_C - G_m)` of both steps, `[2, 2, K]`.
 
-A warp has a step and a half of the channels, a lane 2 channels with all 32 rows: sums along tokens never leave a thread.
+A warp has a step and a half of the channels, a lane 2 channels with all 32 rows; with K = 64 half a step and all channels, a
+lane 16 rows. Sums begin at the reference, so they never leave a thread.
 
 Gates without a bound: where 16 rows of a channel decay by more than exp(-80), no reference serves the pairs in them.
 `exact_pairs` does chunks with such channels, and all those of a value head whose parameters make them likely (`may_fit`). With
@@ -73,17 +74,14 @@ from .prepare import (
     weighted,
 )
 
-KH = gl.constexpr(2)
-"""Halves of the key channels."""
 
-TILES = gl.constexpr(7)
-"""Of a chunk and value head."""
+@gluon.constexpr_function
+def part_layout(KH: int) -> gl.BlockedLayout:
+    """Of a part `[half, step, halves of a step, row, channel]`: a lane has 16 rows of 2 channels. With K = 128 a warp has a
+    step of a half of the channels, and a part is half of each step; with K = 64 a warp has half a step, a part all rows."""
+    return gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [KH, 2, 2 // KH, 1, 1], [4, 3, 2, 1, 0])
 
-PART = gl.constexpr(gl.BlockedLayout([1, 1, 1, 16, 2], [1, 1, 1, 1, 32], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
-"""Half of the rows of both steps `[half, step, 1, row, channel]`: a warp has a step of a half of the channels, a lane all rows
-of 2 channels."""
-COLUMNS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, PART.value)))
-PART_ROWS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(4, PART.value)))
+
 SOLVE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 """`[16 rows of a chunk, row, column of their step]`: a warp has 16 rows, a lane a column."""
 SIDES = gl.constexpr(gl.BlockedLayout([1, 16, 1, 1], [1, 1, 2, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
@@ -100,14 +98,16 @@ STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 @gluon.jit
 def part(shared, i: gl.constexpr):
-    """Rows before the references, or from them on, of a chunk."""
-    return shared.reshape([KH, 2, 2, 16, 64]).slice(i, 1, 2)
+    """Of a chunk with K = 128 the rows before the references, or from them on; with K = 64 all rows."""
+    KH: gl.constexpr = shared.shape[0] // 64
+    return shared.reshape([KH, 2, 2, 16, 64]).slice(i * (2 // KH), 2 // KH, 2)
 
 
 @gluon.jit
-def row_values(shared, i: gl.constexpr):
+def row_values(shared, i: gl.constexpr, KH: gl.constexpr):
     """Of the rows of a part."""
-    return shared.reshape([2, 2, 16]).slice(i, 1, 1).load(PART_ROWS)[None, :, :, :, None]
+    rows_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, part_layout(KH)))
+    return shared.reshape([2, 2, 16]).slice(i * (2 // KH), 2 // KH, 1).load(rows_l)[None, :, :, :, None]
 
 
 @gluon.jit
@@ -144,21 +144,34 @@ def may_fit(bias_s, rate):
 
 @gluon.jit
 def part_sums(step):
-    """Sums of log2 decays of a part along its rows, and the part's totals `[2, 2, 64]`."""
+    """Sums of log2 decays of a part along its rows, and their totals `[half, step, halves of a step, channel]`."""
+    layout: gl.constexpr = step.type.layout
+    KH: gl.constexpr = step.shape[0]
     c, total = running_sums(step.reshape([4, 16, 64]))
-    total = gl.convert_layout(total.reshape([2, 2, 64]), COLUMNS, assert_trivial=True)
-    return gl.convert_layout(c.reshape([2, 2, 1, 16, 64]), PART, assert_trivial=True), total
+    total = gl.convert_layout(total.reshape([KH, 2, 2 // KH, 64]), gl.SliceLayout(3, layout), assert_trivial=True)
+    return gl.convert_layout(c.reshape(step.shape), layout, assert_trivial=True), total
+
+
+@gluon.jit
+def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr):
+    """`part_sums` of part `i`, from the gate's input."""
+    KH: gl.constexpr = g_s.shape[0] // 64
+    x = widen(part(g_s, i).load(part_layout(KH)))
+    step = gate(x, biases, rate, GATE) if SAFE else unbounded_gate(x, biases, GATE, False)
+    return part_sums(step * row_values(unit_s, i, KH))
 
 
 @gluon.jit
 def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr):
     """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
     reference."""
+    layout: gl.constexpr = d.type.layout
+    KH: gl.constexpr = d.shape[0]
     a = exp2(d)
-    kn = widen(part(keys, i).load(PART)) * row_values(norm_k_s, i)
+    kn = widen(part(keys, i).load(layout)) * row_values(norm_k_s, i, KH)
     part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
     part(keys, i).store((kn * a).to(gl.bfloat16))
-    qn = widen(part(queries, i).load(PART)) * row_values(norm_q_s, i)
+    qn = widen(part(queries, i).load(layout)) * row_values(norm_q_s, i, KH)
     part(queries, i).store((qn * a).to(gl.bfloat16))
 
 
@@ -260,6 +273,7 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
     A warp has 16 rows. Exponents are sums of log decays by `mma`, whose accumulators have the layout of its operands: only
     what `recurrence` gets goes to shared memory. Those of pairs within 8 rows do without the low parts, which add at most
     1e-4 to a factor of 1."""
+    KH: gl.constexpr = keys.shape[0] // 64
     keys_b = reinterpret(keys, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
     queries_b = reinterpret(queries, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
     right_b = reinterpret(right, gl.bfloat16, [KH, 4, 16, 64], BLOCK_TILE)
@@ -442,6 +456,7 @@ def prepare_steps_kernel(
     beta_batch: gl.int32,
     beta_token: gl.int32,
     beta_head: gl.int32,
+    K: gl.constexpr,
     GATE: gl.constexpr,
     BETA: gl.constexpr,
     FLAGS: gl.constexpr,
@@ -463,7 +478,9 @@ def prepare_steps_kernel(
           v                  wgmma, left operands in registers
     -w [64, K]               in the keys' place                 * -w
     """
-    K: gl.constexpr = 64 * KH
+    KH: gl.constexpr = K // 64
+    gl.static_assert(SAFE or KH == 2, "gates without a bound go with K = 128 here")
+    LAYOUT: gl.constexpr = part_layout(KH)
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
     if tile == 0:
@@ -489,7 +506,7 @@ def prepare_steps_kernel(
     g += (wide(batch, g_batch) + wide(start, g_token) + wide(head, g_head)) * 8
     beta += wide(batch, beta_batch) + wide(start, beta_token) + wide(head, beta_head)
     decay += tile.to(gl.int64) * (4 * K)
-    first_row = tile * (TILES * 64)
+    first_row = tile * ((3 * KH + 1) * 64)
 
     keys = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
     queries = gl.allocate_shared_memory(gl.bfloat16, [KH * 64, 64], TILE)
@@ -524,7 +541,7 @@ def prepare_steps_kernel(
             bias_s.store(gate_bias(bias, rate, GATE))
         else:
             bias_s.store(bias * LOG2E)
-        columns_l: gl.constexpr = gl.SliceLayout(1, COLUMNS)
+        columns_l: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
         biases = bias_s.reshape([KH, 64]).load(columns_l)[:, None, None, None, :]
 
     async_copy.wait_group(0)
@@ -535,37 +552,43 @@ def prepare_steps_kernel(
     )
     if SAFE:
         fits: gl.constexpr = True
-        x = widen(part(g_s, 0).load(PART))
-        before, middle = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 0))
-        x = widen(part(g_s, 1).load(PART))
-        after, rest = part_sums(gate(x, biases, rate, GATE) * row_values(unit_s, 1))
+        before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, True)
+        if KH == 2:
+            after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     else:
         fits = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
         if fits:
-            x = widen(part(g_s, 0).load(PART))
-            before, middle = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 0))
-            x = widen(part(g_s, 1).load(PART))
-            after, rest = part_sums(unbounded_gate(x, biases, GATE, False) * row_values(unit_s, 1))
+            before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
+            after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
             # whether no half of a step decays by more than a float32 holds; a NaN does
             far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
             # of each warp, then of all: a reduction of the whole takes a barrier more
             far_s = reinterpret(blocks_s, gl.int32, [4], FLAT)
-            far_s.reshape([KH, 2]).store(gl.max(far, axis=2))
+            far_s.reshape([2, 2, 1]).store(gl.max(far, axis=3))
             fits = gl.max(far_s.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) == 0
         else:
-            before = gl.zeros((KH, 2, 1, 16, 64), gl.float32, layout=PART)
+            before = gl.zeros((2, 2, 1, 16, 64), gl.float32, layout=LAYOUT)
             after = before
-            middle = gl.zeros((KH, 2, 64), gl.float32, layout=COLUMNS)
+            middle = gl.zeros((2, 2, 1, 64), gl.float32, layout=gl.SliceLayout(3, LAYOUT))
             rest = middle
     if fits:
-        at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
-        at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS)))[:, None, None]
-        at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
-        at_decay = decay + (at_step * (2 * K) + at_half * 64 + at_column)
+        totals_l: gl.constexpr = gl.SliceLayout(3, LAYOUT)
+        at_half = gl.arange(0, KH, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, totals_l))))
+        at_step = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, totals_l))))
+        at_part = gl.arange(0, 2 // KH, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, totals_l))))
+        at_column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, totals_l))))
+        row = at_step[None, :, None, None] * (2 * K) + at_half[:, None, None, None] * 64
+        if KH == 1:
+            row += at_part[None, None, :, None] * K
+        at_decay = decay + (row + at_column[None, None, None, :])
         gl.store(at_decay, exp2(middle))
-        gl.store(at_decay + K, exp2(rest))
-        decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, None, None, :], 0)
-        decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
+        if KH == 2:
+            gl.store(at_decay + K, exp2(rest))
+            decayed(keys, queries, right, norm_k_s, norm_q_s, before - middle[:, :, :, None, :], 0)
+            decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
+        else:
+            until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
+            decayed(keys, queries, right, norm_k_s, norm_q_s, before - until[:, :, :, None, :], 0)
         fence_async_shared()
         barrier()
         for h in gl.static_range(KH):
@@ -658,10 +681,10 @@ def prepare_steps(call: StageCall) -> Launch:
             *stride_div8(t.q, t.k, t.g),
             *strides(t.beta),
         ),
-        dict(GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS, SAFE=problem.safe_gate),
+        dict(K=problem.K, GATE=problem.gate, BETA=problem.beta_kind, FLAGS=FLAGS, SAFE=problem.safe_gate),
         num_warps=4,
         scratch=call.buffers,
-        # four CTAs on an SM
-        max_registers=128,
+        # five CTAs on an SM, or four: with K = 128, or where `exact_pairs` would spill
+        max_registers=96 if problem.K == 64 and problem.safe_gate else 128,
         rows=rows,
     )

@@ -91,7 +91,7 @@ def rows_of_step(ring, stage, tile: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t):
+def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
     """Step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`, up to what depends on the state before it:
 
         S'    = exp(G_m) S                      v_new = inverse v - w S'
@@ -100,35 +100,41 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t):
     Each half of the channels is multiplied while MMAs of the other run.
     """
     W: gl.constexpr = 0
-    QA: gl.constexpr = 2
-    squares = rows_of_step(ring, s, 6, STEP)
+    QA: gl.constexpr = KH
+    squares = rows_of_step(ring, s, 3 * KH, STEP)
     half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
     v_new_t = mma_first(v_t, squares.slice(0, 32, 1).permute((1, 0)), half_zero)
-    state0 = state0 * ring.decays(s, 4 * STEP, ACC)
+    state0 = state0 * ring.decays(s, 2 * KH * STEP, ACC)
     left0 = as_left(state0)
     v_new_t = mma(left0, rows_of_step(ring, s, W, STEP).permute((1, 0)), v_new_t)
-    state1 = state1 * ring.decays(s, 4 * STEP + 1, ACC)
-    left1 = as_left(state1)
-    v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
+    if KH == 2:
+        state1 = state1 * ring.decays(s, 2 * KH * STEP + 1, ACC)
+        left1 = as_left(state1)
+        v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
+    else:
+        left1 = left0
     out = mma_first(left0, rows_of_step(ring, s, QA, STEP).permute((1, 0)), half_zero)
-    out = mma(left1, rows_of_step(ring, s, QA + 1, STEP).permute((1, 0)), out)
+    if KH == 2:
+        out = mma(left1, rows_of_step(ring, s, QA + 1, STEP).permute((1, 0)), out)
     return state0, state1, v_new_t, out, v_t, left0, left1
 
 
 @gluon.jit
-def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1):
+def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1, KH: gl.constexpr):
     """The states after the step that `start_step` began, and `o^T [64, 32]`."""
-    KB: gl.constexpr = 4
-    squares = rows_of_step(ring, s, 6, STEP)
-    v_new_t, v_t = warpgroup_mma_wait(2, deps=[v_new_t, v_t])
+    KB: gl.constexpr = 2 * KH
+    squares = rows_of_step(ring, s, 3 * KH, STEP)
+    v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
     v_new_left = as_left(v_new_t)
     state0 = mma(v_new_left, rows_of_step(ring, s, KB, STEP), state0)
-    state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
+    if KH == 2:
+        state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
     out = mma(v_new_left, squares.slice(32, 32, 1).permute((1, 0)), out)
-    state0, left0 = warpgroup_mma_wait(2, deps=[state0, left0])
-    state0 = state0 * ring.decays(s, 4 * STEP + 2, ACC)
-    state1, left1 = warpgroup_mma_wait(1, deps=[state1, left1])
-    state1 = state1 * ring.decays(s, 4 * STEP + 3, ACC)
+    state0, left0 = warpgroup_mma_wait(KH, deps=[state0, left0])
+    state0 = state0 * ring.decays(s, 2 * KH * STEP + KH, ACC)
+    if KH == 2:
+        state1, left1 = warpgroup_mma_wait(1, deps=[state1, left1])
+        state1 = state1 * ring.decays(s, 2 * KH * STEP + KH + 1, ACC)
     out, v_new_left = warpgroup_mma_wait(0, deps=[out, v_new_left])
     return state0, state1, out
 
@@ -307,12 +313,12 @@ def compute(
                         # no sooner: LLVM would carry it past the branch below in halves of registers
                         ahead = ring.wait(iteration)
                         v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
-                    begun = start_step(ring, s, 0, state0, state1, v_t)
+                    begun = start_step(ring, s, 0, state0, state1, v_t, KH)
                     if o is not None:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                    state0, state1, out_first = end_step(ring, s, 0, *begun)
-                    begun = start_step(ring, s, 1, state0, state1, v_later)
-                    state0, state1, out = end_step(ring, s, 1, *begun)
+                    state0, state1, out_first = end_step(ring, s, 0, *begun, KH)
+                    begun = start_step(ring, s, 1, state0, state1, v_later, KH)
+                    state0, state1, out = end_step(ring, s, 1, *begun, KH)
                     iteration += 1
                     if scheduler.checkpoint_offsets is None:
                         ahead = ring.wait(gl.minimum(iteration, first + total - 1))
@@ -529,7 +535,7 @@ def recurrence(
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
             # in steps a stage has one tile less, and four decays of a channel
-            STAGES=3 if steps else stages(problem, 3 * problem.K // TILE + 3, beside=1),
+            STAGES=stages(problem, 3 * problem.K // TILE + 3 - steps, beside=1, decays=4 if steps else 1),
             STREAM_K=not split and stream_k_pays(problem, most),
             STEPS=steps,
         ),
