@@ -140,10 +140,20 @@ def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, lef
 
 
 @gluon.jit
-def store_inside(row, there, iteration, state0, state1, STEPS: gl.constexpr):
+def store_inside(
+    row,
+    value,
+    key,
+    iteration,
+    state0,
+    state1,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STEPS: gl.constexpr,
+):
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
-    value, key, K, V, V_FIRST = there
     # 0, which the compiler can't see, and a multiple of 16 lest V-first states go in smaller pieces
     nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
     at = state_offsets(0, value, key + nothing, K, V, V_FIRST)
@@ -151,18 +161,33 @@ def store_inside(row, there, iteration, state0, state1, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def pass_checkpoints(scheduler, tile, span, stop, target, there, iteration, state0, state1, STEPS: gl.constexpr):
+def pass_checkpoints(
+    scheduler,
+    tile,
+    span,
+    stop,
+    target,
+    value,
+    key,
+    iteration,
+    state0,
+    state1,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STEPS: gl.constexpr,
+):
     """At the end `stop` of a span, which others of the sequence follow: stores the states that are wanted there. The span that
     goes on, and its past-the-last token."""
     indices, states, pitch, lowest, most = target
-    _, _, K, V, _ = there
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
         slot, reached = checkpoint_slot(
             *(scheduler.checkpoint_offsets, indices, tile.n, span, tile.num_spans, stop - tile.begin, lowest, most)
         )
         if reached != 0:
-            store_inside(states + (slot * pitch + tile.head * (K * V)), there, iteration, state0, state1, STEPS)
+            own = states + (slot * pitch + tile.head * (K * V))
+            store_inside(own, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS)
         span += 1
         stop = scheduler.span_stop(tile, span, start)
     return span, stop
@@ -262,7 +287,6 @@ def compute(
         total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
-        there = (value, key, K, V, V_FIRST)
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
@@ -304,7 +328,7 @@ def compute(
                     if to_checkpoint == 0:
                         if next_row < checkpoint_rows:
                             row_states = at_checkpoints + (next_row * pitch + head * (K * V))
-                            store_inside(row_states, there, iteration, state0, state1, STEPS)
+                            store_inside(row_states, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS)
                         next_row += 1
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
@@ -374,7 +398,22 @@ def compute(
                     if start >= stop:
                         start = stop
                         span, stop = pass_checkpoints(
-                            *(scheduler, tile, span, stop, target, there, iteration, state0, state1, STEPS)
+                            *(
+                                scheduler,
+                                tile,
+                                span,
+                                stop,
+                                target,
+                                value,
+                                key,
+                                iteration,
+                                state0,
+                                state1,
+                                K,
+                                V,
+                                V_FIRST,
+                                STEPS,
+                            )
                         )
                 done = out.to(gl.bfloat16)
             if o is not None:
