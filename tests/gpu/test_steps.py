@@ -33,6 +33,7 @@ pytestmark = pytest.mark.gpu
 
 CHUNK = BOTH[0]
 FORGETFUL = replace(UNBOUNDED, name="forgetful", memory="new")
+NARROW = replace(KIMI, name="narrow", K=64)
 MODELS = (KIMI, UNBOUNDED, FORGETFUL)
 """Whose chunks take the path of bounded gates, hardly ever leave it, and hardly ever take it."""
 
@@ -56,7 +57,13 @@ CHECKS = {
     **{f"random packings, {x.name}": partial(test_lengths.test_random_packings, 40, x) for x in MODELS},
     "fused, grouped heads": partial(test_layouts.test_inputs_of_fixed_length, "fused, grouped heads", KIMI),
     "padded rows": partial(test_layouts.test_packed_inputs, "padded rows"),
-    "V 64": partial(test_layouts.test_other_head_dims, 128, 64, KIMI),
+    **{
+        f"K {K}, V {V}": partial(test_layouts.test_other_head_dims, K, V, KIMI)
+        for K, V in ((128, 64), (64, 64), (64, 128))
+    },
+    **{f"every tail, K 64, {x}": partial(test_lengths.test_every_tail, x, NARROW) for x in (None, FP32)},
+    "random packings, K 64": partial(test_lengths.test_random_packings, 41, NARROW),
+    "packed bits, K 64": partial(test_laws.test_a_packed_sequences_bits_are_its_own, NARROW, CHUNK),
     **cases(test_pool.test_chunk_bf16, [*CHECKPOINT_POOLS, test_pool.PREFILL, K_FIRST], lambda x: x.case),
     "repeated pools": partial(test_pool.test_a_repeated_call_has_its_own_pool, test_pool.PREFILL, CHUNK),
     "checkpoints at chunk ends": test_pool.test_checkpoints_at_chunk_ends_change_no_bit,
