@@ -49,8 +49,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
 STEPS_FROM = {64: 32, 128: 48}
 """Value heads from which chunks are taken in steps of 32 tokens, by key channels. `prepare` has less to do for a chunk then,
 but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens with K = 128 8 heads take 6 us less and 49
-more, 64 heads 50 less and 2 more. With K = 64, bounded gates alone; so many heads should save more by steps than by segments;
-not timed yet."""
+more, 64 heads 50 less and 2 more. With K = 64, bounded gates alone: 32, 64 and 96 heads take 173, 252 and 384 us instead of
+201, 342 and 514."""
 
 
 def in_steps(problem: Problem, room: int) -> bool:
