@@ -398,22 +398,8 @@ def compute(
                     if start >= stop:
                         start = stop
                         span, stop = pass_checkpoints(
-                            *(
-                                scheduler,
-                                tile,
-                                span,
-                                stop,
-                                target,
-                                value,
-                                key,
-                                iteration,
-                                state0,
-                                state1,
-                                K,
-                                V,
-                                V_FIRST,
-                                STEPS,
-                            )
+                            *(scheduler, tile, span, stop, target, value, key, iteration),
+                            *(state0, state1, K, V, V_FIRST, STEPS),
                         )
                 done = out.to(gl.bfloat16)
             if o is not None:
