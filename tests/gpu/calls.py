@@ -166,7 +166,7 @@ def in_steps(steps: bool = True) -> Iterator[mock.Mock]:
     """Calls of `hopper` that can go through their chunks in steps of 32 tokens do, however few heads they have; or none does.
     The mock is called for each that does."""
     with (
-        mock.patch.object(build, "STEPS_FROM", dict.fromkeys((64, 128), 1 if steps else 1 << 30)),
+        mock.patch.object(build, "STEPS_FROM", dict.fromkeys(build.STEPS_FROM, 1 if steps else 1 << 30)),
         mock.patch.object(build, "room", (lambda problem, device: 0) if steps else build.room),
         mock.patch.object(build, "prepare_steps", wraps=build.prepare_steps) as ran,
     ):

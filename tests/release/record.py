@@ -8,6 +8,7 @@ Takes documents of benchmarks and of the fuzzer, and logs of the GPU tier (`*.js
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +31,8 @@ def gpu_of(document: dict) -> str:
 
 
 def slug(gpu: str) -> str:
-    return gpu.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    """The model without its memory, which the file says."""
+    return re.sub(r" \d+GB.*", "", gpu.removeprefix("NVIDIA ")).lower().replace(" ", "-")
 
 
 def kind_of(document: dict) -> tuple[str, str, str]:

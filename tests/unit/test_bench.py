@@ -184,7 +184,7 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
 @pytest.mark.parametrize("headline", pages.HEADLINES, ids=lambda headline: headline.what)
 def test_a_headline_is_a_row_of_its_benchmark(headline):
     """Also before its file is there."""
-    rows = BENCHMARKS[headline.stem.partition("-")[0]].rows
+    rows = BENCHMARKS[headline.results.partition("-")[0]].rows
     assert headline.row in [row.name for row in rows]
 
 

@@ -170,7 +170,7 @@ def test_the_readme_names_the_architectures_that_were_run_and_those_only_compile
     assert {*run, *compiled} == {line.split("\t")[0] for lines in records for line in lines}
     found = [load(path)["environment"]["gpu"] for path in pages.RESULTS.glob("*.json")]
     gpus = {gpu["name"] for gpu in found if gpu is not None}
-    assert (run, gpus) == (["90"], {"NVIDIA H200"})
+    assert (run, gpus) == (["90"], {"NVIDIA H200", "NVIDIA H100 80GB HBM3"})
 
 
 def drawing(path: Path) -> tuple[list[str], list[float]]:
@@ -197,9 +197,10 @@ def test_the_picture_is_drawn_from_the_recorded_runs(tmp_path: Path):
 def test_a_headline_appears_once_its_file_does(tmp_path: Path):
     """Of the layer, say, only with times of both, and in place of one that comes after it."""
     layer = next(headline for headline in pages.HEADLINES if headline.what.startswith("layer"))
-    path = tmp_path / f"{layer.stem}.json"
+    path = tmp_path / f"{layer.results}-h200.json"
     row = {"name": layer.row, "speedup": 2.0, "ours": {"sustained_ms": 0.05}, "fla": {}}
-    document = {"benchmark": "layer", "environment": {"commit": "0" * 40}, "protocol": {}, "rows": [row]}
+    environment = {"commit": "0" * 40, "gpu": {"name": "NVIDIA H200"}}
+    document = {"benchmark": "layer", "environment": environment, "protocol": {}, "rows": [row]}
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"^results: got .*, wanted a folder with one of: prefill"):
         pages.headline_table(tmp_path)
@@ -208,7 +209,7 @@ def test_a_headline_appears_once_its_file_does(tmp_path: Path):
     ((what, *cells),) = pages.headline_table(tmp_path)[1:]
     assert what == layer.what
     repeat = f'flashdelta bench layer --rows "{layer.row}"'
-    assert cells == ["50.0 us", "100 us", "2.00x", "2.00x", "0" * 7, repeat]
+    assert cells == ["50.0 us", "100 us", "2.00x", "2.00x", "H200", "0" * 7, repeat]
     row["commit"] = "1" * 7
     path.write_text(json.dumps(document))
     assert pages.headline_table(tmp_path)[1][-2] == row["commit"]
@@ -228,10 +229,11 @@ def test_what_the_readme_says_of_its_table_follows_from_the_files(tmp_path: Path
             shutil.copy(kept, tmp_path)
     assert "The drafts row" in said()
     assert said().endswith("No results yet: the layer, vLLM and SGLang, several GPUs.")
-    headline = next(x for x in pages.HEADLINES if x.stem == "layer-h200")
+    headline = next(x for x in pages.HEADLINES if x.results == "layer")
     times = {"speedup": 2.0, "ours": {"sustained_ms": 0.05}, "fla": {"sustained_ms": 0.1}}
-    document = {"benchmark": "layer", "environment": {"commit": "0" * 40}, "protocol": {}}
-    (tmp_path / "layer-h200.json").write_text(json.dumps(document | {"rows": [{"name": headline.row, **times}]}))
+    environment = {"commit": "0" * 40, "gpu": {"name": "NVIDIA H100 80GB HBM3"}}
+    document = {"benchmark": "layer", "environment": environment, "protocol": {}}
+    (tmp_path / "layer-h100.json").write_text(json.dumps(document | {"rows": [{"name": headline.row, **times}]}))
     assert "| [layer: " in said() and "drafts" not in said()
     assert said().endswith("No results yet: vLLM and SGLang, several GPUs.")
     for kind in ("engines", "cp"):

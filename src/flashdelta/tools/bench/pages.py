@@ -82,26 +82,29 @@ def all_sections() -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """A row of README.md: what it is, the result file, the row of it, and the unit of its times."""
+    """A row of README.md: what it is, the result files without their GPU, the row of them, and the unit of its times."""
 
     what: str
-    stem: str
+    results: str
     row: str
     unit: str = "ms"
 
 
 HEADLINES = (
-    Headline("prefill: 8192 tokens, 64 heads", "prefill-hopper-h200", "T8192 H64"),
-    Headline("packed: 20 sequences, 64 heads", "prefill-hopper-h200", "packed 20 random H64"),
-    Headline("long: 131072 tokens, 8 heads", "split-hopper-h200", "128K H8"),
-    Headline("training: 8192 tokens, 32 heads", "train-hopper-h200", "B1 T8192 H32"),
-    Headline("decode: 128 sequences, 32 heads", "decode-h200", "N128 H32 bf16", "us"),
-    Headline("layer: decode, 128 sequences, 32 heads", "layer-h200", "decode N128 H32 bf16", "us"),
-    Headline("7 drafts: 32 sequences, 32 heads", "decode-h200", "verify N32 H32 bf16 S7", "us"),
+    Headline("prefill: 8192 tokens, 64 heads", "prefill-hopper", "T8192 H64"),
+    Headline("packed: 20 sequences, 64 heads", "prefill-hopper", "packed 20 random H64"),
+    Headline("long: 131072 tokens, 8 heads", "split-hopper", "128K H8"),
+    Headline("training: 8192 tokens, 32 heads", "train-hopper", "B1 T8192 H32"),
+    Headline("decode: 128 sequences, 32 heads", "decode", "N128 H32 bf16", "us"),
+    Headline("layer: decode, 128 sequences, 32 heads", "layer", "decode N128 H32 bf16", "us"),
+    Headline("7 drafts: 32 sequences, 32 heads", "decode", "verify N32 H32 bf16 S7", "us"),
 )
 """Shown are the first `MOST` of which a file holds sustained times of ours and of FLA's."""
 
 MOST = 6
+
+GPUS = ("h200", "h100")
+"""Of the result files of a headline the first that holds its row."""
 
 PICTURE = RESULTS / "headlines.svg"
 
@@ -111,6 +114,7 @@ class Measured:
     """A headline that has been measured, at `commit`; times are sustained."""
 
     headline: Headline
+    file: str
     document: dict
     commit: str
     ours: float
@@ -119,6 +123,10 @@ class Measured:
 
     def short(self, ms: float) -> str:
         return f"{short(ms * (1e3 if self.headline.unit == 'us' else 1.0))} {self.headline.unit}"
+
+    @property
+    def gpu(self) -> str:
+        return self.document["environment"]["gpu"]["name"].split()[1]
 
 
 def measured(folder: Path = RESULTS) -> list[Measured]:
@@ -129,26 +137,29 @@ def measured(folder: Path = RESULTS) -> list[Measured]:
     """
     found = []
     for wanted in HEADLINES:
-        path = folder / f"{wanted.stem}.json"
-        document = load(path) if path.exists() else {"rows": []}
-        row = next((row for row in document["rows"] if row["name"] == wanted.row), None)
-        times = [value(row, path) for path in ("ours.sustained_ms", "fla.sustained_ms", "speedup")]
-        if row is not None and None not in times:
-            found.append(Measured(wanted, document, commit_of(row, document), *times))
+        for name in (f"{wanted.results}-{gpu}.json" for gpu in GPUS):
+            document = load(folder / name) if (folder / name).exists() else {"rows": []}
+            row = next((row for row in document["rows"] if row["name"] == wanted.row), None)
+            times = [value(row, path) for path in ("ours.sustained_ms", "fla.sustained_ms", "speedup")]
+            if row is not None and None not in times:
+                found.append(Measured(wanted, name, document, commit_of(row, document), *times))
+                break
     if not found:
-        raise ValueError(f"results: got {folder}, wanted a folder with one of: {', '.join(x.stem for x in HEADLINES)}")
+        files = ", ".join(dict.fromkeys(f"{x.results}-{GPUS[0]}" for x in HEADLINES))
+        raise ValueError(f"results: got {folder}, wanted a folder with one of: {files}")
     return found[:MOST]
 
 
 def headline_table(folder: Path = RESULTS) -> list[list[str]]:
     """Titles, then a line for each headline."""
-    table = [["", "ours", "FLA", "FLA/ours", "cold", "commit", "repeat with"]]
+    table = [["", "ours", "FLA", "FLA/ours", "cold", "GPU", "commit", "repeat with"]]
     for found in measured(folder):
         times = [
             found.short(found.ours),
             found.short(found.fla),
             f"{found.fla / found.ours:.2f}x",
             f"{found.cold:.2f}x",
+            found.gpu,
             found.commit,
         ]
         table.append([found.headline.what, *times, f'{command(found.document)} --rows "{found.headline.row}"'])
@@ -159,10 +170,10 @@ def headlines(folder: Path = RESULTS) -> str:
     """The table of README.md, whose rows link to their files."""
     titles, *lines = headline_table(folder)
     rows = [
-        [f"[{what}](benchmarks/results/{found.headline.stem}.json)", *rest, f"`{commit}`", f"`{repeat}`"]
+        [f"[{what}](benchmarks/results/{found.file})", *rest, f"`{commit}`", f"`{repeat}`"]
         for found, (what, *rest, commit, repeat) in zip(measured(folder), lines)
     ]
-    return markdown_table([titles, *rows], words=2)
+    return markdown_table([titles, *rows], words=3)
 
 
 NOT_MEASURED = {"layer": "the layer", "engines": "vLLM and SGLang", "cp": "several GPUs"}

@@ -36,8 +36,8 @@ from .timing import (
 from .tuning import compiled_together
 from .workloads import Bound, Row, quotient, value
 
-GATED_GPU = "H200"
-"""The GPU that the bounds of workloads.py are for."""
+GATED_GPUS = ("H200", "H100")
+"""The GPUs that the bounds of workloads.py are for."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ def run(
 def is_gated(document: dict) -> bool:
     """Whether it was measured on the GPU that bounds are for."""
     gpu = document["environment"]["gpu"]
-    return gpu is not None and GATED_GPU in gpu["name"]
+    return gpu is not None and any(name in gpu["name"] for name in GATED_GPUS)
 
 
 def judge_again(document: dict, benchmark: Benchmark) -> dict:

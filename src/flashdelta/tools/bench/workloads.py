@@ -19,8 +19,8 @@ from ...testing.fused import FusedStep
 class Bound:
     """What a row must reach in `of`, a key of `QUANTITIES`, with kernels of `backend` (None: of any).
 
-    `row` is the name of another row that a time is a multiple of. Bounds hold on one NVIDIA H200 (132 SMs), those of
-    `any_gpu` everywhere.
+    `row` is the name of another row that a time is a multiple of. Bounds hold on one NVIDIA H200 or H100 (132
+    SMs), set on the former, whose memory is 1.4 times as fast; those of `any_gpu` hold everywhere.
     """
 
     of: str
