@@ -44,10 +44,14 @@ from .launch import aligned
 
 @gluon.jit
 def swap_pairs(x, first: gl.constexpr, second: gl.constexpr):
-    """Columns of every 16: `first` groups of `second` pairs change places, to `second` groups of `first` pairs."""
+    """`first` groups of `second` pairs of columns change places, to `second` groups of `first` pairs."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
-    return x.reshape([rows, columns // 16, first, second, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, columns])
+    return (
+        x.reshape([rows, columns // (2 * first * second), first, second, 2])
+        .permute((0, 1, 3, 2, 4))
+        .reshape([rows, columns])
+    )
 
 
 @gluon.jit
@@ -165,15 +169,17 @@ def replay_kernel(
 ):
     """At most `TOKENS` tokens and `SLICES` slices of a head, in four warps. Both parts of the operands lie along the sum: the
     low part of keys, then the high one for both parts of `u`. An accumulator gives a thread 2 adjacent columns of every 8; with
-    pairs swapped these are 4 adjacent ones of every 16. `ONE_MORE`: the first of 17 tokens is a sum of its own, not part of the
-    product."""
+    pairs swapped these are 4 adjacent ones of every 16, or 8 of 32: 16 bytes. `ONE_MORE`: the first of 17 tokens is a sum of
+    its own, not part of the product."""
     sums_l: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums_l, k_width=1)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums_l, k_width=1)
-    registers: gl.constexpr = [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + ([[0, 64]] if K == 128 else [])
+    PAIRS: gl.constexpr = 4 if initial_state.dtype.element_ty == gl.bfloat16 else 2
+    adjacent: gl.constexpr = [[0, 1], [0, 2], [0, 4]] if PAIRS == 4 else [[0, 1], [0, 2]]
+    others: gl.constexpr = [[8, 0], [0, 32]] if PAIRS == 4 else [[8, 0], [0, 16], [0, 32]]
     lines_l: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=registers,
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        reg_bases=adjacent + others + ([[0, 64]] if K == 128 else []),
+        lane_bases=[[0, 2 * PAIRS], [0, 4 * PAIRS], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, K],
@@ -228,7 +234,7 @@ def replay_kernel(
             first_s = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
             first_s.store(first_k * every)
         all_s.store(first_decay * every)
-        high, low = two_parts(swap_pairs(k * until, 4, 2))
+        high, low = two_parts(swap_pairs(k * until, 4, PAIRS))
         rows_s = gl.allocate_shared_memory(gl.float32, [2, 2 * TOKENS, K], rows_in)
         rows_s.index(0).store(stacked(low, high))
         rows_s.index(1).store(stacked(high, high))
@@ -239,11 +245,11 @@ def replay_kernel(
             state = unpacked(start[i], lines_l) * all_s.load(gl.SliceLayout(0, lines_l))[None, :]
             if ONE_MORE:
                 state += first_u[i][:, None] * first_s.load(gl.SliceLayout(0, lines_l))[None, :]
-            sums = gl.convert_layout(swap_pairs(state, 4, 2), sums_l, assert_trivial=True)
+            sums = gl.convert_layout(swap_pairs(state, 4, PAIRS), sums_l, assert_trivial=True)
             high, low = two_parts(u[i])
             sums = mma_v2(gl.where(once, high, 0.0), rows_s.index(0).load(right_l), sums, input_precision="tf32")
             sums = mma_v2(gl.where(once, high, low), rows_s.index(1).load(right_l), sums, input_precision="tf32")
-            state = gl.convert_layout(swap_pairs(sums, 2, 4), lines_l, assert_trivial=True)
+            state = gl.convert_layout(swap_pairs(sums, PAIRS, 4), lines_l, assert_trivial=True)
             state = state.to(initial_state.dtype.element_ty)
             wanted = (count >= 1) & (count <= tokens) & (count.to(gl.float32) <= recorded[i])
             gl.store(states + i * (BV * K) + in_slot, state, mask=everywhere(in_slot, wanted))
@@ -275,7 +281,8 @@ def commit(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[La
     slices = slices_a_cta(problem, sm_count(t.state_pool.device))
     constants = {"K": problem.K, "V": problem.V, "SLICES": slices, "TOKENS": tokens, "ONE_MORE": more}
     ctas = problem.N * problem.HV * (problem.V // (slices * BV.value))
-    # four CTAs of a slice and up to 8 tokens fit on an SM; three of 17 tokens or of a head
-    cap = {"max_registers": 168 if more or slices > 1 else 128 if tokens == 8 else None}
+    # four CTAs of a slice and up to 8 tokens fit on an SM; three of 17 tokens, with fewer registers in bfloat16, or of a head
+    large = slices > 1 or (more and problem.state_dtype == torch.float32)
+    cap = {"max_registers": 168 if large else 128 if tokens == 8 else None}
     kernel = {"kernel": replay_kernel, "constants": constants, "num_warps": 4} | cap
     return [replace(launch, ctas=ctas, **kernel)]
