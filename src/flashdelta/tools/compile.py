@@ -559,6 +559,7 @@ VARIANTS = (
     _hopper_replay("of 17 tokens K128 V128 unbounded", 16, gate="softplus"),
     _hopper_replay("K64 V64 unbounded bf16", 7, K=64, V=64, gate="logsigmoid", state_dtype=torch.bfloat16),
     _hopper_commit("K128 V128"),
+    _hopper_commit("K128 V128 bf16", state_dtype=torch.bfloat16),
     _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
     _hopper_commit("of 17 tokens K128 V128", spec_tokens=16),
     _hopper_commit("of heads K128 V128 bf16", state_dtype=torch.bfloat16, N=512),
