@@ -133,6 +133,11 @@ def replay() -> None:
     test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == "4 tokens"))
 
 
+def replay_of_heads() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_decode.check_heads(next(x for x in test_decode.HEADS if x.name == "4 tokens"), patch)
+
+
 def replay_of_17() -> None:
     for name in ("17 tokens", "17 tokens without a bound"):
         test_decode.test_a_replay_is_the_accepted_state(next(x for x in HOPPER_REPLAYED if x.name == name))
@@ -284,6 +289,9 @@ FAULTS = [
         "(key, more & ~more)",
         replay_of_17,
     ),
+    Break("a head's slices are all the first", commit.load_slices, "next_ + ", "", replay_of_heads),
+    Break("a head's slices go where the first does", commit.replay_kernel, "i * (BV * K)", "0", replay_of_heads),
+    Break("one count of a head stays", commit.replay_kernel, "// SLICES == part", "== part", replay_of_heads),
     Break("the first of 17 is not accepted", commit.load_first, "> TOKENS", "> TOKENS + 1", replay_of_17),
     Break("the first of 17 does not decay", commit.replay_kernel, "first_k * every", "first_k", replay_of_17),
     Break("one decay of 17 is missing", commit.replay_kernel, "every *= second_decay", "pass", replay_of_17),

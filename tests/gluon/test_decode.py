@@ -44,6 +44,41 @@ def test_a_replay_is_the_accepted_state(step: Step):
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper")
 
 
+def check_heads(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a CTA a head in `commit`."""
+    monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", 0)
+    check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
+
+
+HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.T <= 16]
+
+
+@pytest.mark.parametrize("step", HEADS, ids=lambda step: step.name)
+def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
+    check_heads(step, monkeypatch)
+
+
+@pytest.mark.parametrize(("K", "tokens"), [(64, 4), (128, 16)])
+def test_whole_heads_are_their_slices(K: int, tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """To the last bit. A slice whose count is too low keeps its state."""
+    N, HV, V = 3, 2, 128
+    draw = torch.Generator().manual_seed(0)
+    records = torch.randn(fd.replay_buffer(N, tokens, HV, K, V).shape, generator=draw)
+    records[:, 0, :, counts_of(K, V)] = float(tokens)
+    records[0, 0, 1, 2 * K + V + 1] = records[1, 0, 0, 2 * K + V] = 1.0
+    pool = torch.randn(N, HV, V, K, generator=draw).to(BF16)
+    slots, accepted = torch.arange(N, dtype=torch.int32), torch.full((N,), tokens - 1, dtype=torch.int32)
+    found = []
+    for at_once in (1000, 0):
+        monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", at_once)
+        states, given = pool.clone(), records.clone()
+        fd.commit(states, given, slots, accepted, backend="hopper")
+        found.append((states, given))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    kept = (found[1][0] == pool).unflatten(2, (2, 64)).flatten(3).all(3)
+    assert kept.nonzero().tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_rounds_of_replay_are_steps_one_by_one(state: torch.dtype):
     check_rounds(6, "hopper", state=state, K=64, dtype=BF16)
@@ -89,13 +124,18 @@ def test_wild_counts_of_records():
     check_wild_counts("hopper")
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["slices", "heads"])
 @pytest.mark.parametrize(("slot", "row", "count"), [(1, 2, 3), (-1, 2, 3), (0, 0, 3), (0, 9, 3), (0, 2, 1), (0, 2, 0)])
-def test_a_commit_whose_indices_the_kernel_before_writes_late(slot: int, row: int, count: int):
+def test_a_commit_whose_indices_the_kernel_before_writes_late(
+    slot: int, row: int, count: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+):
     """A state and records are asked for by what indices and the count were before; what counts is what they are."""
+    V, state = (128, BF16) if whole else (64, FP32)
+    monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", 0)
     draw = torch.Generator().manual_seed(0)
-    records = torch.randn(fd.replay_buffer(3, 3, 2, 64, 64).shape, generator=draw)
-    records[:, 0, :, counts_of(64, 64)] = 4.0
-    pools = [torch.randn(3, 2, 64, 64, generator=draw.manual_seed(1)) for _ in range(2)]
+    records = torch.randn(fd.replay_buffer(3, 3, 2, 64, V).shape, generator=draw)
+    records[:, 0, :, counts_of(64, V)] = 4.0
+    pools = [torch.randn(3, 2, V, 64, generator=draw.manual_seed(1)).to(state) for _ in range(2)]
     given = [torch.tensor([x], dtype=torch.int32) for x in (slot, row, count)]
     late = (records.clone(), *given)
     true = (0, 2, 3)

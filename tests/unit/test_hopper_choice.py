@@ -460,6 +460,29 @@ def test_registers_of_a_verification(N: int, HV: int, V: int, tokens: int, wante
     assert isinstance(launch, Launch) and launch.max_registers == wanted
 
 
+@pytest.mark.parametrize(
+    ("N", "HV", "V", "tokens", "state", "wanted"),
+    [
+        (8, 32, 128, 8, BF16, (512, 1, 128)),
+        (32, 12, 128, 8, BF16, (384, 2, 168)),
+        (32, 12, 128, 16, BF16, (384, 2, 168)),
+        (32, 12, 128, 17, BF16, (768, 1, None)),
+        (32, 12, 128, 8, torch.float32, (768, 1, 128)),
+        (32, 32, 64, 8, BF16, (1024, 1, 128)),
+    ],
+)
+def test_slices_of_a_commit(
+    N: int, HV: int, V: int, tokens: int, state: torch.dtype, wanted: tuple[int, int, int | None]
+):
+    """CTAs, slices each and registers, on 132 SMs."""
+    index = torch.empty(N, dtype=torch.int32, device="meta")
+    pool = torch.empty(N, HV, V, 128, dtype=state, device="meta")
+    records = torch.empty(N, tokens, HV, record_width(128, V), device="meta")
+    (launch,) = build(*check(fd.commit, pool, records, index, index), 90).launches
+    assert isinstance(launch, Launch)
+    assert (launch.ctas, launch.constants["SLICES"], launch.max_registers) == wanted
+
+
 @pytest.mark.parametrize("tokens", [16, 17])
 def test_seventeen_tokens_are_verified_and_committed_at_once(tokens: int):
     step = replace(BY_NAME["verify"], K=128, V=128, v_first=True, T=tokens, spec=tokens - 1)

@@ -213,7 +213,7 @@ class Variant:
         states = self._records(1 + (self.spec_tokens or 1)) if self.records else states
         names = ("initial_state", "intermediate_states", "ssm_state_indices", "num_accepted_tokens")
         options = {"null_index": "negative", "state_v_first": self.state_v_first}
-        return commit, dict(zip(names, (pool, states, index(2), index(2)))) | options
+        return commit, dict(zip(names, (pool, states, index(self.N), index(self.N)))) | options
 
     def _wy(self) -> Call:
         make, wide = _make(self.dtype), _make(torch.float32)
@@ -559,8 +559,13 @@ VARIANTS = (
     _hopper_replay("of 17 tokens K128 V128 unbounded", 16, gate="softplus"),
     _hopper_replay("K64 V64 unbounded bf16", 7, K=64, V=64, gate="logsigmoid", state_dtype=torch.bfloat16),
     _hopper_commit("K128 V128"),
+    _hopper_commit("K128 V128 bf16", state_dtype=torch.bfloat16),
     _hopper_commit("K64 V128 bf16", K=64, state_dtype=torch.bfloat16),
     _hopper_commit("of 17 tokens K128 V128", spec_tokens=16),
+    _hopper_commit("of heads K128 V128 bf16", state_dtype=torch.bfloat16, N=512),
+    _hopper_commit("of heads K64 V128 bf16", K=64, state_dtype=torch.bfloat16, N=512),
+    _hopper_commit("of heads of 16 tokens K128 V128 bf16", spec_tokens=15, state_dtype=torch.bfloat16, N=512),
+    _hopper_commit("of 17 tokens K128 V128 bf16", spec_tokens=16, state_dtype=torch.bfloat16),
     _hopper_fused("K128 V128 fp32"),
     _hopper_fused("K128 V128 bf16", state_dtype=torch.bfloat16),
     _hopper_fused("K128 V128 bf16, eight value heads", heads=8, group=8, state_dtype=torch.bfloat16),
