@@ -156,7 +156,7 @@ def store_inside(
     compiler would have them, they take registers from all of it."""
     # 0, which the compiler can't see, and a multiple of 16 lest V-first states go in smaller pieces
     nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
-    at = state_offsets(0, value, key + nothing, K, V, V_FIRST)
+    at = state_offsets(0, value + nothing, key, K, V, V_FIRST)
     store_halves(row, at, 64 if V_FIRST else 64 * V, state0, state1, 1, K, STEPS)
 
 

@@ -385,10 +385,14 @@ def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T
         n = 0
         if slot >= slots:  # a division takes as long as dozens of other instructions
             n = slot // slots
+        # of the batch row. A select: with the difference alone ptxas of Triton 3.6 serialises the MMAs of unbounded gates
+        slot = gl.where(n > 0, slot - n * slots, slot)
+        passed: gl.constexpr = 0
     else:
         n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
+        passed = slots
         bounds = (begin, end)
-    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C, gl.int32, bounds)
+    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, passed, T, C, gl.int32, bounds)
 
 
 @gluon.jit
