@@ -770,7 +770,7 @@ def prepare_kernel(
     rate = decay_rate(A_log, head, volatile=True)
     if dt_bias is not None:
         bias = load_bias(dt_bias, head, K)
-    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T)
+    batch, start, count = chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, not SAFE)
     if count <= 0:
         return
     batch = batch.to(gl.int32)

@@ -154,9 +154,15 @@ def store_inside(
 ):
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
-    # 0, which the compiler can't see, and a multiple of 16 lest V-first states go in smaller pieces
+    # K, V and V_FIRST are parameters of their own, here and below: as constants in a tuple Triton 3.6 fails on them for K = 64
+    # 0, which the compiler can't see, and a multiple of 16 lest V-first states go in smaller pieces. Added to the channels that
+    # lie side by side: to the others it costs up to 136 B of spills
     nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
-    at = state_offsets(0, value, key + nothing, K, V, V_FIRST)
+    if V_FIRST:
+        key += nothing
+    else:
+        value += nothing
+    at = state_offsets(0, value, key, K, V, V_FIRST)
     store_halves(row, at, 64 if V_FIRST else 64 * V, state0, state1, 1, K, STEPS)
 
 

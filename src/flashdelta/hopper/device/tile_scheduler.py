@@ -378,17 +378,23 @@ def last_chunks_first(HV, BY_HEAD: gl.constexpr):
 
 
 @gluon.jit
-def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T):
-    """Batch row, first token and token count of a chunk slot; a count of 0 or less if it has no chunk."""
+def chunk_in_slot(cu_seqlens, checkpoint_offsets, checkpoints, slot, slots, N, T, SELECT: gl.constexpr = False):
+    """Batch row, first token and token count of a chunk slot; 0 or less if it has no chunk. `SELECT`: of sequences of
+    one length the slots before the row's are taken off by a select, without which ptxas of Triton 3.6 serialises the MMAs of
+    `prepare` with unbounded gates."""
+    before = slots
     if cu_seqlens is None:
         bounds: gl.constexpr = None
         n = 0
         if slot >= slots:  # a division takes as long as dozens of other instructions
             n = slot // slots
+        if SELECT:
+            slot -= gl.where(n > 0, n * slots, 0)
+            before = 0
     else:
         n, begin, end = find_sequence(cu_seqlens, checkpoint_offsets, checkpoints, slot, N, T)
         bounds = (begin, end)
-    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, slots, T, C, gl.int32, bounds)
+    return chunk_of_sequence(cu_seqlens, checkpoint_offsets, checkpoints, n, slot, before, T, C, gl.int32, bounds)
 
 
 @gluon.jit
