@@ -103,6 +103,8 @@ def test_every_contender_is_right_and_timed(tmp_path):
         assert max(row["ours"]["error"].values()) < 1e-2
     names = [[*row["ours"]["error"]] for row in document["rows"][4:]]
     assert names == [["o"], ["x", "weight"], ["o"], ["x", "z", "weight"], ["o"]]
+    for row in document["rows"][4:8]:
+        assert row["copy"]["problem"] is None and row["copy"]["sustained_ms"] == row["ours"]["sustained_ms"]
     assert document["rows"][-1]["norm_share"] == 0.0
     text = report.show(document, VIEWS["layer"], wide=True)
     assert all(row["name"] in text for row in document["rows"]) and "single operators/ours, bf16: 1.00x" in text
@@ -138,7 +140,7 @@ def test_bounds_are_over_the_step_and_over_flas_kernels():
     assert rows["decode N256 H96 bf16"] == ["<= 1.18x a bare step", "<= 0.65 of FLA's"]
     assert rows["decode N1 H32 bf16"] == ["<= 1.25x a bare step or 1.5 us more", "<= 0.5 of FLA's"]
     assert rows["train T8192 H32"] == ["<= 0.45 of FLA's", "<= 0.6 of its memory beyond results"]
-    assert rows["norm backward T4096"] == [">= 85%"] and rows["prefill T8192 H32, norm"] == []
+    assert rows["norm backward T4096"] == [">= 85% of a copy's rate"] and rows["prefill T8192 H32, norm"] == []
     assert all(layer.layer_bytes(row.call) >= 32 * 2**20 for row in LAYER if row.table in ("convolution", "norm"))
 
 
@@ -149,6 +151,13 @@ def test_few_sequences_may_take_a_little_more(us, met):
     row = {name: {"ms": {"median": x / 1e3}} for name, x in zip(("ours", "bare"), us)}
     bound = next(row for row in LAYER if row.name == "decode N1 H32 fp32").bounds[0]
     assert bound.met(row, []) is met and bound.met({}, []) is None
+
+
+@pytest.mark.parametrize(("ours", "met"), [(0.020, False), (0.0175, True)])
+def test_kernels_around_attention_are_held_to_a_copy(ours, met):
+    row = {"ours": {"sustained_ms": ours}, "copy": {"sustained_ms": 0.015}, "share_of_floor": 0.5}
+    (bound,) = next(row for row in LAYER if row.name == "norm T1536").bounds
+    assert bound.met(row, []) is met and bound.met({"share_of_floor": 1.0}, []) is None
 
 
 def test_memory_is_beyond_inputs_and_results():

@@ -19,23 +19,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Result, Tensors
-from ..program.launch import Launch
+from ..program.launch import Launch, sm_count
 from ..program.program import Outputs, Program, new
-from .device.sequences import OFFSETS_AT_A_TIME, first_chunk_slot, locate_sequence, rows_before, sequence_bounds
+from .device.gates import quick_sigmoid
+from .device.sequences import OFFSETS_AT_A_TIME, locate_sequence, rows_before, sequence_bounds
 from .device.states import everywhere, sequence_slot
 from .launch import densed, strided
 from .sums import sums
 
-AHEAD = tl.constexpr(4)
-"""Tokens that are loaded ahead, and a turn of the loop: so their registers need no moves."""
-
 
 @triton.jit
-def own_tile(cu_seqlens, token_tiles, T, N, D, BT: tl.constexpr, BD: tl.constexpr):
+def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
     """The CTA's channels, its sequence, which tile of it, and the sequence's batch row, first and past-the-last token. Tiles of
-    packed sequences are chunk slots (`reference/sequences.py`): a tile may lie past its sequence's end."""
+    packed sequences are chunk slots (`sequences.py: first_chunk_slot`): a tile may lie past its sequence's end."""
     blocks = tl.cdiv(D, BD)
     channel = (tl.program_id(0) % blocks) * BD + tl.arange(0, BD)
     slot = (tl.program_id(0) // blocks).to(tl.int64)
@@ -48,12 +47,12 @@ def own_tile(cu_seqlens, token_tiles, T, N, D, BT: tl.constexpr, BD: tl.constexp
         while n < high:
             middle = (n + high + 1) // 2
             begin, _ = sequence_bounds(cu_seqlens, middle, T)
-            if first_chunk_slot(begin, middle, 1, BT) <= slot:
+            if begin // BT + middle <= slot:
                 n = middle
             else:
                 high = middle - 1
         begin, _ = sequence_bounds(cu_seqlens, n, T)
-        tile = slot - first_chunk_slot(begin, n, 1, BT)
+        tile = slot - (begin // BT + n)
     batch, begin, end = locate_sequence(n, cu_seqlens, T)
     return channel, n, tile, batch, begin, end
 
@@ -83,6 +82,15 @@ def load_input(rows, token_stride, position, inside, present):
 
 
 @triton.jit
+def load_first(rows, token_stride, start, count, inside, AHEAD: tl.constexpr):
+    """The rows of the tokens that are loaded ahead of a tile's loop."""
+    ahead = ()
+    for i in tl.static_range(AHEAD):
+        ahead += (load_input(rows, token_stride, start + i, inside, count > i),)
+    return ahead
+
+
+@triton.jit
 def load_before(
     rows, token_stride, start, states, input_stride, tile, read, inside, BACK: tl.constexpr, L: tl.constexpr
 ):
@@ -104,7 +112,7 @@ def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W: tl.constexpr):
     return tl.fma(w3, x0, tl.fma(w2, x1, p))
 
 
-@triton.jit(do_not_specialize=["T", "N", "token_tiles", "lowest", "slots", "has_initial", "has_final"])
+@triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "lowest", "slots", "has_initial", "has_final"])
 def convolution_kernel(
     x,
     weight,
@@ -123,6 +131,7 @@ def convolution_kernel(
     N,
     D,
     token_tiles,
+    BT,
     x_batch: tl.int64,
     x_token: tl.int64,
     o_batch: tl.int64,
@@ -135,10 +144,15 @@ def convolution_kernel(
     final_input: tl.int64,
     W: tl.constexpr,
     L: tl.constexpr,
-    BT: tl.constexpr,
     BD: tl.constexpr,
+    AHEAD: tl.constexpr,
     SILU: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    """`AHEAD` tokens are loaded ahead, and are a turn of the loop: so their registers need no moves."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     channel, n, tile, batch, begin, end = own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD)
     inside = channel < D
     start = begin + tile * BT
@@ -164,28 +178,22 @@ def convolution_kernel(
                 rows, x_token, initial, final, slot, slot, read, begin, end, channel, inside,
                 initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L,
             )  # fmt: skip
-        count = tl.minimum(end - start, BT)
-        a0 = load_input(rows, x_token, start, inside, count > 0)
-        a1 = load_input(rows, x_token, start + 1, inside, count > 1)
-        a2 = load_input(rows, x_token, start + 2, inside, count > 2)
-        a3 = load_input(rows, x_token, start + 3, inside, count > 3)
+        count = tl.minimum(end - start, BT).to(tl.int32)
+        ahead = load_first(rows, x_token, start, count, inside, AHEAD)
         outputs = o + batch * o_batch + start * o_token + channel
         for first in range(0, count, AHEAD):
             for i in tl.static_range(AHEAD):
                 t = first + i
                 later = load_input(rows, x_token, start + t + AHEAD, inside, count > t + AHEAD)
-                x0 = a0.to(tl.float32)
+                x0 = ahead[0].to(tl.float32)
                 p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
                 if SILU:
-                    p = p / (1.0 + tl.exp(-p))
+                    p *= quick_sigmoid(p)
                 tl.store(outputs + t * o_token, p.to(o.dtype.element_ty), mask=only_if(inside, count > t))
                 x3 = x2
                 x2 = x1
                 x1 = x0
-                a0 = a1
-                a1 = a2
-                a2 = a3
-                a3 = later
+                ahead = ahead[1:] + (later,)
 
 
 @triton.jit
@@ -273,7 +281,66 @@ def convolution_checkpoints_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "N", "token_tiles", "has_initial", "has_final"])
+@triton.jit
+def backward_turn(
+    first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start, D,
+    inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, has_initial, has_final,
+    W: tl.constexpr, L: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """A token of a tile. `PLAIN`: `AHEAD` of them, all the tile's own, none of which meets a state: no branches, no selects."""
+    TOKENS: tl.constexpr = AHEAD if PLAIN else 1
+    for i in tl.static_range(TOKENS):
+        t = first + i
+        coming = (live > t + AHEAD) & (steps > t + AHEAD)
+        later = load_input(rows, x_token, start + t + AHEAD, inside, coming)
+        later_grad = load_input(grads, do_token, start + t + AHEAD, inside, coming)
+        x0 = ahead[0].to(tl.float32)
+        p0 = ahead_grads[0].to(tl.float32)
+        if SILU:
+            p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
+            s = quick_sigmoid(p)
+            p0 *= s * tl.fma(p, 1.0 - s, 1.0)
+        if not PLAIN:
+            p0 = tl.where(only_if(inside, (live > t) & (steps > t)), p0, 0.0)
+        if PLAIN or (tl.minimum(own, live) > t):
+            if W >= 4:
+                s0 = tl.fma(p0, x3, s0)
+            if W >= 3:
+                s1 = tl.fma(p0, x2, s1)
+            s2 = tl.fma(p0, x1, s2)
+            s3 = tl.fma(p0, x0, s3)
+            s_bias += p0
+        # of the input W - 1 tokens back
+        none = tl.zeros_like(p0)
+        if W == 4:
+            grad = filtered(none, w3, w2, w1, w0, p3, p2, p1, p0, 4)
+        elif W == 3:
+            grad = filtered(none, w3, w3, w2, w1, p3, p2, p1, p0, 3)
+        else:
+            grad = filtered(none, w3, w3, w3, w2, p3, p2, p1, p0, 2)
+        back = t - (W - 1)
+        if not PLAIN:
+            place = back - live + L  # in the state after the sequence
+            if has_final:
+                into = only_if(inside, (place >= 0) & (place < L) & (steps > t))
+                grad += tl.load(grad_final + in_state + place, mask=into, other=0.0).to(tl.float32)
+            if (tile == 0) & (back < 0) & (has_initial != 0):
+                present = only_if(inside, steps > t)
+                tl.store(grad_initial + in_state + L + back, grad.to(grad_initial.dtype.element_ty), mask=present)
+        stored = only_if(inside, (back >= 0) & (PLAIN or steps > t))
+        tl.store(target + back * D, grad.to(target.dtype.element_ty), mask=stored)
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        p3 = p2
+        p2 = p1
+        p1 = p0
+        ahead = ahead[1:] + (later,)
+        ahead_grads = ahead_grads[1:] + (later_grad,)
+    return ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias
+
+
+@triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "has_initial", "has_final"])
 def convolution_backward_kernel(
     x,
     weight,
@@ -291,19 +358,24 @@ def convolution_backward_kernel(
     N,
     D,
     token_tiles,
+    BT,
     x_batch: tl.int64,
     x_token: tl.int64,
     do_batch: tl.int64,
     do_token: tl.int64,
     W: tl.constexpr,
     L: tl.constexpr,
-    BT: tl.constexpr,
     BD: tl.constexpr,
+    AHEAD: tl.constexpr,
     SILU: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """States and their gradients are dense. `partials [tiles, W (+ 1), D]` has each tile's part of the gradients of weight and
     bias. The gradient of token `t` is there `W - 1` tokens later; those are worked out again by the next tile. Tokens past the
     last sequence have the gradient 0."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     channel, n, tile, batch, begin, end = own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD)
     inside = channel < D
     start = begin + tile * BT
@@ -315,6 +387,10 @@ def convolution_backward_kernel(
     steps = own + (W - 1)
     steps = tl.where((tile < 0) | ((tile > 0) & (own <= 0)), 0, steps)
     live = tl.where(tile < 0, 0, live)
+    # of what lies beyond the tile only that it does
+    own = own.to(tl.int32)
+    steps = steps.to(tl.int32)
+    live = tl.minimum(live, BT + 8).to(tl.int32)
     w0, w1, w2, w3 = load_taps(weight, channel, D, W)
     b = tl.zeros([BD], tl.float32)
     if bias is not None:
@@ -341,67 +417,30 @@ def convolution_backward_kernel(
     s3 = p1
     s_bias = p1
     # tokens past a sequence's end are not read
-    a0 = load_input(rows, x_token, start, inside, live > 0)
-    a1 = load_input(rows, x_token, start + 1, inside, live > 1)
-    a2 = load_input(rows, x_token, start + 2, inside, live > 2)
-    a3 = load_input(rows, x_token, start + 3, inside, live > 3)
-    g0 = load_input(grads, do_token, start, inside, live > 0)
-    g1 = load_input(grads, do_token, start + 1, inside, live > 1)
-    g2 = load_input(grads, do_token, start + 2, inside, live > 2)
-    g3 = load_input(grads, do_token, start + 3, inside, live > 3)
-    for first in range(0, steps, AHEAD):
-        for i in tl.static_range(AHEAD):
-            t = first + i
-            coming = (live > t + AHEAD) & (steps > t + AHEAD)
-            later = load_input(rows, x_token, start + t + AHEAD, inside, coming)
-            later_grad = load_input(grads, do_token, start + t + AHEAD, inside, coming)
-            x0 = a0.to(tl.float32)
-            p0 = g0.to(tl.float32)
-            if SILU:
-                p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
-                s = 1.0 / (1.0 + tl.exp(-p))
-                p0 *= s * (1.0 + p * (1.0 - s))
-            p0 = tl.where(only_if(inside, (live > t) & (steps > t)), p0, 0.0)
-            if tl.minimum(own, live) > t:
-                if W >= 4:
-                    s0 += p0 * x3
-                if W >= 3:
-                    s1 += p0 * x2
-                s2 += p0 * x1
-                s3 += p0 * x0
-                s_bias += p0
-            # of the input W - 1 tokens back
-            if W == 4:
-                grad = filtered(0.0 * b, w3, w2, w1, w0, p3, p2, p1, p0, 4)
-            elif W == 3:
-                grad = filtered(0.0 * b, w3, w3, w2, w1, p3, p2, p1, p0, 3)
-            else:
-                grad = filtered(0.0 * b, w3, w3, w3, w2, p3, p2, p1, p0, 2)
-            back = t - (W - 1)
-            place = back - live + L  # in the state after the sequence
-            if has_final:
-                into = only_if(inside, (place >= 0) & (place < L) & (steps > t))
-                grad += tl.load(grad_final + in_state + place, mask=into, other=0.0).to(tl.float32)
-            stored = only_if(inside, (back >= 0) & (steps > t))
-            here = (batch * T + start + back) * D + channel
-            tl.store(dx + here, grad.to(dx.dtype.element_ty), mask=stored)
-            if (tile == 0) & (back < 0) & (has_initial != 0):
-                present = only_if(inside, steps > t)
-                tl.store(grad_initial + in_state + L + back, grad.to(grad_initial.dtype.element_ty), mask=present)
-            x3 = x2
-            x2 = x1
-            x1 = x0
-            p3 = p2
-            p2 = p1
-            p1 = p0
-            a0 = a1
-            a1 = a2
-            a2 = a3
-            a3 = later
-            g0 = g1
-            g1 = g2
-            g2 = g3
-            g3 = later_grad
+    ahead = load_first(rows, x_token, start, live, inside, AHEAD)
+    ahead_grads = load_first(grads, do_token, start, live, inside, AHEAD)
+    target = dx + (batch * T + start) * D + channel
+    # loops of their own, so that what the plain one does not need takes no registers in it
+    opening = tl.where((tile == 0) & (has_initial != 0), W - 1, 0)
+    plain = opening + tl.maximum(tl.minimum(own, live - 1) - opening, 0) // AHEAD * AHEAD
+    for first in range(0, tl.minimum(opening, steps)):
+        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias = backward_turn(
+            first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start,
+            D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias,
+            has_initial, has_final, W, L, AHEAD, SILU, False,
+        )  # fmt: skip
+    for first in range(opening, plain, AHEAD):
+        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias = backward_turn(
+            first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start,
+            D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias,
+            has_initial, has_final, W, L, AHEAD, SILU, True,
+        )  # fmt: skip
+    for first in range(plain, steps):
+        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias = backward_turn(
+            first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start,
+            D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias,
+            has_initial, has_final, W, L, AHEAD, SILU, False,
+        )  # fmt: skip
     if L == W:  # noqa: SIM102 (a constant, and what is known when it runs)
         # the oldest input of the state only ever becomes that of a sequence without tokens
         if (tile == 0) & (has_initial != 0):
@@ -422,29 +461,44 @@ def convolution_backward_kernel(
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """`BT`: tokens of a tile, `BD`: its channels."""
+    """`BT`: tokens of a tile, `BD`: its channels; `ahead`: tokens that a thread loads ahead."""
 
     BT: int
     BD: int
     num_warps: int
+    ahead: int
+    max_registers: int
 
 
-MOST_TOKENS, FEWEST_TOKENS = 64, 16
-"""Of a tile: each reads `W - 1` tokens of the one before."""
+@dataclass(frozen=True)
+class Form:
+    """Bytes that a thread loads of a token, warps of a CTA, tokens ahead, most registers, and how many CTAs an SM then has."""
 
-ELEMENTS = 2**24
-"""Of an input from which tiles are long: 2048 CTAs of 512 channels by 16 tokens."""
+    bytes: int
+    warps: int
+    ahead: int
+    max_registers: int
+    ctas: int
 
-REGISTERS = 128
-"""A thread of the forward, which would have 162 and then a third fewer loads under way."""
+
+FORWARD, BACKWARD = Form(8, 2, 8, 80, 12), Form(8, 2, 4, 128, 8)
+
+FEWEST_TOKENS, MOST_TOKENS = 16, 128
+"""Of a tile: each reads `W - 1` tokens of the one before, and backward leaves sums to add."""
 
 
-def convolution_config(problem: Problem, backward: bool = False) -> ConvolutionConfig:
-    """16 bytes a thread."""
-    wide = 32 * 16 // problem.dtype.itemsize
-    BD = max(32, min(2 * wide, triton.next_power_of_2(problem.D)))
-    long = backward or problem.B * problem.T * problem.D >= ELEMENTS
-    return ConvolutionConfig(MOST_TOKENS if long else FEWEST_TOKENS, BD, num_warps=max(1, BD // wide))
+def convolution_config(
+    problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
+) -> ConvolutionConfig:
+    """Tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS`."""
+    form = form or (BACKWARD if backward else FORWARD)
+    wide = 32 * form.bytes // problem.dtype.itemsize
+    BD = max(32, min(form.warps * wide, triton.next_power_of_2(problem.D)))
+    wave = sm_count(device) * form.ctas
+    tokens = problem.B * problem.T * -(-problem.D // BD)
+    BT = -(-tokens // (wave * max(1, -(-tokens // (wave * MOST_TOKENS)))))
+    BT = max(FEWEST_TOKENS, -(-BT // form.ahead) * form.ahead)
+    return ConvolutionConfig(BT, BD, max(1, BD // wide), form.ahead, form.max_registers)
 
 
 def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
@@ -460,9 +514,9 @@ DENSE = ("weight", "bias", "cu_seqlens", "state_indices", "has_initial_state")
 MARKS = ("checkpoint_offsets", "checkpoint_indices")
 
 
-def constants(problem: Problem, c: ConvolutionConfig) -> dict[str, object]:
-    sizes = dict(W=problem.taps, L=problem.state_length, BT=c.BT, BD=c.BD)
-    return {**sizes, "SILU": problem.activation == "silu"}
+def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool) -> dict[str, object]:
+    sizes = dict(W=problem.taps, L=problem.state_length, BD=c.BD, AHEAD=c.ahead)
+    return {**sizes, "SILU": problem.activation == "silu", "OVERLAP": overlaps}
 
 
 def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
@@ -472,7 +526,7 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
     initial = t.initial_state if t.state_pool is None else t.state_pool
     final = final if t.state_pool is None else t.state_pool
     initial, given = absent if initial is None else initial, absent if final is None else final
-    c = convolution_config(problem)
+    c, overlaps = convolution_config(problem, t.device), arch >= 90
     one, tiles = token_tiles(problem, c)
     return [
         # first, as the next launch may store over the states that both read
@@ -484,12 +538,13 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
                 *(from_, dense["weight"], dense["bias"], o, initial, given),
                 *(dense["state_indices"], dense["has_initial_state"], dense["cu_seqlens"]),
                 *(problem.lowest_index, problem.pool_slots, int(problem.has_initial_state), int(final is not None)),
-                *(problem.T, problem.N, problem.D, one),
+                *(problem.T, problem.N, problem.D, one, c.BT),
                 *(*from_.stride()[:2], *o.stride()[:2], *initial.stride(), *given.stride()),
             ),
-            constants(problem, c),
+            constants(problem, c, overlaps),
             c.num_warps,
-            max_registers=REGISTERS,
+            c.max_registers,
+            overlaps,
         ),
     ]
 
@@ -527,12 +582,12 @@ def checkpoint_launches(
 def backward(problem: Problem, t: Tensors, arch: int) -> Program:
     """Gradients by input."""
     outputs = Outputs(t.device)
-    return Program(outputs, backward_launches(problem, t, outputs))
+    return Program(outputs, backward_launches(problem, t, outputs, arch >= 90))
 
 
-def backward_launches(problem: Problem, t: Tensors, outputs: Outputs) -> Iterator[Launch]:
+def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: bool) -> Iterator[Launch]:
     read, dense = strided(t, ("x", "do")), densed(t, (*DENSE, "initial_state"))
-    c = convolution_config(problem, backward=True)
+    c = convolution_config(problem, t.device, backward=True)
     one, tiles = token_tiles(problem, c)
     absent = t.x.new_empty(0, dtype=problem.state_dtype)
     dht = t.dht.contiguous() if t.dht is not None and problem.output_final_state else None
@@ -548,16 +603,18 @@ def backward_launches(problem: Problem, t: Tensors, outputs: Outputs) -> Iterato
         (
             *(read["x"], dense["weight"], dense["bias"], or_absent(dense["initial_state"], absent)),
             *(dense["cu_seqlens"], read["do"], or_absent(dht, absent), dx, or_absent(dh0, absent), partials),
-            *(int(dh0 is not None), int(dht is not None), problem.T, problem.N, problem.D, one),
+            *(int(dh0 is not None), int(dht is not None), problem.T, problem.N, problem.D, one, c.BT),
             *(*read["x"].stride()[:2], *read["do"].stride()[:2]),
         ),
-        constants(problem, c),
+        constants(problem, c, overlaps),
         c.num_warps,
+        c.max_registers,
+        overlaps,
         scratch=(partials,),
     )
     dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
     dbias = None if t.bias is None else outputs.allocate("bias", Result((problem.D,), t.bias.dtype))
-    yield sums(partials, dweight, dbias)
+    yield sums(partials, dweight, dbias, overlaps)
 
 
 def or_absent(x: Tensor | None, absent: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Result, Tensors
-from ..program.launch import Launch
+from ..program.launch import Launch, sm_count
 from ..program.program import Outputs, Program, new
+from .device.gates import quick_sigmoid
 from .launch import strided
 from .sums import sums
 
@@ -26,20 +28,41 @@ from .sums import sums
 @triton.jit
 def row_offsets(row, T, H, batch_stride, token_stride, head_stride):
     """Where rows `[.., T, H]` begin."""
-    token = row // H
-    return (token // T) * batch_stride + (token % T) * token_stride + (row % H) * head_stride
+    row = row.to(tl.uint32)  # as `rows` has 31 bits; a division of 64 bits takes longer than a load
+    tokens = tl.zeros_like(row) + T
+    heads = tl.zeros_like(row) + H
+    token = row // heads
+    batch = (token // tokens).to(tl.int64)
+    return (
+        batch * batch_stride + (token % tokens).to(tl.int64) * token_stride + (row % heads).to(tl.int64) * head_stride
+    )
+
+
+@triton.jit
+def tile_rows(tile, ROWS: tl.constexpr):
+    return (tl.zeros([ROWS], tl.int64) + tile) * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def load_tile(
+    x, tile, rows, T, H, batch_stride, token_stride, head_stride, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tile_rows(tile, ROWS)
+    value = tl.arange(0, BV)[None, :]
+    at = row_offsets(row, T, H, batch_stride, token_stride, head_stride)[:, None] + value
+    return tl.load(x + at, mask=(row < rows)[:, None] & (value < V), other=0.0)
 
 
 @triton.jit
 def gate_of(z, SIGMOID: tl.constexpr):
     """`act(z)` and its derivative."""
-    s = 1.0 / (1.0 + tl.exp(-z))
+    s = quick_sigmoid(z)
     if SIGMOID:
         gate = s
         slope = s * (1.0 - s)
     else:
         gate = z * s
-        slope = s * (1.0 + z * (1.0 - s))
+        slope = s * tl.fma(z, 1.0 - s, 1.0)
     return gate, slope
 
 
@@ -63,15 +86,19 @@ def norm_kernel(
     BV: tl.constexpr,
     ROWS: tl.constexpr,
     SIGMOID: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tile_rows(tl.program_id(0), ROWS)
     value = tl.arange(0, BV)[None, :]
     mask = (row < rows)[:, None] & (value < V)
-    tile_x = tl.load(x + row_offsets(row, T, H, x_batch, x_token, x_head)[:, None] + value, mask=mask, other=0.0)
-    tile_z = tl.load(z + row_offsets(row, T, H, z_batch, z_token, z_head)[:, None] + value, mask=mask, other=0.0)
+    tile_x = load_tile(x, tl.program_id(0), rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
+    tile_z = load_tile(z, tl.program_id(0), rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
     w = tl.load(weight + value, mask=value < V, other=0.0).to(tl.float32)
     tile_x = tile_x.to(tl.float32)
-    norm = 1.0 / tl.sqrt(tl.sum(tile_x * tile_x, axis=1) / V + eps)
+    norm = tl.rsqrt(tl.sum(tile_x * tile_x, axis=1) * (1.0 / V) + eps)
     gate, _ = gate_of(tile_z.to(tl.float32), SIGMOID)
     tile_o = tile_x * norm[:, None] * w * gate
     tl.store(o + row[:, None] * V + value, tile_o.to(o.dtype.element_ty), mask=mask)
@@ -104,20 +131,32 @@ def norm_backward_kernel(
     BV: tl.constexpr,
     ROWS: tl.constexpr,
     SIGMOID: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """A persistent loop over tiles: `partials [CTAs, V]` has each CTA's part of the weight's gradient."""
+    """A persistent loop over tiles, of which the next is loaded ahead: `partials [CTAs, V]` has each CTA's part of the weight's
+    gradient."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     value = tl.arange(0, BV)[None, :]
     w = tl.load(weight + value, mask=value < V, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, BV], tl.float32)
+    next_x = load_tile(x, tl.program_id(0), rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
+    next_z = load_tile(z, tl.program_id(0), rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
+    next_grad = load_tile(do, tl.program_id(0), rows, T, H, do_batch, do_token, do_head, V, BV, ROWS)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        tile_x = next_x
+        tile_z = next_z
+        grad = next_grad
+        coming = tile + tl.num_programs(0)
+        next_x = load_tile(x, coming, rows, T, H, x_batch, x_token, x_head, V, BV, ROWS)
+        next_z = load_tile(z, coming, rows, T, H, z_batch, z_token, z_head, V, BV, ROWS)
+        next_grad = load_tile(do, coming, rows, T, H, do_batch, do_token, do_head, V, BV, ROWS)
+        row = tile_rows(tile, ROWS)
         mask = (row < rows)[:, None] & (value < V)
-        tile_x = tl.load(x + row_offsets(row, T, H, x_batch, x_token, x_head)[:, None] + value, mask=mask, other=0.0)
-        tile_z = tl.load(z + row_offsets(row, T, H, z_batch, z_token, z_head)[:, None] + value, mask=mask, other=0.0)
-        grad = tl.load(do + row_offsets(row, T, H, do_batch, do_token, do_head)[:, None] + value, mask=mask, other=0.0)
         tile_x = tile_x.to(tl.float32)
         grad = grad.to(tl.float32)
-        norm = (1.0 / tl.sqrt(tl.sum(tile_x * tile_x, axis=1) / V + eps))[:, None]
+        norm = tl.rsqrt(tl.sum(tile_x * tile_x, axis=1) * (1.0 / V) + eps)[:, None]
         normed = tile_x * norm
         gate, slope = gate_of(tile_z.to(tl.float32), SIGMOID)
         total += grad * normed * gate
@@ -125,7 +164,7 @@ def norm_backward_kernel(
         here = row[:, None] * V + value
         tl.store(dz + here, (grad * normed * slope).to(dz.dtype.element_ty), mask=mask)
         grad *= gate
-        mean = (tl.sum(grad * normed, axis=1) / V)[:, None]
+        mean = (tl.sum(grad * normed, axis=1) * (1.0 / V))[:, None]
         tl.store(dx + here, (norm * (grad - normed * mean)).to(dx.dtype.element_ty), mask=mask)
     at = tl.program_id(0).to(tl.int64) * V + value
     tl.store(partials + at, tl.sum(total, axis=0)[None, :], mask=value < V)
@@ -133,28 +172,31 @@ def norm_backward_kernel(
 
 @dataclass(frozen=True)
 class NormConfig:
+    """`ctas`: of an SM, for the backward pass, whose CTAs are rows that `sums` adds."""
+
     BV: int
     ROWS: int
     num_warps: int
+    ctas: int
 
 
-def norm_config(problem: Problem, elements: int) -> NormConfig:
-    """So many elements of each tensor a tile, or a row; 16 bytes a thread at a time."""
+ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048
+"""Of each tensor a tile, or a row; the backward pass holds more tensors of a tile, the next one's too, and its sum."""
+
+CTAS = 4
+
+
+def norm_config(problem: Problem, backward: bool = False) -> NormConfig:
+    """16 bytes a thread at a time."""
     BV = max(16, triton.next_power_of_2(problem.V))
-    return NormConfig(BV, max(1, elements // BV), num_warps=8 if BV > 4096 else 4)
-
-
-ELEMENTS, BACKWARD_ELEMENTS = 4096, 2048
-"""Of a tile; the backward pass holds more tensors of it, and its sum."""
-
-MOST_CTAS = 512
-"""Of the backward pass: rows that `sums` adds."""
+    elements = BACKWARD_ELEMENTS if backward else ELEMENTS
+    return NormConfig(BV, max(1, elements // BV), 8 if BV > 4096 else 4, CTAS)
 
 
 def row_layout(x: Tensor) -> tuple[Tensor, list[int]]:
     """The tensor as `[B, T, H, V]`, and the sizes `[T, H]`; a copy where its dimensions before the last three are not one."""
     x = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
-    return x, [*x.shape[1:3]]
+    return x, [max(size, 1) for size in x.shape[1:3]]
 
 
 def row_arguments(*tensors: Tensor) -> list[int]:
@@ -165,14 +207,15 @@ def row_arguments(*tensors: Tensor) -> list[int]:
 def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
     dense = strided(t, ("x", "z"))
     (x, sizes), (z, _) = row_layout(dense["x"]), row_layout(dense["z"])
-    c, rows = norm_config(problem, ELEMENTS), x.shape[:3].numel()
+    c, rows, overlaps = norm_config(problem), x.shape[:3].numel(), arch >= 90
     return [
         Launch(
             norm_kernel,
             -(-rows // c.ROWS),
             (x, z, t.weight.contiguous(), outputs["o"], problem.eps, rows, *sizes, *row_arguments(x, z)),
-            dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid"),
+            dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
             c.num_warps,
+            overlaps=overlaps,
         )
     ]
 
@@ -180,15 +223,15 @@ def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) ->
 def backward(problem: Problem, t: Tensors, arch: int) -> Program:
     """Gradients by input."""
     outputs = Outputs(t.device)
-    return Program(outputs, backward_launches(problem, t, outputs))
+    return Program(outputs, backward_launches(problem, t, outputs, arch >= 90))
 
 
-def backward_launches(problem: Problem, t: Tensors, outputs: Outputs) -> Iterator[Launch]:
+def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: bool) -> Iterator[Launch]:
     dense = strided(t, ("x", "z", "do"))
     (x, sizes), (z, _), (do, _) = (row_layout(dense[role]) for role in ("x", "z", "do"))
-    c, rows = norm_config(problem, BACKWARD_ELEMENTS), x.shape[:3].numel()
+    c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
     tiles = -(-rows // c.ROWS)
-    partials = new((max(1, min(tiles, MOST_CTAS)), 1, problem.V), torch.float32, t.device)
+    partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
     dx, dz = (outputs.allocate(role, Result(problem.shape, problem.dtype)) for role in ("x", "z"))
     yield Launch(
         norm_backward_kernel,
@@ -197,9 +240,10 @@ def backward_launches(problem: Problem, t: Tensors, outputs: Outputs) -> Iterato
             *(x, z, t.weight.contiguous(), do, dx, dz, partials, problem.eps),
             *(rows, *sizes, tiles, *row_arguments(x, z, do)),
         ),
-        dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid"),
+        dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
         c.num_warps,
+        overlaps=overlaps,
         scratch=(partials,),
     )
     dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
-    yield sums(partials, dweight, None)
+    yield sums(partials, dweight, None, overlaps)

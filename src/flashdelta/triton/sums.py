@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..program.launch import Launch
 
@@ -22,9 +23,13 @@ def sums_kernel(
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`partials [rows, TAPS (+ 1), channels]` to `grad_weight [channels, TAPS]`, and the last to `grad_bias [channels]` if
     there is one. One CTA per `BLOCK` columns."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     ALL: tl.constexpr = TAPS if grad_bias is None else TAPS + 1
     columns = channels * ALL
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -42,18 +47,21 @@ def sums_kernel(
         tl.store(grad_bias + channel, found.to(grad_bias.dtype.element_ty), mask=tap == TAPS)
 
 
-ROWS, BLOCK = 128, 32
-"""Of a tile: 128 bytes of each row."""
+ELEMENTS, MOST_ROWS = 4096, 512
+"""Of a tile, and its rows. Its columns are at least 8: 32 bytes of a row."""
 
 
-def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> Launch:
+def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None, overlaps: bool) -> Launch:
     """`partials [rows, TAPS (+ 1), channels]` in float32."""
     rows, columns, channels = partials.shape
+    ROWS = min(max(triton.next_power_of_2(rows), 16), MOST_ROWS)
+    BLOCK = ELEMENTS // ROWS
     return Launch(
         sums_kernel,
         -(-columns * channels // BLOCK),
         (partials, grad_weight, grad_bias, rows, channels),
-        dict(TAPS=columns - (grad_bias is not None), ROWS=ROWS, BLOCK=BLOCK),
+        dict(TAPS=columns - (grad_bias is not None), ROWS=ROWS, BLOCK=BLOCK, OVERLAP=overlaps),
         num_warps=8,
+        overlaps=overlaps,
         scratch=(partials,),
     )

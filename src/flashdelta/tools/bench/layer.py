@@ -437,8 +437,8 @@ COLD_BYTES = 2**29
 
 
 def around(row: Row, setup: Setup) -> Work:
-    """One kernel, forward or backward with the sums of its weights' gradients. A graph's launches take copies of the inputs in
-    turns, so none is in the cache."""
+    """One kernel, forward or backward with the sums of its weights' gradients, beside a copy of as many bytes, read and
+    written. A graph's launches take copies of the inputs in turns, so none is in the cache."""
     case: Any = row.call
     copies = max(1, min(-(-COLD_BYTES // layer_bytes(case)), LEAST_LAUNCHES, setup.launches))
     source = Source(BF16, setup.device, 4)
@@ -472,9 +472,19 @@ def around(row: Row, setup: Setup) -> Work:
         want = (forward(x, z, filters.double(), "reference"),)
     names = ("x", "z", "weight")[: len(want)] if len(want) == 3 else ("x", "weight") if case.backward else ("o",)
     errors = functools.partial(checks.errors, want, names)
-    contender = Contender(all_of_them, TOLERANCE[BF16], lambda: one(0), graph="only")
+    rows = [torch.empty(layer_bytes(case) // 4, dtype=BF16, device=setup.device).normal_() for _ in range(copies)]
+
+    def copy_all() -> Results:
+        for i in range(max(copies, LEAST_LAUNCHES)):
+            rows[i % copies].clone()
+        return ()
+
+    contenders = {
+        name: Contender(run, TOLERANCE[BF16], lambda: one(0), graph="only")
+        for name, run in (("ours", all_of_them), ("copy", copy_all))  # a copy has nothing of its own to check
+    }
     shape_of = {"part": case.part, "T": case.tokens, "backward": case.backward}
-    return Work({"ours": contender}, errors, shape_of, layer_bytes(case), max(copies, LEAST_LAUNCHES))
+    return Work(contenders, errors, shape_of, layer_bytes(case), max(copies, LEAST_LAUNCHES))
 
 
 def made_backward(

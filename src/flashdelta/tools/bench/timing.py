@@ -144,12 +144,12 @@ SUSTAINED_MS, SUSTAINED_ROUNDS = 60.0, 3
 """How long a contender runs at a time, and how often it gets its turn."""
 
 
-def sustained(contenders: Mapping[T, Run], timer: Timer) -> dict[T, float]:
+def sustained(contenders: Mapping[T, Run], timer: Timer, turn_ms: float = SUSTAINED_MS) -> dict[T, float]:
     """Milliseconds of a call amid others like it: the median of the rounds. The first half of a turn is not counted: clocks are
     still those of the contender before."""
     counts = {}
     for name, run in contenders.items():
-        counts[name] = max(round(SUSTAINED_MS / max(timer.span(run, 3) / 3, 1e-3)), 3)
+        counts[name] = max(round(turn_ms / max(timer.span(run, 3) / 3, 1e-3)), 3)
     found: dict[T, list[float]] = {name: [] for name in contenders}
     for name in _turns(contenders, SUSTAINED_ROUNDS):
         timer.span(contenders[name], counts[name])
