@@ -61,6 +61,20 @@ BACKWARD_FORMS = {
     "8 B x4, 1 warp": Form(8, 1, 4, 128, 16),
     "8 B x8, 144 registers": Form(8, 2, 8, 144, 7),
 }
+NORM_FORMS = {
+    False: [
+        norm.Form(*sizes) for sizes in ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))
+    ],
+    True: [
+        norm.Form(*sizes)
+        for sizes in (
+            *((512, 2, 14), (1024, 2, 8), (1024, 4, 4), (1024, 4, 7), (2048, 4, 3), (2048, 4, 4)),
+            *((2048, 8, 3), (4096, 8, 2)),
+        )
+    ],
+}
+"""By whether they are of the backward pass."""
+
 TOKENS = {768: (16, 24, 48), 2048: (32, 64, 96), 8192: (64, 128, 256)}
 """Of a tile of what is chosen, by tokens of the row; all other forms have those that fill waves."""
 
@@ -74,8 +88,9 @@ def with_tokens(tokens: int) -> Change:
     return lambda c, problem, device: replace(c, BT=tokens)
 
 
-def normed(elements: int, warps: int, ctas: int = norm.CTAS) -> Change:
-    return lambda c, problem, device: NormConfig(c.BV, max(1, elements // c.BV), warps, ctas)
+def normed(form: norm.Form, backward: bool) -> Change:
+    usual = norm.norm_config
+    return lambda c, problem, device: usual(problem, backward, form)
 
 
 def forms_of(case: LayerCall) -> dict[str, Change]:
@@ -85,23 +100,11 @@ def forms_of(case: LayerCall) -> dict[str, Change]:
         forms = BACKWARD_FORMS if case.backward else FORWARD_FORMS
         chosen |= {name: formed(form, case.backward) for name, form in forms.items()}
         return chosen | {f"{tokens} tokens": with_tokens(tokens) for tokens in TOKENS[case.tokens]}
-    if not case.backward:
-        sizes = ((1024, 4), (2048, 4), (4096, 4), (8192, 4), (2048, 8), (4096, 8), (8192, 8), (1024, 2))
-        return chosen | {f"{elements} elements, {warps} warps": normed(elements, warps) for elements, warps in sizes}
-    sizes = (
-        (2048, 4, 3),
-        (2048, 4, 4),
-        (1024, 4, 6),
-        (1024, 4, 8),
-        (1024, 2, 8),
-        (4096, 8, 2),
-        (2048, 8, 3),
-        (512, 2, 16),
-    )
-    return chosen | {
-        f"{elements} elements, {warps} warps, {ctas} CTAs": normed(elements, warps, ctas)
-        for elements, warps, ctas in sizes
-    }
+    return chosen | {said(form): normed(form, case.backward) for form in NORM_FORMS[case.backward]}
+
+
+def said(form: norm.Form) -> str:
+    return f"{form.elements} elements, {form.warps} warps" + (f", {form.ctas} CTAs" if form.ctas else "")
 
 
 @contextlib.contextmanager

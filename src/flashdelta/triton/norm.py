@@ -180,17 +180,23 @@ class NormConfig:
     ctas: int
 
 
-ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048
-"""Of each tensor a tile, or a row; the backward pass holds more tensors of a tile, the next one's too, and its sum."""
+@dataclass(frozen=True)
+class Form:
+    """Elements of each tensor a tile, or a row; warps of a CTA, more for long rows; CTAs of an SM in the backward pass, as many
+    as fit."""
 
-CTAS = 4
+    elements: int
+    warps: int
+    ctas: int = 0
 
 
-def norm_config(problem: Problem, backward: bool = False) -> NormConfig:
-    """16 bytes a thread at a time."""
+FORWARD, BACKWARD = Form(2048, 8), Form(1024, 4, 7)
+
+
+def norm_config(problem: Problem, backward: bool = False, form: Form | None = None) -> NormConfig:
+    form = form or (BACKWARD if backward else FORWARD)
     BV = max(16, triton.next_power_of_2(problem.V))
-    elements = BACKWARD_ELEMENTS if backward else ELEMENTS
-    return NormConfig(BV, max(1, elements // BV), 8 if BV > 4096 else 4, CTAS)
+    return NormConfig(BV, max(1, form.elements // BV), max(form.warps, min(BV // 256, 16)), form.ctas)
 
 
 def row_layout(x: Tensor) -> tuple[Tensor, list[int]]:

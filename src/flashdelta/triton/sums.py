@@ -47,15 +47,15 @@ def sums_kernel(
         tl.store(grad_bias + channel, found.to(grad_bias.dtype.element_ty), mask=tap == TAPS)
 
 
-ELEMENTS, MOST_ROWS = 4096, 512
-"""Of a tile, and its rows. Its columns are at least 8: 32 bytes of a row."""
+ELEMENTS, MOST_ROWS, FEWEST_COLUMNS = 4096, 1024, 8
+"""Of a tile: all rows where it can be, so that they are loaded at once, and at least 32 bytes of each."""
 
 
 def sums(partials: Tensor, grad_weight: Tensor, grad_bias: Tensor | None, overlaps: bool) -> Launch:
     """`partials [rows, TAPS (+ 1), channels]` in float32."""
     rows, columns, channels = partials.shape
     ROWS = min(max(triton.next_power_of_2(rows), 16), MOST_ROWS)
-    BLOCK = ELEMENTS // ROWS
+    BLOCK = max(ELEMENTS // ROWS, FEWEST_COLUMNS)
     return Launch(
         sums_kernel,
         -(-columns * channels // BLOCK),
