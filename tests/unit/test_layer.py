@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.problem import device_checks
+from flashdelta.program.launch import REGISTERS
 from flashdelta.runtime.call import check
 from flashdelta.runtime.torch_ops import CONVOLUTION, CONVOLUTION_OUT, NORM, operator_of
 from flashdelta.testing.layer import (
@@ -30,6 +32,7 @@ from flashdelta.testing.layer import (
     normed_by_rows,
 )
 from flashdelta.testing.oracle import same_bits
+from flashdelta.triton import convolution
 
 from .conftest import Started
 
@@ -280,6 +283,22 @@ def test_operators_pass_opcheck():
         problem, t = check(op, **call)
         assert operator_of(problem, t) is operator
         torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"))
+
+
+# ---- tiles ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [768, 2048, 8192])
+@pytest.mark.parametrize("backward", [False, True])
+def test_tiles_of_the_convolution_fill_waves(T: int, backward: bool):
+    x = torch.empty(1, T, 12288, dtype=torch.bfloat16, device="meta")
+    problem, t = check(fd.short_convolution, x, x.new_empty(12288, 4))
+    c = convolution.convolution_config(problem, t.device, backward)
+    assert c.BT % c.ahead == 0 and c.BT <= convolution.MOST_TOKENS
+    form = convolution.BACKWARD if backward else convolution.FORWARD
+    waves = convolution.token_tiles(problem, c)[1] * problem.D / c.BD / (132 * form.ctas)
+    assert 0.9 * math.ceil(waves) < waves
+    assert form.ctas == REGISTERS // (32 * c.num_warps * c.max_registers)
 
 
 # ---- the road ---------------------------------------------------------------------------------------------------------------
