@@ -86,7 +86,7 @@ def load_first(rows, token_stride, start, count, inside, AHEAD: tl.constexpr):
     """The rows of the tokens that are loaded ahead of a tile's loop."""
     ahead = ()
     for i in tl.static_range(AHEAD):
-        ahead += (load_input(rows, token_stride, start + i, inside, count > i),)
+        ahead += (load_input(rows, token_stride, start + i, inside, count > i),)  # type: ignore[assignment]
     return ahead
 
 
