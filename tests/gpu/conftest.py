@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 KEPT = 1 << 30
 """Bytes that a worker may keep from test to test, lest 14 of them fill a GPU of 80 GB."""
 
+MUCH, LONGEST_WAIT = 40 << 30, 120.0
+"""Bytes that tests of many GB find free, and the seconds that they wait for them before they try with what there is."""
+
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[None]:
@@ -91,8 +95,12 @@ def untuned() -> Iterator[None]:
 
 @pytest.fixture
 def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests of many GB: one at a time among all workers, and nothing is left behind for the processes beside this one."""
+    """For tests of many GB: one at a time among all workers, once there is room, and nothing is left behind for the processes
+    beside this one."""
     with FileLock(tmp_path_factory.getbasetemp().parent / "much_memory.lock"):
         torch.cuda.empty_cache()
+        until = time.monotonic() + LONGEST_WAIT
+        while torch.cuda.mem_get_info()[0] < MUCH and time.monotonic() < until:
+            time.sleep(0.5)
         yield
         torch.cuda.empty_cache()

@@ -182,6 +182,7 @@ def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytes
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("much_memory")
 @every_model
 def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[str]):
     torch._dynamo.reset()  # a function that others had compiled often is not compiled again
@@ -193,7 +194,8 @@ def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[st
     plain.gradient_checkpointing_enable()
     checkpointed = trained(plain, ids)
     assert len(reached) == 8
-    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 1e-3
+    # a rounding to bfloat16: cuBLAS takes another algorithm where memory is short
+    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 4e-3
     found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
 

@@ -481,7 +481,7 @@ class Form:
     ctas: int
 
 
-FORWARD, BACKWARD = Form(8, 2, 8, 80, 12), Form(8, 2, 4, 128, 8)
+FORWARD, BACKWARD = Form(8, 2, 4, 96, 10), Form(16, 1, 4, 255, 8)
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 128
 """Of a tile: each reads `W - 1` tokens of the one before, and backward leaves sums to add."""
@@ -494,9 +494,9 @@ def convolution_config(
     form = form or (BACKWARD if backward else FORWARD)
     wide = 32 * form.bytes // problem.dtype.itemsize
     BD = max(32, min(form.warps * wide, triton.next_power_of_2(problem.D)))
-    wave = sm_count(device) * form.ctas
-    tokens = problem.B * problem.T * -(-problem.D // BD)
-    BT = -(-tokens // (wave * max(1, -(-tokens // (wave * MOST_TOKENS)))))
+    wave, blocks, tokens = sm_count(device) * form.ctas, -(-problem.D // BD), problem.B * problem.T
+    waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS)))
+    BT = -(-tokens // max(1, wave * waves // blocks))
     BT = max(FEWEST_TOKENS, -(-BT // form.ahead) * form.ahead)
     return ConvolutionConfig(BT, BD, max(1, BD // wide), form.ahead, form.max_registers)
 

@@ -190,7 +190,7 @@ class Form:
     ctas: int = 0
 
 
-FORWARD, BACKWARD = Form(2048, 8), Form(1024, 4, 7)
+FORWARD, BACKWARD = Form(2048, 8), Form(2048, 4, 3)
 
 
 def norm_config(problem: Problem, backward: bool = False, form: Form | None = None) -> NormConfig:
