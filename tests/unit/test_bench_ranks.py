@@ -35,6 +35,9 @@ class Clock:
         self.calls += 1
         return float(self.calls)
 
+    def span(self, call, calls: int) -> float:
+        return self(call) * calls
+
 
 def setup(**changes) -> Setup:
     return Setup(CPU, Clock(), Effort(rounds=3), backend="reference", **changes)
@@ -81,7 +84,9 @@ def test_processes_measure_every_contender(document: dict):
         assert all(row[name]["ms"]["samples"] == 3 and row[name]["problem"] is None for name in timed)
         assert row["efficiency"] == row["one"]["ms"]["median"] / row["ours"]["ms"]["median"]
         assert row["modelled"] is None and row["speedup"] is None
-        assert [*row["seconds"]] == ["processes", "make", "first calls", "check", "time", "profile"]
+        assert all(row[name]["sustained_ms"] > 0 for name in timed)
+        assert row["sustained_efficiency"] == row["one"]["sustained_ms"] / row["ours"]["sustained_ms"]
+        assert [*row["seconds"]] == ["processes", "make", "first calls", "check", "time", "sustained", "profile"]
         assert all(x >= 0 for x in row["seconds"].values()) and row["seconds"]["processes"] > 0
 
 

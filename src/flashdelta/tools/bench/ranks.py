@@ -2,15 +2,17 @@
 with an all-gather as exchange, FLA's context parallelism, and the exchanges alone. Rows of one GPU have few heads, and the same
 call with whole sequences beside it.
 
-Every sample starts at a barrier with cold caches and is timed by events; a row has the slowest rank's time of each sample, the
-kernels of each rank, the largest rank's memory, and what `scaling.py` predicts. Results and gradients of ours and of FLA's are
-held against the whole call on one GPU, where it has room for that; what is wrong, or raises, has no time.
+Every sample starts at a barrier with cold caches and is timed by events, and sustained ones are calls back to back; a row has
+the slowest rank's time of each sample, the kernels of each rank, the largest rank's memory, and what `scaling.py` predicts.
+Results and gradients of ours and of FLA's are held against the whole call on one GPU, where it has room for that; what is
+wrong, or raises, has no time.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +33,20 @@ from ...testing.processes import on_processes
 from . import profiling, scaling
 from .checks import GRADIENT_TOLERANCE, fault
 from .contenders import PEER_TOLERANCE, Setup, find, let_fla_split, shared
-from .timing import Clock, Timer, Timing, peak_above, second_result, summarize, synchronize
+from .timing import (
+    SUSTAINED_MS,
+    SUSTAINED_ROUNDS,
+    Clock,
+    Timer,
+    Timing,
+    peak_above,
+    second_result,
+    summarize,
+    synchronize,
+)
 from .training import LEAVES, random_like
 from .tuning import compiled_together
-from .workloads import Bound, Row, model
+from .workloads import Bound, Row, model, quotient, value
 
 MOST_CHECKED = 131_072
 """Tokens of all ranks up to which one GPU computes the whole, for the results to be held against."""
@@ -165,15 +177,16 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     """The row of the document, of what its processes found by contender."""
     case: Any = row.call
     shape = {"T": case.T, "H": case.H, "K": case.K}
-    medians = {name: (x.get("ms") or {}).get("median") for name, x in found.items()}
-    one, ours, fla = (medians.get(name) for name in ("one", "ours", "fla"))
+    cold, sustained = (
+        [value(found, f"{name}.{key}") for name in ("one", "ours", "fla")] for key in ("ms.median", "sustained_ms")
+    )
+    one, ours, fla = cold
     way = found["ours"].get("exchange") or "put"
     predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if one else None
     return {
         **{"name": row.name, "table": row.table, "reason": row.why, "shape": shape, "ranks": row.ranks, **found},
-        "efficiency": one / ours if one and ours else None,
-        "modelled": predicted,
-        "speedup": fla / ours if fla and ours else None,
+        **{"efficiency": quotient(one, ours), "sustained_efficiency": quotient(*sustained[:2]), "modelled": predicted},
+        **{"speedup": quotient(fla, ours), "sustained_speedup": quotient(sustained[2], sustained[1])},
     }
 
 
@@ -217,6 +230,9 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
         timing = Timing.of(samples)
         found[name]["ms"] = {"median": timing.median, "min": timing.min, "p90": timing.p90, "samples": timing.samples}
     clock.lap("time")
+    for name, ms in _sustained({name: (run, found[name]) for name, run in timed.items()}, device, timer).items():
+        found[name]["sustained_ms"] = ms
+    clock.lap("sustained")
     for name in ("one", "ours"):
         found[name] |= _memory(timed[name], call, device) if name in timed else {}
     if device.type == "cuda" and "ours" in timed:
@@ -346,7 +362,7 @@ def _faults(name: str, off: Mapping[str, float]) -> dict[str, str]:
 
 
 def _in_turns(
-    runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, timer: Callable[[Any], float]
+    runs: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, timer: Callable[[Any], float]
 ) -> dict[str, list[float]]:
     """Milliseconds of each sample, the slowest rank's. All ranks take the same turns."""
     if not runs:
@@ -361,6 +377,23 @@ def _in_turns(
     slowest = torch.tensor([taken[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return dict(zip(names, slowest.tolist()))
+
+
+def _sustained(
+    runs: Mapping[str, tuple[Callable[[], object], Mapping]], device: torch.device, timer: Any
+) -> dict[str, float]:
+    """As `timing.sustained`, the slowest rank's. All ranks make as many calls, by what was found cold."""
+    counts = {name: max(round(SUSTAINED_MS / found["ms"]["median"]), 3) for name, (_, found) in runs.items()}
+
+    def turn(name: str) -> Callable[[], object]:
+        return lambda: timer.span(runs[name][0], counts[name])
+
+    def second_half(first: Callable[[], float]) -> float:
+        first()
+        return first()
+
+    found = _in_turns({name: turn(name) for name in runs}, SUSTAINED_ROUNDS, device, second_half)
+    return {name: statistics.median(taken) / counts[name] for name, taken in found.items()}
 
 
 def _memory(run: Callable[[], object], call: dict, device: torch.device) -> dict[str, int]:
