@@ -39,7 +39,7 @@ def kind_of(document: dict) -> tuple[str, str, str]:
     return document["benchmark"], document.get("protocol", {}).get("backend", "auto"), gpu_of(document)
 
 
-TUNING = ("half_steps", "fused_steps", "trials")
+TUNING = ("half_steps", "fused_steps", "trials", "around_attention")
 """Of scripts that time forms of kernels, as wholes; no page shows them."""
 
 

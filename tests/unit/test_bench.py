@@ -26,6 +26,7 @@ from flashdelta.tools.bench import (
     profiling,
     report,
     runner,
+    serving,
     startup,
     timing,
     training,
@@ -133,10 +134,18 @@ def benchmark_of(path):
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
 UNMEASURED = {
     "prefill": ("T8192 H32 K64", "T8192 H64 K64"),
-    "layer": "",
-    "models": ("FLA decode", "HF"),
-    "engines": "",
-    "cp": "",
+    "layer": ("convolution", "norm"),
+    "models": ("HF",),
+    "engines": tuple(
+        f"{engine} prefill {batch} H12"
+        for engine in ("Kimi-Linear", "SGLang")
+        for batch in ("8 x 1024", "1 x 8192", "6 uneven")
+    ),
+    "cp": tuple(
+        f"{passes} {row}"
+        for passes in ("fwd", "fwd+bwd")
+        for row in ("H4 ", "H8 ", "H64", "H32 512K", "H32 8K x 2 packed", "H32 32K x 2 packed")
+    ),
 }
 """Rows without a result yet: how their names begin, by benchmark."""
 
@@ -155,6 +164,8 @@ def shape_of(call):
     shape = {name: getattr(call, name) for name in vars(call).keys() & {*"NBHKV", "HV", "gate", "v_first", "hidden"}}
     if isinstance(call, Step):
         return shape | {"N": call.N, "state": {FP32: "fp32", BF16: "bf16"}[call.state], "S": call.spec or 0}
+    if getattr(call, "step", "prefill") != "prefill":
+        return shape | serving.shape_of(call)
     return shape | {"T": call.tokens, "lengths": list(call.lengths or ()), "C": call.chunk_size}
 
 
@@ -169,7 +180,7 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
     recorded = [document.get("ceilings", {}) | row for document in documents for row in document["rows"]]
     for found in recorded:
         row = (rows | more)[found["name"]]
-        if name not in ("train", "models", "cp"):
+        if name not in ("train", "models", "cp", "engines"):
             size = BYTES.get(name, contenders.forward_bytes)(row.call)
             assert found["floor_ms"] == pytest.approx(size / found["copy_tb_s"] / 1e9, rel=1e-3)
         assert found["table"] == row.table and found["shape"].items() <= shape_of(row.call).items()
