@@ -164,7 +164,7 @@ def shape_of(call):
     shape = {name: getattr(call, name) for name in vars(call).keys() & {*"NBHKV", "HV", "gate", "v_first", "hidden"}}
     if isinstance(call, Step):
         return shape | {"N": call.N, "state": {FP32: "fp32", BF16: "bf16"}[call.state], "S": call.spec or 0}
-    if getattr(call, "step", "prefill") != "prefill":
+    if isinstance(call, workloads.Served) and call.step != "prefill":
         return shape | serving.shape_of(call)
     return shape | {"T": call.tokens, "lengths": list(call.lengths or ()), "C": call.chunk_size}
 
