@@ -209,15 +209,15 @@ def draw_headlines(path: Path, folder: Path = RESULTS) -> None:
         axes.text(1.01, place - 0.2, f"FLA {row.short(row.fla)}", va="center", fontsize=8)
         said = f"flashdelta {row.short(row.ours)}, {row.fla / row.ours:.1f}x as fast"
         axes.text(share + 0.01, place + 0.2, said, va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [row.headline.what for row in rows], fontsize=9)
+    where = sorted({row.gpu for row in rows})
+    labels = [row.headline.what + (f" ({row.gpu})" if len(where) > 1 else "") for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.set_xlim(0, 1.25)
-    where = sorted({row.document["environment"]["gpu"]["name"] for row in rows})
     beside = sorted({row.document["environment"]["versions"]["fla"] for row in rows})
-    axes.set_title(
-        f"Sustained time on one {', '.join(where)}, bf16, K = V = 128, beside FLA {', '.join(beside)}", fontsize=10
-    )
+    on = f" on one {where[0]}" if len(where) == 1 else ""
+    axes.set_title(f"Sustained times{on}, bf16, K = V = 128, beside FLA {', '.join(beside)}", fontsize=10)
     fixed = {"svg.fonttype": "none", "svg.hashsalt": "flashdelta"}
     with matplotlib.rc_context(fixed), whole_file(path) as unfinished:
         figure.savefig(unfinished, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
