@@ -124,21 +124,22 @@ def test_wild_counts_of_records():
     check_wild_counts("hopper")
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["slices", "heads"])
+@pytest.mark.parametrize("form", ["slices", "heads", "17 tokens"])
 @pytest.mark.parametrize(("slot", "row", "count"), [(1, 2, 3), (-1, 2, 3), (0, 0, 3), (0, 9, 3), (0, 2, 1), (0, 2, 0)])
 def test_a_commit_whose_indices_the_kernel_before_writes_late(
-    slot: int, row: int, count: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+    slot: int, row: int, count: int, form: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A state and records are asked for by what indices and the count were before; what counts is what they are."""
-    V, state = (128, BF16) if whole else (64, FP32)
+    V, state = (128, BF16) if form == "heads" else (64, FP32)
+    tokens = 17 if form == "17 tokens" else 4
     monkeypatch.setattr("flashdelta.hopper.commit.SLICES_AT_ONCE", 0)
     draw = torch.Generator().manual_seed(0)
-    records = torch.randn(fd.replay_buffer(3, 3, 2, 64, V).shape, generator=draw)
-    records[:, 0, :, counts_of(64, V)] = 4.0
+    records = torch.randn(fd.replay_buffer(3, tokens - 1, 2, 64, V).shape, generator=draw).mul_(0.5)
+    records[:, 0, :, counts_of(64, V)] = float(tokens)
     pools = [torch.randn(3, 2, V, 64, generator=draw.manual_seed(1)).to(state) for _ in range(2)]
     given = [torch.tensor([x], dtype=torch.int32) for x in (slot, row, count)]
     late = (records.clone(), *given)
-    true = (0, 2, 3)
+    true = (0, 2, tokens - 1 if tokens < 17 else tokens)
     for x, y in zip(given, true):
         WRITTEN_LATE.append(lambda x=x, y=y: x.fill_(y))
     fd.commit(pools[0], late[0], given[0], given[2], intermediate_state_indices=given[1], backend="hopper")

@@ -177,6 +177,17 @@ def in_steps(steps: bool = True) -> Iterator[mock.Mock]:
             CACHE.clear()
 
 
+@contextlib.contextmanager
+def whole_heads() -> Iterator[None]:
+    """`commit` has a CTA a head for bfloat16 states, as of many sequences."""
+    with mock.patch("flashdelta.hopper.commit.SLICES_AT_ONCE", 0):
+        CACHE.clear()
+        try:
+            yield
+        finally:
+            CACHE.clear()
+
+
 def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
     """`o` and the final states of sequences that were calls of their own, as of one packed call."""
     outputs, states = zip(*parts)

@@ -35,7 +35,7 @@ from ..support.fused_checks import HOPPER_FUSED
 from ..support.gradients import gradients, incoming
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, as_recurrent_pool, pool_call
 from ..support.ranks import Cut, incoming_of
-from .calls import KIMI, UNBOUNDED, in_steps, on_gpu
+from .calls import KIMI, UNBOUNDED, in_steps, on_gpu, whole_heads
 
 CASES = [
     *map(on_gpu, named("T1", "T65", "packed", "packed_unused", "packed_all_empty", "fused", "chunk32", "h")),
@@ -63,7 +63,7 @@ DECODE_RACES = (
     *("paged_K128_V64_bf16", "paged_K64_V128_bf16", "source_null_K128_V64_bf16"),
 )
 REPLAY_RACES = ("verify", "drafts_7_softplus", "gate_none", "logsigmoid")
-HOPPER_REPLAY_RACES = ("packed", "9 tokens", "narrow values", "8 tokens without a bound")
+HOPPER_REPLAY_RACES = ("packed", "9 tokens", "16 tokens", "17 tokens", "narrow values", "8 tokens without a bound")
 FUSED_RACES = ("one", "bf16", "k_first", "spec", "replay", "replay_rows")
 """Steps of every kernel and gate, where races are looked for. But for Hopper's, rows are so short that a lane has one product
 of a sum (`triton/device/products.py`)."""
@@ -245,7 +245,11 @@ def run_replay(backend: str, races: bool) -> int:
     chosen = [step for step in steps if not races or step.name in names]
     for step in chosen:
         check_replay(step, BF16, backend, "cuda")
-    return len(chosen)
+    heads = [step for step in chosen if backend == "hopper" and step.state == BF16 and step.V == 128]
+    with whole_heads():
+        for step in heads:
+            check_replay(step, BF16, backend, "cuda")
+    return len(chosen) + len(heads)
 
 
 def run_fused(backend: str, races: bool) -> int:

@@ -29,7 +29,7 @@ from ..support.decoding_checks import (
     check_wild_counts,
     replay_buffer,
 )
-from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, write_late
+from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, whole_heads, write_late
 from .calls import KIMI as PROMPT
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +39,7 @@ MANY = replace(KIMI, B=70, indices=tuple(range(70)), slots=71)
 DRAFTS = replace(KIMI, name="speculative", T=4, B=3, spec=3, indices=((0, 1, 2, 3), (4, 5, 6, 7), (11, 10, 9, 8)))
 SPECULATIVE = replace(DRAFTS, accepted=(4, 2, 1))
 VERIFY = replace(DRAFTS, name="verify", update=False, indices=(0, 5, -1), rows="slots", state=BF16)
+REPLAY_OF_MANY = replace(VERIFY, name="many", B=70, T=8, spec=7, indices=tuple(range(70)), slots=71, gap=512)
 MODELS = [
     KIMI,
     replace(KIMI, name="kimi_bf16", state=BF16),
@@ -196,7 +197,7 @@ REPLAYS = [
     *REPLAYED,
     replace(VERIFY, name="kimi"),
     replace(VERIFY, name="kimi_fp32", state=FP32, gate="softplus", v_first=False),
-    replace(VERIFY, name="many", B=70, T=8, spec=7, indices=tuple(range(70)), slots=71, gap=512),
+    REPLAY_OF_MANY,
 ]
 
 
@@ -210,6 +211,15 @@ def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype, backend:
 def test_a_replay_for_hopper_is_the_accepted_state(step: Step, backend: str):
     """In bfloat16 alone, which Hopper's kernel takes."""
     check_replay(step, BF16, backend, "cuda")
+
+
+HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.T <= 16]
+
+
+@pytest.mark.parametrize("step", HEADS, ids=case_id)
+def test_a_replay_of_whole_heads(step: Step, other_backend: str):
+    with whole_heads():
+        check_replay(step, BF16, other_backend, "cuda")
 
 
 @pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
@@ -305,7 +315,8 @@ def test_warmup_compiles_all_that_decoding_needs(v_first: bool, state: torch.dty
     with compilations() as names:
         for step in steps:
             fd.recurrent_kda(**make_step(step, BF16, "cuda"), backend=backend)
-        check_replay(replace(VERIFY, v_first=v_first, state=state), BF16, backend, "cuda", wide=False)
+        for drafts in (VERIFY, REPLAY_OF_MANY):
+            check_replay(replace(drafts, v_first=v_first, state=state), BF16, backend, "cuda", wide=False)
     assert names == []
 
 

@@ -259,7 +259,7 @@ def replay_kernel(
 
 
 SLICES_AT_ONCE = 4
-"""CTAs of a slice that an SM has at once. Where there are more, a CTA takes a whole head, if that fits."""
+"""CTAs of a slice and up to 8 tokens that an SM has at once. Where there are more, a CTA takes a whole head, if that fits."""
 
 
 def slices_a_cta(problem: Problem, sms: int) -> int:

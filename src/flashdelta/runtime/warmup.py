@@ -281,7 +281,7 @@ def _warm_verification(
         call(B, rows.shape[1], H, K, V, **tokens, ssm_state_indices=index, update_state=False, **states)
         commit(state, rows, index, one, intermediate_state_indices=own)
     if state.device.type == "cuda":
-        # four pairs of sequence and head an SM, of which `hopper` has fewer registers for few tokens
+        # four pairs of sequence and head an SM, of which `hopper` has fewer registers for few tokens, and commits whole heads
         sms = torch.cuda.get_device_properties(state.device).multi_processor_count
         N, n = 4 * sms // H, WARM_RECORDED[0]
         null, rows = index.new_full((N,), -1), state.new_zeros(1, n, H, record_width(K, V), dtype=torch.float32)
@@ -296,6 +296,9 @@ def _warm_verification(
         shape = (N, n) if offsets is None else (1, N * n)
         for own in (None, null):
             call(*shape, H, K, V, **tokens, intermediate_state_indices=own)
+        ones = torch.ones_like(null)
+        for recorded, own in itertools.product(buffers[1:], (None, null)):
+            commit(state, recorded, null, ones, intermediate_state_indices=own)
 
 
 class Fused(NamedTuple):
