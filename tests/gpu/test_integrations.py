@@ -194,8 +194,7 @@ def test_compiled_and_checkpointed(make: Callable, ids: Tensor, reached: list[st
     plain.gradient_checkpointing_enable()
     checkpointed = trained(plain, ids)
     assert len(reached) == 8
-    # a rounding to bfloat16: cuBLAS takes another algorithm where memory is short
-    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 4e-3
+    assert max(relative_error(checkpointed[name], x) for name, x in want.items()) < 1e-3
     found = {name.removeprefix("_orig_mod."): x for name, x in compiled.items()}
     assert max(relative_error(found[name], x) for name, x in want.items()) < 0.05
 
