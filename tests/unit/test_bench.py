@@ -180,7 +180,7 @@ def test_every_row_is_recorded_with_its_call_and_its_bounds(name):
     recorded = [document.get("ceilings", {}) | row for document in documents for row in document["rows"]]
     for found in recorded:
         row = (rows | more)[found["name"]]
-        if name not in ("train", "models", "cp", "engines"):
+        if name not in ("train", "models", "cp") and (name != "engines" or row.table == "prefill"):
             size = BYTES.get(name, contenders.forward_bytes)(row.call)
             assert found["floor_ms"] == pytest.approx(size / found["copy_tb_s"] / 1e9, rel=1e-3)
         assert found["table"] == row.table and found["shape"].items() <= shape_of(row.call).items()
