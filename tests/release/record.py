@@ -8,12 +8,12 @@ Takes documents of benchmarks and of the fuzzer, and logs of the GPU tier (`*.js
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from flashdelta.tools.bench.environment import model_of
 from flashdelta.tools.bench.pages import RESULTS
 from flashdelta.tools.bench.report import failures, load, new_document, save
 from flashdelta.tools.bench.views import VIEWS
@@ -31,8 +31,7 @@ def gpu_of(document: dict) -> str:
 
 
 def slug(gpu: str) -> str:
-    """The model without its memory, which the file says."""
-    return re.sub(r" \d+GB.*", "", gpu.removeprefix("NVIDIA ")).lower().replace(" ", "-")
+    return model_of(gpu).lower().replace(" ", "-")
 
 
 def kind_of(document: dict) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,11 @@ def gpu(device: torch.device) -> dict[str, object] | None:
         "sms": found.multi_processor_count,
         "l2_mib": round(found.L2_cache_size / 2**20, 1),
     }
+
+
+def model_of(gpu: str) -> str:
+    """Of a GPU's name, without the maker and the memory: "H100" of "NVIDIA H100 80GB HBM3"."""
+    return re.sub(r" \d+GB.*", "", gpu.removeprefix("NVIDIA "))
 
 
 def environment(device: torch.device) -> dict[str, object]:

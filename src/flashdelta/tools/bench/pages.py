@@ -10,6 +10,7 @@ from pathlib import Path
 from ..files import whole_file
 from . import scaling
 from .benchmarks import BENCHMARKS
+from .environment import model_of
 from .report import View, cells, headline, load, markdown_table, new_figure, require_matplotlib, save, short, summary
 from .runner import judge_again
 from .views import VIEWS
@@ -126,7 +127,7 @@ class Measured:
 
     @property
     def gpu(self) -> str:
-        return self.document["environment"]["gpu"]["name"].split()[1]
+        return model_of(self.document["environment"]["gpu"]["name"])
 
 
 def measured(folder: Path = RESULTS) -> list[Measured]:

@@ -10,6 +10,7 @@ wrong, or raises, has no time.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import statistics
@@ -46,7 +47,7 @@ from .timing import (
 )
 from .training import LEAVES, random_like
 from .tuning import compiled_together
-from .workloads import Bound, Row, model, quotient, value
+from .workloads import Bound, Row, model, value
 
 MOST_CHECKED = 131_072
 """Tokens of all ranks up to which one GPU computes the whole, for the results to be held against."""
@@ -177,16 +178,16 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     """The row of the document, of what its processes found by contender."""
     case: Any = row.call
     shape = {"T": case.T, "H": case.H, "K": case.K}
-    cold, sustained = (
-        [value(found, f"{name}.{key}") for name in ("one", "ours", "fla")] for key in ("ms.median", "sustained_ms")
-    )
-    one, ours, fla = cold
+    one = value(found, "one.ms.median")
     way = found["ours"].get("exchange") or "put"
     predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if one else None
     return {
         **{"name": row.name, "table": row.table, "reason": row.why, "shape": shape, "ranks": row.ranks, **found},
-        **{"efficiency": quotient(one, ours), "sustained_efficiency": quotient(*sustained[:2]), "modelled": predicted},
-        **{"speedup": quotient(fla, ours), "sustained_speedup": quotient(sustained[2], sustained[1])},
+        "efficiency": value(found, "one.ms.median/ours.ms.median"),
+        "sustained_efficiency": value(found, "one.sustained_ms/ours.sustained_ms"),
+        "modelled": predicted,
+        "speedup": value(found, "fla.ms.median/ours.ms.median"),
+        "sustained_speedup": value(found, "fla.sustained_ms/ours.sustained_ms"),
     }
 
 
@@ -385,14 +386,13 @@ def _sustained(
     """As `timing.sustained`, the slowest rank's. All ranks make as many calls, by what was found cold."""
     counts = {name: max(round(SUSTAINED_MS / found["ms"]["median"]), 3) for name, (_, found) in runs.items()}
 
-    def turn(name: str) -> Callable[[], object]:
-        return lambda: timer.span(runs[name][0], counts[name])
+    halves = {name: functools.partial(timer.span, run, counts[name]) for name, (run, _) in runs.items()}
 
-    def second_half(first: Callable[[], float]) -> float:
-        first()
-        return first()
+    def second_half(half: Callable[[], float]) -> float:
+        half()
+        return half()
 
-    found = _in_turns({name: turn(name) for name in runs}, SUSTAINED_ROUNDS, device, second_half)
+    found = _in_turns(halves, SUSTAINED_ROUNDS, device, second_half)
     return {name: statistics.median(taken) / counts[name] for name, taken in found.items()}
 
 
