@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MOST_TOKENS = 17
-"""Tokens that a call of `recurrent_kda` looks at of a sequence."""
+"""Tokens that a sequence of `recurrent_kda` has at most; nothing is stored of a longer one."""
 
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "x", "z", "weight", "bias")
 """Inputs that take gradients."""
@@ -245,7 +245,7 @@ def decode(c: dict) -> list[Claim]:
     zeros = torch.zeros(heads, K, V, dtype=torch.float64)
     claims = []
     for s in sequences(c):
-        n, length = s.number, min(s.length, most)
+        n, length = s.number, s.length if s.length <= most else 0
         begin, own = start(c, n, pool, source, most)
         if begin is None:
             claims.append(Claim("o", (s.row, slice(s.begin, s.begin + length)), tokens[2].new_zeros(()), exact=True))
@@ -482,7 +482,7 @@ def fused(c: dict) -> list[Claim]:
     mixed, moved = torch.zeros_like(x), {}
     batch = {"q": x.view(*leading, x.shape[1]), "cu_seqlens": c.get("cu_seqlens")}
     for s in sequences(batch):
-        begin, length = s.row * leading[1] + s.begin, min(s.length, S1)
+        begin, length = s.row * leading[1] + s.begin, s.length if s.length <= S1 else 0
         accepted = 1 if c.get("num_accepted_tokens") is None else int(c["num_accepted_tokens"][s.number])
         row = indices[s.number]
         of_start = accepted - 1 if len(row) > 1 else 0

@@ -38,6 +38,7 @@ from .device.portable import (
     RECORD_COUNTS,
     at_token,
     decay_rate,
+    end_of_few,
     everywhere,
     exact_beta,
     exact_log2_decay,
@@ -331,7 +332,7 @@ def verify_kernel(
     gdc_wait()
     gdc_launch_dependents()
     slice_, head, n, batch, begin, end = locate(cu_seqlens, T, HV, 1)
-    count = gl.minimum(end - begin, most_tokens).to(gl.int32)
+    count = (end_of_few(begin, end, most_tokens) - begin).to(gl.int32)
     there = count > 0
     qk_head = (head.to(gl.int32) // group).to(gl.int64)
     q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, begin, qk_head)

@@ -77,8 +77,9 @@ def recurrent_kda(
         use_gate_in_kernel: g is the gate's input: `softplus` gate, or `lower_bound` gate if `lower_bound` is given.
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences (then `B == 1`), from 0, non-decreasing. Lengths
-            are 0 to 17 (to `1 + num_spec_tokens`); further tokens of a sequence are ignored. A sequence without tokens leaves
-            its slots alone. Rows of `o` outside all sequences are undefined.
+            are 0 to 17 (to `1 + num_spec_tokens`). A sequence without tokens leaves its slots alone. So does a longer one, and
+            `commit` replays nothing of it; FLASHDELTA_CHECK=1 refuses it. Its rows of `o`, and those outside all sequences,
+            are undefined.
         ssm_state_indices: `[N]` int32 or int64: each sequence's slot. With `num_spec_tokens`, `[N, 1 + num_spec_tokens]`: the
             slot that receives the state after each token. Any strides. No two states may be stored to one slot.
         num_spec_tokens: `S` in 1 to 16: verify `1 + S` tokens a sequence (packed: up to) in one launch.

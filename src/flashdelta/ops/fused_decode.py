@@ -82,8 +82,8 @@ def fused_kda_decode(
         use_qk_l2norm_in_kernel: divide q and k rows by `sqrt(sum x^2 + 1e-6)`.
         beta_is_logit: `sigmoid(raw_beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(raw_beta)`.
         cu_seqlens: `[N + 1]` int32 or int64: token offsets of packed sequences of up to `1 + num_spec_tokens` tokens, from 0,
-            never falling; further tokens are not looked at. A sequence without tokens leaves its slots alone. Rows of the
-            output of no sequence are undefined.
+            never falling. A sequence without tokens leaves its slots alone. So does a longer one, which FLASHDELTA_CHECK=1
+            refuses. Its rows of the output, and those of no sequence, are undefined.
         num_spec_tokens: `S` in 1 to 16: `1 + S` tokens a sequence (packed: up to).
         num_accepted_tokens: `[N]` int32 or int64, with `num_spec_tokens`: how many tokens of the round before were accepted.
             They say where the window begins and, without `intermediate_states`, from which slot the sequence starts, that of

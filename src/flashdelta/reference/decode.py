@@ -7,8 +7,8 @@ For each sequence, token after token (docs/decode.md):
     o_t = scale * q_t^T S
 
 A sequence starts from the state its start index names and is null if that index names none: its outputs are zero and it
-stores nothing. Runs on any device up to float64 and never waits for one: tokens past `Problem.most_tokens` of a sequence are
-not looked at.
+stores nothing. Nothing is stored of one with more than `Problem.most_tokens` tokens either. Runs on any device up to float64
+and never waits for one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from ..problem.problem import Problem, Tensors, record_counts
 from .gate import elementwise_inputs
-from .sequences import lengths_of, offsets_of
+from .sequences import few_tokens, offsets_of
 from .states import from_layout, gathered, named_slots, states_in, states_out, store, store_rows
 
 
@@ -38,7 +38,7 @@ def decode_kda(problem: Problem, t: Tensors) -> tuple[torch.Tensor, torch.Tensor
     """`(o [B, T, HV, V], final_state or None, None)`; states go to the pool or to `intermediate_states`."""
     q, k, v, g, beta = (x.flatten(0, 1) for x in elementwise_inputs(problem, t))  # [B * T, ...]
     decay = g.exp()
-    begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t).clamp(max=problem.most_tokens)
+    begins, lengths = offsets_of(problem, t)[:-1], few_tokens(problem, t)
     starts = _starts(problem, t)
     S, outputs = starts.states, []
     if problem.has_records:

@@ -19,7 +19,7 @@ from .convolution import short_convolution
 from .decode import decode_kda
 from .gate import compute_dtype
 from .norm import gated_rms_norm
-from .sequences import lengths_of, offsets_of
+from .sequences import few_tokens, offsets_of
 from .states import named_slots, store_rows
 
 
@@ -76,7 +76,7 @@ def _roll(problem: Problem, t: Tensors, live: Tensor, slot: Tensor, history: Ten
     pool, W = t.conv_state, problem.taps
     if pool.shape[0] == 0 or len(slot) == 0 or len(x) == 0:
         return
-    begins, lengths = offsets_of(problem, t)[:-1], lengths_of(problem, t).clamp(max=problem.most_tokens)
+    begins, lengths = offsets_of(problem, t)[:-1], few_tokens(problem, t)
     after = pool[named_slots(problem, slot, pool)[0]]
     for place in range(min(pool.shape[2], W - 2 + problem.most_tokens)):
         i = place - (W - 2)

@@ -53,6 +53,12 @@ def lengths_of(problem: Problem, t: Tensors) -> torch.Tensor:
     return offsets_of(problem, t).diff().clamp(min=0)
 
 
+def few_tokens(problem: Problem, t: Tensors) -> torch.Tensor:
+    """Tokens of each sequence of a step, `[N]`; 0 where they are more than `Problem.most_tokens`."""
+    lengths = lengths_of(problem, t)
+    return torch.where(lengths > problem.most_tokens, 0, lengths)
+
+
 def span_cuts(checkpoint_offsets: torch.Tensor | None, length: torch.Tensor) -> torch.Tensor:
     """Where the spans of each sequence begin and the last one ends, in tokens from its start: `[N, M + 2]`."""
     cuts = [torch.zeros_like(length)]

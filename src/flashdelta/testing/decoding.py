@@ -55,6 +55,11 @@ class Step(Case):
         return self.buffer or (self.slots if self.rows == "slots" else 3)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of a sequence at most, else nothing is stored of it."""
+        return 1 + self.spec if self.spec else 17
+
+    @property
     def N(self) -> int:
         """As the operator's documentation calls the rows of a call that is not packed."""
         return self.B
@@ -83,6 +88,7 @@ STEPS = [
     Step("T17", "as many tokens as there may be", B=2, T=17, indices=(1, 0)),
     Step("packed", "lengths 0 and 1", lengths=(1, 0, 1, 1), indices=(3, 1, 0, 5), offsets_dtype=INT64),
     Step("packed_17", "lengths 0 to 17", lengths=(3, 0, 17, 1), indices=(3, 1, 0, 5), v_first=False),
+    Step("packed_18", "nothing is stored of a sequence too long", lengths=(3, 18, 17, 1), indices=(3, 1, 0, 5)),
     Step(
         "padded",
         "a batch padded for a graph: null slots, repeated last offset, tokens of no sequence",
@@ -198,6 +204,7 @@ STEPS = [
         rows="slots",
         gap=32,
     ),
+    Step("verify_long", "too long for its row", **PACKED_VERIFY | {"lengths": (3, 4, 2)}, rows=(2, 0, 1)),
     Step("verify_rows", "in rows of a smaller buffer", **PACKED_VERIFY, rows=(1, 0, -1), state=BF16, v_first=False),
     Step(
         "verify_row_0",
@@ -281,8 +288,8 @@ def amid(source: Source, dtype: torch.dtype, shape: tuple[int, ...], gap: int = 
 
 @dataclass
 class Expected:
-    """In float64. `o` is NaN in the rows that no sequence has. `pool` and `intermediate` are None where the call has none;
-    `stored` and `stored_rows` name what of them is written, the latter as (row, token)."""
+    """In float64. `o` is NaN in the rows that no sequence has, or one that is too long. `pool` and `intermediate` are None
+    where the call has none; `stored` and `stored_rows` name what of them is written, the latter as (row, token)."""
 
     o: Tensor
     pool: Tensor | None
@@ -310,6 +317,8 @@ def expected(step: Step, call: dict) -> Expected:
     found = Expected(torch.full_like(v, torch.nan), pool, states, set(), set())
     read_from = pool.clone() if pool is not None else None
     for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
+        if length > step.most_tokens:
+            continue
         S = _start(step, n, read_from, origin)
         if length and S is None:
             found.o[begin : begin + length] = 0.0

@@ -92,6 +92,8 @@ FUSED_STEPS = [
     FusedStep("gva3", "a ratio that is no power of two", H=2, HV=6, B=2, indices=(1, 0)),
     FusedStep("gva8", "eight value heads share windows", H=1, HV=8, B=2, indices=(1, 0), order="channel"),
     FusedStep("packed", "lengths 0 and 1, tokens of none", lengths=(1, 0, 1, 1), indices=(3, 1, 0, -1), unused=2),
+    FusedStep("long", "nothing is stored of a sequence too long", lengths=(1, 2, 1), indices=(3, 1, 0)),
+    FusedStep("spec_long", "nor here", **SPEC | {"lengths": (3, 4, 2)}, accepted=(1, 2, 3)),
     FusedStep("spec", "a state for each token; start after 1, 2, 3 accepted", **SPEC, accepted=(1, 2, 3)),
     FusedStep("spec_two", "the same with two taps", **SPEC, accepted=(3, 2, 1), W=2, order="channel", HV=2),
     FusedStep("spec_first", "without counts", **SPEC, room=1, state=BF16, v_first=False),
@@ -138,6 +140,7 @@ FUSED_STEPS = [
     ),
     FusedStep("replay", "records instead of states", **REPLAY, accepted=(1, 4, 2), HV=2),
     FusedStep("replay_gva8", "the same for eight value heads", **REPLAY, accepted=(1, 4, 2), HV=8, state=BF16),
+    FusedStep("replay_long", "a row too short", **REPLAY | {"lengths": (4, 5, 2)}, accepted=(1, 4, 2)),
     FusedStep(
         "replay_rows",
         "in rows of their own, packed, null ones and bad counts",
@@ -227,9 +230,9 @@ def _windows(step: FusedStep, call: dict, source: Source, dtype: torch.dtype) ->
 
 @dataclass
 class FusedExpected:
-    """In float64: `o [rows, HV, V]` with NaN for tokens of no sequence, the pools of states and windows, and `each`, the states
-    after each token of live sequences by row and token, in the order of the pool's layout. `stored`: slots of states that are
-    written; of windows `moved`, as slot and places."""
+    """In float64: `o [rows, HV, V]` with NaN for tokens of no sequence, or of one that is too long, the pools of states and
+    windows, and `each`, the states after each token of live sequences by row and token, in the order of the pool's layout.
+    `stored`: slots of states that are written; of windows `moved`, as slot and places."""
 
     o: Tensor
     states: Tensor
@@ -248,9 +251,9 @@ def expected_fused(step: FusedStep, call: dict) -> FusedExpected:
     lengths = (step.T,) * step.B if step.lengths is None else step.lengths
     found = FusedExpected(torch.empty(0), torch.empty(0), windows, set())
     mixed = torch.full_like(x, torch.nan)
-    live = [_is_live(step, n, len(windows)) for n in range(len(lengths))]
+    fits = [length <= 1 + (step.spec or 0) for length in lengths]
+    live = [fits[n] and _is_live(step, n, len(windows)) for n in range(len(lengths))]
     for n, (begin, length) in enumerate(zip(itertools.accumulate((0, *lengths)), lengths)):
-        length = min(length, 1 + (step.spec or 0))
         if not live[n]:
             continue
         count = 1 if step.accepted is None else step.accepted[n]
@@ -281,6 +284,9 @@ def expected_fused(step: FusedStep, call: dict) -> FusedExpected:
     o = truth.o.view(-1, step.HV, step.V)
     norm = (o.square().mean(-1, keepdim=True) + EPS).rsqrt()
     found.o = o * norm * t["norm_weight"].double() * z.sigmoid()
+    for begin, length, fit in zip(itertools.accumulate((0, *lengths)), lengths, fits):
+        if not fit:
+            found.o[begin : begin + length] = torch.nan
     found.states, found.stored = truth.pool, truth.stored
     found.each = {} if truth.intermediate is None else {at: truth.intermediate[at] for at in truth.stored_rows}
     return found

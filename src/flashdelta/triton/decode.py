@@ -34,7 +34,7 @@ from .device.gates import beta_of, decay_rate, head_bias, log2_decay
 from .device.norms import L2_EPS
 from .device.products import summand
 from .device.records import record_counts, record_values, record_width, store_decay_and_key
-from .device.sequences import at_token, own_work_tile
+from .device.sequences import at_token, end_of_few, own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import or_empty
 
@@ -297,7 +297,7 @@ def decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
-    end = tl.minimum(end, begin + most_tokens)
+    end = end_of_few(begin, end, most_tokens)
     there = begin < end
     qk_head = (head.to(tl.int32) // group).to(tl.int64)
     q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, 0, qk_head)

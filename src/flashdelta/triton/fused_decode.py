@@ -43,7 +43,7 @@ from .decode import (
 from .device.gates import decay_rate, head_bias, sigmoid
 from .device.products import summand
 from .device.records import COUNTS
-from .device.sequences import own_work_tile
+from .device.sequences import end_of_few, own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
 from .launch import densed, strided
 from .verify import stacked
@@ -289,7 +289,7 @@ def fused_decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     _slice, qk_head, n, batch, begin, end = own_work_tile(cu_seqlens, T, H, 1)
-    end = tl.minimum(end, begin + most_tokens)
+    end = end_of_few(begin, end, most_tokens)
     there = begin < end
     length = (end - begin).to(tl.int32)
     key = tl.arange(0, K)
@@ -309,6 +309,7 @@ def fused_decode_kernel(
     window_slot = slot
     if EACH == 1:
         window_slot, _named = named_slot(starts, n * start_row, lowest, slots)
+    own_row = slot
     # the number of no slot may lead beyond every address
     slot = tl.where(live, slot, 0)
     windows = conv_state + tl.where(live, window_slot, 0) * conv_slot
@@ -344,7 +345,7 @@ def fused_decode_kernel(
         shift = head_bias(dt_bias, head, key, K)
         if EACH == 3:
             states, has_row = open_record(
-                *(final_state, starts, targets, n, head, slot, tl.where(there, length, 0), 0),
+                *(final_state, starts, targets, n, head, own_row, tl.where(there, length, 0), 0),
                 *(start_row, target_row, target_pitch, lowest, slots, tl.where(known, target_slots, 0)),
                 *(tl.arange(0, COUNTS), K, V),
             )

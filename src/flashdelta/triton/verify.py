@@ -45,7 +45,7 @@ from .device.mma import TF32_HALF, TF32_MASK
 from .device.norms import L2_EPS
 from .device.products import rounded_product
 from .device.records import COUNTS, record_values, store_decay_and_key
-from .device.sequences import at_token, own_work_tile
+from .device.sequences import at_token, end_of_few, own_work_tile
 from .device.states import everywhere, state_offsets
 from .device.sub_chunks import pair_mask
 
@@ -252,7 +252,7 @@ def verify_kernel(
     BK: tl.constexpr = max(K, 16)
     ROWS: tl.constexpr = 2 * TOKENS
     slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
-    count = tl.minimum(end - begin, most_tokens).to(tl.int32)
+    count = (end_of_few(begin, end, most_tokens) - begin).to(tl.int32)
     there = count > 0
     qk_head = (head.to(tl.int32) // group).to(tl.int64)
     q, k = at_token((q, k), (q_batch, q_token, q_head, k_batch, k_token, k_head), batch, begin, qk_head)

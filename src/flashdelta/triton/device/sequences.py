@@ -66,6 +66,12 @@ def own_work_tile(cu_seqlens, T, HV, SLICES: tl.constexpr):
 
 
 @triton.jit
+def end_of_few(begin, end, most_tokens):
+    """The end of a sequence of up to `most_tokens` tokens. Of a longer one its begin: nothing of it is stored."""
+    return tl.where(end - begin > most_tokens, begin, end)
+
+
+@triton.jit
 def span_count(checkpoint_offsets, checkpoints):
     """Checkpoint spans of a sequence. Without checkpoints a compile-time 1, which leaves nothing of the loops over spans."""
     spans = 1
