@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,6 +231,8 @@ class TritonBackend(Backend):
     summary = "portable Triton kernels, sm_80 and newer"
 
     MIN_CAPABILITY = (8, 0)
+    MAX_ROWS = 2**31
+    """Of a norm: divided in 32 bits."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         if not has_triton():
@@ -248,6 +251,8 @@ class TritonBackend(Backend):
             return obstacle
         if problem.dtype == torch.float64:
             return "float64; it takes bfloat16, float16 and float32"
+        if problem.operation == "gated_rms_norm" and math.prod(problem.shape[:-1]) >= self.MAX_ROWS:
+            return "2^31 rows or more"
         if (
             device.type == "cpu"
             and problem.dtype == torch.bfloat16

@@ -29,7 +29,7 @@ from flashdelta.testing.wy import WyCase
 from flashdelta.triton.segments import compose_kernel
 
 from ..gpu.calls import KIMI
-from ..support.decoding_checks import HOPPER_REPLAYED
+from ..support.decoding_checks import HOPPER_REPLAYED, WHOLE_HEADS
 from ..support.fused_checks import HOPPER_FUSED, check_fused
 from . import checks, test_backward, test_chunk, test_decode, test_fused, test_trials, test_unbounded_steps
 from .interpreter import hopper_on_cpu, interpreted
@@ -135,7 +135,7 @@ def replay() -> None:
 
 def replay_of_heads() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_decode.check_heads(next(x for x in test_decode.HEADS if x.name == "4 tokens"), patch)
+        test_decode.check_heads(next(x for x in WHOLE_HEADS if x.name == "4 tokens"), patch)
 
 
 def replay_of_17() -> None:

@@ -15,6 +15,7 @@ from ..gpu.test_decode import MODELS
 from ..support.decoding_checks import (
     HOPPER_REPLAYED,
     SPOILT,
+    WHOLE_HEADS,
     check_floor,
     check_replay,
     check_rounds,
@@ -50,10 +51,7 @@ def check_heads(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     check_replay(replace(step, H=1, HV=step.HV // step.H), BF16, "hopper", wide=False)
 
 
-HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.T <= 16]
-
-
-@pytest.mark.parametrize("step", HEADS, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", WHOLE_HEADS, ids=lambda step: step.name)
 def test_a_replay_of_whole_heads(step: Step, monkeypatch: pytest.MonkeyPatch):
     check_heads(step, monkeypatch)
 

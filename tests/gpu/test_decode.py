@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from ..support.decoding_checks import (
     OTHER_ROUNDS,
     REPLAYED,
     SPOILT,
+    WHOLE_HEADS,
     accepted_steps,
     check_floor,
     check_replay,
@@ -27,6 +29,7 @@ from ..support.decoding_checks import (
     check_step,
     check_strong_decays,
     check_wild_counts,
+    counts_of,
     replay_buffer,
 )
 from .calls import CALLS_TO_A_REPLAY, captured, compilations, gpu_call, overlapping, peer, whole_heads, write_late
@@ -130,6 +133,34 @@ def test_indices_that_the_kernel_before_writes_late(N: int, before: int, backend
         assert same_bits(used, want_pool)
 
 
+@overlapping
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("before", [0, -1, 2**30], ids=["a slot", "no slot", "far outside"])
+def test_slots_of_a_commit_that_the_kernel_before_writes_late(before: int, state: torch.dtype, backend: str):
+    N, S, HV = 64, 3, 2
+    records = torch.randn(fd.replay_buffer(N, S, HV, 128, 128).shape, device="cuda")
+    records[:, 0, :, counts_of(128, 128)] = 1.0 + S
+    pool = torch.randn(256, HV, 128, 128, device="cuda").to(state)
+    wanted = torch.randperm(128, device="cuda")[:N].int() + 128
+    rows, accepted = (x.int() for x in (torch.arange(N, device="cuda"), torch.full((N,), 1 + S, device="cuda")))
+    slots = torch.empty_like(wanted)
+
+    def committed(given: torch.Tensor, late: bool) -> torch.Tensor:
+        states, own = pool.clone(), records.clone()
+        if late:
+            given.fill_(before)
+            write_late[(1,)](given, wanted, N, 2000, num_warps=1, launch_pdl=True)
+        fd.commit(states, own, given, accepted, intermediate_state_indices=rows, backend=backend)
+        return states
+
+    want = committed(wanted, False)
+    slots.copy_(wanted)
+    for _ in range(CALLS_TO_A_REPLAY):
+        assert same_bits(committed(slots, False), want)
+    for _ in range(20):
+        assert same_bits(committed(slots, True), want)
+
+
 SHARED = (*TOKEN_TENSORS, "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel")
 SHARED += ("use_qk_l2norm_in_kernel", "state_v_first")
 """Arguments that `recurrent_kda` has by the same names as `chunk_kda`."""
@@ -213,10 +244,7 @@ def test_a_replay_for_hopper_is_the_accepted_state(step: Step, backend: str):
     check_replay(step, BF16, backend, "cuda")
 
 
-HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.T <= 16]
-
-
-@pytest.mark.parametrize("step", HEADS, ids=case_id)
+@pytest.mark.parametrize("step", WHOLE_HEADS, ids=case_id)
 def test_a_replay_of_whole_heads(step: Step, other_backend: str):
     with whole_heads():
         check_replay(step, BF16, other_backend, "cuda")
@@ -225,7 +253,7 @@ def test_a_replay_of_whole_heads(step: Step, other_backend: str):
 @pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict, backend: str):
-    check_rounds(200, backend, "cuda", state=state, K=64, dtype=BF16, **other)
+    check_rounds(200, backend, "cuda", state=state, dtype=BF16, **{"K": 64} | other)
 
 
 @pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
@@ -265,9 +293,21 @@ def test_a_seventeenth_token_that_is_no_number_spoils_none(name: str, gate: str,
     check_spoilt_token(name, 16, gate, backend, "cuda", K=128, dtype=BF16, S=16)
 
 
-def test_a_captured_round_replays_with_other_slots_and_counts():
+def test_whole_heads_in_many_rounds(other_backend: str):
+    with whole_heads():
+        check_rounds(200, other_backend, "cuda", state=BF16, K=128, dtype=BF16)
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("heads", ["slices", "whole"])
+def test_a_captured_round_replays_with_other_slots_and_counts(state: torch.dtype, heads: str):
     """Verification and commit in one graph."""
-    step = replace(VERIFY, name="captured", state=FP32, indices=(0, 5, 7))
+    with whole_heads() if heads == "whole" else contextlib.nullcontext():
+        check_captured_round(state)
+
+
+def check_captured_round(state: torch.dtype) -> None:
+    step = replace(VERIFY, name="captured", state=state, indices=(0, 5, 7))
     call, records = make_step(step, BF16, "cuda"), replay_buffer(step, "cuda")
     pool, slots, accepted = call["initial_state"], call["ssm_state_indices"], torch.ones_like(call["ssm_state_indices"])
     call |= {"intermediate_states": records, "output": torch.empty_like(call["v"])}

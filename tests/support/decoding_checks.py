@@ -273,8 +273,11 @@ HOPPER_REPLAYED = [
 ]
 """Those that Hopper has kernels for, or nearly."""
 
+WHOLE_HEADS = [step for step in HOPPER_REPLAYED if step.state == BF16 and step.V == 128 and step.spec < 16]
+"""Of those, what `commit` may replay with a CTA a head."""
 
-OTHER_ROUNDS = ({}, {"group": 2}, {"gate": "softplus", "v_first": False, "group": 2})
+
+OTHER_ROUNDS = ({}, {"K": 128}, {"group": 2}, {"gate": "softplus", "v_first": False, "group": 2})
 """Gates, layouts and heads for `check_rounds`."""
 
 

@@ -63,6 +63,14 @@ def test_what_is_refused_is_not_supported(refusal: Refusal):
     refusal.expect(raised, call)
 
 
+def test_rows_of_a_norm_that_triton_does_not_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for rows, ok in ((2**31 - 1, True), (2**31, False)):
+        x = torch.empty(1).expand(rows, 1)
+        found = fd.supports(fd.gated_rms_norm, x, x, torch.ones(1), backend="triton")
+        assert found.ok == ok and ("2^31 rows" in found.reason) != ok
+
+
 def test_other_questions_are_answered():
     call = good_call(fd.chunk_kda, "plain")
     assert "wanted one of flashdelta." in fd.supports(print, **call).reason

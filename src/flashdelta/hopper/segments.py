@@ -393,9 +393,16 @@ SPLIT_COSTS = SplitCosts(step=98, transition=57, compose=230, fixed=850)
 """Measured on an H200 at K = V = 128 (docs/split.md)."""
 
 
+MOST_MOVED = 48 * 96 * 1024
+"""Bytes that `recurrence` moves for a chunk of all heads and segments at once, where its chain is as long as the memory of an
+H200 takes."""
+
+
 def room(problem: Problem, device: torch.device) -> int:
-    """Segment transitions that are formed at the same time."""
-    return min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
+    """Segment transitions that are formed at the same time, no more than leave `recurrence` bound by its chain."""
+    moved = problem.HV * ((3 * problem.K + 2 * TILE) * TILE + 2 * problem.chunk_size * problem.V) * 2
+    fit = min(sm_count(device), MOST_CTAS) // (problem.HV * ((problem.K + problem.V) // TILE))
+    return min(fit, max(MOST_MOVED // moved - 1, 0))
 
 
 def split_layout(problem: Problem, device: torch.device) -> Layout:
