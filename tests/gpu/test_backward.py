@@ -153,7 +153,10 @@ def test_a_long_sequence_of_few_heads_is_split(backend: str):
 
 # ---- repeated steps -------------------------------------------------------------------------------------------------
 
-REPEATED = [CASES[0], CASES[2], replace(CASES[1], name="copied", layout="odd_offset")]
+REPEATED = [
+    *(CASES[0], CASES[2], replace(CASES[1], name="copied", layout="odd_offset")),
+    replace(CASES[1], name="tokens innermost", layout="tokens_innermost"),
+]
 
 
 PARAMETERLESS = replace(CASES[2], gate="none", lower_bound=None, state=FP32)

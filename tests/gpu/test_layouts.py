@@ -25,6 +25,7 @@ LAYOUTS = {
     "head first": {"layout": "head_first"},
     "head first, fp32 gate": {"layout": "head_first", "wide_gate": True},
     "one head for all": {"layout": "expanded"},
+    "tokens innermost": {"layout": "tokens_innermost"},
 }
 
 

@@ -213,8 +213,10 @@ def read(launch, *names: str) -> list:
 
 @pytest.mark.parametrize("case", TABLE, ids=case_id)
 def test_a_forward_is_two_launches(case: Case):
+    """After copies of what kernels do not read in place."""
     found, _ = launched(make_call(case, BF16))
-    assert [launch.kernel.__name__ for launch in found] == ["prepare_kernel", "recurrence_kernel"]
+    names = [launch.kernel.__name__ for launch in found]
+    assert [name for name in names if name != "copy_kernel"] == ["prepare_kernel", "recurrence_kernel"]
 
 
 IN_PLACE = {"layout": "fused", "H": 8, "HV": 8}
@@ -229,6 +231,7 @@ IN_PLACE = {"layout": "fused", "H": 8, "HV": 8}
         ({"layout": "expanded"}, ""),
         ({"layout": "odd_offset"}, "qkvg"),
         ({"layout": "last_dim_strided"}, "qkvg"),
+        ({"layout": "tokens_innermost"}, "qkvg"),
         ({"layout": "fused", "H": 3, "HV": 3}, "qkvg"),
         ({"layout": "padded"}, "qkvg"),
     ],
@@ -236,19 +239,20 @@ IN_PLACE = {"layout": "fused", "H": 8, "HV": 8}
 )
 def test_what_is_aligned_is_read_in_place(changes: dict, copied: str):
     """Slices of a model's fused projection are; what no 16-byte copy can read is copied first. beta is always in place."""
-    (prepare, recurrence), inputs = launched(
+    (*copies, prepare, recurrence), inputs = launched(
         make_call(replace(KIMI, B=1 if "lengths" in changes else 2, **changes), BF16)
     )
     read_from = dict(zip("qkgb", read(prepare, "q", "k", "g", "beta"))) | {"v": read(recurrence, "v")[0]}
     for name, x in zip("qkvgb", inputs):
         assert (read_from[name].data_ptr() != x.data_ptr()) == (name in copied), name
+    assert len(copies) == len(copied)
 
 
 @pytest.mark.parametrize("wide_gate", [False, True], ids=["bf16 gate", "fp32 gate"])
 @pytest.mark.parametrize("layout", ["dense", "head_first", "padded", "odd_offset", "expanded"])
 def test_strides_are_told_in_whole_steps(layout: str, wide_gate: bool):
     """Kernels take them in units of 8 elements: none may be rounded, in fp32 neither."""
-    (prepare, recurrence), _ = launched(make_call(replace(KIMI, B=2, layout=layout, wide_gate=wide_gate), BF16))
+    (*_, prepare, recurrence), _ = launched(make_call(replace(KIMI, B=2, layout=layout, wide_gate=wide_gate), BF16))
     for launch, name in ((prepare, "q"), (prepare, "k"), (prepare, "g"), (recurrence, "v"), (recurrence, "o")):
         (x,) = read(launch, name)
         steps = read(launch, *(f"{name}_{dim}" for dim in ("batch", "token", "head")))
@@ -270,7 +274,7 @@ def test_rows_of_a_batch_may_be_any_distance_apart():
     dense = {name: two[name].stride(0) for name in ("q", "k", "g", "beta")}
     for name, far in (("q", 2**34), ("k", 2**34 - 8), ("g", 2**40), ("beta", 2**31)):
         two[name] = torch.empty_strided(two[name].shape, (far, *two[name].stride()[1:]), dtype=BF16, device="meta")
-    (prepare, _), _ = launched(two)
+    (*_, prepare, _), _ = launched(two)
     found = read(prepare, "q_batch", "k_batch", "g_batch", "beta_batch")
     assert found == [dense["q"] // 8, 2**31 - 1, dense["g"] // 8, dense["beta"]]
 
@@ -348,12 +352,12 @@ def test_steps_for_many_heads(changes: dict, options: dict, wanted: bool):
     assert in_steps(problem, room(problem, t.device)) == wanted
 
 
-@pytest.mark.parametrize(("heads", "kept", "wanted"), [(31, False, 3), (32, False, 1), (32, True, 3)])
+@pytest.mark.parametrize(("heads", "kept", "wanted"), [(31, False, 2), (32, False, 1), (32, True, 2)])
 def test_narrow_heads_take_steps_before_segments(heads: int, kept: bool, wanted: int):
-    call = meta_call(replace(KIMI, H=heads, HV=heads, K=64, V=64, T=8192))
+    call = meta_call(replace(KIMI, H=heads, HV=heads, K=64, V=64, T=2**18))
     call["q"].requires_grad_(kept)
     problem, t = check(fd.chunk_kda, **call)
-    parts = backends.HopperBackend().parts(problem, torch.tensor([128]), t.device)
+    parts = backends.HopperBackend().parts(problem, torch.tensor([4096]), t.device)
     assert parts.tolist() == [wanted]
 
 

@@ -42,8 +42,10 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     if problem.operation != "chunk":
         own = {"commit": commit, "fused_decode": fused_kda_decode}
         stage = own.get(problem.operation, verify if problem.has_records else decode)
-        return Program(outputs, stage(problem, portable.prepare_inputs(problem, t), arch, outputs))
-    return Program(outputs, chunk(problem, prepare_inputs(t), arch, outputs), copy_out)
+        t, copies = portable.prepare_inputs(problem, t)
+        return Program(outputs, stage(problem, t, arch, outputs), copies)
+    t, copies = prepare_inputs(t)
+    return Program(outputs, chunk(problem, t, arch, outputs), copies, copy_out)
 
 
 STEPS_FROM = {64: 32, 128: 48}

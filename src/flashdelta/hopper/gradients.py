@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..triton.backward_pass import Kept, Stages
 from ..triton.launch import StageCall
 from ..triton.merge import carried_states
 from .intra import intra
-from .launch import TILE, copyable, layout, prepare_inputs
+from .launch import TILE, layout, prepare_inputs
 from .prepare import prepare
 from .recurrence import recurrence
 from .reverse import reverse
@@ -30,14 +29,15 @@ def forward(problem: Problem, t: Tensors) -> Program:
 
 
 def backward(problem: Problem, t: Tensors) -> Program:
-    return backward_pass.backward(stages_of(problem, replace(t, do=copyable(t.do))))
+    return backward_pass.backward(stages_of(problem, t))
 
 
 def stages_of(problem: Problem, t: Tensors) -> Stages:
-    t = prepare_inputs(t)
+    t, copies = prepare_inputs(t)
     return Stages(
         problem,
         t,
+        copies,
         {**layout(problem), **split_layout(problem, t.device)},
         squares=(problem.B, problem.T, problem.HV, TILE),
         squares_dtype=torch.bfloat16,

@@ -13,6 +13,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import sm_count
 from ..program.workspace import Layout
 from ..triton import launch as portable
+from ..triton.copy import Inputs, read
 from ..triton.launch import densed
 
 TILE = 64
@@ -78,11 +79,11 @@ def copyable(x: torch.Tensor) -> torch.Tensor:
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def prepare_inputs(t: Tensors) -> Tensors:
+def prepare_inputs(t: Tensors) -> Inputs:
     """As the kernels can read them."""
-    rows = {role: copyable(getattr(t, role)) for role in ("q", "k", "v", "g")}
-    rows["beta"] = t.beta if near(t.beta, 1) else t.beta.contiguous()
-    return replace(t, **rows, **densed(t, (*portable.DENSE, "state_indices")))
+    beta = t.beta if near(t.beta, 1) else t.beta.contiguous()
+    dense = densed(t, (*portable.DENSE, "state_indices"))
+    return read(replace(t, beta=beta, **dense), portable.ROWS, aligned)
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:

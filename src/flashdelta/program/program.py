@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -50,10 +51,19 @@ def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: 
 
 class Program:
     """Launches in order, made lazily: a launch and its scratch are freed before the next is made. Between two of them ranks may
-    exchange something. `copy_out`: a caller's tensor that kernels can't write, which receives the output `o`."""
+    exchange something. `copies`: launches before those, whose scratch any of those may read. `copy_out`: a caller's tensor that
+    kernels can't write, which receives the output `o`."""
 
-    def __init__(self, outputs: Outputs, launches: Iterable[Step], copy_out: Tensor | None = None):
-        self.outputs, self.launches, self.copy_out = outputs, launches, copy_out
+    def __init__(
+        self,
+        outputs: Outputs,
+        launches: Iterable[Step],
+        copies: Sequence[Launch] = (),
+        copy_out: Tensor | None = None,
+    ):
+        self.outputs, self.copy_out = outputs, copy_out
+        self.launches = [*copies, *launches] if isinstance(launches, list) else itertools.chain(copies, launches)
+        self.copied = tuple(x for launch in copies for x in launch.scratch)
         self.recorded: Recorded | None = None
 
     def run(self, record: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
@@ -65,7 +75,7 @@ class Program:
                 if recorder is not None and isinstance(launch, Exchange):
                     recorder.add_exchange(launch, self.outputs, self.outputs.zeroed)
                 elif recorder is not None:
-                    recorder.add(launch, compiled, self.outputs, self.outputs.zeroed)
+                    recorder.add(launch, compiled, self.outputs, self.outputs.zeroed, self.copied)
                 del launch
         if self.copy_out is not None:
             self.outputs["o"] = self.copy_out.copy_(self.outputs["o"])

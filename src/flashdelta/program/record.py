@@ -98,8 +98,8 @@ class Recorder:
     """Is shown launches as they run, and keeps no tensor of theirs. What they amount to is worked out when a call repeats.
 
     An argument must be one of the tensors of the call or lie inside one, the first that it could be a view of; or lie in one
-    of the outputs, which a repetition allocates; or in the launch's `scratch`. If one does not (an input had to be copied), or
-    two of the tensors share an address, there is no replay.
+    of the outputs, which a repetition allocates; or in the launch's `scratch`. If one does not (a parameter had to be made
+    dense), or two of the tensors share an address, there is no replay.
     """
 
     def __init__(self, device: torch.device, known: Sequence[Tensor | None]):
@@ -123,14 +123,22 @@ class Recorder:
         self.launches.append((None, None, (step.group, step.way, shapes), pointers, self._alive(place)))
 
     def add(
-        self, launch: Launch, compiled: CompiledKernel | None, outputs: Mapping[str, Tensor], zeroed: Container[str]
+        self,
+        launch: Launch,
+        compiled: CompiledKernel | None,
+        outputs: Mapping[str, Tensor],
+        zeroed: Container[str],
+        copied: Sequence[Tensor] = (),
     ) -> None:
+        """`copied`: scratch of launches before it, which it may read."""
         if compiled is None or launch.ctas <= 0:
             self.possible = False
             return
         step = len(self.launches)
         self._see(outputs, zeroed)
-        scratch = [(begin := x.data_ptr(), begin + x.nbytes, x) for x in launch.scratch if not self._is_own(x)]
+        scratch = [
+            (begin := x.data_ptr(), begin + x.nbytes, x) for x in (*launch.scratch, *copied) if not self._is_own(x)
+        ]
         arguments, pointers = [*launch.arguments, *launch.constants.values()], []
         for position, x in enumerate(launch.arguments):
             if x is None or isinstance(x, (int, float)):

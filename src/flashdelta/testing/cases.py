@@ -153,6 +153,7 @@ LAYOUT_CASES = [
     Case("fused", "q, k, v, g, beta are slices of one projection", layout="fused", B=2, **BOUNDED),
     Case("fused_packed", "the same when packed", layout="fused", lengths=(30, 36)),
     Case("head_first", "[B, H, T, K] transposed: dense rows, odd strides", layout="head_first", B=2, T=66),
+    Case("tokens_innermost", "as a convolution along them leaves them", layout="tokens_innermost", T=66, H=2, HV=4),
     Case("last_dim_strided", "rows that are not dense are copied", layout="last_dim_strided", T=66),
     Case("expanded", "strides of zero: one head shared by all", layout="expanded", B=2, H=2, T=66),
     Case("padded", "rows of an odd pitch, in fp32 as well", layout="padded", B=2, T=66, wide_gate=True),

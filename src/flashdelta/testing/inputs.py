@@ -251,6 +251,10 @@ def _last_dim_strided(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
+def _tokens_innermost(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
+
+
 def _expanded(x: Tensor) -> Tensor:
     """Every head reads the first one's memory, and every batch row the first row's."""
     return x[:1, :, :1].expand_as(x)
@@ -290,6 +294,7 @@ LAYOUTS = {
     "dense": _each(Tensor.contiguous),
     "head_first": _each(_head_first),
     "last_dim_strided": _each(_last_dim_strided),
+    "tokens_innermost": _each(_tokens_innermost),
     "expanded": _each(_expanded),
     "odd_offset": _each(_odd_offset),
     "padded": _each(_padded),

@@ -92,9 +92,10 @@ class Variant:
     """One way to call an operator, enough to fix every compile-time choice of its kernels. `N` sequences and `spec_tokens` are
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
-    takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`: Hopper's
-    forward that leaves what its backward pass needs. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's
-    convolution and norm, and value heads a `group` of its step. `ranks`: of a process group, over which the sequences lie."""
+    takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
+    Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost. `sequences`
+    of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
+    step. `ranks`: of a process group, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -118,6 +119,7 @@ class Variant:
     split: str | int = "auto"
     backward: bool = False
     kept: bool = False
+    copied: bool = False
     precision: str = DEFAULT_PRECISION
     N: int = 2
     heads: int = 2
@@ -163,6 +165,8 @@ class Variant:
         call = meta_call(case, self.dtype)
         if self.g_dtype is not None:
             call["g"] = call["g"].to(self.g_dtype)
+        if self.copied:
+            call |= {name: call[name].transpose(1, 3).contiguous().transpose(1, 3) for name in "qkv"}
         if self.pool:
             call |= {"state_pool": call.pop("initial_state"), "output_final_state": False}
             call |= {"state_indices": index(N), "has_initial_state": index(N).bool()}
@@ -347,6 +351,7 @@ VARIANTS = (
     Variant("bf16 K128 V128 bounded"),
     Variant("bf16 K128 V128 unbounded", gate="softplus"),
     Variant("bf16 K128 V128 fixed length", packed=False),
+    Variant("bf16 K128 V128 fixed length, tokens innermost", packed=False, copied=True),
     Variant("bf16 K128 V128 intermediate states, V first", intermediate=True, state_v_first=True),
     Variant("bf16 K128 V128 chunk 32", chunk_size=32),
     Variant("bf16 K128 V128 pool, V first", pool=True, state_v_first=True),

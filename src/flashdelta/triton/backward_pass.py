@@ -65,7 +65,7 @@ class Scanned:
 
 @dataclass(frozen=True)
 class Stages:
-    """A backend's kernels for a call whose tensors `t` are as they can read them.
+    """A backend's kernels for a call whose tensors `t` are as they can read them, after `copies`.
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
@@ -75,6 +75,7 @@ class Stages:
 
     problem: Problem
     t: Tensors
+    copies: Sequence[Launch]
     layout: Layout
     arch: int
     squares: tuple[int, ...]
@@ -108,13 +109,13 @@ def forward(stages: Stages) -> Program:
     outputs |= {"workspace": kept.workspace.buffer, "Akk_inv": kept.Akk_inv, "h": kept.h, "v_new": kept.v_new}
     if kept.packets is not None:
         outputs["packets"] = kept.packets
-    return Program(outputs, stages.scan(kept, o, final_state))
+    return Program(outputs, stages.scan(kept, o, final_state), stages.copies)
 
 
 def backward(stages: Stages) -> Program:
     """Gradients by input; without what was kept the forward's stages run again."""
     outputs = Outputs(stages.t.device)
-    return Program(outputs, launches(stages, outputs))
+    return Program(outputs, launches(stages, outputs), stages.copies)
 
 
 def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:

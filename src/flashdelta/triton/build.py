@@ -35,7 +35,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     if problem.keeps:
         return gradients.forward(problem, t, arch)
     outputs = Outputs.of(problem, t)
-    return Program(outputs, LAUNCHES[problem.operation](problem, prepare_inputs(problem, t), arch, outputs))
+    t, copies = prepare_inputs(problem, t)
+    return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,15 +28,16 @@ def forward(problem: Problem, t: Tensors, arch: int) -> Program:
 
 
 def backward(problem: Problem, t: Tensors, arch: int) -> Program:
-    do = t.do if t.do.stride(-1) == 1 else t.do.contiguous()
-    return backward_pass.backward(stages_of(problem, replace(t, do=do), arch))
+    return backward_pass.backward(stages_of(problem, t, arch))
 
 
 def stages_of(problem: Problem, t: Tensors, arch: int) -> Stages:
-    t, most = prepare_inputs(problem, t), room(problem, arch, sm_count(t.device))
+    t, copies = prepare_inputs(problem, t)
+    most = room(problem, arch, sm_count(t.device))
     return Stages(
         problem,
         t,
+        copies,
         layout(problem, segments_of_call(problem, most, SPLIT_COSTS)),
         squares=(problem.B * problem.slots, problem.HV, problem.chunk_size, problem.chunk_size),
         squares_dtype=torch.float32,

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..problem.problem import Problem, Tensors
 from ..program.launch import dense
 from ..program.workspace import Layout, Workspace
+from .copy import Inputs, read
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,21 @@ DENSE = (
 )
 
 
-def prepare_inputs(problem: Problem, t: Tensors) -> Tensors:
+ROWS = ("q", "k", "v", "g", "do")
+"""Inputs `[B, T, H, K]` of the operator and of its backward pass."""
+
+
+def prepare_inputs(problem: Problem, t: Tensors) -> Inputs:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
     pool in place; `decode` reads indices of any strides too."""
-    if problem.operation == "wy":
-        return replace(
-            t, **strided(t, ("q", "k", "v", "g", "do")), **densed(t, ("v_new", "A", "h", "dh", "dv", "cu_seqlens"))
-        )
     if problem.shape:  # the layer's operations, which see to it
-        return t
+        return Inputs(t, [])
     if problem.operation == "commit":
-        return replace(t, **densed(t, ("state_indices", "intermediate_indices", "num_accepted_tokens")))
+        return Inputs(replace(t, **densed(t, ("state_indices", "intermediate_indices", "num_accepted_tokens"))), [])
     chunk = ("state_indices",) if problem.operation == "chunk" else ()
-    return replace(t, **strided(t, ("q", "k", "v", "g")), **densed(t, (*DENSE, *chunk)))
+    wy = ("v_new", "A", "h", "dh", "dv", "cu_seqlens")
+    dense = densed(t, wy if problem.operation == "wy" else (*DENSE, *chunk))
+    return read(replace(t, **dense), ROWS, lambda x: x.stride(-1) == 1)
 
 
 def strided(t: Tensors, roles: tuple[str, ...]) -> dict[str, Tensor]:
