@@ -438,8 +438,9 @@ def convolution_backward_kernel(
 ):
     """States and their gradients are dense. `partials [tiles, W (+ 1), D]` has each tile's part of the gradients of weight and
     bias; without it the one tile stores them. Each group has as many of the tile's tokens as another, or one more. The gradient
-    of token `t` is there `W - 1` tokens later; those are worked out again by the next group. Tokens past the last sequence have
-    the gradient 0."""
+    of token `t` is there `W - 1` tokens later, which are the next group's: each group works them out again, or with `EXCHANGE`
+    takes from the next one what that has found for them (one tile of a whole sequence, no states, `AHEAD` tokens a group at
+    least). Tokens past the last sequence have the gradient 0."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -515,7 +516,7 @@ def convolution_backward_kernel(
                 s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, True,
             )  # fmt: skip
         for first in range(plain, (tokens + GROUPS - 1) // GROUPS):
-            last1, last2, last3 = p1, p2, p3
+            last1, last2, last3 = p1, p2, p3  # of groups that are done
             ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
                 first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
                 in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
@@ -524,6 +525,7 @@ def convolution_backward_kernel(
             p1 = tl.where(own > first, p1, last1)
             p2 = tl.where(own > first, p2, last2)
             p3 = tl.where(own > first, p3, last3)
+        # the first gradients of `p` of the next group; past the sequence there are none
         target += own.to(tl.int64) * D
         following = tl.broadcast_to(tl.minimum(group + 1, GROUPS - 1), (GROUPS, BD))
         for i in tl.static_range(W - 1):
@@ -604,10 +606,10 @@ FEWEST_TOKENS, MOST_TOKENS = 16, 128
 """Of a group of a tile: each reads `W - 1` tokens of the one before."""
 
 NARROWEST = 64
-"""Bytes of a row that a CTA of the backward pass reads: two sectors."""
+"""Bytes of a row that a CTA of the backward pass reads at least: two sectors."""
 
 MOST_AT_ONCE = 512
-"""Tokens of a group if one tile has all tokens."""
+"""Tokens of a group, if one tile has all tokens."""
 
 
 def convolution_config(
@@ -620,12 +622,12 @@ def convolution_config(
     wave, tokens, widest = sm_count(device) * form.ctas, problem.B * problem.T, form.warps * wide
     if backward:
         narrowest = NARROWEST // problem.dtype.itemsize
-        BD = narrowest
-        while BD < widest and -(-problem.D // BD) > wave:
-            BD *= 2
-        blocks, groups = -(-problem.D // BD), widest // BD
-        alone = problem.B == 1 and not problem.packed and blocks > 0.85 * wave
-        if alone and problem.T <= MOST_AT_ONCE * groups:
+        wanted = triton.next_power_of_2(-(-problem.D // wave))  # so that the blocks fit one wave
+        BD = max(narrowest, min(widest, wanted))
+        groups = widest // BD
+        filled = -(-problem.D // BD) / wave
+        one = problem.B == 1 and not problem.packed and 0.85 < filled <= 1.0
+        if one and MOST_AT_ONCE * groups >= problem.T:
             return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
         BD = max(narrowest, min(4 * narrowest, triton.next_power_of_2(problem.D)))
         warps, groups = form.warps, widest // BD
