@@ -56,7 +56,6 @@ FORWARD_FORMS = {
 BACKWARD_FORMS = {
     "16 B x4": Form(16, 2, 4, 255, 4),
     "8 B x4": Form(8, 4, 4, 168, 3),
-    "8 B x6": Form(8, 4, 6, 168, 3),
     "8 B x8": Form(8, 4, 8, 168, 3),
     "8 B x4, 2 warps": Form(8, 2, 4, 168, 6),
     "4 B x4": Form(4, 8, 4, 80, 3),

@@ -599,8 +599,13 @@ class Form:
     max_registers: int
     ctas: int
 
+    def channels(self, problem: Problem) -> int:
+        """Of a warp whose threads all have channels of their own."""
+        return 32 * self.bytes // problem.dtype.itemsize
 
-FORWARD, BACKWARD = Form(8, 2, 4, 96, 10), Form(8, 4, 4, 168, 3)
+
+FORWARD, BACKWARD, ALONE = Form(8, 2, 4, 96, 10), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
+"""`ALONE`: of the backward pass with all tokens in a tile. Six tokens ahead would spill where there are states."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 128
 """Of a group of a tile: each reads `W - 1` tokens of the one before."""
@@ -615,30 +620,38 @@ MOST_AT_ONCE = 512
 def convolution_config(
     problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
 ) -> ConvolutionConfig:
-    """Tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS` a group. In the backward pass one tile
-    with all tokens, if blocks of some channels fill a wave: it leaves no sums to add."""
+    """Tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS` a group."""
+    alone = one_tile(problem, device, form or ALONE) if backward else None
+    if alone is not None:
+        return alone
     form = form or (BACKWARD if backward else FORWARD)
-    wide = 32 * form.bytes // problem.dtype.itemsize
-    wave, tokens, widest = sm_count(device) * form.ctas, problem.B * problem.T, form.warps * wide
+    wide, wave, tokens = form.channels(problem), sm_count(device) * form.ctas, problem.B * problem.T
+    warps, groups, whole = form.warps, 1, triton.next_power_of_2(problem.D)
     if backward:
         narrowest = NARROWEST // problem.dtype.itemsize
-        wanted = triton.next_power_of_2(-(-problem.D // wave))  # so that the blocks fit one wave
-        BD = max(narrowest, min(widest, wanted))
-        groups = widest // BD
-        filled = -(-problem.D // BD) / wave
-        one = problem.B == 1 and not problem.packed and 0.85 < filled <= 1.0
-        if one and MOST_AT_ONCE * groups >= problem.T:
-            return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
-        BD = max(narrowest, min(4 * narrowest, triton.next_power_of_2(problem.D)))
-        warps, groups = form.warps, widest // BD
+        BD = max(narrowest, min(4 * narrowest, whole))
+        groups = wide * warps // BD
     else:
-        BD = max(32, min(widest, triton.next_power_of_2(problem.D)))
-        warps, groups = max(1, BD // wide), 1
+        BD = max(32, min(warps * wide, whole))
+        warps = max(1, BD // wide)
     blocks = -(-problem.D // BD)
     waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS * groups)))
     BT, unit = -(-tokens // max(1, wave * waves // blocks)), form.ahead * groups
     BT = max(FEWEST_TOKENS * groups, -(-BT // unit) * unit)
     return ConvolutionConfig(BT, BD, warps, form.ahead, form.max_registers, groups)
+
+
+def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionConfig | None:
+    """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
+    wave, most = sm_count(device) * form.ctas, form.warps * form.channels(problem)
+    BD = triton.next_power_of_2(-(-problem.D // wave))
+    BD = max(NARROWEST // problem.dtype.itemsize, min(most, BD))
+    groups = most // BD
+    if problem.B > 1 or problem.packed or not 0.85 * wave < -(-problem.D // BD) <= wave:
+        return None
+    if groups * MOST_AT_ONCE < problem.T:
+        return None
+    return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
 
 
 def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
