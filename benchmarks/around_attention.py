@@ -55,11 +55,10 @@ FORWARD_FORMS = {
 }
 BACKWARD_FORMS = {
     "16 B x4": Form(16, 2, 4, 255, 4),
-    "16 B x4, 1 warp": Form(16, 1, 4, 255, 8),
-    "8 B x4, 168 registers": Form(8, 2, 4, 168, 6),
-    "8 B x4": Form(8, 2, 4, 128, 8),
-    "8 B x4, 1 warp": Form(8, 1, 4, 128, 16),
-    "8 B x8, 144 registers": Form(8, 2, 8, 144, 7),
+    "8 B x4": Form(8, 4, 4, 168, 3),
+    "8 B x8": Form(8, 4, 8, 168, 3),
+    "8 B x4, 2 warps": Form(8, 2, 4, 168, 6),
+    "4 B x4": Form(4, 8, 4, 80, 3),
 }
 NORM_FORMS = {
     False: [
@@ -76,7 +75,7 @@ NORM_FORMS = {
 """By whether they are of the backward pass."""
 
 TOKENS = {768: (16, 24, 48), 2048: (32, 64, 96), 8192: (64, 128, 256)}
-"""Of a tile of what is chosen, by tokens of the row; all other forms have those that fill waves."""
+"""Of a group of a tile of what is chosen, by tokens of the row; all other forms have those that fill waves."""
 
 
 def formed(form: Form, backward: bool) -> Change:
@@ -85,7 +84,7 @@ def formed(form: Form, backward: bool) -> Change:
 
 
 def with_tokens(tokens: int) -> Change:
-    return lambda c, problem, device: replace(c, BT=tokens)
+    return lambda c, problem, device: replace(c, BT=tokens * c.groups)
 
 
 def normed(form: norm.Form, backward: bool) -> Change:

@@ -43,7 +43,13 @@ CONVOLUTIONS = [
     replace(MODEL, name="model_pool", indices=(4, 0, 2, -1, 5), order="token"),
 ]
 BY_NAME = CONVOLUTION_BY_NAME | {case.name: case for case in CONVOLUTIONS}
-IN_GRADIENTS = [case for case in CONVOLUTIONS if case.indices is None and not case.buffer]
+WIDE = ConvolutionCase("wide", "all tokens in one tile, not as many for each group", T=301, D=12288, bias=True)
+IN_GRADIENTS = [
+    *(case for case in CONVOLUTIONS if case.indices is None and not case.buffer),
+    WIDE,
+    replace(WIDE, name="wide_states", state=1, W=3),
+    replace(WIDE, name="wide_few", T=3),
+]
 
 
 def close(found: Tensor, want: Tensor, dtype: torch.dtype) -> None:

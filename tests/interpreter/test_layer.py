@@ -24,6 +24,7 @@ from flashdelta.testing.layer import (
     normed_by_rows,
 )
 from flashdelta.testing.oracle import poisoned_memory, same_bits
+from flashdelta.triton import convolution as triton_convolution
 
 close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 norm = partial(fd.gated_rms_norm, backend="triton")
@@ -86,6 +87,30 @@ IN_GRADIENTS = [case for case in CONVOLUTION_CASES if case.indices is None and n
 @pytest.mark.parametrize("case", IN_GRADIENTS, ids=str)
 def test_gradients_of_the_convolution(case: ConvolutionCase):
     check_gradients(convolution, make_convolution(case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvolutionCase("exchanged", "as many tokens for each group", T=64),
+        ConvolutionCase("exchanged_ragged", "a token more for some, a bias", T=55, bias=True),
+        ConvolutionCase("exchanged_few", "fewest tokens", T=19, W=3, activation=None),
+        ConvolutionCase("exchanged_two", "two taps, a slice of a fused projection", T=38, W=2, sliced=True),
+        ConvolutionCase("alone", "states, and a sum that is complete", T=50, state=0, bias=True),
+        ConvolutionCase("alone_fla", "states of W inputs, groups without tokens", T=3, state=1),
+        ConvolutionCase("alone_packed", "a packed sequence", lengths=(45,), state=1, W=3, bias=True),
+    ],
+    ids=str,
+)
+def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pytest.MonkeyPatch):
+    """Whose last gradients need the first ones of the next group, and which leaves no sums to add."""
+    config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
+    monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
+    monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
+    call = make_convolution(case)
+    check_gradients(convolution, call)
+    first, second = (gradients(convolution.func, call | {"backend": "triton"}) for _ in range(2))
+    assert all(same_bits(x, second[name]) for name, x in first.items())
 
 
 def test_output_goes_where_it_is_asked_for():

@@ -95,7 +95,7 @@ class Variant:
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
     Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost. `sequences`
     of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
-    step. `ranks`: of a process group, over which the sequences lie."""
+    step; `stated`: that convolution has states. `ranks`: of a process group, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -130,6 +130,7 @@ class Variant:
     T: int = 256
     taps: int = 4
     group: int = 1
+    stated: bool = True
 
     def architectures(self) -> tuple[int, ...]:
         return (90,) if self.backend == "hopper" else ARCHITECTURES
@@ -258,7 +259,7 @@ class Variant:
             call["checkpoint_every"] = self.every
         if self.checkpoints:
             call |= {f"checkpoint_{name}": index(N, 1) for name in ("offsets", "indices")}
-        if self.pool:
+        if self.pool or not self.stated:
             return short_convolution, call
         return short_convolution, call | {"initial_state": make(N, D, self.taps - 1), "output_final_state": True}
 
@@ -454,6 +455,7 @@ VARIANTS = (
     _convolution("fp32 W3", taps=3, dtype=torch.float32),
     _convolution("bf16 W4 backward", backward=True),
     _convolution("bf16 W2 backward, fixed length", taps=2, packed=False, backward=True),
+    _convolution("bf16 W4 backward, one tile", T=768, heads=32, packed=False, stated=False, backward=True),
     _fused("K128 V128 fp32"),
     _fused("K128 V128 bf16", state_dtype=torch.bfloat16),
     _fused("K128 V128 fp32, many", N=256),

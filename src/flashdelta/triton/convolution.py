@@ -1,5 +1,7 @@
 """Stage `convolution`: the short convolution and its backward pass. One CTA per (tile of `BT` tokens of a sequence, block of
-`BD` channels), whose threads hold a few channels each and go over the tokens in order, so that every input is read once.
+`BD` channels), whose threads hold a few channels each and go over the tokens in order, so that every input is read once. In the
+backward pass `GROUPS` groups of threads have the same channels and a part of the tile's tokens each, and add up their parts of
+the filters' gradients; where one tile has all tokens, no sums are left to another launch.
 
 Contract (`reference.convolution` is the definition), with `p[t] = bias + sum_j weight[j] x[t - (W - 1) + j]`:
 
@@ -37,11 +39,12 @@ def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
     packed sequences are chunk slots (`sequences.py: first_chunk_slot`): a tile may lie past its sequence's end."""
     blocks = tl.cdiv(D, BD)
     channel = (tl.program_id(0) % blocks) * BD + tl.arange(0, BD)
-    slot = (tl.program_id(0) // blocks).to(tl.int64)
+    slot = tl.program_id(0) // blocks
     if cu_seqlens is None:
-        n = slot // token_tiles
-        tile = slot % token_tiles
+        n = (slot // token_tiles).to(tl.int64)
+        tile = (slot % token_tiles).to(tl.int64)
     else:
+        slot = slot.to(tl.int64)
         n = slot * 0
         high = n + N - 1
         while n < high:
@@ -58,12 +61,17 @@ def own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD: tl.constexpr):
 
 
 @triton.jit
-def load_taps(weight, channel, D, W: tl.constexpr):
-    """The filters in fp32, a tensor for each of four taps; those before the first are zeros."""
+def load_filters(weight, channel, D, W: tl.constexpr):
+    """Four taps of each channel; those before the first are zeros."""
     tap = tl.arange(0, 4) - (4 - W)
     at = channel[:, None] * W + tap[None, :]
-    w = tl.load(weight + at, mask=(channel < D)[:, None] & (tap >= 0)[None, :], other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(w, (w.shape[0], 2, 2)))
+    return tl.load(weight + at, mask=(channel < D)[:, None] & (tap >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def taps_of(filters):
+    """A tensor in fp32 for each of the four taps. On the way are barriers, so all loads come first."""
+    even, odd = tl.split(tl.reshape(filters.to(tl.float32), (filters.shape[0], 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3
@@ -71,7 +79,7 @@ def load_taps(weight, channel, D, W: tl.constexpr):
 
 @triton.jit
 def only_if(mask, flag):
-    """The mask, nothing of it without the scalar `flag` (the interpreter takes no scalar for a mask)."""
+    """The mask, nothing of it without the `flag`, a scalar (the interpreter takes none for a mask) or of each group."""
     return mask & everywhere(mask.to(tl.int32), flag)
 
 
@@ -82,23 +90,35 @@ def load_input(rows, token_stride, position, inside, present):
 
 
 @triton.jit
-def load_first(rows, token_stride, start, count, inside, AHEAD: tl.constexpr):
+def load_first(rows, token_stride, count, inside, AHEAD: tl.constexpr):
     """The rows of the tokens that are loaded ahead of a tile's loop."""
     ahead = ()
     for i in tl.static_range(AHEAD):
-        ahead += (load_input(rows, token_stride, start + i, inside, count > i),)  # type: ignore[assignment]
+        ahead += (load_input(rows, token_stride, i, inside, count > i),)  # type: ignore[assignment]
     return ahead
 
 
 @triton.jit
-def load_before(
-    rows, token_stride, start, states, input_stride, tile, read, inside, BACK: tl.constexpr, L: tl.constexpr
-):
-    """The input `BACK` tokens before a tile in fp32: the sequence's, or at its start the state's."""
-    own = load_input(rows, token_stride, start - BACK, inside, tile > 0).to(tl.float32)
-    present = only_if(inside, (tile == 0) & (read != 0))
-    kept = tl.load(states + (L - BACK) * input_stride, mask=present, other=0.0).to(tl.float32)
-    return tl.where(only_if(inside, tile > 0), own, kept)
+def load_earlier(
+    rows, token_stride, states, input_stride, past, stated, inside, W: tl.constexpr, L: tl.constexpr
+):  # fmt: skip
+    """The inputs 1, 2 and 3 tokens before that of `rows` in fp32, as far as there are taps for them: the sequence's, of which
+    `past` are before it, or the state's. `stated`: whether any is the state's."""
+    x1 = load_input(rows, token_stride, -1, inside, past >= 1).to(tl.float32)
+    x2 = x1
+    x3 = x1
+    if W >= 3:
+        x2 = load_input(rows, token_stride, -2, inside, past >= 2).to(tl.float32)
+    if W >= 4:
+        x3 = load_input(rows, token_stride, -3, inside, past >= 3).to(tl.float32)
+    if stated:
+        last = states + (L - 1 + past) * input_stride
+        x1 += load_input(last, input_stride, 0, inside, past < 1).to(tl.float32)
+        if W >= 3:
+            x2 += load_input(last, input_stride, -1, inside, past < 2).to(tl.float32)
+        if W >= 4:
+            x3 += load_input(last, input_stride, -2, inside, past < 3).to(tl.float32)
+    return x1, x2, x3
 
 
 @triton.jit
@@ -160,36 +180,37 @@ def convolution_kernel(
         slot, read, stored = sequence_slot(
             state_indices, has_initial_state, n, end - begin, lowest, slots, has_initial, has_final
         )
-        w0, w1, w2, w3 = load_taps(weight, channel, D, W)
+        rows = x + batch * x_batch + channel
+        own = rows + start * x_token
+        count = tl.minimum(end - start, BT).to(tl.int32)
+        filters = load_filters(weight, channel, D, W)
+        ahead = load_first(own, x_token, count, inside, AHEAD)
+        states = initial + slot * initial_slot + channel * initial_channel
+        x1, x2, x3 = load_earlier(
+            own, x_token, states, initial_input, tile * BT, (tile == 0) & (read != 0), inside, W, L
+        )  # fmt: skip
         b = tl.zeros([BD], tl.float32)
         if bias is not None:
             b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-        rows = x + batch * x_batch + channel
-        states = initial + slot * initial_slot + channel * initial_channel
-        x1 = load_before(rows, x_token, start, states, initial_input, tile, read, inside, 1, L)
-        x2 = x1
-        x3 = x1
-        if W >= 3:
-            x2 = load_before(rows, x_token, start, states, initial_input, tile, read, inside, 2, L)
-        if W >= 4:
-            x3 = load_before(rows, x_token, start, states, initial_input, tile, read, inside, 3, L)
+        w0, w1, w2, w3 = taps_of(filters)
         if (tile == 0) & (stored != 0):
             store_last(
                 rows, x_token, initial, final, slot, slot, read, begin, end, channel, inside,
                 initial_slot, initial_channel, initial_input, final_slot, final_channel, final_input, L,
             )  # fmt: skip
-        count = tl.minimum(end - start, BT).to(tl.int32)
-        ahead = load_first(rows, x_token, start, count, inside, AHEAD)
         outputs = o + batch * o_batch + start * o_token + channel
         for first in range(0, count, AHEAD):
+            # one product a turn
+            from_first = own + first * x_token
+            to_first = outputs + first * o_token
             for i in tl.static_range(AHEAD):
                 t = first + i
-                later = load_input(rows, x_token, start + t + AHEAD, inside, count > t + AHEAD)
+                later = load_input(from_first, x_token, i + AHEAD, inside, count > t + AHEAD)
                 x0 = ahead[0].to(tl.float32)
                 p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
                 if SILU:
                     p *= quick_sigmoid(p)
-                tl.store(outputs + t * o_token, p.to(o.dtype.element_ty), mask=only_if(inside, count > t))
+                tl.store(to_first + i * o_token, p.to(o.dtype.element_ty), mask=only_if(inside, count > t))
                 x3 = x2
                 x2 = x1
                 x1 = x0
@@ -282,27 +303,45 @@ def convolution_checkpoints_kernel(
 
 
 @triton.jit
+def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W: tl.constexpr):
+    """Of the input `W - 1` tokens back."""
+    none = tl.zeros_like(p0)
+    if W == 4:
+        grad = filtered(none, w3, w2, w1, w0, p3, p2, p1, p0, 4)
+    elif W == 3:
+        grad = filtered(none, w3, w3, w2, w1, p3, p2, p1, p0, 3)
+    else:
+        grad = filtered(none, w3, w3, w3, w2, p3, p2, p1, p0, 2)
+    return grad
+
+
+@triton.jit
 def backward_turn(
-    first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start, D,
-    inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, has_initial, has_final,
+    first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state,
+    channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+    s0, s1, s2, s3, s_bias, has_initial, has_final,
     W: tl.constexpr, L: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """A token of a tile. `PLAIN`: `AHEAD` of them, all the tile's own, none of which meets a state: no branches, no selects."""
+    """A token of each group. `PLAIN`: `AHEAD` of them, all the groups' own, none of which meets a state: no branches, no
+    selects."""
     TOKENS: tl.constexpr = AHEAD if PLAIN else 1
+    found = ()
+    loaded = tl.minimum(live, steps)
+    # one product a turn
+    rows += first * x_token
+    grads += first * do_token
+    target += first * D
     for i in tl.static_range(TOKENS):
         t = first + i
-        coming = (live > t + AHEAD) & (steps > t + AHEAD)
-        later = load_input(rows, x_token, start + t + AHEAD, inside, coming)
-        later_grad = load_input(grads, do_token, start + t + AHEAD, inside, coming)
+        later = load_input(rows, x_token, i + AHEAD, inside, loaded > t + AHEAD)
+        later_grad = load_input(grads, do_token, i + AHEAD, inside, loaded > t + AHEAD)
         x0 = ahead[0].to(tl.float32)
         p0 = ahead_grads[0].to(tl.float32)
         if SILU:
             p = filtered(b, w0, w1, w2, w3, x3, x2, x1, x0, W)
             s = quick_sigmoid(p)
             p0 *= s * tl.fma(p, 1.0 - s, 1.0)
-        if not PLAIN:
-            p0 = tl.where(only_if(inside, (live > t) & (steps > t)), p0, 0.0)
-        if PLAIN or (tl.minimum(own, live) > t):
+        if PLAIN:
             if W >= 4:
                 s0 = tl.fma(p0, x3, s0)
             if W >= 3:
@@ -310,25 +349,38 @@ def backward_turn(
             s2 = tl.fma(p0, x1, s2)
             s3 = tl.fma(p0, x0, s3)
             s_bias += p0
-        # of the input W - 1 tokens back
-        none = tl.zeros_like(p0)
-        if W == 4:
-            grad = filtered(none, w3, w2, w1, w0, p3, p2, p1, p0, 4)
-        elif W == 3:
-            grad = filtered(none, w3, w3, w2, w1, p3, p2, p1, p0, 3)
         else:
-            grad = filtered(none, w3, w3, w3, w2, p3, p2, p1, p0, 2)
+            p0 = tl.where(only_if(inside, loaded > t), p0, 0.0)
+            # a product that does not count may be NaN
+            counts = only_if(inside, tl.minimum(own, live) > t)
+            if W >= 4:
+                s0 = tl.where(counts, tl.fma(p0, x3, s0), s0)
+            if W >= 3:
+                s1 = tl.where(counts, tl.fma(p0, x2, s1), s1)
+            s2 = tl.where(counts, tl.fma(p0, x1, s2), s2)
+            s3 = tl.where(counts, tl.fma(p0, x0, s3), s3)
+            s_bias = tl.where(counts, s_bias + p0, s_bias)
+        grad = gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W)
         back = t - (W - 1)
+        found += (p0,)  # type: ignore[assignment]
         if not PLAIN:
-            place = back - live + L  # in the state after the sequence
-            if has_final:
-                into = only_if(inside, (place >= 0) & (place < L) & (steps > t))
-                grad += tl.load(grad_final + in_state + place, mask=into, other=0.0).to(tl.float32)
             if (tile == 0) & (back < 0) & (has_initial != 0):
-                present = only_if(inside, steps > t)
-                tl.store(grad_initial + in_state + L + back, grad.to(grad_initial.dtype.element_ty), mask=present)
-        stored = only_if(inside, (back >= 0) & (PLAIN or steps > t))
-        tl.store(target + back * D, grad.to(target.dtype.element_ty), mask=stored)
+                # of the first group, in a layout that this branch alone takes
+                of_first = tl.sum(tl.where(group == 0, grad, 0.0), axis=0)
+                if has_final:
+                    place = back - length + L
+                    into = only_if(channels < D, (place >= 0) & (place < L))
+                    of_first += tl.load(grad_final + in_state + place, mask=into, other=0.0).to(tl.float32)
+                at = in_state + L + back
+                tl.store(grad_initial + at, of_first.to(grad_initial.dtype.element_ty), mask=channels < D)
+            if has_final:
+                place = back - live + L  # in the state after the sequence
+                into = only_if(inside, (place >= 0) & (place < L) & (steps > t))
+                grad += tl.load(grad_final + in_state[None, :] + place, mask=into, other=0.0).to(tl.float32)
+        stored = only_if(inside, back >= 0)
+        if not PLAIN:
+            stored = only_if(stored, steps > t)
+        tl.store(target + (i - (W - 1)) * D, grad.to(target.dtype.element_ty), mask=stored)
         x3 = x2
         x2 = x1
         x1 = x0
@@ -337,7 +389,17 @@ def backward_turn(
         p1 = p0
         ahead = ahead[1:] + (later,)
         ahead_grads = ahead_grads[1:] + (later_grad,)
-    return ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias
+    return ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, found
+
+
+@triton.jit
+def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W: tl.constexpr):
+    """What all groups have of the filters' gradients, always added in the same order."""
+    joined = tl.join(tl.join(s0, s2), tl.join(s1, s3))
+    total = tl.sum(tl.reshape(joined, (s0.shape[0], s0.shape[1], 4)), axis=0)
+    tap = tl.arange(0, 4) - (4 - W)
+    at = channel[:, None] * channel_stride + tap[None, :] * tap_stride
+    tl.store(to + at, total.to(to.dtype.element_ty), mask=(channel < D)[:, None] & (tap >= 0)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "has_initial", "has_final"])
@@ -352,6 +414,8 @@ def convolution_backward_kernel(
     dx,
     grad_initial,
     partials,
+    grad_weight,
+    grad_bias,
     has_initial,
     has_final,
     T,
@@ -366,49 +430,70 @@ def convolution_backward_kernel(
     W: tl.constexpr,
     L: tl.constexpr,
     BD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     AHEAD: tl.constexpr,
     SILU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """States and their gradients are dense. `partials [tiles, W (+ 1), D]` has each tile's part of the gradients of weight and
-    bias. The gradient of token `t` is there `W - 1` tokens later; those are worked out again by the next tile. Tokens past the
-    last sequence have the gradient 0."""
+    bias; without it the one tile stores them. Each group has as many of the tile's tokens as another, or one more. The gradient
+    of token `t` is there `W - 1` tokens later, which are the next group's: each group works them out again, or with `EXCHANGE`
+    takes from the next one what that has found for them (one tile of a whole sequence, no states, `AHEAD` tokens a group at
+    least). Tokens past the last sequence have the gradient 0."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    channel, n, tile, batch, begin, end = own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD)
-    inside = channel < D
+    channels, n, tile, batch, begin, end = own_tile(cu_seqlens, token_tiles, T, N, D, BT, BD)
+    channel = channels[None, :]
+    group = tl.arange(0, GROUPS)[:, None]
+    inside = (channel < D) & (group >= 0)
     start = begin + tile * BT
     live = end - start  # tokens from the tile's first to the sequence's last
     limit = live
     if cu_seqlens is not None:
         limit = tl.where(n == N - 1, T - start, live)
-    own = tl.minimum(limit, BT)
-    steps = own + (W - 1)
-    steps = tl.where((tile < 0) | ((tile > 0) & (own <= 0)), 0, steps)
-    live = tl.where(tile < 0, 0, live)
     # of what lies beyond the tile only that it does
-    own = own.to(tl.int32)
-    steps = steps.to(tl.int32)
+    tokens = tl.maximum(tl.minimum(limit, BT), 0).to(tl.int32)
     live = tl.minimum(live, BT + 8).to(tl.int32)
-    w0, w1, w2, w3 = load_taps(weight, channel, D, W)
-    b = tl.zeros([BD], tl.float32)
+    if tile < 0:
+        tokens = 0
+        live = 0
+    shortest = tokens // GROUPS
+    opens = tl.where(tile == 0, 1, 0)
+    most = tl.where((tokens > 0) | (tile == 0), (tokens + GROUPS - 1) // GROUPS + (W - 1), 0)
+    length = live
+    live_of_last = live - tokens * (GROUPS - 1) // GROUPS
+    # from here on of each group
+    skipped = tokens * group // GROUPS
+    own = tokens * (group + 1) // GROUPS - skipped
+    live = live - skipped
+    steps = own
+    if not EXCHANGE:
+        steps = tl.where((own > 0) | ((group == 0) & (opens != 0)), own + (W - 1), 0)
+    past = tile * BT + skipped
+    start = start + skipped
+    rows = x + batch * x_batch + start * x_token + channel
+    grads = do + batch * do_batch + start * do_token + channel
+    # tokens past a sequence's end are not read
+    loaded = tl.minimum(live, steps)
+    filters = load_filters(weight, channels, D, W)
+    ahead = load_first(rows, x_token, loaded, inside, AHEAD)
+    ahead_grads = load_first(grads, do_token, loaded, inside, AHEAD)
+    in_state = (n * D + channels) * L
+    stated = (tile == 0) & (has_initial != 0) & (not EXCHANGE)
+    before = only_if(inside, loaded > 0)
+    x1, x2, x3 = load_earlier(rows, x_token, initial + in_state[None, :], 1, past, stated, before, W, L)
+    b = tl.zeros([1, BD], tl.float32)
     if bias is not None:
-        b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    rows = x + batch * x_batch + channel
-    grads = do + batch * do_batch + channel
-    in_state = (n * D + channel) * L
-    states = initial + in_state
-    before = only_if(inside, live > 0)
-    x1 = load_before(rows, x_token, start, states, 1, tile, has_initial, before, 1, L)
-    x2 = x1
-    x3 = x1
-    if W >= 3:
-        x2 = load_before(rows, x_token, start, states, 1, tile, has_initial, before, 2, L)
-    if W >= 4:
-        x3 = load_before(rows, x_token, start, states, 1, tile, has_initial, before, 3, L)
+        b = tl.load(bias + channel, mask=channel < D, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = taps_of(filters)
+    w0 = w0[None, :]
+    w1 = w1[None, :]
+    w2 = w2[None, :]
+    w3 = w3[None, :]
     # gradients of earlier tokens' `p`, and the sums
-    p1 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([GROUPS, BD], tl.float32)
     p2 = p1
     p3 = p1
     s0 = p1
@@ -416,58 +501,92 @@ def convolution_backward_kernel(
     s2 = p1
     s3 = p1
     s_bias = p1
-    # tokens past a sequence's end are not read
-    ahead = load_first(rows, x_token, start, live, inside, AHEAD)
-    ahead_grads = load_first(grads, do_token, start, live, inside, AHEAD)
     target = dx + (batch * T + start) * D + channel
-    # loops of their own, so that what the plain one does not need takes no registers in it
-    opening = tl.where((tile == 0) & (has_initial != 0), W - 1, 0)
-    plain = opening + tl.maximum(tl.minimum(own, live - 1) - opening, 0) // AHEAD * AHEAD
-    for first in range(0, tl.minimum(opening, steps)):
-        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias = backward_turn(
-            first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start,
-            D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias,
-            has_initial, has_final, W, L, AHEAD, SILU, False,
+    if EXCHANGE:
+        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, found = backward_turn(
+            tokens * 0, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
+            in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+            s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, True,
         )  # fmt: skip
-    for first in range(opening, plain, AHEAD):
-        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias = backward_turn(
-            first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start,
-            D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias,
-            has_initial, has_final, W, L, AHEAD, SILU, True,
-        )  # fmt: skip
-    for first in range(plain, steps):
-        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias = backward_turn(
-            first, tile, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state, x_token, do_token, start,
-            D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias,
-            has_initial, has_final, W, L, AHEAD, SILU, False,
-        )  # fmt: skip
-    if L == W:  # noqa: SIM102 (a constant, and what is known when it runs)
+        plain = shortest // AHEAD * AHEAD
+        for first in range(AHEAD, plain, AHEAD):
+            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
+                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
+                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+                s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, True,
+            )  # fmt: skip
+        for first in range(plain, (tokens + GROUPS - 1) // GROUPS):
+            last1, last2, last3 = p1, p2, p3  # of groups that are done
+            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
+                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
+                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+                s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, False,
+            )  # fmt: skip
+            p1 = tl.where(own > first, p1, last1)
+            p2 = tl.where(own > first, p2, last2)
+            p3 = tl.where(own > first, p3, last3)
+        # the first gradients of `p` of the next group; past the sequence there are none
+        target += own.to(tl.int64) * D
+        following = tl.broadcast_to(tl.minimum(group + 1, GROUPS - 1), (GROUPS, BD))
+        for i in tl.static_range(W - 1):
+            p0 = tl.where(group < GROUPS - 1, tl.gather(found[i], following, axis=0), 0.0)
+            grad = gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W)
+            tl.store(target + (i - (W - 1)) * D, grad.to(dx.dtype.element_ty), mask=inside)
+            p3 = p2
+            p2 = p1
+            p1 = p0
+    else:
+        # loops of their own, so that what the plain one does not need takes no registers in it
+        opening = tl.where((tile == 0) & (has_initial != 0), W - 1, 0)
+        plain = opening + tl.maximum(tl.minimum(shortest, live_of_last - (L - W + 1)) - opening, 0) // AHEAD * AHEAD
+        for first in range(0, tl.minimum(opening, most)):
+            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
+                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
+                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+                s0, s1, s2, s3, s_bias, has_initial, has_final, W, L, AHEAD, SILU, False,
+            )  # fmt: skip
+        for first in range(opening, plain, AHEAD):
+            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
+                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
+                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+                s0, s1, s2, s3, s_bias, has_initial, has_final, W, L, AHEAD, SILU, True,
+            )  # fmt: skip
+        for first in range(plain, most):
+            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
+                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
+                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
+                s0, s1, s2, s3, s_bias, has_initial, has_final, W, L, AHEAD, SILU, False,
+            )  # fmt: skip
+    if L == W and not EXCHANGE:  # noqa: SIM102 (a constant, and what is known when it runs)
         # the oldest input of the state only ever becomes that of a sequence without tokens
         if (tile == 0) & (has_initial != 0):
-            passed = only_if(inside, (live <= 0) & (has_final != 0))
+            passed = only_if(channels < D, (begin >= end) & (has_final != 0))
             grad = tl.load(grad_final + in_state, mask=passed, other=0.0)
-            tl.store(grad_initial + in_state, grad.to(grad_initial.dtype.element_ty), mask=inside)
-    COLUMNS: tl.constexpr = W if bias is None else W + 1
-    sums_at = partials + (tl.program_id(0) // tl.cdiv(D, BD)).to(tl.int64) * COLUMNS * D + channel
-    if W >= 4:
-        tl.store(sums_at, s0, mask=inside)
-    if W >= 3:
-        tl.store(sums_at + (W - 3) * D, s1, mask=inside)
-    tl.store(sums_at + (W - 2) * D, s2, mask=inside)
-    tl.store(sums_at + (W - 1) * D, s3, mask=inside)
-    if bias is not None:
-        tl.store(sums_at + W * D, s_bias, mask=inside)
+            tl.store(grad_initial + in_state, grad.to(grad_initial.dtype.element_ty), mask=channels < D)
+    if partials is None:
+        store_sums(grad_weight, channels, W, 1, D, s0, s1, s2, s3, W)
+        if bias is not None:
+            total = tl.sum(s_bias, axis=0)
+            tl.store(grad_bias + channels, total.to(grad_bias.dtype.element_ty), mask=channels < D)
+    else:
+        COLUMNS: tl.constexpr = W if bias is None else W + 1
+        sums_at = partials + (tl.program_id(0) // tl.cdiv(D, BD)).to(tl.int64) * COLUMNS * D
+        store_sums(sums_at, channels, 1, D, D, s0, s1, s2, s3, W)
+        if bias is not None:
+            tl.store(sums_at + W * D + channels, tl.sum(s_bias, axis=0), mask=channels < D)
 
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """`BT`: tokens of a tile, `BD`: its channels; `ahead`: tokens that a thread loads ahead."""
+    """`BT`: tokens of a tile, `BD`: its channels; `ahead`: tokens that a thread loads ahead; `groups` of threads that share the
+    tile's tokens (backward)."""
 
     BT: int
     BD: int
     num_warps: int
     ahead: int
     max_registers: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -480,25 +599,59 @@ class Form:
     max_registers: int
     ctas: int
 
+    def channels(self, problem: Problem) -> int:
+        """Of a warp whose threads all have channels of their own."""
+        return 32 * self.bytes // problem.dtype.itemsize
 
-FORWARD, BACKWARD = Form(8, 2, 4, 96, 10), Form(16, 1, 4, 255, 8)
+
+FORWARD, BACKWARD, ALONE = Form(8, 2, 4, 96, 10), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
+"""`ALONE`: of the backward pass with all tokens in a tile. Six tokens ahead would spill where there are states."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 128
-"""Of a tile: each reads `W - 1` tokens of the one before, and backward leaves sums to add."""
+"""Of a group of a tile: each reads `W - 1` tokens of the one before."""
+
+NARROWEST = 64
+"""Bytes of a row that a CTA of the backward pass reads at least: two sectors."""
+
+MOST_AT_ONCE = 512
+"""Tokens of a group, if one tile has all tokens."""
 
 
 def convolution_config(
     problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
 ) -> ConvolutionConfig:
-    """Tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS`."""
+    """Tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS` a group."""
+    alone = one_tile(problem, device, form or ALONE) if backward else None
+    if alone is not None:
+        return alone
     form = form or (BACKWARD if backward else FORWARD)
-    wide = 32 * form.bytes // problem.dtype.itemsize
-    BD = max(32, min(form.warps * wide, triton.next_power_of_2(problem.D)))
-    wave, blocks, tokens = sm_count(device) * form.ctas, -(-problem.D // BD), problem.B * problem.T
-    waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS)))
-    BT = -(-tokens // max(1, wave * waves // blocks))
-    BT = max(FEWEST_TOKENS, -(-BT // form.ahead) * form.ahead)
-    return ConvolutionConfig(BT, BD, max(1, BD // wide), form.ahead, form.max_registers)
+    wide, wave, tokens = form.channels(problem), sm_count(device) * form.ctas, problem.B * problem.T
+    warps, groups, whole = form.warps, 1, triton.next_power_of_2(problem.D)
+    if backward:
+        narrowest = NARROWEST // problem.dtype.itemsize
+        BD = max(narrowest, min(4 * narrowest, whole))
+        groups = wide * warps // BD
+    else:
+        BD = max(32, min(warps * wide, whole))
+        warps = max(1, BD // wide)
+    blocks = -(-problem.D // BD)
+    waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS * groups)))
+    BT, unit = -(-tokens // max(1, wave * waves // blocks)), form.ahead * groups
+    BT = max(FEWEST_TOKENS * groups, -(-BT // unit) * unit)
+    return ConvolutionConfig(BT, BD, warps, form.ahead, form.max_registers, groups)
+
+
+def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionConfig | None:
+    """A tile with all tokens, which leaves no sums to add, if blocks of some channels fill one wave."""
+    wave, most = sm_count(device) * form.ctas, form.warps * form.channels(problem)
+    BD = triton.next_power_of_2(-(-problem.D // wave))
+    BD = max(NARROWEST // problem.dtype.itemsize, min(most, BD))
+    groups = most // BD
+    if problem.B > 1 or problem.packed or not 0.85 * wave < -(-problem.D // BD) <= wave:
+        return None
+    if groups * MOST_AT_ONCE < problem.T:
+        return None
+    return ConvolutionConfig(max(1, problem.T), BD, form.warps, form.ahead, form.max_registers, groups)
 
 
 def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
@@ -514,8 +667,8 @@ DENSE = ("weight", "bias", "cu_seqlens", "state_indices", "has_initial_state")
 MARKS = ("checkpoint_offsets", "checkpoint_indices")
 
 
-def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool) -> dict[str, object]:
-    sizes = dict(W=problem.taps, L=problem.state_length, BD=c.BD, AHEAD=c.ahead)
+def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool, **of_backward: object) -> dict[str, object]:
+    sizes = {"W": problem.taps, "L": problem.state_length, "BD": c.BD, **of_backward, "AHEAD": c.ahead}
     return {**sizes, "SILU": problem.activation == "silu", "OVERLAP": overlaps}
 
 
@@ -595,26 +748,30 @@ def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: 
     dh0 = None
     if t.initial_state is not None:
         dh0 = outputs.allocate("initial_state", Result(tuple(t.initial_state.shape), problem.state_dtype))
+    dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
+    dbias = None if t.bias is None else outputs.allocate("bias", Result((problem.D,), t.bias.dtype))
     columns = problem.taps + (t.bias is not None)
-    partials = new((tiles, columns, problem.D), torch.float32, t.device)
+    # a tile alone has the whole sums
+    partials = None if tiles == 1 else new((tiles, columns, problem.D), torch.float32, t.device)
+    exchange = tiles == 1 and dh0 is None and dht is None and not problem.packed and c.ahead * c.groups <= problem.T
     yield Launch(
         convolution_backward_kernel,
         tiles * -(-problem.D // c.BD),
         (
             *(read["x"], dense["weight"], dense["bias"], or_absent(dense["initial_state"], absent)),
             *(dense["cu_seqlens"], read["do"], or_absent(dht, absent), dx, or_absent(dh0, absent), partials),
+            *((dweight, dbias) if partials is None else (None, None)),
             *(int(dh0 is not None), int(dht is not None), problem.T, problem.N, problem.D, one, c.BT),
             *(*read["x"].stride()[:2], *read["do"].stride()[:2]),
         ),
-        constants(problem, c, overlaps),
+        constants(problem, c, overlaps, GROUPS=c.groups, EXCHANGE=exchange),
         c.num_warps,
         c.max_registers,
         overlaps,
-        scratch=(partials,),
+        scratch=() if partials is None else (partials,),
     )
-    dweight = outputs.allocate("weight", Result(tuple(t.weight.shape), t.weight.dtype))
-    dbias = None if t.bias is None else outputs.allocate("bias", Result((problem.D,), t.bias.dtype))
-    yield sums(partials, dweight, dbias, overlaps)
+    if partials is not None:
+        yield sums(partials, dweight, dbias, overlaps)
 
 
 def or_absent(x: Tensor | None, absent: Tensor) -> Tensor:
