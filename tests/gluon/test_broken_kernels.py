@@ -31,7 +31,16 @@ from flashdelta.triton.segments import compose_kernel
 from ..gpu.calls import KIMI
 from ..support.decoding_checks import HOPPER_REPLAYED, WHOLE_HEADS
 from ..support.fused_checks import HOPPER_FUSED, check_fused
-from . import checks, test_backward, test_chunk, test_decode, test_fused, test_trials, test_unbounded_steps
+from . import (
+    checks,
+    test_backward,
+    test_chunk,
+    test_decode,
+    test_fused,
+    test_steps,
+    test_trials,
+    test_unbounded_steps,
+)
 from .interpreter import hopper_on_cpu, interpreted
 
 pytestmark = pytest.mark.slow
@@ -63,6 +72,11 @@ def fine_factors() -> None:
 def fitting_steps() -> None:
     with test_unbounded_steps.unbounded_steps():
         checks.check_steps(replace(test_unbounded_steps.SMALL, T=70, memory="long"))
+
+
+def steps_over_ranks() -> None:
+    with test_unbounded_steps.unbounded_steps():
+        test_steps.test_ranks_find_what_one_finds("through all, V first", None)
 
 
 def packed() -> None:
@@ -232,6 +246,11 @@ FAULTS = [
         in_long_segments,
     ),
     Break("the initial state of another segment", segments.scan, "(place == 0)", "(place == 1)", in_segments),
+    Break("tiles of chunks", segments.fetch, "1 if STEPS else 2", "2", steps_over_ranks),
+    Break("decays of chunks", segments.fetch, "4 * K if STEPS else K", "K", steps_over_ranks),
+    Break("decays of the first step", segments.step, "STEP + KH, ACC", "0 + KH, ACC", steps_over_ranks),
+    Break("a product of the step is not there yet", segments.step, "wait(0, deps", "wait(1, deps", steps_over_ranks),
+    Break("half a state is not there yet", segments.step, "wait(1, deps", "wait(2, deps", steps_over_ranks),
     *(
         Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)
         for nth in range(3)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
+import flashdelta as fd
 from flashdelta.hopper import build, recurrence
+from flashdelta.parallel import context_parallel
 from flashdelta.testing.cases import BF16, FP32, Case, case_id
+from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import (
     assert_close,
     covered_tokens,
+    float64,
+    poisoned_memory,
     relative_error,
     same_bits,
     tolerance_of,
     truth,
 )
+from flashdelta.testing.virtual import on_ranks
 
-from ..gpu.calls import KIMI, assert_same_bits, on_gpu
+from ..gpu.calls import KIMI, UNBOUNDED, assert_same_bits, on_gpu
 from ..support.buffers import CASES, BufferCase, buffer_call, buffer_id, buffer_truth
 from ..support.pools import CHECKPOINT_POOLS, PLAIN_POOLS, PoolCase, pool_call, pool_id, pool_truth
+from ..support.ranks import Cut
 from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_errors, poisoned, steps_call
 from .interpreter import hopper_on_cpu
@@ -129,3 +139,84 @@ def test_buffers(buffer_case: BufferCase):
     for name, wanted in (("checkpoint_states", want.buffer), ("final_state", want.final), ("state_pool", want.pool)):
         if name in call:
             assert_close(name, call[name], wanted, tolerance_of(call) + 4e-3)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+LONG = replace(SMALL, memory="long")
+OVER_RANKS = {
+    "packed, GVA": (replace(LONG, lengths=(40, 0, 171, 13)), 2),
+    "through all, V first": (replace(LONG, H=2, V=128, lengths=(210,), v_first=True), 3),
+    "K64, states in bf16": (replace(LONG, K=64, lengths=(30, 162), state=BF16), 3),
+    "unbounded": (replace(UNBOUNDED, H=1, HV=2, V=64, lengths=(20, 172), state=FP32, memory="long"), 3),
+    "forgetful": (replace(UNBOUNDED, H=1, HV=1, V=64, lengths=(20, 172), state=FP32, memory="new"), 3),
+    "no states": (replace(LONG, lengths=(70, 80), state=None), 2),
+}
+
+
+@pytest.mark.parametrize("sms", [None, 1])
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_ranks_find_what_one_finds(name: str, sms: int | None):
+    case, ranks = OVER_RANKS[name]
+    call = steps_call(case) | {"output_final_state": True}
+    cut, exact = Cut(call, ranks), Cut(float64(call), 1).whole(backend="reference")
+    with mock.patch.object(build, "outgoing", wraps=build.outgoing) as ran, poisoned_memory(), hopper_on_cpu(sms=sms):
+        found = cut.over_ranks()
+    assert [x.kwargs for x in ran.call_args_list] == [{"steps": True}] * ranks
+    for key, x in exact.items():
+        assert_close(key, found[key], x, tolerance_of(call))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("K", [128, 64])
+def test_the_second_of_two_ranks_goes_on_to_the_bit(K: int, v_first: bool):
+    """After a whole chunk: the state that leaves the first is the one that one GPU has there."""
+    cut = Cut(steps_call(replace(LONG, K=K, lengths=(6, 134), v_first=v_first)) | {"output_final_state": True}, 2)
+    found, wanted = cut.over_ranks(), cut.whole()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
+
+
+def test_many_heads_over_ranks(monkeypatch: pytest.MonkeyPatch):
+    """As many as it takes, without a word about splits."""
+    monkeypatch.undo()
+    call = steps_call(replace(LONG, H=48, HV=48, lengths=(6, 134))) | {"output_final_state": True, "split": "auto"}
+    cut = Cut(call, 2)
+    with mock.patch.object(build, "prepare_steps", wraps=build.prepare_steps) as ran:
+        found = cut.over_ranks()
+    assert ran.call_count == 2
+    assert all(same_bits(found[name], x) for name, x in cut.whole().items())
+
+
+def test_batch_rows_over_ranks():
+    call = steps_call(replace(LONG, B=2, T=150)) | {"output_final_state": True}
+    wanted = fd.chunk_kda(**float64(call) | {"backend": "reference"})
+
+    def run(group):
+        tokens = slice(0, 64) if group.rank() == 0 else slice(64, 150)
+        own = {name: call[name][:, tokens] for name in TOKEN_TENSORS}
+        return fd.chunk_kda(**call | own, group=group)
+
+    (first, _), (second, final_state) = on_ranks(2, run)
+    assert_close("o", torch.cat([first, second], dim=1), wanted[0], tolerance_of(call))
+    assert_close("final_state", final_state, wanted[1], tolerance_of(call))
+
+
+def test_a_pool_over_ranks():
+    call = steps_call(replace(LONG, lengths=(60, 0, 132))) | {"output_final_state": True}
+    exact = Cut(float64(call), 1).whole(backend="reference")["final_state"]
+    cut, states = Cut(call, 2), call["initial_state"]
+    without = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
+
+    def run(group) -> Tensor:
+        context = context_parallel(call["cu_seqlens"], group=group)
+        pool = states.clone()
+        slots = torch.tensor(cut.sequences(context.rank))
+        fd.chunk_kda(**Cut(without, 2).local(context), state_pool=pool, state_indices=slots)
+        return pool
+
+    for pool, ended in zip(on_ranks(2, run), (0, 2)):
+        for n in range(3):
+            if n == ended:
+                assert_close("pool", pool[n], exact[n], tolerance_of(call))
+            else:
+                assert same_bits(pool[n], states[n])

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from flashdelta.testing.inputs import TOKEN_TENSORS
+from flashdelta.testing.cases import BF16, FP32, Case
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import float64, same_bits
 from flashdelta.testing.processes import on_processes
 
@@ -69,6 +70,18 @@ def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
     cut = cut_of(replace(KIMI, name="ranks_bits", lengths=(64 * 8 * 4,)), ranks, backend)
     found, wanted = cut.over_ranks(), cut.whole(split=ranks)
     assert all(same_bits(found[name], wanted[name]) for name in ("o", "final_state", *TOKEN_TENSORS))
+
+
+def test_virtual_ranks_of_many_heads(model: Case, other_backend: str):
+    """In steps of 32 tokens. Where the first of two has whole chunks, the second goes on from the bits that one GPU has."""
+    case = replace(model, name="ranks_steps", H=48, HV=48, lengths=(8, 1160), state=FP32, memory="long")
+    cut = Cut(make_call(case, BF16, "cuda") | {"output_final_state": True, "backend": other_backend}, RANKS)
+    whole, truth = cut.whole(), Cut(float64(cut.call), 1).whole(backend="reference")
+    found = cut.over_ranks()
+    assert all(same_bits(found[name], x) for name, x in whole.items())
+    for name, x in replace(cut, ranks=4).over_ranks().items():
+        own, plain = error(x, truth[name]), error(whole[name], truth[name])
+        assert own <= WORSE * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
 
 
 @pytest.fixture(scope="module", params=["hopper", "triton"])

@@ -26,6 +26,7 @@ from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Cas
 from flashdelta.testing.decoding import BY_NAME, make_step
 from flashdelta.testing.inputs import make_call, meta_call, on_meta
 from flashdelta.testing.oracle import as_recurrent
+from flashdelta.tools.compile import over_ranks
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
@@ -350,6 +351,14 @@ def test_steps_for_many_heads(changes: dict, options: dict, wanted: bool):
     call["q"].requires_grad_(call.pop("requires_grad", False))
     problem, t = check(fd.chunk_kda, **call)
     assert in_steps(problem, room(problem, t.device)) == wanted
+
+
+@pytest.mark.parametrize(("heads", "split", "wanted"), [(64, "auto", True), (47, "auto", False), (64, 2, False)])
+def test_ranks_take_steps_as_one_gpu_does(heads: int, split: str | int, wanted: bool):
+    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads)) | {"split": split})
+    launches = build(*over_ranks(problem, t, 2), 90).launches
+    steps = [x.constants["STEPS"] for x in launches if isinstance(x, Launch) and "STEPS" in x.constants]
+    assert steps == ([wanted] * len(steps)) and len(steps) >= 2
 
 
 @pytest.mark.parametrize(("heads", "kept", "wanted"), [(31, False, 2), (32, False, 1), (32, True, 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -59,23 +60,24 @@ def in_steps(problem: Problem, room: int) -> bool:
     """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`), with `room` for so many transitions.
 
     Neither lengths nor sequences count: the bits of a sequence are its own. So a call with K = 128 that would be split if
-    only its sequences were longer keeps its chunks, as does what the backward pass will compute again."""
+    only its sequences were longer keeps its chunks, as does what the backward pass will compute again. Over ranks the same."""
     whole = problem.split == 1 or (problem.split == AUTO and (room == 0 or problem.K == 64))
-    plain = problem.ranks == 1 and not problem.return_intermediate_states and not problem.requires_grad
+    plain = not problem.return_intermediate_states and not problem.requires_grad
     inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm and (problem.K == 128 or problem.safe_gate)
     return STEPS_FROM[problem.K] <= problem.HV and whole and plain and inputs
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     """The launches that run a call of whole sequences, in order."""
-    if in_steps(problem, room(problem, t.device)):
-        call = StageCall(problem, t, arch, Workspace.allocate(steps_layout(problem), t.device))
-        return [prepare_steps(call), recurrence(call, outputs["o"], outputs.get("final_state"), None, steps=True)]
-    wanted = {**layout(problem), **split_layout(problem, t.device)}
+    steps = in_steps(problem, room(problem, t.device))
+    wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
     call = StageCall(problem, t, arch, Workspace.allocate(wanted, t.device))
     final_state = outputs.get("final_state")
-    prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
+    prepared = prepare_steps(call) if steps else prepare(call)
+    carried, stored = list[Step](), list[Launch]()
     if problem.ranks > 1:
-        carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
+        transition = functools.partial(outgoing, steps=steps)
+        carried, call, final_state, stored = around_recurrence(call, transition, outputs)
     split = before_segments(call, final_state)
-    return [prepared, *carried, *split, recurrence(call, outputs["o"], final_state, outputs.get("h")), *stored]
+    last = recurrence(call, outputs["o"], final_state, outputs.get("h"), steps=steps)
+    return [prepared, *carried, *split, last, *stored]

@@ -2,7 +2,8 @@
 
 A transition is the affine map `S' = M S + b` from the state before a segment to the state after it, found for every segment but
 a sequence's last. A tile is a (segment, value head, slice of 64 of the K + V columns of M and b); a persistent CTA per SM does
-every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` leaves. It is `recurrence` without output.
+every n-th. Contract: as `triton/segments.py`, from the tiles that `prepare` leaves, or with `STEPS` those of
+`prepare_steps`. It is `recurrence` without output.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..triton.segments import compose
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
+    ACC_HALF,
     BV,
     LEFT,
     LINES,
@@ -35,13 +37,14 @@ from .device.layouts import (
     loader_offsets,
     store_halves,
 )
-from .device.math import mma, mma_first, wide
+from .device.math import column_halves, mma, mma_first, wide
 from .device.pipeline import make_decision, make_ring
 from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
 from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
+from .recurrence import rows_of_step
 
 
 @gluon.jit
@@ -123,15 +126,19 @@ def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
 
 
 @gluon.jit
-def fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr):
-    """Asks for `-w`, `kg`, `inverse`, v and decays of chunk `i` of a span."""
+def fetch(
+    sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr, STEPS: gl.constexpr
+):
+    """Asks for `-w`, `kg` (in steps `kb`), `inverse`, v and decays of chunk `i` of a span."""
     tiles_d, decay, v = sources
     row, in_v, key, in_head, v_token, slice_ = offsets
     KH: gl.constexpr = K // 64
     stage, full = ring.acquire(iteration)
     ring.expect(full)
     chunk = (slot + i).to(gl.int32) * scheduler.HV + tile.head
-    at = chunk * ((3 * KH + 2) * 64)
+    TILES: gl.constexpr = 3 * KH + (1 if STEPS else 2)
+    DECAYS: gl.constexpr = 4 * K if STEPS else K
+    at = chunk * (TILES * 64)
     for t in gl.static_range(KH):
         copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
         copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], full, ring.tile(stage, KH + t))
@@ -141,23 +148,23 @@ def fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offse
     count = gl.where(slice_ >= 0, (stop - token).to(gl.int32), 0)
     rows = v + (in_head + wide(token, v_token) * 8)
     copy_async(ring.rows.index(stage), rows + in_v, mask=(row < count)[:, None])
-    copy_async(ring.decay.index(stage), decay + chunk * K + key)
+    copy_async(ring.decay.index(stage), decay + chunk * DECAYS + key)
     ring.commit(full)
 
 
 @gluon.jit
-def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr):
+def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
     unless that forgets."""
     slice_ = transition_slice(scheduler, border, K) - K // BV
-    row, in_v, key = loader_offsets(strides[1], K)
+    row, in_v, key = loader_offsets(strides[1], K, STEPS)
     at = (row, in_v, key, slice_)
     count = transition_count(scheduler, border, K)
     if decision is None:
         iteration = 0
         for k in range(count):
             tile, _place, wanted = transition(scheduler, border, k, K)
-            iteration = load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K)
+            iteration = load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K, STEPS)
     else:
         if count > 0:
             tile, _place, wanted = transition(scheduler, border, 0, K)
@@ -165,9 +172,9 @@ def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr):
             if tried:
                 offsets = tile_offsets(tile, at, strides)
                 last = wanted - 1
-                fetch(sources, ring, tile.slot, tile.begin, last, tile.end, 0, scheduler, tile, offsets, K)
+                fetch(sources, ring, tile.slot, tile.begin, last, tile.end, 0, scheduler, tile, offsets, K, STEPS)
                 wanted = gl.where(decision.wait(), 0, wanted)
-            load_chunks(sources, ring, scheduler, tile, wanted, tried.to(gl.int32), at, strides, K)
+            load_chunks(sources, ring, scheduler, tile, wanted, tried.to(gl.int32), at, strides, K, STEPS)
 
 
 @gluon.jit
@@ -180,7 +187,7 @@ def tile_offsets(tile, at, strides):
 
 
 @gluon.jit
-def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K: gl.constexpr):
+def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """All chunks of the transition, if any is wanted."""
     offsets = tile_offsets(tile, at, strides)
     start = tile.begin
@@ -188,7 +195,7 @@ def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, 
     for span in range(0, gl.where(wanted > 0, tile.num_spans, 0)):
         stop, chunks, low, high = scheduler.span(tile, span, start, slot)
         for i in range(low, high):
-            fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K)
+            fetch(sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K, STEPS)
             iteration += 1
         slot += chunks
         start = stop
@@ -208,18 +215,23 @@ def compute(
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     """The consumer: four warps that carry 64 columns of M or b, transposed, from chunk to chunk."""
     slice_ = transition_slice(scheduler, border, K)
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
-    column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LINES))
+    STATE: gl.constexpr = ACC if STEPS else LINES
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, STATE))
+    column = slice_ * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
     at = (slice_, column, key)
     count = transition_count(scheduler, border, K)
     if decision is None:
         iteration = 0
         for k in range(count):
             tile, place, chunks = transition(scheduler, border, k, K)
-            iteration = scan(ring, results, states, at, border, tile, place, chunks, iteration, K, V, V_FIRST, False)
+            iteration = scan(
+                *(ring, results, states, at, border, tile, place, chunks, iteration),
+                *(K, V, V_FIRST, False, STEPS),
+            )
     else:
         # at most one: the plan has no more transitions than fit at once. A loop over more would keep in registers, beside its
         # state, what each of them needs again
@@ -233,11 +245,46 @@ def compute(
                 state0, state1, forgotten = trial(ring, s, K, K // 64, 2 * (K // 64))
                 ring.release(s)
                 decision.make(forgotten)
-                store_columns(results, at, border, tile, state0, state1, forgotten.to(gl.int32), K, V)
+                store_columns(results, at, border, tile, state0, state1, forgotten.to(gl.int32), K, V, STEPS)
             if chunks > 0:
                 gl.store(forgets + tile.segment, forgotten.to(gl.int32))
             if not forgotten:
-                scan(ring, results, states, at, border, tile, place, chunks, tried.to(gl.int32), K, V, V_FIRST, True)
+                scan(
+                    *(ring, results, states, at, border, tile, place, chunks, tried.to(gl.int32)),
+                    *(K, V, V_FIRST, True, STEPS),
+                )
+
+
+@gluon.jit
+def step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+    """The columns after step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: `recurrence`'s, to the bit."""
+    W: gl.constexpr = 0
+    KB: gl.constexpr = KH
+    half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
+    inverse = rows_of_step(ring, s, 2 * KH, STEP).slice(0, 32, 1)
+    v_new_t = mma_first(v_t, inverse.permute((1, 0)), half_zero)
+    state0 = state0 * ring.decays(s, 2 * KH * STEP, ACC)
+    left0 = as_left(state0)
+    v_new_t = mma(left0, rows_of_step(ring, s, W, STEP).permute((1, 0)), v_new_t)
+    if KH == 2:
+        state1 = state1 * ring.decays(s, 2 * KH * STEP + 1, ACC)
+        left1 = as_left(state1)
+        v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
+        v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
+    else:
+        v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
+    v_new_left = as_left(v_new_t)
+    state0 = mma(v_new_left, rows_of_step(ring, s, KB, STEP), state0)
+    if KH == 2:
+        state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
+        state0 = warpgroup_mma_wait(1, deps=[state0])
+        state0 = state0 * ring.decays(s, 2 * KH * STEP + KH, ACC)
+        state1, v_new_left = warpgroup_mma_wait(0, deps=[state1, v_new_left])
+        state1 = state1 * ring.decays(s, 2 * KH * STEP + KH + 1, ACC)
+    else:
+        state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
+        state0 = state0 * ring.decays(s, 2 * KH * STEP + KH, ACC)
+    return state0, state1
 
 
 @gluon.jit
@@ -255,6 +302,7 @@ def scan(
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     TRIED: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     """The transition's columns, chunk by chunk, from `iteration` on. `TRIED`: after a trial, which may have run."""
     initial_state, state_pitch, has_initial, has_final, pool = states
@@ -274,42 +322,52 @@ def scan(
     )
     read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
     in_states = own * state_pitch + state_offsets(tile.head * (K * V), column - K, key, K, V, V_FIRST)
-    state0, state1 = load_halves(initial_state, in_states, NEXT, read, K)
-    state0 += from_lines(gl.where(column[:, None] == key[None, :], 1.0, 0.0), ACC)
-    state1 += from_lines(gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0), ACC)
+    state0, state1 = load_halves(initial_state, in_states, NEXT, read, K, STEPS)
+    unit0 = gl.where(column[:, None] == key[None, :], 1.0, 0.0)
+    state0 += unit0 if STEPS else from_lines(unit0, ACC)
+    unit1 = gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0)
+    state1 += unit1 if STEPS else from_lines(unit1, ACC)
     for _i in range(chunks):
-        left0 = as_left(state0, False)
-        if KH == 2:
-            left1 = as_left(state1, False)
-        s = ring.wait(iteration)
-        v_t = ring.rows.index(s).permute((1, 0)).load(LEFT)
-        v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
-        # w is stored negated
-        v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
-        if KH == 2:
-            v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-        state0 = state0 * ring.decays(s, 0, ACC)
-        if KH == 2:
-            state1 = state1 * ring.decays(s, 1, ACC)
-            v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
+        if STEPS:
+            s = ring.wait(iteration)
+            v_first, v_later = column_halves(ring.rows.index(s).permute((1, 0)).load(LEFT), LEFT)
+            state0, state1 = step(ring, s, 0, state0, state1, v_first, KH)
+            state0, state1 = step(ring, s, 1, state0, state1, v_later, KH)
         else:
-            v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
-        # LLVM may round element by element, and pair them afterwards
-        v_new_left = as_left(v_new_t, TRIED)
-        state0 = mma(v_new_left, ring.tile(s, KG), state0)
-        if KH == 2:
-            state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
-            state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
-        else:
-            state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
+            left0 = as_left(state0, False)
+            if KH == 2:
+                left1 = as_left(state1, False)
+            s = ring.wait(iteration)
+            v_t = ring.rows.index(s).permute((1, 0)).load(LEFT)
+            v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
+            # w is stored negated
+            v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
+            if KH == 2:
+                v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+            state0 = state0 * ring.decays(s, 0, ACC)
+            if KH == 2:
+                state1 = state1 * ring.decays(s, 1, ACC)
+                v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
+            else:
+                v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
+            # LLVM may round element by element, and pair them afterwards
+            v_new_left = as_left(v_new_t, TRIED)
+            state0 = mma(v_new_left, ring.tile(s, KG), state0)
+            if KH == 2:
+                state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+                state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
+            else:
+                state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
         ring.release(s)
         iteration += 1
-    store_columns(results, at, border, tile, state0, state1, (chunks > 0).to(gl.int32), K, V)
+    store_columns(results, at, border, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
     return iteration
 
 
 @gluon.jit
-def store_columns(results, at, border, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr):
+def store_columns(
+    results, at, border, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr
+):
     """The CTA's 64 columns of M or b."""
     transitions, offsets = results
     slice_, column, key = at
@@ -317,10 +375,10 @@ def store_columns(results, at, border, tile, state0, state1, wanted, K: gl.const
     B_PITCH: gl.constexpr = K * V if border is None else (K + V) * K
     if slice_ * BV < K:
         in_M = state_offsets(tile.segment * M_PITCH, column, key, K, K, True)
-        store_halves(transitions, in_M, 64, state0, state1, wanted, K)
+        store_halves(transitions, in_M, 64, state0, state1, wanted, K, STEPS)
     else:
         in_b = state_offsets(tile.segment * B_PITCH, column - K, key, K, V, True)
-        store_halves(offsets, in_b, 64, state0, state1, wanted, K)
+        store_halves(offsets, in_b, 64, state0, state1, wanted, K, STEPS)
 
 
 _STRIDES = [f"v_{dim}" for dim in ("batch", "token", "head")]
@@ -364,6 +422,7 @@ def transitions_kernel(
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     gdc_wait()
     gdc_launch_dependents()
@@ -371,7 +430,7 @@ def transitions_kernel(
         decision: gl.constexpr = None
     else:
         decision = make_decision()
-    ring = make_ring(tiles_d, K, STAGES, 2 * (K // 64) + 1)
+    ring = make_ring(tiles_d, 4 * K if STEPS else K, STAGES, 2 * (K // 64) + 1)
     scheduler = TileScheduler(
         None, first_segment, cu_seqlens, checkpoint_offsets, T, N, HV, slots, checkpoints, (K + V) // BV
     )
@@ -381,8 +440,8 @@ def transitions_kernel(
     results = (transitions, offsets)
     gl.warp_specialize(
         [
-            (compute, (decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST)),
-            (load, ((tiles_d, decay, v), ring, decision, scheduler, border, in_v, K)),
+            (compute, (decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST, STEPS)),
+            (load, ((tiles_d, decay, v), ring, decision, scheduler, border, in_v, K, STEPS)),
         ],
         [1],
         [96],
@@ -422,16 +481,16 @@ def may_try(problem: Problem) -> bool:
 
 def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
     where = call.workspace.select("transitions", "offsets", "forgets", "first_segment")
-    return _transitions(call, where, final_state)
+    return _transitions(call, where, final_state, steps=False)
 
 
-def outgoing(call: StageCall, packet: Tensor) -> Launch:
-    """Of the sequences that go on to the next rank (`triton/merge.py`)."""
-    launch = _transitions(call, [packet, packet[:, :, call.problem.K :], None, None], None)
+def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
+    """Of the sequences that go on to the next rank (`triton/merge.py`). `steps`: after `prepare_steps`."""
+    launch = _transitions(call, [packet, packet[:, :, call.problem.K :], None, None], None, steps)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
-def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None) -> Launch:
+def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None, steps: bool) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     border = t.border if where[-1] is None else None
     return Launch(
@@ -449,7 +508,8 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
             K=problem.K,
             V=problem.V,
             V_FIRST=problem.state_v_first,
-            STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0),
+            STAGES=stages(problem, 2 * problem.K // TILE + 2, beside=0, decays=4 if steps else 1),
+            STEPS=steps,
         ),
         num_warps=4,
         overlaps=True,

@@ -526,6 +526,10 @@ VARIANTS = (
     _steps("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
     _steps("K128 V128 regular checkpoints in bf16, V first, fixed length", state_v_first=True, packed=False, **IN_BF16),
     _steps("K128 V128 stream-K, regular checkpoints, V first", heads=96, state_v_first=True, **REGULAR),
+    _steps("K128 V128 over ranks", ranks=2),
+    _steps("K128 V128 over ranks, fixed length, V first", ranks=2, packed=False, state_v_first=True),
+    _steps("K128 V128 over ranks, pool, unbounded", ranks=2, pool=True, gate="softplus"),
+    _steps("K64 V64 over ranks", ranks=2, K=64, V=64),
     _hopper("K128 V128 over ranks", ranks=2),
     _hopper("K128 V128 over ranks, backward", ranks=2, backward=True),
     _hopper(

@@ -604,8 +604,9 @@ class Form:
         return 32 * self.bytes // problem.dtype.itemsize
 
 
-FORWARD, BACKWARD, ALONE = Form(8, 2, 4, 96, 10), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
-"""`ALONE`: of the backward pass with all tokens in a tile. Six tokens ahead would spill where there are states."""
+FORWARD, BACKWARD, ALONE = Form(8, 2, 16, 128, 8), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
+"""A forward tile has the tokens that are loaded at once. `ALONE`: of the backward pass with all tokens in a tile. Six tokens
+ahead would spill where there are states."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 128
 """Of a group of a tile: each reads `W - 1` tokens of the one before."""
@@ -613,32 +614,32 @@ FEWEST_TOKENS, MOST_TOKENS = 16, 128
 NARROWEST = 64
 """Bytes of a row that a CTA of the backward pass reads at least: two sectors."""
 
-MOST_AT_ONCE = 512
+MOST_AT_ONCE = 256
 """Tokens of a group, if one tile has all tokens."""
 
 
 def convolution_config(
     problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
 ) -> ConvolutionConfig:
-    """Tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS` a group."""
-    alone = one_tile(problem, device, form or ALONE) if backward else None
+    """Of the backward pass tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS` a group."""
+    whole = triton.next_power_of_2(problem.D)
+    if not backward:
+        form = form or FORWARD
+        BD = max(32, min(form.warps * form.channels(problem), whole))
+        warps = max(1, BD // form.channels(problem))
+        return ConvolutionConfig(form.ahead, BD, warps, form.ahead, form.max_registers)
+    alone = one_tile(problem, device, form or ALONE)
     if alone is not None:
         return alone
-    form = form or (BACKWARD if backward else FORWARD)
-    wide, wave, tokens = form.channels(problem), sm_count(device) * form.ctas, problem.B * problem.T
-    warps, groups, whole = form.warps, 1, triton.next_power_of_2(problem.D)
-    if backward:
-        narrowest = NARROWEST // problem.dtype.itemsize
-        BD = max(narrowest, min(4 * narrowest, whole))
-        groups = wide * warps // BD
-    else:
-        BD = max(32, min(warps * wide, whole))
-        warps = max(1, BD // wide)
+    form = form or BACKWARD
+    wave, tokens, narrowest = sm_count(device) * form.ctas, problem.B * problem.T, NARROWEST // problem.dtype.itemsize
+    BD = max(narrowest, min(4 * narrowest, whole))
+    groups = form.channels(problem) * form.warps // BD
     blocks = -(-problem.D // BD)
     waves = max(1, -(-tokens * blocks // (wave * MOST_TOKENS * groups)))
     BT, unit = -(-tokens // max(1, wave * waves // blocks)), form.ahead * groups
     BT = max(FEWEST_TOKENS * groups, -(-BT // unit) * unit)
-    return ConvolutionConfig(BT, BD, warps, form.ahead, form.max_registers, groups)
+    return ConvolutionConfig(BT, BD, form.warps, form.ahead, form.max_registers, groups)
 
 
 def one_tile(problem: Problem, device: torch.device, form: Form) -> ConvolutionConfig | None:
