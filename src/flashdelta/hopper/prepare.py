@@ -834,6 +834,9 @@ def prepare_kernel(
         upper, lower, right = bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM)
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
+    if not SAFE:
+        # anew: they would be spilled
+        betas = buffers.beta.load(gl.SliceLayout(1, ACC))
     minus_A, Aqk = minus_A_and_Aqk(upper, lower, right, betas, half_row, half_column)
     store_tile(tiles + (3 * KH + 1) * 4096, Aqk, 32)
 
