@@ -834,6 +834,9 @@ def prepare_kernel(
         upper, lower, right = bounded_pairs(buffers, tiles, decay, column, rate, scale, dtype, GATE, SAFE, L2NORM)
     else:
         upper, lower, right = exact_pairs(buffers, tiles, decay, sub_chunk, column, half_row, half_column)
+    if not SAFE:
+        # anew: they would be spilled
+        betas = buffers.beta.load(gl.SliceLayout(1, ACC))
     minus_A, Aqk = minus_A_and_Aqk(upper, lower, right, betas, half_row, half_column)
     store_tile(tiles + (3 * KH + 1) * 4096, Aqk, 32)
 
@@ -843,7 +846,9 @@ def prepare_kernel(
         first_row = (wide(batch, T) + (start + acc_row)) * HV + head
         acc_column = gl.arange(0, 64, layout=gl.SliceLayout(0, ACC))
         at = Akk_inv + first_row[:, None] * 64 + acc_column[None, :]
-        gl.store(at, round_pairs(X), mask=(acc_row < count)[:, None])
+        # with unbounded decays compared anew: the first comparison's results would be spilled
+        inside = acc_row < count if SAFE else start + acc_row < start + count
+        gl.store(at, round_pairs(X), mask=inside[:, None])
     weights = X * buffers.beta.load(gl.SliceLayout(0, ACC))[None, :]
     # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
     # of weights alternate in sign where keys repeat, and rounding them once would leave more error than result.

@@ -280,16 +280,22 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
     left_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAM, k_width=2)
     right_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=GRAM, k_width=2)
     near_w, far_w, state_w = sum_weights()
-    unit = unit_s.reshape([4, 16]).load(gl.SliceLayout(2, right_l))[:, :, None]
     norm_k = norm_k_s.reshape([4, 16]).load(gl.SliceLayout(2, left_l))[:, :, None]
     norm_q = norm_q_s.reshape([4, 16]).load(gl.SliceLayout(2, left_l))[:, :, None]
     zero = gl.zeros((4, 16, 32), gl.float32, layout=GRAM)
     half, _ = upper_lower(zero)
     half_l: gl.constexpr = half.type.layout
     block = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, half_l)))[:, None, None]
-    row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, half_l)))[None, :, None]
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, half_l)))[None, None, :]
-    at = block * (64 * KH) + row * 0 + column
+    # A quarter's decays as `[block, row, 4, 8]`: a thread has all of the third dimension. One pointer a thread, to which that
+    # dimension comes last: of `[4, 8, 32]` the compiler would keep three, and spill them.
+    split_l: gl.constexpr = half.reshape([4, 8, 4, 8]).type.layout
+    lane_l: gl.constexpr = gl.SliceLayout(2, split_l)
+    of_block = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, lane_l)))[:, None, None]
+    of_row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, lane_l)))[None, :, None]
+    of_column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, lane_l)))[None, None, :]
+    decay_at = (decay + (of_block * (64 * KH) + of_row * 0 + of_column))[:, :, None, :]
+    eight_l: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, split_l)))
+    eight = gl.arange(0, 4, layout=eight_l)[None, None, :, None] * 8
     first = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     first_q = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
     last = gl.zeros((4, 16, 8), gl.float32, layout=GRAM)
@@ -303,6 +309,8 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
             if bias_s is not None:
                 biases_s = reinterpret(bias_s, gl.float32, [KH, 64], FLAT).index(h).slice(32 * i, 32)
                 bias = biases_s.load(gl.SliceLayout(0, gl.SliceLayout(1, right_l)))[None, None, :]
+            # loaded each time: held over the loop, it would be spilled
+            unit = unit_s.reshape([4, 16]).load(gl.SliceLayout(2, right_l))[:, :, None]
             step = unbounded_gate(widen(right_s.load(right_l)), bias, GATE, True) * unit
             step = gl.maximum(step, LOWEST, propagate_nan=tl.PropagateNan.ALL)
             high = round_half(step)
@@ -312,7 +320,7 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
             # the factors of the state are no less than exp(-80): what is lost is next to nothing
             kept = gl.maximum(total, LOWEST_HALF, propagate_nan=tl.PropagateNan.ALL)
             over = total - kept
-            gl.store(decay + (at + (h * 64 + i * 32)), exp2(kept))
+            gl.store(decay_at + (h * 64 + i * 32) + eight, exp2(kept).reshape([4, 8, 4, 8]))
             added = gl.where(block % 2 == 0, over, 0.0)
             added = gl.join(added, added).permute((0, 3, 1, 2)).reshape([4, 16, 32])
             state_u, state_l = upper_lower(sums(state_w, high, low, like(added, zero)))
