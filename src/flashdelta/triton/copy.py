@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,23 +19,26 @@ from ..program.launch import Launch
 TOKENS, CHANNELS = 64, 128
 """Of a tile, at most."""
 
+AT_ONCE = 4
+"""Tensors of a launch."""
 
-@triton.jit(do_not_specialize=["H"])
-def copy_kernel(
+
+@triton.jit
+def copy_tile(
     x,
     rows,
-    T,
     H,
-    batch_stride: tl.int64,
-    token_stride: tl.int64,
-    head_stride: tl.int64,
-    channel_stride: tl.int64,
+    batch_stride,
+    token_stride,
+    head_stride,
+    channel_stride,
+    T,
     K: tl.constexpr,
     TILE: tl.constexpr,
     BK: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ):
-    """`x [B, T, H, K]` to dense `rows`, `TILE` tokens of a head a CTA. `BY_TOKEN`: tokens are adjacent."""
+    """`TILE` tokens of a head."""
     tile = tl.program_id(0)
     tiles = tl.cdiv(T, TILE)
     token = (tile % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -50,18 +54,83 @@ def copy_kernel(
         tl.store(to + channel[None, :], found, mask=inside)
 
 
-def copy(x: Tensor) -> Launch:
-    """Of `x [B, T, H, K]`; its scratch is the copy."""
-    B, T, H, K = x.shape
-    rows = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+HEADS = [f"H{i}" for i in range(AT_ONCE)]
+
+
+@triton.jit(do_not_specialize=["B", *HEADS])
+def copy_kernel(
+    x0,
+    rows0,
+    H0,
+    batch0: tl.int64,
+    token0: tl.int64,
+    head0: tl.int64,
+    channel0: tl.int64,
+    x1,
+    rows1,
+    H1,
+    batch1: tl.int64,
+    token1: tl.int64,
+    head1: tl.int64,
+    channel1: tl.int64,
+    x2,
+    rows2,
+    H2,
+    batch2: tl.int64,
+    token2: tl.int64,
+    head2: tl.int64,
+    channel2: tl.int64,
+    x3,
+    rows3,
+    H3,
+    batch3: tl.int64,
+    token3: tl.int64,
+    head3: tl.int64,
+    channel3: tl.int64,
+    B,
+    T,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    BK: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """Tensors `x [B, T, H, K]` to dense `rows`, as many as there are. `BY_TOKEN`: tokens are adjacent."""
+    which = tl.program_id(1)
+    tile = tl.program_id(0)
+    tiles = B * tl.cdiv(T, TILE)
+    if (which == 0) & (tile < tiles * H0):
+        copy_tile(x0, rows0, H0, batch0, token0, head0, channel0, T, K, TILE, BK, BY_TOKEN)
+    # `and` would ask of an absent tensor, too
+    if x1 is not None:  # noqa: SIM102
+        if (which == 1) & (tile < tiles * H1):
+            copy_tile(x1, rows1, H1, batch1, token1, head1, channel1, T, K, TILE, BK, BY_TOKEN)
+    if x2 is not None:  # noqa: SIM102
+        if (which == 2) & (tile < tiles * H2):
+            copy_tile(x2, rows2, H2, batch2, token2, head2, channel2, T, K, TILE, BK, BY_TOKEN)
+    if x3 is not None:  # noqa: SIM102
+        if (which == 3) & (tile < tiles * H3):
+            copy_tile(x3, rows3, H3, batch3, token3, head3, channel3, T, K, TILE, BK, BY_TOKEN)
+
+
+def copy(tensors: Sequence[Tensor]) -> Launch:
+    """Of tensors `[B, T, H, K]` that differ in their heads and strides; its scratch are the copies."""
+    B, T, _, K = tensors[0].shape
+    rows = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+    each = [(x, to, x.shape[2], *x.stride()) for x, to in zip(tensors, rows)]
+    absent = [(None, None, 0, 0, 0, 0, 0)] * (AT_ONCE - len(each))
     return Launch(
         copy_kernel,
-        B * H * triton.cdiv(T, TOKENS),
-        (x, rows, T, H, *x.stride()),
-        dict(K=K, TILE=TOKENS, BK=min(triton.next_power_of_2(K), CHANNELS), BY_TOKEN=x.stride(1) == 1),
+        B * triton.cdiv(T, TOKENS) * max(x.shape[2] for x in tensors),
+        (*itertools.chain(*each, *absent), B, T),
+        dict(K=K, TILE=TOKENS, BK=min(triton.next_power_of_2(K), CHANNELS), BY_TOKEN=is_by_token(tensors[0])),
         num_warps=4,
-        scratch=(rows,),
+        scratch=rows,
+        rows=len(rows),
     )
+
+
+def is_by_token(x: Tensor) -> bool:
+    return x.stride(1) == 1
 
 
 class Inputs(NamedTuple):
@@ -72,10 +141,21 @@ class Inputs(NamedTuple):
 
 
 def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> Inputs:
-    """With copies of the tensors that do not fit."""
-    named = {role: x for role in roles if (x := getattr(t, role)) is not None and not fits(x)}
-    copies = {role: copy(x) for role, x in named.items() if x.numel() > 0}
-    empty = {role: x.contiguous() for role, x in named.items() if role not in copies}
-    return Inputs(
-        replace(t, **empty, **{role: launch.scratch[0] for role, launch in copies.items()}), [*copies.values()]
-    )
+    """With copies of the tensors that do not fit, those alike by one launch."""
+    alike: dict[tuple, dict[str, Tensor]] = {}
+    dense: dict[str, Tensor] = {}
+    copies = []
+    for role in roles:
+        x = getattr(t, role)
+        if x is not None and not fits(x):
+            if x.numel() == 0:
+                dense[role] = x.contiguous()
+            else:
+                alike.setdefault((x.dtype, x.shape[3], is_by_token(x)), {})[role] = x
+    for found in alike.values():
+        names = [*found]
+        for first in range(0, len(names), AT_ONCE):
+            some = names[first : first + AT_ONCE]
+            copies.append(copy([found[role] for role in some]))
+            dense |= zip(some, copies[-1].scratch)
+    return Inputs(replace(t, **dense), copies)
