@@ -608,7 +608,7 @@ FORWARD, BACKWARD, ALONE = Form(8, 2, 16, 128, 8), Form(8, 4, 4, 168, 3), Form(8
 """A forward tile has the tokens that are loaded at once. `ALONE`: of the backward pass with all tokens in a tile. Six tokens
 ahead would spill where there are states."""
 
-FEWEST_TOKENS, MOST_TOKENS = 16, 128
+FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Of a group of a tile: each reads `W - 1` tokens of the one before."""
 
 NARROWEST = 64
