@@ -369,6 +369,7 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
 
 OPERATIONS = {
     "chunk": (fd.chunk_kda, lambda seed: make_call(replace(BY_NAME["state"], h=False), BF16, seed=seed)),
+    "chunk, copied": (fd.chunk_kda, lambda seed: make_call(BY_NAME["tokens_innermost"], BF16, seed=seed)),
     "chunk, h": (fd.chunk_kda, lambda seed: make_call(BY_NAME["h"], BF16, seed=seed)),
     "chunk, packed h": (fd.chunk_kda, lambda seed: make_call(replace(BY_NAME["packed"], h=True), BF16, seed=seed)),
     "chunk, pool": (fd.chunk_kda, lambda seed: pool_call(PLAIN_POOLS[0], BF16, seed=seed)),
@@ -395,11 +396,12 @@ def test_the_second_call_replays_the_first(name: str, pretended: Started):
     assert shapes[0] == shapes[1] == shapes[2]
 
 
-def test_both_directions_replay(pretended: Started):
+@pytest.mark.parametrize("case", ["state", "tokens_innermost"])
+def test_both_directions_replay(case: str, pretended: Started):
     leaves = ("q", "k", "v", "g", "beta")
     for i in range(3):
-        call = make_call(replace(BY_NAME["state"], h=False, final=False), BF16) | {"backend": "triton"}
-        call |= {name: call[name].contiguous().requires_grad_() for name in leaves}
+        call = make_call(replace(BY_NAME[case], h=False, final=False), BF16) | {"backend": "triton"}
+        call |= {name: call[name].detach().requires_grad_() for name in leaves}
         pretended.clear()
         o, _ = fd.chunk_kda(**call)
         grads = torch.autograd.grad(o, [call[name] for name in leaves], torch.ones_like(o))

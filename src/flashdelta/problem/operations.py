@@ -612,7 +612,7 @@ def check_decode(c: Any, sizes: Sizes) -> None:
     check_heads(c, sizes, DECODE_HEAD_DIMS, None if c.mixed_qkv is None else DECODE_NAMES[pool_of(c)])
     bind_record(sizes)
     T, tokens = sizes["T"], sizes["S1"]
-    # of packed sequences the lengths are device data: more tokens than there may be are not looked at
+    # of packed sequences the lengths are device data: nothing is stored of one with more tokens
     if c.cu_seqlens is None and tokens not in (1, T):
         raise wrong("q", f"{T} tokens a sequence", f"1 + num_spec_tokens = {tokens}")
     if c.cu_seqlens is None and T > DECODE_TOKENS:

@@ -98,8 +98,8 @@ class Recorder:
     """Is shown launches as they run, and keeps no tensor of theirs. What they amount to is worked out when a call repeats.
 
     An argument must be one of the tensors of the call or lie inside one, the first that it could be a view of; or lie in one
-    of the outputs, which a repetition allocates; or in the launch's `scratch`. If one does not (a parameter had to be made
-    dense), or two of the tensors share an address, there is no replay.
+    of the outputs, which a repetition allocates; or in the launch's `scratch`. If one does not (a parameter, a state, an index
+    or beta had to be made dense), or two of the tensors share an address, there is no replay.
     """
 
     def __init__(self, device: torch.device, known: Sequence[Tensor | None]):

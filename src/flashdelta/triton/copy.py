@@ -149,7 +149,7 @@ def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> 
         x = getattr(t, role)
         if x is not None and not fits(x):
             if x.numel() == 0:
-                dense[role] = x.contiguous()
+                dense[role] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             else:
                 alike.setdefault((x.dtype, x.shape[3], is_by_token(x)), {})[role] = x
     for found in alike.values():
