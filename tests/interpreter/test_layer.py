@@ -92,10 +92,10 @@ def test_gradients_of_the_convolution(case: ConvolutionCase):
 @pytest.mark.parametrize(
     "case",
     [
-        ConvolutionCase("exchanged", "as many tokens for each group", T=64),
-        ConvolutionCase("exchanged_ragged", "a token more for some, a bias", T=55, bias=True),
-        ConvolutionCase("exchanged_few", "fewest tokens", T=19, W=3, activation=None),
-        ConvolutionCase("exchanged_two", "two taps, a slice of a fused projection", T=38, W=2, sliced=True),
+        ConvolutionCase("exchanged", "as many tokens for each group", T=64, final=False),
+        ConvolutionCase("exchanged_ragged", "a token more for some, a bias", T=55, bias=True, final=False),
+        ConvolutionCase("exchanged_few", "fewest tokens", T=19, W=3, activation=None, final=False),
+        ConvolutionCase("exchanged_two", "two taps, a slice", T=38, W=2, sliced=True, final=False),
         ConvolutionCase("alone", "states, and a sum that is complete", T=50, state=0, bias=True),
         ConvolutionCase("alone_fla", "states of W inputs, groups without tokens", T=3, state=1),
         ConvolutionCase("alone_packed", "a packed sequence", lengths=(45,), state=1, W=3, bias=True),
@@ -107,8 +107,16 @@ def test_gradients_by_groups_of_one_tile(case: ConvolutionCase, monkeypatch: pyt
     config = triton_convolution.ConvolutionConfig(max(case.tokens, 16), 32, 1, 4, 255, groups=4)
     monkeypatch.setattr(triton_convolution, "convolution_config", lambda *given, **options: config)
     monkeypatch.setattr(triton_convolution, "token_tiles", lambda problem, c: (1, 1))
+    launched, constants = [], triton_convolution.constants
+
+    def noted(*given: object, **options: object) -> dict[str, object]:
+        launched.append(options)
+        return constants(*given, **options)
+
+    monkeypatch.setattr(triton_convolution, "constants", noted)
     call = make_convolution(case)
     check_gradients(convolution, call)
+    assert {x["EXCHANGE"] for x in launched if "EXCHANGE" in x} == {case.name.startswith("exchanged")}
     first, second = (gradients(convolution.func, call | {"backend": "triton"}) for _ in range(2))
     assert all(same_bits(x, second[name]) for name, x in first.items())
 

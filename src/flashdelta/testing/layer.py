@@ -95,7 +95,7 @@ class ConvolutionCase:
     without one. `indices`: slots of a pool of `slots`, with `flags` of those that have a state, whose dimensions lie
     as `order` says: by `"channel"`, or by `"token"`. `like_conv1d`: the weight is `[D, 1, W]`. `marks`: offsets of each
     sequence's checkpoints, with the `rows` of a buffer of `buffer` rows that they go to; or a checkpoint `every` so many
-    tokens."""
+    tokens. `final`: states without a pool are returned."""
 
     name: str
     why: str
@@ -119,6 +119,7 @@ class ConvolutionCase:
     rows: tuple | None = None
     every: int | None = None
     buffer: int = 0
+    final: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -234,7 +235,7 @@ def make_convolution(case: ConvolutionCase, dtype: torch.dtype = torch.float32, 
         if case.flags is not None:
             call["has_initial_state"] = torch.tensor(case.flags, device=device)
     else:
-        call["output_final_state"] = True
+        call["output_final_state"] = case.final
     if case.buffer:
         length = case.W - 1 + (case.state or 0)
         call["checkpoint_states"] = normal(source, case.buffer, length, case.D).to(wide_of(dtype)).to(device).mT

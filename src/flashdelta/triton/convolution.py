@@ -169,7 +169,8 @@ def convolution_kernel(
     SILU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`AHEAD` tokens are loaded ahead, and are a turn of the loop: so their registers need no moves."""
+    """`AHEAD` tokens are loaded ahead, and are a turn of the loop: so their registers need no moves. As chosen, a tile has no
+    more of them."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -578,8 +579,8 @@ def convolution_backward_kernel(
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """`BT`: tokens of a tile, `BD`: its channels; `ahead`: tokens that a thread loads ahead; `groups` of threads that share the
-    tile's tokens (backward)."""
+    """`BT`: tokens of a tile, `W - 1` at least, `BD`: its channels; `ahead`: tokens that a thread loads ahead; `groups` of
+    threads that share the tile's tokens (backward)."""
 
     BT: int
     BD: int
@@ -605,8 +606,8 @@ class Form:
 
 
 FORWARD, BACKWARD, ALONE = Form(8, 2, 16, 128, 8), Form(8, 4, 4, 168, 3), Form(8, 4, 6, 168, 3)
-"""A forward tile has the tokens that are loaded at once. `ALONE`: of the backward pass with all tokens in a tile. Six tokens
-ahead would spill where there are states."""
+"""A forward tile has the tokens that are loaded at once. `ALONE`: of the backward pass with all tokens in a tile, and without
+states, with which six tokens ahead spill more than four."""
 
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Of a group of a tile: each reads `W - 1` tokens of the one before."""
@@ -621,14 +622,15 @@ MOST_AT_ONCE = 256
 def convolution_config(
     problem: Problem, device: torch.device, backward: bool = False, form: Form | None = None
 ) -> ConvolutionConfig:
-    """Of the backward pass tiles as long as whole waves of CTAs need them, and not longer than `MOST_TOKENS` a group."""
+    """Of the backward pass tiles as long as whole waves of CTAs need them, and about `MOST_TOKENS` a group at most."""
     whole = triton.next_power_of_2(problem.D)
     if not backward:
         form = form or FORWARD
         BD = max(32, min(form.warps * form.channels(problem), whole))
         warps = max(1, BD // form.channels(problem))
         return ConvolutionConfig(form.ahead, BD, warps, form.ahead, form.max_registers)
-    alone = one_tile(problem, device, form or ALONE)
+    stated = problem.has_initial_state or problem.output_final_state
+    alone = one_tile(problem, device, form or (BACKWARD if stated else ALONE))
     if alone is not None:
         return alone
     form = form or BACKWARD
