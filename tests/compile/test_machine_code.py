@@ -172,6 +172,7 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     alone = {
         "prepare_bounded_kernel",
         "output_kernel",
+        "copy_kernel",
         "plan_kernel",
         "clear_kernel",
         "merge_kernel",
@@ -189,9 +190,9 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "sums_kernel",
     }
     assert portable == forward | split | backward | alone
-    # `prepare` plans; composition, clearing and merging are the portable ones
+    # `prepare` plans; composition, clearing, merging and what stores merged states are the portable ones
     own = {"prepare_steps_kernel", "decode_kernel", "fused_decode_kernel", "verify_kernel", "replay_kernel"}
-    parallel = {"clear_kernel", "merge_kernel"}
+    parallel = {"clear_kernel", "merge_kernel", "store_ends_kernel"}
     assert hopper == (forward | split | backward | own | parallel if arch == 90 else set())
 
 

@@ -25,6 +25,7 @@ GROUPS: dict[str, list[str]] = {
         "test_parallel.py::test_a_pool_is_read_where_a_sequence_starts_and_stored_where_it_ends",
         "test_decode.py::test_step[paged]",
         "test_decode.py::test_step[spec_packed]",
+        "test_decode.py::test_step[transposed]",
         "test_decode.py::test_commit[(1, 0, 5, 2)-torch.float32]",
         "test_decode.py::test_replay[verify]",
         "test_wy.py::test_results_are_the_reference[grouped-sliced]",
