@@ -75,7 +75,8 @@ NORM_FORMS = {
 """By whether they are of the backward pass."""
 
 TOKENS = {768: (16, 24, 48), 2048: (32, 64, 96), 8192: (64, 128, 256)}
-"""Of a group of a tile of what is chosen, by tokens of the row; all other forms have those that fill waves."""
+"""Of a group of a tile of what is chosen, by tokens of the row. Other forms have those that they load at once, or in the
+backward pass those that fill waves."""
 
 
 def formed(form: Form, backward: bool) -> Change:

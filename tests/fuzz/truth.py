@@ -48,6 +48,10 @@ class Sequence:
     def length(self) -> int:
         return self.end - self.begin
 
+    def few(self, most: int) -> int:
+        """Its tokens as a step counts them: none of more than `most`."""
+        return self.length if self.length <= most else 0
+
 
 class Undefined(Exception):
     """The call has no defined result: all that it may write may hold anything."""
@@ -245,7 +249,7 @@ def decode(c: dict) -> list[Claim]:
     zeros = torch.zeros(heads, K, V, dtype=torch.float64)
     claims = []
     for s in sequences(c):
-        n, length = s.number, s.length if s.length <= most else 0
+        n, length = s.number, s.few(most)
         begin, own = start(c, n, pool, source, most)
         if begin is None:
             claims.append(Claim("o", (s.row, slice(s.begin, s.begin + length)), tokens[2].new_zeros(()), exact=True))
@@ -482,7 +486,7 @@ def fused(c: dict) -> list[Claim]:
     mixed, moved = torch.zeros_like(x), {}
     batch = {"q": x.view(*leading, x.shape[1]), "cu_seqlens": c.get("cu_seqlens")}
     for s in sequences(batch):
-        begin, length = s.row * leading[1] + s.begin, s.length if s.length <= S1 else 0
+        begin, length = s.row * leading[1] + s.begin, s.few(S1)
         accepted = 1 if c.get("num_accepted_tokens") is None else int(c["num_accepted_tokens"][s.number])
         row = indices[s.number]
         of_start = accepted - 1 if len(row) > 1 else 0
