@@ -91,19 +91,17 @@ def rows_of_step(ring, stage, tile: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
-    """Step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`, up to what depends on the state before it:
+def new_values(ring, s, STEP: gl.constexpr, inverse, state0, state1, v_t, KH: gl.constexpr):
+    """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T` and `v_new^T` `[64, 32]`:
 
-        S'    = exp(G_m) S                      v_new = inverse v - w S'
-        o     = qa S' + Aqk v_new               S     = exp(G_C - G_m) (S' + kb^T v_new)
+        S' = exp(G_m) S        v_new = inverse v - w S'
 
-    Each half of the channels is multiplied while MMAs of the other run.
+    Each half of the channels is multiplied while MMAs of the other run. Returns S', `v_new^T`, on which they still work, and
+    their left operands.
     """
     W: gl.constexpr = 0
-    QA: gl.constexpr = KH
-    squares = rows_of_step(ring, s, 3 * KH, STEP)
     half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
-    v_new_t = mma_first(v_t, squares.slice(0, 32, 1).permute((1, 0)), half_zero)
+    v_new_t = mma_first(v_t, inverse.permute((1, 0)), half_zero)
     state0 = state0 * ring.decays(s, 2 * KH * STEP, ACC)
     left0 = as_left(state0)
     v_new_t = mma(left0, rows_of_step(ring, s, W, STEP).permute((1, 0)), v_new_t)
@@ -113,6 +111,19 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexp
         v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
     else:
         left1 = left0
+    return state0, state1, v_new_t, left0, left1
+
+
+@gluon.jit
+def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+    """`new_values`, and the output's part that does not take them:
+
+    o = qa S' + Aqk v_new        S = exp(G_C - G_m) (S' + kb^T v_new)
+    """
+    QA: gl.constexpr = KH
+    half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
+    inverse = rows_of_step(ring, s, 3 * KH, STEP).slice(0, 32, 1)
+    state0, state1, v_new_t, left0, left1 = new_values(ring, s, STEP, inverse, state0, state1, v_t, KH)
     out = mma_first(left0, rows_of_step(ring, s, QA, STEP).permute((1, 0)), half_zero)
     if KH == 2:
         out = mma(left1, rows_of_step(ring, s, QA + 1, STEP).permute((1, 0)), out)
@@ -123,13 +134,13 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexp
 def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, left0, left1, KH: gl.constexpr):
     """The states after the step that `start_step` began, and `o^T [64, 32]`."""
     KB: gl.constexpr = 2 * KH
-    squares = rows_of_step(ring, s, 3 * KH, STEP)
+    Aqk = rows_of_step(ring, s, 3 * KH, STEP).slice(32, 32, 1)
     v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
     v_new_left = as_left(v_new_t)
     state0 = mma(v_new_left, rows_of_step(ring, s, KB, STEP), state0)
     if KH == 2:
         state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
-    out = mma(v_new_left, squares.slice(32, 32, 1).permute((1, 0)), out)
+    out = mma(v_new_left, Aqk.permute((1, 0)), out)
     state0, left0 = warpgroup_mma_wait(KH, deps=[state0, left0])
     state0 = state0 * ring.decays(s, 2 * KH * STEP + KH, ACC)
     if KH == 2:

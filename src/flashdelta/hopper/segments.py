@@ -23,11 +23,11 @@ from ..program.launch import Launch, sm_count
 from ..program.workspace import Layout
 from ..triton.launch import StageCall, segment_layout, state_arguments
 from ..triton.segments import compose
-from .device.compat import copy_async, copy_tile
+from .device.compat import copy_async, copy_tile, reinterpret
 from .device.layouts import (
     ACC,
-    ACC_HALF,
     BV,
+    HALF_TILE,
     LEFT,
     LINES,
     C,
@@ -43,8 +43,8 @@ from .device.portable import chunks_of, planned_segments, sequence_slot, span_co
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
-from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
-from .recurrence import rows_of_step
+from .launch import MOST_CTAS, TILE, ctas, describe, stages, stride_div8, tiles
+from .recurrence import new_values, rows_of_step
 
 
 @gluon.jit
@@ -126,15 +126,21 @@ def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
 
 
 @gluon.jit
+def half_tile(ring, stage, tile: gl.constexpr):
+    """`[64, 32]`: in the place of a tile of a stage."""
+    return reinterpret(ring.tile(stage, tile), gl.bfloat16, [64, 32], HALF_TILE)
+
+
+@gluon.jit
 def fetch(
     sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr, STEPS: gl.constexpr
 ):
     """Asks for `-w`, `kg` (in steps `kb`), `inverse`, v and decays of chunk `i` of a span."""
-    tiles_d, decay, v = sources
+    tiles_d, inverse_d, decay, v = sources
     row, in_v, key, in_head, v_token, slice_ = offsets
     KH: gl.constexpr = K // 64
     stage, full = ring.acquire(iteration)
-    ring.expect(full)
+    ring.expect(full, 64 * 32 * 2 if STEPS else 0)
     chunk = (slot + i).to(gl.int32) * scheduler.HV + tile.head
     TILES: gl.constexpr = 3 * KH + (1 if STEPS else 2)
     DECAYS: gl.constexpr = 4 * K if STEPS else K
@@ -142,7 +148,9 @@ def fetch(
     for t in gl.static_range(KH):
         copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
         copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], full, ring.tile(stage, KH + t))
-    copy_tile(tiles_d, [at + 3 * KH * 64, 0], full, ring.tile(stage, 2 * KH))
+    # in steps half of its tile, beside `Aqk`, which nobody needs
+    inverse = half_tile(ring, stage, 2 * KH) if STEPS else ring.tile(stage, 2 * KH)
+    copy_tile(inverse_d, [at + 3 * KH * 64, 0], full, inverse)
     token = (start + i * C).to(gl.int32)
     # no value writes to M's columns
     count = gl.where(slice_ >= 0, (stop - token).to(gl.int32), 0)
@@ -156,6 +164,7 @@ def fetch(
 def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
     unless that forgets."""
+    _tiles_d, _inverse_d, decay, _v = sources
     slice_ = transition_slice(scheduler, border, K) - K // BV
     row, in_v, key = loader_offsets(strides[1], K, STEPS)
     at = (row, in_v, key, slice_)
@@ -168,7 +177,7 @@ def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr, S
     else:
         if count > 0:
             tile, _place, wanted = transition(scheduler, border, 0, K)
-            tried = is_tried(sources[1], scheduler, tile, wanted, K)
+            tried = is_tried(decay, scheduler, tile, wanted, K)
             if tried:
                 offsets = tile_offsets(tile, at, strides)
                 last = wanted - 1
@@ -258,18 +267,10 @@ def compute(
 @gluon.jit
 def step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
     """The columns after step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: `recurrence`'s, to the bit."""
-    W: gl.constexpr = 0
     KB: gl.constexpr = KH
-    half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)
-    inverse = rows_of_step(ring, s, 2 * KH, STEP).slice(0, 32, 1)
-    v_new_t = mma_first(v_t, inverse.permute((1, 0)), half_zero)
-    state0 = state0 * ring.decays(s, 2 * KH * STEP, ACC)
-    left0 = as_left(state0)
-    v_new_t = mma(left0, rows_of_step(ring, s, W, STEP).permute((1, 0)), v_new_t)
+    inverse = half_tile(ring, s, 2 * KH).slice(32 * STEP, 32)
+    state0, state1, v_new_t, left0, left1 = new_values(ring, s, STEP, inverse, state0, state1, v_t, KH)
     if KH == 2:
-        state1 = state1 * ring.decays(s, 2 * KH * STEP + 1, ACC)
-        left1 = as_left(state1)
-        v_new_t = mma(left1, rows_of_step(ring, s, W + 1, STEP).permute((1, 0)), v_new_t)
         v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
     else:
         v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
@@ -392,6 +393,7 @@ SCALARS = (
 @gluon.jit(do_not_specialize=SCALARS)
 def transitions_kernel(
     tiles_d,
+    inverse_d,
     decay,
     v,
     transitions,
@@ -441,7 +443,7 @@ def transitions_kernel(
     gl.warp_specialize(
         [
             (compute, (decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST, STEPS)),
-            (load, ((tiles_d, decay, v), ring, decision, scheduler, border, in_v, K, STEPS)),
+            (load, ((tiles_d, inverse_d, decay, v), ring, decision, scheduler, border, in_v, K, STEPS)),
         ],
         [1],
         [96],
@@ -497,7 +499,7 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
         transitions_kernel,
         ctas((problem.K + problem.V) // TILE, t.v.device),
         (
-            tiles(workspace["tiles"]),
+            *(tiles(workspace["tiles"]), describe(workspace["tiles"], (TILE, TILE // 2 if steps else TILE))),
             *(workspace["decay"], t.v, *where, border),
             *(t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(problem, t, final_state),
