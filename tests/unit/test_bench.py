@@ -616,6 +616,13 @@ def test_shards_fit_80_columns(tmp_path, graphs):
     assert "ours us  cuDNN us  ready us  CuTe us  ratio\n" in text
 
 
+def test_a_row_without_any_time_says_why():
+    row = {"name": "T8", "ours": {"problem": "OutOfMemoryError: 8 GiB"}, "seconds": {"make": 0.5}}
+    assert report.progress_line(row, VIEWS["prefill"]) == "T8: OutOfMemoryError: 8 GiB"
+    of_startup = {"name": "T8", "ours": {"problem": None}, "seconds": 0.25}
+    assert report.progress_line(of_startup, VIEWS["startup"]) == "T8: 0.250 s"
+
+
 def test_absent_libraries_say_why(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, contenders.PEERS["fla"][0], None)  # it may be here
     document = dry_run(tmp_path, peers=False)

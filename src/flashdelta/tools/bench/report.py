@@ -281,9 +281,10 @@ def progress_line(row: dict, view: View) -> str:
     for name, title in (("ours", "ours"), *view.titles):
         ms = value(row, f"{name}.ms.median")
         times += [f"{title} {short(ms) + ' ms' if ms >= 0.1 else short(ms * 1e3) + ' us'}"] if ms is not None else []
-    seconds = value(row, "seconds")
-    said = times or ([f"{seconds:.3f} s"] if seconds is not None else []) or [value(row, "ours.problem") or "done"]
-    return f"{row['name']}: " + ", ".join(said)
+    problem, seconds = value(row, "ours.problem"), row.get("seconds")
+    if not times and not problem and isinstance(seconds, float):
+        problem = f"{seconds:.3f} s"
+    return f"{row['name']}: " + ", ".join(times or [problem or "done"])
 
 
 # ---- plots -----------------------------------------------------------------------------------------------------------
