@@ -157,13 +157,13 @@ def test_halos_have_the_bits_of_gather(late: int | None, put_calls: list[int]):
 def put_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks that put, in order."""
     found: list[int] = []
-    put = SharedMemory.put
+    send = SharedMemory.send
 
-    def noted(self: SharedMemory, packet: Tensor, packets: Tensor) -> None:
+    def noted(self: SharedMemory, packet: Tensor) -> None:
         found.append(self.rank)
-        put(self, packet, packets)
+        send(self, packet)
 
-    monkeypatch.setattr(SharedMemory, "put", noted)
+    monkeypatch.setattr(SharedMemory, "send", noted)
     return found
 
 

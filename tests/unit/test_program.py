@@ -3,6 +3,7 @@ launched."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashdelta as fd
 from flashdelta.problem.context import ContextParallel, shard
 from flashdelta.problem.problem import Result
-from flashdelta.program import exchange
-from flashdelta.program import record as records
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Outputs, Program
@@ -30,6 +29,7 @@ from flashdelta.testing.oracle import as_recurrent
 from flashdelta.testing.prefills import INPUTS, LOGITS, PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import CASES as WY_CASES
 from flashdelta.testing.wy import make_wy
+from flashdelta.triton import merge
 
 from ..support.decoding_checks import commit_call
 from ..support.pools import PLAIN_POOLS, pool_call
@@ -327,18 +327,21 @@ def test_fake_tensors_start_nothing(pretended: Started):
 # ---- ranks ---------------------------------------------------------------------------------------------------------------
 
 
+EXCHANGES = ("exchange", "send", "receive")
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_with_other_contexts_replay_around_the_exchange(
     backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
 ):
     """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
 
-    def noted(packet: Tensor, packets: Tensor, group: str, way: str) -> None:
+    def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str) -> None:
         assert packets.shape == (2, *packet.shape) and group == "virtual" and way == "put"
-        pretended.append(("exchange", None, [packet, packets]))
+        pretended.append((act, None, [packet, packets]))
 
-    monkeypatch.setattr(exchange, "exchange", noted)
-    monkeypatch.setattr(records, "exchange", noted)
+    for act in EXCHANGES:
+        monkeypatch.setattr(merge, act, functools.partial(noted, act))
     kept, orders = [], []
     for middle in (40, 70, 10):
         pretended.clear()
@@ -353,15 +356,18 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
             o.backward(torch.zeros_like(o))
         kept.append((call, o, final_state))
         orders.append([kernel for kernel, _, _ in pretended])
-        launched = [x for x in pretended if x[0] != "exchange"]
+        launched = [x for x in pretended if x[0] not in EXCHANGES]
         assert [any(isinstance(x, Tensor) for x in arguments) for *_, arguments in launched] == [len(kept) == 1] * len(
             launched
         )
         for i, (kernel, _, arguments) in enumerate(pretended):
-            if kernel == "exchange" and len(kept) > 1:
+            if kernel in EXCHANGES and len(kept) > 1:
                 packet, packets = (x.data_ptr() for x in arguments)
-                assert packet in pretended[i - 1][2] and packets in pretended[i + 1][2]
-    assert orders[0].count("exchange") == (2 if backward else 1) and orders[1] == orders[2] == orders[0]
+                assert kernel == "receive" or packet in pretended[i - 1][2]
+                assert kernel == "send" or packets in pretended[i + 1][2]
+    found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, "recurrence_kernel")]
+    again = ["send", "recurrence_kernel", "receive"] if backward else []
+    assert found == ["exchange", "recurrence_kernel", *again] and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------

@@ -23,10 +23,31 @@ EXCHANGES = ("auto", "gather", "put")
 def exchange(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
     """`packets [ranks, ...]`: every rank's `packet`, of the process group of this name, by the `way` that `EXCHANGES` has; the
     bits are the same. All ranks must call this, with as many bytes and in the same order."""
-    if not puts(way, packet.device) or (memory := _memory_of(name, packet.device)).obstacle is not None:
-        gather(packet, packets, name)
+    send(packet, packets, name, way)
+    receive(packet, packets, name, way)
+
+
+def send(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+    """The half of `exchange` that waits for no other rank: what follows on the stream, up to `receive`, runs while packets are
+    under way. An all-gather is not cut in two: `receive` has all of it."""
+    memory = _putting(name, way, packet.device)
+    if memory is not None:
+        memory.send(packet)
+
+
+def receive(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+    """The other half, after `send` and no other exchange of the group. `packet` is as it was."""
+    memory = _putting(name, way, packet.device)
+    if memory is not None:
+        memory.receive(packet, packets)
     else:
-        memory.put(packet, packets)
+        gather(packet, packets, name)
+
+
+def _putting(name: str, way: str, device: torch.device) -> SharedMemory | None:
+    """What the ranks put packets into; nothing if they gather them."""
+    memory = _memory_of(name, device) if puts(way, device) else None
+    return memory if memory is not None and memory.obstacle is None else None
 
 
 def puts(way: str, device: torch.device) -> bool:
@@ -78,6 +99,14 @@ class Memory(Protocol):
         """What follows on the current stream waits until all ranks have come here."""
         ...
 
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """To another rank, once that has seen the signal before."""
+        ...
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """What follows on the current stream waits for another rank's signal."""
+        ...
+
 
 TURNS = 2
 """Of the places for packets that exchanges take in turn. A captured one has a place of its own, behind these."""
@@ -86,17 +115,17 @@ LEAST_ROOM = 1 << 16
 """Bytes of a packet, of which room for others is a multiple."""
 
 EAGER, CAPTURED = 0, 1
-"""Channels of barriers."""
+"""Channels of signals."""
 
 
 class SharedMemory:
     """What the ranks of a group put packets into: each has a place for all packets, `TURNS` times and once for captures. It is
     made, and made larger, by all ranks alike, at the same exchange.
 
-    An exchange writes its packet to its place on every other rank, meets them at a barrier, and copies what it has got. With
-    places in turn no exchange writes what a slower rank still reads: the copies out of exchange `i` come before that rank's
-    barrier of exchange `i + 1`, on its stream, and the copies into the same place, of exchange `i + 2`, behind that barrier on
-    any other rank's. With one place they would come behind the barrier of exchange `i` alone.
+    An exchange writes its packet to its place on every other rank, each of which gets a signal then, and copies what it has got
+    once it has all signals. With places in turn no exchange writes what a slower rank still reads: the copies out of exchange
+    `i` come before that rank's signals of exchange `i + 1`, on its stream, and the copies into the same place, of exchange
+    `i + 2`, behind these on any other rank's. With one place they would come behind the signals of exchange `i` alone.
 
     A captured exchange does not know which one comes before it, since a graph may be replayed after any call. It meets the
     others before it writes, too: what came before has been read then. Its place is not one of those that take turns, so that
@@ -117,8 +146,8 @@ class SharedMemory:
         self.stream: torch.cuda.Stream | None = None
         self.obstacle = None if _stands_in(group) else self._ask(name, group)
 
-    def put(self, packet: Tensor, packets: Tensor) -> None:
-        source, found = as_bytes(packet), as_bytes(packets)
+    def send(self, packet: Tensor) -> None:
+        source = as_bytes(packet)
         nbytes = source.numel()
         if nbytes == 0:
             return
@@ -129,16 +158,25 @@ class SharedMemory:
             self._grow(-(-nbytes // LEAST_ROOM) * LEAST_ROOM)
         if not captured:
             self._follow()
-        begin = (TURNS if captured else self.calls % TURNS) * self.ranks * self.room
-        channel = CAPTURED if captured else EAGER
-        own = slice(self.rank * nbytes, (self.rank + 1) * nbytes)
+        begin, channel = self._place(captured)
         if captured:
             self.memory.barrier(channel, self.timeout_ms)
-        # each rank begins with another one
-        for peer in (*range(self.rank + 1, self.ranks), *range(self.rank)):
-            self.buffers[peer][begin + own.start : begin + own.stop].copy_(source)
+        for peer in self._others():
+            at = begin + self.rank * nbytes
+            self.buffers[peer][at : at + nbytes].copy_(source)
+            self.memory.put_signal(peer, channel, self.timeout_ms)
+
+    def receive(self, packet: Tensor, packets: Tensor) -> None:
+        source, found = as_bytes(packet), as_bytes(packets)
+        nbytes = source.numel()
+        if nbytes == 0:
+            return
+        captured = capturing(self.device)
+        begin, channel = self._place(captured)
+        own = slice(self.rank * nbytes, (self.rank + 1) * nbytes)
         found[own].copy_(source)
-        self.memory.barrier(channel, self.timeout_ms)
+        for peer in self._others():
+            self.memory.wait_signal(peer, channel, self.timeout_ms)
         got = self.buffers[self.rank][begin : begin + self.ranks * nbytes]
         for others in (slice(own.start), slice(own.stop, None)):
             found[others].copy_(got[others])
@@ -146,6 +184,14 @@ class SharedMemory:
             self.calls += 1
             if self.done is not None:
                 self.done.record(self.stream)
+
+    def _place(self, captured: bool) -> tuple[int, int]:
+        """Where the exchange's packets begin, and the channel of its signals."""
+        return (TURNS if captured else self.calls % TURNS) * self.ranks * self.room, CAPTURED if captured else EAGER
+
+    def _others(self) -> Sequence[int]:
+        """Each rank begins with another one."""
+        return (*range(self.rank + 1, self.ranks), *range(self.rank))
 
     def _follow(self) -> None:
         """Exchanges run one after another, also on another stream than the last."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from ..problem.exchanges import exchange
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, by a `way` of the
-    process group's. Both are `scratch`, or outputs."""
+    process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of it (`problem/exchanges.py`)."""
 
+    act: Callable[[Tensor, Tensor, str, str], None]
     group: str
     way: str
     packet: Tensor
@@ -24,4 +24,4 @@ class Exchange:
         return self.packet, self.packets
 
     def run(self) -> None:
-        exchange(self.packet, self.packets, self.group, self.way)
+        self.act(self.packet, self.packets, self.group, self.way)

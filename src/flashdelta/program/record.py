@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ..problem.arguments import extent
-from ..problem.exchanges import exchange
 from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
 
@@ -120,7 +119,7 @@ class Recorder:
         for x in step.scratch:
             self._use(None if self._is_own(x) else x, place)
         shapes = [(x.shape, x.dtype) for x in step.scratch]
-        self.launches.append((None, None, (step.group, step.way, shapes), pointers, self._alive(place)))
+        self.launches.append((step.act, None, (step.group, step.way, shapes), pointers, self._alive(place)))
 
     def add(
         self,
@@ -202,7 +201,7 @@ class Recorder:
             within.append((buffer.begin, buffer.begin + buffer.nbytes, slots[span], totals[span]))
             totals[span] += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
         steps = []
-        for n, (compiled, grid, arguments, pointers, alive) in enumerate(self.launches):
+        for n, (what, grid, arguments, pointers, alive) in enumerate(self.launches):
             # what has been allocated by then: later outputs may lie where an earlier buffer lay
             there = [(*self.outputs[name], slot) for name, slot in own.items() if self.outputs[name][2][0] <= n]
             ranges = [*((begin, begin + nbytes, slot) for begin, nbytes, _, slot in there), *self.ranges]
@@ -214,12 +213,12 @@ class Recorder:
                 places[described].append((ARGUMENTS + position, *place))
             tensors: list[Within] = []
             call: tuple[Callable[..., object], list]
-            if compiled is None:
+            if grid is None:
                 *where, shapes = arguments
                 tensors = [Within(*place[1:], *shape) for place, shape in zip(places[0], shapes)]
-                call, places = (exchange, where), ([], [])
+                call, places = (what, where), ([], [])
             else:
-                call = kernel_call(compiled, grid, arguments)
+                call = kernel_call(what, grid, arguments)
             outputs = [
                 (name, slot, *self.outputs[name][2][1:]) for name, slot in own.items() if self.outputs[name][2][0] == n
             ]

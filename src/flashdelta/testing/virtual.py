@@ -25,6 +25,8 @@ class _Meeting:
 
     def __init__(self, ranks: int, late: int | None):
         self.late = late
+        self.signals: set[tuple[int, int, int]] = set()
+        self.unready: dict[int, Callable[[], bool]] = {}
         self.turn = threading.Lock()
         self.barrier = threading.Barrier(ranks)
         self.packets: list[Any] = [None] * ranks
@@ -39,14 +41,30 @@ class _Meeting:
         finally:
             self.turn.acquire()
 
+    def until(self, rank: int, ready: Callable[[], bool]) -> None:
+        """Others run until they have made it so."""
+        self.unready[rank] = lambda: not ready()
+        while not ready():
+            if self.stuck() == len(self.packets):
+                raise RuntimeError("an exchange that another rank does not come to")
+            self.let_run()
+        del self.unready[rank]
+
+    def stuck(self) -> int:
+        """Ranks that can't go on, or have left."""
+        return self.arrived + self.left + sum(unready() for unready in self.unready.values())
+
     def let_pass(self, rank: int) -> None:
         """The late rank goes on from here when the others have done all that they can without it."""
-        while rank == self.late and self.arrived + self.left < len(self.packets) - 1:
-            self.turn.release()
-            time.sleep(1e-4)
-            self.turn.acquire()
-            if self.barrier.broken:
-                raise threading.BrokenBarrierError
+        while rank == self.late and self.stuck() < len(self.packets) - 1:
+            self.let_run()
+
+    def let_run(self) -> None:
+        self.turn.release()
+        time.sleep(1e-4)
+        self.turn.acquire()
+        if self.barrier.broken:
+            raise threading.BrokenBarrierError
 
     def leave(self) -> None:
         self.left += 1
@@ -74,6 +92,17 @@ class _Shared:
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         self.meeting.wait()
+        self.meeting.let_pass(self.rank)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        signal, signals = (channel, self.rank, dst_rank), self.meeting.signals
+        self.meeting.until(self.rank, lambda: signal not in signals)
+        signals.add(signal)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        signal, signals = (channel, src_rank, self.rank), self.meeting.signals
+        self.meeting.until(self.rank, lambda: signal in signals)
+        signals.remove(signal)
         self.meeting.let_pass(self.rank)
 
 

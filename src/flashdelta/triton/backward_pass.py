@@ -5,7 +5,7 @@ A backend describes its kernels by `Stages` (`triton/gradients.py`, `hopper/grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -124,16 +124,21 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     problem, t = stages.problem, stages.t
     if t.workspace is not None:
         given = {"workspace": t.workspace, "Akk_inv": t.A, "h": t.h, "v_new": t.v_new}
-        kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
+        kept, recomputed = stages.kept(given if t.packets is None else given | {"packets": t.packets}), iter(())
     else:
         kept = stages.kept()
-        yield from stages.scan(kept, None, None)
+        *before, states = stages.scan(kept, None, None)
+        yield from before
+        recomputed = iter([states])
+        del before, states
     dh0 = None
     if problem.has_initial_state:
         dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
     dht = None if t.dht is None or not problem.output_final_state else t.dht.contiguous()
-    if kept.packets is not None:
-        dht = yield from gradients_of_ranks(stages, kept, dht)
+    if kept.packets is None:
+        yield from recomputed
+    else:
+        dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
     scanned = Scanned(torch.empty_like(kept.h), torch.empty_like(kept.v_new))
@@ -154,8 +159,10 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     yield from finish(problem, t, heads, outputs)
 
 
-def gradients_of_ranks(stages: Stages, kept: Kept, dht: Tensor | None) -> Generator[Step, None, Tensor]:
-    """The gradients of the final states, with those that come from other ranks."""
+def gradients_of_ranks(
+    stages: Stages, kept: Kept, dht: Tensor | None, meanwhile: Iterable[Step]
+) -> Generator[Step, None, Tensor]:
+    """The gradients of the final states, with those that come from other ranks; see `carried_gradients`."""
     problem, t = stages.problem, stages.t
     assert kept.packets is not None
     grads = new(problem.state_shape, torch.float32, t.device)
@@ -164,7 +171,7 @@ def gradients_of_ranks(stages: Stages, kept: Kept, dht: Tensor | None) -> Genera
         return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
-    yield from carried_gradients(call, kept.packets, reverse, grads)
+    yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
     return grads
 
 

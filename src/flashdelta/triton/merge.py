@@ -12,7 +12,7 @@ Backward, with the offsets `c` of the ranks' gradients: the gradient of the stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -21,10 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..problem.context import OPENED
+from ..problem.exchanges import exchange, receive, send
 from ..problem.problem import Problem, Tensors
 from ..program.exchange import Exchange
 from ..program.launch import Launch
-from ..program.program import Outputs, new
+from ..program.program import Outputs, Step, new
 from .device.mma import dot
 from .device.sequences import locate_sequence, own_work_tile
 from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
@@ -216,7 +217,8 @@ def carried_states(
     steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
     if t.packets is None:
         packet = torch.empty_like(packets[0])
-        steps = [transition(call, packet), Exchange(problem.process_group, problem.exchange, packet, packets), *steps]
+        told = Exchange(exchange, problem.process_group, problem.exchange, packet, packets)
+        steps = [transition(call, packet), told, *steps]
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
     # what reads the states keeps them alive, as scratch
@@ -248,8 +250,11 @@ def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
     return new(problem.packet_shape, torch.float32, device)
 
 
-def carried_gradients(call: StageCall, packets: Tensor, reverse: Reverse, grads: Tensor) -> Iterator[Launch | Exchange]:
-    """What finds the gradients `grads` of the final states, those of other ranks included. `call.t.dht`: the caller's own."""
+def carried_gradients(
+    call: StageCall, packets: Tensor, reverse: Reverse, grads: Tensor, meanwhile: Iterable[Step]
+) -> Iterator[Step]:
+    """What finds the gradients `grads` of the final states, those of other ranks included. `call.t.dht`: the caller's own.
+    `meanwhile`: what takes none of them, and runs before they are waited for."""
     problem, t = call.problem, call.t
     offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, t.device)
     own = torch.empty_like(offsets[0])
@@ -259,6 +264,9 @@ def carried_gradients(call: StageCall, packets: Tensor, reverse: Reverse, grads:
         ends = t.border[OPENED:]
     alone = replace(problem, N=problem.packets, has_initial_state=True)
     yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, own)
-    yield Exchange(problem.process_group, problem.exchange, own, offsets)
+    told = Exchange(send, problem.process_group, problem.exchange, own, offsets)
+    yield told
+    yield from meanwhile
+    yield replace(told, act=receive)
     given = replace(problem, has_initial_state=t.dht is not None)
     yield merge(replace(call, problem=given, t=replace(t, initial_state=t.dht)), packets, offsets, grads, backward=True)
