@@ -30,6 +30,7 @@ from flashdelta.testing.prefills import INPUTS, LOGITS, PLAIN, SIZES, prefill_ca
 from flashdelta.testing.wy import CASES as WY_CASES
 from flashdelta.testing.wy import make_wy
 from flashdelta.triton import merge
+from flashdelta.triton.recurrence import recurrence_kernel
 
 from ..support.decoding_checks import commit_call
 from ..support.pools import PLAIN_POOLS, pool_call
@@ -365,9 +366,9 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
                 packet, packets = (x.data_ptr() for x in arguments)
                 assert kernel == "receive" or packet in pretended[i - 1][2]
                 assert kernel == "send" or packets in pretended[i + 1][2]
-    found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, "recurrence_kernel")]
-    again = ["send", "recurrence_kernel", "receive"] if backward else []
-    assert found == ["exchange", "recurrence_kernel", *again] and orders[1] == orders[2] == orders[0]
+    found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, recurrence_kernel)]
+    again = ["send", recurrence_kernel, "receive"] if backward else []
+    assert found == ["exchange", recurrence_kernel, *again] and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------
