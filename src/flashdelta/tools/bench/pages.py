@@ -259,7 +259,7 @@ sequence. Inputs, of H200s: calls at 8192 tokens and `reverse`, cold, all times 
 ([prefill](../benchmarks/results/prefill-hopper-h200.json), [train](../benchmarks/results/train-hopper-h200.json));
 {scaling.TRANSITION_US} us a chunk of `transitions` and {scaling.COMPOSE_US} us a step of `merge`, as many CTAs at once as there
 are SMs ([split.md](split.md)), on two GPUs without M; memory at {scaling.COPY_TB_S} TB/s. Exchanges between two GPUs of one
-host: a copy into symmetric memory ({copies}), one after another to more GPUs, and {scaling.BARRIER_US} us for the barrier; or
+host: a copy into symmetric memory ({copies}), one after another to more GPUs, and {scaling.SIGNAL_US} us for signals; or
 NCCL's all-gather, by what a rank receives ({gathers}). Left out: gaps between launches, ranks that do not start together.
 `flashdelta bench pages` writes the table."""
     said += [fold(" ".join(inputs.split())), markdown_table(scaling.table(documents))]

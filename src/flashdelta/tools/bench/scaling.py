@@ -1,7 +1,8 @@
 """How long calls over several GPUs take, modelled: a call on one GPU, and what is added to it, one thing after another.
 
     forward             transitions, exchange of (M, b), merge
-    forward + backward  the same, merge in the forward that runs again, reverse for c, exchange of c, merge
+    forward + backward  the same, merge in the forward that runs again, reverse for c, exchange of c, merge; by put the exchange
+                        takes no time, as the forward's recurrence runs again meanwhile
 
 Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Ranks between the
 first and the last form M; of two there are none. Left out are gaps between launches, ranks that do not start together, and
@@ -34,8 +35,8 @@ GATHER_US = ((0, 35), (1, 35), (4, 36), (8, 55), (64, 290))
 PUT_US = ((0, 4.3), (1, 6.8), (4, 13.7), (8, 24.1), (64, 176))
 """MiB of a packet, and the time of its copy into another GPU's symmetric memory: likewise."""
 
-BARRIER_US = 5
-"""Of symmetric memory."""
+SIGNAL_US = 5
+"""Of symmetric memory, sent and seen."""
 
 RANKS, TOKENS, HEADS = (2, 4, 8), (8, 32, 128), (32, 64)
 """Of the table; tokens are thousands of a rank."""
@@ -52,11 +53,11 @@ def on_line(measured: tuple[tuple[float, float], ...], mib: float) -> float:
 
 def exchange_us(mib: float, ranks: int, way: str) -> float:
     """Of packets of so many MiB. By gather more ranks send as fast as one: links of a host are not shared. By put a rank
-    writes one packet after another, and copies its own and what it has received."""
+    writes one packet after another, and copies what it has received."""
     if way == "gather":
         return on_line(GATHER_US, (ranks - 1) * mib)
-    copied = 2 * ranks * mib * 2**20 / COPY_TB_S / 1e6
-    return (ranks - 1) * on_line(PUT_US, mib) + BARRIER_US + copied
+    copied = 2 * (ranks - 1) * mib * 2**20 / COPY_TB_S / 1e6
+    return (ranks - 1) * on_line(PUT_US, mib) + SIGNAL_US + copied
 
 
 def transitions_us(T: int, HV: int, ranks: int) -> float:
@@ -76,10 +77,11 @@ def merge_us(HV: int, ranks: int) -> float:
 def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "put") -> float:
     """Microseconds beyond a call on one GPU. `reverse_us`: of `reverse`, with its stores, which `c` does without; None of a
     forward."""
-    column = HV * K * 4 / 2**20
-    added = transitions_us(T, HV, ranks) + exchange_us(column * (K + V), ranks, way) + merge_us(HV, ranks)
+    column, columns = HV * K * 4 / 2**20, V if ranks == 2 else K + V
+    added = transitions_us(T, HV, ranks) + exchange_us(column * columns, ranks, way) + merge_us(HV, ranks)
     if reverse_us is not None:
-        added += reverse_us + exchange_us(column * V, ranks, way) + 2 * merge_us(HV, ranks)
+        added += reverse_us + 2 * merge_us(HV, ranks)
+        added += exchange_us(column * V, ranks, way) if way == "gather" else 0
     return added
 
 
