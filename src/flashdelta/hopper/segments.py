@@ -265,11 +265,14 @@ def compute(
 
 
 @gluon.jit
-def step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
-    """The columns after step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: `recurrence`'s, to the bit."""
+def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+    """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: `recurrence`'s, to the bit. What it has
+    of the stage but tiles, it has before it waits."""
     KB: gl.constexpr = KH
     inverse = half_tile(ring, s, 2 * KH).slice(32 * STEP, 32)
     state0, state1, v_new_t, left0, left1 = new_values(ring, s, STEP, inverse, state0, state1, v_t, KH)
+    decay0 = ring.decays(s, 2 * KH * STEP + KH, ACC)
+    decay1 = ring.decays(s, 2 * KH * STEP + 2 * KH - 1, ACC)
     if KH == 2:
         v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
     else:
@@ -278,13 +281,20 @@ def step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
     state0 = mma(v_new_left, rows_of_step(ring, s, KB, STEP), state0)
     if KH == 2:
         state1 = mma(v_new_left, rows_of_step(ring, s, KB + 1, STEP), state1)
+    return state0, state1, v_new_left, decay0, decay1
+
+
+@gluon.jit
+def end_step(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
+    """The columns after the step that `start_step` began."""
+    if KH == 2:
         state0 = warpgroup_mma_wait(1, deps=[state0])
-        state0 = state0 * ring.decays(s, 2 * KH * STEP + KH, ACC)
+        state0 = state0 * decay0
         state1, v_new_left = warpgroup_mma_wait(0, deps=[state1, v_new_left])
-        state1 = state1 * ring.decays(s, 2 * KH * STEP + KH + 1, ACC)
+        state1 = state1 * decay1
     else:
         state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
-        state0 = state0 * ring.decays(s, 2 * KH * STEP + KH, ACC)
+        state0 = state0 * decay0
     return state0, state1
 
 
@@ -328,39 +338,47 @@ def scan(
     state0 += unit0 if STEPS else from_lines(unit0, ACC)
     unit1 = gl.where(column[:, None] == key[None, :] + 64, 1.0, 0.0)
     state1 += unit1 if STEPS else from_lines(unit1, ACC)
-    for _i in range(chunks):
+    if chunks > 0:
+        last = iteration + chunks - 1
+        v_t = ring.rows.index(ring.wait(iteration)).permute((1, 0)).load(LEFT)
         if STEPS:
-            s = ring.wait(iteration)
-            v_first, v_later = column_halves(ring.rows.index(s).permute((1, 0)).load(LEFT), LEFT)
-            state0, state1 = step(ring, s, 0, state0, state1, v_first, KH)
-            state0, state1 = step(ring, s, 1, state0, state1, v_later, KH)
-        else:
-            left0 = as_left(state0, False)
-            if KH == 2:
-                left1 = as_left(state1, False)
-            s = ring.wait(iteration)
-            v_t = ring.rows.index(s).permute((1, 0)).load(LEFT)
-            v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
-            # w is stored negated
-            v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
-            if KH == 2:
-                v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-            state0 = state0 * ring.decays(s, 0, ACC)
-            if KH == 2:
-                state1 = state1 * ring.decays(s, 1, ACC)
-                v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
+            v_t, v_later = column_halves(v_t, LEFT)
+        for _i in range(chunks):
+            s = iteration % ring.STAGES
+            iteration += 1
+            if STEPS:
+                state0, state1 = end_step(*start_step(ring, s, 0, state0, state1, v_t, KH), KH)
+                begun = start_step(ring, s, 1, state0, state1, v_later, KH)
+                # the last chunk loads its own v again, which nobody uses
+                v_t = ring.rows.index(ring.wait(gl.minimum(iteration, last))).permute((1, 0)).load(LEFT)
+                v_t, v_later = column_halves(v_t, LEFT)
+                state0, state1 = end_step(*begun, KH)
             else:
-                v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
-            # LLVM may round element by element, and pair them afterwards
-            v_new_left = as_left(v_new_t, TRIED)
-            state0 = mma(v_new_left, ring.tile(s, KG), state0)
-            if KH == 2:
-                state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
-                state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
-            else:
-                state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
-        ring.release(s)
-        iteration += 1
+                left0 = as_left(state0)
+                if KH == 2:
+                    left1 = as_left(state1)
+                v_new_t = mma_first(v_t, ring.tile(s, INVERSE).permute((1, 0)), zero)
+                # w is stored negated
+                v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
+                if KH == 2:
+                    v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
+                state0 = state0 * ring.decays(s, 0, ACC)
+                if KH == 2:
+                    state1 = state1 * ring.decays(s, 1, ACC)
+                    v_new_t, v_t, left0, left1 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0, left1])
+                else:
+                    v_new_t, v_t, left0 = warpgroup_mma_wait(0, deps=[v_new_t, v_t, left0])
+                # LLVM may round element by element, and pair them afterwards
+                v_new_left = as_left(v_new_t, TRIED)
+                state0 = mma(v_new_left, ring.tile(s, KG), state0)
+                if KH == 2:
+                    state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
+                v_t = ring.rows.index(ring.wait(gl.minimum(iteration, last))).permute((1, 0)).load(LEFT)
+                if KH == 2:
+                    state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
+                else:
+                    state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
+            ring.release(s)
     store_columns(results, at, border, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
     return iteration
 
