@@ -189,7 +189,7 @@ def pass_checkpoints(
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
         slot, reached = checkpoint_slot(
-            *(scheduler.checkpoint_offsets, indices, tile.n, span, tile.num_spans, stop - tile.begin, lowest, most)
+            *(scheduler.checkpoint_offsets, indices, scheduler.row(tile), span, tile.num_spans, stop - tile.begin, lowest, most)
         )
         if reached != 0:
             own = states + (slot * pitch + tile.head * (K * V))
@@ -278,7 +278,8 @@ def compute(
                 # the slot is the sequence's first one, whatever its segment
                 h_row = slot + tile.first
         if checkpoint_every is not None:
-            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C).to(gl.int32)
+            nothing = gl.minimum(start, 0)
+            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C, nothing).to(gl.int32)
             passed = tile.first + checkpoint_every - 1
             next_row += passed // checkpoint_every
             to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
@@ -324,9 +325,11 @@ def compute(
             for i in range(low, high):
                 s = iteration % ring.STAGES
                 if h is not None:
-                    h_at = state_offsets(
-                        wide(h_row + iteration - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
-                    )
+                    # in the backward pass a row carried by the loop makes ptxas of Triton 3.6 spill
+                    row_of_h = h_row + iteration - first if v_new is not None else h_row
+                    h_at = state_offsets(wide(row_of_h, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST)
+                    if v_new is None:
+                        h_row += 1
                     gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                     if KH == 2:
                         gl.store(h + h_at + H_NEXT, to_lines(state1.to(h.dtype.element_ty)))
