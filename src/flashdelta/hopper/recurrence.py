@@ -189,7 +189,16 @@ def pass_checkpoints(
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
         slot, reached = checkpoint_slot(
-            *(scheduler.checkpoint_offsets, indices, scheduler.row(tile), span, tile.num_spans, stop - tile.begin, lowest, most)
+            *(
+                scheduler.checkpoint_offsets,
+                indices,
+                scheduler.row(tile),
+                span,
+                tile.num_spans,
+                stop - tile.begin,
+                lowest,
+                most,
+            )
         )
         if reached != 0:
             own = states + (slot * pitch + tile.head * (K * V))
@@ -279,7 +288,9 @@ def compute(
                 h_row = slot + tile.first
         if checkpoint_every is not None:
             nothing = gl.minimum(start, 0)
-            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C, nothing).to(gl.int32)
+            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C, nothing).to(
+                gl.int32
+            )
             passed = tile.first + checkpoint_every - 1
             next_row += passed // checkpoint_every
             to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
@@ -297,7 +308,11 @@ def compute(
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
-            at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
+            in_start = key
+            if checkpoint_every is not None or scheduler.checkpoint_offsets is not None:
+                # plus a 0 as in `store_inside`, lest its addresses be kept over the loop over work tiles
+                in_start = key + gl.minimum(start, 0) * 16
+            at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, in_start, K, V, True)
             state0, state1 = load_halves(starts, at_start, 64, 1, K, STEPS)
         elif tile.carry_in:
             wait(semaphore - SLICES)
@@ -306,6 +321,9 @@ def compute(
         else:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
+        # one register instead of two. Elsewhere it does not help, and ptxas of Triton 3.6 spills with it in stream-K
+        ONE: gl.constexpr = v_new is not None and scheduler.first_segment is not None
+        past = iteration + total
         if total > 0:
             done = zero.to(gl.bfloat16)
             done_token = tile.begin
@@ -389,7 +407,8 @@ def compute(
                         )
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
-                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    last = past - 1 if ONE else first + total - 1
+                    ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                     if KH == 2:
                         state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
@@ -415,7 +434,7 @@ def compute(
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
         # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
-        nothing = (iteration - first - total) * 16
+        nothing = (iteration - past if ONE else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
