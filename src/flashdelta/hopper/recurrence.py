@@ -189,16 +189,8 @@ def pass_checkpoints(
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
         slot, reached = checkpoint_slot(
-            *(
-                scheduler.checkpoint_offsets,
-                indices,
-                scheduler.row(tile),
-                span,
-                tile.num_spans,
-                stop - tile.begin,
-                lowest,
-                most,
-            )
+            *(scheduler.checkpoint_offsets, indices, scheduler.row(tile), span, tile.num_spans),
+            *(stop - tile.begin, lowest, most),
         )
         if reached != 0:
             own = states + (slot * pitch + tile.head * (K * V))
@@ -287,10 +279,8 @@ def compute(
                 # the slot is the sequence's first one, whatever its segment
                 h_row = slot + tile.first
         if checkpoint_every is not None:
-            nothing = gl.minimum(start, 0)
-            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C, nothing).to(
-                gl.int32
-            )
+            every, nothing = checkpoint_every * C, gl.minimum(start, 0)
+            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, every, nothing).to(gl.int32)
             passed = tile.first + checkpoint_every - 1
             next_row += passed // checkpoint_every
             to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
@@ -321,9 +311,10 @@ def compute(
         else:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
-        # one register instead of two. Elsewhere it does not help, and ptxas of Triton 3.6 spills with it in stream-K
-        ONE: gl.constexpr = v_new is not None and scheduler.first_segment is not None
-        past = iteration + total
+        # one register instead of two, where Triton 3.9 would spill them; in stream-K 3.6 would spill with it
+        JOINED: gl.constexpr = v_new is not None and scheduler.first_segment is not None
+        if JOINED:
+            past = iteration + total
         if total > 0:
             done = zero.to(gl.bfloat16)
             done_token = tile.begin
@@ -407,7 +398,7 @@ def compute(
                         )
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
-                    last = past - 1 if ONE else first + total - 1
+                    last = past - 1 if JOINED else first + total - 1
                     ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                     if KH == 2:
@@ -434,7 +425,7 @@ def compute(
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
         # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
-        nothing = (iteration - past if ONE else iteration - first - total) * 16
+        nothing = (iteration - past if JOINED else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)

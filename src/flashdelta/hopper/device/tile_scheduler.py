@@ -146,9 +146,8 @@ class TileScheduler:
     def span(self, tile, i, start, slot):
         """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
         which of these `[low, high)` belong to the work tile."""
-        end, chunks = span_extent(
-            self.checkpoint_offsets, self.row(tile), i, tile.num_spans, start, tile.begin, tile.end, C
-        )
+        row = self.row(tile)
+        end, chunks = span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)
         if self.checkpoint_offsets is None or (self.first_segment is None and self.tile_range is None):
             low: gl.constexpr = 0
             high = chunks
@@ -161,9 +160,8 @@ class TileScheduler:
     @gluon.jit
     def span_stop(self, tile, i, start):
         """The past-the-last token of the sequence's checkpoint span `i`, from token `start` on."""
-        return span_extent(self.checkpoint_offsets, self.row(tile), i, tile.num_spans, start, tile.begin, tile.end, C)[
-            0
-        ]
+        row = self.row(tile)
+        return span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)[0]
 
     @gluon.jit
     def first_span(self, tile):
