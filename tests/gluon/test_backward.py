@@ -150,6 +150,12 @@ def test_wy(case: WyCase):
     check_wy(case)
 
 
+def test_wy_off_every_boundary():
+    """By way of copies; the states', too."""
+    case = replace(next(case for case in WY if case.layout == "dense"), layout="odd_offset")
+    check_wy(case)
+
+
 @pytest.mark.parametrize("sms", [1, 5])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_wy_of_persistent_ctas(v_first: bool, sms: int):

@@ -26,6 +26,7 @@ from flashdelta.testing.cases import BF16, BOUNDED, CASES, FP32, GATE_CASES, Cas
 from flashdelta.testing.decoding import BY_NAME, make_step
 from flashdelta.testing.inputs import make_call, meta_call, on_meta
 from flashdelta.testing.oracle import as_recurrent
+from flashdelta.testing.wy import WyCase, make_wy
 from flashdelta.tools.compile import over_ranks
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
@@ -247,6 +248,21 @@ def test_what_is_aligned_is_read_in_place(changes: dict, copied: str):
     for name, x in zip("qkvgb", inputs):
         assert (read_from[name].data_ptr() != x.data_ptr()) == (name in copied), name
     assert len(copies) == (copied != "")
+
+
+@pytest.mark.parametrize(("layout", "copied"), [("dense", False), ("odd_offset", True)])
+def test_wy_reads_copies_of_what_is_off_a_boundary(layout: str, copied: bool):
+    call = make_wy(WyCase("copied", "", K=64, V=128, H=1, HV=2, layout=layout, log2=True), BF16)
+    problem, t = check(fd.kernels.chunk_bwd_wy_dqkg, **call)
+    *copies, wy = build(problem, t, 90).launches
+    names = ("q", "k", "g", "v", "A", "h", "v_new", "do", "dv", "dh")
+    parameters = ("q", "k", "g", "v", "Akk_inv", "h", "v_new", "grad_o", "grad_v_new", "grad_h")
+    for name, x in zip(names, read(wy, *parameters)):
+        assert (x.data_ptr() != call[name].data_ptr()) == copied, name
+        assert x.shape == call[name].shape
+    # by dtypes, tokens and channels, four at most together
+    assert sum(launch.rows for launch in copies) == len(names) * copied and len(copies) <= 6
+    assert {launch.kernel.__name__ for launch in copies} <= {"copy_kernel"}
 
 
 @pytest.mark.parametrize("wide_gate", [False, True], ids=["bf16 gate", "fp32 gate"])

@@ -18,7 +18,7 @@ from . import gradients
 from .commit import commit
 from .decode import decode
 from .fused_decode import fused_kda_decode
-from .launch import aligned, layout, prepare_inputs, steps_layout
+from .launch import aligned, layout, prepare_inputs, prepare_wy_inputs, steps_layout
 from .prepare import prepare
 from .prepare_steps import prepare_steps
 from .recurrence import recurrence
@@ -39,7 +39,8 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
         t, copy_out = replace(t, out=None), t.out
     outputs = Outputs.of(problem, t)
     if problem.operation == "wy":
-        return Program(outputs, [wy_dqkg(problem, t, outputs)])
+        t, copies = prepare_wy_inputs(t)
+        return Program(outputs, [wy_dqkg(problem, t, outputs)], copies)
     if problem.operation != "chunk":
         own = {"commit": commit, "fused_decode": fused_kda_decode}
         stage = own.get(problem.operation, verify if problem.has_records else decode)

@@ -74,16 +74,21 @@ def aligned(x: torch.Tensor, unit: int = 8) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]) and near(x, 8)
 
 
-def copyable(x: torch.Tensor) -> torch.Tensor:
-    """The tensor if `aligned`, as those of a model are, else a copy."""
-    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def prepare_inputs(t: Tensors) -> Inputs:
     """As the kernels can read them."""
     beta = t.beta if near(t.beta, 1) else t.beta.contiguous()
     dense = densed(t, (*portable.DENSE, "state_indices"))
     return read(replace(t, beta=beta, **dense), portable.ROWS, aligned)
+
+
+def prepare_wy_inputs(t: Tensors) -> Inputs:
+    """As `wy_dqkg` reads them: those that are no rows lie without gaps."""
+    # in four dimensions, as the copy kernel takes them
+    states = {name: getattr(t, name) for name in ("h", "dh")}
+    flat = {name: x.flatten(1, 2) for name, x in states.items()}
+    t, of_rows = read(replace(t, **densed(t, ("cu_seqlens",)), **flat), portable.ROWS, aligned)
+    t, others = read(t, ("A", "v_new", "dv", *states), lambda x: x.is_contiguous() and aligned(x))
+    return Inputs(replace(t, **{name: getattr(t, name).view(x.shape) for name, x in states.items()}), of_rows + others)
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:

@@ -162,16 +162,27 @@ def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, S
 
 
 @gluon.jit
-def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr):
+def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST: gl.constexpr = False):
     """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
-    reference."""
+    reference. `QUERIES_FIRST`: the order in which registers suffice for all rows of a packed chunk at once."""
     layout: gl.constexpr = d.type.layout
     KH: gl.constexpr = d.shape[0]
     a = exp2(d)
+    if QUERIES_FIRST:
+        decayed_queries(queries, norm_q_s, a, i)
     kn = widen(part(keys, i).load(layout)) * row_values(norm_k_s, i, KH)
-    part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+    if not QUERIES_FIRST:
+        part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
     part(keys, i).store((kn * a).to(gl.bfloat16))
-    qn = widen(part(queries, i).load(layout)) * row_values(norm_q_s, i, KH)
+    if QUERIES_FIRST:
+        part(right, i).store((kn * exp2_negative(d)).to(gl.bfloat16))
+    else:
+        decayed_queries(queries, norm_q_s, a, i)
+
+
+@gluon.jit
+def decayed_queries(queries, norm_q_s, a, i: gl.constexpr):
+    qn = widen(part(queries, i).load(a.type.layout)) * row_values(norm_q_s, i, a.shape[0])
     part(queries, i).store((qn * a).to(gl.bfloat16))
 
 
@@ -596,7 +607,9 @@ def prepare_steps_kernel(
             decayed(keys, queries, right, norm_k_s, norm_q_s, after, 1)
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
-            decayed(keys, queries, right, norm_k_s, norm_q_s, before - until[:, :, :, None, :], 0)
+            decayed(
+                keys, queries, right, norm_k_s, norm_q_s, before - until[:, :, :, None, :], 0, cu_seqlens is not None
+            )
         fence_async_shared()
         barrier()
         for h in gl.static_range(KH):

@@ -200,7 +200,8 @@ def pass_checkpoints(
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
         slot, reached = checkpoint_slot(
-            *(scheduler.checkpoint_offsets, indices, tile.n, span, tile.num_spans, stop - tile.begin, lowest, most)
+            *(scheduler.checkpoint_offsets, indices, scheduler.row(tile), span, tile.num_spans),
+            *(stop - tile.begin, lowest, most),
         )
         if reached != 0:
             own = states + (slot * pitch + tile.head * (K * V))
@@ -289,7 +290,8 @@ def compute(
                 # the slot is the sequence's first one, whatever its segment
                 h_row = slot + tile.first
         if checkpoint_every is not None:
-            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, checkpoint_every * C).to(gl.int32)
+            every, nothing = checkpoint_every * C, gl.minimum(start, 0)
+            next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, every, nothing).to(gl.int32)
             passed = tile.first + checkpoint_every - 1
             next_row += passed // checkpoint_every
             to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
@@ -307,7 +309,11 @@ def compute(
         at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
-            at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, key, K, V, True)
+            in_start = key
+            if checkpoint_every is not None or scheduler.checkpoint_offsets is not None:
+                # plus a 0 as in `store_inside`, lest its addresses be kept over the loop over work tiles
+                in_start = key + gl.minimum(start, 0) * 16
+            at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, in_start, K, V, True)
             state0, state1 = load_halves(starts, at_start, 64, 1, K, STEPS)
         elif tile.carry_in:
             wait(semaphore - SLICES)
@@ -316,6 +322,10 @@ def compute(
         else:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
+        # one register instead of two, where Triton 3.9 would spill them; in stream-K 3.6 would spill with it
+        JOINED: gl.constexpr = v_new is not None and scheduler.first_segment is not None
+        if JOINED:
+            past = iteration + total
         if total > 0:
             done = zero.to(gl.bfloat16)
             done_token = tile.begin
@@ -335,9 +345,11 @@ def compute(
             for i in range(low, high):
                 s = iteration % ring.STAGES
                 if h is not None:
-                    h_at = state_offsets(
-                        wide(h_row + iteration - first, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST
-                    )
+                    # in the backward pass a row carried by the loop makes ptxas of Triton 3.6 spill
+                    row_of_h = h_row + iteration - first if v_new is not None else h_row
+                    h_at = state_offsets(wide(row_of_h, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST)
+                    if v_new is None:
+                        h_row += 1
                     gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                     if KH == 2:
                         gl.store(h + h_at + H_NEXT, to_lines(state1.to(h.dtype.element_ty)))
@@ -397,7 +409,8 @@ def compute(
                         )
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
-                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
+                    last = past - 1 if JOINED else first + total - 1
+                    ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                     if KH == 2:
                         state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
@@ -423,7 +436,7 @@ def compute(
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
         # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
-        nothing = (iteration - first - total) * 16
+        nothing = (iteration - past if JOINED else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)

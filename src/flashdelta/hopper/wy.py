@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import condition
 
 from ..problem.problem import Problem, Tensors
-from ..program.launch import Launch, dense, sm_count
+from ..program.launch import Launch, sm_count
 from ..program.program import Outputs
 from ..triton.launch import chunks
 from ..triton.wy import Parts, WyOperands
@@ -49,7 +49,7 @@ from .device.pipeline import make_channel, next_phase
 from .device.portable import LOG2E, decay_rate
 from .device.tile_scheduler import ChunkTile, chunk_tile, dense_chunk_tile, first_tile, next_tile, rows_before
 from .device.tma import load_tiles, tma_store, wait_tiles
-from .launch import TILE, copyable, describe, stride_div8, strides
+from .launch import TILE, describe, stride_div8, strides
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "v", "o", "beta") for dim in ("batch", "token", "head")]
 SCALARS = ("scale", "lower_bound", "T", "N", "HV", "group", "slots", "rows", "tile_count", *_STRIDES)
@@ -493,10 +493,7 @@ def wy(problem: Problem, x: WyOperands, parts: Parts, grad_v: Tensor) -> Launch:
 
 def wy_dqkg(problem: Problem, t: Tensors, outputs: Outputs) -> Launch:
     """`chunk_bwd_wy_dqkg`: stage `wy` on its own."""
-    A, h, v_new, dv, dh = (copyable(x.contiguous()) for x in (t.A, t.h, t.v_new, t.dv, t.dh))
-    (cu_seqlens,) = dense(t.cu_seqlens)
-    q, k, g, v, do = map(copyable, (t.q, t.k, t.g, t.v, t.do))
-    x = WyOperands(q, k, g, v, t.beta, A, h, v_new, do, dv, dh, cu_seqlens)
+    x = WyOperands(t.q, t.k, t.g, t.v, t.beta, t.A, t.h, t.v_new, t.do, t.dv, t.dh, t.cu_seqlens)
     results = (*(outputs[name] for name in ("dq", "dk", "dg", "dv", "dbeta", "dA")), None)
     kinds = dict(GATE=problem.gate, SAFE=False, BETA="value", L2NORM=False, V_FIRST=problem.state_v_first)
     # at fixed lengths the TMA unit can fetch all operands; to work out a step's decays as well, registers would not suffice

@@ -62,7 +62,7 @@ class Program:
         copy_out: Tensor | None = None,
     ):
         self.outputs, self.copy_out = outputs, copy_out
-        self.launches = [*copies, *launches] if isinstance(launches, list) else itertools.chain(copies, launches)
+        self.launches = itertools.chain(copies, launches)
         self.copied = tuple(x for launch in copies for x in launch.scratch)
         self.recorded: Recorded | None = None
 

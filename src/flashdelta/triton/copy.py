@@ -151,7 +151,7 @@ def read(t: Tensors, roles: tuple[str, ...], fits: Callable[[Tensor], bool]) -> 
             if x.numel() == 0:
                 dense[role] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             else:
-                alike.setdefault((x.dtype, x.shape[3], is_by_token(x)), {})[role] = x
+                alike.setdefault((x.dtype, *x.shape[:2], x.shape[3], is_by_token(x)), {})[role] = x
     for found in alike.values():
         names = [*found]
         for first in range(0, len(names), AT_ONCE):

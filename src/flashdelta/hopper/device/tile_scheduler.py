@@ -137,10 +137,17 @@ class TileScheduler:
         )
 
     @gluon.jit
+    def row(self, tile):
+        """The sequence as row of the checkpoints. Of segments in 32 bits: else the high half of a row's length takes a register
+        from all of the kernel."""
+        return tile.n if self.first_segment is None else tile.n.to(gl.int32)
+
+    @gluon.jit
     def span(self, tile, i, start, slot):
         """Of the sequence's checkpoint span `i`, from token `start` and chunk slot `slot` on: past-the-last token, chunks, and
         which of these `[low, high)` belong to the work tile."""
-        end, chunks = span_extent(self.checkpoint_offsets, tile.n, i, tile.num_spans, start, tile.begin, tile.end, C)
+        row = self.row(tile)
+        end, chunks = span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)
         if self.checkpoint_offsets is None or (self.first_segment is None and self.tile_range is None):
             low: gl.constexpr = 0
             high = chunks
@@ -153,14 +160,15 @@ class TileScheduler:
     @gluon.jit
     def span_stop(self, tile, i, start):
         """The past-the-last token of the sequence's checkpoint span `i`, from token `start` on."""
-        return span_extent(self.checkpoint_offsets, tile.n, i, tile.num_spans, start, tile.begin, tile.end, C)[0]
+        row = self.row(tile)
+        return span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)[0]
 
     @gluon.jit
     def first_span(self, tile):
         """The checkpoint span of the work tile's first chunk, the chunk's first token, and the past-the-last token of the
         span."""
         span, start, stop = span_of_chunk(
-            self.checkpoint_offsets, tile.n, tile.first, tile.num_spans, tile.end - tile.begin, C
+            self.checkpoint_offsets, self.row(tile), tile.first, tile.num_spans, tile.end - tile.begin, C
         )
         return span, tile.begin + start, tile.begin + stop
 
@@ -287,14 +295,16 @@ def persistent_tile(k, slices):
 
 
 @gluon.jit
-def rows_before(cu_seqlens, n, T, tokens):
+def rows_before(cu_seqlens, n, T, tokens, nothing=None):
     """Where rows that each stand for so many tokens of a sequence lie without gaps, such as chunks: the first row of
-    sequence `n`."""
+    sequence `n`. `nothing`: a 0 that the compiler can't see, lest it keep the lanes' addresses over a loop around this."""
     if cu_seqlens is None:
         total = n * ((T + tokens - 1) // tokens)
     else:
         total = n * 0
         lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        if nothing is not None:
+            lane |= nothing
         for base in range(0, n, 128):
             m = base + lane
             begin = gl.load(cu_seqlens + m, mask=m < n, other=0)
