@@ -245,10 +245,8 @@ class Problem(Settings):
 
     @property
     def packet_shape(self) -> tuple[int, int, int, int, int]:
-        """Of what all ranks say of those: for each rank, sequence and value head `M^T [K, K]`, then `b^T [V, K]`. Of two ranks
-        `b^T` alone: none lies between others."""
-        columns = self.V if self.ranks == 2 else self.K + self.V
-        return (self.ranks, self.packets, self.HV, columns, self.K)
+        """Of what all ranks say of those: for each rank, sequence and value head `M^T [K, K]`, then `b^T [V, K]`."""
+        return (self.ranks, self.packets, self.HV, self.K + self.V, self.K)
 
     @property
     def most_tokens(self) -> int:

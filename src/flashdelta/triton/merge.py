@@ -33,7 +33,7 @@ from .launch import StageCall, state_arguments
 from .segments import compose_config
 
 Transition = Callable[[StageCall, Tensor], Launch]
-"""A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet (`Problem.packet_shape`)."""
+"""A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet `[P, HV, K + V, K]`."""
 
 Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
 """A backend's scan from the gradients of final states to those of initial ones."""
@@ -77,7 +77,7 @@ def merge_kernel(
     merged; or gradients of final states, those of sequences that go on elsewhere with what other ranks add.
 
     One CTA per (sequence, value head, `BV` value channels). `transitions`: of rank j, packet p and head h, M^T [K, K] at
-    `((j P + p) HV + h) (K + V) K`, of two ranks none; `offsets` [V, K] at `((j P + p) HV + h) offset_pitch`.
+    `((j P + p) HV + h) (K + V) K`; `offsets` [V, K] at `((j P + p) HV + h) offset_pitch`.
     """
     slice_, head, n, _, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
     own, read, _ = sequence_slot(
@@ -213,7 +213,7 @@ def carried_states(
     those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
     states = new(problem.state_shape, torch.float32, t.device)
-    b = packets[:, :, :, -problem.V :]
+    b = packets[:, :, :, problem.K :]
     steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
     if t.packets is None:
         packet = torch.empty_like(packets[0])

@@ -161,7 +161,6 @@ def transitions_kernel(
     v_batch: tl.int64,
     v_token: tl.int64,
     v_head: tl.int64,
-    packet_pitch: tl.int64,
     C: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -178,13 +177,15 @@ def transitions_kernel(
     segment b starts from the initial state, so that it is the state after it, and M is not formed.
 
     With `border` instead of `first_segment`, segments are the whole sequences that go on to the next rank; those that come from
-    the rank before are no first segments. Both then lie `packet_pitch` elements a head apart.
+    the rank before are no first segments. `offsets` then lie behind `transitions`, head by head.
     """
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
     work_tile = tl.program_id(0) // (COLUMNS // BV)
     head = (work_tile % HV).to(tl.int64)
     segment = work_tile // HV
+    M_PITCH: tl.constexpr = K * K if border is None else COLUMNS * K
+    B_PITCH: tl.constexpr = V * K if border is None else COLUMNS * K
     if border is None:
         n, part, parts, exists = segment_of(segment, first_segment, N)
         in_M = slice_ * BV < K
@@ -239,11 +240,9 @@ def transitions_kernel(
         start = end_
     at = segment.to(tl.int64) * HV + head
     if in_M:
-        M_pitch = K * K if border is None else packet_pitch
-        tl.store(transitions + at * M_pitch + column[:, None] * K + key[None, :], state)
+        tl.store(transitions + at * M_PITCH + column[:, None] * K + key[None, :], state)
     else:
-        b_pitch = V * K if border is None else packet_pitch
-        tl.store(offsets + at * b_pitch + value[:, None] * K + key[None, :], state)
+        tl.store(offsets + at * B_PITCH + value[:, None] * K + key[None, :], state)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
@@ -403,14 +402,11 @@ def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> L
 
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Of the sequences that go on to the next rank (`merge.py`)."""
-    where = [packet, packet[:, :, -call.problem.V :], None]
-    launch = _transitions(call, call.problem.packets, where, None, packet.stride(1))
+    launch = _transitions(call, call.problem.packets, [packet, packet[:, :, call.problem.K :], None], None)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
-def _transitions(
-    call: StageCall, segments: int, where: list[Tensor | None], final_state: Tensor | None, packet_pitch: int = 0
-) -> Launch:
+def _transitions(call: StageCall, segments: int, where: list[Tensor | None], final_state: Tensor | None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     c = recurrence_config(problem, call.arch)
     BV = transitions_width(problem, call.arch)
@@ -423,7 +419,7 @@ def _transitions(
             *(*where, border, t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
-            *(*strides(t.v), packet_pitch),
+            *strides(t.v),
         ),
         scan_constants(problem, c, BV),
         c.num_warps,
