@@ -229,7 +229,7 @@ def compute(
         for k in range(count):
             tile, place, chunks = transition(scheduler, border, k, K)
             iteration = scan(
-                *(ring, results, states, at, border, tile, place, chunks, iteration),
+                *(ring, results, states, at, tile, place, chunks, iteration),
                 *(K, V, V_FIRST, False, STEPS),
             )
     else:
@@ -245,12 +245,12 @@ def compute(
                 state0, state1, forgotten = trial(ring, s, K, K // 64, 2 * (K // 64))
                 ring.release(s)
                 decision.make(forgotten)
-                store_columns(results, at, border, tile, state0, state1, forgotten.to(gl.int32), K, V, STEPS)
+                store_columns(results, at, tile, state0, state1, forgotten.to(gl.int32), K, V, STEPS)
             if chunks > 0:
                 gl.store(forgets + tile.segment, forgotten.to(gl.int32))
             if not forgotten:
                 scan(
-                    *(ring, results, states, at, border, tile, place, chunks, tried.to(gl.int32)),
+                    *(ring, results, states, at, tile, place, chunks, tried.to(gl.int32)),
                     *(K, V, V_FIRST, True, STEPS),
                 )
 
@@ -293,7 +293,6 @@ def scan(
     results,
     states,
     at,
-    border,
     tile,
     place,
     chunks,
@@ -360,14 +359,12 @@ def scan(
                 state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
         ring.release(s)
         iteration += 1
-    store_columns(results, at, border, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
+    store_columns(results, at, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
     return iteration
 
 
 @gluon.jit
-def store_columns(
-    results, at, border, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr
-):
+def store_columns(results, at, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr):
     """The CTA's 64 columns of M or b."""
     transitions, offsets, transition_pitch, offset_pitch = results
     slice_, column, key = at

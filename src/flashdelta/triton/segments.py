@@ -180,7 +180,7 @@ def transitions_kernel(
 
     With `border` instead of `first_segment`, segments are the whole sequences that go on to the next rank; those that come from
     the rank before are no first segments. `offsets` then lie behind `transitions`, head by head; of two
-    ranks none does, and there are no `transitions`.
+    ranks there are `offsets` alone.
     """
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
