@@ -193,11 +193,9 @@ def test_all_ctas_work_where_no_m_is_wanted(ranks: int, each: list[int]):
     function, scanned = interpreted(segments.scan), list[Any]()
     real = function.python
 
-    def noted(
-        ring: Any, results: Any, states: Any, at: Any, border: Any, tile: Any, place: Any, chunks: Any, *others: Any
-    ):
+    def noted(ring: Any, results: Any, states: Any, at: Any, tile: Any, place: Any, chunks: Any, *others: Any):
         scanned.extend([ring] if chunks > 0 else [])
-        return real(ring, results, states, at, border, tile, place, chunks, *others)
+        return real(ring, results, states, at, tile, place, chunks, *others)
 
     with hopper_on_cpu(sms=4), mock.patch.dict(function.__dict__, python=noted):
         Cut(call | {"output_final_state": True}, ranks).over_ranks()

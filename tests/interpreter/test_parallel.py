@@ -23,6 +23,8 @@ SMALL = Case("ranks", "", K=32, V=64, H=1, HV=1, chunk_size=32, memory="long", s
 CASES = {
     # cut inside sequences, with an empty one, tails, and one that three ranks have
     "packed": (replace(SMALL, lengths=(10, 0, 75, 11)), 3, False),
+    # whose packets are b alone
+    "two ranks": (replace(SMALL, lengths=(10, 0, 43, 11)), 2, False),
     "kept": (replace(SMALL, lengths=(96,), v_first=True, HV=2), 3, True),
 }
 

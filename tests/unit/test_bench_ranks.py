@@ -308,13 +308,13 @@ def test_the_model_adds_what_a_rank_does_more():
     assert scaling.transitions_us(8192, 32, 2) == pytest.approx(128 * 0.57)
     assert scaling.transitions_us(8192, 64, 2) == pytest.approx(128 * 64 * 57_856 / 4.24e6)
     assert scaling.merge_us(32, 4) == pytest.approx(3 * 2 * 2.3)
-    # 4 MiB from one rank, 12 from three; of c half as much
+    # 4 MiB from one rank, 12 from three; of two ranks b alone, as c, half as much
     assert scaling.exchange_us(4, 2, "put") == pytest.approx(22.7, abs=0.1)
     assert scaling.exchange_us(4, 4, "put") == pytest.approx(54.0, abs=0.1)
-    assert scaling.added_us(8192, 32, 2, None) == pytest.approx(73.0 + 22.7 + 4.6, abs=0.1)
-    assert scaling.added_us(8192, 32, 2, None, "gather") == pytest.approx(73.0 + 36 + 4.6, abs=0.1)
+    assert scaling.added_us(8192, 32, 2, None) == pytest.approx(73.0 + 16.1 + 4.6, abs=0.1)
+    assert scaling.added_us(8192, 32, 2, None, "gather") == pytest.approx(73.0 + 35.3 + 4.6, abs=0.1)
     with_reverse = scaling.added_us(8192, 32, 2, 140.9)
-    assert with_reverse == pytest.approx(73.0 + 22.7 + 4.6 + 140.9 + 16.1 + 9.2, abs=0.2)
+    assert with_reverse == pytest.approx(73.0 + 16.1 + 4.6 + 140.9 + 16.1 + 9.2, abs=0.2)
     assert scaling.efficiency(1.0, 8192, 8, 2, True) is None and scaling.efficiency(1.0, 8192, 32, 1, True) is None
 
 

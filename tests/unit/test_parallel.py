@@ -20,6 +20,7 @@ from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks
 from flashdelta.problem.context import FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, SEQUENCES, shard
 from flashdelta.problem.problem import AUTO
+from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BY_NAME, Case
 from flashdelta.testing.inputs import make_call
@@ -93,6 +94,21 @@ def test_every_kind_of_call(name: str):
     case, ranks = CASES[name]
     cut = cut_of(case, ranks)
     assert_same(cut.over_ranks(), cut.whole())
+
+
+@pytest.mark.parametrize(("ranks", "columns"), [(2, 64), (3, 32 + 64)])
+def test_two_ranks_tell_each_other_b_alone(ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch):
+    """And what they keep for a backward pass is half as much, where K is V."""
+    shapes, exchange = [], parallel.exchange_packets
+
+    def noted(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+        shapes.append(packets.shape)
+        exchange(packet, packets, name, way)
+
+    monkeypatch.setattr(parallel, "exchange_packets", noted)
+    cut = cut_of(packed((20, 76)), ranks)
+    assert_same(cut.over_ranks(), cut.whole())
+    assert set(shapes) == {(ranks, 1, 2, columns, 32)}
 
 
 def test_one_rank_is_the_plain_call():

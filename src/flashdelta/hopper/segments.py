@@ -238,7 +238,7 @@ def compute(
         for k in range(count):
             tile, place, chunks = transition(scheduler, border, k, K)
             iteration = scan(
-                *(ring, results, states, at, border, tile, place, chunks, iteration),
+                *(ring, results, states, at, tile, place, chunks, iteration),
                 *(K, V, V_FIRST, False, STEPS),
             )
     else:
@@ -254,12 +254,12 @@ def compute(
                 state0, state1, forgotten = trial(ring, s, K, K // 64, 2 * (K // 64))
                 ring.release(s)
                 decision.make(forgotten)
-                store_columns(results, at, border, tile, state0, state1, forgotten.to(gl.int32), K, V, STEPS)
+                store_columns(results, at, tile, state0, state1, forgotten.to(gl.int32), K, V, STEPS)
             if chunks > 0:
                 gl.store(forgets + tile.segment, forgotten.to(gl.int32))
             if not forgotten:
                 scan(
-                    *(ring, results, states, at, border, tile, place, chunks, tried.to(gl.int32)),
+                    *(ring, results, states, at, tile, place, chunks, tried.to(gl.int32)),
                     *(K, V, V_FIRST, True, STEPS),
                 )
 
@@ -304,7 +304,6 @@ def scan(
     results,
     states,
     at,
-    border,
     tile,
     place,
     chunks,
@@ -379,24 +378,20 @@ def scan(
                 else:
                     state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
             ring.release(s)
-    store_columns(results, at, border, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
+    store_columns(results, at, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
     return iteration
 
 
 @gluon.jit
-def store_columns(
-    results, at, border, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr
-):
+def store_columns(results, at, tile, state0, state1, wanted, K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr):
     """The CTA's 64 columns of M or b."""
-    transitions, offsets = results
+    transitions, offsets, transition_pitch, offset_pitch = results
     slice_, column, key = at
-    M_PITCH: gl.constexpr = K * K if border is None else (K + V) * K
-    B_PITCH: gl.constexpr = K * V if border is None else (K + V) * K
     if slice_ * BV < K:
-        in_M = state_offsets(tile.segment * M_PITCH, column, key, K, K, True)
+        in_M = state_offsets(tile.segment * transition_pitch, column, key, K, K, True)
         store_halves(transitions, in_M, 64, state0, state1, wanted, K, STEPS)
     else:
-        in_b = state_offsets(tile.segment * B_PITCH, column - K, key, K, V, True)
+        in_b = state_offsets(tile.segment * offset_pitch, column - K, key, K, V, True)
         store_halves(offsets, in_b, 64, state0, state1, wanted, K, STEPS)
 
 
@@ -438,6 +433,8 @@ def transitions_kernel(
     v_batch: gl.int32,
     v_token: gl.int32,
     v_head: gl.int32,
+    transition_pitch: gl.int32,
+    offset_pitch: gl.int32,
     K: gl.constexpr,
     V: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -457,7 +454,7 @@ def transitions_kernel(
     in_v = (v_batch, v_token, v_head)
     pool = (state_indices, has_initial_state, lowest, pool_slots)
     states = (initial_state, state_pitch, has_initial, has_final, pool)
-    results = (transitions, offsets)
+    results = (transitions, offsets, transition_pitch, offset_pitch)
     gl.warp_specialize(
         [
             (compute, (decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST, STEPS)),
@@ -506,13 +503,15 @@ def transitions(call: StageCall, final_state: Tensor | None) -> Launch:
 
 def outgoing(call: StageCall, packet: Tensor, steps: bool = False) -> Launch:
     """Of the sequences that go on to the next rank (`triton/merge.py`). `steps`: after `prepare_steps`."""
-    launch = _transitions(call, [packet, packet[:, :, call.problem.K :], None, None], None, steps)
+    launch = _transitions(call, [packet, packet[:, :, -call.problem.V :], None, None], None, steps)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
 def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tensor | None, steps: bool) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
-    border = t.border if where[-1] is None else None
+    to, offsets, *_, first_segment = where
+    assert to is not None and offsets is not None
+    border = t.border if first_segment is None else None
     return Launch(
         transitions_kernel,
         ctas((problem.K + problem.V) // TILE, t.v.device),
@@ -523,6 +522,7 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *stride_div8(t.v),
+            *(to.stride(1), offsets.stride(1)),
         ),
         dict(
             K=problem.K,

@@ -245,8 +245,9 @@ class Problem(Settings):
 
     @property
     def packet_shape(self) -> tuple[int, int, int, int, int]:
-        """Of what all ranks say of those: for each rank, sequence and value head `M^T [K, K]`, then `b^T [V, K]`."""
-        return (self.ranks, self.packets, self.HV, self.K + self.V, self.K)
+        """Of what all ranks say of those: for each rank, sequence and value head `M^T [K, K]`, of more ranks than two, then
+        `b^T [V, K]`."""
+        return (self.ranks, self.packets, self.HV, packet_columns(self.ranks, self.K, self.V), self.K)
 
     @property
     def most_tokens(self) -> int:
@@ -325,6 +326,11 @@ class Problem(Settings):
             zeroed = self.packed or self.checkpoints > 0
             found["h"] = Result((self.B, self.slots, self.HV, *self.inner_state), self.dtype, zeroed=zeroed)
         return found
+
+
+def packet_columns(ranks: int, K: int, V: int) -> int:
+    """Columns of M and b that ranks tell each other: of two none is between others, and M is not needed."""
+    return V if ranks <= 2 else K + V
 
 
 def record_width(K: int, V: int) -> int:

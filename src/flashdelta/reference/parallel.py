@@ -60,8 +60,9 @@ def started_here(problem: Problem, t: Tensors, initial: Tensor) -> Tensor:
 
 
 def exchange(problem: Problem, t: Tensors, transitions: Sequence[Transition], initial: Tensor) -> Tensor:
-    """All packets, `[ranks, P, HV, K + V, K]`; `transitions` are those of this rank's outgoing sequences."""
-    rows = [torch.cat([one.M.mT, one.b.mT], dim=1) for one in transitions]
+    """All packets, `Problem.packet_shape`; `transitions` are those of this rank's outgoing sequences."""
+    columns = problem.packet_shape[3]
+    rows = [torch.cat([one.M.mT, one.b.mT], dim=1)[:, -columns:] for one in transitions]
     packet = torch.stack(rows) if rows else initial.new_zeros(problem.packet_shape[1:])
     # in every rank's graph, so that every rank joins the exchange of the gradients
     return _Gather.apply(packet + nothing(t.v).to(packet.dtype), problem)
@@ -74,9 +75,10 @@ def carried(problem: Problem, t: Tensors, packets: Tensor, initial: Tensor) -> T
     opened, first = int(t.border[OPEN_IN]), int(t.border[FIRST_RANK])
     if opened < 0:
         return initial
-    states = packets[first, :, :, problem.K :].mT
+    b = packets[:, :, :, -problem.V :].mT
+    states = b[first]
     for j in range(first + 1, problem.rank):
-        states = packets[j, :, :, : problem.K].mT @ states + packets[j, :, :, problem.K :].mT
+        states = packets[j, :, :, : problem.K].mT @ states + b[j]
     return torch.cat([initial[:opened], states + nothing(initial), initial[opened + problem.packets :]])
 
 

@@ -33,7 +33,7 @@ from .launch import StageCall, state_arguments
 from .segments import compose_config
 
 Transition = Callable[[StageCall, Tensor], Launch]
-"""A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet `[P, HV, K + V, K]`."""
+"""A backend's launch that leaves `(M, b)` of the sequences that go on to the next rank in a packet, `Problem.packet_shape`."""
 
 Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
 """A backend's scan from the gradients of final states to those of initial ones."""
@@ -41,7 +41,7 @@ Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
 
 @triton.jit(
     do_not_specialize=[
-        *("rank", "packets", "T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final", "offset_pitch"),
+        *("rank", "packets", "T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"),
     ]
 )
 def merge_kernel(
@@ -61,6 +61,7 @@ def merge_kernel(
     state_pitch: tl.int64,
     rank,
     packets,
+    transition_pitch,
     offset_pitch,
     T,
     N,
@@ -77,7 +78,7 @@ def merge_kernel(
     merged; or gradients of final states, those of sequences that go on elsewhere with what other ranks add.
 
     One CTA per (sequence, value head, `BV` value channels). `transitions`: of rank j, packet p and head h, M^T [K, K] at
-    `((j P + p) HV + h) (K + V) K`; `offsets` [V, K] at `((j P + p) HV + h) offset_pitch`.
+    `((j P + p) HV + h) transition_pitch`; `offsets` [V, K] at `((j P + p) HV + h) offset_pitch`.
     """
     slice_, head, n, _, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
     own, read, _ = sequence_slot(
@@ -104,7 +105,7 @@ def merge_kernel(
         carried = tl.load(offsets + at * offset_pitch + in_offset)
         for _ in tl.range(1, between, num_stages=STAGES):
             at += step * packets * HV
-            right = tl.load(transitions + at * ((K + V) * K) + in_transition)
+            right = tl.load(transitions + at * transition_pitch + in_transition)
             carried = dot(carried, right, tl.load(offsets + at * offset_pitch + in_offset), "tf32x3")
         state += carried
     store_state(merged, n * HV * K * V + in_head, state, 1)
@@ -180,7 +181,7 @@ def merge(call: StageCall, packets: Tensor, offsets: Tensor, merged: Tensor, bac
         problem.N * problem.HV * (problem.V // c.BV),
         (
             *(packets, offsets, merged, t.border, t.cu_seqlens, *state_arguments(problem, t, None)),
-            *(problem.rank, problem.packets, offsets.stride(2), problem.T, problem.N, problem.HV),
+            *(problem.rank, problem.packets, packets.stride(2), offsets.stride(2), problem.T, problem.N, problem.HV),
         ),
         dict(
             K=problem.K,
@@ -213,7 +214,7 @@ def carried_states(
     those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
     states = new(problem.state_shape, torch.float32, t.device)
-    b = packets[:, :, :, problem.K :]
+    b = packets[:, :, :, -problem.V :]
     steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
     if t.packets is None:
         packet = torch.empty_like(packets[0])

@@ -161,6 +161,8 @@ def transitions_kernel(
     v_batch: tl.int64,
     v_token: tl.int64,
     v_head: tl.int64,
+    transition_pitch,
+    offset_pitch,
     C: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -177,15 +179,14 @@ def transitions_kernel(
     segment b starts from the initial state, so that it is the state after it, and M is not formed.
 
     With `border` instead of `first_segment`, segments are the whole sequences that go on to the next rank; those that come from
-    the rank before are no first segments. `offsets` then lie behind `transitions`, head by head.
+    the rank before are no first segments. `offsets` then lie behind `transitions`, head by head; of two
+    ranks there are `offsets` alone.
     """
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
     work_tile = tl.program_id(0) // (COLUMNS // BV)
     head = (work_tile % HV).to(tl.int64)
     segment = work_tile // HV
-    M_PITCH: tl.constexpr = K * K if border is None else COLUMNS * K
-    B_PITCH: tl.constexpr = V * K if border is None else COLUMNS * K
     if border is None:
         n, part, parts, exists = segment_of(segment, first_segment, N)
         in_M = slice_ * BV < K
@@ -240,9 +241,9 @@ def transitions_kernel(
         start = end_
     at = segment.to(tl.int64) * HV + head
     if in_M:
-        tl.store(transitions + at * M_PITCH + column[:, None] * K + key[None, :], state)
+        tl.store(transitions + at * transition_pitch + column[:, None] * K + key[None, :], state)
     else:
-        tl.store(offsets + at * B_PITCH + value[:, None] * K + key[None, :], state)
+        tl.store(offsets + at * offset_pitch + value[:, None] * K + key[None, :], state)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
@@ -402,7 +403,7 @@ def transitions(call: StageCall, segments: int, final_state: Tensor | None) -> L
 
 def outgoing(call: StageCall, packet: Tensor) -> Launch:
     """Of the sequences that go on to the next rank (`merge.py`)."""
-    launch = _transitions(call, call.problem.packets, [packet, packet[:, :, call.problem.K :], None], None)
+    launch = _transitions(call, call.problem.packets, [packet, packet[:, :, -call.problem.V :], None], None)
     return replace(launch, scratch=(*call.buffers, packet))
 
 
@@ -410,7 +411,9 @@ def _transitions(call: StageCall, segments: int, where: list[Tensor | None], fin
     problem, t, workspace = call.problem, call.t, call.workspace
     c = recurrence_config(problem, call.arch)
     BV = transitions_width(problem, call.arch)
-    border = t.border if where[-1] is None else None
+    to, offsets, first_segment = where
+    assert to is not None and offsets is not None
+    border = t.border if first_segment is None else None
     return Launch(
         transitions_kernel,
         segments * problem.HV * ((problem.K + problem.V) // BV),
@@ -420,6 +423,7 @@ def _transitions(call: StageCall, segments: int, where: list[Tensor | None], fin
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *strides(t.v),
+            *(to.stride(1), offsets.stride(1)),
         ),
         scan_constants(problem, c, BV),
         c.num_warps,

@@ -27,6 +27,7 @@ from torch import Tensor
 from ...ops.chunk import chunk_kda
 from ...problem.context import ContextParallel, context_parallel
 from ...problem.exchanges import exchange
+from ...problem.problem import packet_columns
 from ...testing.cases import BF16, Case
 from ...testing.inputs import TOKEN_TENSORS, make_call
 from ...testing.oracle import TOLERANCE, relative_error
@@ -259,7 +260,7 @@ def _runs(
         gathers = context_parallel(offsets, group=context.group, exchange="gather")
         runs |= {"gather": _timed(row, chunk_kda, call | {"cp_context": gathers, "backend": options["backend"]})}
         for end, each in (("", context), ("_gather", gathers)):
-            runs |= {f"exchange{end}": _exchange(case, case.K + case.V, each)}
+            runs |= {f"exchange{end}": _exchange(case, packet_columns(each.ranks, case.K, case.V), each)}
             runs |= {f"exchange_backward{end}": _exchange(case, case.V, each)} if row.differentiates else {}
     if options["fla"]:
         of_fla = {"cp_context": _context_of_fla(offsets, context.group)} if row.ranks > 1 else {}
@@ -307,7 +308,7 @@ def _timed(row: RanksRow, op: Callable, call: dict, grad_o: Tensor | None = None
 
 
 def _exchange(case: Case, columns: int, context: ContextParallel) -> Callable[[], object]:
-    """The exchange of packets alone: of a forward's `(M, b)`, or a backward pass' `c`."""
+    """The exchange of packets alone: of a forward's `(M, b)`, of two ranks b alone, or a backward pass' `c`."""
     packet = torch.zeros(1, case.HV, columns, case.K, device=context.device)
     packets = packet.new_empty(context.ranks, *packet.shape)
     return lambda: exchange(packet, packets, context.name, context.exchange)

@@ -1,6 +1,6 @@
 """How long calls over several GPUs take, modelled: a call on one GPU, and what is added to it, one thing after another.
 
-    forward             transitions, exchange of (M, b), merge
+    forward             transitions, exchange of (M, b), of two ranks b alone, merge
     forward + backward  the same, merge in the forward that runs again, reverse for c, exchange of c, merge; by put the exchange
                         takes no time, as the forward's recurrence runs again meanwhile
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from ...problem.problem import packet_columns
 from .workloads import value
 
 K = V = 128
@@ -63,8 +64,7 @@ def exchange_us(mib: float, ranks: int, way: str) -> float:
 def transitions_us(T: int, HV: int, ranks: int) -> float:
     """A CTA for each 64 columns of M and b of a head, one an SM, on two ranks of b alone; no faster than memory moves `w`,
     `kg`, `inverse`, `v` and decays of each chunk."""
-    columns = V if ranks == 2 else K + V
-    chunks, waves = math.ceil(T / CHUNK), math.ceil(HV / (SMS // (columns // 64)))
+    chunks, waves = math.ceil(T / CHUNK), math.ceil(HV / (SMS // (packet_columns(ranks, K, V) // 64)))
     moved = chunks * HV * ((2 * K + CHUNK + V) * CHUNK * 2 + 4 * K)
     return max(chunks * waves * TRANSITION_US, moved / COPY_TB_S / 1e6)
 
@@ -77,8 +77,9 @@ def merge_us(HV: int, ranks: int) -> float:
 def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "put") -> float:
     """Microseconds beyond a call on one GPU. `reverse_us`: of `reverse`, with its stores, which `c` does without; None of a
     forward."""
-    column, columns = HV * K * 4 / 2**20, V if ranks == 2 else K + V
-    added = transitions_us(T, HV, ranks) + exchange_us(column * columns, ranks, way) + merge_us(HV, ranks)
+    column = HV * K * 4 / 2**20
+    added = transitions_us(T, HV, ranks) + merge_us(HV, ranks)
+    added += exchange_us(column * packet_columns(ranks, K, V), ranks, way)
     if reverse_us is not None:
         added += reverse_us + 2 * merge_us(HV, ranks)
         added += exchange_us(column * V, ranks, way) if way == "gather" else 0
