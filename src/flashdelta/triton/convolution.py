@@ -318,13 +318,19 @@ def gradient_before(w0, w1, w2, w3, p3, p2, p1, p0, W: tl.constexpr):
 
 @triton.jit
 def backward_turn(
-    first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target, in_state,
-    channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-    s0, s1, s2, s3, s_bias, has_initial, has_final,
+    first, places, memory, states, taps, carried,
     W: tl.constexpr, L: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """A token of each group. `PLAIN`: `AHEAD` of them, all the groups' own, none of which meets a state: no branches, no
-    selects."""
+    selects. Returns what the next turn gets as `carried`, and the gradients of these tokens' `p`."""
+    tile, length, group, steps, own, live, channels, inside = places
+    rows, grads, target, x_token, do_token, D = memory
+    has_initial, has_final, in_state, grad_initial, grad_final = states
+    b, w0, w1, w2, w3 = taps
+    ahead, ahead_grads, earlier, grads_of_p, parts = carried
+    x1, x2, x3 = earlier
+    p1, p2, p3 = grads_of_p
+    s0, s1, s2, s3, s_bias = parts
     TOKENS: tl.constexpr = AHEAD if PLAIN else 1
     found = ()
     loaded = tl.minimum(live, steps)
@@ -390,7 +396,7 @@ def backward_turn(
         p1 = p0
         ahead = ahead[1:] + (later,)
         ahead_grads = ahead_grads[1:] + (later_grad,)
-    return ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, found
+    return (ahead, ahead_grads, (x1, x2, x3), (p1, p2, p3), (s0, s1, s2, s3, s_bias)), found
 
 
 @triton.jit
@@ -493,41 +499,32 @@ def convolution_backward_kernel(
     w1 = w1[None, :]
     w2 = w2[None, :]
     w3 = w3[None, :]
-    # gradients of earlier tokens' `p`, and the sums
-    p1 = tl.zeros([GROUPS, BD], tl.float32)
-    p2 = p1
-    p3 = p1
-    s0 = p1
-    s1 = p1
-    s2 = p1
-    s3 = p1
-    s_bias = p1
     target = dx + (batch * T + start) * D + channel
+    places = (tile, length, group, steps, own, live, channels, inside)
+    memory = (rows, grads, target, x_token, do_token, D)
+    taps = (b, w0, w1, w2, w3)
+    none = tl.zeros([GROUPS, BD], tl.float32)
+    # with the gradients of earlier tokens' `p`, and the sums
+    carried = (ahead, ahead_grads, (x1, x2, x3), (none, none, none), (none, none, none, none, none))
     if EXCHANGE:
-        ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, found = backward_turn(
-            tokens * 0, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
-            in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-            s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, True,
-        )  # fmt: skip
+        states = (0, 0, in_state, grad_initial, grad_final)
+        carried, found = backward_turn(tokens * 0, places, memory, states, taps, carried, W, L, AHEAD, SILU, True)
         plain = shortest // AHEAD * AHEAD
         for first in range(AHEAD, plain, AHEAD):
-            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
-                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
-                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-                s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, True,
-            )  # fmt: skip
+            carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, True)
         for first in range(plain, (tokens + GROUPS - 1) // GROUPS):
-            last1, last2, last3 = p1, p2, p3  # of groups that are done
-            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
-                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
-                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-                s0, s1, s2, s3, s_bias, 0, 0, W, L, AHEAD, SILU, False,
-            )  # fmt: skip
-            p1 = tl.where(own > first, p1, last1)
-            p2 = tl.where(own > first, p2, last2)
-            p3 = tl.where(own > first, p3, last3)
+            last1, last2, last3 = carried[3]  # of groups that are done
+            carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, False)
+            p1, p2, p3 = carried[3]
+            kept = (
+                tl.where(own > first, p1, last1),
+                tl.where(own > first, p2, last2),
+                tl.where(own > first, p3, last3),
+            )
+            carried = (carried[0], carried[1], carried[2], kept, carried[4])
         # the first gradients of `p` of the next group; past the sequence there are none
         target += own.to(tl.int64) * D
+        p1, p2, p3 = carried[3]
         following = tl.broadcast_to(tl.minimum(group + 1, GROUPS - 1), (GROUPS, BD))
         for i in tl.static_range(W - 1):
             p0 = tl.where(group < GROUPS - 1, tl.gather(found[i], following, axis=0), 0.0)
@@ -537,27 +534,17 @@ def convolution_backward_kernel(
             p2 = p1
             p1 = p0
     else:
+        states = (has_initial, has_final, in_state, grad_initial, grad_final)
         # loops of their own, so that what the plain one does not need takes no registers in it
         opening = tl.where((tile == 0) & (has_initial != 0), W - 1, 0)
         plain = opening + tl.maximum(tl.minimum(shortest, live_of_last - (L - W + 1)) - opening, 0) // AHEAD * AHEAD
         for first in range(0, tl.minimum(opening, most)):
-            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
-                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
-                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-                s0, s1, s2, s3, s_bias, has_initial, has_final, W, L, AHEAD, SILU, False,
-            )  # fmt: skip
+            carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, False)
         for first in range(opening, plain, AHEAD):
-            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
-                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
-                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-                s0, s1, s2, s3, s_bias, has_initial, has_final, W, L, AHEAD, SILU, True,
-            )  # fmt: skip
+            carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, True)
         for first in range(plain, most):
-            ahead, ahead_grads, x1, x2, x3, p1, p2, p3, s0, s1, s2, s3, s_bias, _ = backward_turn(
-                first, tile, length, group, steps, own, live, rows, grads, grad_final, grad_initial, target,
-                in_state, channels, x_token, do_token, D, inside, b, w0, w1, w2, w3, ahead, ahead_grads, x1, x2, x3, p1, p2, p3,
-                s0, s1, s2, s3, s_bias, has_initial, has_final, W, L, AHEAD, SILU, False,
-            )  # fmt: skip
+            carried, _ = backward_turn(first, places, memory, states, taps, carried, W, L, AHEAD, SILU, False)
+    s0, s1, s2, s3, s_bias = carried[4]
     if L == W and not EXCHANGE:  # noqa: SIM102 (a constant, and what is known when it runs)
         # the oldest input of the state only ever becomes that of a sequence without tokens
         if (tile == 0) & (has_initial != 0):
