@@ -162,30 +162,33 @@ def first_configurations() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def nothing_replayed() -> Iterator[None]:
+    """No call inside replays what one before it recorded, nor one after it what those inside did."""
+    CACHE.clear()
+    try:
+        yield
+    finally:
+        CACHE.clear()
+
+
+@contextlib.contextmanager
 def in_steps(steps: bool = True) -> Iterator[mock.Mock]:
     """Calls of `hopper` that can go through their chunks in steps of 32 tokens do, however few heads they have; or none does.
     The mock is called for each that does."""
     with (
+        nothing_replayed(),
         mock.patch.object(build, "STEPS_FROM", dict.fromkeys(build.STEPS_FROM, 1 if steps else 1 << 30)),
         mock.patch.object(build, "room", (lambda problem, device: 0) if steps else build.room),
         mock.patch.object(build, "prepare_steps", wraps=build.prepare_steps) as ran,
     ):
-        CACHE.clear()
-        try:
-            yield ran
-        finally:
-            CACHE.clear()
+        yield ran
 
 
 @contextlib.contextmanager
 def whole_heads() -> Iterator[None]:
     """`commit` has a CTA a head for bfloat16 states, as of many sequences."""
-    with mock.patch("flashdelta.hopper.commit.SLICES_AT_ONCE", 0):
-        CACHE.clear()
-        try:
-            yield
-        finally:
-            CACHE.clear()
+    with nothing_replayed(), mock.patch("flashdelta.hopper.commit.SLICES_AT_ONCE", 0):
+        yield
 
 
 def joined(parts: Iterable[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
