@@ -46,12 +46,13 @@ TURN_MS = 12.0
 """How long a form runs at a time."""
 
 FORWARD_FORMS = {
-    "16 B x4": Form(16, 2, 4, 128, 8),
-    "16 B x4, 144 registers": Form(16, 2, 4, 144, 7),
-    "16 B x8, 144 registers": Form(16, 2, 8, 144, 7),
-    "8 B x4": Form(8, 2, 4, 96, 10),
-    "8 B x8": Form(8, 2, 8, 80, 12),
-    "8 B x8, 4 warps": Form(8, 4, 8, 80, 6),
+    "8 B x8": Form(8, 2, 8, 96, 10),
+    "8 B x16, 4 warps": Form(8, 4, 16, 128, 4),
+    "8 B x24": Form(8, 2, 24, 168, 6),
+    "8 B x32": Form(8, 2, 32, 255, 4),
+    "16 B x8": Form(16, 2, 8, 168, 6),
+    "16 B x8, 1 warp": Form(16, 1, 8, 168, 12),
+    "16 B x16": Form(16, 2, 16, 255, 4),
 }
 BACKWARD_FORMS = {
     "16 B x4": Form(16, 2, 4, 255, 4),
