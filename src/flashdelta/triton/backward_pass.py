@@ -122,9 +122,10 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     """In order; what they find is in `outputs` from when it is allocated. Each is to run before the next is asked for: what
     only the ones before it needed is given back then."""
     problem, t = stages.problem, stages.t
+    recomputed: Iterator[Step] = iter(())
     if t.workspace is not None:
         given = {"workspace": t.workspace, "Akk_inv": t.A, "h": t.h, "v_new": t.v_new}
-        kept, recomputed = stages.kept(given if t.packets is None else given | {"packets": t.packets}), iter(())
+        kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
         *before, states = stages.scan(kept, None, None)
