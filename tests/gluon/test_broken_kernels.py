@@ -249,7 +249,9 @@ FAULTS = [
     Break("tiles of chunks", segments.fetch, "1 if STEPS else 2", "2", steps_over_ranks),
     Break("decays of chunks", segments.fetch, "4 * K if STEPS else K", "K", steps_over_ranks),
     Break("decays of the first step", segments.start_step, "STEP + KH, ACC", "0 + KH, ACC", steps_over_ranks),
-    Break("a product of the step is not there yet", segments.start_step, "wait(0, deps", "wait(1, deps", steps_over_ranks),
+    Break(
+        "a product of the step is not there yet", segments.start_step, "wait(0, deps", "wait(1, deps", steps_over_ranks
+    ),
     Break("half a state is not there yet", segments.end_step, "wait(1, deps", "wait(2, deps", steps_over_ranks),
     *(
         Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)
