@@ -106,6 +106,9 @@ def test_more_than_2_31_elements():
     """The last head lies past element 2^31 of every tensor; it gives the bits that it gives alone, and is held to the truth."""
     B, H, T, K = 2, 66, 131_072, 128
     assert (B * H - 1) * T * K > 2**31
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < 74:
+        pytest.skip(f"it takes 74 GiB of a GPU, of which {free} are free")
     # one tensor for all: with three results and the workspace there is no room for more
     x = -0.1 * torch.rand(B, H, T, K, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     beta = torch.rand(B, H, T, device="cuda")
