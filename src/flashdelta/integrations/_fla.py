@@ -319,12 +319,12 @@ def disable() -> None:
     _State.patches.restore()
 
 
-def _warn(difference: str) -> None:
-    """Once."""
+def _warn(difference: str, left: str = "all") -> None:
+    """Once. `left`: what of FLA stays FLA's."""
     if not _State.warned:
         _State.warned = True
         known = f"it was written for {', '.join(READ)}"
-        warnings.warn(f"flashdelta leaves FLA {version()} as it is ({known}): {difference}", stacklevel=3)
+        warnings.warn(f"flashdelta leaves {left} of FLA {version()} as it is ({known}): {difference}", stacklevel=3)
 
 
 def status() -> Status:
@@ -433,7 +433,7 @@ def _replace_modules() -> None:
     for module, name, ours in found:
         _State.patches.set(module, name, on_cpu(ours, getattr(module, name), is_on))
     if left:
-        _warn("; ".join(left))
+        _warn("; ".join(left), "some")
     utils = import_module("fla.utils")
     theirs = getattr(utils, "custom_device_ctx", None)
     if theirs is not None and theirs.__module__ == "fla.utils":  # 0.5, which asks torch.cpu for the device of no index
