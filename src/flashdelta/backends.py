@@ -89,9 +89,17 @@ def _cached_capability(index: int | None) -> tuple[int, int] | None:
 
 
 @assume_constant
+def other_vendor() -> str | None:
+    """Why no GPU is NVIDIA's, or None. ROCm's PyTorch calls AMD's "cuda", too, with capabilities like those of Hopper."""
+    if torch.version.hip is None:
+        return None
+    return f"PyTorch is built for AMD GPUs (ROCm {torch.version.hip}); the kernels need an NVIDIA GPU"
+
+
+@assume_constant
 def nvidia_capability(index: int | None) -> tuple[int, int] | None:
     """The GPU's compute capability; None where there is none."""
-    return _cached_capability(index)
+    return None if torch.version.hip is not None else _cached_capability(index)
 
 
 @functools.cache
@@ -135,7 +143,7 @@ class HopperBackend(Backend):
             return f"device type {device.type!r}; it runs on NVIDIA Hopper GPUs"
         capability = nvidia_capability(device.index)
         if capability is None:
-            return "no NVIDIA GPU on this machine"
+            return other_vendor() or "no NVIDIA GPU on this machine"
         if capability[0] != 9:
             return f"compute capability {capability}; it runs on Hopper, (9, 0)"
         if not has_triton():
@@ -244,7 +252,7 @@ class TritonBackend(Backend):
         if device.type == "cuda":
             capability = nvidia_capability(device.index)
             if capability is None:
-                return "no NVIDIA GPU on this machine"
+                return other_vendor() or "no NVIDIA GPU on this machine"
             if capability < self.MIN_CAPABILITY:
                 return f"compute capability {capability}; it needs {self.MIN_CAPABILITY} or newer"
         if obstacle := self._gate_obstacle(problem) or self._ranks_obstacle(problem):

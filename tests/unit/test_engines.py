@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashdelta import chunk_kda, fused_kda_decode, integrations, warmup
+from flashdelta import backends, chunk_kda, fused_kda_decode, integrations, warmup
 from flashdelta.integrations import _sglang, _vllm
 from flashdelta.integrations import engine as engine_module
 from flashdelta.integrations.engine import Engine, first_rows
@@ -471,6 +471,7 @@ def test_nothing_is_replaced_on_amd(engine: Engine, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     engine.enable()
     assert not engine.enabled and engine.status().state == "off"
+    assert engine.status().reason == backends.other_vendor() and "NVIDIA" in engine.status().reason
 
 
 CHANGES = {

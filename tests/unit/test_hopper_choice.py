@@ -151,6 +151,19 @@ def test_declines_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
     assert_declines(meta_call(KIMI), "no NVIDIA GPU on this machine")
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (9, 4)])
+def test_amd_gpus_are_left_to_the_reference(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """Which ROCm's PyTorch calls "cuda", with capabilities like those of Hopper."""
+    has_capability(monkeypatch, capability)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    explanation = fd.explain(fd.chunk_kda, **meta_call(KIMI), device="cuda")
+    assert explanation.chosen == "reference"
+    for found in explanation.verdicts[:2]:
+        assert not found.supported and "AMD" in found.reason and found.reason.endswith("need an NVIDIA GPU")
+        with pytest.raises(ValueError, match="need an NVIDIA GPU"):
+            fd.explain(fd.chunk_kda, **meta_call(KIMI), backend=found.backend, device="cuda")
+
+
 def test_declines_without_gluon(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "has_gluon", lambda: False)
     assert_declines(meta_call(KIMI), "no Gluon for Hopper; it needs Triton 3.6 or newer")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import other_vendor
 from ..problem.switches import is_on
 from ..runtime.supports import supports
 from ..runtime.warmup import warmup
@@ -81,7 +82,7 @@ class Engine:
     def forbidden(self) -> str | None:
         if not is_on(self.environment, True):
             return f"{self.environment}={os.environ[self.environment]}"
-        return "flashdelta runs on NVIDIA GPUs" if torch.version.hip is not None else None
+        return other_vendor()
 
     def status(self) -> Status:
         """Where the integration stands. Imports nothing of the engine, and turns nothing on."""
