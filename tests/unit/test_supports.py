@@ -146,6 +146,15 @@ def test_what_is_kept_and_what_is_not():
     assert not fd.supports(fd.chunk_kda, **refused) and len(module._answers) == kept + 1  # and kept
     assert "dense (strided)" in fd.supports(fd.chunk_kda, **call | {"q": call["q"].flatten(2).to_mkldnn()}).reason
     assert fd.supports([], **call).reason.startswith("op: got []")
+    for other in (fd.replay_buffer, fd.supports, print):
+        assert re.search(r"^op: got .*, which is no operator, wanted one of flashdelta\.", fd.supports(other).reason)
+
+
+def test_an_argument_may_be_called_op():
+    call = good_call(fd.chunk_kda, "plain")
+    assert fd.supports(fd.chunk_kda, **call, op=1).reason == "got an unexpected keyword argument 'op'"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'op'"):
+        fd.explain(fd.chunk_kda, **call, op=1)
 
 
 def test_inside_transforms_the_answer_is_the_call_s():

@@ -132,11 +132,11 @@ def public_call(op: Callable[..., Any]) -> Call:
     if not callable(op) or op not in CALLS:
         places = ((f, "kernels." if call.kind == "wy" else "") for f, call in CALLS.items())
         names = ", ".join(f"flashdelta.{place}{function.__name__}" for function, place in places)
-        raise ValueError(f"op: got {op!r}, wanted one of {names}")
+        raise ValueError(f"op: got {op!r}, which is no operator, wanted one of {names}")
     return CALLS[op]
 
 
-def check(op: Callable[..., Any], *arguments: object, **named: object) -> tuple[Problem, Tensors]:
+def check(op: Callable[..., Any], /, *arguments: object, **named: object) -> tuple[Problem, Tensors]:
     """Validates a public function's arguments, and runs nothing."""
     call = public_call(op)
     return call.operation.check(call.bind(arguments, named))

@@ -41,7 +41,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(op: Callable, *arguments: object, device: torch.device | str | None = None, **named: object) -> Explanation:
+def explain(
+    op: Callable, /, *arguments: object, device: torch.device | str | None = None, **named: object
+) -> Explanation:
     """Says which backend would run `op(*arguments, **named)`, and why each other one would not; of `chunk_kda` also how
     sequences would be split. Runs no kernel, but reads `cu_seqlens`.
 
