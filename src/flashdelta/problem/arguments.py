@@ -274,11 +274,21 @@ def has_address(x: Tensor) -> bool:
     return is_plain(x) and x.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+is_lazy = torch._C._is_cow_tensor
+"""Whether a tensor's storage is a lazy clone, or has one: the first question for a tensor's address copies it, so that storages
+share no memory with each other. Tensors of other layouts than strided ones are no arguments of it."""
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges meet. Interleaved slices of one buffer count as sharing."""
     if not all(x.numel() > 0 and has_address(x) for x in (a, b)):
         return False
-    a0, b0 = a.data_ptr(), b.data_ptr()
+    if is_lazy(a) or is_lazy(b):
+        if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+            return False
+        a0, b0 = (x.storage_offset() * x.element_size() for x in (a, b))
+    else:
+        a0, b0 = a.data_ptr(), b.data_ptr()
     return a0 < b0 + extent(b) and b0 < a0 + extent(a)
 
 

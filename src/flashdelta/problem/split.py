@@ -132,16 +132,19 @@ def known_lengths(offsets: Any, chunk_size: Any, q: Any) -> tuple[int, int] | No
     if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         return 0, 0
     try:
-        content = offsets.numpy().tobytes()
+        content = None if torch._C._is_cow_tensor(offsets) else offsets.numpy().tobytes()  # NumPy would make it copy
     except (RuntimeError, TypeError):  # of a tensor without memory of its own, or without NumPy
+        content = None
+    if content is None:
         last, found = walk(offsets.tolist(), chunk_size)
     else:
         kind = offsets.dtype, chunk_size, len(content)
-        if kind not in _walked or _walked[kind][0] != content:
+        known = _walked.get(kind)
+        if known is None or known[0] != content:
             if len(_walked) >= MOST_WALKED:
                 _walked.clear()
-            _walked[kind] = content, walk(offsets.tolist(), chunk_size)
-        last, found = _walked[kind][1]
+            known = _walked[kind] = content, walk(offsets.tolist(), chunk_size)
+        last, found = known[1]
     return None if last > q.shape[1] else found
 
 
