@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
+from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks, split
 from flashdelta.problem.arguments import is_plain
 from flashdelta.runtime import supports as module
@@ -197,7 +200,7 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("op", "out", "start"), [(fd.chunk_kda, "out", "pool"), (fd.recurrent_kda, "output", "paged")])
 def test_refusals_of_calls_that_write_are_kept(op: Callable, out: str, start: str, worked_out: list[str]):
-    """But not one for memory that is shared, nor for calls that share it."""
+    """But not one for memory that different tensors share, nor for calls that share it."""
     call = good_call(op, start)
     call[out] = torch.empty_like(call["v"])
     refused = refused_with_a_pool(op) | {out: call[out]}
@@ -210,7 +213,10 @@ def test_refusals_of_calls_that_write_are_kept(op: Callable, out: str, start: st
         assert answer.ok is ok and ("memory shared with v" in answer.reason) is shared
     before = len(worked_out)
     assert fd.supports(op, **call) and len(worked_out) == before
-    assert "memory shared" in fd.supports(op, **call | {out: call["v"]}).reason and len(worked_out) == before + 1
+    for more in (1, 2):
+        shared = call | {out: call["v"].view_as(call["v"])}
+        assert "memory shared" in fd.supports(op, **shared).reason and len(worked_out) == before + more
+    assert fd.supports(op, **call) and len(worked_out) == before + 2
 
 
 def test_offsets_are_walked_once(worked_out: list[str]):
@@ -275,12 +281,82 @@ def test_traced_questions_are_answered(op: Callable, start: str):
     assert found.tolist() == [2.0] * 3 and backend == "reference" and reason.startswith("backend: got 'none'")
 
 
+def test_the_interpreter_s_switch_is_seen(monkeypatch: pytest.MonkeyPatch):
+    call = good_call(fd.chunk_kda, "plain")
+    for _ in range(2):
+        for word, wanted in (("0", "triton: tensors are on the CPU"), ("1", "triton: the Triton interpreter")):
+            monkeypatch.setenv("TRITON_INTERPRET", word)
+            assert wanted in fd.supports(fd.chunk_kda, **call).reason
+
+
+def test_a_tensor_that_comes_twice(worked_out: list[str]):
+    """Is another kind of call than one of two that are alike, and may be refused where that is not."""
+    call = good_call(fd.chunk_kda, "plain")
+    call["out"] = torch.empty_like(call["v"])
+    calls = [
+        (call, True),
+        (call | {"k": call["q"]}, True),
+        (call | {"out": call["v"]}, False),
+        (call | {"k": call["q"], "out": call["v"]}, False),
+    ]
+    answers = [[fd.supports(fd.chunk_kda, **one) for one, _ in calls] for _ in range(3)]
+    assert answers == answers[:1] * 3 and [answer.ok for answer in answers[0]] == [ok for _, ok in calls]
+    assert len(worked_out) == len(calls)
+    both = call | {"k": call["q"], "out": call["v"].view_as(call["v"])}
+    assert "memory shared with v" in fd.supports(fd.chunk_kda, **both).reason
+    assert fd.supports(fd.chunk_kda, **call | {"k": call["q"]}) and len(worked_out) == len(calls) + 1
+
+
+def lazy(x: object) -> Any:
+    return torch._lazy_clone(x) if isinstance(x, Tensor) else x
+
+
+@every_operator
+def test_lazy_clones_stay_clones(op: Callable, start: str):
+    """Asked about first, or after a call like it."""
+    call = good_call(op, start)
+    if "out" in inspect.signature(op).parameters:
+        call["out"] = torch.empty_like(call["x" if "x" in call else "v"])
+    source = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
+    clones = {name: lazy(x) for name, x in source.items()}
+    wanted = fd.supports(op, **call)
+    for _ in range(2):
+        assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
+        module._answers.clear()
+    tensors = [x for some in (source, clones) for x in some.values() if isinstance(x, Tensor)]
+    assert tensors and all(map(torch._C._is_cow_tensor, tensors))
+
+
+@pytest.mark.parametrize(("op", "out"), [(fd.chunk_kda, "out"), (fd.recurrent_kda, "output")])
+def test_lazy_clones_share_with_their_own_views_alone(op: Callable, out: str):
+    call = good_call(op, "plain" if op is fd.chunk_kda else "paged")
+    source = call["v"].clone()
+    both = torch.cat((source, source))
+    B, clone = len(source), torch._lazy_clone(both)
+    for other, begin, ok in ((clone, 0, False), (clone, B, True), (both, 0, True), (both, B, True)):
+        answer = fd.supports(op, **call | {"v": clone[:B], out: other[begin : begin + B]})
+        assert answer.ok is ok and ("memory shared with v" in answer.reason) is not ok
+    assert torch._C._is_cow_tensor(both) and torch._C._is_cow_tensor(clone)
+
+
+def test_lazy_offsets_on_the_host_stay_lazy():
+    call = good_call(fd.chunk_kda, "packed")
+    source = call["cu_seqlens"].clone()
+    clone = torch._lazy_clone(source)
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=clone)
+    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=torch._lazy_clone(source + 1))
+    assert torch._C._is_cow_tensor(clone)
+
+
 def test_answers_are_forgotten_before_they_fill_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST", 3)
     call = good_call(fd.chunk_kda, "plain")
     for scale in range(1, 12):
         assert fd.supports(fd.chunk_kda, **call, scale=float(scale))
         assert len(module._answers) <= 3
+    for one in calls_by_length(call, 12):
+        assert fd.supports(fd.chunk_kda, **one)
+        assert sum(map(len, module._answers.values())) <= 3
 
 
 ODD = {
@@ -307,13 +383,19 @@ def test_odd_tensors_get_an_answer_of_their_own(odd: Callable):
 
 
 def test_answers_to_several_shapes_are_kept(monkeypatch: pytest.MonkeyPatch):
+    """Of different strides but for the first tensor's, no more than `MOST_ALIKE`."""
     monkeypatch.setattr(module, "MOST_ALIKE", 3)
     call = good_call(fd.chunk_kda, "plain")
-    shorter = [{name: x[:, :n] if name in TOKEN_TENSORS else x for name, x in call.items()} for n in range(1, 6)]
-    assert all(fd.supports(fd.chunk_kda, **one) for one in shorter)
-    assert [len(kept) for kept in module._answers.values()] == [3]
+    shorter = calls_by_length(call, 5)
+    pitched = [call | {"v": torch.cat([call["v"]] * n, 3)[..., : call["v"].shape[3]]} for n in range(1, 6)]
+    assert all(fd.supports(fd.chunk_kda, **one) for one in (*shorter, *pitched))
+    assert sorted(map(len, module._answers.values())) == [1, 1, 1, 1, 1, 3]
     monkeypatch.setattr(module, "ask", None)
-    assert all(fd.supports(fd.chunk_kda, **one) for one in shorter[2:])
+    assert all(fd.supports(fd.chunk_kda, **one) for one in (*shorter, *pitched[2:]))
+
+
+def calls_by_length(call: dict, most: int) -> list[dict]:
+    return [{name: x[:, :n] if name in TOKEN_TENSORS else x for name, x in call.items()} for n in range(1, most + 1)]
 
 
 class Weight(torch.nn.Parameter):
@@ -390,6 +472,64 @@ def test_distributed_tensors_are_refused_by_name(names: tuple, mesh: Any):
     assert fd.supports(fd.chunk_kda, **call | local)
 
 
+def fla_context(mesh: Any, cu_seqlens: Tensor, **changes: object) -> Any:
+    """Like FLA's, which is a dataclass that can't be hashed, on the first of two ranks."""
+    said = {"group": mesh.get_group(), "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens.cpu()}
+    said |= {"pre_num_ranks": 0, "post_num_ranks": 1, "pre_num_conv_tokens": 0, "layout": "contiguous"}
+    return SimpleNamespace(**said | changes)
+
+
+def test_a_context_of_fla_is_known_again(mesh: Any, worked_out: list[str]):
+    call = good_call(fd.chunk_kda, "packed")
+    offsets = call.pop("cu_seqlens").int()
+    call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
+    context = fla_context(mesh, offsets)
+    with pytest.raises(TypeError):
+        hash(context)
+
+    def answer(new: bool, **changes: object) -> fd.Support:
+        worked_out.clear()
+        found = fd.supports(fd.chunk_kda, **call | {"cp_context": context} | changes)
+        assert (worked_out == ["answer"]) is new, worked_out
+        return found
+
+    assert answer(True) and answer(False) and answer(False, cp_context=fla_context(mesh, offsets.clone()))
+    assert answer(True, cp_context=fla_context(mesh, offsets[[0, -1]]))
+    # FLA's own offsets may come with it, and no others
+    assert answer(True, cu_seqlens=offsets) and answer(False, cu_seqlens=offsets)
+    for new in (True, False):
+        assert "cu_seqlens: got a tensor" in answer(new, cu_seqlens=offsets.clone()).reason
+        assert answer(False, cu_seqlens=offsets)
+    short = fla_context(mesh, offsets.clone())
+    assert answer(False, cp_context=short)
+    short.cu_seqlens = short.cu_seqlens_cpu = offsets.clamp(max=int(offsets[-1]) - 1)
+    assert "tokens a rank" in answer(True, cp_context=short).reason
+    context.layout = "zigzag"
+    assert "layout 'zigzag'" in answer(True).reason and not answer(True)
+    context.layout, context.post_num_ranks = "contiguous", 2
+    assert "post_num_ranks 2" in answer(True).reason
+    context.post_num_ranks = 1
+    assert answer(False)
+
+
+@pytest.mark.parametrize("kind", [lambda x: x, contexts.as_context], ids=("FLA", "ours"))
+def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
+    """Whether its offsets can be saved, and whether what is written lies in them."""
+    call = good_call(fd.chunk_kda, "packed")
+    offsets = call.pop("cu_seqlens").int()
+    call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
+    taken = call | {"cp_context": kind(fla_context(mesh, offsets)), "out": torch.empty_like(call["v"])}
+    assert fd.supports(fd.chunk_kda, **taken)
+    memory = torch.zeros_like(call["v"])
+    inside = memory.flatten()[: len(offsets) * 4].view(torch.int32)[: len(offsets)].copy_(offsets)
+    shared = taken | {"out": memory, "cp_context": kind(fla_context(mesh, inside))}
+    assert "memory shared with cu_seqlens" in fd.supports(fd.chunk_kda, **shared).reason
+    call["v"].requires_grad_()
+    assert fd.supports(fd.chunk_kda, **call, cp_context=kind(fla_context(mesh, offsets)))
+    answer = fd.supports(fd.chunk_kda, **call, cp_context=kind(fla_context(mesh, inferred(offsets))))
+    assert "an inference tensor with inputs that require grad" in answer.reason
+
+
 SLOWEST = ((fd.chunk_kda, "softplus"), (fd.recurrent_kda, "spec"), (fd.fused_kda_decode, "parts"))
 REPEATED = {
     **{op.__name__: (op, good_call(op, start)) for op, start in SLOWEST},
@@ -403,5 +543,50 @@ def test_a_repeated_question_takes_microseconds(kind: str):
     op, call = REPEATED[kind]
     assert fd.supports(op, **call).ok is not kind.endswith("refused")
     ratio, seconds = pace(lambda: fd.supports(op, **call))
+    print(f"{seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
+    assert ratio < MOST_YARDSTICKS
+
+
+def in_turn(op: Callable, calls: list[dict]) -> Callable[[], fd.Support]:
+    turns = itertools.cycle(calls)
+    return lambda: fd.supports(op, **next(turns))
+
+
+@pytest.mark.parametrize(("op", "start"), SLOWEST)
+def test_shapes_that_come_in_turn_take_microseconds(op: Callable, start: str):
+    call = good_call(op, start)
+    names = {**dict.fromkeys(TOKEN_TENSORS, 1), "mixed_qkv": 0, "x": 0}
+    grown = [
+        {name: torch.cat([x] * n, names[name]) if name in names and n > 1 else x for name, x in call.items()}
+        for n in range(1, 41)
+    ]
+    run = in_turn(op, grown)
+    for _ in grown:
+        run()
+    ratio, seconds = pace(run)
+    print(f"{seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
+    assert ratio < MOST_YARDSTICKS
+
+
+TWICE = ((fd.chunk_kda, "softplus", "k", "q"), (fd.recurrent_kda, "spec", "k", "q"))
+
+
+@pytest.mark.parametrize(("op", "start", "name", "other"), TWICE)
+def test_a_tensor_that_comes_twice_takes_microseconds(op: Callable, start: str, name: str, other: str):
+    call = good_call(op, start)
+    call[name] = call[other]
+    assert fd.supports(op, **call).ok
+    ratio, seconds = pace(lambda: fd.supports(op, **call))
+    print(f"{seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
+    assert ratio < MOST_YARDSTICKS
+
+
+def test_a_context_of_fla_takes_microseconds(mesh: Any):
+    call = good_call(fd.chunk_kda, "packed")
+    offsets = call.pop("cu_seqlens").int()
+    call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
+    call["cp_context"] = fla_context(mesh, offsets)
+    assert fd.supports(fd.chunk_kda, **call).ok
+    ratio, seconds = pace(lambda: fd.supports(fd.chunk_kda, **call))
     print(f"{seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
     assert ratio < MOST_YARDSTICKS

@@ -69,6 +69,11 @@ class ContextParallel:
     def device(self) -> torch.device:
         return self.border.device
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        """Those of a call: `border` and `cu_seqlens`."""
+        return self.border, self.cu_seqlens
+
     def update_(self, cu_seqlens: Tensor) -> None:
         """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
 
@@ -250,12 +255,18 @@ def context_of(cp_context: Any, group: Any, device: torch.device) -> ContextPara
         return _of_rows(group, name, rank, ranks, device)
     if group is not None:
         raise wrong("group", "a group with cp_context", "one of the two")
-    if isinstance(cp_context, ContextParallel):
-        return cp_context
-    if not all(hasattr(cp_context, name) for name in FOREIGN):
+    context = as_context(cp_context)
+    if context is None:
         wanted = "a ContextParallel, or an object with FLA's attributes " + ", ".join(FOREIGN)
         raise TypeError(f"cp_context: got {type(cp_context).__name__}, wanted {wanted}")
-    return _from_fla(cp_context)
+    return context
+
+
+def as_context(x: Any) -> ContextParallel | None:
+    """What it is, or stands for if it has what FLA's has; else None."""
+    if isinstance(x, ContextParallel):
+        return x
+    return _from_fla(x) if all(hasattr(x, name) for name in FOREIGN) else None
 
 
 def has_context(c: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends
-from ..problem.arguments import PLAIN, extent, is_plain
+from ..problem.arguments import extent, is_lazy, is_plain
+from ..problem.context import as_context
 from ..problem.problem import Problem
 from ..problem.split import known_lengths
 from .call import Pairs, public_call
@@ -34,21 +37,32 @@ class Support(NamedTuple):
 
 class _Answer(NamedTuple):
     """Of calls whose tensors pass the `guards`, PyTorch's own of traced code: all the same but for addresses and contents.
-    `written`: tensors that the call writes, by place and bytes, and those which must not share their memory."""
+    `written`: tensors that the call writes, by place and bytes, and others which must not share their memory. `twice`: pairs of
+    places of one tensor, which guards take `once`, and fail where it comes again."""
 
     guards: Any
     support: Support
     written: Sequence[tuple[int, int, list[tuple[int, int]]]]
+    twice: Sequence[tuple[int, int]]
+    once: Callable[[Sequence], Sequence]
+
+    def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Each tensor once of a call that passes; None of another."""
+        for i, j in self.twice:
+            if tensors[i] is not tensors[j]:
+                return None
+        given = self.once(tensors) if self.twice else tensors
+        return given if self.guards.check(*given) else None
 
 
 Asked = tuple[Support, Sequence[object], Pairs]
 """An answer, the call's tensors, and which of them are written."""
 
 MOST, MOST_ALIKE = 4096, 16
-"""Kinds of calls, and answers to calls of a kind, that are kept."""
+"""Answers that are kept, some KB each; and of those, how many to calls of a kind."""
 
 _answers: dict[tuple, list[_Answer]] = {}
-"""By all that the answer depends on but the tensors; the newest first."""
+"""By kind: all that the answer depends on but the tensors, and a hash of their sizes; the newest first."""
 
 
 def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
@@ -56,7 +70,9 @@ def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
 
     Reads no device data, allocates nothing on a device, and raises nothing: what `op` would refuse is the answer's `reason`. It
     may be asked on every call (a repeated question takes some microseconds), while a CUDA graph is captured, and inside
-    `torch.compile`. Values on a device are not read, not even with FLASHDELTA_CHECK=1.
+    `torch.compile`. Values on a device are not read, not even with FLASHDELTA_CHECK=1. Lazy clones (copy-on-write) stay clones,
+    and are asked about anew each time. FLA's `cp_context` is an exception when no call had it before: what calls keep on it is
+    made then, from offsets that are read from the device if it has none on the host.
 
     Args:
         op: a public operator; the rest are its own arguments.
@@ -74,48 +90,106 @@ def remembered(
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return question(asked, arguments, named)[0]
     tensors: list[Tensor] = []
-    addresses: list[int] = []
-    known = False
     try:
-        kind = _kind(asked, arguments, named, tensors, addresses)
-        alike = _answers.get(kind, ())
-        for answer in alike:
-            if answer.guards.check(*tensors):
-                if not _shares(answer, addresses):
-                    return answer.support
-                known = True
-        guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        kind = _kind(asked, arguments, named, tensors)
+        support = _recalled(kind, tensors)
+        if support is not None:
+            return support
+        firsts: dict[int, int] = {}
+        twice = [(i, j) for i, x in enumerate(tensors) if (j := firsts.setdefault(id(x), i)) < i]
+        once = _picker([*firsts.values()])
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *once(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
     except Exception:  # what can't be hashed, compared or guarded is asked about anew each time
         return question(asked, arguments, named)[0]
     support, passed, pairs = question(asked, arguments, named)
-    answer = _Answer(guards, support, _written(passed, pairs, tensors))
-    # a refusal may be for memory that is shared, which the guards don't know
-    if not known and not _shares(answer, addresses):
-        if len(_answers) >= MOST:
-            _answers.clear()
-        _answers[kind] = [answer, *alike[: MOST_ALIKE - 1]]
+    given, alike = once(tensors), _answers.get(kind, [])
+    answer = _Answer(guards, support, _written(passed, pairs, given), twice, once)
+    with contextlib.suppress(RuntimeError):  # of a tensor that has no address
+        # a refusal may be for memory that is shared, which the guards don't know
+        if not _shares(answer, given) and all(other.given(tensors) is None for other in alike):
+            if sum(map(len, [*_answers.values()])) >= MOST:
+                _answers.clear()
+            _answers[kind] = [answer, *alike[: MOST_ALIKE - 1]]
     return support
+
+
+def _recalled(kind: tuple, tensors: Sequence[Tensor]) -> Support | None:
+    for answer in _answers.get(kind, ()):
+        given = answer.given(tensors)
+        if given is not None and not _shares(answer, given):
+            return answer.support
+    return None
 
 
 OPTIONS = frozenset((type(None), bool, int, float, str))
 """Types of what is certainly no tensor."""
 
+SHAPE = operator.attrgetter("shape")
 
-def _kind(asked: Hashable, arguments: Sequence, named: Mapping, tensors: list[Tensor], addresses: list[int]) -> tuple:
-    """All that the answer depends on but the tensors, which are added to `tensors`."""
-    found: list = [asked, len(arguments), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *named]
-    for x in (*arguments, *named.values()):
-        kind = type(x)
-        if kind in PLAIN or (kind not in OPTIONS and is_plain(x)):
-            found.append(kind)
-            tensors.append(x)
-            addresses.append(x.data_ptr())
-            if x.is_nested:  # the guards of what has no strides end the process; sparse tensors have no address
-                raise TypeError
-        elif kind in OPTIONS or not isinstance(x, Tensor):
-            found += kind, x
-        else:
-            raise TypeError  # of a class that may answer otherwise each time
+
+class _Plan(NamedTuple):
+    """Of calls with arguments of these types: how their tensors are picked out, and what is certainly no tensor. `others` are
+    the places of what is left."""
+
+    tensors: Callable[[Sequence], tuple]
+    options: Callable[[Sequence], tuple]
+    others: tuple[int, ...]
+
+
+_plans: dict[tuple[type, ...], tuple[int, _Plan]] = {}
+"""By types, each with a number of its own."""
+
+_numbers = itertools.count()
+
+
+def _planned(types: tuple[type, ...], arguments: tuple) -> tuple[int, _Plan]:
+    tensors = [i for i, x in enumerate(arguments) if is_plain(x)]
+    options = [i for i, kind in enumerate(types) if kind in OPTIONS]
+    others = tuple(i for i in range(len(types)) if i not in tensors and i not in options)
+    if any(isinstance(arguments[i], Tensor) for i in others):
+        raise TypeError  # of a class that may answer otherwise each time
+    if len(_plans) >= MOST:
+        _plans.clear()
+    found = _plans[types] = next(_numbers), _Plan(_picker(tensors), _picker(options), others)
+    return found
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda arguments: tuple(arguments[i] for i in places)
+
+
+def _kind(asked: Hashable, arguments: Sequence, named: Mapping, tensors: list[Tensor]) -> tuple:
+    """All that the answer depends on but the tensors, which are added to `tensors`, and a hash of their sizes."""
+    given = (*arguments, *named.values())
+    types = (*map(type, given),)
+    number, plan = _plans.get(types) or _planned(types, given)
+    tensors += plan.tensors(given)
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    found: list = [asked, len(arguments), number, grad, inference, *named, *plan.options(given)]
+    for i in plan.others:
+        x = given[i]
+        context = as_context(x)  # FLA's can't be hashed, and changes
+        if context is None:
+            found.append(x)
+            continue
+        for part in context.tensors:
+            if part is not None:
+                if not is_plain(part):
+                    raise TypeError
+                tensors.append(part)
+        found += context.alike, context.cu_seqlens is None
+    # also fails for tensors of other layouts, and where there are no sizes: guards of a nested tensor end the process
+    if any(map(is_lazy, tensors)):
+        raise TypeError
+    found.append(hash((*map(SHAPE, tensors),)))
+    if tensors:
+        found.append(tensors[0].stride())
+        if tensors[0].is_cpu:
+            found.append(backends.interpreting())
     offsets = named.get("cu_seqlens_cpu")
     if offsets is not None:
         q = arguments[0] if arguments else named.get("q")
@@ -124,12 +198,16 @@ def _kind(asked: Hashable, arguments: Sequence, named: Mapping, tensors: list[Te
     return tuple(found)
 
 
-def _shares(answer: _Answer, addresses: list[int]) -> bool:
+def _shares(answer: _Answer, tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor that is written lies in another's memory."""
+    if not answer.written:
+        return False
+    addresses = [*map(Tensor.data_ptr, tensors)]
     for place, nbytes, others in answer.written:
         begin = addresses[place]
+        end = begin + nbytes
         for other, size in others:
-            if -size < addresses[other] - begin < nbytes:
+            if begin - size < addresses[other] < end:
                 return True
     return False
 
@@ -142,6 +220,10 @@ def ask(op: Callable, arguments: Sequence, named: Mapping) -> Asked:
         call = public_call(op)
         given = call.bind(arguments, named)
         passed, pairs = [given.get(name) for name in call.tensors], call.pairs
+        with contextlib.suppress(Exception):  # which the check meets in its turn
+            if (context := as_context(given.get("cp_context"))) is not None:
+                parts = dict(zip(("border", "cu_seqlens"), context.tensors))
+                passed = [parts.get(name, x) for name, x in zip(call.tensors, passed)]
         problem, t, backend = call.check(given, dry=True)
     except Exception as refusal:  # arguments may raise anything, as they are asked what they are
         return Support(False, None, str(refusal)), passed, pairs
@@ -149,17 +231,17 @@ def ask(op: Callable, arguments: Sequence, named: Mapping) -> Asked:
 
 
 def answer_of(problem: Problem, device: torch.device, chosen: backends.Backend) -> Support:
-    faster = takewhile(lambda verdict: verdict.backend != chosen.name, backends.judge(problem, device))
+    faster = itertools.takewhile(lambda verdict: verdict.backend != chosen.name, backends.judge(problem, device))
     reasons = [f"{verdict.backend}: {verdict.reason}" for verdict in faster if not verdict.preferred]
     return Support(True, chosen.name, "; ".join(reasons))
 
 
-def _written(passed: Sequence[object], pairs: Pairs, tensors: list[Tensor]) -> list:
+def _written(passed: Sequence[object], pairs: Pairs, tensors: Sequence[Tensor]) -> list:
     """As `_Answer` has them, where each tensor that was `passed` is one of `tensors`."""
     places = [next((i for i, other in enumerate(tensors) if other is x), None) for x in passed]
     found = []
     for writes, others in pairs:
         if (place := places[writes]) is not None:
-            rest = [(i, extent(tensors[i])) for i in (places[other] for other in others) if i is not None]
+            rest = [(i, extent(tensors[i])) for i in (places[other] for other in others) if i not in (None, place)]
             found.append((place, extent(tensors[place]), rest))
     return found
