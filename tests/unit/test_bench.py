@@ -133,7 +133,6 @@ def benchmark_of(path):
 
 TABLES = {name: benchmark for name, benchmark in BENCHMARKS.items() if name != "startup"}
 UNMEASURED = {
-    "prefill": ("T8192 H32 K64", "T8192 H64 K64"),
     "cp": (
         *(f"fwd+bwd {row}" for row in ("H4 ", "H8 ", "H32 512K", "H32 8K x 2 packed", "H32 32K x 2 packed")),
         *(f"fwd {row}" for row in ("H8 ", "H32 8K x 2 packed", "H32 32K x 2 packed")),
