@@ -793,6 +793,12 @@ assert torch.allclose(o, want[0], atol=1e-5) and torch.allclose(state, want[1], 
 from fla.ops.kda import fused_recurrent_kda
 again = fused_recurrent_kda(q=q, k=k, v=v, g=g, beta=beta, **options, output_final_state=True)
 assert torch.equal(again[0], want[0]) and torch.equal(again[1], want[1])
+given = [x.requires_grad_() for x in (q, k, v, g, beta, A_log, dt_bias)]
+grads = []
+for function, more in ((chunk_kda, dict(safe_gate=True)), (fd.chunk_kda, dict(backend="reference"))):
+    o = function(q=q, k=k, v=v, g=g, beta=beta, **options, **more)[0]
+    grads.append(torch.autograd.grad(o.square().sum(), given))
+assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(*grads))
 status = integrations.status("fla")
 print(status.version, status.state)
 """
