@@ -248,11 +248,15 @@ FAULTS = [
     Break("the initial state of another segment", segments.scan, "(place == 0)", "(place == 1)", in_segments),
     Break("tiles of chunks", segments.fetch, "1 if STEPS else 2", "2", steps_over_ranks),
     Break("decays of chunks", segments.fetch, "4 * K if STEPS else K", "K", steps_over_ranks),
-    Break("decays of the first step", segments.start_step, "STEP + KH, ACC", "0 + KH, ACC", steps_over_ranks),
+    Break("decays of the first step", segments.start_columns, "STEP + KH, ACC", "0 + KH, ACC", steps_over_ranks),
     Break(
-        "a product of the step is not there yet", segments.start_step, "wait(0, deps", "wait(1, deps", steps_over_ranks
+        "a product of the step is not there yet",
+        segments.start_columns,
+        "wait(0, deps",
+        "wait(1, deps",
+        steps_over_ranks,
     ),
-    Break("half a state is not there yet", segments.end_step, "wait(1, deps", "wait(2, deps", steps_over_ranks),
+    Break("half a state is not there yet", segments.end_columns, "wait(1, deps", "wait(2, deps", steps_over_ranks),
     *(
         Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)
         for nth in range(3)

@@ -116,9 +116,11 @@ def new_values(ring, s, STEP: gl.constexpr, inverse, state0, state1, v_t, KH: gl
 
 @gluon.jit
 def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
-    """`new_values`, and the output's part that does not take them:
+    """`new_values`, and the first summand of the output:
 
-    o = qa S' + Aqk v_new        S = exp(G_C - G_m) (S' + kb^T v_new)
+        o = qa S' + Aqk v_new        S = exp(G_C - G_m) (S' + kb^T v_new)
+
+    `end_step` adds what takes `v_new`.
     """
     QA: gl.constexpr = KH
     half_zero = gl.zeros((BV, C // 2), gl.float32, layout=ACC_HALF)

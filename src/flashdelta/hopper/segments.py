@@ -23,11 +23,10 @@ from ..program.launch import Launch, sm_count
 from ..program.workspace import Layout
 from ..triton.launch import StageCall, segment_layout, state_arguments
 from ..triton.segments import compose
-from .device.compat import copy_async, copy_tile, reinterpret
+from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
     BV,
-    HALF_TILE,
     LEFT,
     LINES,
     C,
@@ -43,7 +42,7 @@ from .device.portable import chunks_of, planned_segments, sequence_slot, span_co
 from .device.stream_k import add
 from .device.tile_scheduler import TileScheduler
 from .device.trial import may_forget, trial
-from .launch import MOST_CTAS, TILE, ctas, describe, stages, stride_div8, tiles
+from .launch import MOST_CTAS, TILE, ctas, stages, stride_div8, tiles
 from .recurrence import new_values, rows_of_step
 
 
@@ -126,21 +125,15 @@ def is_tried(decay, scheduler, tile, chunks, K: gl.constexpr):
 
 
 @gluon.jit
-def half_tile(ring, stage, tile: gl.constexpr):
-    """`[64, 32]`: in the place of a tile of a stage."""
-    return reinterpret(ring.tile(stage, tile), gl.bfloat16, [64, 32], HALF_TILE)
-
-
-@gluon.jit
 def fetch(
     sources, ring, slot, start, i, stop, iteration, scheduler, tile, offsets, K: gl.constexpr, STEPS: gl.constexpr
 ):
     """Asks for `-w`, `kg` (in steps `kb`), `inverse`, v and decays of chunk `i` of a span."""
-    tiles_d, inverse_d, decay, v = sources
+    tiles_d, decay, v = sources
     row, in_v, key, in_head, v_token, slice_ = offsets
     KH: gl.constexpr = K // 64
     stage, full = ring.acquire(iteration)
-    ring.expect(full, 64 * 32 * 2 if STEPS else 0)
+    ring.expect(full)
     chunk = (slot + i).to(gl.int32) * scheduler.HV + tile.head
     TILES: gl.constexpr = 3 * KH + (1 if STEPS else 2)
     DECAYS: gl.constexpr = 4 * K if STEPS else K
@@ -148,9 +141,7 @@ def fetch(
     for t in gl.static_range(KH):
         copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
         copy_tile(tiles_d, [at + (2 * KH + t) * 64, 0], full, ring.tile(stage, KH + t))
-    # in steps half of its tile, beside `Aqk`, which nobody needs
-    inverse = half_tile(ring, stage, 2 * KH) if STEPS else ring.tile(stage, 2 * KH)
-    copy_tile(inverse_d, [at + 3 * KH * 64, 0], full, inverse)
+    copy_tile(tiles_d, [at + 3 * KH * 64, 0], full, ring.tile(stage, 2 * KH))
     token = (start + i * C).to(gl.int32)
     # no value writes to M's columns
     count = gl.where(slice_ >= 0, (stop - token).to(gl.int32), 0)
@@ -164,7 +155,7 @@ def fetch(
 def load(sources, ring, decision, scheduler, border, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """The loader: one warp that keeps the ring full. If a segment is tried, its last chunk comes first, and then all of them
     unless that forgets."""
-    _tiles_d, _inverse_d, decay, _v = sources
+    _tiles_d, decay, _v = sources
     slice_ = transition_slice(scheduler, border, K) - K // BV
     row, in_v, key = loader_offsets(strides[1], K, STEPS)
     at = (row, in_v, key, slice_)
@@ -265,11 +256,11 @@ def compute(
 
 
 @gluon.jit
-def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
-    """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: `recurrence`'s, to the bit. What it has
-    of the stage but tiles, it has before it waits."""
+def start_columns(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexpr):
+    """Starts step 0 or 1 of the chunk in stage `s`, of 32 tokens with `v^T [64, 32]`: what `recurrence` does to its state, to
+    the bit. What it has of the stage but tiles, it has before it waits."""
     KB: gl.constexpr = KH
-    inverse = half_tile(ring, s, 2 * KH).slice(32 * STEP, 32)
+    inverse = rows_of_step(ring, s, 2 * KH, STEP).slice(0, 32, 1)
     state0, state1, v_new_t, left0, left1 = new_values(ring, s, STEP, inverse, state0, state1, v_t, KH)
     decay0 = ring.decays(s, 2 * KH * STEP + KH, ACC)
     decay1 = ring.decays(s, 2 * KH * STEP + 2 * KH - 1, ACC)
@@ -285,8 +276,8 @@ def start_step(ring, s, STEP: gl.constexpr, state0, state1, v_t, KH: gl.constexp
 
 
 @gluon.jit
-def end_step(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
-    """The columns after the step that `start_step` began."""
+def end_columns(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
+    """The columns after the step that `start_columns` began."""
     if KH == 2:
         state0 = warpgroup_mma_wait(1, deps=[state0])
         state0 = state0 * decay0
@@ -346,12 +337,12 @@ def scan(
             s = iteration % ring.STAGES
             iteration += 1
             if STEPS:
-                state0, state1 = end_step(*start_step(ring, s, 0, state0, state1, v_t, KH), KH)
-                begun = start_step(ring, s, 1, state0, state1, v_later, KH)
+                state0, state1 = end_columns(*start_columns(ring, s, 0, state0, state1, v_t, KH), KH)
+                begun = start_columns(ring, s, 1, state0, state1, v_later, KH)
                 # the last chunk loads its own v again, which nobody uses
                 v_t = ring.rows.index(ring.wait(gl.minimum(iteration, last))).permute((1, 0)).load(LEFT)
                 v_t, v_later = column_halves(v_t, LEFT)
-                state0, state1 = end_step(*begun, KH)
+                state0, state1 = end_columns(*begun, KH)
             else:
                 left0 = as_left(state0)
                 if KH == 2:
@@ -406,7 +397,6 @@ SCALARS = (
 @gluon.jit(do_not_specialize=SCALARS)
 def transitions_kernel(
     tiles_d,
-    inverse_d,
     decay,
     v,
     transitions,
@@ -458,7 +448,7 @@ def transitions_kernel(
     gl.warp_specialize(
         [
             (compute, (decay, ring, decision, forgets, results, states, scheduler, border, K, V, V_FIRST, STEPS)),
-            (load, ((tiles_d, inverse_d, decay, v), ring, decision, scheduler, border, in_v, K, STEPS)),
+            (load, ((tiles_d, decay, v), ring, decision, scheduler, border, in_v, K, STEPS)),
         ],
         [1],
         [96],
@@ -516,8 +506,7 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
         transitions_kernel,
         ctas((problem.K + problem.V) // TILE, t.v.device),
         (
-            *(tiles(workspace["tiles"]), describe(workspace["tiles"], (TILE, TILE // 2 if steps else TILE))),
-            *(workspace["decay"], t.v, *where, border),
+            *(tiles(workspace["tiles"]), workspace["decay"], t.v, *where, border),
             *(t.cu_seqlens, t.checkpoint_offsets),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),

@@ -41,9 +41,9 @@ class Ring:
         return stage, self.full.index(stage)
 
     @gluon.jit
-    def expect(self, full, spared: gl.constexpr = 0):
-        """The loader's, before its copies by TMA: of all tiles but so many bytes."""
-        mbarrier.expect(full, self.TILES * TILE_BYTES - spared)
+    def expect(self, full):
+        """The loader's, before its copies of all tiles by TMA."""
+        mbarrier.expect(full, self.TILES * TILE_BYTES)
 
     @gluon.jit
     def commit(self, full):
