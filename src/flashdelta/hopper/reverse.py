@@ -52,6 +52,14 @@ def wanted_chunks(tile, offsets):
 
 
 @gluon.jit
+def own_offsets(tile, HV, value, key, iteration, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+    """Of the elements of the state of a tile's sequence. Plus a 0 that the compiler can't see, as in `recurrence`: offsets that
+    are kept from one use to the next, or over all tiles, take registers from the loop over chunks."""
+    nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
+    return state_offsets((tile.n.to(gl.int64) * HV + tile.head) * (K * V), value + nothing, key, K, V, V_FIRST)
+
+
+@gluon.jit
 def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.constexpr):
     """The loader: one warp that keeps the ring full, of each chunk with all tiles but `inverse`."""
     HV = scheduler.HV
@@ -127,10 +135,10 @@ def compute(
         chunks = wanted_chunks(tile, offsets)
         first = tile.n * ((T + C - 1) // C)
         if scheduler.cu_seqlens is not None:
-            first = rows_before(scheduler.cu_seqlens, tile.n, T, C)
+            first = rows_before(scheduler.cu_seqlens, tile.n, T, C, gl.minimum(tile.begin, 0))
         if scheduler.first_segment is not None:
             first += tile.first
-        at = state_offsets((tile.n.to(gl.int64) * HV + tile.head) * (K * V), value, key, K, V, V_FIRST)
+        at = own_offsets(tile, HV, value, key, iteration, K, V, V_FIRST)
         if scheduler.first_segment is None:
             state0, state1 = load_halves(grad_final, at, NEXT, has_final, K)
         else:
@@ -196,6 +204,7 @@ def compute(
                 ring.release(s)
             if grad_v_new is not None:
                 store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
+        at = own_offsets(tile, HV, value, key, iteration, K, V, V_FIRST)
         if offsets is not None:
             store_halves(offsets, in_segment, 64, state0, state1, (chunks > 0).to(gl.int32), K)
         elif scheduler.first_segment is not None:
