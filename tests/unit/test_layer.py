@@ -275,8 +275,10 @@ def test_transforms_take_both(tensor: str):
 
 
 def test_operators_pass_opcheck():
+    square = {"x": torch.rand(2, 8, 8), "z": torch.rand(2, 8, 8), "weight": torch.rand(8)}
     calls = [
         (fd.gated_rms_norm, make_norm(NORM_BY_NAME["rows"]), NORM),
+        (fd.gated_rms_norm, {name: x.mT if x.dim() > 1 else x for name, x in square.items()}, NORM),
         (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["packed_fla"]), CONVOLUTION),
         (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["pool"]), CONVOLUTION_OUT),
         (fd.short_convolution, make_convolution(CONVOLUTION_BY_NAME["every"]), CONVOLUTION_OUT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,20 @@ def test_new_parameters_keep_their_mark() -> None:
     empty.load_state_dict(copied.state_dict(), assign=True)
     with torch.device("meta"):
         layers = [empty, attention(torch.float32, num_heads=2).to_empty(device="cpu"), copied.to(torch.bfloat16)]
+    layers.append(copy.deepcopy(copied))
     for layer in layers:
         marked = {name for name, x in layer.named_parameters() if getattr(x, "_no_weight_decay", False)}
         assert marked == {"A_log", "dt_bias"}
+
+
+def test_loaded_parameters_of_the_gate_are_float32() -> None:
+    layer = attention(torch.float32, num_heads=2)
+    narrow = {name: x.bfloat16() for name, x in layer.state_dict().items()}
+    for assign in (False, True):
+        layer.load_state_dict(narrow, assign=assign)
+        assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+        assert torch.equal(layer.A_log, narrow["A_log"].float())
+    assert layer.q_proj.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.slow

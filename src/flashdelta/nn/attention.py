@@ -432,7 +432,14 @@ class KimiDeltaAttention(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         super()._load_from_state_dict(*arguments, **named)
-        self.mark_parameters()  # `assign=True` puts other parameters in place
+        for parameter in (self.A_log, self.dt_bias):
+            if parameter is not None:
+                parameter.data = parameter.data.float()
+        self.mark_parameters()  # `assign=True` puts other parameters in place, of any dtype
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_parameters()  # copies of parameters have no marks
 
 
 def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Sequential:

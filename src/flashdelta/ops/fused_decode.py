@@ -93,8 +93,7 @@ def fused_kda_decode(
             `commit` to replay. Windows are written all the same, and need the counts of `commit` in the next round.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved, as both engines have it).
-        backend: `"auto"`, `"hopper"` (one token a sequence, `K == V`; `"auto"` does not take it yet), `"triton"` or
-            `"reference"`; see `explain`.
+        backend: `"auto"`, `"hopper"` (one token a sequence, `K == V`), `"triton"` or `"reference"`; see `explain`.
 
     Returns:
         `o [N, 1, HV, V]` (`[N, 1 + num_spec_tokens, HV, V]`; packed `[1, tokens, HV, V]`), in x's dtype.
