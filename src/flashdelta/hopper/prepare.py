@@ -846,8 +846,8 @@ def prepare_kernel(
         first_row = (wide(batch, T) + (start + acc_row)) * HV + head
         acc_column = gl.arange(0, 64, layout=gl.SliceLayout(0, ACC))
         at = Akk_inv + first_row[:, None] * 64 + acc_column[None, :]
-        # with unbounded decays compared anew: the first comparison's results would be spilled
-        inside = acc_row < count if SAFE else start + acc_row < start + count
+        # compared anew, or with a 0 that the compiler can't see: the first comparison's results would be spilled
+        inside = acc_row + gl.minimum(tile, 0) < count if SAFE else start + acc_row < start + count
         gl.store(at, round_pairs(X), mask=inside[:, None])
     weights = X * buffers.beta.load(gl.SliceLayout(0, ACC))[None, :]
     # Rounded to nearest, not cut off: `recurrence` multiplies v with the high part alone. Here the low part counts too: rows
