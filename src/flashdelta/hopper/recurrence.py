@@ -276,6 +276,11 @@ def compute(
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
+    # one register instead of two, where Triton 3.9 would spill them; in stream-K 3.6 would spill with it
+    JOINED: gl.constexpr = v_new is not None and scheduler.first_segment is not None
+    # offsets in the state with a 0 that the compiler can't see, lest it keep them over the loop over work tiles. In the other
+    # two cases one of the compilers would spill with it
+    ANEW: gl.constexpr = scheduler.tile_range is None and not JOINED
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -308,7 +313,8 @@ def compute(
         total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
-        at = own * state_pitch + state_offsets(head * K * V, value, key, K, V, V_FIRST)
+        hidden = gl.minimum(iteration, 0).to(gl.int64) * 16 if ANEW else 0
+        at = own * state_pitch + state_offsets(head * K * V, value + hidden, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
             in_start = key
@@ -324,8 +330,6 @@ def compute(
         else:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
-        # one register instead of two, where Triton 3.9 would spill them; in stream-K 3.6 would spill with it
-        JOINED: gl.constexpr = v_new is not None and scheduler.first_segment is not None
         if JOINED:
             past = iteration + total
         if total > 0:
@@ -438,7 +442,10 @@ def compute(
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
         # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
-        nothing = (iteration - past if JOINED else iteration - first - total) * 16
+        if ANEW:
+            nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
+        else:
+            nothing = (iteration - past if JOINED else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)
