@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flashdelta.parallel import context_parallel, halo
 from flashdelta.problem import exchanges
-from flashdelta.problem.exchanges import SharedMemory, exchange
+from flashdelta.problem.exchanges import ALL, EARLIER, LATER, SharedMemory, exchange
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import same_bits
@@ -27,44 +28,72 @@ def packet_of(rank: int, i: int, size: int) -> Tensor:
     return torch.arange(size, dtype=torch.float32).view(1, size) + 1000 * rank + 10 * i
 
 
-def exchanged(group: VirtualRank, sizes: list[int]) -> bool:
-    """Whether exchanges of these sizes, one after another, bring what the ranks sent."""
+def exchanged(group: VirtualRank, sizes: list[int], to: Sequence[str] = (ALL,)) -> bool:
+    """Whether exchanges of these sizes, one after another and by turns `to` these ranks, bring what the ranks sent."""
     right = True
-    for i, size in enumerate(sizes):
+    for i, (size, whom) in enumerate(zip(sizes, itertools.cycle(to))):
         packets = torch.full((group.size(), 1, size), torch.nan)
-        exchange(packet_of(group.rank(), i, size), packets, group.group_name, "put")
+        exchange(packet_of(group.rank(), i, size), packets, group.group_name, "put", whom)
         wanted = torch.stack([packet_of(r, i, size) for r in range(group.size())])
-        right &= same_bits(packets, wanted)
+        meant = {ALL: slice(None), LATER: slice(group.rank()), EARLIER: slice(group.rank() + 1, None)}[whom]
+        right &= same_bits(packets[meant], wanted[meant])
     return right
 
 
+TO = {
+    "all": (ALL,),
+    "later": (LATER,),
+    "earlier": (EARLIER,),
+    "by_turns": (LATER, EARLIER),
+    "mixed": (ALL, LATER, LATER, ALL, EARLIER),
+}
+
+
+@pytest.mark.parametrize("to", TO)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_packets_of_any_size_arrive(ranks: int):
+def test_packets_of_any_size_arrive(ranks: int, to: str):
     """Memory grows with the largest; packets of nothing need none."""
     sizes = [3, 0, 7, 70_000, 3, 1_000_000, 5]
-    assert all(on_ranks(ranks, lambda group: exchanged(group, sizes)))
+    assert all(on_ranks(ranks, lambda group: exchanged(group, sizes, TO[to])))
 
 
+@pytest.mark.parametrize("to", TO)
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("sizes", [[64] * 6, [64, 8, 64, 20_000, 64, 8]], ids=["alike", "unlike"])
-def test_a_rank_that_is_slower_by_a_call_reads_what_was_meant_for_it(late: int, sizes: list[int]):
-    assert all(on_ranks(3, lambda group: exchanged(group, sizes), late))
+def test_a_rank_that_is_slower_by_a_call_reads_what_was_meant_for_it(late: int, sizes: list[int], to: str):
+    assert all(on_ranks(3, lambda group: exchanged(group, sizes, TO[to]), late))
 
 
-def test_one_place_would_be_written_too_early(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("to", [ALL, LATER])
+def test_one_place_would_be_written_too_early(to: str, monkeypatch: pytest.MonkeyPatch):
     """What the places in turn are for: the same ranks, without."""
     monkeypatch.setattr(exchanges, "TURNS", 1)
-    assert on_ranks(2, lambda group: exchanged(group, [64] * 6), late=1) == [True, False]
+    assert on_ranks(2, lambda group: exchanged(group, [64] * 6, [to]), late=1) == [True, False]
 
 
-def replays(group: VirtualRank, captured: threading.local) -> bool:
+def test_a_rank_that_nobody_sends_to_does_not_wait():
+    """It leaves an exchange when the other has begun the one before: two places hold what that has not read."""
+    done = [0, 0]
+
+    def run(group: VirtualRank) -> list[int]:
+        ahead = []
+        for _ in range(6):
+            exchanged(group, [64], [LATER])
+            done[group.rank()] += 1
+            ahead.append(done[0] - done[1])
+        return ahead
+
+    assert on_ranks(2, run, late=1)[0] == [1, 2, 2, 2, 2, 2]
+
+
+def replays(group: VirtualRank, captured: threading.local, to: Sequence[str]) -> bool:
     """An odd number of captured exchanges, again and again, among others."""
-    right = exchanged(group, [64])
+    right = exchanged(group, [64], to)
     for _ in range(3):
         captured.now = True
-        right &= exchanged(group, [64] * 3)
+        right &= exchanged(group, [64] * 3, to)
         captured.now = False
-        right &= exchanged(group, [64])
+        right &= exchanged(group, [64], to)
     return right
 
 
@@ -76,9 +105,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return state
 
 
+@pytest.mark.parametrize("to", TO)
 @pytest.mark.parametrize("late", [None, 0, 1])
-def test_captured_exchanges_meet_whatever_comes_before(late: int | None, captured: threading.local):
-    assert all(on_ranks(2, lambda group: replays(group, captured), late))
+def test_captured_exchanges_meet_whatever_comes_before(late: int | None, to: str, captured: threading.local):
+    assert all(on_ranks(2, lambda group: replays(group, captured, TO[to]), late))
 
 
 @pytest.mark.parametrize("before", [[], [64]])
@@ -159,9 +189,9 @@ def put_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     send = SharedMemory.send
 
-    def noted(self: SharedMemory, packet: Tensor) -> None:
+    def noted(self: SharedMemory, packet: Tensor, to: str) -> None:
         found.append(self.rank)
-        send(self, packet)
+        send(self, packet, to)
 
     monkeypatch.setattr(SharedMemory, "send", noted)
     return found

@@ -337,8 +337,9 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
 ):
     """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
 
-    def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str) -> None:
+    def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str, to: str) -> None:
         assert packets.shape == (2, *packet.shape) and group == "virtual" and way == "put"
+        assert to == ("later" if act == "exchange" else "earlier")
         pretended.append((act, None, [packet, packets]))
 
     for act in EXCHANGES:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..problem.context import HALO, context_of
 from ..problem.errors import wrong
-from ..problem.exchanges import exchange
+from ..problem.exchanges import EARLIER, LATER, exchange
 
 
 def halo(x: Tensor, context: Any, width: int) -> Tensor:
@@ -66,7 +66,7 @@ def _halo(x: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int,
     B, T, D = x.shape
     tail = min(T, width)
     tails = x.new_empty(ranks, B, tail, D)
-    exchange(x[:, T - tail :].contiguous(), tails, name, way)
+    exchange(x[:, T - tail :].contiguous(), tails, name, way, LATER)
     before = tails[:rank].transpose(0, 1).flatten(1, 2)[:, -width:] if tail else x.new_empty(B, 0, D)
     missing = x.new_zeros(B, width - before.shape[1], D)
     return torch.where(_visible(border, width), torch.cat([missing, before], dim=1), 0)
@@ -81,7 +81,7 @@ def _(x: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, wid
 def _halo_backward(grad: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, tokens: int) -> Tensor:
     B, width, D = grad.shape
     grads = grad.new_empty(ranks, B, width, D)
-    exchange(torch.where(_visible(border, width), grad, 0).contiguous(), grads, name, way)
+    exchange(torch.where(_visible(border, width), grad, 0).contiguous(), grads, name, way, EARLIER)
     found, tail = grad.new_zeros(B, tokens, D), min(tokens, width)
     # rank r sees this rank's last tokens behind those of the ranks between
     for r in range(rank + 1, ranks):

@@ -19,27 +19,35 @@ from .errors import wrong
 
 EXCHANGES = ("auto", "gather", "put")
 
+ALL, LATER, EARLIER = DIRECTIONS = ("all", "later", "earlier")
+"""Whom a packet is for: all ranks, or those after the sender's, or before it."""
 
-def exchange(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+
+def exchange(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
     """`packets [ranks, ...]`: every rank's `packet`, of the process group of this name, by the `way` that `EXCHANGES` has; the
-    bits are the same. All ranks must call this, with as many bytes and in the same order."""
-    send(packet, packets, name, way)
-    receive(packet, packets, name, way)
+    bits are the same. All ranks must call this, with as many bytes and in the same order. `to`: of `DIRECTIONS`; packets that
+    are not for this rank, its own among them, may be missing then, and none is waited for."""
+    memory = _putting(name, way, packet.device)
+    if memory is not None:
+        memory.send(packet, to)
+        memory.receive(packet, packets, to)
+    else:
+        gather(packet, packets, name)
 
 
-def send(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+def send(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
     """The half of `exchange` that waits for no other rank: what follows on the stream, up to `receive`, runs while packets are
     under way. An all-gather is not cut in two: `receive` has all of it."""
     memory = _putting(name, way, packet.device)
     if memory is not None:
-        memory.send(packet)
+        memory.send(packet, to)
 
 
-def receive(packet: Tensor, packets: Tensor, name: str, way: str) -> None:
+def receive(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
     """The other half, after `send` and no other exchange of the group. `packet` is as it was."""
     memory = _putting(name, way, packet.device)
     if memory is not None:
-        memory.receive(packet, packets)
+        memory.receive(packet, packets, to)
     else:
         gather(packet, packets, name)
 
@@ -114,22 +122,23 @@ TURNS = 2
 LEAST_ROOM = 1 << 16
 """Bytes of a packet, of which room for others is a multiple."""
 
-EAGER, CAPTURED = 0, 1
-"""Channels of signals."""
-
 
 class SharedMemory:
     """What the ranks of a group put packets into: each has a place for all packets, `TURNS` times and once for captures. It is
     made, and made larger, by all ranks alike, at the same exchange.
 
-    An exchange writes its packet to its place on every other rank, each of which gets a signal then, and copies what it has got
-    once it has all signals. With places in turn no exchange writes what a slower rank still reads: the copies out of exchange
-    `i` come before that rank's signals of exchange `i + 1`, on its stream, and the copies into the same place, of exchange
-    `i + 2`, behind these on any other rank's. With one place they would come behind the signals of exchange `i` alone.
+    An exchange writes its packet to its place on every rank that it is for. Then all get a signal, and a rank copies what it
+    has got once it has the signals of those that send to it. It waits for the others' before it writes in the next exchange:
+    where packets go to later ranks alone, an earlier one may be ahead by an exchange. With places in turn none writes what a
+    slower rank still reads: the copies out of exchange `i` come before that rank's signals of exchange `i + 1`, on its stream,
+    and the copies into the same place, of exchange `i + 2`, behind these on any other rank's. With one place they would come
+    behind the signals of exchange `i` alone.
 
     A captured exchange does not know which one comes before it, since a graph may be replayed after any call. It meets the
-    others before it writes, too: what came before has been read then. Its place is not one of those that take turns, so that
-    a replay between two other exchanges does not count.
+    others before it writes: what came before has been read then, and signals go with packets alone. Its place is not one of
+    those that take turns, so that a replay between two other exchanges does not count.
+
+    Signals have a channel for each direction.
     """
 
     obstacle: str | None
@@ -142,11 +151,13 @@ class SharedMemory:
         self.memory: Memory
         self.buffers: list[Tensor] = []
         self.outgrown: list[tuple[Memory, list[Tensor]]] = []
+        self.unread: list[tuple[int, int]] = []
+        """Signals of the last exchange that have not been waited for: rank and channel."""
         self.done: torch.cuda.Event | None = None
         self.stream: torch.cuda.Stream | None = None
         self.obstacle = None if _stands_in(group) else self._ask(name, group)
 
-    def send(self, packet: Tensor) -> None:
+    def send(self, packet: Tensor, to: str) -> None:
         source = as_bytes(packet)
         nbytes = source.numel()
         if nbytes == 0:
@@ -156,38 +167,54 @@ class SharedMemory:
             if captured:
                 raise wrong("cp_context", "a CUDA graph's capture before a call of its size", BEFORE_CAPTURE)
             self._grow(-(-nbytes // LEAST_ROOM) * LEAST_ROOM)
-        if not captured:
-            self._follow()
-        begin, channel = self._place(captured)
+        begin, channel = self._place(to, captured)
+        receivers, _ = self._sides(to)
         if captured:
             self.memory.barrier(channel, self.timeout_ms)
-        for peer in self._others():
-            at = begin + self.rank * nbytes
-            self.buffers[peer][at : at + nbytes].copy_(source)
+        else:
+            self._follow()
+            for peer, late in self.unread:
+                self.memory.wait_signal(peer, late, self.timeout_ms)
+            self.unread = []
+        for peer in receivers if captured else self._others():
+            if peer in receivers:
+                at = begin + self.rank * nbytes
+                self.buffers[peer][at : at + nbytes].copy_(source)
             self.memory.put_signal(peer, channel, self.timeout_ms)
 
-    def receive(self, packet: Tensor, packets: Tensor) -> None:
+    def receive(self, packet: Tensor, packets: Tensor, to: str) -> None:
         source, found = as_bytes(packet), as_bytes(packets)
         nbytes = source.numel()
         if nbytes == 0:
             return
         captured = capturing(self.device)
-        begin, channel = self._place(captured)
+        begin, channel = self._place(to, captured)
+        _, senders = self._sides(to)
         own = slice(self.rank * nbytes, (self.rank + 1) * nbytes)
-        found[own].copy_(source)
-        for peer in self._others():
+        if to == ALL:
+            found[own].copy_(source)
+        for peer in senders:
             self.memory.wait_signal(peer, channel, self.timeout_ms)
         got = self.buffers[self.rank][begin : begin + self.ranks * nbytes]
-        for others in (slice(own.start), slice(own.stop, None)):
-            found[others].copy_(got[others])
+        if to != EARLIER:
+            found[: own.start].copy_(got[: own.start])
+        if to != LATER:
+            found[own.stop :].copy_(got[own.stop :])
         if not captured:
+            self.unread = [(peer, channel) for peer in self._others() if peer not in senders]
             self.calls += 1
             if self.done is not None:
                 self.done.record(self.stream)
 
-    def _place(self, captured: bool) -> tuple[int, int]:
+    def _place(self, to: str, captured: bool) -> tuple[int, int]:
         """Where the exchange's packets begin, and the channel of its signals."""
-        return (TURNS if captured else self.calls % TURNS) * self.ranks * self.room, CAPTURED if captured else EAGER
+        turn = TURNS if captured else self.calls % TURNS
+        return turn * self.ranks * self.room, DIRECTIONS.index(to) + captured * len(DIRECTIONS)
+
+    def _sides(self, to: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Whom this rank sends to, and who sends to it."""
+        earlier, later = range(self.rank), range(self.rank + 1, self.ranks)
+        return {ALL: (self._others(), self._others()), LATER: (later, earlier), EARLIER: (earlier, later)}[to]
 
     def _others(self) -> Sequence[int]:
         """Each rank begins with another one."""
@@ -205,7 +232,7 @@ class SharedMemory:
         self.stream = stream
 
     def _grow(self, room: int) -> None:
-        """Graphs may have captured what there was, so it stays."""
+        """Graphs may have captured what there was, so it stays. Nobody reads what is new."""
         group, nbytes = self.group(), (TURNS + 1) * self.ranks * room
         with torch.inference_mode(False):  # calls with gradients take them, too
             own, memory = _opened(group, nbytes, self.device)
@@ -214,7 +241,7 @@ class SharedMemory:
             ]
         if self.room > 0:
             self.outgrown.append((self.memory, self.buffers))
-        self.memory, self.buffers, self.room = memory, buffers, room
+        self.memory, self.buffers, self.room, self.unread = memory, buffers, room, []
 
     def _ask(self, name: str, group: Any) -> str | None:
         """All ranks find the same."""

@@ -10,12 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, by a `way` of the
-    process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of it (`problem/exchanges.py`)."""
+    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, if that is for
+    this one, by a `way` of the process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of it
+    (`problem/exchanges.py`)."""
 
-    act: Callable[[Tensor, Tensor, str, str], None]
+    act: Callable[[Tensor, Tensor, str, str, str], None]
     group: str
     way: str
+    to: str
     packet: Tensor
     packets: Tensor
 
@@ -24,4 +26,4 @@ class Exchange:
         return self.packet, self.packets
 
     def run(self) -> None:
-        self.act(self.packet, self.packets, self.group, self.way)
+        self.act(self.packet, self.packets, self.group, self.way, self.to)

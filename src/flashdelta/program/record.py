@@ -119,7 +119,7 @@ class Recorder:
         for x in step.scratch:
             self._use(None if self._is_own(x) else x, place)
         shapes = [(x.shape, x.dtype) for x in step.scratch]
-        self.launches.append((step.act, None, (step.group, step.way, shapes), pointers, self._alive(place)))
+        self.launches.append((step.act, None, (step.group, step.way, step.to, shapes), pointers, self._alive(place)))
 
     def add(
         self,

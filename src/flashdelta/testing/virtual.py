@@ -25,7 +25,7 @@ class _Meeting:
 
     def __init__(self, ranks: int, late: int | None):
         self.late = late
-        self.signals: set[tuple[int, int, int]] = set()
+        self.signals: set[tuple[int, int, int, int]] = set()
         self.unready: dict[int, Callable[[], bool]] = {}
         self.turn = threading.Lock()
         self.barrier = threading.Barrier(ranks)
@@ -85,6 +85,7 @@ class _Shared:
 
     def __init__(self, meeting: _Meeting, rank: int, buffers: Sequence[Tensor]):
         self.meeting, self.rank, self.buffers = meeting, rank, buffers
+        self.name = buffers[0].data_ptr()
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
         flat = self.buffers[rank].view(dtype)[storage_offset:]
@@ -95,12 +96,12 @@ class _Shared:
         self.meeting.let_pass(self.rank)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        signal, signals = (channel, self.rank, dst_rank), self.meeting.signals
+        signal, signals = (self.name, channel, self.rank, dst_rank), self.meeting.signals
         self.meeting.until(self.rank, lambda: signal not in signals)
         signals.add(signal)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        signal, signals = (channel, src_rank, self.rank), self.meeting.signals
+        signal, signals = (self.name, channel, src_rank, self.rank), self.meeting.signals
         self.meeting.until(self.rank, lambda: signal in signals)
         signals.remove(signal)
         self.meeting.let_pass(self.rank)

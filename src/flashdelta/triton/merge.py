@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..problem.context import OPENED
-from ..problem.exchanges import exchange, receive, send
-from ..problem.problem import Problem, Tensors
+from ..problem.exchanges import ALL, EARLIER, LATER, exchange, receive, send
+from ..problem.problem import BACKWARD, Problem, Tensors
 from ..program.exchange import Exchange
 from ..program.launch import Launch
 from ..program.program import Outputs, Step, new
@@ -218,7 +218,10 @@ def carried_states(
     steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
     if t.packets is None:
         packet = torch.empty_like(packets[0])
-        told = Exchange(exchange, problem.process_group, problem.exchange, packet, packets)
+        # a backward pass reads the M of the ranks after this one
+        goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
+        to = ALL if goes_back and problem.ranks > 2 else LATER
+        told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
         steps = [transition(call, packet), told, *steps]
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
@@ -265,7 +268,7 @@ def carried_gradients(
         ends = t.border[OPENED:]
     alone = replace(problem, N=problem.packets, has_initial_state=True)
     yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, own)
-    told = Exchange(send, problem.process_group, problem.exchange, own, offsets)
+    told = Exchange(send, problem.process_group, problem.exchange, EARLIER, own, offsets)
     yield told
     yield from meanwhile
     yield replace(told, act=receive)
