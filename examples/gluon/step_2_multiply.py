@@ -57,7 +57,7 @@ def multiply_kernel(x_d, y_d, out_d, inner):
         copy_tile(x_d, [row, k], full, x_s)
         copy_tile(y_d, [k, column], full, y_s)
         mbarrier.wait(full, phase)
-        phase ^= 1  # of the next two copies
+        phase ^= 1  # the phase of the next two copies
         acc = warpgroup_mma(x_s, y_s, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()  # no warp reads the tiles any more

@@ -51,7 +51,7 @@ def pipeline_kernel(x_d, y_d, out_d, inner, STAGES: gl.constexpr):
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)  # a stage's phase changes each time it is filled
         acc = warpgroup_mma(x_s.index(stage), y_s.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # this product runs on, the one before has ended
-        barrier()  # in all warps: its stage may be filled anew
+        barrier()  # all warps: the previous product's stage is free to refill
         start(x_d, y_d, x_s, y_s, full, row, column, i + STAGES - 1, inner, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()  # the product is stored by way of the tiles' memory

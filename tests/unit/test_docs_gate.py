@@ -133,6 +133,16 @@ def run(tree: Path, code: str, **environment: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
+def test_the_patched_package_is_linted(patched: Path):
+    pytest.importorskip("ruff")
+    shutil.copy(ROOT / "pyproject.toml", patched)
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "src", "tests"], cwd=patched, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_gate_agrees_with_the_decay_it_stands_for(patched: Path):
     run(patched, AGREES, TRITON_INTERPRET="1")
 
