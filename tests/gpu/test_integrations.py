@@ -258,5 +258,4 @@ def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():
         given = asked | {name: asked[name].cuda() for name in moved}
         ratio, seconds = min(pace(lambda op=op, given=given: fd.supports(op, **given)) for _ in range(3))
         print(f"supports({op.__name__}): {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
-        # other processes share the caches, of which a question needs more than a yardstick
-        assert seconds < 10e-6 or ratio < 1.3 * MOST_YARDSTICKS
+        assert ratio < MOST_YARDSTICKS
