@@ -8,7 +8,7 @@ import hashlib
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,15 +130,16 @@ class SharedMemory:
     An exchange writes its packet to its place on every rank that it is for. Then all get a signal, and a rank copies what it
     has got once it has the signals of those that send to it. It waits for the others' before it writes in the next exchange:
     where packets go to later ranks alone, an earlier one may be ahead by an exchange. With places in turn none writes what a
-    slower rank still reads: the copies out of exchange `i` come before that rank's signals of exchange `i + 1`, on its stream,
-    and the copies into the same place, of exchange `i + 2`, behind these on any other rank's. With one place they would come
-    behind the signals of exchange `i` alone.
+    slower rank still reads: the copies out of exchange `i` come before that rank's signals of exchange `i + 1`, which wait for
+    its stream, and the copies into the same place, of exchange `i + 2`, behind these on any other rank's. With one place they
+    would come behind the signals of exchange `i` alone.
 
     A captured exchange does not know which one comes before it, since a graph may be replayed after any call. It meets the
     others before it writes: what came before has been read then, and signals go with packets alone. Its place is not one of
     those that take turns, so that a replay between two other exchanges does not count.
 
-    Signals have a channel for each direction.
+    Signals have a channel for each direction. Copies and signals have a stream of their own, so that a rank that waits for no
+    other goes on beside them; captured ones don't, whose barrier has the channel of the signals that `receive` waits for.
     """
 
     obstacle: str | None
@@ -155,6 +156,12 @@ class SharedMemory:
         """Signals of the last exchange that have not been waited for: rank and channel."""
         self.done: torch.cuda.Event | None = None
         self.stream: torch.cuda.Stream | None = None
+        self.sending: torch.cuda.Stream | None = None
+        """Of copies to other ranks; none where a group stands in, whose signals wait for no stream."""
+        self.ready: torch.cuda.Event
+        self.sent: torch.cuda.Event
+        self.sent_last: Tensor | None = None
+        """Its memory is not for others before the copies have been read."""
         self.obstacle = None if _stands_in(group) else self._ask(name, group)
 
     def send(self, packet: Tensor, to: str) -> None:
@@ -171,15 +178,22 @@ class SharedMemory:
         receivers, _ = self._sides(to)
         if captured:
             self.memory.barrier(channel, self.timeout_ms)
-        else:
-            self._follow()
+            self._put(source, begin, receivers, channel, receivers)
+            return
+        self._follow()
+        with self._aside(source):
             for peer, late in self.unread:
                 self.memory.wait_signal(peer, late, self.timeout_ms)
             self.unread = []
-        for peer in receivers if captured else self._others():
+            self._put(source, begin, receivers, channel, self._others())
+
+    def _put(
+        self, source: Tensor, begin: int, receivers: Sequence[int], channel: int, signalled: Sequence[int]
+    ) -> None:
+        at = begin + self.rank * source.numel()
+        for peer in signalled:
             if peer in receivers:
-                at = begin + self.rank * nbytes
-                self.buffers[peer][at : at + nbytes].copy_(source)
+                self.buffers[peer][at : at + source.numel()].copy_(source)
             self.memory.put_signal(peer, channel, self.timeout_ms)
 
     def receive(self, packet: Tensor, packets: Tensor, to: str) -> None:
@@ -220,6 +234,22 @@ class SharedMemory:
         """Each rank begins with another one."""
         return (*range(self.rank + 1, self.ranks), *range(self.rank))
 
+    @contextlib.contextmanager
+    def _aside(self, source: Tensor) -> Iterator[None]:
+        """Copies of `source`, and their signals, on a stream of their own: what follows the exchange runs beside them. Only
+        those of one exchange, or the packets of a rank that is ahead would fill its memory."""
+        if self.sending is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.sent)
+        self.sent_last = source
+        self.ready.record(current)
+        self.sending.wait_event(self.ready)
+        with torch.cuda.stream(self.sending):
+            yield
+        self.sent.record(self.sending)
+
     def _follow(self) -> None:
         """Exchanges run one after another, also on another stream than the last."""
         if self.device.type != "cuda":
@@ -227,6 +257,9 @@ class SharedMemory:
         stream = torch.cuda.current_stream(self.device)
         if self.done is None:
             self.done = torch.cuda.Event()
+            if not _stands_in(self.group()):
+                self.sending = torch.cuda.Stream(self.device, priority=-1)
+                self.ready, self.sent = torch.cuda.Event(), torch.cuda.Event()
         elif stream != self.stream:
             stream.wait_event(self.done)
         self.stream = stream
