@@ -210,19 +210,21 @@ def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
 def carried_states(
     call: StageCall, transition: Transition, packets: Tensor
 ) -> tuple[list[Launch | Exchange], StageCall]:
-    """What finds the states before this rank's tokens, and the call from these on. `packets`: room for those of all ranks, or
-    those that the forward has left for its backward pass."""
+    """What finds the states before this rank's tokens, and the call from these on: for the first rank they are the call's own.
+    `packets`: room for those of all ranks, or those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
-    states = new(problem.state_shape, torch.float32, t.device)
-    b = packets[:, :, :, -problem.V :]
-    steps: list[Launch | Exchange] = [merge(call, packets, b, states, backward=False)]
+    steps: list[Launch | Exchange] = []
     if t.packets is None:
         packet = torch.empty_like(packets[0])
         # a backward pass reads the M of the ranks after this one
         goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
         to = ALL if goes_back and problem.ranks > 2 else LATER
         told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
-        steps = [transition(call, packet), told, *steps]
+        steps += transition(call, packet), told
+    if problem.rank == 0 and not problem.has_pool:
+        return steps, call  # nothing comes from a rank before
+    states = new(problem.state_shape, torch.float32, t.device)
+    steps.append(merge(call, packets, packets[:, :, :, -problem.V :], states, backward=False))
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
     # what reads the states keeps them alive, as scratch
