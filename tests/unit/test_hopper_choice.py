@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import flashdelta as fd
 from flashdelta import backends
-from flashdelta.hopper.build import build, in_steps
+from flashdelta.hopper.build import STEPS_FROM, build, in_steps
 from flashdelta.hopper.launch import ctas, layout, prefetching_ctas
 from flashdelta.hopper.recurrence import stream_k_pays
 from flashdelta.hopper.segments import SPLIT_COSTS, may_try, room, split_layout
@@ -356,9 +356,9 @@ MANY = replace(KIMI, H=64, HV=64)
         ({"V": 64, "lengths": (70, 0, 200_000)}, {}, True),
         ({"B": 3, "T": 1, "state": BF16, "v_first": True}, {"batch_invariant": True}, True),
         ({"gate": "none", "lower_bound": None, "safe": True}, {}, True),
-        ({"H": 8, "HV": 32}, {}, False),  # longer sequences would be split
-        ({"H": 8, "HV": 48}, {"split": False}, True),
-        ({"H": 47, "HV": 47}, {}, False),
+        ({"H": 8, "HV": 32}, {}, True),
+        ({"H": 32, "HV": 32, "V": 64}, {"split": False}, True),
+        ({"H": 31, "HV": 31}, {}, False),
         ({}, {"split": 2}, False),
         ({}, {"requires_grad": True}, False),
         ({"K": 64}, {}, True),
@@ -382,9 +382,23 @@ def test_steps_for_many_heads(changes: dict, options: dict, wanted: bool):
     assert in_steps(problem, room(problem, t.device)) == wanted
 
 
-@pytest.mark.parametrize(("heads", "split", "wanted"), [(64, "auto", True), (47, "auto", False), (64, 2, False)])
-def test_ranks_take_steps_as_one_gpu_does(heads: int, split: str | int, wanted: bool):
-    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads)) | {"split": split})
+@pytest.mark.parametrize("V", [64, 128])
+def test_heads_that_take_steps_are_not_split(V: int):
+    """However long their sequences: steps take no call from segments, which are faster."""
+    heads = STEPS_FROM[128, False]
+    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, V=V)))
+    assert room(problem, t.device) == 0
+
+
+@pytest.mark.parametrize(
+    ("K", "heads", "split", "wanted"),
+    [
+        *((128, 48, "auto", True), (128, 47, "auto", False), (128, 64, 2, False)),
+        *((64, 32, "auto", True), (64, 31, "auto", False)),
+    ],
+)
+def test_ranks_take_steps_from_more_heads_on(K: int, heads: int, split: str | int, wanted: bool):
+    problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads, K=K)) | {"split": split})
     launches = build(*over_ranks(problem, t, 2), 90).launches
     steps = [x.constants["STEPS"] for x in launches if isinstance(x, Launch) and "STEPS" in x.constants]
     assert steps == ([wanted] * len(steps)) and len(steps) >= 2
