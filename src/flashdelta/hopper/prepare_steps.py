@@ -326,7 +326,8 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
             step = gl.maximum(step, LOWEST, propagate_nan=tl.PropagateNan.ALL)
             high = round_half(step)
             low = round_half(step - high.to(gl.float32))
-            near_u, near_l = upper_lower(mma_v2(near_w, high, zero))
+            if GATE != "none":
+                near_u, near_l = upper_lower(mma_v2(near_w, high, zero))
             total, far = upper_lower(sums(far_w, high, low, zero))
             # the factors of the state are no less than exp(-80): what is lost is next to nothing
             kept = gl.maximum(total, LOWEST_HALF, propagate_nan=tl.PropagateNan.ALL)
@@ -338,6 +339,9 @@ def exact_pairs(keys, queries, right, norm_k_s, norm_q_s, unit_s, bias_s, decay,
             kn_u, kn_l = upper_lower(like(widen(keys_s.load(left_l)) * norm_k, zero))
             qn_u, qn_l = upper_lower(like(widen(queries_s.load(left_l)) * norm_q, zero))
 
+            if GATE == "none":
+                # here, as they would be spilled from above on
+                near_u, near_l = upper_lower(mma_v2(near_w, high, zero))
             a_u, a_l, a_far = exp2(near_u), exp2(near_l), exp2(far)
             upper_s = right_operand(kn_u * exp2_negative(near_u))
             lower_s = right_operand(kn_l * exp2_negative(near_l))
@@ -575,8 +579,13 @@ def prepare_steps_kernel(
         if KH == 2:
             after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     else:
-        fits = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
-        if fits:
+        if GATE == "none":
+            # with the branch 8 B are spilled
+            likely: gl.constexpr = True
+        else:
+            likely = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
+        fits = likely
+        if likely:
             before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
             after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
             # whether no half of a step decays by more than a float32 holds; a NaN does
