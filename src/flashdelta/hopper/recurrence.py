@@ -40,7 +40,7 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import column_halves, mma, mma_first, wide
+from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
@@ -168,13 +168,11 @@ def store_inside(
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
     # K, V and V_FIRST are parameters of their own, here and below: as constants in a tuple Triton 3.6 fails on them for K = 64
-    # 0, which the compiler can't see, and a multiple of 16 lest V-first states go in smaller pieces. Added to the channels that
-    # lie side by side: to the others it costs up to 136 B of spills
-    nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
+    # to the channels that lie side by side: added to the others it costs up to 136 B of spills
     if V_FIRST:
-        key += nothing
+        key += hidden_zero(iteration)
     else:
-        value += nothing
+        value += hidden_zero(iteration)
     at = state_offsets(0, value, key, K, V, V_FIRST)
     store_halves(row, at, 64 if V_FIRST else 64 * V, state0, state1, 1, K, STEPS)
 
@@ -276,11 +274,14 @@ def compute(
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, ROWS))
     in_o = row[:, None] * (o_token * 8) + column[None, :]
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
-    # one register instead of two, where Triton 3.9 would spill them; in stream-K 3.6 would spill with it
-    JOINED: gl.constexpr = v_new is not None and scheduler.first_segment is not None
-    # offsets in the state with a 0 that the compiler can't see, lest it keep them over the loop over work tiles. In the other
-    # two cases one of the compilers would spill with it
-    ANEW: gl.constexpr = scheduler.tile_range is None and not JOINED
+    # which 0 keeps the last state's offsets apart from the first's. In two cases one of the compilers would spill with
+    # `hidden_zero`; in the backward pass of a split 3.9 with two counts instead of their sum, in stream-K 3.6 with the sum
+    if scheduler.tile_range is not None:
+        ZERO: gl.constexpr = "two counts"
+    elif v_new is not None and scheduler.first_segment is not None:
+        ZERO: gl.constexpr = "their sum"
+    else:
+        ZERO: gl.constexpr = "hidden"
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
@@ -313,7 +314,7 @@ def compute(
         total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
-        hidden = gl.minimum(iteration, 0).to(gl.int64) * 16 if ANEW else 0
+        hidden = hidden_zero(iteration) if ZERO == "hidden" else 0
         at = own * state_pitch + state_offsets(head * K * V, value + hidden, key, K, V, V_FIRST)
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
@@ -330,7 +331,7 @@ def compute(
         else:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
         first = iteration
-        if JOINED:
+        if ZERO == "their sum":
             past = iteration + total
         if total > 0:
             done = zero.to(gl.bfloat16)
@@ -415,7 +416,7 @@ def compute(
                         )
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
-                    last = past - 1 if JOINED else first + total - 1
+                    last = past - 1 if ZERO == "their sum" else first + total - 1
                     ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                     if KH == 2:
@@ -440,12 +441,11 @@ def compute(
                 done = out.to(gl.bfloat16)
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-        # 0, as iteration is first + total now: offsets that the compiler can't see to be those of above need no registers in
-        # the loop. A multiple of 16, as all of a V-first state's are if its pitch is: it goes 16 bytes at a time
-        if ANEW:
-            nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
+        # 0, as iteration is first + total now
+        if ZERO == "hidden":
+            nothing = hidden_zero(iteration)
         else:
-            nothing = (iteration - past if JOINED else iteration - first - total) * 16
+            nothing = (iteration - past if ZERO == "their sum" else iteration - first - total) * 16
         at = own * state_pitch + state_offsets(head * K * V + nothing, value, key, K, V, V_FIRST)
         if scheduler.first_segment is not None:
             stored = gl.where(tile.is_segment & (tile.stop > 0), 0, stored)

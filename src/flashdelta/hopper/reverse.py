@@ -35,7 +35,7 @@ from .device.layouts import (
     store_transposed,
     to_lines,
 )
-from .device.math import mma, mma_first, wide
+from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
 from .device.portable import state_offsets
 from .device.tile_scheduler import TileScheduler, rows_before
@@ -53,10 +53,9 @@ def wanted_chunks(tile, offsets):
 
 @gluon.jit
 def own_offsets(tile, HV, value, key, iteration, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
-    """Of the elements of the state of a tile's sequence. Plus a 0 that the compiler can't see, as in `recurrence`: offsets that
-    are kept from one use to the next, or over all tiles, take registers from the loop over chunks."""
-    nothing = gl.minimum(iteration, 0).to(gl.int64) * 16
-    return state_offsets((tile.n.to(gl.int64) * HV + tile.head) * (K * V), value + nothing, key, K, V, V_FIRST)
+    """Of the elements of the state of a tile's sequence, worked out anew."""
+    first = (tile.n.to(gl.int64) * HV + tile.head) * (K * V)
+    return state_offsets(first, value + hidden_zero(iteration), key, K, V, V_FIRST)
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from .device.layouts import (
     loader_offsets,
     store_halves,
 )
-from .device.math import column_halves, mma, mma_first, wide
+from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_decision, make_ring
 from .device.portable import chunks_of, planned_segments, sequence_slot, span_count, state_offsets, states_fit
 from .device.stream_k import add
@@ -322,7 +322,8 @@ def scan(
         *(lowest, pool_slots, has_initial, has_final),
     )
     read = gl.where((place == 0) & (slice_ * BV >= K), read, 0)
-    in_states = own * state_pitch + state_offsets(tile.head * (K * V), column - K, key, K, V, V_FIRST)
+    from_value = column + hidden_zero(iteration) - K
+    in_states = own * state_pitch + state_offsets(tile.head * (K * V), from_value, key, K, V, V_FIRST)
     state0, state1 = load_halves(initial_state, in_states, NEXT, read, K, STEPS)
     unit0 = gl.where(column[:, None] == key[None, :], 1.0, 0.0)
     state0 += unit0 if STEPS else from_lines(unit0, ACC)
@@ -369,6 +370,7 @@ def scan(
                 else:
                     state0, v_new_left = warpgroup_mma_wait(0, deps=[state0, v_new_left])
             ring.release(s)
+    at = (slice_, column, key + hidden_zero(iteration))
     store_columns(results, at, tile, state0, state1, (chunks > 0).to(gl.int32), K, V, STEPS)
     return iteration
 

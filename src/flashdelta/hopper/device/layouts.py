@@ -29,8 +29,6 @@ ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=
 LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ACC.value, k_width=2))
 """A left operand in registers. An accumulator rounded to bf16 has this layout: no data moves."""
 
-"""Half the columns of a tile in shared memory."""
-
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Rows of bf16 as four warps copy them, 16 bytes a thread."""
 

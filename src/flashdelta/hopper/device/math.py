@@ -42,6 +42,14 @@ def last(a, b):
 
 
 @gluon.jit
+def hidden_zero(count):
+    """0, of a count, as an offset in a state that the compiler can't tell from others. Where it is added the offset is worked
+    out anew: else the compiler keeps it, over loops or from one use to the next, in registers that are needed in between. A
+    multiple of 16, as all offsets of a V-first state are: 16 bytes still go at a time."""
+    return gl.minimum(count, 0).to(gl.int64) * 16
+
+
+@gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
