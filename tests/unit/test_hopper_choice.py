@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from flashdelta.testing.decoding import BY_NAME, make_step
 from flashdelta.testing.inputs import make_call, meta_call, on_meta
 from flashdelta.testing.oracle import as_recurrent
 from flashdelta.testing.wy import WyCase, make_wy
-from flashdelta.tools.compile import over_ranks
+from flashdelta.tools.compile import BUILD, over_ranks
 
 from ..gpu.calls import KIMI, UNBOUNDED, on_gpu
 from ..gpu.test_pool import MODELS as POOL_MODELS
@@ -321,6 +322,56 @@ def test_the_workspace_has_the_size_it_states(lengths: tuple[int, ...] | None, d
     assert sum(x.nbytes for x in tensors) == workspace.buffer.nbytes
     assert all(x.data_ptr() % 16 == 0 for x in tensors)
     assert math.prod(workspace["decay"].shape) == problem.B * problem.slots * problem.HV * problem.K
+
+
+def documented_bytes(**sizes: int) -> list[int]:
+    """What `chunk_kda` says of its workspace: of every backend, more on Hopper, more with segments."""
+    paragraph = (fd.chunk_kda.__doc__ or "").partition("Besides its results")[2].partition("Raises:")[0]
+    formulas = [x for x in re.findall("`([^`]+)`", paragraph) if " " in x]
+    assert len(formulas) == 3
+    return [eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", x), {}, sizes) for x in formulas]
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"H": 31, "HV": 31, "B": 3, "T": 300}, 1.0),
+        ({"H": 12, "HV": 24, "K": 64, "lengths": (700, 0, 65, 3)}, 1.0),
+        ({"H": 1, "HV": 1, "V": 64, "T": 70}, 0.03),
+        ({"H": 32, "HV": 32, "T": 8192}, 0.89),  # in steps
+        ({"H": 1, "HV": 1, "T": 8192, "V": 64, "split": 2}, 0.65),
+        ({"H": 8, "HV": 8, "T": 8192}, 0.94),  # in segments
+        ({"H": 4, "HV": 4, "lengths": (9000, 500, 30_000), "state": FP32}, 0.95),
+        ({"H": 4, "HV": 4, "lengths": (3000, 20), "checkpoints": 3, "state": FP32}, 0.8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_the_workspace_is_as_large_as_documented(
+    changes: dict, least: float, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    """At most. On Hopper few tiles leave few states to each other, and steps take less; `triton` has flags of no segment."""
+    changes = dict(changes)
+    split, cuts = changes.pop("split", "auto"), changes.pop("checkpoints", 0)
+    call = meta_call(replace(KIMI, **changes))
+    if cuts:
+        index = torch.zeros(len(changes["lengths"]), cuts, dtype=torch.int32, device="meta")
+        call |= {"checkpoint_offsets": index, "checkpoint_indices": index}
+        call |= {"checkpoint_states": torch.empty_like(call["initial_state"])}
+    problem, t = check(fd.chunk_kda, **call, split=split)
+    made: list[Workspace] = []
+    allocate = Workspace.allocate
+    monkeypatch.setattr(Workspace, "allocate", lambda *args: made.append(allocate(*args)) or made[-1])
+    BUILD[backend](problem, t, 90)
+    (workspace,) = made
+    transitions = workspace.get("transitions")
+    rows = problem.T // 64 + problem.N * (1 + cuts) if problem.packed else problem.B * -(-problem.T // 64)
+    sizes = {"S": rows, "HV": problem.HV, "C": 64, "K": problem.K, "V": problem.V, "b": 2, "N": problem.N}
+    plain, hopper, segments = documented_bytes(**sizes, G=0 if transitions is None else transitions.shape[0])
+    stated = plain + hopper * (backend == "hopper") + segments * (transitions is not None)
+    if backend == "triton":
+        least = 1.0 if transitions is None else 0.99
+    assert least * stated <= workspace.buffer.nbytes <= stated
 
 
 @pytest.mark.parametrize("heads", [1, 3, 66, 96])

@@ -153,7 +153,7 @@ def chunk_kda(
         Besides its results a call of kernels needs at most `S HV ((3 C K + 2 C C) b + 4 K)` bytes while it runs, where `C` is
         `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be: `B` times, or packed once, the
         bounds `NT` above. The backend `hopper` takes up to `36864 K + 1024` more, and sequences cut into `G` segments in
-        all `4 G HV (K (K + 2 V) + 1) + 4 (N + 1)` more, rounded up to 16. Inputs that can't be read in place are copied.
+        all `4 G HV (K (K + 2 V) + 1) + 4 (N + 1) + 24` more. Inputs that can't be read in place are copied.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.

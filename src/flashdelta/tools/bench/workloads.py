@@ -291,6 +291,12 @@ def _narrow(H: int) -> Row:
     return _beside(f"T8192 H{H} K64", "heads of half the width", H, 0.65, "narrow heads", K=64, V=64)
 
 
+def _narrow_unbounded(H: int, most: float) -> Row:
+    """Chunks of 64 tokens even with many heads: steps take bounded gates alone here."""
+    name, why = f"T8192 H{H} K64 softplus", "heads of half the width, and a gate without a bound"
+    return _beside(name, why, H, most, "narrow heads", K=64, V=64, **UNBOUNDED)
+
+
 PREFILL = (
     _prefill("prefill", "T8192 H32", "a 32-head model on one card: a quarter of the SMs' worth", 32, 0.30),
     _prefill("prefill", "T8192 H64", "the headline: a 64-head model, one prompt", 64, 0.48, 1.5, 0.31),
@@ -308,6 +314,7 @@ PREFILL = (
     _unbounded("T8192 H64 softplus, forgetful", "decays that float32 holds over few tokens", 64, memory="new"),
     _narrow(32),
     _narrow(64),
+    _narrow_unbounded(64, 0.75),
     # few heads, long sequences: what tensor parallelism leaves on a card
     _prefill("few heads", "T8192 H4", "32 heads over 8 cards: 4 chains for 132 SMs", 4, 0.16),
     _prefill("few heads", "T8192 H8", "64 heads over 8 cards", 8, 0.18),
