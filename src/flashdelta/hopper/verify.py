@@ -499,6 +499,10 @@ def verify_kernel(
     out *= norm_s.load(factor_l)[None, :]
     if NULL_GIVES_ZERO:
         out = gl.where(live, out, 0.0)
+    # anew: else what v was loaded with is kept until here, and spilled
+    nothing = gl.minimum(count, 0)
+    stored = (nth < count + nothing)[None, :] & (value >= 0)[:, None]
+    value += nothing
     gl.store(o + nth[None, :] * o_token + value[:, None], out.to(o.dtype.element_ty), mask=stored)
     in_records = nth.to(gl.int64)[None, :] * target_step + value[:, None]
     gl.store(record_values(records, K) + in_records, written, mask=everywhere(in_records, recorded) & stored)
