@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
 from flashdelta.parallel import context_parallel, halo
+from flashdelta.problem import device_checks
 from flashdelta.testing.cases import Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
@@ -124,6 +125,24 @@ def failure_of_a_lost_rank(group: dist.ProcessGroup) -> str:
     return "nothing"
 
 
+def refusals_where_values_are_checked(group: dist.ProcessGroup) -> list[str]:
+    """Of a halo of another width on rank 1, and of a layer that takes no cache there."""
+    context, rank = context_parallel(torch.tensor(OFFSETS), group=group), group.rank()
+    x, layer = rows(1, OFFSETS[-1] // RANKS, dtype=torch.float64, device="cpu"), make_layer(torch.float64)
+    calls = (
+        lambda: halo(x, context, 2 if rank == 1 else 3),
+        lambda: layer(x, cp_context=context, return_cache=rank == 1),
+    )
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_checks, "ENABLED", True)
+        for call in calls:
+            with pytest.raises(ValueError) as refused:
+                call()
+            found.append(str(refused.value))
+    return found
+
+
 def refusal_of_put(group: dist.ProcessGroup) -> str:
     try:
         context_parallel(torch.tensor(OFFSETS), group=group, exchange="put")
@@ -137,6 +156,7 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
     rank = group.rank()
     found: dict = {name: cut_of(name).run(group) for name in CASES}
     found["put"] = refusal_of_put(group)
+    found["refused"] = refusals_where_values_are_checked(group)
     found["halo"] = convolved(group)
     found["compiled"] = compiled(cut_of("packed"), group)
     found["compiled rows"] = compiled_rows(group)
@@ -218,6 +238,13 @@ def test_the_function_of_fla_takes_its_context(found: list[dict[str, Found]]):
     for name, x in wanted.items():
         joined = torch.cat([rank["fla"][name] for rank in found], dim=1)
         torch.testing.assert_close(joined, x, rtol=1e-10, atol=1e-11, msg=name)
+
+
+def test_all_ranks_hear_what_one_refuses_where_values_are_checked(found: list[dict]):
+    width = "context: got another call on rank 1 than on rank 0"
+    for rank, said in enumerate(x["refused"] for x in found):
+        cache = "return_cache: got one with" if rank == 1 else "context: got a call that rank 1 refuses"
+        assert said[0].startswith(width) and said[1].startswith(cache), said
 
 
 def test_put_is_refused_without_gpus(found: list[dict]):

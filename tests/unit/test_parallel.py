@@ -334,11 +334,14 @@ def in_layer(cp_context: object, tokens: int = 32, **options):
     return make_layer(torch.float32)(torch.zeros(1, tokens, HIDDEN), cp_context=cp_context, **options)
 
 
+def other_of_fla(group, **changes) -> SimpleNamespace:
+    """A context of FLA that says something else."""
+    return SimpleNamespace(**vars(fla_context(group, OFFSETS)) | changes)
+
+
 def of_fla(**changes):
-    """A layer's call with a context of FLA that says something else."""
-    return lambda group: in_layer(
-        SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"conv1d_kernel_size": 4} | changes)
-    )
+    """A layer's call with one."""
+    return lambda group: in_layer(other_of_fla(group, **changes))
 
 
 REFUSED = {
@@ -407,9 +410,7 @@ REFUSED = {
     ),
     "halo_tokens": (lambda group: halo(torch.zeros(1, 2, 3), group, 3), "x: got 2 tokens"),
     "zigzag": (
-        lambda group: fd.chunk_kda(
-            **small_call(), cp_context=SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"layout": "zigzag"})
-        ),
+        lambda group: fd.chunk_kda(**small_call(), cp_context=other_of_fla(group, layout="zigzag")),
         "cp_context: got layout 'zigzag'",
     ),
     "fla_halo": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
@@ -470,6 +471,122 @@ def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, mo
     assert first.startswith(wanted)
     own = {"tokens": "q: got 31 tokens, wanted the context's 32", "dims": "v: got V = 48"}
     assert second.startswith(own.get(other, wanted))
+
+
+def halo_of(width: int = 3, dtype: torch.dtype = torch.float32, channels: int = 3, grad: bool = False):
+    x = torch.zeros(1, 32, channels, dtype=dtype, requires_grad=grad)
+    return lambda context: halo(x, context, width)
+
+
+OTHER_HALO = "context: got another call on rank 1 than on rank 0"
+ODD_HALOS = {
+    "width": (halo_of(width=2), OFFSETS, OTHER_HALO),
+    "dtype": (halo_of(dtype=torch.float16), OFFSETS, OTHER_HALO),
+    "channels": (halo_of(channels=4), OFFSETS, OTHER_HALO),
+    # whose backward pass would wait
+    "gradients": (halo_of(grad=True), OFFSETS, OTHER_HALO),
+    "offsets": (halo_of(), torch.tensor([0, 31, 64]), OTHER_OFFSETS),
+    "another_operator": (
+        lambda context: fd.chunk_kda(**small_call(), cp_context=context),
+        OFFSETS,
+        OTHER_HALO,
+    ),
+    "refused": (halo_of(width=0), OFFSETS, "context: got a call that rank 1 refuses"),
+}
+"""What rank 1 calls where rank 0 calls `halo`, its offsets, and what rank 0 hears."""
+
+
+@pytest.mark.parametrize("other", ODD_HALOS)
+def test_halos_that_disagree_are_refused_where_values_are_checked(other: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    function, offsets, wanted = ODD_HALOS[other]
+
+    def run(group) -> str:
+        odd = group.rank() == 1
+        context = context_parallel(offsets if odd else OFFSETS, group=group)
+        with pytest.raises(ValueError) as refused:
+            (function if odd else halo_of())(context)
+        return str(refused.value)
+
+    first, second = on_ranks(2, run)
+    assert first.startswith(wanted)
+    own = {"refused": "width: got 0", "another_operator": OTHER_CALL}
+    assert second.startswith(own.get(other, wanted))
+
+
+def test_halos_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
+    """Of batch rows ranks may have different numbers of tokens."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    found = on_ranks(2, lambda group: halo(torch.full((2, 4 + group.rank(), 3), 1.0 + group.rank()), group, 3))
+    assert found[0].eq(0).all() and found[1].eq(1).all()
+
+
+ALONE = {
+    "no_tensor": (lambda group: fd.chunk_kda(**small_call() | {"q": 7}, group=group), "q: got int"),
+    "offsets": (lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group), "cu_seqlens: got a"),
+    "both": (
+        lambda group: fd.chunk_kda(**small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group),
+        "group: got a group with cp_context",
+    ),
+    "fla_before": (
+        lambda group: fd.chunk_kda(**small_call(), cp_context=other_of_fla(group, pre_num_ranks=2)),
+        "cp_context: got pre_num_ranks 2",
+    ),
+    "fla_offsets": (
+        lambda group: fd.chunk_kda(
+            **small_call(), cp_context=other_of_fla(group, cu_seqlens_cpu=torch.tensor([2, 32]))
+        ),
+        "cu_seqlens: got first offset 2",
+    ),
+    "halo_of_fla": (
+        lambda group: halo(torch.zeros(1, 32, 3), other_of_fla(group, layout="zigzag"), 3),
+        "cp_context: got layout 'zigzag'",
+    ),
+    "layer_shape": (
+        lambda group: make_layer(torch.float32)(
+            torch.zeros(1, 32, 1), cp_context=context_parallel(OFFSETS, group=group)
+        ),
+        "x: got shape",
+    ),
+    "layer_cache": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group), return_cache=True),
+        "return_cache: got one with cp_context",
+    ),
+    "layer_taps": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group, conv_size=3)),
+        "cp_context: got one for 3 taps",
+    ),
+    "layer_slots": (
+        lambda group: in_layer(context_parallel(OFFSETS, group=group), slots=torch.tensor([0])),
+        "pool: got NoneType",
+    ),
+    "layer_of_fla": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
+}
+"""What rank 1 alone refuses, and what it says; the other ranks make a call that fits."""
+
+
+@pytest.mark.parametrize("call", ["chunk_kda", "layer", "halo"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(
+    name: str, call: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    refused_call, message = ALONE[name]
+
+    def run(group) -> str:
+        context = context_parallel(OFFSETS, group=group)
+        calls = {
+            "chunk_kda": lambda: fd.chunk_kda(**small_call(), cp_context=context),
+            "layer": lambda: in_layer(context),
+            "halo": lambda: halo(torch.zeros(1, 32, 3), context, 3),
+        }
+        with pytest.raises((TypeError, ValueError)) as refused:
+            refused_call(group) if group.rank() == 1 else calls[call]()
+        return str(refused.value)
+
+    first, second = on_ranks(2, run)
+    assert "context: got a call that rank 1 refuses" in first
+    assert message in second
 
 
 def test_contexts_that_do_not_fit_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem import operations
+from ..problem import device_checks, operations
 from ..problem.context import context_in_call
 from ..problem.problem import GateName, NullIndex
 from ..problem.split import known_lengths
@@ -160,7 +160,11 @@ def chunk_kda(
     """
     border = None
     if (cp_context is not None or group is not None) and isinstance(q, Tensor):
-        cp_context, cu_seqlens, border = context_in_call(cp_context, group, cu_seqlens, q)
+        try:
+            cp_context, cu_seqlens, border = context_in_call(cp_context, group, cu_seqlens, q)
+        except (TypeError, ValueError):
+            device_checks.refuse_on_all_ranks(cp_context, group)
+            raise
         group = None
     tensors = (
         q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, final_state,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.context import HALO, context_of
+from ..problem import device_checks
+from ..problem.context import HALO, ContextParallel, context_of, is_group
 from ..problem.errors import wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
 
@@ -29,6 +30,22 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
+    try:
+        c = _context(x, context, width)
+    except (TypeError, ValueError):
+        device_checks.refuse_on_all_ranks(context)
+        raise
+    differentiable = torch.is_grad_enabled() and x.requires_grad
+    # of batch rows each rank may have as many tokens as it likes
+    sizes = (x.shape[0], x.shape[2], width, c.cu_seqlens is not None and x.shape[1])
+    device_checks.check_on_all_ranks(c, ("halo", sizes, x.dtype, differentiable, c.exchange), "context")
+    if c.ranks == 1:
+        return x.new_zeros(x.shape[0], width, x.shape[2])
+    return _halo(x, c.border, c.name, c.exchange, c.rank, c.ranks, width)
+
+
+def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
+    """That of a call, whose arguments fit."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
     if x.dim() != 3:
@@ -37,8 +54,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         raise TypeError(f"width: got {width!r} ({type(width).__name__}), wanted an int")
     if width < 1:
         raise wrong("width", width, "at least 1")
-    is_group = torch.distributed.is_available() and isinstance(context, torch.distributed.ProcessGroup)
-    c = context_of(None, context, x.device) if is_group else context_of(context, None, x.device)
+    c = context_of(None, context, x.device) if is_group(context) else context_of(context, None, x.device)
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
     if c.cu_seqlens is not None and (x.shape[0] != 1 or x.shape[1] != c.tokens):
@@ -47,9 +63,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
         raise wrong("x", f"{x.shape[1]} tokens", f"at least width = {width} on every rank")
     if x.device != c.device:
         raise wrong("x", f"device {x.device}", f"the context's device {c.device}")
-    if c.ranks == 1:
-        return x.new_zeros(x.shape[0], width, x.shape[2])
-    return _halo(x, c.border, c.name, c.exchange, c.rank, c.ranks, width)
+    return c
 
 
 def _visible(border: Tensor, width: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from dataclasses import dataclass, field
@@ -203,12 +204,16 @@ def digest(offsets: Tensor) -> Tensor:
 
 def members(group: Any) -> tuple[str, int, int]:
     """A process group's name, this process' rank in it, and how many ranks it has."""
-    # not a tuple of kinds, in which torch.compile does not find a group's
-    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+    if not is_group(group):
         if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise wrong("group", "a group that this process is not in", "one of its own")
         raise TypeError(f"group: got {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
     return group.group_name, group.rank(), group.size()
+
+
+def is_group(x: object) -> bool:
+    # not a tuple of kinds, in which torch.compile does not find a group's
+    return torch.distributed.is_available() and isinstance(x, torch.distributed.ProcessGroup)
 
 
 def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = False) -> None:
@@ -359,25 +364,24 @@ def _fla_count(context: Any, name: str, most: int) -> int:
 # ---- checks ---------------------------------------------------------------------------------------------------------------
 
 
-REFUSED = -1
-"""Instead of a call's hash: this rank refuses it."""
+REFUSED = [-1, 0, 0, 0, 0, 0]
+"""Instead of a call's hash, that of its offsets, and its border: this rank refuses the call."""
 
 
-def check_ranks(context: ContextParallel, described: object) -> None:
+def check_ranks(context: ContextParallel, described: object, name: str = "cp_context") -> None:
     """Of a call under FLASHDELTA_CHECK=1: every rank must make the same one, which `described` tells, with the same offsets of
-    all ranks' tokens, and where sequences go on must fit what the neighbours say. All refuse alike. `described` is None of a
-    call that this rank refuses."""
+    all ranks' tokens, and where sequences go on must fit what the neighbours say. All refuse alike. `name`: the caller's, of
+    the context."""
     own = context.border.tolist()
-    told = REFUSED if described is None else zlib.crc32(repr(described).encode())
-    said = [told, own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]]
-    numbers = gather_numbers(said, context.name, context.ranks, context.device)
+    said = [zlib.crc32(repr(described).encode()), own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]]
+    numbers = _tell(said, context.name, context.ranks, context.device)
     calls, offsets, *_ = zip(*numbers)
     found = [border for _, _, *border in numbers]
-    if REFUSED in calls:
-        raise wrong("cp_context", f"a call that rank {calls.index(REFUSED)} refuses", "one that every rank takes")
+    if REFUSED[0] in calls:
+        raise wrong(name, f"a call that rank {calls.index(REFUSED[0])} refuses", "one that every rank takes")
     for r in range(context.ranks):
         if calls[r] != calls[0]:
-            raise wrong("cp_context", f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
+            raise wrong(name, f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
         if offsets[r] != offsets[0]:
             raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
     firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
@@ -390,6 +394,25 @@ def check_ranks(context: ContextParallel, described: object) -> None:
         fits = b[FIRST_RANK] == firsts[r] and a[LAST_RANK] == lasts[r + 1]
         if outer or left != opened or (left and not fits):
             raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", SAME_OFFSETS)
+
+
+def tell_refusal(*where: Any) -> None:
+    """To the ranks that wait in `check_ranks`. `where`: what the call has as context and group, fit or not; where none of them
+    is a group or has one, nobody can be told."""
+    groups = [x if is_group(x) else getattr(x, "group", None) for x in where]
+    group = next(filter(is_group, groups), None)
+    if group is not None and group.size() > 1:
+        device = next((x.device for x in where if isinstance(x, ContextParallel)), None)
+        with contextlib.suppress(RuntimeError):  # the group's; the refusal says more
+            _tell(REFUSED, group.group_name, group.size(), device)
+
+
+def _tell(numbers: list[int], name: str, ranks: int, device: torch.device | None) -> list[list[int]]:
+    """Numbers of all ranks, by tensors on a kind of device that the group alone decides: a rank may refuse its tensors'."""
+    kinds = [x.type for x in torch.distributed.distributed_c10d._resolve_process_group(name)._device_types]
+    kind = "cpu" if "cpu" in kinds or not kinds else kinds[0]
+    on = device if device is not None and device.type == kind else torch.device(kind)
+    return gather_numbers(numbers, name, ranks, on)
 
 
 SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"

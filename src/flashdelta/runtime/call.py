@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,9 +92,7 @@ class Call:
         try:
             found = self.check(given)
         except (TypeError, ValueError):
-            # the others would wait for this rank; of what all refuse each says why
-            with contextlib.suppress(ValueError):
-                device_checks.check_call_of_ranks(context, None)
+            device_checks.refuse_on_all_ranks(context, given.get("group"))
             raise
         device_checks.check_call_of_ranks(context, found[0])
         return found
