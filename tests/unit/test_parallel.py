@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
-from flashdelta.parallel import context_parallel, halo
+from flashdelta.parallel import ContextParallel, context_parallel, halo
 from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks
 from flashdelta.problem.context import FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, SEQUENCES, shard
@@ -202,6 +205,94 @@ def test_offsets_that_nobody_reads_name_ranks_that_are_there(offsets: list[int])
         assert 0 <= int(border[FIRST_RANK]) <= rank <= int(border[LAST_RANK]) < 3
         assert -1 <= int(border[OPEN_IN]) < 2 and -1 <= int(border[OPEN_OUT]) < 2
         assert 0 <= int(local.min()) <= int(local.max()) <= 16
+
+
+@given(batches(), st.integers(0, 20))
+def test_ranks_are_counted_at_once(batch: tuple[tuple[int, ...], int], short: int):
+    """As the shard of each says, also where the offsets leave tokens out."""
+    lengths, ranks = batch
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = int(offsets[-1]) // ranks
+    offsets = offsets.clamp(max=max(int(offsets[-1]) - short, 0))
+    wanted = [int(shard(offsets, rank, ranks, tokens, 1)[1][SEQUENCES]) for rank in range(ranks)]
+    assert contexts.counts(offsets, ranks, tokens).tolist() == wanted
+
+
+def test_an_update_takes_as_long_for_many_ranks():
+    """Its checks look at all ranks at once."""
+    count = {}
+    for ranks in (2, 64):
+        offsets = torch.linspace(0, 32 * ranks, 33).long()
+        context = context_of_rank(40, ranks)
+        with Operators() as seen:
+            context.update_(offsets)
+        count[ranks] = seen.count
+    assert count[2] == count[64]
+
+
+class Operators(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += 1
+        return function(*arguments, **(named or {}))
+
+
+class OnDevice(Tensor):
+    """Says that it lies on a GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 65], "cu_seqlens: got last offset 65, wanted at most the 64 tokens"),
+        ([0, 40, 30, 64], "cu_seqlens: got offsets that fall from 40 to 30"),
+        ([0, 10, 20, 64], "max_sequences: got 2, wanted at least 3"),
+        ([3, 64], "cu_seqlens: got first offset 3"),
+    ],
+)
+def test_an_update_from_a_device_is_refused_where_values_are_checked(
+    offsets: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+    given = torch.tensor(offsets).as_subclass(OnDevice)
+    context = context_of_rank(2)
+    with pytest.raises(ValueError) as refused:
+        context.update_(given)
+    assert str(refused.value).startswith(message)
+    assert context.cu_seqlens.eq(0).all()
+
+
+def context_of_rank(room: int, ranks: int = 2) -> ContextParallel:
+    """Of the first rank, with 32 tokens."""
+    border, offsets = (torch.zeros(n, dtype=torch.int32) for n in (contexts.BORDER, room + 1))
+    return ContextParallel(None, "none", 0, ranks, border, offsets, 32)
+
+
+def test_nothing_keeps_a_destroyed_group():
+    """Neither the context of its batch rows, nor answers about calls with it, nor a context that the caller keeps."""
+    gone, contexts_left = [], []
+
+    def run(group) -> None:
+        call = small_call()
+        context = context_parallel(OFFSETS, group=group)
+        fd.chunk_kda(**call, group=group)
+        halo(torch.zeros(1, 32, 3), group, 3)
+        fd.chunk_kda(**call, cp_context=context)
+        assert fd.supports(fd.chunk_kda, **call, group=group).ok and context.group is group
+        gone.append(weakref.ref(group))
+        contexts_left.append(context)
+
+    on_ranks(2, run)
+    gc.collect()
+    assert [x() for x in gone] == [None, None] and [x.group for x in contexts_left] == [None, None]
 
 
 def test_update_takes_other_lengths_into_the_same_memory():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ class ContextParallel:
     sequences there are. `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
     """
 
-    group: Any
+    _group: weakref.ref[Any] | None
     name: str
     rank: int
     ranks: int
@@ -67,6 +68,11 @@ class ContextParallel:
         return hash(self.alike)
 
     @property
+    def group(self) -> Any:
+        """The process group, until it is destroyed: calls are remembered with their context, and keep no group alive."""
+        return None if self._group is None else self._group()
+
+    @property
     def device(self) -> torch.device:
         return self.border.device
 
@@ -80,19 +86,25 @@ class ContextParallel:
 
         Args:
             cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
-                On the host they are checked; on a device their values are not read (FLASHDELTA_CHECK=1 does), and of more
-                sequences than there is room for the last ones are left out.
+                On the host they are checked, and on a device with FLASHDELTA_CHECK=1. Else their values there are not read:
+                offsets that go past all tokens are clamped to these, of more sequences than there is room for the last
+                ones are left out, and where offsets fall it is undefined which tokens make a sequence. Nothing outside
+                the tensors is read or written.
 
         Raises:
             ValueError, TypeError: offsets that do not fit, or a context of whole batch rows.
         """
+        from .device_checks import enabled  # which knows contexts
+
         if self.cu_seqlens is None or self.tokens is None:
             raise wrong("cu_seqlens", "a tensor", "None (each batch row is one sequence over all ranks)")
         check_offsets(cu_seqlens)
-        if cu_seqlens.device.type == "cpu":
-            check_values(cu_seqlens, self.ranks * self.tokens)
-            check_room(cu_seqlens, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
-        local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
+        room = self.cu_seqlens.numel() - 1
+        if cu_seqlens.device.type == "cpu" or enabled():
+            on_host = cu_seqlens.cpu()
+            check_values(on_host, self.ranks * self.tokens)
+            check_room(on_host, self.ranks, self.tokens, room)
+        local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, room)
         border[DIGEST] = digest(cu_seqlens)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
@@ -151,7 +163,7 @@ def context_parallel(
         raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
     N = max_sequences
     if N is None:
-        N = int(shard(offsets, rank, ranks, total // ranks, 1)[1][SEQUENCES])
+        N = int(counts(offsets, ranks, total // ranks)[rank])
     else:
         check_room(offsets, ranks, total // ranks, N)
     way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
@@ -159,7 +171,7 @@ def context_parallel(
         local, border = shard(offsets, rank, ranks, total // ranks, N)
         border[DIGEST] = digest(offsets)
         local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
-    return ContextParallel(group, name, rank, ranks, border, local, total // ranks, conv_size, way)
+    return ContextParallel(weakref.ref(group), name, rank, ranks, border, local, total // ranks, conv_size, way)
 
 
 def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
@@ -193,6 +205,17 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
     nothing = torch.zeros_like(first)
     border = torch.stack([values.get(place, nothing) for place in range(BORDER)])
     return local.int(), border.int()
+
+
+def counts(offsets: Tensor, ranks: int, tokens: int) -> Tensor:
+    """How many sequences each rank has, `[ranks]`, of offsets that never fall: as many as `shard` says."""
+    offsets = offsets.long()
+    begins, ends = offsets[:-1].contiguous(), offsets[1:].contiguous()
+    low = torch.arange(ranks, device=offsets.device) * tokens
+    started = torch.searchsorted(begins, low)
+    first = torch.minimum(started, torch.searchsorted(ends, low, right=True))
+    stop = torch.cat([started[1:], started.new_full((1,), len(begins))])
+    return (stop - first).clamp(min=0)
 
 
 def digest(offsets: Tensor) -> Tensor:
@@ -242,7 +265,7 @@ def check_values(offsets: Tensor, most: int | None = None) -> int:
 
 def check_room(offsets: Tensor, ranks: int, tokens: int, room: int) -> None:
     """Every rank looks at all, so that all refuse alike."""
-    most = max(int(shard(offsets, r, ranks, tokens, 1)[1][SEQUENCES]) for r in range(ranks))
+    most = int(counts(offsets, ranks, tokens).max())
     if most > room:
         raise wrong("max_sequences", room, f"at least {most}, the sequences that a rank has of these offsets")
 
@@ -290,26 +313,26 @@ def context_in_call(
     return context, context.cu_seqlens, context.border if context.ranks > 1 else None
 
 
-MOST_KEPT = 64
-_of_groups: dict[tuple[Any, torch.device], ContextParallel] = {}
+_of_groups: weakref.WeakKeyDictionary[Any, dict[torch.device, ContextParallel]] = weakref.WeakKeyDictionary()
 
 
 def _of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
     """Each batch row is one sequence over all ranks."""
     if torch.compiler.is_compiling():
-        return _new_of_rows(group, name, rank, ranks, device)
-    found = _of_groups.get((group, device))
+        return _new_of_rows(None, name, rank, ranks, device)
+    known = _of_groups.setdefault(group, {})
+    found = known.get(device)
     if found is None:
-        found = _new_of_rows(group, name, rank, ranks, device)
+        found = _new_of_rows(weakref.ref(group), name, rank, ranks, device)
         # not what a mode of fake tensors makes
         if type(found.border) is Tensor:
-            if len(_of_groups) == MOST_KEPT:
-                _of_groups.clear()
-            _of_groups[group, device] = found
+            known[device] = found
     return found
 
 
-def _new_of_rows(group: Any, name: str, rank: int, ranks: int, device: torch.device) -> ContextParallel:
+def _new_of_rows(
+    group: weakref.ref[Any] | None, name: str, rank: int, ranks: int, device: torch.device
+) -> ContextParallel:
     values = [0] * BORDER
     values[OPEN_IN], values[OPEN_OUT] = (0 if rank > 0 else -1), (0 if rank + 1 < ranks else -1)
     values[FIRST_RANK], values[LAST_RANK], values[HALO] = 0, ranks - 1, (ANY_HALO if rank > 0 else 0)
@@ -345,7 +368,8 @@ def _from_fla(context: Any) -> ContextParallel:
     border = new_border(values, device)
     taps = getattr(context, "conv1d_kernel_size", None)
     found = ContextParallel(
-        context.group, name, rank, ranks, border, context.cu_seqlens, local[-1], taps, knows_halo=halo is not None
+        *(weakref.ref(context.group), name, rank, ranks, border, context.cu_seqlens, local[-1], taps),
+        knows_halo=halo is not None,
     )
     context._flashdelta = said, found
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..problem.arguments import extent, is_lazy, is_plain
-from ..problem.context import as_context
+from ..problem.context import as_context, is_group
 from ..problem.problem import Problem
 from ..problem.split import known_lengths
 from .call import Pairs, public_call
@@ -174,7 +175,7 @@ def _kind(asked: Hashable, arguments: Sequence, named: Mapping, tensors: list[Te
         x = given[i]
         context = as_context(x)  # FLA's can't be hashed, and changes
         if context is None:
-            found.append(x)
+            found.append(weakref.ref(x) if is_group(x) else x)
             continue
         for part in context.tensors:
             if part is not None:
