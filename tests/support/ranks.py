@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel
+from flashdelta.problem.context import OPEN_IN, OPEN_OUT
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.virtual import on_ranks
 
@@ -139,3 +141,21 @@ def incoming_of(call: dict, seed: int = 1) -> tuple[Tensor, Tensor]:
     do = torch.randn(v.shape, generator=generator, dtype=wide).to(v)
     dht = torch.randn(N, v.shape[2], *inner, generator=generator, dtype=wide)
     return do, dht.to(v.device, wide if state is None else state.dtype)
+
+
+def fla_context(group, cu_seqlens: Tensor) -> SimpleNamespace:
+    """What FLA's `build_cp_context` makes of these offsets, which has no empty sequences."""
+    ours = context_parallel(cu_seqlens, group=group)
+    border = ours.border.tolist()
+    return SimpleNamespace(
+        group=group,
+        cu_seqlens=ours.cu_seqlens,
+        cu_seqlens_cpu=ours.cu_seqlens,
+        is_first_rank=border[OPEN_IN] < 0,
+        is_last_rank=border[OPEN_OUT] < 0,
+        pre_num_ranks=ours.rank - border[2],
+        post_num_ranks=border[3] - ours.rank,
+        conv1d_kernel_size=4,
+        pre_num_conv_tokens=border[4],
+        layout="contiguous",
+    )

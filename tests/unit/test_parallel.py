@@ -31,7 +31,7 @@ from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.virtual import on_ranks
 
 from ..support.layers import HIDDEN, make_layer
-from ..support.ranks import Cut, Found, incoming_of, results_of
+from ..support.ranks import Cut, Found, fla_context, incoming_of, results_of
 
 FP64 = torch.float64
 
@@ -307,24 +307,6 @@ def test_update_takes_other_lengths_into_the_same_memory():
         return results_of(second.local(context, spare), second.gradients(context.rank, spare))
 
     assert_same(second.joined(on_ranks(2, run)), second.whole())
-
-
-def fla_context(group, cu_seqlens: Tensor) -> SimpleNamespace:
-    """What FLA's `build_cp_context` makes of these offsets, which has no empty sequences."""
-    ours = context_parallel(cu_seqlens, group=group)
-    border = ours.border.tolist()
-    return SimpleNamespace(
-        group=group,
-        cu_seqlens=ours.cu_seqlens,
-        cu_seqlens_cpu=ours.cu_seqlens,
-        is_first_rank=border[OPEN_IN] < 0,
-        is_last_rank=border[OPEN_OUT] < 0,
-        pre_num_ranks=ours.rank - border[2],
-        post_num_ranks=border[3] - ours.rank,
-        conv1d_kernel_size=4,
-        pre_num_conv_tokens=border[4],
-        layout="contiguous",
-    )
 
 
 def test_a_context_of_fla_is_taken():

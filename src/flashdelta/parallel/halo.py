@@ -57,7 +57,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     c = context_of(None, context, x.device) if is_group(context) else context_of(context, None, x.device)
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
-    if c.cu_seqlens is not None and (x.shape[0] != 1 or x.shape[1] != c.tokens):
+    if c.cu_seqlens is not None and (x.shape[0] != 1 or c.tokens not in (None, x.shape[1])):
         raise wrong("x", f"shape {list(x.shape)}", f"[1, T, D] with the context's T = {c.tokens} tokens a rank")
     if c.cu_seqlens is None and x.shape[1] < width:
         raise wrong("x", f"{x.shape[1]} tokens", f"at least width = {width} on every rank")

@@ -346,32 +346,37 @@ def new_border(values: list[int], device: torch.device) -> Tensor:
 
 
 def _from_fla(context: Any) -> ContextParallel:
-    """FLA's context, kept on it for the next call while it says the same."""
+    """FLA's context, kept on it for the next call while it says the same. A traced call, which reads no offsets, does not know
+    how many tokens they have."""
     if getattr(context, "layout", "contiguous") != "contiguous":
         raise wrong("cp_context", f"layout {context.layout!r}", "'contiguous'")
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
     halo = getattr(context, "pre_num_conv_tokens", None)
     said = (context.group, context.cu_seqlens, before, after, halo)
-    known = getattr(context, "_flashdelta", None)
+    tracing = torch.compiler.is_compiling()
+    known = None if tracing else getattr(context, "_flashdelta", None)
     if known is not None and all(a is b or (isinstance(a, int) and a == b) for a, b in zip(known[0], said)):
         return known[1]
     check_offsets(context.cu_seqlens)
-    offsets = context.cu_seqlens if getattr(context, "cu_seqlens_cpu", None) is None else context.cu_seqlens_cpu
-    local = offsets.tolist()
-    check_values(offsets)
-    N, values = len(local) - 1, [0] * BORDER
+    N, values, tokens = context.cu_seqlens.shape[0] - 1, [0] * BORDER, None
     values[OPEN_IN], values[OPEN_OUT] = (0 if before > 0 else -1), (N - 1 if after > 0 else -1)
     values[FIRST_RANK], values[LAST_RANK], values[HALO], values[SEQUENCES] = rank - before, rank + after, halo or 0, N
-    values[OPENED + 1] = local[min(N, 1)] if before > 0 else 0
-    device = context.cu_seqlens.device
-    border = new_border(values, device)
+    device, group = context.cu_seqlens.device, None
+    if tracing:
+        opened = context.cu_seqlens[:2][-1].int() * (before > 0)
+        border = torch.cat([new_border(values[: OPENED + 1], device), opened[None]])
+    else:
+        offsets = context.cu_seqlens if getattr(context, "cu_seqlens_cpu", None) is None else context.cu_seqlens_cpu
+        tokens, group = check_values(offsets), weakref.ref(context.group)
+        values[OPENED + 1] = int(offsets[:2][-1]) if before > 0 else 0
+        border = new_border(values, device)
     taps = getattr(context, "conv1d_kernel_size", None)
     found = ContextParallel(
-        *(weakref.ref(context.group), name, rank, ranks, border, context.cu_seqlens, local[-1], taps),
-        knows_halo=halo is not None,
+        *(group, name, rank, ranks, border, context.cu_seqlens, tokens, taps), knows_halo=halo is not None
     )
-    context._flashdelta = said, found
+    if not tracing:
+        context._flashdelta = said, found
     return found
 
 
