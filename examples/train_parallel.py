@@ -6,7 +6,7 @@
 
 Every step packs paragraphs into one row of `--tokens` characters, which the ranks share equally: paragraphs are cut wherever a
 rank's tokens end. `--losses` writes the loss of every step, and `--compare` holds them against such a file's (exit code 1 if
-one differs by more than `--tolerance`): the number of ranks changes no more than rounding does.
+one differs by more than `--tolerance`, 2 if the file has not as many): the number of ranks changes no more than rounding does.
 """
 
 from __future__ import annotations
@@ -115,6 +115,23 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     return losses
 
 
+def losses_of(file: Path, steps: int) -> list[float]:
+    """What `--losses` wrote.
+
+    Raises:
+        ValueError: there is no such file, or it has the losses of other steps.
+    """
+    try:
+        losses = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--compare: got {file}, which can't be read ({error}), wanted a file of --losses") from None
+    if not isinstance(losses, list) or not all(isinstance(x, float) for x in losses):
+        raise ValueError(f"--compare: got {file} without a list of losses, wanted a file of --losses")
+    if len(losses) != steps:
+        raise ValueError(f"--compare: got {file} of {len(losses)} steps, wanted one of the {steps} that --steps says")
+    return losses
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
@@ -130,15 +147,21 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    losses, rank = train(arguments, device), dist.get_rank()
+    rank, others = dist.get_rank(), None
+    if rank == 0 and arguments.compare is not None:
+        try:
+            others = losses_of(arguments.compare, arguments.steps)
+        except ValueError as error:
+            parser.error(str(error))
+    losses = train(arguments, device)
     dist.destroy_process_group()
     if rank > 0:
         return 0
     if arguments.losses is not None:
         arguments.losses.write_text(json.dumps(losses))
-    if arguments.compare is None:
+    if others is None:
         return 0
-    worst = max(abs(a - b) for a, b in zip(losses, json.loads(arguments.compare.read_text()), strict=True))
+    worst = max((abs(a - b) for a, b in zip(losses, others)), default=0.0)
     print(f"losses differ from {arguments.compare} by {worst:.1e} at most")
     return int(worst > arguments.tolerance)
 

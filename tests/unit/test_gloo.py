@@ -25,7 +25,7 @@ from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.processes import on_processes
 
 from ..support.layers import make_layer, rows
-from ..support.ranks import Cut, Found, incoming_of
+from ..support.ranks import Cut, Found, fla_context, incoming_of
 
 RANKS = 3
 CASES = {
@@ -169,6 +169,7 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
     context = context_parallel(offsets, group=group)
     layer.compile(backend="aot_eager", fullgraph=True)
     found["layer compiled"] = mixed(layer, rank, context)
+    found["layer compiled, of fla"] = mixed(layer, rank, fla_context(group, offsets))
     if importlib.util.find_spec("fla") is not None:
         found |= by_fla(group)
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
@@ -218,9 +219,11 @@ def test_a_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], name: 
     hold_layer(mixed(make_layer(torch.float64, **LAYERS[name]), None), [x[f"layer {name}"] for x in found])
 
 
-def test_a_compiled_layer_finds_what_one_rank_finds(found: list[dict[str, Found]]):
-    """Its halo, too: the last rank needs nothing of the exchange of gradients, and takes part."""
-    hold_layer(mixed(make_layer(torch.float64), None), [x["layer compiled"] for x in found])
+@pytest.mark.parametrize("of", ["", ", of fla"])
+def test_a_compiled_layer_finds_what_one_rank_finds(found: list[dict[str, Found]], of: str):
+    """Its halo, too: the last rank needs nothing of the exchange of gradients, and takes part. FLA's context can come, which
+    no call had before."""
+    hold_layer(mixed(make_layer(torch.float64), None), [x[f"layer compiled{of}"] for x in found])
 
 
 def test_a_layer_takes_the_context_of_fla(found: list[dict[str, Found]]):
@@ -273,14 +276,43 @@ def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):
     torch.testing.assert_close(torch.cat([rank["halo"]["x"] for rank in found], dim=1), x.grad)
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"
+
+
 def run_example(folder: Path, ranks: int, *options: str) -> str:
-    script = str(Path(__file__).parents[2] / "examples" / "train_parallel.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(EXAMPLE),
+    ]
     command += ["--steps", "6", "--tokens", "256", *options]
     on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(command, cwd=folder, env=on_cpu, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
     return found.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[3.0, 2.0]", "one.json of 2 steps, wanted one of the 6 that --steps says"),
+        ("{}", "one.json without a list of losses"),
+        ("[3.0", "one.json, which can't be read"),
+    ],
+)
+def test_the_example_compares_as_many_steps(tmp_path: Path, text: str, message: str):
+    """And says so before it trains."""
+    (tmp_path / "one.json").write_text(text)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    command = [sys.executable, str(EXAMPLE), "--steps", "6", "--compare", "one.json"]
+    on_cpu = os.environ | alone | {"CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, cwd=tmp_path, env=on_cpu, capture_output=True, text=True)
+    assert found.returncode == 2, found.stderr[-2000:]
+    assert f"error: --compare: got {message}" in found.stderr and "Traceback" not in found.stderr
 
 
 @pytest.mark.slow
