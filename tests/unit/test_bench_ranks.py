@@ -277,6 +277,15 @@ def test_a_table_of_all_rows_fits_80_columns():
     assert len(report.show(document, VIEWS["cp"], wide=True)) > len(text)
 
 
+def test_a_wide_table_says_which_times_are_cold_and_what_errors_are_against():
+    """So does the page that has it."""
+    said = {column.wide_title or column.title for column in VIEWS["cp"].columns} - {"GiB", "met"}
+    errors = {title for title in said if "1 GPU's call" in title}
+    assert len(errors) == 2 and all("cold" in title or "sustained" in title for title in said - errors)
+    page = (pages.RESULTS.parents[1] / "docs" / "parallel.md").read_text()
+    assert all(f"| {title} |" in page for title in said)
+
+
 def test_a_row_has_the_prediction_of_the_model():
     (row,) = select(ranks.ROWS, ["fwd+bwd H32 8K x 2"])
     found = ranks.described(row, {"one": {"ms": {"median": 2.0}}, "ours": {"ms": {"median": 2.5}}, "fla": {"ms": None}})

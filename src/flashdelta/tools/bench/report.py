@@ -113,13 +113,14 @@ FORMS: dict[str, Callable[[Any], str]] = {
 @dataclass(frozen=True)
 class Column:
     """`paths`: dotted, one or more, into the row (see `workloads.value`); `form` a key of `FORMS`. `wide` ones are left out of
-    narrow tables."""
+    narrow tables; `wide_title`: another one where there is room."""
 
     title: str
     paths: str
     form: str = ""
     scale: float = 1.0
     wide: bool = False
+    wide_title: str | None = None
 
     def cell(self, row: dict) -> str:
         return " ".join(self._one(row, path) for path in self.paths.split())
@@ -150,7 +151,8 @@ def cells(document: dict, view: View, wide: bool, names: Sequence[str] | None = 
     columns = [column for column in view.columns if wide or not column.wide]
     rows = [line for row in document["rows"] if names is None or row["name"] in names for line in view.lines(row)]
     columns = [x for x in columns if wide or any(x.cell(row).strip("- ") for row in rows)] or columns[:1]
-    return [["case", *(x.title for x in columns)], *([row["name"], *(x.cell(row) for x in columns)] for row in rows)]
+    titles = [(wide and x.wide_title) or x.title for x in columns]
+    return [["case", *titles], *([row["name"], *(x.cell(row) for x in columns)] for row in rows)]
 
 
 def text_table(table: Sequence[Sequence[str]]) -> str:
