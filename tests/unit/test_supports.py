@@ -39,6 +39,7 @@ every_operator = pytest.mark.parametrize(("op", "start"), GOOD)
 @pytest.fixture(autouse=True)
 def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_answers", {})
+    monkeypatch.setattr(module, "_latest", {})
 
 
 @every_operator
@@ -322,7 +323,7 @@ def test_lazy_clones_stay_clones(op: Callable, start: str):
     wanted = fd.supports(op, **call)
     for _ in range(2):
         assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
-        module._answers.clear()
+        module.forget()
     tensors = [x for some in (source, clones) for x in some.values() if isinstance(x, Tensor)]
     assert tensors and all(map(torch._C._is_cow_tensor, tensors))
 
@@ -377,7 +378,7 @@ def test_odd_tensors_get_an_answer_of_their_own(odd: Callable):
     call = good_call(fd.chunk_kda, "plain")
     changed = call | {"q": odd(call["q"])}
     alone = fd.supports(fd.chunk_kda, **changed)
-    module._answers.clear()
+    module.forget()
     assert fd.supports(fd.chunk_kda, **call)
     assert [fd.supports(fd.chunk_kda, **changed) for _ in range(2)] == [alone] * 2
 

@@ -294,7 +294,7 @@ def as_context(x: Any) -> ContextParallel | None:
     """What it is, or stands for if it has what FLA's has; else None."""
     if isinstance(x, ContextParallel):
         return x
-    return _from_fla(x) if all(hasattr(x, name) for name in FOREIGN) else None
+    return _from_fla(x) if all([hasattr(x, name) for name in FOREIGN]) else None
 
 
 def has_context(c: Any) -> bool:
@@ -348,15 +348,17 @@ def new_border(values: list[int], device: torch.device) -> Tensor:
 def _from_fla(context: Any) -> ContextParallel:
     """FLA's context, kept on it for the next call while it says the same. A traced call, which reads no offsets, does not know
     how many tokens they have."""
-    if getattr(context, "layout", "contiguous") != "contiguous":
-        raise wrong("cp_context", f"layout {context.layout!r}", "'contiguous'")
-    name, rank, ranks = members(context.group)
-    before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
-    halo = getattr(context, "pre_num_conv_tokens", None)
-    said = (context.group, context.cu_seqlens, before, after, halo)
+    layout, halo = getattr(context, "layout", "contiguous"), getattr(context, "pre_num_conv_tokens", None)
+    said = (context.group, context.cu_seqlens, context.pre_num_ranks, context.post_num_ranks, halo, layout)
     tracing = torch.compiler.is_compiling()
     known = None if tracing else getattr(context, "_flashdelta", None)
-    if known is not None and all(a is b or (isinstance(a, int) and a == b) for a, b in zip(known[0], said)):
+    if known is not None and all([a is b for a, b in zip(known[0], said)]):
+        return known[1]
+    if layout != "contiguous":
+        raise wrong("cp_context", f"layout {layout!r}", "'contiguous'")
+    name, rank, ranks = members(context.group)
+    before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
+    if known is not None and all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in zip(known[0], said)):
         return known[1]
     check_offsets(context.cu_seqlens)
     N, values, tokens = context.cu_seqlens.shape[0] - 1, [0] * BORDER, None

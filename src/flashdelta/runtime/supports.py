@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +38,21 @@ class Support(NamedTuple):
         return self.ok
 
 
-class _Answer(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Answer:
     """Of calls whose tensors pass the `guards`, PyTorch's own of traced code: all the same but for addresses and contents.
     `written`: tensors that the call writes, by place and bytes, and others which must not share their memory. `twice`: pairs of
-    places of one tensor, which guards take `once`, and fail where it comes again."""
+    places of one tensor, which guards take `once`, and fail where it comes again. `host`: the place of offsets on the host;
+    of dense ones the bytes, and those that were found right last."""
 
     guards: Any
     support: Support
     written: Sequence[tuple[int, int, list[tuple[int, int]]]]
     twice: Sequence[tuple[int, int]]
     once: Callable[[Sequence], Sequence]
+    host: int | None = None
+    nbytes: int = 0
+    content: bytes = b""
 
     def given(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Each tensor once of a call that passes; None of another."""
@@ -55,6 +62,23 @@ class _Answer(NamedTuple):
         given = self.once(tensors) if self.twice else tensors
         return given if self.guards.check(*given) else None
 
+    def recalled(self, tensors: Sequence[Tensor], arguments: Sequence, named: Mapping) -> Support | None:
+        """The answer to a call that passes; None to another.
+
+        Raises:
+            ValueError: offsets on the host are wrong, and the refusal names them.
+        """
+        given = self.given(tensors) if self.twice else tensors if self.guards.check(*tensors) else None
+        if given is None or (self.written and _shares(self, given)):
+            return None
+        if self.host is not None:
+            offsets = tensors[self.host]
+            content = ctypes.string_at(offsets.data_ptr(), self.nbytes) if self.nbytes else b""
+            if not content or content != self.content:
+                _check_offsets(offsets, arguments, named)
+                self.content = content
+        return self.support
+
 
 Asked = tuple[Support, Sequence[object], Pairs]
 """An answer, the call's tensors, and which of them are written."""
@@ -63,7 +87,10 @@ MOST, MOST_ALIKE = 4096, 16
 """Answers that are kept, some KB each; and of those, how many to calls of a kind."""
 
 _answers: dict[tuple, list[_Answer]] = {}
-"""By kind: all that the answer depends on but the tensors, and a hash of their sizes; the newest first."""
+"""By kind of call and a hash of the sizes; the newest first."""
+
+_latest: dict[tuple, _Answer] = {}
+"""By kind of call: the one that was recalled last, for which no sizes are read."""
 
 
 def supports(op: Callable, /, *arguments: object, **named: object) -> Support:
@@ -90,12 +117,18 @@ def remembered(
     """The answer to `question(asked, arguments, named)`, or the one that calls like this got before."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return question(asked, arguments, named)[0]
-    tensors: list[Tensor] = []
     try:
-        kind = _kind(asked, arguments, named, tensors)
-        support = _recalled(kind, tensors)
-        if support is not None:
+        kind, tensors, host = _kind(asked, arguments, named)
+        latest = _latest.get(kind)
+        if latest is not None and (support := latest.recalled(tensors, arguments, named)) is not None:
             return support
+        sized = (kind, hash((*map(SHAPE, tensors),)), tensors[0].stride() if tensors else None)
+        for answer in _answers.get(sized, ()):
+            if answer is not latest and (support := answer.recalled(tensors, arguments, named)) is not None:
+                _latest[kind] = answer
+                return support
+        if host is not None:
+            _check_offsets(tensors[host], arguments, named)
         firsts: dict[int, int] = {}
         twice = [(i, j) for i, x in enumerate(tensors) if (j := firsts.setdefault(id(x), i)) < i]
         once = _picker([*firsts.values()])
@@ -105,23 +138,24 @@ def remembered(
     except Exception:  # what can't be hashed, compared or guarded is asked about anew each time
         return question(asked, arguments, named)[0]
     support, passed, pairs = question(asked, arguments, named)
-    given, alike = once(tensors), _answers.get(kind, [])
+    given, alike = once(tensors), _answers.get(sized, [])
     answer = _Answer(guards, support, _written(passed, pairs, given), twice, once)
     with contextlib.suppress(RuntimeError):  # of a tensor that has no address
         # a refusal may be for memory that is shared, which the guards don't know
         if not _shares(answer, given) and all(other.given(tensors) is None for other in alike):
+            if host is not None and tensors[host].is_cpu:
+                answer.host, answer.nbytes = host, _dense_bytes(tensors[host])
             if sum(map(len, [*_answers.values()])) >= MOST:
-                _answers.clear()
-            _answers[kind] = [answer, *alike[: MOST_ALIKE - 1]]
+                forget()
+            _answers[sized] = [answer, *alike[: MOST_ALIKE - 1]]
+            _latest[kind] = answer
     return support
 
 
-def _recalled(kind: tuple, tensors: Sequence[Tensor]) -> Support | None:
-    for answer in _answers.get(kind, ()):
-        given = answer.given(tensors)
-        if given is not None and not _shares(answer, given):
-            return answer.support
-    return None
+def forget() -> None:
+    """Every answer."""
+    _answers.clear()
+    _latest.clear()
 
 
 OPTIONS = frozenset((type(None), bool, int, float, str))
@@ -131,29 +165,38 @@ SHAPE = operator.attrgetter("shape")
 
 
 class _Plan(NamedTuple):
-    """Of calls with arguments of these types: how their tensors are picked out, and what is certainly no tensor. `others` are
-    the places of what is left."""
+    """Of calls with arguments of these names and types: how their tensors are picked out, and what is certainly no tensor.
+    `others` are the places of what is left. Of the tensors `leading` is the place of the tokens', and `host` that of offsets on
+    the host. The `number` is its own."""
 
+    number: int
     tensors: Callable[[Sequence], tuple]
     options: Callable[[Sequence], tuple]
     others: tuple[int, ...]
+    leading: int
+    host: int | None
 
 
-_plans: dict[tuple[type, ...], tuple[int, _Plan]] = {}
-"""By types, each with a number of its own."""
+_plans: dict[tuple, _Plan] = {}
 
 _numbers = itertools.count()
 
+LEADING, OFFSETS = ("q", "x"), "cu_seqlens_cpu"
+"""Names of tensors in whose sizes calls differ most, and that of offsets whose values are looked at."""
 
-def _planned(types: tuple[type, ...], arguments: tuple) -> tuple[int, _Plan]:
-    tensors = [i for i, x in enumerate(arguments) if is_plain(x)]
-    options = [i for i, kind in enumerate(types) if kind in OPTIONS]
-    others = tuple(i for i in range(len(types)) if i not in tensors and i not in options)
-    if any(isinstance(arguments[i], Tensor) for i in others):
+
+def _planned(key: tuple, given: tuple, named: Mapping) -> _Plan:
+    tensors = [i for i, x in enumerate(given) if is_plain(x)]
+    options = [i for i, x in enumerate(given) if type(x) in OPTIONS]
+    others = tuple(i for i in range(1, len(given)) if i not in tensors and i not in options)
+    if any(isinstance(given[i], Tensor) for i in others):
         raise TypeError  # of a class that may answer otherwise each time
+    places = dict(zip(named, range(len(given) - len(named), len(given))))
+    among = {name: tensors.index(place) for name, place in places.items() if place in tensors}
+    leading = next((among[name] for name in LEADING if name in among), 0)
     if len(_plans) >= MOST:
         _plans.clear()
-    found = _plans[types] = next(_numbers), _Plan(_picker(tensors), _picker(options), others)
+    found = _plans[key] = _Plan(next(_numbers), _picker(tensors), _picker(options), others, leading, among.get(OFFSETS))
     return found
 
 
@@ -163,40 +206,49 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
     return lambda arguments: tuple(arguments[i] for i in places)
 
 
-def _kind(asked: Hashable, arguments: Sequence, named: Mapping, tensors: list[Tensor]) -> tuple:
-    """All that the answer depends on but the tensors, which are added to `tensors`, and a hash of their sizes."""
-    given = (*arguments, *named.values())
-    types = (*map(type, given),)
-    number, plan = _plans.get(types) or _planned(types, given)
-    tensors += plan.tensors(given)
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    found: list = [asked, len(arguments), number, grad, inference, *named, *plan.options(given)]
-    for i in plan.others:
-        x = given[i]
-        context = as_context(x)  # FLA's can't be hashed, and changes
-        if context is None:
-            found.append(weakref.ref(x) if is_group(x) else x)
-            continue
-        for part in context.tensors:
-            if part is not None:
-                if not is_plain(part):
-                    raise TypeError
-                tensors.append(part)
-        found += context.alike, context.cu_seqlens is None
-    # also fails for tensors of other layouts, and where there are no sizes: guards of a nested tensor end the process
-    if any(map(is_lazy, tensors)):
-        raise TypeError
-    found.append(hash((*map(SHAPE, tensors),)))
+def _kind(asked: Hashable, arguments: Sequence, named: Mapping) -> tuple[tuple, tuple[Tensor, ...], int | None]:
+    """All that the answer depends on but the tensors, with the sizes of the leading one; the tensors; and which of them are
+    offsets on the host."""
+    given = (asked, *arguments, *named.values())
+    key = (asked, len(arguments), *named, *map(type, given))
+    number, pick_tensors, pick_options, others, leading, host = _plans.get(key) or _planned(key, given, named)
+    tensors, options = pick_tensors(given), pick_options(given)
+    kind: tuple = (number, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), options)
+    if others:
+        for i in others:
+            x = given[i]
+            context = as_context(x)  # FLA's can't be hashed, and changes
+            if context is None:
+                kind += (weakref.ref(x) if is_group(x) else x,)
+                continue
+            for part in context.tensors:
+                if part is not None:
+                    if type(part) is not Tensor and not is_plain(part):
+                        raise TypeError
+                    tensors += (part,)
+            kind += context.alike, context.cu_seqlens is None
+    # `is_lazy` also fails for tensors of other layouts than strided ones. Guards of those and of nested ones end the process
+    for x in tensors:
+        if x.is_nested or is_lazy(x):
+            raise TypeError
     if tensors:
-        found.append(tensors[0].stride())
-        if tensors[0].is_cpu:
-            found.append(backends.interpreting())
-    offsets = named.get("cu_seqlens_cpu")
-    if offsets is not None:
-        q = arguments[0] if arguments else named.get("q")
-        if known_lengths(offsets, named.get("chunk_size") or 64, q) is None:
-            raise ValueError  # the refusal names them
-    return tuple(found)
+        x = tensors[leading]
+        kind += (x.shape, backends.interpreting()) if x.is_cpu else (x.shape,)
+    return kind, tensors, host
+
+
+def _check_offsets(offsets: Tensor, arguments: Sequence, named: Mapping) -> None:
+    q = arguments[0] if arguments else named.get("q")
+    if known_lengths(offsets, named.get("chunk_size") or 64, q) is None:
+        raise ValueError  # the refusal names them
+
+
+def _dense_bytes(x: Tensor) -> int:
+    """Of a tensor on the CPU whose elements lie there one after the other, as they are; 0 of another."""
+    try:
+        return x.numpy().nbytes if x.is_contiguous() else 0
+    except (RuntimeError, TypeError):  # without memory of its own, or without NumPy
+        return 0
 
 
 def _shares(answer: _Answer, tensors: Sequence[Tensor]) -> bool:
