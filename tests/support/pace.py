@@ -10,6 +10,9 @@ MOST_YARDSTICKS = 5.6
 
 NAMES = tuple(map(str, range(20)))
 
+CALLS = 5
+"""Of `run` in a turn."""
+
 
 def yardstick() -> int:
     """Plain Python about as long as a question: a few microseconds."""
@@ -20,7 +23,12 @@ def yardstick() -> int:
 
 
 def pace(run: Callable[[], object]) -> tuple[float, float]:
-    """How many yardsticks `run` takes, and its seconds. The two take turns, and the least of each counts."""
-    turns = [(timeit.timeit(run, number=50), timeit.timeit(yardstick, number=50)) for _ in range(200)]
-    ours, theirs = map(min, zip(*turns))
-    return ours / theirs, ours / 50
+    """How many yardsticks `run` takes, and its seconds. The two take turns of about the same length, so short that some of both
+    meet nothing else on a busy machine, and the least of each counts."""
+    ours, theirs = (
+        timeit.Timer(run),
+        timeit.Timer(yardstick),
+    )  # made once: each compiles code, which would cool the caches
+    turns = [(ours.timeit(CALLS) / CALLS, theirs.timeit(4 * CALLS) / (4 * CALLS)) for _ in range(1000)]
+    seconds, unit = map(min, zip(*turns))
+    return seconds / unit, seconds

@@ -24,7 +24,7 @@ from flashdelta.problem.arguments import is_plain
 from flashdelta.runtime import supports as module
 from flashdelta.testing.inputs import TOKEN_TENSORS
 
-from ..support.pace import MOST_YARDSTICKS, pace
+from ..support.pace import MOST_YARDSTICKS, pace, yardstick
 from ..support.refusals import REFUSED, Refusal, good_call, many_sequences, refusals, refused_with_a_pool
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
@@ -239,6 +239,63 @@ def test_offsets_are_walked_once(worked_out: list[str]):
     assert not fd.supports(fd.chunk_kda, **shorter, cu_seqlens_cpu=offsets)
 
 
+def test_offsets_that_are_not_dense_are_read(worked_out: list[str]):
+    call = good_call(fd.chunk_kda, "packed")
+    memory = torch.stack([call["cu_seqlens"]] * 2, 1)
+    offsets = memory[:, 0]
+    assert not offsets.is_contiguous()
+    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) for _ in range(2))
+    memory[0] = 1
+    assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
+    memory[0] = 0
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("answer") == 2
+
+
+def variants() -> Iterator[dict]:
+    """Of a call, each in one thing. Some are refused."""
+    call = good_call(fd.chunk_kda, "packed")
+    yield call
+    for name, x in call.items():
+        if isinstance(x, Tensor):
+            yield call | {name: x[:-1]}
+            yield call | {name: x.double()}
+            yield call | {name: torch.stack([x] * 2, -1)[..., 0]}
+            yield call | {name: x.to("meta")}
+            yield call | {name: torch.nn.Parameter(x, requires_grad=x.is_floating_point())}
+    yield {name: call[name] for name in reversed(call)}
+    yield call | {"k": call["q"], "q": call["k"]}
+    for change in ({"scale": 1}, {"scale": 1.0}, {"scale": True}, {"scale": "1"}, {"chunk_size": 32}, {"split": 2}):
+        yield call | change
+    longer = torch.cat([call["cu_seqlens"], call["cu_seqlens"][-1:]])
+    yield call | {"cu_seqlens": longer}
+    for change in (longer, longer.flip(0), call["cu_seqlens"], call["cu_seqlens"] + 1, longer.int()):
+        yield call | {"cu_seqlens_cpu": change}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_every_question_gets_its_own_answer(mode: Callable, worked_out: list[str]):
+    """Whichever was asked before it."""
+    calls, wanted = [*variants()], []
+    with mode():
+        for call in calls:
+            module.forget()
+            wanted.append(fd.supports(fd.chunk_kda, **call))
+        for i, j in itertools.product(range(len(calls)), repeat=2):
+            assert fd.supports(fd.chunk_kda, **calls[i]) == wanted[i]
+            assert fd.supports(fd.chunk_kda, **calls[j]) == wanted[j]
+    assert len({*wanted}) > 20
+
+
+def test_a_mode_of_gradients_gets_its_own_answer():
+    call = good_call(fd.chunk_kda, "plain")
+    call |= {"v": call["v"].requires_grad_(), "out": torch.empty_like(call["v"])}
+    for _ in range(3):
+        assert not fd.supports(fd.chunk_kda, **call)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert fd.supports(fd.chunk_kda, **call)
+
+
 def test_tangents_are_seen():
     call = good_call(fd.kda_prefill, "plain")
     assert fd.supports(fd.kda_prefill, **call)
@@ -345,6 +402,7 @@ def test_lazy_offsets_on_the_host_stay_lazy():
     source = call["cu_seqlens"].clone()
     clone = torch._lazy_clone(source)
     assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=clone)
+    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=x) for x in (call["cu_seqlens"].clone(), clone))
     assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=torch._lazy_clone(source + 1))
     assert torch._C._is_cow_tensor(clone)
 
@@ -372,11 +430,12 @@ ODD = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("name", ["q", "g"])
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_odd_tensors_get_an_answer_of_their_own(odd: Callable):
+def test_odd_tensors_get_an_answer_of_their_own(odd: Callable, name: str):
     """PyTorch's guards end the process where a tensor has no strides."""
     call = good_call(fd.chunk_kda, "plain")
-    changed = call | {"q": odd(call["q"])}
+    changed = call | {name: odd(call[name])}
     alone = fd.supports(fd.chunk_kda, **changed)
     module.forget()
     assert fd.supports(fd.chunk_kda, **call)
@@ -511,6 +570,10 @@ def test_a_context_of_fla_is_known_again(mesh: Any, worked_out: list[str]):
     assert "post_num_ranks 2" in answer(True).reason
     context.post_num_ranks = 1
     assert answer(False)
+    context.pre_num_ranks = False  # which equals 0
+    assert "pre_num_ranks False (bool)" in answer(True).reason
+    context.pre_num_ranks, context.layout = 0, "".join(["contig", "uous"])
+    assert answer(False)
 
 
 @pytest.mark.parametrize("kind", [lambda x: x, contexts.as_context], ids=("FLA", "ours"))
@@ -537,6 +600,12 @@ REPEATED = {
     **{f"{op.__name__}, refused": (op, refused_with_a_pool(op)) for op in (fd.chunk_kda, fd.recurrent_kda)},
     **{f"{count} sequences": (fd.chunk_kda, many_sequences(count)) for count in (8, 1024)},
 }
+
+
+def test_a_pace_counts_yardsticks():
+    """And a question that takes too many fails."""
+    ratio, _ = pace(lambda: [yardstick() for _ in range(7)])
+    assert MOST_YARDSTICKS < ratio < 8.4
 
 
 @pytest.mark.parametrize("kind", REPEATED)
