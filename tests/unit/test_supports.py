@@ -251,6 +251,14 @@ def test_offsets_that_are_not_dense_are_read(worked_out: list[str]):
     assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("answer") == 2
 
 
+def test_offsets_whose_memory_is_gone_end_nothing():
+    call = good_call(fd.chunk_kda, "packed")
+    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=call["cu_seqlens"].clone()) for _ in range(2))
+    offsets = call["cu_seqlens"].clone()
+    offsets.untyped_storage().resize_(0)
+    assert offsets.data_ptr() == 0 and isinstance(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets).ok, bool)
+
+
 def variants() -> Iterator[dict]:
     """Of a call, each in one thing. Some are refused."""
     call = good_call(fd.chunk_kda, "packed")

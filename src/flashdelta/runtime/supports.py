@@ -43,7 +43,7 @@ class _Answer:
     """Of calls whose tensors pass the `guards`, PyTorch's own of traced code: all the same but for addresses and contents.
     `written`: tensors that the call writes, by place and bytes, and others which must not share their memory. `twice`: pairs of
     places of one tensor, which guards take `once`, and fail where it comes again. `host`: the place of offsets on the host;
-    of dense ones the bytes, and those that were found right last."""
+    of dense ones how many bytes, and the content that was found right last."""
 
     guards: Any
     support: Support
@@ -73,7 +73,8 @@ class _Answer:
             return None
         if self.host is not None:
             offsets = tensors[self.host]
-            content = ctypes.string_at(offsets.data_ptr(), self.nbytes) if self.nbytes else b""
+            address = offsets.data_ptr() if self.nbytes else 0  # also 0 of memory that was given back
+            content = ctypes.string_at(address, self.nbytes) if address else b""
             if not content or content != self.content:
                 _check_offsets(offsets, arguments, named)
                 self.content = content
