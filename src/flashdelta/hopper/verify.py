@@ -503,6 +503,7 @@ def verify_kernel(
     nothing = gl.minimum(count, 0)
     stored = (nth < count + nothing)[None, :] & (value >= 0)[:, None]
     value += nothing
+    nth += nothing
     gl.store(o + nth[None, :] * o_token + value[:, None], out.to(o.dtype.element_ty), mask=stored)
     in_records = nth.to(gl.int64)[None, :] * target_step + value[:, None]
     gl.store(record_values(records, K) + in_records, written, mask=everywhere(in_records, recorded) & stored)
