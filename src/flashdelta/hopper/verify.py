@@ -499,7 +499,7 @@ def verify_kernel(
     out *= norm_s.load(factor_l)[None, :]
     if NULL_GIVES_ZERO:
         out = gl.where(live, out, 0.0)
-    # anew: else what v was loaded with is kept until here, and spilled
+    # plus a 0 that the compiler can't see: else offsets and the mask that v was loaded with are kept until here, and spilled
     nothing = gl.minimum(count, 0)
     stored = (nth < count + nothing)[None, :] & (value >= 0)[:, None]
     value += nothing
