@@ -276,12 +276,8 @@ def compute(
     zero = gl.zeros((BV, C), gl.float32, layout=ACC)
     # which 0 keeps the last state's offsets apart from the first's. In two cases one of the compilers would spill with
     # `hidden_zero`; in the backward pass of a split 3.9 with two counts instead of their sum, in stream-K 3.6 with the sum
-    if scheduler.tile_range is not None:
-        ZERO: gl.constexpr = "two counts"
-    elif v_new is not None and scheduler.first_segment is not None:
-        ZERO: gl.constexpr = "their sum"
-    else:
-        ZERO: gl.constexpr = "hidden"
+    SUM: gl.constexpr = v_new is not None and scheduler.first_segment is not None
+    ZERO: gl.constexpr = "two counts" if scheduler.tile_range is not None else "their sum" if SUM else "hidden"
     iteration = 0
     tiles, segments = scheduler.count()
     for k in range(tiles):
