@@ -99,7 +99,7 @@ def other_vendor() -> str | None:
 @assume_constant
 def nvidia_capability(index: int | None) -> tuple[int, int] | None:
     """The GPU's compute capability; None where there is none."""
-    return None if torch.version.hip is not None else _cached_capability(index)
+    return None if other_vendor() is not None else _cached_capability(index)
 
 
 @functools.cache
