@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 
-from ..support.ranks import SHARED, Cut, Found, incoming_of
+from ..support.ranks import SHARED, Cut, Found, incoming_of, results_of
 from .calls import KIMI, UNBOUNDED, first_configurations
 
 CASES = {
@@ -28,7 +31,12 @@ CASES = {
 # few heads: ranks cut their tokens into segments
 CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 7192), H=2, HV=2, state=FP32)
 CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
-REPEATS = 1000
+# gradients of many repeats, and in a test that waits for a timeout
+TINY = replace(KIMI, name="ranks_tiny", lengths=(200, 56), state=FP32)
+REPEATS, BACKWARD_REPEATS = 1000, 300
+BRIEF, UNTOLD_AFTER, TOLD = timedelta(seconds=10), 90.0, 17
+"""A group's timeout, seconds after which the others should have heard of a lost rank, and the exit code of one that has."""
+
 WAYS = ("put", "gather")
 REPLAYS = 3
 """Of a graph, one after another: the exchange of each is in the place of the last."""
@@ -43,35 +51,64 @@ def on_host(found: Found) -> Found:
     return {name: x.cpu() for name, x in found.items()}
 
 
-def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup, way: str) -> list[Found]:
-    """A captured forward with one batch, then with another one's lengths and tensors, among calls that are not captured."""
+def runs_of(cut: Cut, call: dict, incoming: Sequence[torch.Tensor]) -> Callable[[], Found]:
+    """The rank's call again and again: a forward, and a backward pass too if gradients come in."""
+    names = (*TOKEN_TENSORS, "initial_state", *SHARED) if cut.incoming is not None else ()
+    inputs = {name: call[name].requires_grad_() for name in names if call.get(name) is not None}
+
+    def run() -> Found:
+        o, final_state = fd.chunk_kda(**call)
+        found = {"o": o.detach(), "final_state": final_state.detach()}
+        if inputs:
+            found |= zip(inputs, torch.autograd.grad([o, final_state], [*inputs.values()], incoming))
+        return found
+
+    return run
+
+
+def incoming_of_rank(cut: Cut, rank: int, room: int = 0) -> list[torch.Tensor]:
+    """Gradients of the rank's results, in memory of their own."""
+    if cut.incoming is None:
+        return []
+    return [x.clone(memory_format=torch.contiguous_format) for x in cut.gradients(rank, room)]
+
+
+def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup, way: str) -> tuple[list[Found], bool]:
+    """A captured call with one batch, then with another one's lengths and tensors, among calls that are not captured; and
+    whether those have the same bits."""
     context = context_parallel(cut.call["cu_seqlens"], group=group, max_sequences=8, exchange=way)
     delays = random.Random(context.rank)
     rooms = [8 - len(x.sequences(context.rank)) for x in (cut, other)]
-    call = cut.local(context, rooms[0])
+    call, incoming = cut.local(context, rooms[0]), incoming_of_rank(cut, context.rank, rooms[0])
+    run = runs_of(cut, call, incoming)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        fd.chunk_kda(**call)
+        run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o, final_state = fd.chunk_kda(**call)
-    found = []
+        captured = run()
+    found, alike = [], True
     for each, room in zip((cut, other), rooms):
         context.update_(each.call["cu_seqlens"])
-        for name, x in each.local(context, room).items():
-            if isinstance(x, torch.Tensor):
-                call[name].copy_(x)
-        fd.chunk_kda(**call)
+        with torch.no_grad():
+            for name, x in each.local(context, room).items():
+                if isinstance(x, torch.Tensor):
+                    call[name].copy_(x)
+            for to, x in zip(incoming, incoming_of_rank(each, context.rank, room)):
+                to.copy_(x)
+        eager = run()
         for _ in range(REPLAYS):
             graph.replay()
             time.sleep(delays.random() * 2e-3)
-        fd.chunk_kda(**call)
+        again = run()
         torch.cuda.synchronize()
         rows = len(each.sequences(context.rank))
-        found.append({"o": o.clone(), "final_state": final_state[:rows].clone()})
-    return found
+        alike &= all(same_bits(x, other_run[name]) for other_run in (eager, again) for name, x in captured.items())
+        cuts = {"final_state": rows, "initial_state": rows}
+        found.append({name: x[: cuts.get(name)].clone() for name, x in captured.items()})
+    return found, alike
 
 
 def on_two_streams(group: dist.ProcessGroup, way: str) -> bool:
@@ -90,17 +127,36 @@ def on_two_streams(group: dist.ProcessGroup, way: str) -> bool:
     return all(bool((packets == ranks + i).all()) for i, packets in enumerate(found))
 
 
-def repeats_with_delays(cut: Cut, group: dist.ProcessGroup, way: str) -> bool:
-    """Whether calls of ranks that come late, each by another time, find the same bits every time."""
+def repeats_with_delays(cut: Cut, group: dist.ProcessGroup, way: str, repeats: int = REPEATS) -> bool:
+    """Whether calls of ranks that come late, each by another time, find the same bits every time, in gradients too."""
     context = context_parallel(cut.call["cu_seqlens"], group=group, exchange=way)
-    call, delays = cut.local(context), random.Random(context.rank)
-    first = fd.chunk_kda(**call)
-    for _ in range(REPEATS):
+    run = runs_of(cut, cut.local(context), incoming_of_rank(cut, context.rank))
+    delays, first, alike = random.Random(context.rank), run(), True
+    for _ in range(repeats):
         if delays.random() < 0.2:
             time.sleep(delays.random() * 2e-3)
-        if not all(same_bits(x, y) for x, y in zip(fd.chunk_kda(**call), first)):
-            return False
-    return True
+        # no rank leaves before the others
+        alike &= all(same_bits(x, first[name]) for name, x in run().items())
+    return alike
+
+
+def lose_a_rank(group: dist.ProcessGroup, way: str, backend: str) -> None:
+    """The last rank does not come to a call. The other one ends by `TOLD` if the call raises, or NCCL's watchdog ends it."""
+    cut = replace(cut_of(TINY, group.size(), backend), exchange=way)
+    cut.run(group)  # compiles, for which nobody waits briefly
+    dist.barrier()
+    brief = dist.new_group(timeout=BRIEF)
+    cut.run(brief)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if group.rank() + 1 == group.size():
+        time.sleep(UNTOLD_AFTER)
+        raise RuntimeError("the other rank has not been told")
+    try:
+        cut.run(brief)
+        torch.cuda.synchronize()
+    except RuntimeError:
+        os._exit(TOLD)  # not by destructors, which a GPU with an error may not let end
 
 
 def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
@@ -135,14 +191,19 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
         found[f"{name} ways"] = all(same_bits(x, run[key]) for run in ways for key, x in runs[0].items())
     cut = cut_of(CASES["packed"], ranks, backend)
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
+    tiny = cut_of(TINY, ranks, backend)
     for way in WAYS:
-        found[f"graph {way}"] = [on_host(x) for x in replayed(cut, other, group, way)]
-        found[f"delays {way}"] = repeats_with_delays(cut, group, way)
+        for name, cuts in (("", [replace(x, incoming=None) for x in (cut, other)]), (" backward", [cut, other])):
+            graphs, alike = replayed(*cuts, group, way)
+            found[f"graph {way}{name}"], found[f"graph {way}{name} alike"] = [on_host(x) for x in graphs], alike
+        found[f"delays {way}"] = repeats_with_delays(replace(cut, incoming=None), group, way)
+        found[f"delays {way} backward"] = repeats_with_delays(tiny, group, way, BACKWARD_REPEATS)
         found[f"streams {way}"] = on_two_streams(group, way)
     context = context_parallel(cut.call["cu_seqlens"], group=group)
     found["way"] = context.exchange
-    compiled = torch.compile(lambda call: fd.chunk_kda(**call), fullgraph=True)
-    found["compiled"] = on_host(dict(zip(("o", "final_state"), compiled(cut.local(context)))))
+    compiled = torch.compile(lambda **call: fd.chunk_kda(**call), fullgraph=True)
+    found["compiled"] = on_host(results_of(cut.local(context), None, compiled))
+    found["compiled backward"] = on_host(results_of(cut.local(context), cut.gradients(context.rank), compiled))
     with first_configurations():
         both = beside_fla(cut_of(CASES["fla"], ranks, backend), group)
     found["beside FLA"] = {name: on_host(x) for name, x in both.items()}

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException
 
+from flashdelta.parallel import context_parallel
+from flashdelta.problem import device_checks
 from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import float64, same_bits
 from flashdelta.testing.processes import on_processes
+from flashdelta.testing.virtual import VirtualRank, on_ranks
 
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI
-from .ranks import CASES, WAYS, cut_of, work
+from .ranks import CASES, TOLD, WAYS, cut_of, lose_a_rank, work
 
 pytestmark = pytest.mark.gpu
 
@@ -115,26 +120,55 @@ def test_gpus_of_one_host_put(processes: tuple[str, list[dict]]):
 
 @two_gpus
 @pytest.mark.long
+@pytest.mark.parametrize("of", ["", " backward"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]], way: str):
+def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]], way: str, of: str):
+    """With the backward pass in it, too. Sums over all tokens are held to calls with as much room for sequences."""
     backend, found = processes
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), RANKS, backend)
     for i, cut in enumerate((cut_of(CASES["packed"], RANKS, backend), other)):
-        wanted = Cut(cut.call, RANKS).over_ranks()
-        joined = cut.joined([x[f"graph {way}"][i] for x in found])
-        assert all(same_bits(joined[key], x.cpu()) for key, x in wanted.items())
+        wanted = (cut if of else replace(cut, incoming=None)).over_ranks()
+        joined = cut.joined([x[f"graph {way}{of}"][i] for x in found])
+        assert joined.keys() == wanted.keys()
+        assert all(same_bits(joined[key], x.cpu()) for key, x in wanted.items() if key not in SUMMED)
+    assert all(x[f"graph {way}{of} alike"] for x in found)
 
 
 @two_gpus
 def test_a_compiled_call_has_the_same_bits(processes: tuple[str, list[dict]]):
     for found in processes[1]:
-        assert all(same_bits(x, found["packed"][key]) for key, x in found["compiled"].items())
+        assert found["compiled backward"].keys() == found["packed"].keys()
+        for name in ("compiled", "compiled backward"):
+            assert all(same_bits(x, found["packed"][key]) for key, x in found[name].items()), name
 
 
 @two_gpus
+@pytest.mark.parametrize("what", ["delays {}", "delays {} backward", "streams {}"])
 @pytest.mark.parametrize("way", WAYS)
-def test_late_ranks_change_nothing(processes: tuple[str, list[dict]], way: str):
-    assert all(found[f"delays {way}"] and found[f"streams {way}"] for found in processes[1])
+def test_late_ranks_change_nothing(processes: tuple[str, list[dict]], way: str, what: str):
+    assert all(found[what.format(way)] for found in processes[1])
+
+
+@two_gpus
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_hears_of_one_that_is_lost(way: str):
+    """Within the group's timeout its call raises, or NCCL's watchdog ends it: it does not wait for ever."""
+    with pytest.raises(ProcessExitedException) as ended:
+        on_processes(RANKS, lose_a_rank, way, "triton", device="cuda", timeout=PATIENCE)
+    assert ended.value.exit_code in (TOLD, -signal.SIGABRT)
+
+
+def test_an_update_on_the_device_is_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group: VirtualRank) -> str:
+        context = context_parallel(torch.tensor([0, 64], device="cuda"), group=group)
+        with pytest.raises(ValueError) as refused:
+            context.update_(torch.tensor([0, 65], device="cuda"))
+        return str(refused.value)
+
+    assert all(text.startswith("cu_seqlens: got last offset 65") for text in on_ranks(RANKS, run))
 
 
 @two_gpus
