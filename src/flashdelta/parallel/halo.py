@@ -18,6 +18,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
 
     A convolution of `W` taps over `torch.cat([halo(x, context, W - 1), x], dim=1)` is, on this rank's tokens, that over the
     sequence on all ranks. Every rank must call this, and run the backward pass, which brings gradients to the tokens' ranks.
+    FLASHDELTA_CHECK=1 verifies that all ranks make the same call.
 
     Args:
         x: `[B, T, D]`, this rank's tokens; `B == 1` for packed sequences. Without a context's offsets `T >= width`.
