@@ -1,5 +1,5 @@
-"""The tables of README.md, benchmarks/README.md, docs/layer.md, docs/machine-code.md and docs/parallel.md and the README's
-picture, from benchmarks/results, whose rows are held to the bounds of today first."""
+"""The tables of README.md, benchmarks/README.md and pages of docs/, and the README's picture, from benchmarks/results, whose
+rows are held to the bounds of today first."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..files import whole_file
-from . import scaling
+from . import excerpts, scaling
 from .benchmarks import BENCHMARKS
 from .environment import model_of
+from .excerpts import RESULTS, ROOT
 from .report import View, cells, headline, load, markdown_table, new_figure, require_matplotlib, save, short, summary
 from .runner import judge_again
 from .views import VIEWS
 from .workloads import value
 
-ROOT = Path(__file__).resolve().parents[4]
-RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- tables: flashdelta bench pages -->", "<!-- end of tables -->"
 
 SPLIT_SHOWN = ("8K H4", "32K H4", "128K H4", "2x16K H4", "128K+5x1K H4", "8K H8", "128K H8", "64K+512+256+128 H8")
@@ -276,18 +275,25 @@ NCCL's all-gather, by what a rank receives ({gathers}). Left out: gaps between l
 
 
 PAGES = {
-    ROOT / "README.md": readme,
-    ROOT / "benchmarks" / "README.md": all_sections,
-    ROOT / "docs" / "layer.md": layer,
-    ROOT / "docs" / "machine-code.md": toolchains,
-    ROOT / "docs" / "parallel.md": parallel,
+    ROOT / "README.md": (readme,),
+    ROOT / "benchmarks" / "README.md": (all_sections,),
+    ROOT / "docs" / "backward.md": (excerpts.training,),
+    ROOT / "docs" / "fp32-and-c.md": (excerpts.fp32,),
+    ROOT / "docs" / "hopper-prefill.md": (excerpts.kernels, excerpts.half_steps),
+    ROOT / "docs" / "layer.md": (excerpts.step_parts, excerpts.missed_steps, layer),
+    ROOT / "docs" / "machine-code.md": (toolchains,),
+    ROOT / "docs" / "parallel.md": (parallel,),
+    ROOT / "docs" / "split.md": (excerpts.few_heads,),
 }
+"""What writes the tables of a page, in their order."""
 
 
 def page(path: Path) -> str:
     """The page's text with its tables made anew."""
-    before, rest = path.read_text().split(BEGIN)
-    return f"{before}{BEGIN}\n\n{PAGES[path]()}\n\n{END}{rest.split(END)[1]}"
+    text, *rest = path.read_text().split(BEGIN)
+    for table, part in zip(PAGES[path], rest, strict=True):
+        text += f"{BEGIN}\n\n{table()}\n\n{END}{part.split(END)[1]}"
+    return text
 
 
 def judge_results() -> None:

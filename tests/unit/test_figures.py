@@ -1,0 +1,299 @@
+"""The figures in sentences of docs/: each is what a file in benchmarks/results holds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from flashdelta.tools.bench.excerpts import RESULTS, rows_of
+from flashdelta.tools.bench.report import load
+from flashdelta.tools.bench.workloads import value
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def each(rows: Iterable[dict], path: str) -> list[float]:
+    """What the rows hold under a path, or the quotient of two; those that hold nothing are left out."""
+    found = [value(row, path) for row in rows]
+    return [x for x in found if x is not None]
+
+
+def span(numbers: Sequence[float], places: int = 1) -> str:
+    return f"{min(numbers):.{places}f} to {max(numbers):.{places}f}"
+
+
+def percent(numbers: Sequence[float]) -> str:
+    return f"{min(numbers) * 100:.0f} to {max(numbers) * 100:.0f} %"
+
+
+def mean(numbers: Sequence[float]) -> float:
+    """The geometric one."""
+    return math.exp(sum(map(math.log, numbers)) / len(numbers))
+
+
+def backward() -> Iterator[str]:
+    train, wy = rows_of("train-hopper-h200"), rows_of("wy-hopper-h200")
+    row = train["B1 T8192 H32"]
+    time, memory = (
+        each(train.values(), "ours.ms.median/fla.ms.median"),
+        each(train.values(), "ours.peak_above_bytes/fla.peak_above_bytes"),
+    )
+    yield f"{span(time, 2)} of FLA's time, {span(memory, 2)} of its memory above the inputs"
+    yield f"{row['ours']['ms']['median']:.2f} ms from an idle GPU (FLA {row['fla']['ms']['median']:.2f})"
+    yield f"{row['ours']['sustained_ms']:.2f} sustained (FLA {row['fla']['sustained_ms']:.2f})"
+    ours, fla = (sum(kernel["ms"] for kernel in row[who]["kernels"]) for who in ("ours", "fla"))
+    yield f"{ours:.2f} in kernels (FLA {fla:.2f})"
+    yield f"{row['ours']['peak_above_bytes'] / 2**30:.2f} GiB above"
+    shares = each(wy.values(), "ours.graph_ms.median/fla.graph_ms.median")
+    yield f"{1 / mean(shares):.2f} times as fast as FLA's kernel in the geometric mean"
+    yield f"{wy['B1 T8192 H32']['share_of_floor'] * 100:.0f} % of the copy rate at T8192 H32"
+    yield f"at most {max(shares):.2f} of FLA's time, {sum(x <= 0.33 for x in shares)} of them at most 0.33"
+    short = wy["B1 T512 H32"]
+    us = [short[who][how]["median"] * 1e3 for who in ("ours", "fla") for how in ("ms", "graph_ms")]
+    yield "T512 takes {:.0f} us instead of {:.0f} (FLA {:.0f} instead of {:.0f})".format(*us)
+    house = {row["row"]: row for row in load(RESULTS / "revisions" / "house-h200.json")["rows"]}
+    kept, whole = house["train 8K H32, kept"]["ours"] / 1e3, house["train 8K H32"]["ours"] / 1e3
+    yield f"a step takes {kept:.2f} ms instead of {whole:.2f}"
+    yield f"costs {house['train, replay']['ours'] / 1e3:.2f} ms of host time"
+
+
+def wy() -> Iterator[str]:
+    yield f"{rows_of('wy-hopper-h200')['B1 T8192 H32']['share_of_floor'] * 100:.0f} % of the copy rate at T=8192, H=32"
+
+
+def decode() -> Iterator[str]:
+    for gpu, said in (
+        (
+            "h200",
+            "takes {} us in float32 and {} in bfloat16 on an H200, commit included; a state per token and its copy ",
+        ),
+        ("h100", "On an H100 it is {} and {}, "),
+    ):
+        rows = rows_of(f"decode-{gpu}")
+        fp32, bf16 = (rows[f"verify N32 H32 {state} S7"] for state in ("fp32", "bf16"))
+        yield said.format(*(f"{row['ours']['ms']['median'] * 1e3:.1f}" for row in (fp32, bf16))).strip()
+        states, slots = (
+            [f"{row[who]['ms']['median'] * 1e3:.0f}" for row in (fp32, bf16)] for who in ("states", "slots")
+        )
+        if gpu == "h200":
+            yield f"take {states[0]} and {states[1]}, a state per token in slots of their own"
+            yield f"which needs no copy, {slots[0]} and {slots[1]}."
+        else:
+            yield f"{states[0]} and {states[1]}, {slots[0]} and {slots[1]} ("
+    rows = rows_of("decode-h200")
+    few = [
+        row
+        for name, row in rows.items()
+        if re.match(r"verify N(8|32) .*bf16 (softplus )?S3", name) and row["shape"]["v_first"]
+    ]
+    yield f"states in slots of their own take {span(each(few, 'slots.ms.median/ours.ms.median'), 2)} of a replay"
+    for S in (3, 7):
+        found = [rows[f"verify N32 H32 {state} K first S{S}"] for state in ("fp32", "bf16")]
+        fp32, bf16 = (f"{x:.2f}" for x in each(found, "ours.ms.median/slots.ms.median"))
+        yield f"3 drafts take {fp32} (float32) and {bf16} (bfloat16)" if S == 3 else f"7 drafts {fp32} and {bf16}"
+
+
+def fp32() -> Iterator[str]:
+    document = load(RESULTS / "fp32-h200.json")
+    rows = document["rows"]
+    assert min(each(rows, "fla.ms.median/ours.ms.median")) > 1 and max(each(rows, "ours.error.o")) < 1e-5
+    accuracy = each(rows, "fla.error.o/ours.error.o")
+    yield f"{min(accuracy) // 100 * 100:.0f} to {round(max(accuracy), -2):.0f} times as accurate"
+    off = max(abs(x - 1) for x in each(rows, "c.ms.median/ours.ms.median"))
+    yield f"the same within {math.ceil(off * 1000) / 10} %"
+    yield f"({document['ceilings']['tf32_tflop_s']:.0f} TFLOP/s)"
+    early = sorted(each((row for row in rows if not value(row, "c.host_changed_us")), "c.host_us"))
+    late = each((row for row in rows if value(row, "c.host_changed_us")), "c.host_us")
+    yield f"{span(late)} us, and {early[0]:.1f} and {early[1]:.1f} in the two rows"
+    yield f"a call takes {span(each(rows, 'c.host_changed_us'))} us"
+    yield f"which takes {document['ctypes us']:.1f} us of them"
+    yield f"costs the host {rows_of('fp32-h200')['B1 H32 T4096 K128 C64']['ours']['host_us']:.0f} us"
+
+
+def prefill() -> Iterator[str]:
+    document = load(RESULTS / "kernels-hopper-h200.json")
+    yield f"{document['ceilings']['copy_tb_s']:.2f} TB/s, and {document['ceilings']['gemm_tflop_s']:.0f} TFLOP/s"
+    kernels = {kernel["stage"]: kernel for kernel in document["rows"][0]["ours"]["kernels"]}
+    yield f"`recurrence` takes {kernels['recurrence']['us_per_chunk']:.2f} us per chunk at H = 64"
+    times = load(RESULTS / "tuning" / "half_steps-h200.json")["times"]
+    gains = [times[x]["chunks: both"] / times[x]["steps: both"] - 1 for x in ("8 x 1024 H32", "T8192 H32")]
+    yield "packed calls of 32 heads would gain {:.0f} % from steps, and one sequence {:.0f} %".format(
+        *((1 - 1 / (1 + x)) * 100 for x in gains)
+    )
+    h100, h200, shards = (rows_of(name) for name in ("prefill-hopper-h100", "prefill-hopper-h200", "shards-h100"))
+    ours = [rows["T8192 H64"]["ours"]["sustained_ms"] for rows in (h100, h200)]
+    yield "T8192 H64: {:.3f} ms sustained, an H200 {:.3f}".format(*ours)
+    plain = {name: row for name, row in h100.items() if "," not in name and "softplus" not in name}
+    many = [name for name, row in plain.items() if row["shape"]["HV"] >= 64 and name in h200]
+    longer = [h100[name]["ours"]["sustained_ms"] / h200[name]["ours"]["sustained_ms"] for name in many]
+    yield f"from 64 heads on takes {span(longer)} times as long"
+    shapes = {name: row["shape"] for name, row in plain.items()}
+    large = [plain[x] for x, s in shapes.items() if s["HV"] >= 32 and s["K"] == 128 and s["T"] >= 8192]
+    yield f"{span(each(large, 'sustained_speedup'))} times as fast as FLA"
+    random, slow = ([row for name, row in h100.items() if f"{kind} gates" in name] for kind in ("random", "slow"))
+    eager = "cudnn.ms.median/ours.ms.median"
+    yield f"with random gates {span(each(random, eager))} times"
+    yield f"with slow ones {min(each(slow, eager)):.1f} to {max(each(slow, eager)):.0f}."
+    graph = "cudnn.graph_ms.median/ours.graph_ms.median"
+    yield f"T8192 H4 {value(h100['T8192 H4, random gates'], graph):.2f} of our time"
+    yield f"0.{value(shards['T1024 H4, random gates'], graph) * 100:.0f}. Its kernels alone"
+    ready = "cudnn_ready.graph_ms.median/ours.graph_ms.median"
+    yield f"take {min(each(random, ready)):.2f} to {max(each(random, ready)):.1f} of our time with random gates"
+    yield f"{min(each(slow, ready)):.2f} to {max(each(slow, ready)):.0f} with slow ones"
+    cost = {name: x - 1 for name, row in h100.items() if (x := value(row, "checkpoint.sustained_ms/ours.sustained_ms"))}
+    short = cost.pop("T1024 H64")
+    one, packed = ([x for name, x in cost.items() if ("packed" in name) == wanted] for wanted in (False, True))
+    yield f"costs {span([x * 100 for x in one])} % of a call of one sequence, {short * 100:.1f} % of T1024 H64"
+    yield f"of packed ones {span([x * 100 for x in packed])} %"
+    yield f"beside {h100['packed 20 random H64']['ours']['sustained_ms'] * 1e3:.0f} us"
+
+
+def prepare() -> Iterator[str]:
+    times = load(RESULTS / "tuning" / "half_steps-h200.json")["times"]["T8192 H64"]
+    yield f"{times['steps: prepare']:.0f} us against {times['chunks: prepare']:.0f} us for whole chunks"
+    kernels = rows_of("kernels-hopper-h200")["T8192 H64"]["ours"]["kernels"]
+    yield f"kernel of whole chunks takes {kernels[0]['ms'] * 1e3:.0f} us"
+
+
+def split() -> Iterator[str]:
+    rows = list(rows_of("split-hopper-h200").values())
+    cut = [row for row in rows if max(row["segments"]) > 1]
+    gain = [row["gain"] for row in cut]
+    few, more = (mean([row["gain"] for row in cut if row["shape"]["H"] == H]) for H in (4, 8))
+    yield f"Of the {len(rows)} batches {len(cut)} are split: {mean(gain):.2f} times as fast as whole"
+    yield f"(4 heads {few:.2f}, 8 heads {more:.2f}), {max(gain):.2f} at best and {min(gain):.2f} at worst"
+    yield f"all {len(rows)}: {mean(each(rows, 'speedup')):.1f} times in the geometric mean"
+    errors = [x for of in ("o", "state") for x in each(rows, f"ours.error.{of}/whole.error.{of}")]
+    yield f"whole sequences to {math.ceil(max(errors) * 100) / 100}x in every row"
+    trials = {row["case"]: row for row in load(RESULTS / "tuning" / "trials-h200.json")["rows"]}
+    heads = [trials[f"T8192 H{H}, random gates"] for H in (4, 8, 12)]
+    tried, without = ([f"{row[how]:.0f}" for row in heads] for how in ("tried", "without"))
+    yield f"take {tried[0]}, {tried[1]} and {tried[2]} us instead of {without[0]}, {without[1]} and {without[2]}"
+    long = trials["128K H8, random gates"]
+    yield f"128K tokens of 8 heads {long['tried']:,.0f} us instead of {long['without']:,.0f}"
+
+
+def layer() -> Iterator[str]:
+    rows = rows_of("layer-h100")
+    steps = {name: row for name, row in rows.items() if name.startswith("decode")}
+    many = [row for row in steps.values() if row["shape"]["N"] >= 128]
+    yield f"From 128 sequences on a step moves its states at {percent(each(many, 'share_of_floor'))} of the copy rate"
+    yield f"{sum(row['met'] is False for row in steps.values())} of the {len(steps)} rows miss"
+    norm = [rows[f"prefill T8192 H{H}, norm"]["norm_share"] for H in (32, 64)]
+    yield "takes {:.0f} % of a call with 32 heads and {:.0f} % with 64".format(*(x * 100 for x in norm))
+    train = rows["train T8192 H32"]
+    ours, fla = (train[who]["sustained_ms"] for who in ("ours", "fla"))
+    yield f"0.14 ms beside {ours:.2f}: {(ours + 0.14) / fla:.2f} of FLA's time in place of {ours / fla:.2f}"
+    rate = "copy.sustained_ms/ours.sustained_ms"
+    ahead = [row for name, row in rows.items() if re.match(r"(convolution|norm) T", name)]
+    yield f"reach {min(each(ahead, rate)) * 100:.0f} to {min(1.0, max(each(ahead, rate))) * 100:.0f} % of the rate of a copy"
+    norms = [row for name, row in rows.items() if name.startswith("norm backward")]
+    yield f"the norm's backward pass {min(each(norms, rate)) * 100:.0f} to {max(each(norms, rate)) * 100:.0f}"
+    short, longer = (value(rows[f"convolution backward T{T}"], rate) for T in (768, 2048))
+    yield f"the convolution's {short * 100:.0f} at 768 tokens and {longer * 100:.0f} at 2048"
+
+
+def parallel() -> Iterator[str]:
+    rows = rows_of("cp-h100")
+    for tokens, said in (("8K", "to {} of one GPU's rate at 8K tokens a rank"), ("32K", "to {} at 32K")):
+        yield said.format(f"{rows[f'fwd+bwd H64 {tokens} x 2']['sustained_efficiency']:.3f}")
+    yield f"which brought that of 8K from 0.717 to {rows['fwd H64 8K x 2']['sustained_efficiency']:.3f}"
+    short = [(0.77 - rows[f"fwd H64 {x} x 2"]["sustained_efficiency"]) * 100 for x in ("32K", "128K")]
+    yield "miss their bounds, by {:.1f} and {:.1f} points".format(*short)
+    exchange = [rows["fwd H32 8K x 2"][x]["ms"]["median"] * 1e3 for x in ("exchange", "exchange_gather")]
+    yield "({:.0f} and {:.0f} us at 2 MiB, cold)".format(*exchange)
+    ratio = "gather.sustained_ms/ours.sustained_ms"
+    forward = each((row for name, row in rows.items() if name.startswith("fwd H")), ratio)
+    yield f"Whole forwards by either differ by at most {max(abs(x - 1) for x in forward) * 100:.0f} %"
+    many = each((row for name, row in rows.items() if name.startswith("fwd+bwd H64")), ratio)
+    yield f"gradients of 64 heads gain {min(many) * 100 - 100:.0f} %"
+    points = [row["modelled"] - row["sustained_efficiency"] for row in rows.values()]
+    yield f"is up to {max(points) * 100:.0f} points above"
+
+
+def integrations() -> Iterator[str]:
+    models, engines = rows_of("models-h100"), rows_of("engines-h100")
+    for who, said in (
+        ("FLA", "{} and {} times less for prefill (8K, 64K), {} and {} for training"),
+        ("HF", "{}, {}, {} and {}."),
+    ):
+        rows = (f"{who} {call} KDA" for call in ("prefill 8K", "prefill 64K", "train 4x2048", "train 1x8192"))
+        yield said.format(*(f"{models[name]['sustained_speedup']:.1f}" for name in rows))
+    blocks = {
+        x: [row for name, row in models.items() if name.startswith(x) and name.endswith("block")] for x in ("FLA", "HF")
+    }
+    fla, hf = (each((row for row in rows if row["table"] != "decode"), "sustained_speedup") for rows in blocks.values())
+    assert f"{min(hf):.1f}" == f"{max(hf):.1f}"
+    yield f"Whole blocks gain {span(fla)} and {min(hf):.1f} times"
+    steps = [row for rows in blocks.values() for row in rows if row["table"] == "decode"]
+    yield f"as long as before, {span(each(steps, 'sustained_speedup'), 2)} times"
+    faster = "engine.sustained_ms/ours.sustained_ms"
+    for H, said in (
+        (32, "prefill is {} times as fast as the engines' own kernels"),
+        (12, "heads prefill is {} times as fast"),
+    ):
+        prefills = [row for name, row in engines.items() if "prefill" in name and name.endswith(f"H{H}")]
+        yield said.format(span(each(prefills, faster)))
+    decode = [row for name, row in engines.items() if " decode " in name]
+    theirs = [row["share_of_floor"] / row["engine_ratio"] for row in decode]
+    yield f"move their states at {percent(theirs)} of the copy rate"
+    yield f"ours at {percent(each(decode, 'share_of_floor'))}, {span(each(decode, 'engine_ratio'), 2)} times as fast"
+    room = {
+        state: [1 / x for row, x in zip(decode, theirs, strict=True) if row["shape"]["state"] == state]
+        for state in ("fp32", "bf16")
+    }
+    yield f"would be {span(room['fp32'], 2)} times as fast in float32 and {span(room['bf16'], 2)} in bfloat16"
+    whole = [row for name, row in engines.items() if "whole step" in name]
+    yield f"Kimi-K3's whole step is {span(each(whole, 'engine_ratio'), 2)} times as fast"
+
+
+def machine_code() -> Iterator[str]:
+    level, newer = rows_of("toolchains-h200-level-2"), rows_of("toolchains-h200-triton-3.8")
+    ratio = "other.ms.median/ours.ms.median"
+    longer = {name: value(row, ratio) - 1 for name, row in level.items()}
+    recurrence = [x for name, x in longer.items() if re.fullmatch(r"prefill .*: recurrence_kernel", name)]
+    yield f"`recurrence` takes {percent(recurrence)} longer"
+    yield f"`reverse` {longer['train B1 T8192 H32: reverse_kernel'] * 100:.0f} %"
+    yield f"`wy` as an operator {longer['wy B1 T8192 H32'] * 100:.0f} %"
+    packed = [x for name, x in longer.items() if name.startswith("prefill packed") and ":" not in name]
+    yield f"whole packed prefills {percent(packed)}"
+    calls = [value(row, ratio) - 1 for name, row in newer.items() if name.startswith("prefill") and ":" not in name]
+    yield f"3.8.0 takes {percent(calls)} longer"
+
+
+PAGES = {
+    "backward": backward,
+    "decode": decode,
+    "fp32-and-c": fp32,
+    "hopper-prefill": prefill,
+    "integrations": integrations,
+    "kernels/prepare": prepare,
+    "kernels/wy": wy,
+    "layer": layer,
+    "machine-code": machine_code,
+    "parallel": parallel,
+    "split": split,
+}
+
+
+def missing(page: str, sentences: Iterable[str]) -> list[str]:
+    text = " ".join((DOCS / f"{page}.md").read_text().split())
+    return [sentence for sentence in sentences if sentence not in text]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_are_the_recorded_ones(page: str):
+    assert missing(page, PAGES[page]()) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_another_figure_is_found(page: str):
+    """Each sentence with its last digit changed."""
+    others = [
+        re.sub(r"\d(?=\D*$)", lambda digit: str((int(digit[0]) + 1) % 10), sentence) for sentence in PAGES[page]()
+    ]
+    assert missing(page, others) == others
