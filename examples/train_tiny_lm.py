@@ -136,6 +136,7 @@ class Record:
     def as_json(self, options: argparse.Namespace, settings: Sequence[str] = SETTINGS) -> dict:
         return {
             "settings": {name: getattr(options, name) for name in settings},
+            "on": device_name(options.device),
             "text": list(self.text),
             "held_out": {str(step): round(loss, 5) for step, loss in self.held_out.items()},
             "train": [round(float(loss), 5) for loss in torch.stack(self.train).tolist()],
@@ -177,7 +178,7 @@ def plot(found: dict, reference: dict | None, path: Path, title: str = "") -> No
     for run, color, width in ((reference, "silver", 5), (found, "C0", 1.5)):
         if run is None:
             continue
-        name = run["settings"]["backend"]
+        name = f"{run['settings']['backend']}, {run['on']}"
         if len(run["train"]) >= 20:
             means = smooth(run["train"])
             label = f"{name}: training, means of 20 steps"
@@ -189,6 +190,10 @@ def plot(found: dict, reference: dict | None, path: Path, title: str = "") -> No
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
 
 
 def now(device: str) -> float:

@@ -988,6 +988,22 @@ def test_no_kernel_is_named_across_a_bar(tmp_path, drawn):
     assert all(whole.x0 <= name.x0 and name.x1 <= whole.x1 for name in names)
 
 
+@pytest.mark.parametrize("name", ["headlines", *pages.PLOTTED])
+def test_all_words_are_within_the_picture_and_outside_of_its_legend(tmp_path, drawn, name):
+    if name == "headlines":
+        pages.draw_headlines(tmp_path / "plot.svg")
+    else:
+        pages.draw_plot(name, tmp_path / "plot.svg")
+    figure = drawn[0].figure
+    figure.draw_without_rendering()
+    (axes,) = drawn
+    words = [text.get_window_extent() for text in (*figure.texts, axes.title, *axes.texts) if text.get_text()]
+    words += [legend.get_window_extent() for legend in figure.legends]
+    assert len(words) > 1
+    assert all(figure.bbox.x0 <= word.x0 and word.x1 <= figure.bbox.x1 and word.y1 <= figure.bbox.y1 for word in words)
+    assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for legend in figure.legends)
+
+
 @pytest.mark.parametrize("path", [x for x in RESULTS_FILES if benchmark_of(x) in PLOTS], ids=lambda path: path.stem)
 def test_plots_are_written(tmp_path, path):
     pytest.importorskip("matplotlib")

@@ -177,7 +177,8 @@ def test_bytes():
 def test_plot_has_a_bar_a_contender(tmp_path, drawn):
     kernels = [{"kernel": "step_kernel", "ms": 0.02, "launches": 1.0}, {"kernel": "norm", "ms": 0.01, "launches": 1.0}]
     row = {"name": "decode N128 H32 fp32", **{x: {"kernels": kernels} for x in ("fla", "chain", "ours", "bare")}}
-    PLOTS["layer"].draw({"rows": [{"name": "none", "ours": {}}, row]}, tmp_path / "plot.svg")
+    document = {"date": "2026-11-24", "environment": {"gpu": {"name": "NVIDIA H200"}}}
+    PLOTS["layer"].draw({**document, "rows": [{"name": "none", "ours": {}}, row]}, tmp_path / "plot.svg")
     (axes,) = drawn
     assert [x.get_text() for x in axes.get_xticklabels()] == [
         "FLA",
@@ -185,7 +186,8 @@ def test_plot_has_a_bar_a_contender(tmp_path, drawn):
         "one launch",
         "attention alone",
     ]
-    assert "decode N128" in axes.get_title() and len(axes.patches) == 8
+    assert "decode N128" in axes.get_title() and axes.get_title().endswith("\nH200, 2026-11-24")
+    assert len(axes.patches) == 8
     assert max(patch.get_y() + patch.get_height() for patch in axes.patches) == pytest.approx(30.0)
     with pytest.raises(ValueError, match="got no row with the kernels of FLA and single operators"):
         PLOTS["layer"].draw({"rows": []}, tmp_path / "plot.svg")

@@ -184,13 +184,28 @@ def drawing(path: Path) -> tuple[list[str], list[float]]:
     return words, [float(x) for found in numbers for x in found]
 
 
+def same_drawing(drawn: Path, kept: Path) -> list[str]:
+    """The words of both."""
+    words, numbers = drawing(drawn)
+    kept_words, kept_numbers = drawing(kept)
+    assert kept_words == words, "flashdelta bench pages"
+    assert kept_numbers == pytest.approx(numbers, abs=0.5), "flashdelta bench pages"
+    return words
+
+
+@pytest.mark.parametrize("name", pages.PLOTTED)
+def test_plots_are_drawn_from_the_recorded_runs_and_name_their_gpu(tmp_path: Path, name: str):
+    pytest.importorskip("matplotlib")
+    pages.draw_plot(name, tmp_path / "drawn.svg")
+    words = same_drawing(tmp_path / "drawn.svg", pages.RESULTS / f"{name}.svg")
+    assert any(word.startswith(f"{name.rsplit('-')[-1].upper()}, 2026-") for word in words)
+    assert any(f"results/{name}.svg" in path.read_text() for path in DOCUMENTS)
+
+
 def test_the_picture_is_drawn_from_the_recorded_runs(tmp_path: Path):
     pytest.importorskip("matplotlib")
     pages.draw_headlines(tmp_path / "drawn.svg")
-    words, numbers = drawing(tmp_path / "drawn.svg")
-    kept_words, kept_numbers = drawing(pages.PICTURE)
-    assert kept_words == words, "flashdelta bench pages"
-    assert kept_numbers == pytest.approx(numbers, abs=0.5), "flashdelta bench pages"
+    words = same_drawing(tmp_path / "drawn.svg", pages.PICTURE)
     assert all(any(word.startswith(found.headline.what) for word in words) for found in pages.measured())
     assert str(pages.PICTURE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
 

@@ -123,7 +123,8 @@ def test_training_records_its_losses(small, tmp_path: Path, autocast: bool):
 
 def test_a_run_is_held_against_the_reference(small, tmp_path: Path):
     def run(loss: float) -> dict:
-        return {"text": [5, 2], "held_out": {"2": 3.0, "4": loss}, "train": [4.0] * 30, "settings": {"backend": "x"}}
+        held_out = {"2": 3.0, "4": loss}
+        return {"text": [5, 2], "held_out": held_out, "train": [4.0] * 30, "settings": {"backend": "x"}, "on": "CPU"}
 
     assert small.compare(run(2.019), run(2.0)) == (True, "held out 2.0190, reference 2.0000: +0.95%")
     assert small.compare(run(1.9), run(2.0))[0] is True
@@ -151,8 +152,9 @@ def test_the_picture_of_the_demos_model_is_of_two_kept_runs(small, monkeypatch: 
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: drawn.append(self))
     small.plot(gpu, reference, tmp_path / "plot.png")
     lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
-    assert set(lines) == {"reference: training, means of 20 steps", "reference: held out", "auto: held out"}
-    assert lines["reference: held out"].get_linewidth() > lines["auto: held out"].get_linewidth()
+    reference, ours = "reference, CPU", "auto, NVIDIA H200"
+    assert set(lines) == {f"{reference}: training, means of 20 steps", f"{reference}: held out", f"{ours}: held out"}
+    assert lines[f"{reference}: held out"].get_linewidth() > lines[f"{ours}: held out"].get_linewidth()
 
 
 # ---- Kimi-Linear ----------------------------------------------------------------------------------------------------------

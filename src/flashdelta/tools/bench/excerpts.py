@@ -93,8 +93,10 @@ def half_steps() -> str:
     return markdown_table(table)
 
 
-FEW_HEADS_SHOWN = ("T8192 H4", "T8192 H8", "T8192 H12", "T32768 H4", "T32768 H8", "T131072 H4", "T131072 H8")
-FEW_HEADS_SHOWN += ("128K + 5 x 1K H4", "64K+512+256+128 H8")
+FEW_HEADS_SHOWN = (
+    *("T8192 H4", "T8192 H8", "T8192 H12", "T32768 H4", "T32768 H8", "T131072 H4", "T131072 H8"),
+    *("128K + 5 x 1K H4", "64K+512+256+128 H8"),
+)
 
 
 def few_heads() -> str:

@@ -1,5 +1,5 @@
-"""The tables of README.md, benchmarks/README.md and pages of docs/, and the README's picture, from benchmarks/results, whose
-rows are held to the bounds of today first."""
+"""The tables and plots of README.md, benchmarks/README.md and pages of docs/, from benchmarks/results, whose rows are held to
+the bounds of today first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ from . import excerpts, scaling
 from .benchmarks import BENCHMARKS
 from .environment import model_of
 from .excerpts import RESULTS, ROOT
-from .report import View, cells, headline, load, markdown_table, new_figure, require_matplotlib, save, short, summary
+from .report import (
+    View,
+    cells,
+    headline,
+    load,
+    markdown_table,
+    new_figure,
+    require_matplotlib,
+    save,
+    save_figure,
+    short,
+    summary,
+)
 from .runner import judge_again
-from .views import VIEWS
+from .views import PLOTS, VIEWS
 from .workloads import value
 
 BEGIN, END = "<!-- tables: flashdelta bench pages -->", "<!-- end of tables -->"
@@ -198,16 +210,13 @@ def readme(folder: Path = RESULTS) -> str:
 
 
 def draw_headlines(path: Path, folder: Path = RESULTS) -> None:
-    """Ours and FLA's sustained times in pairs of bars, in shares of FLA's; the suffix of `path` names the format. An SVG holds
-    its words as text and nothing of when it was drawn.
+    """Ours and FLA's sustained times in pairs of bars, in shares of FLA's.
 
     Raises:
         ValueError: the folder has no such times, or matplotlib is not installed.
     """
     rows = measured(folder)[::-1]
     figure, axes = new_figure(8, 0.6 + 0.55 * len(rows))
-    import matplotlib
-
     for place, row in enumerate(rows):
         share = row.ours / row.fla
         axes.barh(place - 0.2, 1.0, height=0.36, color="silver")
@@ -220,16 +229,24 @@ def draw_headlines(path: Path, folder: Path = RESULTS) -> None:
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_xlim(0, 1.25)
+    axes.set_xlim(0, 1.3)
     beside = sorted({row.document["environment"]["versions"]["fla"] for row in rows})
     on = f" on one {where[0]}" if len(where) == 1 else ""
-    axes.set_title(
+    figure.suptitle(
         f"Sustained times{on}, bf16, K = V = 128, as shares of FLA {', '.join(beside)}'s: shorter is faster",
         fontsize=10,
     )
-    fixed = {"svg.fonttype": "none", "svg.hashsalt": "flashdelta"}
-    with matplotlib.rc_context(fixed), whole_file(path) as unfinished:
-        figure.savefig(unfinished, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
+
+
+PLOTTED = ("layer-h100", "split-hopper-h200", "train-hopper-h200", "wy-hopper-h200")
+"""Result files whose plots the pages show."""
+
+
+def draw_plot(name: str, path: Path) -> None:
+    """Raises a ValueError where matplotlib is not installed."""
+    document = load(RESULTS / f"{name}.json")
+    PLOTS[document["benchmark"]].draw(document, path)
 
 
 def toolchains() -> str:
@@ -305,7 +322,7 @@ def judge_results() -> None:
 
 
 def write() -> None:
-    """Judges results, and writes all pages and the picture.
+    """Judges results, and writes all pages and pictures.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -316,3 +333,5 @@ def write() -> None:
         with whole_file(path) as unfinished:
             unfinished.write_text(page(path))
     draw_headlines(PICTURE)
+    for name in PLOTTED:
+        draw_plot(name, RESULTS / f"{name}.svg")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import whole_file
+from .environment import model_of
 from .workloads import Row, is_plain, value
 
 WIDTH = 80
@@ -307,6 +308,21 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
+def save_figure(figure: Any, path: Path) -> None:
+    """The suffix of `path` names the format. An SVG holds its words as text and nothing of when it was drawn."""
+    import matplotlib
+
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": "flashdelta"}
+    with matplotlib.rc_context(fixed), whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def measured_on(document: dict) -> str:
+    """The GPU and the day, for a title."""
+    gpu = document["environment"]["gpu"]
+    return f"{model_of(gpu['name']) if gpu else 'CPU'}, {document['date'][:10]}"
+
+
 @dataclass(frozen=True)
 class Plot:
     """Time against T of the plain rows with one sequence and `heads` heads: lines by label and path of a time."""
@@ -344,11 +360,11 @@ class Plot:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(lengths, [str(T) for T in lengths])
-        axes.set(xlabel="tokens T", ylabel="ms", title=f"{self.title}, B = 1, H = {self.heads}, K = V = 128, bf16")
+        title = f"{self.title}, B = 1, H = {self.heads}, K = V = 128, bf16\n{measured_on(document)}"
+        axes.set(xlabel="tokens T", ylabel="ms", title=title)
         axes.grid(which="both", alpha=0.3)
-        axes.legend()
-        with whole_file(path) as unfinished:
-            figure.savefig(unfinished, dpi=150)
+        figure.legend(loc="outside lower center", ncols=2)
+        save_figure(figure, path)
 
 
 def kernel_name(name: str) -> str:
@@ -366,7 +382,7 @@ class KernelPlot:
 
     def draw(self, document: dict, path: Path) -> None:
         """Raises a ValueError where the document has no such row, or matplotlib is not installed."""
-        figure, axes = new_figure(4.5 * len(self.bars), 6)
+        figure, axes = new_figure(7 + len(self.bars), 6)
         rows = [row for row in document["rows"] if all(value(row, f"{name}.kernels") for name, _ in self.bars)]
         if not rows:
             said = " and ".join(label for _, label in self.bars)
@@ -386,6 +402,5 @@ class KernelPlot:
             axes.text(place, below, f"{below:.2f} {self.unit}", ha="center", va="bottom")
         axes.set_xticks(places, [label for _, label in self.bars])
         axes.set_xlim(-0.4, places[-1] + 1.2)
-        axes.set(ylabel=self.unit, title=self.title.format(name=row["name"]))
-        with whole_file(path) as unfinished:
-            figure.savefig(unfinished, dpi=150)
+        axes.set(ylabel=self.unit, title=f"{self.title.format(name=row['name'])}\n{measured_on(document)}")
+        save_figure(figure, path)
