@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml")
-HABITS = ("CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml")
-FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
+HABITS = ("CHANGELOG.md", "CONTRIBUTING.md", ".gitignore", ".pre-commit-config.yaml")
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "src", "tests")
 MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
@@ -57,6 +57,9 @@ def files(folder: Path) -> set[str]:
 
 def test_the_source_distribution_is_the_repository(tree: Path, unpacked: Path):
     assert files(unpacked) - {"PKG-INFO", "setup.cfg"} == files(tree)
+    if (ROOT / ".git").exists():
+        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        assert set(tracked.splitlines()) <= files(tree)
 
 
 def test_tests_of_the_source_distribution_run(unpacked: Path):
