@@ -169,14 +169,18 @@ def _pytest(words: list[str]) -> list[str]:
     return missing
 
 
-def _pip(words: list[str]) -> list[str]:
+@cache
+def _extras() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
     (table,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, flags=re.MULTILINE | re.DOTALL)
-    extras = set(re.findall(r"^(\w+) = ", table, flags=re.MULTILINE))
+    return set(re.findall(r"^(\w+) = ", table, flags=re.MULTILINE))
+
+
+def _pip(words: list[str]) -> list[str]:
     asked = [
         extra for word in words for said in re.findall(r"^(?:\.|flashdelta)\[(.*)\]", word) for extra in said.split(",")
     ]
-    return [f"no extra {extra!r}" for extra in asked if extra not in extras]
+    return [f"no extra {extra!r}" for extra in asked if extra not in _extras()]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +188,11 @@ def _pip(words: list[str]) -> list[str]:
 )
 def test_what_commands_name_exists(path: Path):
     assert [fault for line in commands(path.read_text()) for fault in faults(line)] == []
+
+
+def test_every_extra_is_described():
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    assert len(table) == 5 and set(table) == _extras()
 
 
 def test_most_documents_have_commands():
