@@ -34,6 +34,7 @@ SHAPES = {
     **{f"T8192 H{H}": {"T": 8192, "H": H, "HV": H} for H in (16, 32, 48, 64)},
     **{f"8 x 1024 H{H}": {"lengths": (1024,) * 8, "H": H, "HV": H} for H in (16, 32, 64)},
     **{f"T8192 H{H} K64": {"T": 8192, "H": H, "HV": H, "K": 64, "V": 64} for H in (32, 64, 96)},
+    "T8192 H64 K64 softplus": {"T": 8192, "H": 64, "HV": 64, "K": 64, "V": 64} | SOFTPLUS,
     "T8192 H64 softplus": {"T": 8192, "H": 64, "HV": 64} | SOFTPLUS,
     "T8192 H64 softplus, forgetful": {"T": 8192, "H": 64, "HV": 64, "memory": "new"} | SOFTPLUS,
     "8 x 1024 H64 softplus": {"lengths": (1024,) * 8, "H": 64, "HV": 64} | SOFTPLUS,

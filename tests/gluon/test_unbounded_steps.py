@@ -37,19 +37,21 @@ def in_steps() -> Iterator[None]:
 ANY_DECAY = [case for case in TABLE if not case.safe and case.gate != "lower_bound" and case.l2norm and not case.h]
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("case", ANY_DECAY, ids=case_id)
-def test_cases(case: Case):
-    check_steps(replace(case, K=128))
+def test_cases(case: Case, K: int):
+    check_steps(replace(case, K=K))
 
 
 SMALL = replace(UNBOUNDED, H=1, HV=2, V=64, T=192, state=FP32)
 FORGETFUL = replace(SMALL, name="forgetful", memory="new")
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("memory", ["short", "new"])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 130])
-def test_lengths(T: int, memory: str):
-    check_steps(replace(SMALL, name="length", T=T, memory=memory, v_first=T % 2 == 0))
+def test_lengths(T: int, memory: str, K: int):
+    check_steps(replace(SMALL, name="length", T=T, memory=memory, v_first=T % 2 == 0, K=K))
 
 
 PLAIN = replace(SMALL, gate="none", beta="value")
@@ -70,13 +72,14 @@ def compare(call: dict) -> None:
     hold_errors(found, before, want, MORE)
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("case", HARD, ids=case_id)
-def test_errors_are_those_of_chunks(case: Case):
-    compare(steps_call(case))
+def test_errors_are_those_of_chunks(case: Case, K: int):
+    compare(steps_call(replace(case, K=K)))
 
 
-def steps_decays(kind: str) -> dict:
-    return decays_call(kind, SMALL.T, SMALL.H)
+def steps_decays(kind: str, K: int = 128) -> dict:
+    return decays_call(kind, SMALL.T, SMALL.H, K=K)
 
 
 def hold_decays(kind: str) -> None:
@@ -84,15 +87,17 @@ def hold_decays(kind: str) -> None:
     hold(call, poisoned(call), truth(call))
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_of_decays_are_those_of_chunks(kind: str):
-    compare(steps_decays(kind))
+def test_errors_of_decays_are_those_of_chunks(kind: str, K: int):
+    compare(steps_decays(kind, K))
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("rate", [-6.0, 1.0], ids=["slow", "forgetful"])
-def test_large_inputs_of_the_gate(rate: float):
+def test_large_inputs_of_the_gate(rate: float, K: int):
     """Whose exponential overflows, also where no token is."""
-    call = steps_call(replace(SMALL, name="large inputs", T=70))
+    call = steps_call(replace(SMALL, name="large inputs", T=70, K=K))
     call["A_log"] = torch.full_like(call["A_log"], rate)
     call["dt_bias"] = call["dt_bias"].clone()
     call["dt_bias"].view(-1)[::5] += 150.0
@@ -114,9 +119,10 @@ def test_few_ctas_change_no_bit(monkeypatch: pytest.MonkeyPatch):
         assert_same_bits(poisoned(call), want, covered_tokens(call))
 
 
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("name", TOKEN_TENSORS)
-def test_nan_stays_in_its_sequence(name: str):
-    hold_nan_inside(steps_call(replace(PACKED, lengths=(70, 40, 66))), [name])
+def test_nan_stays_in_its_sequence(name: str, K: int):
+    hold_nan_inside(steps_call(replace(PACKED, lengths=(70, 40, 66), K=K)), [name])
 
 
 def test_no_factor_loses_what_its_product_has():

@@ -24,10 +24,12 @@ KINDS = (
 )
 
 
-def decays_call(kind: str, T: int, H: int, device: str = "cpu") -> dict:
+def decays_call(kind: str, T: int, H: int, device: str = "cpu", K: int = 128) -> dict:
     """With log decays of one of `KINDS`, given in bf16."""
     hard = "same_keys_2" if "one key" in kind else None
-    case = replace(UNBOUNDED, name=kind, gate="none", beta="value", hard=hard, H=H, HV=2 * H, V=64, T=T, state=FP32)
+    case = replace(
+        UNBOUNDED, name=kind, gate="none", beta="value", hard=hard, H=H, HV=2 * H, K=K, V=64, T=T, state=FP32
+    )
     call = make_call(case, BF16, device)
     g = torch.full_like(call["g"], -1e-3, dtype=BF16)
     token = torch.arange(T, device=device)[None, :, None, None]

@@ -415,7 +415,7 @@ MANY = replace(KIMI, H=64, HV=64)
         ({"K": 64}, {}, True),
         ({"K": 64, "H": 32, "HV": 32}, {}, True),  # not split, however long its sequences
         ({"K": 64, "H": 31, "HV": 31}, {}, False),
-        ({"K": 64, "gate": "softplus", "lower_bound": None}, {}, False),
+        ({"K": 64, "gate": "softplus", "lower_bound": None}, {}, True),
         ({"K": 64, "H": 32, "HV": 32}, {"split": 2}, False),
         ({"l2norm": False}, {}, False),
         ({"gate": "softplus", "lower_bound": None}, {}, True),

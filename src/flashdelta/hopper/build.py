@@ -54,7 +54,7 @@ STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48
 """Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether over ranks. `prepare` has less to
 do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens with K = 128 16, 32 and
 64 heads take 229, 284 and 480 us instead of 200, 290 and 579, in 8 sequences 32 heads 247 instead of 290. Over ranks the chain
-of `transitions` comes on top. With K = 64, bounded gates alone: 32, 64 and 96 heads take 173, 252 and 384 us instead of 201,
+of `transitions` comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252 and 384 us instead of 201,
 342 and 514."""
 
 
@@ -65,7 +65,7 @@ def in_steps(problem: Problem, room: int) -> bool:
     only its sequences were longer keeps its chunks, as does what the backward pass will compute again."""
     whole = problem.split == 1 or (problem.split == AUTO and (room == 0 or problem.K == 64))
     plain = not problem.return_intermediate_states and not problem.requires_grad
-    inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm and (problem.K == 128 or problem.safe_gate)
+    inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm
     return STEPS_FROM[problem.K, problem.ranks > 1] <= problem.HV and whole and plain and inputs
 
 

@@ -164,7 +164,8 @@ def decay_sums(g_s, biases, rate, unit_s, i: gl.constexpr, GATE: gl.constexpr, S
 @gluon.jit
 def decayed(keys, queries, right, norm_k_s, norm_q_s, d, i: gl.constexpr, QUERIES_FIRST: gl.constexpr = False):
     """Makes operands of a part's keys and queries, in their place, and right operands, from log2 decays `d` since the
-    reference. `QUERIES_FIRST`: the order in which registers suffice for all rows of a packed chunk at once."""
+    reference. `QUERIES_FIRST`: the order in which registers suffice for all rows of a packed chunk at once, where gates are
+    bounded."""
     layout: gl.constexpr = d.type.layout
     KH: gl.constexpr = d.shape[0]
     a = exp2(d)
@@ -502,7 +503,6 @@ def prepare_steps_kernel(
     -w [64, K]               in the keys' place                 * -w
     """
     KH: gl.constexpr = K // 64
-    gl.static_assert(SAFE or KH == 2, "gates without a bound go with K = 128 here")
     LAYOUT: gl.constexpr = part_layout(KH)
     # as in `prepare`
     head, slot, tile = last_chunks_first(HV, not SAFE)
@@ -579,20 +579,23 @@ def prepare_steps_kernel(
         if KH == 2:
             after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, True)
     else:
-        if GATE == "none":
-            # with the branch 8 B are spilled
+        if GATE == "none" or KH == 1:
+            # with the branch 8 or 16 B are spilled
             likely: gl.constexpr = True
         else:
             likely = may_fit(bias_s, rate) if GATE == "softplus" and dt_bias is not None else start >= 0
         fits = likely
         if likely:
             before, middle = decay_sums(g_s, biases, rate, unit_s, 0, GATE, False)
-            after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
+            inside = middle >= LOWEST_HALF
+            if KH == 2:
+                after, rest = decay_sums(g_s, biases, rate, unit_s, 1, GATE, False)
+                inside = inside & (rest >= LOWEST_HALF)
             # whether no half of a step decays by more than a float32 holds; a NaN does
-            far = gl.where((middle >= LOWEST_HALF) & (rest >= LOWEST_HALF), 0, 1)
+            far = gl.where(inside, 0, 1)
             # of each warp, then of all: a reduction of the whole takes a barrier more
             far_s = reinterpret(blocks_s, gl.int32, [4], FLAT)
-            far_s.reshape([2, 2, 1]).store(gl.max(far, axis=3))
+            far_s.reshape([KH, 2, 2 // KH]).store(gl.max(far, axis=3))
             fits = gl.max(far_s.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) == 0
         else:
             before = gl.zeros((2, 2, 1, 16, 64), gl.float32, layout=LAYOUT)
@@ -617,7 +620,14 @@ def prepare_steps_kernel(
         else:
             until = gl.where(at_part[None, None, :, None] == 0, middle, 0.0)
             decayed(
-                keys, queries, right, norm_k_s, norm_q_s, before - until[:, :, :, None, :], 0, cu_seqlens is not None
+                keys,
+                queries,
+                right,
+                norm_k_s,
+                norm_q_s,
+                before - until[:, :, :, None, :],
+                0,
+                SAFE and cu_seqlens is not None,
             )
         fence_async_shared()
         barrier()

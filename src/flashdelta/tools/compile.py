@@ -510,6 +510,8 @@ VARIANTS = (
     _steps("K64 V128 stream-K", K=64, heads=96),
     _steps("K64 V64 pool with checkpoints, V first", K=64, V=64, state_v_first=True, **CHECKPOINTS),
     _steps("K64 V64 regular checkpoints", K=64, V=64, **REGULAR),
+    _steps("K64 V64 unbounded", K=64, V=64, gate="softplus"),
+    _steps("K64 V64 unbounded, log decays", K=64, V=64, gate="none"),
     _steps("K128 V128 unbounded", gate="softplus"),
     _steps("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
     _steps("K128 V128 unbounded, log decays", gate="none"),

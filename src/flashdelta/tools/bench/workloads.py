@@ -292,7 +292,7 @@ def _narrow(H: int) -> Row:
 
 
 def _narrow_unbounded(H: int, most: float) -> Row:
-    """Chunks of 64 tokens even with many heads: steps take bounded gates alone here."""
+    """Its bound is that of narrow heads times that of gates without a bound."""
     name, why = f"T8192 H{H} K64 softplus", "heads of half the width, and a gate without a bound"
     return _beside(name, why, H, most, "narrow heads", K=64, V=64, **UNBOUNDED)
 
