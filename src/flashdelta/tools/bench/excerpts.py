@@ -70,26 +70,15 @@ def kernels() -> str:
     )
 
 
-HALF_STEPS_SHOWN = {
-    "T8192 H32": "chunks",
-    "T8192 H64": "steps",
-    "T8192 H64 softplus": "steps",
-    "8 x 1024 H32": "chunks",
-    "8 x 1024 H64": "steps",
-}
-"""Rows, and the form that calls take."""
+HALF_STEPS_SHOWN = ("T8192 H32", "T8192 H64", "T8192 H64 softplus", "8 x 1024 H32", "8 x 1024 H64")
 
 
 def half_steps() -> str:
     """Of docs/hopper-prefill.md: whole chunks beside steps of 32 tokens."""
     times = load(RESULTS / "tuning" / "half_steps-h200.json")["times"]
     table = [["us", "chunks: `prepare`", "`recurrence`", "both", "steps: `prepare`", "`recurrence`", "both"]]
-    for name, taken in HALF_STEPS_SHOWN.items():
-        line = [name]
-        for form in ("chunks", "steps"):
-            *each, both = (f"{times[name][f'{form}: {what}']:.0f}" for what in ("prepare", "recurrence", "both"))
-            line += [*each, f"**{both}**" if form == taken else both]
-        table.append(line)
+    parts = [f"{form}: {what}" for form in ("chunks", "steps") for what in ("prepare", "recurrence", "both")]
+    table += [[name, *(f"{times[name][part]:.0f}" for part in parts)] for name in HALF_STEPS_SHOWN]
     return markdown_table(table)
 
 
