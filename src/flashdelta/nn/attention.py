@@ -28,7 +28,7 @@ from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.halo import halo
-from ..problem import device_checks
+from ..problem import rank_checks
 from ..problem.arguments import flag
 from ..problem.context import ContextParallel, check_offsets, context_of
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
@@ -241,7 +241,7 @@ class KimiDeltaAttention(nn.Module):
             if pool is not None or slots is not None or has_initial_state is not None:
                 self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots)
         except (TypeError, ValueError):
-            device_checks.refuse_on_all_ranks(cp_context)
+            rank_checks.refuse_on_all_ranks(cp_context)
             raise
         mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))

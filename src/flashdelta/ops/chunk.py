@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem import device_checks, operations
+from ..problem import operations, rank_checks
 from ..problem.context import context_in_call
 from ..problem.problem import GateName, NullIndex
 from ..problem.split import known_lengths
@@ -163,7 +163,7 @@ def chunk_kda(
         try:
             cp_context, cu_seqlens, border = context_in_call(cp_context, group, cu_seqlens, q)
         except (TypeError, ValueError):
-            device_checks.refuse_on_all_ranks(cp_context, group)
+            rank_checks.refuse_on_all_ranks(cp_context, group)
             raise
         group = None
     tensors = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import device_checks
+from ..problem import rank_checks
 from ..problem.context import HALO, ContextParallel, context_of, is_group
 from ..problem.errors import wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
@@ -34,12 +34,12 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
     try:
         c = _context(x, context, width)
     except (TypeError, ValueError):
-        device_checks.refuse_on_all_ranks(context)
+        rank_checks.refuse_on_all_ranks(context)
         raise
     differentiable = torch.is_grad_enabled() and x.requires_grad
     # of batch rows each rank may have as many tokens as it likes
     sizes = (x.shape[0], x.shape[2], width, c.cu_seqlens is not None and x.shape[1])
-    device_checks.check_on_all_ranks(c, ("halo", sizes, x.dtype, differentiable, c.exchange), "context")
+    rank_checks.check_on_all_ranks(c, ("halo", sizes, x.dtype, differentiable, c.exchange), "context")
     if c.ranks == 1:
         return x.new_zeros(x.shape[0], width, x.shape[2])
     return _halo(x, c.border, c.name, c.exchange, c.rank, c.ranks, width)

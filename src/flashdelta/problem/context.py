@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .device_checks import enabled
 from .errors import wrong
-from .exchanges import EXCHANGES, chosen_exchange, gather_numbers
+from .exchanges import EXCHANGES, chosen_exchange
 
 OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, DIGEST, OPENED = 0, 1, 2, 3, 4, 5, 6, 8
 """Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
@@ -94,8 +93,6 @@ class ContextParallel:
         Raises:
             ValueError, TypeError: offsets that do not fit, or a context of whole batch rows.
         """
-        from .device_checks import enabled  # which knows contexts
-
         if self.cu_seqlens is None or self.tokens is None:
             raise wrong("cu_seqlens", "a tensor", "None (each batch row is one sequence over all ranks)")
         check_offsets(cu_seqlens)
@@ -390,60 +387,3 @@ def _fla_count(context: Any, name: str, most: int) -> int:
     if not 0 <= value <= most:
         raise wrong("cp_context", f"{name} {value}", f"0 to {most} on this rank")
     return value
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------------
-
-
-REFUSED = [-1, 0, 0, 0, 0, 0]
-"""Instead of a call's hash, that of its offsets, and its border: this rank refuses the call."""
-
-
-def check_ranks(context: ContextParallel, described: object, name: str = "cp_context") -> None:
-    """Of a call under FLASHDELTA_CHECK=1: every rank must make the same one, which `described` tells, with the same offsets of
-    all ranks' tokens, and where sequences go on must fit what the neighbours say. All refuse alike. `name`: the caller's, of
-    the context."""
-    own = context.border.tolist()
-    said = [zlib.crc32(repr(described).encode()), own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]]
-    numbers = _tell(said, context.name, context.ranks, context.device)
-    calls, offsets, *_ = zip(*numbers)
-    found = [border for _, _, *border in numbers]
-    if REFUSED[0] in calls:
-        raise wrong(name, f"a call that rank {calls.index(REFUSED[0])} refuses", "one that every rank takes")
-    for r in range(context.ranks):
-        if calls[r] != calls[0]:
-            raise wrong(name, f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
-        if offsets[r] != offsets[0]:
-            raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
-    firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
-    for r, (opened, left, first, last) in enumerate(found):
-        firsts[r] = first if opened >= 0 and opened == left else r
-        lasts[r] = last if opened >= 0 and opened == left else r
-    outer = found[0][OPEN_IN] >= 0 or found[-1][OPEN_OUT] >= 0
-    for r, (a, b) in enumerate(itertools.pairwise(found)):
-        left, opened = a[OPEN_OUT] >= 0, b[OPEN_IN] >= 0
-        fits = b[FIRST_RANK] == firsts[r] and a[LAST_RANK] == lasts[r + 1]
-        if outer or left != opened or (left and not fits):
-            raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", SAME_OFFSETS)
-
-
-def tell_refusal(*where: Any) -> None:
-    """To the ranks that wait in `check_ranks`. `where`: what the call has as context and group, fit or not; where none of them
-    is a group or has one, nobody can be told."""
-    groups = [x if is_group(x) else getattr(x, "group", None) for x in where]
-    group = next(filter(is_group, groups), None)
-    if group is not None and group.size() > 1:
-        device = next((x.device for x in where if isinstance(x, ContextParallel)), None)
-        with contextlib.suppress(RuntimeError):  # the group's; the refusal says more
-            _tell(REFUSED, group.group_name, group.size(), device)
-
-
-def _tell(numbers: list[int], name: str, ranks: int, device: torch.device | None) -> list[list[int]]:
-    """Numbers of all ranks, by tensors on a kind of device that the group alone decides: a rank may refuse its tensors'."""
-    kinds = [x.type for x in torch.distributed.distributed_c10d._resolve_process_group(name)._device_types]
-    kind = "cpu" if "cpu" in kinds or not kinds else kinds[0]
-    on = device if device is not None and device.type == kind else torch.device(kind)
-    return gather_numbers(numbers, name, ranks, on)
-
-
-SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"

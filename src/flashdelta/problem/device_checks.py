@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from .context import ContextParallel, check_ranks, tell_refusal
 from .errors import wrong
 from .problem import Problem, Tensors, record_counts
 from .switches import is_on
@@ -61,32 +60,6 @@ def check(problem: Problem, t: Tensors, name_of: NameOf, on_host: torch.Tensor |
         if rows > problem.checkpoint_rows:
             wanted = f"one for each of the {rows} checkpoints"
             raise wrong("checkpoint_states", f"{problem.checkpoint_rows} rows", wanted)
-
-
-ALIKE = (
-    *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
-    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange"),
-)
-"""What calls of all ranks have in common: fields of their problems."""
-
-
-def check_call_of_ranks(context: object, problem: Problem) -> None:
-    """That all ranks of a context make the same call."""
-    if isinstance(context, ContextParallel):
-        # of batch rows each rank may have as many tokens as it likes
-        described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T
-        check_on_all_ranks(context, described)
-
-
-def check_on_all_ranks(context: ContextParallel, described: object, name: str = "cp_context") -> None:
-    if context.ranks > 1 and enabled():
-        check_ranks(context, described, name)
-
-
-def refuse_on_all_ranks(*where: object) -> None:
-    """Of a call that this rank refuses: the others would wait for it. `where` may be its context and its group, or not."""
-    if enabled():
-        tell_refusal(*where)
 
 
 def _check_offsets(cu_seqlens: torch.Tensor, problem: Problem) -> None:

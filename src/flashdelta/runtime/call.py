@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends
-from ..problem import device_checks
+from ..problem import rank_checks
 from ..problem.arguments import Operation, is_plain
 from ..problem.errors import wrong
 from ..problem.problem import Problem, Tensors
@@ -92,9 +92,9 @@ class Call:
         try:
             found = self.check(given)
         except (TypeError, ValueError):
-            device_checks.refuse_on_all_ranks(context, given.get("group"))
+            rank_checks.refuse_on_all_ranks(context, given.get("group"))
             raise
-        device_checks.check_call_of_ranks(context, found[0])
+        rank_checks.check_call_of_ranks(context, found[0])
         return found
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""What FLASHDELTA_CHECK=1 verifies of calls over ranks: that all make the same one, and that none of them refuses it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from typing import Any
+
+import torch
+
+from .context import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, ContextParallel, is_group
+from .device_checks import enabled
+from .errors import wrong
+from .exchanges import gather_numbers
+from .problem import Problem
+
+ALIKE = (
+    *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
+    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange"),
+)
+"""What calls of all ranks have in common: fields of their problems."""
+
+REFUSED = [-1, 0, 0, 0, 0, 0]
+"""Instead of a call's hash, that of its offsets, and its border: this rank refuses the call."""
+
+SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"
+
+
+def check_call_of_ranks(context: object, problem: Problem) -> None:
+    """That all ranks of a context make the same call."""
+    if isinstance(context, ContextParallel):
+        # of batch rows each rank may have as many tokens as it likes
+        described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T
+        check_on_all_ranks(context, described)
+
+
+def check_on_all_ranks(context: ContextParallel, described: object, name: str = "cp_context") -> None:
+    """Every rank must make the same call, which `described` tells, with the same offsets of all ranks' tokens, and where
+    sequences go on must fit what the neighbours say. All refuse alike. `name`: the caller's, of the context."""
+    if context.ranks == 1 or not enabled():
+        return
+    own = context.border.tolist()
+    said = [zlib.crc32(repr(described).encode()), own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]]
+    numbers = _tell(said, context.name, context.ranks, context.device)
+    calls, offsets, *_ = zip(*numbers)
+    found = [border for _, _, *border in numbers]
+    if REFUSED[0] in calls:
+        raise wrong(name, f"a call that rank {calls.index(REFUSED[0])} refuses", "one that every rank takes")
+    for r in range(context.ranks):
+        if calls[r] != calls[0]:
+            raise wrong(name, f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
+        if offsets[r] != offsets[0]:
+            raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
+    firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
+    for r, (opened, left, first, last) in enumerate(found):
+        firsts[r] = first if opened >= 0 and opened == left else r
+        lasts[r] = last if opened >= 0 and opened == left else r
+    outer = found[0][OPEN_IN] >= 0 or found[-1][OPEN_OUT] >= 0
+    for r, (a, b) in enumerate(itertools.pairwise(found)):
+        left, opened = a[OPEN_OUT] >= 0, b[OPEN_IN] >= 0
+        fits = b[FIRST_RANK] == firsts[r] and a[LAST_RANK] == lasts[r + 1]
+        if outer or left != opened or (left and not fits):
+            raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", SAME_OFFSETS)
+
+
+def refuse_on_all_ranks(*where: Any) -> None:
+    """Of a call that this rank refuses: tells the ranks that wait in `check_on_all_ranks`. `where`: what the call has as
+    context and group, fit or not; where none of them is a group or has one, nobody can be told."""
+    if not enabled():
+        return
+    groups = [x if is_group(x) else getattr(x, "group", None) for x in where]
+    group = next(filter(is_group, groups), None)
+    if group is not None and group.size() > 1:
+        device = next((x.device for x in where if isinstance(x, ContextParallel)), None)
+        with contextlib.suppress(RuntimeError):  # the group's; the refusal says more
+            _tell(REFUSED, group.group_name, group.size(), device)
+
+
+def _tell(numbers: list[int], name: str, ranks: int, device: torch.device | None) -> list[list[int]]:
+    """Numbers of all ranks, by tensors on a kind of device that the group alone decides: a rank may refuse its tensors'."""
+    kinds = [x.type for x in torch.distributed.distributed_c10d._resolve_process_group(name)._device_types]
+    kind = "cpu" if "cpu" in kinds or not kinds else kinds[0]
+    on = device if device is not None and device.type == kind else torch.device(kind)
+    return gather_numbers(numbers, name, ranks, on)
