@@ -22,6 +22,8 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>.*?) -->\n)?```(?P<info>.*)\n(?P<
 NEEDS = {"a GPU": ("cuda",), "an engine": ("vllm", "sglang")}
 """Marks, and the words one of which their blocks have."""
 
+HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
+
 OTHERS = ("FLASHDELTA_", "SGLANG_", "VLLM_", "cd ", "cmake ", "export ", "git ", "pip install ", "torchrun ", "vllm ")
 
 
@@ -45,6 +47,22 @@ def program(text: str, on_gpu: bool = False) -> str:
     """The Python blocks that run, one after another."""
     wanted = (None, "a GPU") if on_gpu else (None,)
     return "\n".join(b.code for b in blocks(text) if b.language == "python" and not b.title and b.needs in wanted)
+
+
+def sections(text: str, github: bool = False) -> dict[str, str]:
+    """What each heading begins, up to the next one of its level or above, by the anchor that MkDocs or GitHub gives it."""
+    text = BLOCK.sub("", text)
+    found: dict[str, str] = {}
+    for match in HEADING.finditer(text):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", match[2])).strip().lower()
+        slug = words.replace(" ", "-") if github else re.sub(r"[-\s]+", "-", words)
+        anchor, number = slug, 0
+        while anchor in found:
+            number += 1
+            anchor = f"{slug}-{number}" if github else f"{slug}_{number}"
+        end = re.compile(rf"^#{{1,{len(match[1])}}} ", re.MULTILINE).search(text, match.end())
+        found[anchor] = text[match.end() : end.start() if end else len(text)]
+    return found
 
 
 def faults(text: str) -> list[str]:

@@ -83,10 +83,40 @@ def test_a_block_that_is_neither_is_found(text: str, said: str):
     assert said in found
 
 
+def astray(path: Path, text: str) -> list[str]:
+    """Links of a document to files or headings that there are not. MkDocs makes the anchors of a link within docs/."""
+
+    def leads(link: str) -> bool:
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not anchor or not target.exists():
+            return target.exists()
+        on_site = all(x.is_relative_to(ROOT / "docs") for x in (path, target))
+        return anchor in documents.sections(text if target == path else target.read_text(), github=not on_site)
+
+    return [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link and not leads(link)]
+
+
 @every_document
 def test_links_lead_somewhere(path: Path):
-    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
-    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+    assert astray(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "found"),
+    [
+        ("README.md", "docs/nothing.md", True),
+        ("README.md", "CONTRIBUTING.md#set-up", False),
+        ("README.md", "CONTRIBUTING.md#set-down", True),
+        ("CONTRIBUTING.md", "#a-heading", False),
+        ("CONTRIBUTING.md", "#no-heading", True),
+        ("CONTRIBUTING.md", "docs/log/tuning.md#recurrence-1", False),
+        ("docs/decode.md", "log/tuning.md#recurrence_1", False),
+        ("docs/decode.md", "log/tuning.md#recurrence_2", True),
+    ],
+)
+def test_a_link_astray_is_found(page: str, link: str, found: bool):
+    assert astray(ROOT / page, f"# A `heading`\n\n[said]({link})\n") == [link] * found
 
 
 # ---- names and defaults --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figures in sentences of docs/: each is what a file in benchmarks/results holds."""
+"""The figures in sentences of docs/: each is what a file in benchmarks/results holds, or stands in the tuning log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from flashdelta.tools.bench.excerpts import RESULTS, rows_of
 from flashdelta.tools.bench.report import load
+from flashdelta.tools.bench.scaling import PUT_US
 from flashdelta.tools.bench.workloads import value
+from tests.support import documents
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -35,6 +37,10 @@ def mean(numbers: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, numbers)) / len(numbers))
 
 
+def half_steps(name: str, us: str) -> float:
+    return load(RESULTS / "tuning" / "half_steps-h200.json")["times"][name][us]
+
+
 def backward() -> Iterator[str]:
     train, wy = rows_of("train-hopper-h200"), rows_of("wy-hopper-h200")
     row = train["B1 T8192 H32"]
@@ -45,6 +51,9 @@ def backward() -> Iterator[str]:
     yield f"{span(time, 2)} of FLA's time, {span(memory, 2)} of its memory above the inputs"
     yield f"{row['ours']['ms']['median']:.2f} ms from an idle GPU (FLA {row['fla']['ms']['median']:.2f})"
     yield f"{row['ours']['sustained_ms']:.2f} sustained (FLA {row['fla']['sustained_ms']:.2f})"
+    yield f"hide it behind the GPU's {row['ours']['sustained_ms']:.2f} ms"
+    errors = [value(x, f"ours.error.{of}/fla.error.{of}") for x in train.values() for of in x["ours"]["error"]]
+    yield f"no gradient's error is more than {math.ceil(max(errors) * 10) / 10} times FLA's"
     ours, fla = (sum(kernel["ms"] for kernel in row[who]["kernels"]) for who in ("ours", "fla"))
     yield f"{ours:.2f} in kernels (FLA {fla:.2f})"
     yield f"{row['ours']['peak_above_bytes'] / 2**30:.2f} GiB above"
@@ -91,10 +100,17 @@ def decode() -> Iterator[str]:
         if re.match(r"verify N(8|32) .*bf16 (softplus )?S3", name) and row["shape"]["v_first"]
     ]
     yield f"states in slots of their own take {span(each(few, 'slots.ms.median/ours.ms.median'), 2)} of a replay"
+    longer: list[float] = []
     for S in (3, 7):
         found = [rows[f"verify N32 H32 {state} K first S{S}"] for state in ("fp32", "bf16")]
         fp32, bf16 = (f"{x:.2f}" for x in each(found, "ours.ms.median/slots.ms.median"))
+        steps = [rows[f"N32 H32 {state} K first"] for state in ("fp32", "bf16")]
+        longer += [x["ours"]["ms"]["median"] / y["ours"]["ms"]["median"] for x, y in zip(found, steps, strict=True)]
         yield f"3 drafts take {fp32} (float32) and {bf16} (bfloat16)" if S == 3 else f"7 drafts {fp32} and {bf16}"
+    yield f"verification takes {span(longer)} times as long as a step"
+    size = {K: math.ceil((3 * K + 4) / 16) * 16 * 4 / (K * K * 4) * 100 for K in (64, 128)}
+    yield f"that is {size[128]:.1f} % of a float32 state and {2 * size[128]:.1f} % of a bfloat16 one"
+    yield f"with 64 it is {size[64]:.1f} and {2 * size[64]:.0f} %"
 
 
 def fp32() -> Iterator[str]:
@@ -119,6 +135,9 @@ def prefill() -> Iterator[str]:
     yield f"{document['ceilings']['copy_tb_s']:.2f} TB/s, and {document['ceilings']['gemm_tflop_s']:.0f} TFLOP/s"
     kernels = {kernel["stage"]: kernel for kernel in document["rows"][0]["ours"]["kernels"]}
     yield f"`recurrence` takes {kernels['recurrence']['us_per_chunk']:.2f} us per chunk at H = 64"
+    yield f"us per chunk at H = 64 and {half_steps('T8192 H32', 'chunks: recurrence') / 128:.2f} us at H = 32"
+    both = [half_steps("T8192 H64", f"{form}: both") for form in ("steps", "chunks")]
+    yield "the kernels of T=8192, H=64 take {:.0f} us instead of {:.0f}".format(*both)
     less = []
     for gpu in ("h200", "h100"):
         times = load(RESULTS / "tuning" / f"half_steps-{gpu}.json")["times"]
@@ -126,6 +145,8 @@ def prefill() -> Iterator[str]:
     yield "Packed calls of 32 heads gain {:.0f} % by them, and one sequence {:.0f} %".format(*less[:2])
     yield "half_steps-h100.json) {:.0f} and {:.0f} %)".format(*less[2:])
     h100, h200, shards = (rows_of(name) for name in ("prefill-hopper-h100", "prefill-hopper-h200", "shards-h100"))
+    copies = [load(RESULTS / f"prefill-hopper-{gpu}.json")["ceilings"]["copy_tb_s"] for gpu in ("h100", "h200")]
+    yield f"has {copies[0] / copies[1]:.2f} of an H200's memory bandwidth"
     ours = [rows["T8192 H64"]["ours"]["sustained_ms"] for rows in (h100, h200)]
     yield "T8192 H64: {:.3f} ms sustained, an H200 {:.3f}".format(*ours)
     plain = {name: row for name, row in h100.items() if "," not in name and "softplus" not in name}
@@ -150,6 +171,8 @@ def prefill() -> Iterator[str]:
     one, packed = ([x for name, x in cost.items() if ("packed" in name) == wanted] for wanted in (False, True))
     yield f"costs {span([x * 100 for x in one])} % of a call of one sequence, {short * 100:.1f} % of T1024 H64"
     yield f"of packed ones {span([x * 100 for x in packed])} %"
+    copied = 20 * 64 * 128 * 128 * 4 / load(RESULTS / "prefill-hopper-h100.json")["ceilings"]["copy_tb_s"] / 1e6
+    yield f"are 84 MB, {copied:.0f} us at the copy rate"
     yield f"beside {h100['packed 20 random H64']['ours']['sustained_ms'] * 1e3:.0f} us"
 
 
@@ -174,6 +197,10 @@ def split() -> Iterator[str]:
     heads = [trials[f"T8192 H{H}, random gates"] for H in (4, 8, 12)]
     tried, without = ([f"{row[how]:.0f}" for row in heads] for how in ("tried", "without"))
     yield f"take {tried[0]}, {tried[1]} and {tried[2]} us instead of {without[0]}, {without[1]} and {without[2]}"
+    slow = [
+        row["tried"] / row["without"] for name, row in trials.items() if "slow" in name and row["segments_tried"] > 1
+    ]
+    yield f"With slow gates the trials cost {min(slow) * 100 - 100:.0f} to {max(slow) * 100 - 100:.0f} %"
     long = trials["128K H8, random gates"]
     yield f"128K tokens of 8 heads {long['tried']:,.0f} us instead of {long['without']:,.0f}"
 
@@ -181,9 +208,19 @@ def split() -> Iterator[str]:
 def layer() -> Iterator[str]:
     rows = rows_of("layer-h100")
     steps = {name: row for name, row in rows.items() if name.startswith("decode")}
+    fp32, bf16 = (
+        each((row for name, row in steps.items() if name.endswith(f"H32 {state}")), "ours.ms.median/bare.ms.median")
+        for state in ("fp32", "bf16")
+    )
+    yield f"takes {span(fp32, 2)} of a step of attention alone in float32, {span(bf16, 2)} in bfloat16"
     many = [row for row in steps.values() if row["shape"]["N"] >= 128]
     yield f"From 128 sequences on a step moves its states at {percent(each(many, 'share_of_floor'))} of the copy rate"
     yield f"{sum(row['met'] is False for row in steps.values())} of the {len(steps)} rows miss"
+    h200, h100 = (load(RESULTS / f"decode-{gpu}.json")["ceilings"]["copy_tb_s"] for gpu in ("h200", "h100"))
+    yield f"whose memory is {h200 / h100:.1f} times as fast"
+    fp32, bf16 = more_bytes()
+    yield f"the launch moves {fp32} more than a step of attention alone, which has 1.3 KB of rows (bfloat16 states: {bf16})"
+    yield f"with the {fp32} (bfloat16: {bf16}) more bytes"
     norm = [rows[f"prefill T8192 H{H}, norm"]["norm_share"] for H in (32, 64)]
     yield "takes {:.0f} % of a call with 32 heads and {:.0f} % with 64".format(*(x * 100 for x in norm))
     train = rows["train T8192 H32"]
@@ -205,6 +242,9 @@ def parallel() -> Iterator[str]:
     yield f"which brought that of 8K from 0.717 to {rows['fwd H64 8K x 2']['sustained_efficiency']:.3f}"
     short = [(0.77 - rows[f"fwd H64 {x} x 2"]["sustained_efficiency"]) * 100 for x in ("32K", "128K")]
     yield "miss their sustained bounds, by {:.1f} and {:.1f} points".format(*short)
+    kernels = [x["ms"] for x in rows["fwd H32 8K x 2"]["ours"]["kernels"] if x["kernel"] == "transitions_kernel"]
+    yield f"takes {max(kernels):.2f} ms for 8192 tokens, where its chain alone would take {0.57 * 128 / 1e3:.2f}"
+    yield f"timed alone on an H200, {PUT_US[1][1]:.0f} to {PUT_US[3][1]:.0f} us"
     exchange = [rows["fwd H32 8K x 2"][x]["ms"]["median"] * 1e3 for x in ("exchange", "exchange_gather")]
     yield "({:.0f} and {:.0f} us at 2 MiB, cold)".format(*exchange)
     ratio = "gather.sustained_ms/ours.sustained_ms"
@@ -248,6 +288,9 @@ def integrations() -> Iterator[str]:
         for state in ("fp32", "bf16")
     }
     yield f"would be {span(room['fp32'], 2)} times as fast in float32 and {span(room['bf16'], 2)} in bfloat16"
+    limits = (DOCS.parent / "tests" / "gpu" / "test_engines.py").read_text()
+    prefill, step = re.search(r"^ALLOWED, ALLOWED_OF_FEW = ([\d.]+), ([\d.]+)$", limits, re.MULTILINE).groups()
+    yield f"the error of a prefill may be {prefill} times theirs, that of a step, where chance decides, {step} times"
     whole = [row for name, row in engines.items() if "whole step" in name]
     yield f"Kimi-K3's whole step is {span(each(whole, 'engine_ratio'), 2)} times as fast"
 
@@ -260,10 +303,45 @@ def machine_code() -> Iterator[str]:
     yield f"`recurrence` takes {percent(recurrence)} longer"
     yield f"`reverse` {longer['train B1 T8192 H32: reverse_kernel'] * 100:.0f} %"
     yield f"`wy` as an operator {longer['wy B1 T8192 H32'] * 100:.0f} %"
+    oldest = {name: value(row, ratio) for name, row in rows_of("toolchains-h200").items()}
+    prepare = [x - 1 for name, x in oldest.items() if name.endswith(": prepare_kernel")]
+    yield f"spills 8 bytes and takes {percent(prepare)} longer"
+    yield f"spills 16 bytes and takes {oldest['wy B1 T8192 H32: wy_kernel'] * 100 - 100:.0f} % longer"
+    cut = rows_of("toolchains-h200")["prefill T32768 H4: recurrence_kernel"]
+    cold, busy = (value(cut, path) * 100 - 100 for path in (ratio, "other.sustained_ms/ours.sustained_ms"))
+    yield f"in the split call (24 bytes, {cold:.0f} %, {busy:.0f} % under load)"
+    portable = oldest["triton prefill T8192 H64: recurrence_kernel"] * 100 - 100
+    yield f"the portable `recurrence` ({portable:.0f} %, without a spill)"
+    yield f"`finish` is {1 / oldest['train B1 T8192 H32: finish_kernel']:.1f} times as fast"
     packed = [x for name, x in longer.items() if name.startswith("prefill packed") and ":" not in name]
     yield f"whole packed prefills {percent(packed)}"
     calls = [value(row, ratio) - 1 for name, row in newer.items() if name.startswith("prefill") and ":" not in name]
     yield f"3.8.0 takes {percent(calls)} longer"
+
+
+def diagnose() -> Iterator[str]:
+    host: dict[str, list[float]] = {}
+    for row in load(RESULTS / "revisions" / "house-h200.json")["rows"]:
+        host.setdefault(row["row"], []).append(row["ours"])
+    recurrent = each(load(RESULTS / "decode-h200.json")["rows"], "ours.host_us")
+    yield (
+        f"costs an H200's host {host['commit, replay'][0]:.0f} us (`commit`), {span(recurrent, 0)} (`recurrent_kda`), "
+        f"{span(host['prefill, replay'], 0)} (`chunk_kda`) or {host['train, replay'][0]:.0f} (forward and backward)"
+    )
+    us = [half_steps(f"T8192 H64{gate}", "steps: prepare") for gate in ("", " softplus", " softplus, forgetful")]
+    slower = [x / us[0] for x in us[1:]]
+    yield f"take {span(slower, 2)} times as long with 64 heads"
+
+
+def more_bytes() -> tuple[str, str]:
+    """What a step of the layer moves beyond one of attention, float32 and bfloat16 states, by KB of a head (layer.md)."""
+    state, windows, rows, attention = 128, 4.5, 1.5, 1.3
+    fp32, bf16 = ((x + windows + rows) / (x + attention) - 1 for x in (state, state / 2))
+    return f"{fp32 * 100:.1f} %", f"{bf16 * 100:.1f} %"
+
+
+def fused_decode() -> Iterator[str]:
+    yield f"it moves {more_bytes()[0]} more than attention alone with float32 states"
 
 
 PAGES = {
@@ -271,7 +349,9 @@ PAGES = {
     "decode": decode,
     "fp32-and-c": fp32,
     "hopper-prefill": prefill,
+    "howto/diagnose": diagnose,
     "integrations": integrations,
+    "kernels/fused-decode": fused_decode,
     "kernels/prepare": prepare,
     "kernels/wy": wy,
     "layer": layer,
@@ -281,9 +361,85 @@ PAGES = {
 }
 
 
+NOT_HELD = {
+    "numerics": "limits of tests, and steps of dtypes: nothing measured",
+    "start/coming-from": "a limit of tests",
+    "start/serving": "bytes by count",
+    "log/tuning": "what the others are held to",
+}
+"""Pages whose figures no test holds, and why."""
+
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+FIGURE = re.compile(
+    rf"(?<![\w.`/^-])(?:(?:{NUMBER}(?:,? (?:to|and|or|instead of|against) |, ))*{NUMBER} ?"
+    r"(?P<unit>us|ms|s|%|x|times|points|[TG]B/s|TFLOP/s)(?![\w/]| \d)"
+    rf"(?: (?:to|of|instead of|against) {NUMBER}\b)?|0\.\d\d+(?![\w.]))"
+)
+"""Numbers with a unit of measurement and those that share it, as in `7, 8 us instead of 9`; shares such as 0.85."""
+
+
+def paragraphs(text: str) -> list[str]:
+    """Prose: no code, tables or generated parts."""
+    text = documents.BLOCK.sub("", text)
+    text = re.sub(r"<!-- tables: .*?<!-- end of tables -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^(?:\||    ).*$", "", text, flags=re.MULTILINE)
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n(?=\* )", text)]
+
+
+def numbers(text: str) -> set[float]:
+    return {float(x.replace(",", "")) for x in re.findall(NUMBER, text)}
+
+
+def unheld(text: str, held: Sequence[str]) -> list[str]:
+    """Figures in no held sentence, and in no section of the tuning log that their paragraph links to."""
+    sections = documents.sections((DOCS / "log" / "tuning.md").read_text())
+    found = []
+    for part in paragraphs(text):
+        spans = [match.span() for sentence in held for match in re.finditer(re.escape(sentence), part)]
+        log = numbers(" ".join(sections.get(x, "") for x in re.findall(r"tuning\.md#([\w-]+)\)", part)))
+        for match in FIGURE.finditer(part):
+            scales = (1, 1000, 1 / 1000) if match["unit"] in ("us", "ms") else (1,)
+            logged = all(any(round(x * scale, 9) in log for scale in scales) for x in numbers(match[0]))
+            if not logged and not any(start <= match.start() and match.end() <= end for start, end in spans):
+                found.append(match[0])
+    return found
+
+
 def missing(page: str, sentences: Iterable[str]) -> list[str]:
     text = " ".join((DOCS / f"{page}.md").read_text().split())
     return [sentence for sentence in sentences if sentence not in text]
+
+
+ALL = sorted(str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", [page for page in ALL if page not in NOT_HELD])
+def test_every_figure_is_held_or_in_the_log(page: str):
+    assert unheld((DOCS / f"{page}.md").read_text(), list(PAGES.get(page, tuple)())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It takes 7 us.", ["7 us"]),
+        ("It takes 331, 295 and 322 us instead of 401.", ["331, 295 and 322 us instead of 401"]),
+        ("It takes 0.85 of the time.", ["0.85"]),
+        ("It is 2.5 times as fast, 3.1x, at 4.2 TB/s.", ["2.5 times", "3.1x", "4.2 TB/s"]),
+        ("Held: 7 us. Not held: 8 us.", ["8 us"]),
+        ("Triton 3.6.0, 4 x 4 blocks, 64 KB, 2^40 times, `7 us`", []),
+        ("```text\n7 us\n```\n\n| 7 us |\n\n<!-- tables: x -->\n7 us\n<!-- end of tables -->", []),
+        ("Before 331 us, then 322 ([log](log/tuning.md#prepare-bounded-decays)).", []),
+        ("Before 0.331 ms ([log](log/tuning.md#prepare-bounded-decays)).", []),
+        ("Before 337 us ([log](log/tuning.md#prepare-bounded-decays)).", ["337 us"]),
+        ("Before 331 us, not 337 us ([log](log/tuning.md#prepare-bounded-decays)).", ["337 us"]),
+        ("Before 331 us instead of 337 ([log](log/tuning.md#prepare-bounded-decays)).", ["331 us instead of 337"]),
+        ("Before 331 us ([log](log/tuning.md#host)).", ["331 us"]),
+        ("Before 331 us ([log](log/tuning.md#nothing)).", ["331 us"]),
+        ("* Before 331 us.\n* Then ([log](log/tuning.md#prepare-bounded-decays)).", ["331 us"]),
+    ],
+)
+def test_a_figure_that_nothing_holds_is_found(text: str, found: list[str]):
+    assert unheld(text, ["Held: 7 us."]) == found
 
 
 @pytest.mark.parametrize("page", PAGES)
