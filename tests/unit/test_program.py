@@ -348,8 +348,8 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
     for middle in (40, 70, 10):
         pretended.clear()
         offsets = torch.tensor([0, middle, 140])
-        local, border = shard(offsets, 0, 2, 70, 2)
-        context = ContextParallel(None, "virtual", 0, 2, border, local, 70, exchange="put")
+        local, border = shard(offsets, 1, 2, 70, 2)
+        context = ContextParallel(None, "virtual", 1, 2, border, local, 70, exchange="put")
         call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
         call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
         call["q"].requires_grad_(backward)
