@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import weakref
 from dataclasses import replace
@@ -354,6 +355,23 @@ def test_fake_tensors_leave_nothing_to_later_calls():
 
 
 # ---- halo -------------------------------------------------------------------------------------------------------------
+
+
+def test_halo_sends_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """The caller may write to `x` while other ranks are still being sent what was there."""
+    sent: list[Tensor] = []
+
+    def noted(packet: Tensor, packets: Tensor, *where: object) -> None:
+        sent.append(packet)
+        packets.zero_()
+
+    monkeypatch.setattr(importlib.import_module("flashdelta.parallel.halo"), "exchange", noted)
+    x = torch.rand(1, 8, 3)
+    for tokens in (8, 2):
+        own, offsets = x[:, :tokens], torch.tensor([0, 2 * tokens])
+        on_ranks(2, lambda group, own=own, offsets=offsets: halo(own, context_parallel(offsets, group=group), 3))
+        assert all(packet.untyped_storage().data_ptr() != own.untyped_storage().data_ptr() for packet in sent)
+    assert len(sent) == 4
 
 
 @pytest.mark.parametrize("W", [2, 4, 5])

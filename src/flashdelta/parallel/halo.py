@@ -81,7 +81,9 @@ def _halo(x: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int,
     B, T, D = x.shape
     tail = min(T, width)
     tails = x.new_empty(ranks, B, tail, D)
-    exchange(x[:, T - tail :].contiguous(), tails, name, way, LATER)
+    # not the caller's memory, which may be written while others are sent what was there
+    own = x[:, T - tail :].clone(memory_format=torch.contiguous_format)
+    exchange(own, tails, name, way, LATER)
     before = tails[:rank].transpose(0, 1).flatten(1, 2)[:, -width:] if tail else x.new_empty(B, 0, D)
     missing = x.new_zeros(B, width - before.shape[1], D)
     return torch.where(_visible(border, width), torch.cat([missing, before], dim=1), 0)

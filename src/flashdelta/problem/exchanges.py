@@ -26,7 +26,8 @@ ALL, LATER, EARLIER = DIRECTIONS = ("all", "later", "earlier")
 def exchange(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
     """`packets [ranks, ...]`: every rank's `packet`, of the process group of this name, by the `way` that `EXCHANGES` has; the
     bits are the same. All ranks must call this, with as many bytes and in the same order. `to`: of `DIRECTIONS`; packets that
-    are not for this rank, its own among them, may be missing then, and none is waited for."""
+    are not for this rank, its own among them, may be missing then, and none is waited for. Nobody may write to `packet` any
+    more: what follows on the stream runs while copies are read from it."""
     memory = _putting(name, way, packet.device)
     if memory is not None:
         memory.send(packet, to)
