@@ -639,14 +639,7 @@ ALONE = {
         ),
         "x: got shape",
     ),
-    "layer_cache": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group), return_cache=True),
-        "return_cache: got one with cp_context",
-    ),
-    "layer_taps": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group, conv_size=3)),
-        "cp_context: got one for 3 taps",
-    ),
+    **{name: REFUSED[name] for name in ("layer_cache", "layer_taps")},
     "layer_slots": (
         lambda group: in_layer(context_parallel(OFFSETS, group=group), slots=torch.tensor([0])),
         "pool: got NoneType",
