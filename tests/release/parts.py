@@ -45,20 +45,46 @@ def rows(*texts: str) -> tuple[str, ...]:
 RANDOM, SLOW = rows(", random gates"), rows(", slow gates")
 HOPPER = ("--backend", "hopper", "--repeats", "40")
 STEP, FORWARD = "fwd+bwd", "fwd"
+
+
+def of_ranks(ranks: int, passes: str, heads: int, thousands: tuple[int, ...], kind: str = "") -> tuple[str, ...]:
+    return rows(*(f"{passes} H{heads} {T}K x {ranks}{kind}" for T in thousands))
+
+
+EACH = (8, 32, 128)
+"""Thousands of tokens of a rank."""
+
 RANKS = {
-    "gradients-h32": ("gradients over two GPUs", [f"{STEP} H32 {T}K x 2" for T in (8, 32, 128)]),
-    "h32": ("sequences over two GPUs", [f"{FORWARD} H32 {T}K x 2" for T in (8, 32, 128)]),
-    "million": ("a million tokens over two GPUs", [f"{passes} H32 512K x 2" for passes in (STEP, FORWARD)]),
-    "gradients-h64": ("gradients over two GPUs", [f"{STEP} H64 {T}K x 2" for T in (8, 32, 128)]),
-    "h64": ("sequences over two GPUs", [f"{FORWARD} H64 {T}K x 2" for T in (8, 32, 128)]),
+    "gradients-h32": (2, "gradients", of_ranks(2, STEP, 32, EACH)),
+    "h32": (2, "sequences", of_ranks(2, FORWARD, 32, EACH)),
+    "million": (2, "a million tokens", of_ranks(2, STEP, 32, (512,)) + of_ranks(2, FORWARD, 32, (512,))),
+    "gradients-h64": (2, "gradients", of_ranks(2, STEP, 64, EACH)),
+    "h64": (2, "sequences", of_ranks(2, FORWARD, 64, EACH)),
     "packed": (
+        2,
         "sequences that the border cuts",
-        [f"{passes} H32 {T}K x 2 packed" for passes in (STEP, FORWARD) for T in (8, 32)],
+        of_ranks(2, STEP, 32, (8, 32), " packed") + of_ranks(2, FORWARD, 32, (8, 32), " packed"),
     ),
-    "gradients-h8": ("gradients of few heads over two GPUs", [f"{STEP} H8 {T}K x 2" for T in (8, 32, 128)]),
-    "h8": ("few heads over two GPUs", [f"{FORWARD} H8 {T}K x 2" for T in (8, 32, 128)]),
+    "gradients-h8": (2, "gradients of few heads", of_ranks(2, STEP, 8, EACH)),
+    "h8": (2, "few heads", of_ranks(2, FORWARD, 8, EACH)),
+    **{
+        f"{ranks}-{name}": (ranks, what, some)
+        for ranks, million in ((4, 256), (8, 128))
+        for name, what, some in (
+            ("gradients-h32", "gradients", of_ranks(ranks, STEP, 32, EACH)),
+            ("million", "a million tokens", of_ranks(ranks, STEP, 32, (million,))),
+            ("h32", "sequences", of_ranks(ranks, FORWARD, 32, EACH)),
+            ("gradients-h64", "gradients", of_ranks(ranks, STEP, 64, EACH)),
+            ("h64", "sequences", of_ranks(ranks, FORWARD, 64, EACH)),
+            (
+                "packed",
+                "sequences that borders cut",
+                of_ranks(ranks, STEP, 32, (8, 32), " packed") + of_ranks(ranks, FORWARD, 32, (8, 32), " packed"),
+            ),
+        )
+    },
 }
-"""Of `bench cp`: FLA tunes its kernels anew for each number of heads."""
+"""Of `bench cp`, by how many GPUs: FLA tunes its kernels anew for each number of heads."""
 
 LAYER = {
     "h32": rows("H32 fp32", "H32 bf16"),
@@ -92,9 +118,15 @@ PARTS = (
     ),
     *(
         Part(
-            f"ranks-{name}", bench("cp", *rows(*some)), 480, "cp-<gpu>.json", f"{what}, beside FLA's", ("fla",), gpus=2
+            f"ranks-{name}",
+            bench("cp", *some),
+            480,
+            "cp-<gpu>.json",
+            f"{what} over {ranks} GPUs, beside FLA's",
+            ("fla",),
+            gpus=ranks,
         )
-        for name, (what, some) in RANKS.items()
+        for name, (ranks, what, some) in RANKS.items()
     ),
     Part(
         "fuzz",

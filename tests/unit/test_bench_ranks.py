@@ -260,8 +260,9 @@ def test_every_number_of_gpus_has_rows_and_bounds():
     ]
     assert all(row.bounds == (workloads.Bound("efficiency", 2.0),) for row in ranks.ROWS if row.ranks == 1)
     # a million tokens
-    assert rows["fwd+bwd H32 512K x 2"].call.T * 2 == 2**20
-    assert rows["fwd+bwd H32 128K x 8"].call.T * 8 == 2**20
+    for count in scaling.RANKS:
+        name = f"fwd+bwd H32 {1024 // count}K x {count}"
+        assert rows[name].call.T * count == 2**20, name
 
 
 def test_a_table_of_all_rows_fits_80_columns():
