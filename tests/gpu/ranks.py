@@ -112,15 +112,17 @@ def replayed(cut: Cut, other: Cut, group: dist.ProcessGroup, way: str) -> tuple[
 
 
 def on_two_streams(group: dist.ProcessGroup, way: str) -> bool:
-    """Whether exchanges that follow each other on other streams bring what was sent, also where ranks come late."""
+    """Whether exchanges that follow each other on other streams bring what was sent, also where ranks come late, and where a
+    packet's memory is the next one's of its stream."""
     streams, delays = [torch.cuda.Stream() for _ in range(2)], random.Random(group.rank())
     ranks = torch.arange(group.size(), device="cuda", dtype=torch.float32).view(-1, 1, 1)
-    calls = [(ranks[group.rank()] + i).expand(1, 1 << 18).contiguous() for i in range(REPEATS // 10)]
-    found = [x.new_empty(group.size(), *x.shape) for x in calls]
+    found = [ranks.new_empty(group.size(), 1, 1 << 18) for _ in range(REPEATS // 10)]
     torch.cuda.synchronize()
-    for i, (packet, packets) in enumerate(zip(calls, found)):
+    for i, packets in enumerate(found):
         with torch.cuda.stream(streams[i % 2]):
+            packet = (ranks[group.rank()] + i).expand(packets.shape[1:]).contiguous()
             exchange(packet, packets, group.group_name, way)
+            del packet
         if delays.random() < 0.2:
             time.sleep(delays.random() * 2e-3)
     torch.cuda.synchronize()

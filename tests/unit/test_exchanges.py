@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,22 @@ def test_a_later_group_of_a_name_has_memory_of_its_own(monkeypatch: pytest.Monke
 
     counts = [max(on_ranks(2, run)) for _ in range(4)]
     assert counts[-1] <= counts[0] + 2, "groups that are gone leave nothing"
+
+
+def test_memory_is_ready_before_another_rank_may_write_and_a_kernel_may_read(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch clears the signals, and uploads addresses, on a stream that other streams do not wait for."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    done, own, memory = [], torch.empty(8, dtype=torch.uint8), object()
+
+    def told(what: str, found: object = None) -> Callable[..., object]:
+        return lambda *_: done.append(what) or found
+
+    monkeypatch.setattr(symmetric, "_SymmetricMemory", SimpleNamespace(empty_strided_p2p=told("allocate", own)))
+    monkeypatch.setattr(symmetric, "rendezvous", told("meet", memory))
+    monkeypatch.setattr(torch.cuda, "synchronize", told("wait"))
+    assert exchanges._opened(SimpleNamespace(group_name="g"), 8, torch.device("cuda", 0)) == (own, memory)
+    assert done == ["allocate", "wait", "meet", "wait"]
 
 
 # ---- calls --------------------------------------------------------------------------------------------------------------

@@ -161,8 +161,8 @@ class SharedMemory:
         """Of copies to other ranks; none where a group stands in, whose signals wait for no stream."""
         self.ready: torch.cuda.Event
         self.sent: torch.cuda.Event
-        self.sent_last: Tensor | None = None
-        """Its memory is not for others before the copies have been read."""
+        self.packet: Tensor | None = None
+        """The last one: its memory is not for others before the copies have been read."""
         self.obstacle = None if _stands_in(group) else self._ask(name, group)
 
     def send(self, packet: Tensor, to: str) -> None:
@@ -244,7 +244,7 @@ class SharedMemory:
             return
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.sent)
-        self.sent_last = source
+        self.packet = source
         self.ready.record(current)
         self.sending.wait_event(self.ready)
         with torch.cuda.stream(self.sending):
@@ -263,6 +263,9 @@ class SharedMemory:
                 self.ready, self.sent = torch.cuda.Event(), torch.cuda.Event()
         elif stream != self.stream:
             stream.wait_event(self.done)
+            if self.sending is not None and self.stream is not None:
+                # the memory of the last packet goes back to its stream, which may write it at once
+                self.stream.wait_event(self.sent)
         self.stream = stream
 
     def _grow(self, room: int) -> None:
@@ -348,7 +351,12 @@ def _opened(group: Any, nbytes: int, device: torch.device) -> tuple[Tensor, Memo
 
     # not `empty`, whose tensors may lie in one allocation, and share its barriers with others
     own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    return own, symmetric.rendezvous(own, group.group_name)
+    # PyTorch clears the signals, and uploads the addresses of the others', without waiting for either: a signal that comes
+    # before is lost, and a kernel on another stream reads addresses that are none
+    torch.cuda.synchronize(device)
+    memory = symmetric.rendezvous(own, group.group_name)
+    torch.cuda.synchronize(device)
+    return own, memory
 
 
 def _timeout_ms(group: Any, device: torch.device) -> int:
