@@ -24,6 +24,7 @@ JOBS = os.cpu_count() or 1
 def record() -> None:
     """Compiles entries that are not recorded as the source has them, and writes all; with a wrong digest anywhere, all."""
     for toolchain in toolchains().values():
+        sources = records.sources()
         triton, entries = toolchain.triton(), toolchain.entries()
         known = {}
         if records.path_of(triton).exists():
@@ -37,6 +38,7 @@ def record() -> None:
         wrong = records.all_faults(compiled)
         found = comparison.same | compiled
         records.write(found, triton)
+        records.write_sources(sources, triton)
         print(f"Triton {triton}: {len(entries)} entries, {len(compiled)} compiled, {len(comparison.gone)} dropped")
         print(*(records.changes(known, found) if known else []), *wrong, sep="\n")
         if wrong:
@@ -70,9 +72,9 @@ def gate(base: str) -> None:
     """Exits with 1 if the machine code or the launches of any entry differ from the revision `base`."""
     found = 0
     for toolchain in toolchains().values():
-        triton, entries = toolchain.triton(), toolchain.entries()
+        triton = toolchain.triton()
         now = records.read(triton)
-        comparison = records.compare(entries, now)
+        comparison = records.compare(now if records.holds_sources(triton) else toolchain.entries(), now)
         if comparison.new or comparison.gone:
             sys.exit("the record is stale; first run: make record\n" + "\n".join(records.violations(comparison, {})))
         lines = records.changes(records.parse(_at(base, records.path_of(triton)), triton), now)

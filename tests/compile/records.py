@@ -2,6 +2,9 @@
 
 A line holds what the code costs, a hash of it, the fingerprint of all that determines it (`tools.compile.fingerprint`) and a
 digest of the line, so that nobody edits it by hand. `make record` writes the files.
+
+Fingerprints take minutes. So beside each file stands a digest of it and of all sources that fingerprints depend on: where that
+is still right, the recorded fingerprints are the sources'.
 """
 
 from __future__ import annotations
@@ -13,7 +16,13 @@ from pathlib import Path
 
 from flashdelta.tools.compile import Costs
 
+from ..gluon.record import PACKAGE
+
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "machine_code"
+
+SOURCES = tuple(f"src/flashdelta/{name}" for name in ("__init__.py", *PACKAGE, "tools/__init__.py", "tools/compile.py"))
+"""What the fingerprints depend on but for Triton itself; `test_machine_code_is_as_recorded` sees that it is all."""
 
 DEVICE_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """What a CTA may use on the device: 163, 99 and 227 KB."""
@@ -94,6 +103,40 @@ def read(triton: str) -> Records:
 def write(records: Records, triton: str) -> None:
     FOLDER.mkdir(exist_ok=True)
     path_of(triton).write_text(render(records, triton))
+
+
+def source_files() -> list[Path]:
+    """All Python in `SOURCES`."""
+    paths = (ROOT / name for name in SOURCES)
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+
+
+def sources() -> str:
+    """A digest of their names and contents."""
+    total = hashlib.sha256()
+    for file in source_files():
+        total.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return total.hexdigest()
+
+
+def sources_path_of(triton: str) -> Path:
+    return path_of(triton).with_suffix(".sources")
+
+
+def _bound(sources: str, triton: str) -> str:
+    """A digest of the sources and of the record, that neither is taken for that of another."""
+    return hashlib.sha256(f"{sources}\n".encode() + path_of(triton).read_bytes()).hexdigest()
+
+
+def write_sources(sources: str, triton: str) -> None:
+    """Says that the record holds the fingerprints of these sources."""
+    sources_path_of(triton).write_text(f"{_bound(sources, triton)}\n")
+
+
+def holds_sources(triton: str) -> bool:
+    """Whether the recorded fingerprints are known to be those of the sources as they are."""
+    path = sources_path_of(triton)
+    return path.is_file() and path.read_text().strip() == _bound(sources(), triton)
 
 
 @dataclass(frozen=True)

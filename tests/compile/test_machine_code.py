@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 from dataclasses import asdict, replace
@@ -46,6 +47,8 @@ SAMPLE, RECENT, MOST = 4, 6, 24
 """Entries of each Triton that are compiled though their fingerprint is recorded, others at every commit: of all, and of those
 that the last change of the record changed. At most so many of the ones that are not recorded: the test fails anyway."""
 
+FULL = os.environ.get("FLASHDELTA_TESTS") == "full"
+
 TOOLCHAINS = toolchains()
 
 ONE_A_LANE = (
@@ -72,23 +75,37 @@ def recent(version: str, recorded: dict[Entry, Costs]) -> list[Entry]:
     return [entry for entry, costs in recorded.items() if records.columns(entry, costs) not in known]
 
 
+def drawn(version: str, recorded: dict[Entry, Costs]) -> set[Entry]:
+    draw = random.Random(f"{git('rev-parse', 'HEAD')} {version}")
+    changed = sorted(recent(version, recorded))
+    return {*draw.sample(sorted(recorded), SAMPLE), *draw.sample(changed, min(RECENT, len(changed)))}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("toolchain", TOOLCHAINS)
 def test_machine_code_is_as_recorded(toolchain: str, tmp_path: Path):
-    """Compiles what is not recorded as the source has it, and a sample of the rest, from nothing."""
+    """Compiles what is not recorded as the source has it, and a sample of the rest, from nothing. Where the record is known to
+    hold the sources' fingerprints, only those of the sample are made anew."""
     chain = TOOLCHAINS[toolchain]
     version = chain.triton()
     if toolchain == "oldest":
         assert version == "3.6.0"
     if version not in records.recorded_tritons():
         pytest.skip(f"Triton {version} is not recorded, only {', '.join(records.recorded_tritons())}")
-    entries, recorded = chain.entries(), records.read(version)
+    recorded = records.read(version)
+    sample = drawn(version, recorded)
+    if records.holds_sources(version) and not FULL:
+        listed = chain.listed(sample)
+        assert sorted(listed.names) == sorted(entry.name for entry in recorded)
+        assert {*listed.files} <= {*records.source_files()}, "records.SOURCES lacks what fingerprints depend on"
+        named = {entry.name for entry in sample}
+        entries, recorded = listed.entries, {entry: recorded[entry] for entry in recorded if entry.name in named}
+    else:
+        entries = chain.entries()
     comparison = records.compare(entries, recorded)
-    draw = random.Random(f"{git('rev-parse', 'HEAD')} {version}")
-    keys = {entry.key for entry in recent(version, recorded)}
-    changed = sorted(entry for entry in comparison.same if entry.key in keys)
-    sample = {*draw.sample(sorted(comparison.same), SAMPLE), *draw.sample(changed, min(RECENT, len(changed)))}
-    wanted, cache = [*comparison.new[:MOST], *sorted(sample)], {"TRITON_CACHE_DIR": str(tmp_path)}
+    keys = {entry.key for entry in sample}
+    wanted = [*comparison.new[:MOST], *sorted(entry for entry in comparison.same if entry.key in keys)]
+    cache = {"TRITON_CACHE_DIR": str(tmp_path)}
     compiled = chain.compile(entries, wanted, environment=cache, expected=comparison.before)
     wrong = records.violations(comparison, compiled)
     assert not wrong, "if this is meant: make record, then read what make gate lists\n" + "\n".join(wrong)
@@ -270,7 +287,7 @@ def test_what_differs_is_compiled_again_before_that_is_believed(monkeypatch: pyt
 
     monkeypatch.setattr(Toolchain, "run", run)
     expected = {ENTRY: COSTS, OTHER: COSTS}
-    found = Toolchain().compile([ENTRY, OTHER], [ENTRY, OTHER], expected=expected)
+    found = Toolchain().compile({ENTRY: 0, OTHER: 1}, [ENTRY, OTHER], expected=expected)
     assert found == {ENTRY: COSTS, OTHER: other}
     assert [given for given, _ in asked] == [("0", "1"), ("0", "1"), ("1",), ("1",)]
     caches = [environment.get("TRITON_CACHE_DIR") for _, environment in asked]
@@ -291,6 +308,24 @@ def test_a_line_edited_by_hand_fails(version: str):
         edited = "\t".join([*columns[:i], columns[i] + "0", *columns[i + 1 :]])
         with pytest.raises(ValueError, match=f"triton-{version}.tsv line 2: the digest is not that of the line"):
             records.parse(text.replace(line, edited), version)
+
+
+@pytest.mark.parametrize("changed", ["source", "record", "nothing"])
+def test_a_changed_source_or_record_is_noticed(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "SOURCES", ("source",))
+    kernel = tmp_path / "source" / "kernel.py"
+    kernel.parent.mkdir()
+    kernel.write_text("as it was")
+    records.write({ENTRY: COSTS}, "3.6.0")
+    assert not records.holds_sources("3.6.0")
+    records.write_sources(records.sources(), "3.6.0")
+    if changed == "source":
+        kernel.write_text("as it is")
+    elif changed == "record":
+        records.write({OTHER: COSTS}, "3.6.0")
+    assert records.holds_sources("3.6.0") == (changed == "nothing")
 
 
 def test_a_line_of_another_triton_fails():
@@ -367,7 +402,7 @@ def on_meta_as_it_lies(x: object) -> object:
 def test_kernels_whose_lanes_hold_unequal_sums_are_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Toolchain, "run", lambda *_, **__: [asdict(COSTS) | {"unequal_sums": 1}])
     with pytest.raises(RuntimeError, match=r"lanes hold unequal sums .*\nsm_90 k_kernel: v"):
-        Toolchain().compile([ENTRY], [ENTRY])
+        Toolchain().compile({ENTRY: 0}, [ENTRY])
 
 
 # ---- fingerprints --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -20,10 +20,30 @@ OLDEST = "FLASHDELTA_TRITON_OLDEST"
 
 COMPILE = "-m", "flashdelta.tools.compile"
 
+LISTED = """
+import json, sys
+from flashdelta.tools.compile import all_launches, report
+wanted = {tuple(name) for name in json.loads(sys.argv[1])}
+names = [(arch, variant, launch.kernel.__name__) for arch, variant, launch in all_launches()]
+entries = [(place, report(place, compiles=False)) for place, name in enumerate(names) if name in wanted]
+files = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "flashdelta"]
+print(json.dumps({"names": names, "entries": entries, "files": files}))
+"""
+
 ATTEMPTS = 4
 
 FUSION = "TRITON_DEFAULT_FP_FUSION"
 """Environment variable of Triton's: whether to fuse multiplications and additions where a launch does not say."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The names of all kernels that are compiled, by place; of those asked for the entries, by their places; the files that
+    made them."""
+
+    names: list[tuple[int, str, str]]
+    entries: dict[Entry, int]
+    files: list[Path]
 
 
 @dataclass(frozen=True)
@@ -57,13 +77,20 @@ class Toolchain:
     def triton(self) -> str:
         return self.run("-c", "import json, triton; print(json.dumps(triton.__version__))")
 
-    def entries(self) -> list[Entry]:
-        """All kernels that are compiled for any variant and architecture."""
-        return [Entry(**found) for found in self.run(*COMPILE, "--list")]
+    def entries(self) -> dict[Entry, int]:
+        """All kernels that are compiled for any variant and architecture, by their places. Each is lowered, which takes
+        minutes."""
+        return {Entry(**found): place for place, found in enumerate(self.run(*COMPILE, "--list"))}
+
+    def listed(self, wanted: Collection[Entry]) -> Listed:
+        """Lowers only kernels that are named as those that are wanted."""
+        found = self.run("-c", LISTED, json.dumps([entry.name for entry in wanted]))
+        entries = {Entry(**row): place for place, row in found["entries"]}
+        return Listed([tuple(name) for name in found["names"]], entries, [Path(file) for file in found["files"]])
 
     def compile(
         self,
-        entries: list[Entry],
+        entries: Mapping[Entry, int],
         wanted: Iterable[Entry],
         jobs: int = 1,
         environment: dict[str, str] | None = None,
@@ -78,13 +105,12 @@ class Toolchain:
         Raises:
             RuntimeError: lanes of a kernel hold unequal sums, which no kernel's may.
         """
-        places = {entry: i for i, entry in enumerate(entries)}
         found: dict[Entry, Costs] = {}
         left = list(wanted)
         for attempt in range(attempts if expected else 1):
             with tempfile.TemporaryDirectory(prefix="flashdelta-compile-") as cache:
                 fresh = {"TRITON_CACHE_DIR": cache} if attempt > 0 else {}
-                given = map(str, (places[entry] for entry in left))
+                given = map(str, (entries[entry] for entry in left))
                 options = "--json", f"--jobs={jobs}", "--places"
                 rows = self.run(*COMPILE, *options, *given, environment={**(environment or {}), **fresh})
             unequal = [str(entry) for entry, row in zip(left, rows) if row["unequal_sums"]]
