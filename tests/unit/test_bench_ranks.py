@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import flashdelta as fd
 from flashdelta.problem.context import context_parallel
@@ -20,6 +26,8 @@ from flashdelta.tools.bench.timing import Effort
 from flashdelta.tools.bench.training import LEAVES
 from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.bench.workloads import model, select, value
+
+from ..support.shared import folder_of_run, once
 
 CPU = torch.device("cpu")
 
@@ -60,9 +68,9 @@ ROWS = [
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """In the first row with FLA, whose kernels fail on a CPU, on every rank."""
-    folder = tmp_path_factory.mktemp("cp")
+    folder = folder_of_run(tmp_path_factory)
     beside = setup(peers={"fla": print}, peer_rows=frozenset([ROWS[0].name]))
-    return run(BENCHMARKS["cp"], beside, folder / "results.json", ROWS)
+    return once(folder / "ranks.pt", lambda: run(BENCHMARKS["cp"], beside, folder / "ranks.json", ROWS))
 
 
 @pytest.mark.slow
@@ -166,23 +174,71 @@ class Raises:
         return RIGHT(group, row, options)
 
 
-def measured(tmp_path, monkeypatch, work, *rows: ranks.RanksRow) -> list[dict]:
-    monkeypatch.setattr(ranks, "_work", work)
+def measured(folder: Path, patch: pytest.MonkeyPatch, work: Callable, *rows: ranks.RanksRow) -> list[dict]:
+    patch.setattr(ranks, "_work", work)
     beside = setup(peers={"fla": print})
-    return run(BENCHMARKS["cp"], beside, tmp_path / "results.json", list(rows))["rows"]
+    return run(BENCHMARKS["cp"], beside, folder / "results.json", list(rows))["rows"]
 
 
 STEP = small("step", 2, ranks.STEP, bounds=(workloads.Bound("efficiency", 0.0, any_gpu=True),))
+RESULTS = ("o", "beta", "A_log")
+
+
+def serve(group: dist.ProcessGroup, address: str) -> None:
+    """Runs what comes, each with `ranks` as it was."""
+    before = dict(vars(ranks))
+    with Client(address) as asked:
+        while task := asked.recv():
+            work, *arguments = task
+            asked.send((group.rank(), work(group, *arguments)))
+            vars(ranks).update(before)
+
+
+@contextmanager
+def the_same_processes(count: int) -> Iterator[Callable]:
+    """An `on_processes` that starts `count` once, as that takes longer than the small calls."""
+    with Listener() as listener, ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(ranks.on_processes, count, serve, listener.address)
+        asked = [listener.accept() for _ in range(count)]
+
+        def again(ranks_: int, work: Callable, *arguments: object, **_: object) -> list[dict]:
+            assert ranks_ == count
+            for one in asked:
+                one.send((work, *arguments))
+            return [found for _, found in sorted(one.recv() for one in asked)]
+
+        yield again
+        for one in asked:
+            one.send(None)
+        ended.result()
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict]:
+    """The row whose result of FLA's or ours is wrong, on one rank alone; and the one where ours raises."""
+    folder = folder_of_run(tmp_path_factory) / "wrong"
+
+    def make() -> dict[tuple[str, str], dict]:
+        folder.mkdir()
+        works = {("fla", what): Peer(what, 1) for what in RESULTS} | {
+            ("ours", what): Wrong(what, 1) for what in RESULTS
+        }
+        works["ours", "raises"] = Refuses()
+        with the_same_processes(2) as again, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "on_processes", again)
+            return {key: measured(folder, patch, work, STEP)[0] for key, work in works.items()}
+
+    return once(folder.with_suffix(".pt"), make)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["o", "beta", "A_log"])
-def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, what: str):
+@pytest.mark.parametrize("what", RESULTS)
+def test_what_is_wrong_is_not_timed(wrong: dict[tuple[str, str], dict], what: str):
     """On one rank alone, in a result or a gradient alone."""
-    (fla,) = measured(tmp_path, monkeypatch, Peer(what, 1), STEP)
+    fla = wrong["fla", what]
     assert fla["fla"]["problem"].startswith(f"wrong: error {what}") and "ms" not in fla["fla"]
     assert fla["ours"]["problem"] is None and fla["met"] is True and fla["speedup"] is None
-    (ours,) = measured(tmp_path, monkeypatch, Wrong(what, 1), STEP)
+    ours = wrong["ours", what]
     assert f"wrong: error {what}" in ours["ours"]["problem"] and "ms" not in ours["ours"]
     assert ours["fla"]["problem"] is None and ours["fla"]["ms"] and max(ours["fla"]["error"].values()) < 1e-2
     assert ours["met"] is None and report.failures({"rows": [ours]}) == [ours]
@@ -197,8 +253,8 @@ def test_a_split_call_is_checked_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_raises_leaves_the_others_of_its_row(tmp_path, monkeypatch):
-    (row,) = measured(tmp_path, monkeypatch, Refuses(), STEP)
+def test_what_raises_leaves_the_others_of_its_row(wrong: dict[tuple[str, str], dict]):
+    row = wrong["ours", "raises"]
     assert row["ours"]["problem"] == "OutOfMemoryError: no memory for ours" and "ms" not in row["ours"]
     assert row["one"]["ms"] and row["fla"]["ms"] and row["fla"]["problem"] is None and row["met"] is None
 

@@ -26,6 +26,7 @@ from flashdelta.testing.processes import on_processes
 
 from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, fla_context, incoming_of
+from ..support.shared import folder_of_run, once
 
 RANKS = 3
 CASES = {
@@ -182,8 +183,8 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
-    return on_processes(RANKS, work)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return once(folder_of_run(tmp_path_factory) / "gloo.pt", lambda: on_processes(RANKS, work))
 
 
 @pytest.mark.parametrize("name", CASES)
