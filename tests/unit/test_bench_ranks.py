@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Client, Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,14 +66,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """In the first row with FLA, whose kernels fail on a CPU, on every rank."""
-    folder = folder_of_run(tmp_path_factory)
-    beside = setup(peers={"fla": print}, peer_rows=frozenset([ROWS[0].name]))
-    return once(folder / "ranks.pt", lambda: run(BENCHMARKS["cp"], beside, folder / "ranks.json", ROWS))
-
-
 @pytest.mark.slow
 def test_processes_measure_every_contender(document: dict):
     forward, step, alone, kept, turns = document["rows"]
@@ -97,7 +90,9 @@ def test_processes_measure_every_contender(document: dict):
         assert all(row[name]["sustained_ms"] > 0 for name in timed)
         assert row["sustained_efficiency"] == row["one"]["sustained_ms"] / row["ours"]["sustained_ms"]
         assert [*row["seconds"]] == ["processes", "make", "first calls", "check", "time", "sustained", "profile"]
-        assert all(x >= 0 for x in row["seconds"].values()) and row["seconds"]["processes"] > 0
+        assert all(x >= 0 for x in row["seconds"].values())
+    # those of two ranks run already
+    assert alone["seconds"]["processes"] > 0 and kept["seconds"]["processes"] > 0
 
 
 @pytest.mark.slow
@@ -184,61 +179,75 @@ STEP = small("step", 2, ranks.STEP, bounds=(workloads.Bound("efficiency", 0.0, a
 RESULTS = ("o", "beta", "A_log")
 
 
-def serve(group: dist.ProcessGroup, address: str) -> None:
+def serve(group: dist.ProcessGroup, asked: list[Connection]) -> None:
     """Runs what comes, each with `ranks` as it was."""
-    before = dict(vars(ranks))
-    with Client(address) as asked:
-        while task := asked.recv():
-            work, *arguments = task
-            asked.send((group.rank(), work(group, *arguments)))
-            vars(ranks).update(before)
+    own, before = asked[group.rank()], dict(vars(ranks))
+    while task := own.recv():
+        work, *arguments = task
+        own.send(work(group, *arguments))
+        vars(ranks).update(before)
 
 
 @contextmanager
-def the_same_processes(count: int) -> Iterator[Callable]:
-    """An `on_processes` that starts `count` once, as that takes longer than the small calls."""
-    with Listener() as listener, ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(ranks.on_processes, count, serve, listener.address)
-        asked = [listener.accept() for _ in range(count)]
+def pair() -> Iterator[Callable]:
+    """An `on_processes` that starts two once, as that takes longer than the small calls; other numbers as ever."""
+    started, (ours, theirs) = ranks.on_processes, zip(*(Pipe() for _ in range(2)))
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(started, 2, serve, theirs)
 
-        def again(ranks_: int, work: Callable, *arguments: object, **_: object) -> list[dict]:
-            assert ranks_ == count
-            for one in asked:
+        def answer(one: Connection) -> dict:
+            while not one.poll(0.05):
+                if ended.done():
+                    raise RuntimeError("the processes have ended") from ended.exception()
+            return one.recv()
+
+        def again(count: int, work: Callable, *arguments: object, **options: object) -> list[dict]:
+            if count != 2:
+                return started(count, work, *arguments, **options)
+            for one in ours:
                 one.send((work, *arguments))
-            return [found for _, found in sorted(one.recv() for one in asked)]
+            return [*map(answer, ours)]
 
-        yield again
-        for one in asked:
-            one.send(None)
+        try:
+            yield again
+        finally:
+            for one in ours:
+                one.send(None)
         ended.result()
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict]:
-    """The row whose result of FLA's or ours is wrong, on one rank alone; and the one where ours raises."""
-    folder = folder_of_run(tmp_path_factory) / "wrong"
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[object, dict]:
+    """The document of `ROWS`; by whose result is wrong on one rank alone, and which, that row; the one where ours raises."""
+    folder = folder_of_run(tmp_path_factory) / "ranks"
 
-    def make() -> dict[tuple[str, str], dict]:
+    def make() -> dict[object, dict]:
         folder.mkdir()
-        works = {("fla", what): Peer(what, 1) for what in RESULTS} | {
-            ("ours", what): Wrong(what, 1) for what in RESULTS
-        }
-        works["ours", "raises"] = Refuses()
-        with the_same_processes(2) as again, pytest.MonkeyPatch.context() as patch:
+        beside = setup(peers={"fla": print}, peer_rows=frozenset([ROWS[0].name]))
+        works: dict = {("fla", what): Peer(what, 1) for what in RESULTS}
+        works |= {("ours", what): Wrong(what, 1) for what in RESULTS} | {"raises": Refuses()}
+        with pair() as again, pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "on_processes", again)
-            return {key: measured(folder, patch, work, STEP)[0] for key, work in works.items()}
+            document = run(BENCHMARKS["cp"], beside, folder / "document.json", ROWS)
+            return {"document": document} | {key: measured(folder, patch, work, STEP)[0] for key, work in works.items()}
 
     return once(folder.with_suffix(".pt"), make)
 
 
+@pytest.fixture
+def document(found: dict[object, dict]) -> dict:
+    """In the first row with FLA, whose kernels fail on a CPU, on every rank."""
+    return found["document"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RESULTS)
-def test_what_is_wrong_is_not_timed(wrong: dict[tuple[str, str], dict], what: str):
+def test_what_is_wrong_is_not_timed(found: dict[object, dict], what: str):
     """On one rank alone, in a result or a gradient alone."""
-    fla = wrong["fla", what]
+    fla = found["fla", what]
     assert fla["fla"]["problem"].startswith(f"wrong: error {what}") and "ms" not in fla["fla"]
     assert fla["ours"]["problem"] is None and fla["met"] is True and fla["speedup"] is None
-    ours = wrong["ours", what]
+    ours = found["ours", what]
     assert f"wrong: error {what}" in ours["ours"]["problem"] and "ms" not in ours["ours"]
     assert ours["fla"]["problem"] is None and ours["fla"]["ms"] and max(ours["fla"]["error"].values()) < 1e-2
     assert ours["met"] is None and report.failures({"rows": [ours]}) == [ours]
@@ -253,8 +262,8 @@ def test_a_split_call_is_checked_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_raises_leaves_the_others_of_its_row(wrong: dict[tuple[str, str], dict]):
-    row = wrong["ours", "raises"]
+def test_what_raises_leaves_the_others_of_its_row(found: dict[object, dict]):
+    row = found["raises"]
     assert row["ours"]["problem"] == "OutOfMemoryError: no memory for ours" and "ms" not in row["ours"]
     assert row["one"]["ms"] and row["fla"]["ms"] and row["fla"]["problem"] is None and row["met"] is None
 
