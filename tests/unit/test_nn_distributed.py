@@ -17,6 +17,7 @@ from flashdelta.nn.lm import VOCABULARY
 from flashdelta.testing.processes import on_processes
 
 from ..support.layers import make_layer, rows
+from ..support.shared import folder_of_run, once
 
 RANKS = 2
 BF16, F32 = torch.bfloat16, torch.float32
@@ -128,8 +129,8 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
-    return on_processes(RANKS, work)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return once(folder_of_run(tmp_path_factory) / "nn_distributed.pt", lambda: on_processes(RANKS, work))
 
 
 def mean_of(gradients: list[Found]) -> Found:
