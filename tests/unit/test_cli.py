@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ def test_doctor_json():
     report = json.loads(result.stdout)
     assert result.exit_code == 0
     assert report["self_check"]["passed"]
-    assert report["environment"]["versions"]["torch"] == torch.__version__
+    assert report["environment"]["versions"]["torch"] == importlib.metadata.version("torch")
     assert report["environment"]["versions"]["flashdelta"] == flashdelta.__version__
     assert {v["name"] for v in report["backends"]["verdicts"]} == {b.name for b in backends.BACKENDS}
 

@@ -10,29 +10,31 @@ import pytest
 IMPORT = """
 import sys, time, warnings
 {before}
+began = time.process_time()
 import torch
 print("{mark}", file=sys.stderr)  # PyTorch warns of a missing numpy itself
-known, began = set(sys.modules), time.process_time()
+known, between = set(sys.modules), time.process_time()
 import flashdelta
-print(time.process_time() - began, *(set(sys.modules) - known))
+print((time.process_time() - between) / (between - began), *(set(sys.modules) - known))
 """
 
 MARK = "imported torch"
-MOST_SECONDS = 0.3
+MOST = 0.2
+"""Of PyTorch's own import, in processor time: machines differ."""
 
 
 def imported(before: str = "") -> tuple[float, set[str], str]:
-    """Processor seconds after `import torch`, modules that it did not bring, and what was said."""
+    """Processor time as a share of that of `import torch`, modules that this did not bring, and what was said."""
     command = [sys.executable, "-W", "always", "-c", IMPORT.format(before=before, mark=MARK)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds, *modules = done.stdout.split()
-    return float(seconds), set(modules), done.stderr.partition(f"{MARK}\n")[2]
+    share, *modules = done.stdout.split()
+    return float(share), set(modules), done.stderr.partition(f"{MARK}\n")[2]
 
 
 @pytest.mark.slow
 def test_import_is_quick_and_brings_no_compiler():
     found = [imported() for _ in range(3)]
-    assert min(seconds for seconds, _, _ in found) < MOST_SECONDS
+    assert min(share for share, _, _ in found) < MOST
     _, modules, said = found[0]
     assert not {name for name in modules if name.startswith(("triton", "torch._dynamo", "torch._inductor"))}
     assert said == ""
