@@ -16,9 +16,8 @@ from pathlib import Path
 
 from flashdelta.tools.compile import Costs
 
-from ..gluon.record import PACKAGE
+from ..gluon.record import PACKAGE, ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "machine_code"
 
 SOURCES = tuple(f"src/flashdelta/{name}" for name in ("__init__.py", *PACKAGE, "tools/__init__.py", "tools/compile.py"))

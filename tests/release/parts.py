@@ -47,42 +47,35 @@ HOPPER = ("--backend", "hopper", "--repeats", "40")
 STEP, FORWARD = "fwd+bwd", "fwd"
 
 
-def of_ranks(ranks: int, passes: str, heads: int, thousands: tuple[int, ...], kind: str = "") -> tuple[str, ...]:
-    return rows(*(f"{passes} H{heads} {T}K x {ranks}{kind}" for T in thousands))
-
-
 EACH = (8, 32, 128)
 """Thousands of tokens of a rank."""
 
+
+def of_ranks(ranks: int, heads: int, thousands: tuple[int, ...], *passes: str, kind: str = "") -> tuple[str, ...]:
+    return rows(*(f"{each} H{heads} {T}K x {ranks}{kind}" for each in passes for T in thousands))
+
+
+def over(ranks: int) -> dict[str, tuple[int, str, tuple[str, ...]]]:
+    """What is measured on any number of GPUs."""
+    found = {
+        "gradients-h32": ("gradients", of_ranks(ranks, 32, EACH, STEP)),
+        "h32": ("sequences", of_ranks(ranks, 32, EACH, FORWARD)),
+        "gradients-h64": ("gradients", of_ranks(ranks, 64, EACH, STEP)),
+        "h64": ("sequences", of_ranks(ranks, 64, EACH, FORWARD)),
+        "packed": ("sequences that borders cut", of_ranks(ranks, 32, (8, 32), STEP, FORWARD, kind=" packed")),
+    }
+    prefix = "" if ranks == 2 else f"{ranks}-"
+    return {f"{prefix}{name}": (ranks, what, some) for name, (what, some) in found.items()}
+
+
 RANKS = {
-    "gradients-h32": (2, "gradients", of_ranks(2, STEP, 32, EACH)),
-    "h32": (2, "sequences", of_ranks(2, FORWARD, 32, EACH)),
-    "million": (2, "a million tokens", of_ranks(2, STEP, 32, (512,)) + of_ranks(2, FORWARD, 32, (512,))),
-    "gradients-h64": (2, "gradients", of_ranks(2, STEP, 64, EACH)),
-    "h64": (2, "sequences", of_ranks(2, FORWARD, 64, EACH)),
-    "packed": (
-        2,
-        "sequences that the border cuts",
-        of_ranks(2, STEP, 32, (8, 32), " packed") + of_ranks(2, FORWARD, 32, (8, 32), " packed"),
-    ),
-    "gradients-h8": (2, "gradients of few heads", of_ranks(2, STEP, 8, EACH)),
-    "h8": (2, "few heads", of_ranks(2, FORWARD, 8, EACH)),
-    "4-million": (4, "a million tokens", of_ranks(4, STEP, 32, (256,)) + of_ranks(4, FORWARD, 32, (256,))),
-    **{
-        f"{ranks}-{name}": (ranks, what, some)
-        for ranks in (4, 8)
-        for name, what, some in (
-            ("gradients-h32", "gradients", of_ranks(ranks, STEP, 32, EACH)),
-            ("h32", "sequences", of_ranks(ranks, FORWARD, 32, EACH)),
-            ("gradients-h64", "gradients", of_ranks(ranks, STEP, 64, EACH)),
-            ("h64", "sequences", of_ranks(ranks, FORWARD, 64, EACH)),
-            (
-                "packed",
-                "sequences that borders cut",
-                of_ranks(ranks, STEP, 32, (8, 32), " packed") + of_ranks(ranks, FORWARD, 32, (8, 32), " packed"),
-            ),
-        )
-    },
+    **over(2),
+    "million": (2, "a million tokens", of_ranks(2, 32, (512,), STEP, FORWARD)),
+    "gradients-h8": (2, "gradients of few heads", of_ranks(2, 8, EACH, STEP)),
+    "h8": (2, "few heads", of_ranks(2, 8, EACH, FORWARD)),
+    **over(4),
+    "4-million": (4, "a million tokens", of_ranks(4, 32, (256,), STEP, FORWARD)),
+    **over(8),
 }
 """Of `bench cp`, by how many GPUs; a million tokens over eight are 128K a rank. FLA tunes its kernels anew for each number of
 heads."""
