@@ -13,7 +13,7 @@ import flashdelta as fd
 from flashdelta.hopper import segments
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, GATE_CASES, Case, case_id
 from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import float64, poisoned_memory
+from flashdelta.testing.oracle import float64, poisoned_memory, same_bits
 from flashdelta.testing.wy import BY_NAME as WY_CASES
 from flashdelta.testing.wy import WyCase, errors, exact, make_wy
 
@@ -169,6 +169,8 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
 RANKS = {
     "packed": (replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long"), 2, False),
     "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(576,), state=FP32, v_first=True, memory="long"), 3, True),
+    # one starts on the rank between
+    "three": (replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(80, 112), state=FP32, memory="long"), 3, False),
 }
 
 
@@ -186,10 +188,23 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int)
     hold(found, truth)
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(2, [1] * 4), (3, [1] * 4 + [2] * 4)])
-def test_all_ctas_work_where_no_m_is_wanted(ranks: int, each: list[int]):
-    """Slices of transitions by CTA: four heads have one of b each, and of M too on a rank that a sequence spans."""
-    call = hopper_call(replace(KIMI, H=1, HV=4, K=64, V=64, lengths=(64 * ranks,)))
+@pytest.mark.parametrize("v_first", [False, True])
+def test_two_ranks_have_the_bits_of_one(v_first: bool):
+    """Of whole chunks, as each goes on from what the scan of the other ends with: results and gradients, but for those of
+    parameters, which the ranks have a share of each."""
+    call = hopper_call(replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(256,), state=FP32, v_first=v_first, memory="long"))
+    cut = Cut(call | {"output_final_state": True}, 2, incoming_of(call))
+    with hopper_on_cpu():
+        found, wanted = cut.over_ranks(), cut.whole()
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[name], x) for name, x in wanted.items() if name not in ("A_log", "dt_bias"))
+
+
+@pytest.mark.parametrize(("lengths", "each"), [((64, 128), [1] * 4), ((192,), [2] * 4)])
+def test_all_ctas_work_where_no_m_is_wanted(lengths: tuple[int, ...], each: list[int]):
+    """Slices of transitions by CTA, of three ranks' only the one between has any: four heads have one of b each, and of M too
+    where a sequence spans the rank."""
+    call = hopper_call(replace(KIMI, H=1, HV=4, K=64, V=64, lengths=lengths))
     function, scanned = interpreted(segments.scan), list[Any]()
     real = function.python
 
@@ -198,6 +213,6 @@ def test_all_ctas_work_where_no_m_is_wanted(ranks: int, each: list[int]):
         return real(ring, results, states, at, tile, place, chunks, *others)
 
     with hopper_on_cpu(sms=4), mock.patch.dict(function.__dict__, python=noted):
-        Cut(call | {"output_final_state": True}, ranks).over_ranks()
+        Cut(call | {"output_final_state": True}, 3).over_ranks()
     rings = {id(ring): ring for ring in scanned}
     assert sorted(sum(x is ring for x in scanned) for ring in rings.values()) == each

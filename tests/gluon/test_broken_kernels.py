@@ -79,6 +79,10 @@ def steps_over_ranks() -> None:
         test_steps.test_ranks_find_what_one_finds("through all, V first", None)
 
 
+def split_ranks() -> None:
+    test_backward.test_ranks_find_what_one_finds("packed", None, 3)
+
+
 def packed() -> None:
     test_chunk.check(PACKED)
 
@@ -256,6 +260,15 @@ FAULTS = [
         "wait(1, deps",
         steps_over_ranks,
     ),
+    Break(
+        "each segment's state goes to the next rank",
+        recurrence.compute,
+        "tile.stop == 0",
+        "tile.stop >= 0",
+        split_ranks,
+    ),
+    Break("a state of another sequence goes there", recurrence.compute, "border + 1", "border + 2", split_ranks),
+    Break("the last segment's gradient goes there", reverse.compute, "tile.first == 0", "tile.stop == 0", split_ranks),
     Break("half a state is not there yet", segments.end_columns, "wait(1, deps", "wait(2, deps", steps_over_ranks),
     *(
         Break(f"store_wait {nth} is missing", wy.wy_kernel, STORE_WAIT, "pass", persistent_wy, nth=nth)

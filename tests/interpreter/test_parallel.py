@@ -69,10 +69,11 @@ def test_ranks_cut_their_tokens_into_segments(lengths: tuple[int, ...], kept: bo
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
 
 
-def test_ranks_have_the_bits_of_a_split():
-    """Ranks of whole chunks, a segment each: results and gradients."""
-    cut = cut_of(replace(SMALL, lengths=(128,)), 4)
-    found, wanted = cut.over_ranks(), cut.whole(split=4)
+@pytest.mark.parametrize("kept", [False, True])
+def test_two_ranks_have_the_bits_of_one(kept: bool):
+    """Of whole chunks: results and gradients. Each goes on from what the scan of the other ends with."""
+    cut = cut_of(replace(SMALL, lengths=(128,), v_first=kept), 2)
+    found, wanted = cut.over_ranks(disable_recompute=kept), cut.whole()
     assert found.keys() == wanted.keys()
     assert all(same_bits(found[name], x) for name, x in wanted.items())
 

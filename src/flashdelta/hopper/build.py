@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
-from ..program.launch import Launch, capability
+from ..program.launch import capability
 from ..program.program import Outputs, Program, Step
 from ..program.workspace import Workspace
 from ..triton import launch as portable
@@ -51,11 +51,11 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
-"""Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether over ranks. `prepare` has less to
-do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens with K = 128 16, 32 and
-64 heads take 229, 284 and 480 us instead of 200, 290 and 579, in 8 sequences 32 heads 247 instead of 290. Over ranks the chain
-of `transitions` comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252 and 384 us instead of 201,
-342 and 514."""
+"""Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether over more ranks than two.
+`prepare` has less to do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens
+with K = 128 16, 32 and 64 heads take 229, 284 and 480 us instead of 200, 290 and 579, in 8 sequences 32 heads 247 instead of
+290. Between two ranks that of `transitions` comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252 and
+384 us instead of 201, 342 and 514."""
 
 
 def in_steps(problem: Problem, room: int) -> bool:
@@ -66,7 +66,7 @@ def in_steps(problem: Problem, room: int) -> bool:
     whole = problem.split == 1 or (problem.split == AUTO and (room == 0 or problem.K == 64))
     plain = not problem.return_intermediate_states and not problem.requires_grad
     inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm
-    return STEPS_FROM[problem.K, problem.ranks > 1] <= problem.HV and whole and plain and inputs
+    return STEPS_FROM[problem.K, problem.ranks > 2] <= problem.HV and whole and plain and inputs
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
@@ -76,7 +76,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     call = StageCall(problem, t, arch, Workspace.allocate(wanted, t.device))
     final_state = outputs.get("final_state")
     prepared = prepare_steps(call) if steps else prepare(call)
-    carried, stored = list[Step](), list[Launch]()
+    carried, stored = list[Step](), list[Step]()
     if problem.ranks > 1:
         transition = functools.partial(outgoing, steps=steps)
         carried, call, final_state, stored = around_recurrence(call, transition, outputs)

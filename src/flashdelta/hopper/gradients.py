@@ -51,8 +51,8 @@ def stages_of(problem: Problem, t: Tensors) -> Stages:
 
 def scan(problem: Problem, t: Tensors, kept: Kept, o: Tensor | None, final_state: Tensor | None) -> list[Step]:
     call = StageCall(problem, t, ARCH, kept.workspace, kept.beside)
-    prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
+    prepared, carried, told = prepare(call, kept.Akk_inv), list[Step](), list[Step]()
     if problem.ranks > 1:
-        carried, call = carried_states(call, outgoing, kept.packets)
+        carried, call, told = carried_states(call, outgoing, kept.packets)
     split = before_segments(call, final_state)
-    return [prepared, *carried, *split, recurrence(call, o, final_state, kept.h, kept.v_new)]
+    return [prepared, *carried, *split, recurrence(call, o, final_state, kept.h, kept.v_new), *told]

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ..problem.problem import Problem
 from ..program.launch import Launch
-from ..triton.launch import StageCall, checkpoint_arguments, state_arguments
+from ..triton.launch import StageCall, checkpoint_arguments, packet_arguments, state_arguments
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -42,7 +42,7 @@ from .device.layouts import (
 )
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
-from .device.portable import checkpoint_slot, checkpoint_target, sequence_slot, state_offsets
+from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
@@ -245,7 +245,8 @@ def compute(
     No MMA is in flight from chunk to chunk: ptxas would wait for it before the first use of the state.
     """
     o, h, v_new = outputs
-    initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints = states
+    initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints, for_next = states
+    border, packet, packet_pitch = for_next
     state_indices, has_initial_state, lowest, pool_slots = pool
     checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch = checkpoints
     at_checkpoints, pitch, lowest_checkpoint, most_checkpoints = checkpoint_target(
@@ -450,6 +451,15 @@ def compute(
             signal(semaphore)
         else:
             store_halves(final_state, at, NEXT, state0, state1, stored, K, STEPS)
+            if border is not None:
+                place, crosses = crossing_packet(
+                    border + 1, tile.n, 1 if scheduler.cu_seqlens is not None else scheduler.N
+                )
+                if scheduler.first_segment is not None:
+                    crosses &= tile.stop == 0
+                in_packet = (place.to(gl.int64) * HV + head) * packet_pitch + nothing
+                for_rank = state_offsets(in_packet, value, key, K, V, True)
+                store_halves(packet, for_rank, 64, state0, state1, crosses.to(gl.int32), K, STEPS)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
@@ -489,6 +499,9 @@ def recurrence_kernel(
     semaphores,
     first_segment,
     starts,
+    border,
+    packet,
+    packet_pitch,
     initial_state,
     final_state,
     state_indices,
@@ -536,7 +549,8 @@ def recurrence_kernel(
     outputs = (o, h, v_new)
     pool = (state_indices, has_initial_state, lowest, pool_slots)
     at_checkpoints = (checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch)
-    states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints)
+    for_next = (border, packet, packet_pitch)
+    states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints, for_next)
     starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
@@ -585,6 +599,7 @@ def recurrence(
             *(t.v, o, h, v_new),
             *(t.cu_seqlens, *checkpoint_arguments(problem, t)),
             *workspace.select("carry", "semaphores", "first_segment", "starts"),
+            *packet_arguments(call),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *stride_div8(t.v, t.v if o is None else o),

@@ -19,6 +19,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch
 from ..triton.backward_pass import Kept, Scanned
 from ..triton.launch import or_empty
+from ..triton.reverse import reverse_scratch
 from .device.compat import copy_async, copy_tile
 from .device.layouts import (
     ACC,
@@ -37,7 +38,7 @@ from .device.layouts import (
 )
 from .device.math import hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring
-from .device.portable import state_offsets
+from .device.portable import crossing_packet, state_offsets
 from .device.tile_scheduler import TileScheduler, rows_before
 from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
 
@@ -52,9 +53,9 @@ def wanted_chunks(tile, offsets):
 
 
 @gluon.jit
-def own_offsets(tile, HV, value, key, iteration, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
-    """Of the elements of the state of a tile's sequence, worked out anew."""
-    first = (tile.n.to(gl.int64) * HV + tile.head) * (K * V)
+def own_offsets(n, head, HV, value, key, iteration, K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr):
+    """Of the elements of state `n` of a head, worked out anew."""
+    first = (n.to(gl.int64) * HV + head) * (K * V)
     return state_offsets(first, value + hidden_zero(iteration), key, K, V, V_FIRST)
 
 
@@ -106,7 +107,7 @@ def compute(
 ):
     """The consumer: four warps that carry a tile's gradient from chunk to chunk. What a chunk leaves goes to memory during the
     next one's first MMAs. No MMA is in flight from chunk to chunk, as in `recurrence`."""
-    grad_v_new, grad_h, grad_initial = outputs
+    grad_v_new, grad_h, grad_initial, border, packet = outputs
     offsets, ends = between
     T = scheduler.T
     HV = scheduler.HV
@@ -137,7 +138,7 @@ def compute(
             first = rows_before(scheduler.cu_seqlens, tile.n, T, C, gl.minimum(tile.begin, 0))
         if scheduler.first_segment is not None:
             first += tile.first
-        at = own_offsets(tile, HV, value, key, iteration, K, V, V_FIRST)
+        at = own_offsets(tile.n, tile.head, HV, value, key, iteration, K, V, V_FIRST)
         if scheduler.first_segment is None:
             state0, state1 = load_halves(grad_final, at, NEXT, has_final, K)
         else:
@@ -203,13 +204,19 @@ def compute(
                 ring.release(s)
             if grad_v_new is not None:
                 store_transposed(v_new_tile, staging_s, done, done_token, done_count, row, in_v_new, token_stride)
-        at = own_offsets(tile, HV, value, key, iteration, K, V, V_FIRST)
+        at = own_offsets(tile.n, tile.head, HV, value, key, iteration, K, V, V_FIRST)
         if offsets is not None:
             store_halves(offsets, in_segment, 64, state0, state1, (chunks > 0).to(gl.int32), K)
         elif scheduler.first_segment is not None:
             store_halves(grad_initial, at, NEXT, state0, state1, gl.where(tile.first > 0, 0, has_initial), K)
         else:
             store_halves(grad_initial, at, NEXT, state0, state1, has_initial, K)
+        if border is not None:
+            place, crosses = crossing_packet(border, tile.n, 1 if scheduler.cu_seqlens is not None else scheduler.N)
+            if scheduler.first_segment is not None:
+                crosses &= tile.first == 0
+            in_packet = own_offsets(place, tile.head, HV, value, key, iteration, K, V, V_FIRST)
+            store_halves(packet, in_packet, NEXT, state0, state1, crosses.to(gl.int32), K)
 
 
 _STRIDES = [f"o_{dim}" for dim in ("batch", "token", "head")]
@@ -229,6 +236,8 @@ def reverse_kernel(
     first_segment,
     offsets,
     ends,
+    border,
+    packet,
     cu_seqlens,
     has_initial: gl.int32,
     has_final: gl.int32,
@@ -248,7 +257,7 @@ def reverse_kernel(
     staging_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV)
     strides = (o_batch, o_token, o_head)
-    outputs = (grad_v_new, grad_h, grad_initial)
+    outputs = (grad_v_new, grad_h, grad_initial, border, packet)
     between = (offsets, ends)
     gl.warp_specialize(
         [
@@ -264,7 +273,13 @@ def reverse_kernel(
 
 
 def reverse(
-    problem: Problem, t: Tensors, kept: Kept, scanned: Scanned | None, dht: Tensor | None, dh0: Tensor | None
+    problem: Problem,
+    t: Tensors,
+    kept: Kept,
+    scanned: Scanned | None,
+    dht: Tensor | None,
+    dh0: Tensor | None,
+    packet: Tensor | None,
 ) -> Launch:
     """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
     final, initial = or_empty(problem, t, dht, dh0)
@@ -275,7 +290,8 @@ def reverse(
         (
             *(tiles(kept.workspace["tiles"]), kept.workspace["decay"], t.do),
             *(final, *((None, None) if scanned is None else (scanned.dv, scanned.dh)), initial),
-            *(*kept.segments(scanned), t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
+            *(*kept.segments(scanned), None if packet is None else t.border, packet),
+            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
             *(problem.T, problem.N, problem.HV, problem.slots),
             *stride_div8(t.do),
         ),
@@ -286,5 +302,5 @@ def reverse(
             STAGES=stages(problem, 3 * problem.K // TILE + 2, beside=1),
         ),
         num_warps=4,
-        scratch=(kept.workspace.buffer, *(() if scanned is None else (scanned.dv, scanned.dh)), final, initial),
+        scratch=reverse_scratch(kept, scanned, final, initial, packet),
     )

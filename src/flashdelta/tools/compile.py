@@ -95,7 +95,7 @@ class Variant:
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
     Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost. `sequences`
     of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
-    step; `stated`: that convolution has states. `ranks`: of a process group, over which the sequences lie."""
+    step; `stated`: that convolution has states. `rank`: of `RANKS`, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -125,7 +125,7 @@ class Variant:
     heads: int = 2
     sequences: int = 1
     chunks: int = 4
-    ranks: int = 1
+    rank: int | None = None
     offsets: torch.dtype = torch.int32
     T: int = 256
     taps: int = 4
@@ -140,8 +140,8 @@ class Variant:
         problem, t = check(function, **given)
         if self.kept:
             problem = replace(problem, requires_grad=True)
-        if self.ranks > 1:
-            problem, t = over_ranks(problem, t, self.ranks)
+        if self.rank is not None:
+            problem, t = on_rank(problem, t, self.rank)
         call = backward_of(problem, t) if self.backward else (problem, t)
         return only_launches(BUILD[self.backend](*call, arch))
 
@@ -273,9 +273,12 @@ def only_launches(program: Program) -> list[Launch]:
     return [step for step in program.launches if isinstance(step, Launch)]
 
 
-def over_ranks(problem: Problem, t: Tensors, ranks: int) -> tuple[Problem, Tensors]:
-    """The call as that of the last rank of a group of `ranks`."""
-    problem = replace(problem, process_group="compiled", rank=ranks - 1, ranks=ranks)
+RANKS = 3
+"""Of a group that has all kinds: a first one, a last one, and one between."""
+
+
+def on_rank(problem: Problem, t: Tensors, rank: int) -> tuple[Problem, Tensors]:
+    problem = replace(problem, process_group="compiled", rank=rank, ranks=RANKS)
     return problem, replace(t, border=torch.empty(BORDER, dtype=torch.int32, device=t.device))
 
 
@@ -380,16 +383,18 @@ VARIANTS = (
     ),
     Variant("bf16 K256 V256 split, backward", K=256, V=256, split=4, backward=True),
     Variant("fp32 K128 V128 split, backward", dtype=torch.float32, split=4, backward=True),
-    Variant("bf16 K128 V128 over ranks", ranks=2),
-    Variant("bf16 K128 V128 over ranks, pool, V first", ranks=2, pool=True, state_v_first=True),
+    Variant("bf16 K128 V128 over ranks", rank=1),
+    Variant("bf16 K128 V128 over ranks, first", rank=0),
+    Variant("bf16 K128 V128 over ranks, pool, V first", rank=1, pool=True, state_v_first=True),
     Variant(
         "bf16 K128 V128 over ranks, fixed length, V first, backward",
-        ranks=2,
+        rank=1,
         packed=False,
         state_v_first=True,
         backward=True,
     ),
-    Variant("fp32 K64 V128 over ranks, backward", ranks=2, dtype=torch.float32, K=64, backward=True),
+    Variant("fp32 K64 V128 over ranks, backward", rank=1, dtype=torch.float32, K=64, backward=True),
+    Variant("fp32 K64 V128 over ranks, last, backward", rank=2, dtype=torch.float32, K=64, backward=True),
     Variant("wy bf16 K128 V128", operation="wy"),
     Variant("wy bf16 K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
     Variant("wy bf16 K64 V64 chunk 32", operation="wy", K=64, V=64, chunk_size=32),
@@ -528,19 +533,39 @@ VARIANTS = (
     _steps("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
     _steps("K128 V128 regular checkpoints in bf16, V first, fixed length", state_v_first=True, packed=False, **IN_BF16),
     _steps("K128 V128 stream-K, regular checkpoints, V first", heads=96, state_v_first=True, **REGULAR),
-    _steps("K128 V128 over ranks", ranks=2),
-    _steps("K128 V128 over ranks, fixed length, V first", ranks=2, packed=False, state_v_first=True),
-    _steps("K128 V128 over ranks, pool, unbounded", ranks=2, pool=True, gate="softplus"),
-    _steps("K64 V64 over ranks", ranks=2, K=64, V=64),
-    _hopper("K128 V128 over ranks", ranks=2),
-    _hopper("K128 V128 over ranks, backward", ranks=2, backward=True),
+    _steps("K128 V128 over ranks", rank=1),
+    _steps("K128 V128 over ranks, first", rank=0),
+    _steps("K128 V128 over ranks, first, fixed length, V first", rank=0, packed=False, state_v_first=True),
+    _steps("K128 V128 over ranks, first, stream-K", rank=0, heads=96),
+    _steps("K128 V128 over ranks, fixed length, V first", rank=1, packed=False, state_v_first=True),
+    _steps("K128 V128 over ranks, pool, unbounded", rank=1, pool=True, gate="softplus"),
+    _steps("K64 V64 over ranks", rank=1, K=64, V=64),
+    _steps("K64 V64 over ranks, first", rank=0, K=64, V=64),
+    _hopper("K128 V128 over ranks", rank=1),
+    _hopper("K128 V128 over ranks, first", rank=0),
+    _hopper("K128 V128 over ranks, first, split, pool, V first", rank=0, split=4, pool=True, state_v_first=True),
+    _hopper("K128 V128 over ranks, first, stream-K", rank=0, **STREAM_K),
+    _hopper("K128 V128 over ranks, first, for the backward pass", rank=0, kept=True),
+    _hopper("K128 V128 over ranks, first, for the backward pass, split", rank=0, kept=True, split=4),
+    _hopper("K128 V128 over ranks, last, backward", rank=2, backward=True),
+    _hopper("K128 V128 over ranks, last, split, backward", rank=2, backward=True, split=4),
+    _hopper("K128 V128 over ranks, backward", rank=1, backward=True),
     _hopper(
         "K64 V64 over ranks, fixed length, V first, backward",
         K=64,
         V=64,
         packed=False,
         state_v_first=True,
-        ranks=2,
+        rank=1,
+        backward=True,
+    ),
+    _hopper(
+        "K64 V64 over ranks, last, fixed length, V first, backward",
+        K=64,
+        V=64,
+        packed=False,
+        state_v_first=True,
+        rank=2,
         backward=True,
     ),
     _hopper("K128 V128 backward", backward=True),

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..problem.problem import Problem, Result, Tensors
+from ..program.exchange import Exchange
 from ..program.launch import Launch
 from ..program.program import Outputs, Program, Step, new
 from ..program.workspace import Layout, Workspace
 from .finish import ByHead, finish
 from .launch import StageCall
-from .merge import carried_gradients, clear, room_for_packets
+from .merge import carried_gradients, clear, room_for_packets, told_gradients
 from .segments import compose
 from .wy import Parts, WyOperands
 
@@ -69,8 +70,9 @@ class Stages:
 
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
-    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0)`, which without `scanned` finds `dh0` alone, or the
-    offsets of segments; `wy(x, parts, grad_v)` and `intra(parts, heads)`.
+    kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0, packet)`, which without `scanned` finds `dh0` alone,
+    or the offsets of segments, and on the last of several ranks leaves the gradients for the one before in `packet`;
+    `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
     problem: Problem
@@ -81,7 +83,7 @@ class Stages:
     squares: tuple[int, ...]
     squares_dtype: torch.dtype
     scan: Callable[[Kept, Tensor | None, Tensor | None], Sequence[Step]]
-    reverse: Callable[[Problem, Tensors, Kept, Scanned | None, Tensor | None, Tensor | None], Launch]
+    reverse: Callable[[Problem, Tensors, Kept, Scanned | None, Tensor | None, Tensor | None, Tensor | None], Launch]
     wy: Callable[[WyOperands, Parts, Tensor], Launch]
     intra: Callable[[Parts, ByHead], Launch]
 
@@ -128,23 +130,34 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
-        *before, states = stages.scan(kept, None, None)
-        yield from before
-        recomputed = iter([states])
-        del before, states
+        steps = stages.scan(kept, None, None)
+        exchanges = [i for i, step in enumerate(steps) if isinstance(step, Exchange)]
+        # what follows the exchange of states, or `prepare`, may wait
+        first = max(exchanges, default=0) + 1
+        yield from steps[:first]
+        recomputed = iter(steps[first:])
+        del steps
     dh0 = None
     if problem.has_initial_state:
         dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
     dht = None if t.dht is None or not problem.output_final_state else t.dht.contiguous()
-    if kept.packets is None:
-        yield from recomputed
-    else:
+    told = None
+    if problem.rank < problem.ranks - 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
+    elif problem.ranks > 1:
+        # nothing comes from a rank after, and what goes to the one before `reverse` ends with
+        told = told_gradients(problem, t.device)
+    if told is None or kept.split:
+        yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
     scanned = Scanned(torch.empty_like(kept.h), torch.empty_like(kept.v_new))
-    yield stages.reverse(problem, t, kept, scanned, dht, dh0)
-    if kept.packets is not None and dh0 is not None:
+    yield stages.reverse(problem, t, kept, scanned, dht, dh0, None if told is None else told.packet)
+    if told is not None:
+        yield told
+        del told
+        yield from recomputed
+    if problem.ranks > 1 and dh0 is not None:
         yield clear(problem, t, dh0)
     known = (t.q, t.k, t.g, t.v, t.beta, kept.Akk_inv, kept.h, kept.v_new, t.do, scanned.dv, scanned.dh)
     x = WyOperands(*known, t.cu_seqlens, t.A_log, t.dt_bias)
@@ -163,13 +176,13 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
 def gradients_of_ranks(
     stages: Stages, kept: Kept, dht: Tensor | None, meanwhile: Iterable[Step]
 ) -> Generator[Step, None, Tensor]:
-    """The gradients of the final states, with those that come from other ranks; see `carried_gradients`."""
+    """The gradients of the final states, with those that come from later ranks; see `carried_gradients`."""
     problem, t = stages.problem, stages.t
     assert kept.packets is not None
     grads = new(problem.state_shape, torch.float32, t.device)
 
     def reverse(problem: Problem, t: Tensors, dht: Tensor | None, dh0: Tensor | None) -> Launch:
-        return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0)
+        return stages.reverse(problem, t, replace(kept, whole=True), None, dht, dh0, None)
 
     call = StageCall(problem, replace(t, dht=dht), stages.arch, kept.workspace)
     yield from carried_gradients(call, kept.packets, reverse, grads, meanwhile)
@@ -180,6 +193,6 @@ def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Ite
     """What leaves the gradients of the states after segments. The transitions are the forward's, whose other states between
     segments nobody needs any more."""
     problem, t = stages.problem, stages.t
-    yield stages.reverse(problem, t, kept, None, dht, None)
+    yield stages.reverse(problem, t, kept, None, dht, None, None)
     given = replace(problem, has_initial_state=dht is not None)
     yield compose(StageCall(given, replace(t, initial_state=dht), stages.arch, kept.workspace), None, backward=True)

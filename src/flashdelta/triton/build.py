@@ -44,7 +44,7 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     segments = segments_of_call(problem, most, SPLIT_COSTS)
     call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
-    prepared, carried, stored = prepare(call), list[Step](), list[Launch]()
+    prepared, carried, stored = prepare(call), list[Step](), list[Step]()
     if problem.ranks > 1:
         carried, call, final_state, stored = around_recurrence(call, outgoing, outputs)
     split = before_segments(call, most, final_state)

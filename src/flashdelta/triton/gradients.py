@@ -53,8 +53,8 @@ def scan(
     problem: Problem, t: Tensors, arch: int, room: int, kept: Kept, o: Tensor | None, final_state: Tensor | None
 ) -> list[Step]:
     call = StageCall(problem, t, arch, kept.workspace, kept.beside)
-    prepared, carried = prepare(call, kept.Akk_inv), list[Step]()
+    prepared, carried, told = prepare(call, kept.Akk_inv), list[Step](), list[Step]()
     if problem.ranks > 1:
-        carried, call = carried_states(call, outgoing, kept.packets)
+        carried, call, told = carried_states(call, outgoing, kept.packets)
     split = before_segments(call, room, final_state)
-    return [prepared, *carried, *split, recurrence(call, o, final_state, kept.h, v_new=kept.v_new)]
+    return [prepared, *carried, *split, recurrence(call, o, final_state, kept.h, v_new=kept.v_new), *told]

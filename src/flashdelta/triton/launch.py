@@ -23,6 +23,8 @@ class StageCall:
     workspace: Workspace
     beside: tuple[Tensor, ...] = ()
     """Scratch that is not in the workspace."""
+    packet: Tensor | None = None
+    """Where the first of several ranks leaves the states of sequences that go on to the next (`merge.py`)."""
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -106,6 +108,15 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
         *(initial, final, t.state_indices, t.has_initial_state, problem.lowest_index, problem.pool_slots),
         *(int(problem.has_initial_state), int(final_state is not None), pitch),
     )
+
+
+def packet_arguments(call: StageCall) -> tuple:
+    """Where `recurrence` leaves states for the next rank, as kernels take it: the border, the packet from its first state on,
+    and the elements from state to state."""
+    if call.packet is None:
+        return None, None, None
+    states = call.packet[:, :, -call.problem.V :]
+    return call.t.border, states, states.stride(1)
 
 
 def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:

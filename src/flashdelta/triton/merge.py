@@ -27,7 +27,7 @@ from ..program.exchange import Exchange
 from ..program.launch import Launch
 from ..program.program import Outputs, Step, new
 from .device.mma import dot
-from .device.sequences import locate_sequence, own_work_tile
+from .device.sequences import crossing_packet, locate_sequence, own_work_tile
 from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
 from .launch import StageCall, state_arguments
 from .segments import compose_config
@@ -86,9 +86,7 @@ def merge_kernel(
     )
     value = slice_ * BV + tl.arange(0, BV)
     key = tl.arange(0, K)
-    opened = tl.load(border + BACKWARD)
-    packet = n - opened
-    is_open = (opened >= 0) & (packet >= 0) & (packet < packets)
+    packet, is_open = crossing_packet(border + BACKWARD, n, packets)
     far = tl.load(border + 2 + BACKWARD)
     in_head = state_offsets(head * K * V, value, key, K, V, V_FIRST)
     wanted = read if BACKWARD else read * (1 - is_open.to(tl.int32))
@@ -142,8 +140,7 @@ def store_ends_kernel(
     """The states `[N, HV, SIZE]` to the pool's slots, of sequences that end on this rank. One CTA per (sequence, head)."""
     n = tl.program_id(0).to(tl.int64) // HV
     head = tl.program_id(0).to(tl.int64) % HV
-    left = tl.load(border + 1)
-    goes_on = (left >= 0) & (n >= left) & (n < left + packets)
+    _, goes_on = crossing_packet(border + 1, n, packets)
     _, begin, end = locate_sequence(n, cu_seqlens, T)
     slot, named = named_slot(state_indices, n, lowest, pool_slots)
     if goes_on | (begin == end) | (not named):
@@ -209,39 +206,46 @@ def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
 
 def carried_states(
     call: StageCall, transition: Transition, packets: Tensor
-) -> tuple[list[Launch | Exchange], StageCall]:
-    """What finds the states before this rank's tokens, and the call from these on: for the first rank they are the call's own.
-    `packets`: room for those of all ranks, or those that the forward has left for its backward pass."""
+) -> tuple[list[Step], StageCall, list[Step]]:
+    """What finds the states before this rank's tokens, the call from these on, and what follows its `recurrence`. The first
+    rank knows these states: those after its tokens, which its `recurrence` ends with, are its packet. The last rank tells
+    nobody of its own. `packets`: room for those of all ranks, or those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
-    steps: list[Launch | Exchange] = []
+    before, after = list[Step](), list[Step]()
     if t.packets is None:
         packet = torch.empty_like(packets[0])
         # a backward pass reads the M of the ranks after this one
         goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
         to = ALL if goes_back and problem.ranks > 2 else LATER
         told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
-        steps += transition(call, packet), told
+        if problem.rank == 0:
+            call = replace(call, packet=packet, beside=(*call.beside, packet))
+            after.append(told)
+        else:
+            if problem.rank < problem.ranks - 1:
+                before.append(transition(call, packet))
+            before.append(told)
     if problem.rank == 0 and not problem.has_pool:
-        return steps, call  # nothing comes from a rank before
+        return before, call, after  # nothing comes from a rank before
     states = new(problem.state_shape, torch.float32, t.device)
-    steps.append(merge(call, packets, packets[:, :, :, -problem.V :], states, backward=False))
+    before.append(merge(call, packets, packets[:, :, :, -problem.V :], states, backward=False))
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
     # what reads the states keeps them alive, as scratch
-    return steps, replace(call, problem=from_here, t=t, beside=(*call.beside, states))
+    return before, replace(call, problem=from_here, t=t, beside=(*call.beside, states)), after
 
 
 def around_recurrence(
     call: StageCall, transition: Transition, outputs: Outputs
-) -> tuple[list[Launch | Exchange], StageCall, Tensor | None, list[Launch]]:
+) -> tuple[list[Step], StageCall, Tensor | None, list[Step]]:
     """Of a forward: what runs before `recurrence`, the call that this runs, where it leaves the final states, and what runs
     after it."""
-    before, from_here = carried_states(call, transition, kept_packets(call.problem, outputs))
+    before, from_here, after = carried_states(call, transition, kept_packets(call.problem, outputs))
     if not call.problem.has_pool:
-        return before, from_here, outputs.get("final_state"), []
+        return before, from_here, outputs.get("final_state"), after
     final_state = new(call.problem.state_shape, torch.float32, outputs.device)
     from_here = replace(from_here, beside=(*from_here.beside, final_state))
-    return before, from_here, final_state, [store_ends(call, final_state)]
+    return before, from_here, final_state, [*after, store_ends(call, final_state)]
 
 
 def kept_packets(problem: Problem, outputs: Outputs) -> Tensor:
@@ -256,23 +260,30 @@ def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
     return new(problem.packet_shape, torch.float32, device)
 
 
+def told_gradients(problem: Problem, device: torch.device) -> Exchange:
+    """Of the gradients of the states before this rank's tokens, with earlier ranks."""
+    offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
+    own = torch.empty_like(offsets[0])
+    return Exchange(exchange, problem.process_group, problem.exchange, EARLIER, own, offsets)
+
+
 def carried_gradients(
     call: StageCall, packets: Tensor, reverse: Reverse, grads: Tensor, meanwhile: Iterable[Step]
 ) -> Iterator[Step]:
-    """What finds the gradients `grads` of the final states, those of other ranks included. `call.t.dht`: the caller's own.
+    """What finds the gradients `grads` of the final states, those of later ranks included. `call.t.dht`: the caller's own.
     `meanwhile`: what takes none of them, and runs before they are waited for."""
     problem, t = call.problem, call.t
-    offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, t.device)
-    own = torch.empty_like(offsets[0])
-    ends = t.cu_seqlens
-    if ends is not None:
-        assert t.border is not None
-        ends = t.border[OPENED:]
-    alone = replace(problem, N=problem.packets, has_initial_state=True)
-    yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, own)
-    told = Exchange(send, problem.process_group, problem.exchange, EARLIER, own, offsets)
-    yield told
+    told = told_gradients(problem, t.device)
+    if problem.rank > 0:
+        ends = t.cu_seqlens
+        if ends is not None:
+            assert t.border is not None
+            ends = t.border[OPENED:]
+        alone = replace(problem, N=problem.packets, has_initial_state=True)
+        yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, told.packet)
+    yield replace(told, act=send)
     yield from meanwhile
     yield replace(told, act=receive)
     given = replace(problem, has_initial_state=t.dht is not None)
-    yield merge(replace(call, problem=given, t=replace(t, initial_state=t.dht)), packets, offsets, grads, backward=True)
+    call = replace(call, problem=given, t=replace(t, initial_state=t.dht))
+    yield merge(call, packets, told.packets, grads, backward=True)

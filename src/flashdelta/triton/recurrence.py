@@ -29,13 +29,14 @@ from .device.mma import dot
 from .device.segments import part_of_span, place_segment, segment_of, span_chunks_before
 from .device.sequences import (
     OFFSETS_AT_A_TIME,
+    crossing_packet,
     own_work_tile,
     rows_before,
     sequence_chunk_slots,
     span_extent,
 )
 from .device.states import checkpoint_target, load_state, named_slot, sequence_slot, state_offsets, store_state
-from .launch import SHARED_MEMORY, StageCall, checkpoint_arguments, precision, state_arguments
+from .launch import SHARED_MEMORY, StageCall, checkpoint_arguments, packet_arguments, precision, state_arguments
 
 
 @triton.jit
@@ -109,6 +110,9 @@ def recurrence_kernel(
     checkpoint_pitch,
     first_segment,
     starts,
+    border,
+    packet,
+    packet_pitch,
     initial_state,
     final_state,
     state_indices,
@@ -142,7 +146,8 @@ def recurrence_kernel(
     With `first_segment [N + 1]` a CTA scans a segment instead of a sequence, from the state in `starts [G, HV, V, K]`. States
     may be slots of a pool (`device/states.py`); those at checkpoints go to the slots that `checkpoint_indices` names, of the
     pool or of `checkpoint_states`; with `checkpoint_every` those before every so many chunks go to rows of the latter. `h`: the
-    state before each chunk. With `v_new [B, T, HV, V]` (backward pass, fp32 prefill) that is kept as well.
+    state before each chunk. With `v_new [B, T, HV, V]` (backward pass, fp32 prefill) that is kept as well. On the first of
+    several ranks `packet` receives the states `[V, K]` after sequences that go on to the next.
     """
     if first_segment is None:
         slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)
@@ -278,6 +283,12 @@ def recurrence_kernel(
             h_row += chunks
             start = stop
     store_state(final_state, own * state_pitch + in_slot, state, stored)
+    if border is not None:
+        place, crosses = crossing_packet(border + 1, n, 1 if cu_seqlens is not None else N)
+        if first_segment is not None:
+            crosses &= part + 1 == parts
+        in_packet = state_offsets((place * HV + head) * packet_pitch, value, key, K, V, True)
+        store_state(packet, in_packet, state, crosses.to(tl.int32))
 
 
 @dataclass(frozen=True)
@@ -369,6 +380,7 @@ def recurrence(
             *(*workspace.select("w", "qg", "kg"), inverse, *workspace.select("Aqk", "decay")),
             *(v, o, h, v_new, u, t.cu_seqlens, *checkpoint_arguments(problem, t)),
             *(first_segment, starts),
+            *packet_arguments(call),
             *state_arguments(problem, t, final_state),
             *(problem.T, problem.N, problem.HV, problem.slots, problem.checkpoints),
             *strides(t.v, t.v if o is None else o),

@@ -25,7 +25,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
 from .backward_pass import Kept, Scanned
 from .device.segments import place_segment, segment_of
-from .device.sequences import own_work_tile
+from .device.sequences import crossing_packet, own_work_tile
 from .device.states import load_state, state_offsets, store_state
 from .launch import or_empty
 from .recurrence import recurrence_config, scan_constants
@@ -46,6 +46,8 @@ def reverse_kernel(
     first_segment,
     offsets,
     ends,
+    border,
+    packet,
     cu_seqlens,
     has_initial,
     has_final,
@@ -67,7 +69,8 @@ def reverse_kernel(
     """`dS = diag(decay) dS' + qg^T do - w^T dv_new`.
 
     Leaves `grad_h [S, HV, V, K]`, the gradient of the state after the chunk in each slot, `grad_v_new [B, T, HV, V]`, both or
-    neither, and `grad_initial`, that of the initial state.
+    neither, and `grad_initial`, that of the initial state. On the last of several ranks `packet` receives the gradients, in
+    the caller's layout, of the states of sequences that come from the one before.
 
     With `first_segment [N + 1]` a CTA scans a segment instead of a sequence, from the gradient in `ends [G, HV, V, K]`; or, for
     `offsets [G, HV, V, K]`, from zeros, a sequence's last segment from the gradient of the final state. A first segment has no
@@ -140,6 +143,16 @@ def reverse_kernel(
         if first_segment is not None:
             has_initial *= (part == 0).to(tl.int32)
         store_state(grad_initial, n * HV * K * V + in_slot, grad, has_initial)
+        if border is not None:
+            place, crosses = crossing_packet(border, n, 1 if cu_seqlens is not None else N)
+            if first_segment is not None:
+                crosses &= part == 0
+            store_state(packet, place * HV * K * V + in_slot, grad, crosses.to(tl.int32))
+
+
+def reverse_scratch(kept: Kept, scanned: Scanned | None, *states: Tensor | None) -> tuple[Tensor, ...]:
+    left = () if scanned is None else (scanned.dv, scanned.dh)
+    return (kept.workspace.buffer, *left, *(x for x in states if x is not None))
 
 
 def reverse(
@@ -149,6 +162,7 @@ def reverse(
     scanned: Scanned | None,
     dht: Tensor | None,
     dh0: Tensor | None,
+    packet: Tensor | None,
     arch: int,
 ) -> Launch:
     """Without `scanned` only the gradient before each sequence is wanted, or before each segment, which goes to `offsets`."""
@@ -161,11 +175,12 @@ def reverse(
         (
             *(*kept.workspace.select("w", "qg", "kg", "Aqk", "decay"), t.do),
             *(final, *((None, None) if scanned is None else (scanned.dv, scanned.dh)), initial),
-            *(first_segment, offsets, ends, t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
+            *(first_segment, offsets, ends, None if packet is None else t.border, packet),
+            *(t.cu_seqlens, int(dh0 is not None), int(dht is not None)),
             *(problem.T, problem.N, problem.HV, problem.slots),
             *strides(t.do),
         ),
         scan_constants(problem, c, c.BV),
         c.num_warps,
-        scratch=(kept.workspace.buffer, *(() if scanned is None else (scanned.dv, scanned.dh)), final, initial),
+        scratch=reverse_scratch(kept, scanned, final, initial, packet),
     )

@@ -28,6 +28,7 @@ L2_EPS, LOG2E = _norms.L2_EPS, _gates.LOG2E
 at_token = _gluon(_sequences.at_token)
 chunk_of_sequence = _gluon(_sequences.chunk_of_sequence)
 chunk_slots = _gluon(_sequences.sequence_chunk_slots)
+crossing_packet = _gluon(_sequences.crossing_packet)
 clamp_bounds = _gluon(_sequences.clamp_bounds)
 end_of_few = _gluon(_sequences.end_of_few)
 decay_rate = _gluon(_gates.decay_rate)

@@ -39,6 +39,15 @@ def locate_sequence(n, cu_seqlens, T):
 
 
 @triton.jit
+def crossing_packet(border, n, packets):
+    """The packet that the state of sequence `n` has where it crosses a rank's border, and whether it does: the first of
+    `packets` sequences that do is the number at `border`, if it isn't negative."""
+    first = tl.load(border)
+    packet = n - first
+    return packet, (first >= 0) & (packet >= 0) & (packet < packets)
+
+
+@triton.jit
 def at_token(tensors, strides, batch, token, head):
     """`tensors [B, T, H, ...]` from the row of a token and head on. `strides`: batch, token and head of each, one by one."""
     rows = ()
