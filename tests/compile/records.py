@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flashdelta.tools.compile import Costs
 
-from ..gluon.record import PACKAGE, ROOT
+from ..gluon.record import PACKAGE, ROOT, digest_of, files_of
 
 FOLDER = Path(__file__).parent / "machine_code"
 
@@ -105,17 +105,12 @@ def write(records: Records, triton: str) -> None:
 
 
 def source_files() -> list[Path]:
-    """All Python in `SOURCES`."""
-    paths = (ROOT / name for name in SOURCES)
-    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return files_of(ROOT, SOURCES)
 
 
 def sources() -> str:
-    """A digest of their names and contents."""
-    total = hashlib.sha256()
-    for file in source_files():
-        total.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    return total.hexdigest()
+    """A digest of them."""
+    return digest_of(ROOT, SOURCES)
 
 
 def sources_path_of(triton: str) -> Path:

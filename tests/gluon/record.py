@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +24,22 @@ READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), *(f"tests/{name}" for n
 """What the tests run, and what they hold it to."""
 
 
-def digest() -> str:
-    """Of all Python in `READ`."""
+def files_of(root: Path, names: Iterable[str]) -> list[Path]:
+    """All Python in files and folders of `root`."""
+    paths = (root / name for name in names)
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+
+
+def digest_of(root: Path, names: Iterable[str]) -> str:
+    """Of the names and contents of `files_of`."""
     total = hashlib.sha256()
-    for path in (ROOT / name for name in READ):
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            total.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    for file in files_of(root, names):
+        total.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return total.hexdigest()
+
+
+def digest() -> str:
+    return digest_of(ROOT, READ)
 
 
 def recorded() -> bool:

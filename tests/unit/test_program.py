@@ -329,27 +329,32 @@ def test_fake_tensors_start_nothing(pretended: Started):
 
 
 EXCHANGES = ("exchange", "send", "receive")
+FORWARD = ([recurrence_kernel, "exchange"], ["exchange", recurrence_kernel], ["exchange", recurrence_kernel])
+BACKWARD = (["send", recurrence_kernel, "receive"],) * 2 + (["exchange", recurrence_kernel],)
+"""Of the first rank, of one between, and of the last."""
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("rank", range(3))
 def test_calls_with_other_contexts_replay_around_the_exchange(
-    backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
+    rank: int, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
 ):
     """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
 
     def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str, to: str) -> None:
-        assert packets.shape == (2, *packet.shape) and group == "virtual" and way == "put"
-        assert to == ("later" if act == "exchange" else "earlier")
+        assert packets.nbytes == 3 * packet.nbytes and group == "virtual" and way == "put"
+        directions.append(to)
         pretended.append((act, None, [packet, packets]))
 
     for act in EXCHANGES:
         monkeypatch.setattr(merge, act, functools.partial(noted, act))
-    kept, orders = [], []
+    kept, orders, directions = [], [], list[str]()
     for middle in (40, 70, 10):
         pretended.clear()
-        offsets = torch.tensor([0, middle, 140])
-        local, border = shard(offsets, 1, 2, 70, 2)
-        context = ContextParallel(None, "virtual", 1, 2, border, local, 70, exchange="put")
+        directions.clear()
+        offsets = torch.tensor([0, middle, 210])
+        local, border = shard(offsets, rank, 3, 70, 2)
+        context = ContextParallel(None, "virtual", rank, 3, border, local, 70, exchange="put")
         call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
         call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
         call["q"].requires_grad_(backward)
@@ -365,11 +370,15 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
         for i, (kernel, _, arguments) in enumerate(pretended):
             if kernel in EXCHANGES and len(kept) > 1:
                 packet, packets = (x.data_ptr() for x in arguments)
-                assert kernel == "receive" or packet in pretended[i - 1][2]
-                assert kernel == "send" or packets in pretended[i + 1][2]
+                first = i == next(j for j, x in enumerate(pretended) if x[0] in EXCHANGES)
+                # who sends to nobody leaves nothing in its packet, and who gets nothing reads no packets
+                sends, gets = (rank < 2, rank > 0) if first else (rank > 0, rank < 2)
+                left = [x for x in pretended[i - 1][2] if isinstance(x, int)]
+                assert kernel == "receive" or not sends or any(0 <= x - packet < arguments[0].nbytes for x in left)
+                assert kernel == "send" or not gets or packets in pretended[i + 1][2]
+        assert directions == (["all", *["earlier"] * (2 if rank < 2 else 1)] if backward else ["later"])
     found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, recurrence_kernel)]
-    again = ["send", recurrence_kernel, "receive"] if backward else []
-    assert found == ["exchange", recurrence_kernel, *again] and orders[1] == orders[2] == orders[0]
+    assert found == FORWARD[rank] + BACKWARD[rank] * backward and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------

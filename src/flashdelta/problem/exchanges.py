@@ -10,7 +10,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ def exchange(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL
     bits are the same. All ranks must call this, with as many bytes and in the same order. `to`: of `DIRECTIONS`; packets that
     are not for this rank, its own among them, may be missing then, and none is waited for. Nobody may write to `packet` any
     more: what follows on the stream runs while copies are read from it."""
-    memory = _putting(name, way, packet.device)
+    memory, own, found = _putting(name, way, packet.device), as_bytes(packet), as_bytes(packets)
     if memory is not None:
-        memory.send(packet, to)
-        memory.receive(packet, packets, to)
+        memory.send(own, to)
+        memory.receive(own, found, to)
     else:
-        gather(packet, packets, name)
+        gather(own, found, name)
 
 
 def send(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
@@ -41,16 +41,16 @@ def send(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) ->
     under way. An all-gather is not cut in two: `receive` has all of it."""
     memory = _putting(name, way, packet.device)
     if memory is not None:
-        memory.send(packet, to)
+        memory.send(as_bytes(packet), to)
 
 
 def receive(packet: Tensor, packets: Tensor, name: str, way: str, to: str = ALL) -> None:
     """The other half, after `send` and no other exchange of the group. `packet` is as it was."""
     memory = _putting(name, way, packet.device)
     if memory is not None:
-        memory.receive(packet, packets, to)
+        memory.receive(as_bytes(packet), as_bytes(packets), to)
     else:
-        gather(packet, packets, name)
+        gather(as_bytes(packet), as_bytes(packets), name)
 
 
 def _putting(name: str, way: str, device: torch.device) -> SharedMemory | None:
@@ -65,18 +65,18 @@ def puts(way: str, device: torch.device) -> bool:
 
 
 def gather(packet: Tensor, packets: Tensor, name: str) -> None:
-    """`exchange` by an all-gather of the group."""
+    """An all-gather of the group, along the first dimension."""
     from torch.distributed import distributed_c10d as c10d
 
     # the newer of two names, where it is known, since the older one warns
     all_gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
-    all_gather(packets.flatten(0, 1), packet, group=c10d._resolve_process_group(name))
+    all_gather(packets, packet, group=c10d._resolve_process_group(name))
 
 
 def gather_numbers(numbers: Sequence[int], name: str, ranks: int, device: torch.device) -> list[list[int]]:
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = own.new_empty(ranks, len(numbers))
-    gather(own, found, name)
+    gather(own, found.view(-1), name)
     return found.tolist()
 
 
@@ -123,6 +123,17 @@ TURNS = 2
 LEAST_ROOM = 1 << 16
 """Bytes of a packet, of which room for others is a multiple."""
 
+MOST_PLACES = 64
+"""Of packets of so many bytes, whose views are kept."""
+
+
+class _Place(NamedTuple):
+    """Of the packets of one exchange, as bytes: this rank's on every rank, and here those of the ranks before and after."""
+
+    own: list[Tensor]
+    before: Tensor
+    after: Tensor
+
 
 class SharedMemory:
     """What the ranks of a group put packets into: each has a place for all packets, `TURNS` times and once for captures. It is
@@ -152,6 +163,13 @@ class SharedMemory:
         self.room = self.calls = self.timeout_ms = 0
         self.memory: Memory
         self.buffers: list[Tensor] = []
+        self.places: dict[tuple[int, int], _Place] = {}
+        """By bytes of a packet, and by where the first one lies."""
+        earlier, later = range(self.rank), range(self.rank + 1, self.ranks)
+        self.others = (*later, *earlier)
+        """Each rank begins with another one."""
+        self.sides = {ALL: (self.others, self.others), LATER: (later, earlier), EARLIER: (earlier, later)}
+        """Whom this rank sends to, and who sends to it."""
         self.outgrown: list[tuple[Memory, list[Tensor]]] = []
         self.unread: list[tuple[int, int]] = []
         """Signals of the last exchange that have not been waited for: rank and channel."""
@@ -166,8 +184,8 @@ class SharedMemory:
         self.obstacle = None if _stands_in(group) else self._ask(name, group)
 
     def send(self, packet: Tensor, to: str) -> None:
-        source = as_bytes(packet)
-        nbytes = source.numel()
+        """Of bytes, as are `packets` of `receive`."""
+        nbytes = packet.numel()
         if nbytes == 0:
             return
         captured = capturing(self.device)
@@ -175,98 +193,97 @@ class SharedMemory:
             if captured:
                 raise wrong("cp_context", "a CUDA graph's capture before a call of its size", BEFORE_CAPTURE)
             self._grow(-(-nbytes // LEAST_ROOM) * LEAST_ROOM)
-        begin, channel = self._place(to, captured)
-        receivers, _ = self._sides(to)
+        place, channel = self._place(nbytes, to, captured)
+        receivers, _ = self.sides[to]
         if captured:
             self.memory.barrier(channel, self.timeout_ms)
-            self._put(source, begin, receivers, channel, receivers)
+            self._put(packet, place, channel, receivers, receivers)
             return
-        self._follow()
-        with self._aside(source):
+        with self._aside(packet):
             for peer, late in self.unread:
                 self.memory.wait_signal(peer, late, self.timeout_ms)
             self.unread = []
-            self._put(source, begin, receivers, channel, self._others())
+            self._put(packet, place, channel, receivers, self.others)
 
     def _put(
-        self, source: Tensor, begin: int, receivers: Sequence[int], channel: int, signalled: Sequence[int]
+        self, packet: Tensor, place: _Place, channel: int, receivers: Sequence[int], signalled: Sequence[int]
     ) -> None:
-        at = begin + self.rank * source.numel()
         for peer in signalled:
             if peer in receivers:
-                self.buffers[peer][at : at + source.numel()].copy_(source)
+                place.own[peer].copy_(packet)
             self.memory.put_signal(peer, channel, self.timeout_ms)
 
     def receive(self, packet: Tensor, packets: Tensor, to: str) -> None:
-        source, found = as_bytes(packet), as_bytes(packets)
-        nbytes = source.numel()
+        nbytes = packet.numel()
         if nbytes == 0:
             return
         captured = capturing(self.device)
-        begin, channel = self._place(to, captured)
-        _, senders = self._sides(to)
-        own = slice(self.rank * nbytes, (self.rank + 1) * nbytes)
+        place, channel = self._place(nbytes, to, captured)
+        _, senders = self.sides[to]
+        begin, end = self.rank * nbytes, (self.rank + 1) * nbytes
         if to == ALL:
-            found[own].copy_(source)
+            packets[begin:end].copy_(packet)
         for peer in senders:
             self.memory.wait_signal(peer, channel, self.timeout_ms)
-        got = self.buffers[self.rank][begin : begin + self.ranks * nbytes]
-        if to != EARLIER:
-            found[: own.start].copy_(got[: own.start])
-        if to != LATER:
-            found[own.stop :].copy_(got[own.stop :])
+        if to != EARLIER and self.rank > 0:
+            packets[:begin].copy_(place.before)
+        if to != LATER and self.rank < self.ranks - 1:
+            packets[end:].copy_(place.after)
         if not captured:
-            self.unread = [(peer, channel) for peer in self._others() if peer not in senders]
+            self.unread = [(peer, channel) for peer in self.others if peer not in senders]
             self.calls += 1
             if self.done is not None:
                 self.done.record(self.stream)
 
-    def _place(self, to: str, captured: bool) -> tuple[int, int]:
-        """Where the exchange's packets begin, and the channel of its signals."""
+    def _place(self, nbytes: int, to: str, captured: bool) -> tuple[_Place, int]:
+        """Where the exchange's packets lie, and the channel of its signals."""
         turn = TURNS if captured else self.calls % TURNS
-        return turn * self.ranks * self.room, DIRECTIONS.index(to) + captured * len(DIRECTIONS)
-
-    def _sides(self, to: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Whom this rank sends to, and who sends to it."""
-        earlier, later = range(self.rank), range(self.rank + 1, self.ranks)
-        return {ALL: (self._others(), self._others()), LATER: (later, earlier), EARLIER: (earlier, later)}[to]
-
-    def _others(self) -> Sequence[int]:
-        """Each rank begins with another one."""
-        return (*range(self.rank + 1, self.ranks), *range(self.rank))
+        begin = turn * self.ranks * self.room
+        place = self.places.get((nbytes, begin))
+        if place is None:
+            at, end = begin + self.rank * nbytes, begin + self.ranks * nbytes
+            here = self.buffers[self.rank]
+            with torch.inference_mode(False):
+                own = [x[at : at + nbytes] for x in self.buffers]
+                place = _Place(own, here[begin:at], here[at + nbytes : end])
+            if len(self.places) >= MOST_PLACES:
+                self.places.clear()
+            self.places[nbytes, begin] = place
+        return place, DIRECTIONS.index(to) + captured * len(DIRECTIONS)
 
     @contextlib.contextmanager
-    def _aside(self, source: Tensor) -> Iterator[None]:
-        """Copies of `source`, and their signals, on a stream of their own: what follows the exchange runs beside them. Only
+    def _aside(self, packet: Tensor) -> Iterator[None]:
+        """Copies of `packet`, and their signals, on a stream of their own: what follows the exchange runs beside them. Only
         those of one exchange, or the packets of a rank that is ahead would fill its memory."""
-        if self.sending is None:
+        current = self._follow()
+        if self.sending is None or current is None:
             yield
             return
-        current = torch.cuda.current_stream(self.device)
         current.wait_event(self.sent)
-        self.packet = source
+        self.packet = packet
         self.ready.record(current)
         self.sending.wait_event(self.ready)
         with torch.cuda.stream(self.sending):
             yield
         self.sent.record(self.sending)
 
-    def _follow(self) -> None:
-        """Exchanges run one after another, also on another stream than the last."""
+    def _follow(self) -> torch.cuda.Stream | None:
+        """The current stream, on which exchanges run one after another, also if the last one was on another."""
         if self.device.type != "cuda":
-            return
+            return None
         stream = torch.cuda.current_stream(self.device)
         if self.done is None:
             self.done = torch.cuda.Event()
             if not _stands_in(self.group()):
                 self.sending = torch.cuda.Stream(self.device, priority=-1)
                 self.ready, self.sent = torch.cuda.Event(), torch.cuda.Event()
-        elif stream != self.stream:
+        elif self.stream is not None and stream != self.stream:
             stream.wait_event(self.done)
-            if self.sending is not None and self.stream is not None:
+            if self.sending is not None:
                 # the memory of the last packet goes back to its stream, which may write it at once
                 self.stream.wait_event(self.sent)
         self.stream = stream
+        return stream
 
     def _grow(self, room: int) -> None:
         """Graphs may have captured what there was, so it stays. Nobody reads what is new."""
@@ -279,6 +296,7 @@ class SharedMemory:
         if self.room > 0:
             self.outgrown.append((self.memory, self.buffers))
         self.memory, self.buffers, self.room, self.unread = memory, buffers, room, []
+        self.places.clear()
 
     def _ask(self, name: str, group: Any) -> str | None:
         """All ranks find the same."""
@@ -364,7 +382,8 @@ def _timeout_ms(group: Any, device: torch.device) -> int:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    """In one dimension."""
+    return x if x.dtype == torch.uint8 and x.dim() == 1 else x.reshape(-1).view(torch.uint8)
 
 
 def capturing(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ..problem.arguments import extent
+from ..problem.exchanges import as_bytes
 from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
 
@@ -24,17 +25,14 @@ ALIGNMENT = 512
 
 
 class Within(NamedTuple):
-    """A tensor of an exchange: the slot, bytes from there, and what lies there."""
+    """A tensor of an exchange, as bytes: the slot, where it begins and where it ends there."""
 
     slot: int
-    offset: int
-    shape: torch.Size
-    dtype: torch.dtype
+    begin: int
+    end: int
 
     def view(self, memory: Tensor) -> Tensor:
-        nbytes = self.shape.numel() * self.dtype.itemsize
-        flat = memory.reshape(-1).view(torch.uint8)[self.offset : self.offset + nbytes]
-        return flat.view(self.dtype).view(self.shape)
+        return as_bytes(memory)[self.begin : self.end]
 
 
 class Step(NamedTuple):
@@ -118,8 +116,8 @@ class Recorder:
         pointers = [(i, x.data_ptr(), False) for i, x in enumerate(step.scratch)]
         for x in step.scratch:
             self._use(None if self._is_own(x) else x, place)
-        shapes = [(x.shape, x.dtype) for x in step.scratch]
-        self.launches.append((step.act, None, (step.group, step.way, step.to, shapes), pointers, self._alive(place)))
+        sizes = [x.nbytes for x in step.scratch]
+        self.launches.append((step.act, None, (step.group, step.way, step.to, sizes), pointers, self._alive(place)))
 
     def add(
         self,
@@ -214,8 +212,8 @@ class Recorder:
             tensors: list[Within] = []
             call: tuple[Callable[..., object], list]
             if grid is None:
-                *where, shapes = arguments
-                tensors = [Within(*place[1:], *shape) for place, shape in zip(places[0], shapes)]
+                *where, sizes = arguments
+                tensors = [Within(slot, begin, begin + size) for (_, slot, begin), size in zip(places[0], sizes)]
                 call, places = (what, where), ([], [])
             else:
                 call = kernel_call(what, grid, arguments)

@@ -37,7 +37,7 @@ class _Gather(torch.autograd.Function):
         problem = ctx.problem
         # of all packets, for which no memory is kept
         grads = grad.new_empty(problem.ranks, *grad.shape)
-        gather(grad.contiguous(), grads, problem.process_group)
+        gather(grad.contiguous(), grads.flatten(0, 1), problem.process_group)
         return grads[:, problem.rank].sum(0), None
 
 
