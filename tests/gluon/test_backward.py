@@ -200,10 +200,10 @@ def test_two_ranks_have_the_bits_of_one(v_first: bool):
     assert all(same_bits(found[name], x) for name, x in wanted.items() if name not in ("A_log", "dt_bias"))
 
 
-@pytest.mark.parametrize(("lengths", "each"), [((64, 128), [1] * 4), ((192,), [2] * 4)])
+@pytest.mark.parametrize(("lengths", "each"), [((128, 64), [1] * 4), ((192,), [1] * 4 + [2] * 4)])
 def test_all_ctas_work_where_no_m_is_wanted(lengths: tuple[int, ...], each: list[int]):
-    """Slices of transitions by CTA, of three ranks' only the one between has any: four heads have one of b each, and of M too
-    where a sequence spans the rank."""
+    """Slices of transitions by CTA, of the first two of three ranks: four heads have one of b each, and of M too on a rank that
+    a sequence spans."""
     call = hopper_call(replace(KIMI, H=1, HV=4, K=64, V=64, lengths=lengths))
     function, scanned = interpreted(segments.scan), list[Any]()
     real = function.python

@@ -69,6 +69,14 @@ def test_ranks_cut_their_tokens_into_segments(lengths: tuple[int, ...], kept: bo
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
 
 
+def test_ranks_have_the_bits_of_a_split():
+    """More than two, of whole chunks, a segment each: results and gradients."""
+    cut = cut_of(replace(SMALL, lengths=(128,)), 4)
+    found, wanted = cut.over_ranks(), cut.whole(split=4)
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_two_ranks_have_the_bits_of_one(kept: bool):
     """Of whole chunks: results and gradients. Each goes on from what the scan of the other ends with."""

@@ -329,20 +329,25 @@ def test_fake_tensors_start_nothing(pretended: Started):
 
 
 EXCHANGES = ("exchange", "send", "receive")
-FORWARD = ([recurrence_kernel, "exchange"], ["exchange", recurrence_kernel], ["exchange", recurrence_kernel])
-BACKWARD = (["send", recurrence_kernel, "receive"],) * 2 + (["exchange", recurrence_kernel],)
-"""Of the first rank, of one between, and of the last."""
+TELLS, IS_TOLD = [recurrence_kernel, "exchange"], ["exchange", recurrence_kernel]
+TELLS_LATER = ["send", recurrence_kernel, "receive"]
+ORDERS = {
+    (0, 2): (TELLS, TELLS_LATER),
+    (1, 2): (IS_TOLD, IS_TOLD),
+    **{(rank, 3): (IS_TOLD, TELLS_LATER) for rank in range(3)},
+}
+"""Of a rank of so many, forward and backward."""
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(("rank", "ranks"), ORDERS)
 def test_calls_with_other_contexts_replay_around_the_exchange(
-    rank: int, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
+    rank: int, ranks: int, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
 ):
     """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
 
     def noted(act: str, packet: Tensor, packets: Tensor, group: str, way: str, to: str) -> None:
-        assert packets.nbytes == 3 * packet.nbytes and group == "virtual" and way == "put"
+        assert packets.nbytes == ranks * packet.nbytes and group == "virtual" and way == "put"
         directions.append(to)
         pretended.append((act, None, [packet, packets]))
 
@@ -352,9 +357,9 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
     for middle in (40, 70, 10):
         pretended.clear()
         directions.clear()
-        offsets = torch.tensor([0, middle, 210])
-        local, border = shard(offsets, rank, 3, 70, 2)
-        context = ContextParallel(None, "virtual", rank, 3, border, local, 70, exchange="put")
+        offsets = torch.tensor([0, middle, ranks * 70])
+        local, border = shard(offsets, rank, ranks, 70, 2)
+        context = ContextParallel(None, "virtual", rank, ranks, border, local, 70, exchange="put")
         call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
         call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
         call["q"].requires_grad_(backward)
@@ -372,13 +377,15 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
                 packet, packets = (x.data_ptr() for x in arguments)
                 first = i == next(j for j, x in enumerate(pretended) if x[0] in EXCHANGES)
                 # who sends to nobody leaves nothing in its packet, and who gets nothing reads no packets
-                sends, gets = (rank < 2, rank > 0) if first else (rank > 0, rank < 2)
+                sends, gets = (rank < ranks - 1, rank > 0) if first else (rank > 0, rank < ranks - 1)
                 left = [x for x in pretended[i - 1][2] if isinstance(x, int)]
                 assert kernel == "receive" or not sends or any(0 <= x - packet < arguments[0].nbytes for x in left)
                 assert kernel == "send" or not gets or packets in pretended[i + 1][2]
-        assert directions == (["all", *["earlier"] * (2 if rank < 2 else 1)] if backward else ["later"])
+        on_the_way_back = ORDERS[rank, ranks][1] if backward else []
+        assert directions[0] == ("all" if backward and ranks > 2 else "later")
+        assert directions[1:] == ["earlier" for act in on_the_way_back if act in EXCHANGES]
     found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, recurrence_kernel)]
-    assert found == FORWARD[rank] + BACKWARD[rank] * backward and orders[1] == orders[2] == orders[0]
+    assert found == ORDERS[rank, ranks][0] + on_the_way_back and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------

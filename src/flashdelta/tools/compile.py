@@ -95,7 +95,7 @@ class Variant:
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
     Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost. `sequences`
     of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
-    step; `stated`: that convolution has states. `rank`: of `RANKS`, over which the sequences lie."""
+    step; `stated`: that convolution has states. `rank`: of how many, over which the sequences lie."""
 
     name: str
     backend: Literal["triton", "hopper"] = "triton"
@@ -125,7 +125,7 @@ class Variant:
     heads: int = 2
     sequences: int = 1
     chunks: int = 4
-    rank: int | None = None
+    rank: tuple[int, int] | None = None
     offsets: torch.dtype = torch.int32
     T: int = 256
     taps: int = 4
@@ -141,7 +141,7 @@ class Variant:
         if self.kept:
             problem = replace(problem, requires_grad=True)
         if self.rank is not None:
-            problem, t = on_rank(problem, t, self.rank)
+            problem, t = on_rank(problem, t, *self.rank)
         call = backward_of(problem, t) if self.backward else (problem, t)
         return only_launches(BUILD[self.backend](*call, arch))
 
@@ -273,12 +273,12 @@ def only_launches(program: Program) -> list[Launch]:
     return [step for step in program.launches if isinstance(step, Launch)]
 
 
-RANKS = 3
-"""Of a group that has all kinds: a first one, a last one, and one between."""
+FIRST, SECOND, BETWEEN = (0, 2), (1, 2), (1, 3)
+"""A rank, and how many there are: of two, or between two others."""
 
 
-def on_rank(problem: Problem, t: Tensors, rank: int) -> tuple[Problem, Tensors]:
-    problem = replace(problem, process_group="compiled", rank=rank, ranks=RANKS)
+def on_rank(problem: Problem, t: Tensors, rank: int, ranks: int) -> tuple[Problem, Tensors]:
+    problem = replace(problem, process_group="compiled", rank=rank, ranks=ranks)
     return problem, replace(t, border=torch.empty(BORDER, dtype=torch.int32, device=t.device))
 
 
@@ -383,18 +383,18 @@ VARIANTS = (
     ),
     Variant("bf16 K256 V256 split, backward", K=256, V=256, split=4, backward=True),
     Variant("fp32 K128 V128 split, backward", dtype=torch.float32, split=4, backward=True),
-    Variant("bf16 K128 V128 over ranks", rank=1),
-    Variant("bf16 K128 V128 over ranks, first", rank=0),
-    Variant("bf16 K128 V128 over ranks, pool, V first", rank=1, pool=True, state_v_first=True),
+    Variant("bf16 K128 V128 over ranks", rank=BETWEEN),
+    Variant("bf16 K128 V128 over two ranks", rank=FIRST),
+    Variant("bf16 K128 V128 over ranks, pool, V first", rank=BETWEEN, pool=True, state_v_first=True),
     Variant(
         "bf16 K128 V128 over ranks, fixed length, V first, backward",
-        rank=1,
+        rank=BETWEEN,
         packed=False,
         state_v_first=True,
         backward=True,
     ),
-    Variant("fp32 K64 V128 over ranks, backward", rank=1, dtype=torch.float32, K=64, backward=True),
-    Variant("fp32 K64 V128 over ranks, last, backward", rank=2, dtype=torch.float32, K=64, backward=True),
+    Variant("fp32 K64 V128 over ranks, backward", rank=BETWEEN, dtype=torch.float32, K=64, backward=True),
+    Variant("fp32 K64 V128 over two ranks, backward", rank=SECOND, dtype=torch.float32, K=64, backward=True),
     Variant("wy bf16 K128 V128", operation="wy"),
     Variant("wy bf16 K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
     Variant("wy bf16 K64 V64 chunk 32", operation="wy", K=64, V=64, chunk_size=32),
@@ -533,39 +533,39 @@ VARIANTS = (
     _steps("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
     _steps("K128 V128 regular checkpoints in bf16, V first, fixed length", state_v_first=True, packed=False, **IN_BF16),
     _steps("K128 V128 stream-K, regular checkpoints, V first", heads=96, state_v_first=True, **REGULAR),
-    _steps("K128 V128 over ranks", rank=1),
-    _steps("K128 V128 over ranks, first", rank=0),
-    _steps("K128 V128 over ranks, first, fixed length, V first", rank=0, packed=False, state_v_first=True),
-    _steps("K128 V128 over ranks, first, stream-K", rank=0, heads=96),
-    _steps("K128 V128 over ranks, fixed length, V first", rank=1, packed=False, state_v_first=True),
-    _steps("K128 V128 over ranks, pool, unbounded", rank=1, pool=True, gate="softplus"),
-    _steps("K64 V64 over ranks", rank=1, K=64, V=64),
-    _steps("K64 V64 over ranks, first", rank=0, K=64, V=64),
-    _hopper("K128 V128 over ranks", rank=1),
-    _hopper("K128 V128 over ranks, first", rank=0),
-    _hopper("K128 V128 over ranks, first, split, pool, V first", rank=0, split=4, pool=True, state_v_first=True),
-    _hopper("K128 V128 over ranks, first, stream-K", rank=0, **STREAM_K),
-    _hopper("K128 V128 over ranks, first, for the backward pass", rank=0, kept=True),
-    _hopper("K128 V128 over ranks, first, for the backward pass, split", rank=0, kept=True, split=4),
-    _hopper("K128 V128 over ranks, last, backward", rank=2, backward=True),
-    _hopper("K128 V128 over ranks, last, split, backward", rank=2, backward=True, split=4),
-    _hopper("K128 V128 over ranks, backward", rank=1, backward=True),
+    _steps("K128 V128 over ranks", rank=BETWEEN),
+    _steps("K128 V128 over two ranks", rank=FIRST),
+    _steps("K128 V128 over two ranks, fixed length, V first", rank=FIRST, packed=False, state_v_first=True),
+    _steps("K128 V128 over two ranks, stream-K", rank=FIRST, heads=96),
+    _steps("K128 V128 over ranks, fixed length, V first", rank=BETWEEN, packed=False, state_v_first=True),
+    _steps("K128 V128 over ranks, pool, unbounded", rank=BETWEEN, pool=True, gate="softplus"),
+    _steps("K64 V64 over ranks", rank=BETWEEN, K=64, V=64),
+    _steps("K64 V64 over two ranks", rank=FIRST, K=64, V=64),
+    _hopper("K128 V128 over ranks", rank=BETWEEN),
+    _hopper("K128 V128 over two ranks", rank=FIRST),
+    _hopper("K128 V128 over two ranks, split, pool, V first", rank=FIRST, split=4, pool=True, state_v_first=True),
+    _hopper("K128 V128 over two ranks, stream-K", rank=FIRST, **STREAM_K),
+    _hopper("K128 V128 over two ranks, for the backward pass", rank=FIRST, kept=True),
+    _hopper("K128 V128 over two ranks, for the backward pass, split", rank=FIRST, kept=True, split=4),
+    _hopper("K128 V128 over two ranks, backward", rank=SECOND, backward=True),
+    _hopper("K128 V128 over two ranks, split, backward", rank=SECOND, backward=True, split=4),
+    _hopper("K128 V128 over ranks, backward", rank=BETWEEN, backward=True),
     _hopper(
         "K64 V64 over ranks, fixed length, V first, backward",
         K=64,
         V=64,
         packed=False,
         state_v_first=True,
-        rank=1,
+        rank=BETWEEN,
         backward=True,
     ),
     _hopper(
-        "K64 V64 over ranks, last, fixed length, V first, backward",
+        "K64 V64 over two ranks, fixed length, V first, backward",
         K=64,
         V=64,
         packed=False,
         state_v_first=True,
-        rank=2,
+        rank=SECOND,
         backward=True,
     ),
     _hopper("K128 V128 backward", backward=True),

@@ -71,7 +71,7 @@ class Stages:
     `layout`: of the workspace. `squares` is the shape in which they have a matrix of every chunk, and `squares_dtype` the dtype
     of such matrices' gradients. The stages make launches: `scan(kept, o, final_state)` the forward's two, which leave what is
     kept (without `o` none); `reverse(problem, t, kept, scanned, dht, dh0, packet)`, which without `scanned` finds `dh0` alone,
-    or the offsets of segments, and on the last of several ranks leaves the gradients for the one before in `packet`;
+    or the offsets of segments, and on the second of two ranks leaves the gradients for the first in `packet`;
     `wy(x, parts, grad_v)` and `intra(parts, heads)`.
     """
 
@@ -142,11 +142,11 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
     dht = None if t.dht is None or not problem.output_final_state else t.dht.contiguous()
     told = None
-    if problem.rank < problem.ranks - 1:
-        dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
-    elif problem.ranks > 1:
-        # nothing comes from a rank after, and what goes to the one before `reverse` ends with
+    if problem.ranks == 2 and problem.rank == 1:
+        # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
         told = told_gradients(problem, t.device)
+    elif problem.ranks > 1:
+        dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
     if told is None or kept.split:
         yield from recomputed
     if kept.split:

@@ -24,7 +24,7 @@ class StageCall:
     beside: tuple[Tensor, ...] = ()
     """Scratch that is not in the workspace."""
     packet: Tensor | None = None
-    """Where the first of several ranks leaves the states of sequences that go on to the next (`merge.py`)."""
+    """Where the first of two ranks leaves the states of sequences that go on to the second (`merge.py`)."""
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
 
 
 def packet_arguments(call: StageCall) -> tuple:
-    """Where `recurrence` leaves states for the next rank, as kernels take it: the border, the packet from its first state on,
+    """Where `recurrence` leaves states for the second rank, as kernels take it: the border, the packet from its first state on,
     and the elements from state to state."""
     if call.packet is None:
         return None, None, None

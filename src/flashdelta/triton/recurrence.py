@@ -146,8 +146,8 @@ def recurrence_kernel(
     With `first_segment [N + 1]` a CTA scans a segment instead of a sequence, from the state in `starts [G, HV, V, K]`. States
     may be slots of a pool (`device/states.py`); those at checkpoints go to the slots that `checkpoint_indices` names, of the
     pool or of `checkpoint_states`; with `checkpoint_every` those before every so many chunks go to rows of the latter. `h`: the
-    state before each chunk. With `v_new [B, T, HV, V]` (backward pass, fp32 prefill) that is kept as well. On the first of
-    several ranks `packet` receives the states `[V, K]` after sequences that go on to the next.
+    state before each chunk. With `v_new [B, T, HV, V]` (backward pass, fp32 prefill) that is kept as well. On the first of two
+    ranks `packet` receives the states `[V, K]` after sequences that go on to the second.
     """
     if first_segment is None:
         slice_, head, n, batch, begin, end = own_work_tile(cu_seqlens, T, HV, V // BV)

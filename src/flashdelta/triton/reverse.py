@@ -69,8 +69,8 @@ def reverse_kernel(
     """`dS = diag(decay) dS' + qg^T do - w^T dv_new`.
 
     Leaves `grad_h [S, HV, V, K]`, the gradient of the state after the chunk in each slot, `grad_v_new [B, T, HV, V]`, both or
-    neither, and `grad_initial`, that of the initial state. On the last of several ranks `packet` receives the gradients, in
-    the caller's layout, of the states of sequences that come from the one before.
+    neither, and `grad_initial`, that of the initial state. On the second of two ranks `packet` receives the gradients, in
+    the caller's layout, of the states of sequences that come from the first.
 
     With `first_segment [N + 1]` a CTA scans a segment instead of a sequence, from the gradient in `ends [G, HV, V, K]`; or, for
     `offsets [G, HV, V, K]`, from zeros, a sequence's last segment from the gradient of the final state. A first segment has no

@@ -192,7 +192,7 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     """The row of the document, of what its processes found by contender."""
     case: Any = row.call
     shape = {"T": case.T, "H": case.H, "K": case.K}
-    one = value(found, "one.ms.median")
+    one = value(found, "one.sustained_ms")
     way = found["ours"].get("exchange") or "put"
     predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if one else None
     return {

@@ -1,12 +1,18 @@
-"""How long calls over several GPUs take, modelled: a call on one GPU, and what is added to it, one thing after another.
+"""How long calls over several GPUs take back to back, modelled: a call on one GPU, and what is added to it.
 
-    forward             transitions, exchange of (M, b), of two ranks b alone, merge
+Of two, each goes on from what the other's scan ends with:
+
+    forward             merge; the first rank is a call ahead, so its packet waits for the second, which copies it
+    forward + backward  the passes wait for each other: exchange of b, merge, reverse, exchange of c, merge
+
+Of more, one thing after another:
+
+    forward             transitions, exchange of (M, b), merge
     forward + backward  the same, merge in the forward that runs again, reverse for c, exchange of c, merge; by put the exchange
                         takes no time, as the forward's recurrence runs again meanwhile
 
-Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Ranks between the
-first and the last form M; of two there are none. Left out are gaps between launches, ranks that do not start together, and
-clocks under load.
+Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Left out are gaps
+between launches, ranks that do not start together, the host, and clocks under load.
 """
 
 from __future__ import annotations
@@ -57,16 +63,17 @@ def exchange_us(mib: float, ranks: int, way: str) -> float:
     writes one packet after another, and copies what it has received."""
     if way == "gather":
         return on_line(GATHER_US, (ranks - 1) * mib)
-    copied = 2 * (ranks - 1) * mib * 2**20 / COPY_TB_S / 1e6
-    return (ranks - 1) * on_line(PUT_US, mib) + SIGNAL_US + copied
+    return (ranks - 1) * on_line(PUT_US, mib) + SIGNAL_US + copied_us(mib, ranks)
 
 
-def transitions_us(T: int, HV: int, ranks: int) -> float:
-    """A CTA for each 64 columns of M and b of a head, one an SM, on two ranks of b alone; no faster than memory moves `w`,
-    `kg`, `inverse`, `v` and decays of each chunk."""
-    chunks, waves = math.ceil(T / CHUNK), math.ceil(HV / (SMS // (packet_columns(ranks, K, V) // 64)))
-    moved = chunks * HV * ((2 * K + CHUNK + V) * CHUNK * 2 + 4 * K)
-    return max(chunks * waves * TRANSITION_US, moved / COPY_TB_S / 1e6)
+def copied_us(mib: float, ranks: int) -> float:
+    """Of the others' packets, out of the memory that they write."""
+    return 2 * (ranks - 1) * mib * 2**20 / COPY_TB_S / 1e6
+
+
+def transitions_us(T: int, HV: int) -> float:
+    """A CTA for each 64 columns of M and b of a head, one an SM."""
+    return math.ceil(T / CHUNK) * math.ceil(HV / (SMS // ((K + V) // 64))) * TRANSITION_US
 
 
 def merge_us(HV: int, ranks: int) -> float:
@@ -77,11 +84,15 @@ def merge_us(HV: int, ranks: int) -> float:
 def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "put") -> float:
     """Microseconds beyond a call on one GPU. `reverse_us`: of `reverse`, with its stores, which `c` does without; None of a
     forward."""
-    column = HV * K * 4 / 2**20
-    added = transitions_us(T, HV, ranks) + merge_us(HV, ranks)
-    added += exchange_us(column * packet_columns(ranks, K, V), ranks, way)
+    column, merged = HV * K * 4 / 2**20, merge_us(HV, ranks)
+    packet = column * packet_columns(ranks, K, V)
+    if ranks == 2 and reverse_us is None:
+        return merged + (copied_us(packet, ranks) if way == "put" else exchange_us(packet, ranks, way))
+    if ranks == 2 and reverse_us is not None:
+        return reverse_us + 2 * merged + exchange_us(packet, ranks, way) + exchange_us(column * V, ranks, way)
+    added = transitions_us(T, HV) + merged + exchange_us(packet, ranks, way)
     if reverse_us is not None:
-        added += reverse_us + 2 * merge_us(HV, ranks)
+        added += reverse_us + 2 * merged
         added += exchange_us(column * V, ranks, way) if way == "gather" else 0
     return added
 
