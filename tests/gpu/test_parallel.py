@@ -71,9 +71,10 @@ def test_virtual_ranks_find_what_one_finds(name: str, kept: bool, ranks: int, ba
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
-    """One sequence, whole chunks, as many on each rank: results, and the gradients of tokens."""
+    """One sequence, whole chunks, as many on each rank: results, and the gradients of tokens. Two ranks, each of which goes on
+    from what the other's scan ends with, have those of no split."""
     cut = cut_of(replace(KIMI, name="ranks_bits", lengths=(64 * 8 * 4,)), ranks, backend)
-    found, wanted = cut.over_ranks(), cut.whole(split=ranks)
+    found, wanted = cut.over_ranks(), cut.whole(split=False if ranks == 2 else ranks)
     assert all(same_bits(found[name], wanted[name]) for name in ("o", "final_state", *TOKEN_TENSORS))
 
 

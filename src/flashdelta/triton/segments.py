@@ -179,8 +179,7 @@ def transitions_kernel(
     segment b starts from the initial state, so that it is the state after it, and M is not formed.
 
     With `border` instead of `first_segment`, segments are the whole sequences that go on to the next rank; those that come from
-    the rank before are no first segments. `offsets` then lie behind `transitions`, head by head; of two ranks there are
-    `offsets` alone.
+    the rank before are no first segments. `offsets` then lie behind `transitions`, head by head.
     """
     COLUMNS: tl.constexpr = K + V
     slice_ = tl.program_id(0) % (COLUMNS // BV)
