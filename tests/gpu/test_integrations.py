@@ -16,7 +16,7 @@ import flashdelta as fd
 from flashdelta.testing.cases import BF16
 from flashdelta.testing.oracle import relative_error
 
-from ..support.pace import MOST_YARDSTICKS, pace
+from ..support.pace import MOST_YARDSTICKS, pace, yardstick
 from ..support.refusals import good_call, many_sequences, refused_with_a_pool
 from .calls import KIMI, gpu_call
 
@@ -242,6 +242,12 @@ def test_a_stage_of_calls_that_fla_keeps(reached: list[str], monkeypatch: pytest
     want = gradients()
     assert stages == ["wy"]
     assert max(relative_error(x, y.double()) for x, y in zip(found, want)) < 0.02
+
+
+def test_a_pace_counts_yardsticks():
+    """And a question that takes too many fails."""
+    ratio, _ = pace(lambda: [yardstick() for _ in range(7)])
+    assert MOST_YARDSTICKS < ratio < 8.4
 
 
 def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():

@@ -97,17 +97,17 @@ def test_ctrl_c_ends_an_export_at_once(seconds: float, tmp_path: Path):
     time.sleep(seconds)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (130, f"{INTERRUPTED}\n")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60  # one second on a machine of its own
     assert not (tmp_path / "out").exists()
     while runs(process.pid):  # multiprocessing's own helpers end soon after
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 90
         time.sleep(0.1)
 
 
 def test_an_error_does_not_wait_for_what_still_compiles():
     began = time.monotonic()
     with pytest.raises(TypeError):
-        list(in_processes(time.sleep, [("no number",), (120.0,)], 2))
-    assert time.monotonic() - began < 60
+        list(in_processes(time.sleep, [("no number",), (600.0,)], 2))
+    assert time.monotonic() - began < 300

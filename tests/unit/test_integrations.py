@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashdelta.testing.oracle import relative_error
 
-from ..support.pace import MOST_YARDSTICKS, pace
+from ..support.work import MOST_INSTRUCTIONS, instructions
 
 pytest.importorskip("fla")
 pytest.importorskip("transformers")
@@ -280,8 +280,7 @@ def test_a_repeated_question_is_answered_at_once(monkeypatch: pytest.MonkeyPatch
     assert _fla.CHUNK.verify((), x)[0]
     with monkeypatch.context() as patch:
         patch.setattr(_fla.Adapter, "fit", None)
-        ratio, _ = pace(lambda: _fla.CHUNK.verify((), x))
-    assert ratio < MOST_YARDSTICKS
+        assert instructions(lambda: _fla.CHUNK.verify((), x)) < MOST_INSTRUCTIONS
     states = x | {"return_intermediate_states": True}
     for _ in range(2):
         assert not _fla.CHUNK.verify((), on_meta(states))[0]

@@ -120,7 +120,7 @@ def test_it_keeps_to_its_time(quick: None, tmp_path: Path):
     sleeps = fake("sleeps", "import time; time.sleep(600)", limit=500)
     began = time.monotonic()
     found = loop.run_all([sleeps, fake("late", GOOD)], tmp_path, 3.0, FACTS)
-    assert [x.status for x in found] == ["timed out", "no time"] and time.monotonic() - began < 30
+    assert [x.status for x in found] == ["timed out", "no time"] and time.monotonic() - began < 300
     long = Part("long", ("-c", GOOD, "{out}/{name}.json"), 500, "", "", least=100)
     assert [x.status for x in loop.run_all([long], tmp_path, 90.0, FACTS)] == ["no time"]
 
@@ -131,7 +131,7 @@ MEETS = """
 import os, pathlib, sys, time
 here = pathlib.Path(sys.argv[1])
 here.with_suffix(".gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-until = time.monotonic() + 30
+until = time.monotonic() + 90
 while len(list(here.parent.glob("*.gpu"))) < 3 and time.monotonic() < until:
     time.sleep(0.05)
 print(os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic() < until)
