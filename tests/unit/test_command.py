@@ -99,7 +99,7 @@ def test_ctrl_c_ends_an_export_at_once(seconds: float, tmp_path: Path):
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (130, f"{INTERRUPTED}\n")
-    assert time.monotonic() - began < 60  # one second on a machine of its own
+    assert time.monotonic() - began < 60  # a few seconds on a machine of its own
     assert not (tmp_path / "out").exists()
     while runs(process.pid):  # multiprocessing's own helpers end soon after
         assert time.monotonic() - began < 90
