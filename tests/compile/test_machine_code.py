@@ -42,8 +42,8 @@ from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
 from .toolchains import COMPILE, FUSION, ROOT, Toolchain, toolchains
 
-SAMPLE, RECENT, MOST = 2, 2, 24
-"""Entries of each Triton that are compiled though their fingerprint is recorded, others at every commit: of all, and of those
+SAMPLE, RECENT, MOST = 1, 1, 24
+"""Entries of each Triton that are compiled though their fingerprint is recorded, another at every commit: of all, and of those
 that the last change of the record changed. Few, as they take 5 to 20 seconds each and add up over commits, and only a record
 written by hand or by a broken tool can be wrong here; `make compile-all` compiles all. At most so many of the ones that are not
 recorded: the test fails anyway."""

@@ -551,6 +551,9 @@ def cudnn(q, k, v, g, beta, cu_seqlens, *, plan_name, output_final_state, initia
 
 WIDE = model("wide", "K = V = 128", 2, T=40)
 
+ONCE = Effort(rounds=1, warmup_ms=0.0)
+"""Calls of this width take a tenth of a second."""
+
 
 @pytest.mark.parametrize(
     "case",
@@ -563,7 +566,8 @@ WIDE = model("wide", "K = V = 128", 2, T=40)
     ids=["rows", "packed", "state", "keys first"],
 )
 def test_both_engines_of_cudnn_get_the_same_call(tmp_path, graphs, case):
-    document = dry_run(tmp_path, "shards", [Row(case, "shards")], {"cudnn": cudnn, "flash_kda": stand_in("flash_kda")})
+    peers = {"cudnn": cudnn, "flash_kda": stand_in("flash_kda")}
+    document = dry_run(tmp_path, "shards", [Row(case, "shards")], peers, effort=ONCE)
     (row,) = document["rows"]
     for name in ("ours", *contenders.CUDNN, "flash_kda"):
         assert row[name]["problem"] is None and row[name]["graph_ms"]["median"] == row[name]["ms"]["median"] == 2.0
@@ -595,7 +599,7 @@ def test_a_call_that_cudnn_refused_leaves_no_graph_behind(tmp_path, monkeypatch)
 def test_cudnn_trains_from_ready_inputs(tmp_path):
     cases = [WIDE, replace(WIDE, lengths=(33, 0, 20)), replace(WIDE, H=1), replace(WIDE, **UNBOUNDED)]
     rows = [Row(replace(case, final=False), "train") for case in cases]
-    document = dry_run(tmp_path, "train", rows, {"cudnn": cudnn})
+    document = dry_run(tmp_path, "train", rows, {"cudnn": cudnn}, effort=ONCE)
     for row in (document["rows"][i] for i in (0, 1, 3)):
         for name in ("cudnn", "cudnn_ready"):
             assert row[name]["problem"] is None and row[name]["ms"] and row[name]["forward_ms"]
@@ -1046,10 +1050,10 @@ def test_startup_tells_each_call_as_it_ends(tmp_path, monkeypatch):
             started.append(self)
 
     monkeypatch.setattr(startup.subprocess, "Popen", Process)
-    setup = SimpleNamespace(device="cpu", backend="reference", tokens=1024)
+    setup = SimpleNamespace(device="cpu", backend="reference", tokens=256)
     calls = startup._measured_process(str(tmp_path), setup)
     name, seconds = next(calls)
-    assert name == "H=32 T=1024" and seconds > 0 and started[0].poll() is None
+    assert name == "H=32 T=256" and seconds > 0 and started[0].poll() is None
     calls.close()
     assert started[0].poll() is not None, "nobody reads what comes after"
 

@@ -28,6 +28,7 @@ from flashdelta.tools.bench.training import LEAVES
 from flashdelta.tools.bench.views import VIEWS
 from flashdelta.tools.bench.workloads import model, select, value
 
+from ..support.forked import imported_once
 from ..support.shared import folder_of_run, once
 
 CPU = torch.device("cpu")
@@ -226,7 +227,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[object, dict]:
         beside = setup(peers={"fla": print}, peer_rows=frozenset([ROWS[0].name]))
         works: dict = {("fla", what): Peer(what, 1) for what in RESULTS}
         works |= {("ours", what): Wrong(what, 1) for what in RESULTS} | {"raises": Refuses()}
-        with pair() as again, pytest.MonkeyPatch.context() as patch:
+        with imported_once(), pair() as again, pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "on_processes", again)
             document = run(BENCHMARKS["cp"], beside, folder / "document.json", ROWS)
             return {"document": document} | {key: measured(folder, patch, work, STEP)[0] for key, work in works.items()}
@@ -256,7 +257,8 @@ def test_what_is_wrong_is_not_timed(found: dict[object, dict], what: str):
 @pytest.mark.slow
 def test_a_split_call_is_checked_itself(tmp_path, monkeypatch):
     """Not a call over one rank."""
-    (row,) = measured(tmp_path, monkeypatch, Wrong("o", 0), replace(STEP, table=ranks.ALONE, ranks=1))
+    with imported_once():
+        (row,) = measured(tmp_path, monkeypatch, Wrong("o", 0), replace(STEP, table=ranks.ALONE, ranks=1))
     assert row["ours"]["problem"].startswith("wrong: error o") and row["fla"]["ms"] and row["one"]["ms"]
     assert row["fla"]["FLA_INTRACARD_CP"] == "1" and "FLA_INTRACARD_CP" not in os.environ
 

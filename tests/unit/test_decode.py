@@ -85,7 +85,7 @@ def test_a_replay_is_the_accepted_state(step: Step, dtype: torch.dtype):
 @pytest.mark.parametrize("other", OTHER_ROUNDS, ids=str)
 @pytest.mark.parametrize("state", [FP32, BF16], ids=str)
 def test_many_rounds_of_replay_are_steps_one_by_one(state: torch.dtype, other: dict):
-    check_rounds(200, "reference", state=state, **other)
+    check_rounds(60, "reference", state=state, **other)
 
 
 def test_which_rows_of_records_are_written_and_emptied():

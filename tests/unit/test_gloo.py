@@ -24,6 +24,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.processes import on_processes
 
+from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, fla_context, incoming_of
 from ..support.shared import folder_of_run, once
@@ -184,7 +185,8 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return once(folder_of_run(tmp_path_factory) / "gloo.pt", lambda: on_processes(RANKS, work))
+    with imported_once():
+        return once(folder_of_run(tmp_path_factory) / "gloo.pt", lambda: on_processes(RANKS, work))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -53,22 +53,28 @@ def test_long_ones_begin_early_and_those_that_wait_for_them_late(fixture: str):
         assert tier.begins(item(f"{n}", fixtures=(fixture,))) >= 0.5
 
 
+# a test's cases differ in values alone where they have the same fixtures
+ONE_CASE_EACH = """
+import sys
+import pytest
+
+class OneCaseEach:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = {(item.path, item.originalname, *item.fixturenames): item for item in items}.values()
+
+sys.exit(pytest.main(sys.argv[1:], [OneCaseEach()]))
+"""
+
+
 def test_every_test_finds_its_fixtures():
     """Which shows only when it is set up; here nothing is."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "--setup-plan",
-        "-p",
-        "no:cacheprovider",
-        str(tier.HERE),
-    ]
+    plan = ["-q", "-m", "gpu", "--setup-plan", "-p", "no:cacheprovider", str(tier.HERE)]
+    command = [sys.executable, "-c", ONE_CASE_EACH, *plan]
     done = subprocess.run(command, cwd=tier.HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
+    planned = {line.split()[0].partition("[")[0] for line in done.stdout.splitlines() if "::test_" in line}
+    assert len(planned) > 100
 
 
 def test_sanitizers_run_every_part():

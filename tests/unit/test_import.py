@@ -33,9 +33,9 @@ def imported(before: str = "") -> tuple[float, set[str], str]:
 
 @pytest.mark.slow
 def test_import_is_quick_and_brings_no_compiler():
-    found = [imported() for _ in range(3)]
-    assert min(share for share, _, _ in found) < MOST
-    _, modules, said = found[0]
+    share, modules, said = imported()
+    # once more where others kept the machine busy
+    assert share < MOST or min(imported()[0] for _ in range(2)) < MOST
     assert not {name for name in modules if name.startswith(("triton", "torch._dynamo", "torch._inductor"))}
     assert said == ""
 

@@ -16,6 +16,7 @@ from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
 from flashdelta.nn.lm import VOCABULARY
 from flashdelta.testing.processes import on_processes
 
+from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
 from ..support.shared import folder_of_run, once
 
@@ -130,7 +131,8 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return once(folder_of_run(tmp_path_factory) / "nn_distributed.pt", lambda: on_processes(RANKS, work))
+    with imported_once():
+        return once(folder_of_run(tmp_path_factory) / "nn_distributed.pt", lambda: on_processes(RANKS, work))
 
 
 def mean_of(gradients: list[Found]) -> Found:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -38,6 +39,9 @@ from ..support.pools import BY_NAME as POOLS
 from ..support.pools import call_for
 from ..support.refusals import commit_of_records
 
+FULL = os.environ.get("FLASHDELTA_TESTS") == "full"
+"""Else calls that differ in two ways are compiled with some of their pairs: each takes a second."""
+
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 wy = fd.kernels.chunk_bwd_wy_dqkg
 
@@ -56,8 +60,8 @@ def calls(*rows: tuple[str, Callable, Callable[[], dict]], marks: tuple = ()) ->
     return [pytest.param(op, make, id=f"{op.__name__}-{name}", marks=marks) for name, op, make in rows]
 
 
-def whole_sequences(*names: str) -> list[tuple]:
-    return [(case.name, op, partial(short_call, case, op)) for case in named(*names) for op in BOTH]
+def whole_sequences(*names: str, ops: Sequence[Callable] = BOTH) -> list[tuple]:
+    return [(case.name, op, partial(short_call, case, op)) for case in named(*names) for op in ops]
 
 
 def steps(*names: str) -> list[tuple]:
@@ -84,9 +88,18 @@ TRACED = (
     "no_final_state",
     "fused",
 )
+BY_TOKENS = TRACED if FULL else TRACED[::2]
+"""Those that the token recurrence is traced for, too, step by step."""
+
 TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
 COMPILED = [
-    *calls(*whole_sequences(*TRACED), *POOL_CALLS, *steps(*TRACED_STEPS), marks=(pytest.mark.slow,)),
+    *calls(
+        *whole_sequences(*TRACED, ops=[fd.chunk_kda]),
+        *whole_sequences(*BY_TOKENS, ops=[fd.fused_recurrent_kda]),
+        *POOL_CALLS,
+        *steps(*TRACED_STEPS),
+        marks=(pytest.mark.slow,),
+    ),
     *calls(
         ("", fd.commit, commit_call),
         ("records", fd.commit, commit_of_records),
@@ -95,7 +108,10 @@ COMPILED = [
     *calls(("", fd.kda_prefill, partial(prefill_call, LOGITS))),
 ]
 COMPILED_WITH_OUT = calls(
-    *whole_sequences("bounded", "packed_int32"), *POOL_CALLS, *steps(*TRACED_STEPS), marks=(pytest.mark.slow,)
+    *whole_sequences("bounded", "packed_int32"),
+    *(POOL_CALLS if FULL else POOL_CALLS[::3]),
+    *steps(*(TRACED_STEPS if FULL else TRACED_STEPS[::2])),
+    marks=(pytest.mark.slow,),
 )
 
 
