@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pydoc_data.topics import topics
@@ -41,7 +42,7 @@ def test_prefill_and_decode_agree(result: DemoResult) -> None:
     assert result.agreement_error <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if os.environ.get("FLASHDELTA_TESTS") == "full" else 1))
 def test_most_words_are_words_of_the_training_text(seed: int) -> None:
     known = set(re.findall(r"[a-z]+", " ".join(topics.values()).lower()))
     text = run_demo(prompt=PROMPT, tokens=300, seed=seed, backend="reference", device="cpu").continuation

@@ -43,7 +43,7 @@ def test_workers_make_each_thing_once(tmp_path: Path):
     """Also what fails, which all of them say."""
     (tmp_path / "test_some.py").write_text(WORKERS)
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    command += ["-p", "no:cacheprovider", "-n", "3", "--maxschedchunk", "1", "--basetemp", str(tmp_path / "base")]
+    command += ["-p", "no:cacheprovider", "-n", "2", "--maxschedchunk", "1", "--basetemp", str(tmp_path / "base")]
     given = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [*command, str(tmp_path / "test_some.py")], cwd=ROOT, env=given, capture_output=True, text=True

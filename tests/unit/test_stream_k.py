@@ -86,7 +86,7 @@ def finish(work: Work, change: float = 1.0) -> tuple[float, float]:
     return max(ends), waited
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(works())
 @example(Work(96, 66, 8192, 1))
 @example(Work(64, 66, 8192, 8, tuple(range(0, 8193, 1024))))
@@ -97,14 +97,14 @@ def test_every_chunk_is_done_once_and_in_order(work: Work):
     assert_all_done(work)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(wild_works())
 @example(Work(4, 12, 1000, 4, (0, 1000, 0, 1000, 0)))
 def test_wrong_offsets_change_nothing_about_that(work: Work):
     assert_all_done(work)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(works())
 def test_no_cta_does_much_more_than_an_equal_range(work: Work):
     steps = [chunks + 1 for chunks in work.chunks]
