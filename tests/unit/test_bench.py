@@ -1033,14 +1033,6 @@ def test_plot_without_its_rows_or_matplotlib_says_what_it_needs(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_startup_times_two_processes(tmp_path):
-    document = dry_run(tmp_path, "startup", BENCHMARKS["startup"].rows, tokens=64)
-    assert [row["table"] for row in document["rows"]] == ["empty cache"] * 4 + ["new process, cache filled"] * 4
-    assert all(row["seconds"] > 0 for row in document["rows"])
-    assert [list(row["bounds"]) for row in document["rows"][:4]] == [["<= 8 s"], ["<= 0.5 s"], ["<= 0.5 s"], ["<= 8 s"]]
-
-
-@pytest.mark.slow
 def test_startup_tells_each_call_as_it_ends(tmp_path, monkeypatch):
     started = []
 

@@ -342,7 +342,10 @@ def test_bench_startup_writes_and_prints(tmp_path):
     result = run("bench", "startup", "--device", "cpu", "--backend", "reference", "--tokens", "64", "--json", str(path))
     assert result.exit_code == 0, result.stderr
     assert "H=12 packed 21+43" in result.stdout
-    assert len(json.loads(path.read_text())["rows"]) == 8
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["table"] for row in rows] == ["empty cache"] * 4 + ["new process, cache filled"] * 4
+    assert all(row["seconds"] > 0 for row in rows)
+    assert [list(row["bounds"]) for row in rows[:4]] == [["<= 8 s"], ["<= 0.5 s"], ["<= 0.5 s"], ["<= 8 s"]]
     again = run("bench", "show", str(path))
     assert again.exit_code == 0
     assert again.stdout == result.stdout
