@@ -155,7 +155,9 @@ def test_verify_json_lists_what_was_not_supported():
     assert {row["status"] for row in report["rows"] if row["backend"] == "triton"} == {"not supported"}
 
 
+@pytest.mark.parametrize("wrong_backend", ["large"], indirect=True)
 def test_verify_fails_on_a_wrong_backend(wrong_backend):
+    """However it is wrong, which the next test tells apart."""
     result = run("verify", "--quick", "--device", "cpu", "--backend", wrong_backend)
     assert result.exit_code == 1
     assert "checks failed" in result.stdout
