@@ -49,7 +49,7 @@ check: lint $(STAMP) ## style, types and unit tests, in two minutes
 test: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## all tests that need no GPU; kernels only where they changed since they were recorded
 	@$(TIMED) $(PYTEST)
 
-test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every kernel, changed or not
+test-full: $(STAMP) $(OLDEST_STAMP) $(FLA_OLDER) ## the same with every case, and every kernel, changed or not
 	@$(TIMED) env FLASHDELTA_TESTS=full $(PYTEST)
 	@$(MAKE) compile-all
 
