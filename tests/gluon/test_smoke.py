@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from flashdelta.testing.cases import BF16, BY_NAME
+from flashdelta.hopper import build
+from flashdelta.testing.cases import BF16, BY_NAME, Case
 from flashdelta.testing.decoding import SINGLE_BF16
 from flashdelta.testing.wy import WyCase
 
 from ..gpu.calls import on_gpu
 from ..support.decoding_checks import HOPPER_REPLAYED, check_replay
-from . import test_backward, test_chunk, test_decode
+from . import test_backward, test_chunk, test_decode, test_steps, test_unbounded_steps
+from .checks import check_steps
 
 
 @pytest.mark.parametrize("name", ["bounded", "softplus", "packed"])
@@ -22,6 +24,12 @@ def test_prefill(name: str):
 
 def test_split():
     test_chunk.check(test_chunk.SPLIT[0], split=3)
+
+
+@pytest.mark.parametrize("case", [replace(test_steps.SMALL, T=65), test_unbounded_steps.SMALL], ids=["bounded", "any"])
+def test_steps_of_32_tokens(case: Case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "STEPS_FROM", dict.fromkeys(build.STEPS_FROM, 1))
+    check_steps(case)
 
 
 def test_gradients():

@@ -34,6 +34,8 @@ from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_errors, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from ..unit.test_hopper_choice import TABLE
 from .checks import check_steps, hold_bits_alone, hold_errors, hold_nan_inside, poisoned, steps_call
 from .interpreter import hopper_on_cpu
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.contextmanager
 def unbounded_steps(steps: bool = True) -> Iterator[None]:
