@@ -16,7 +16,7 @@ import flashdelta
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml")
+FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "conftest.py", "mkdocs.yml", "pyproject.toml")
 HABITS = ("CHANGELOG.md", "CONTRIBUTING.md", ".gitignore", ".pre-commit-config.yaml")
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "src", "tests")
 MADE = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", "dist", ".*")
