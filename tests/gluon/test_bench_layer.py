@@ -52,6 +52,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_forms_take_turns(script: ModuleType):
     """All are held to the reference, and none fails."""
     row = ROWS[0]
