@@ -12,8 +12,9 @@ import torch
 import flashdelta as fd
 from flashdelta.hopper import segments
 from flashdelta.testing.cases import BF16, BY_NAME, FP32, GATE_CASES, Case, case_id
-from flashdelta.testing.inputs import make_call
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import float64, poisoned_memory, same_bits
+from flashdelta.testing.virtual import on_ranks
 from flashdelta.testing.wy import BY_NAME as WY_CASES
 from flashdelta.testing.wy import WyCase, errors, exact, make_wy
 
@@ -188,16 +189,48 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int)
     hold(found, truth)
 
 
+@pytest.mark.parametrize(("HV", "sms"), [(1, None), (3, 2)], ids=["tiles", "stream-K"])
 @pytest.mark.parametrize("v_first", [False, True])
-def test_two_ranks_have_the_bits_of_one(v_first: bool):
+def test_two_ranks_have_the_bits_of_one(v_first: bool, HV: int, sms: int | None):
     """Of whole chunks, as each goes on from what the scan of the other ends with: results and gradients, but for those of
     parameters, which the ranks have a share of each."""
-    call = hopper_call(replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(256,), state=FP32, v_first=v_first, memory="long"))
+    case = replace(KIMI, H=1, HV=HV, K=64, V=64, lengths=(256,), state=FP32, v_first=v_first, memory="long")
+    call = hopper_call(case)
     cut = Cut(call | {"output_final_state": True}, 2, incoming_of(call))
-    with hopper_on_cpu():
+    with hopper_on_cpu(sms=sms):
         found, wanted = cut.over_ranks(), cut.whole()
     assert found.keys() == wanted.keys()
     assert all(same_bits(found[name], x) for name, x in wanted.items() if name not in ("A_log", "dt_bias"))
+
+
+def test_batch_rows_of_two_ranks_have_the_bits_of_one():
+    """Each row's state and gradient is in a packet of its own."""
+    case = replace(KIMI, B=3, H=1, HV=1, K=64, V=64, T=256, state=FP32, memory="long")
+    call = hopper_call(case) | {"output_final_state": True}
+    states = call.pop("initial_state")
+    do, dht = torch.randn(3, 256, 1, 64).bfloat16(), torch.randn_like(states)
+
+    def step(tokens: slice, last: bool, **options: Any) -> list[torch.Tensor]:
+        own = [call[name][:, tokens].detach().clone().requires_grad_() for name in TOKEN_TENSORS]
+        initial = states.clone().requires_grad_()
+        given = call | dict(zip(TOKEN_TENSORS, own)) | {"initial_state": initial} | options
+        o, final_state = fd.chunk_kda(**given)
+        if last:
+            torch.autograd.backward([o, final_state], [do[:, tokens], dht])
+        else:
+            o.backward(do[:, tokens])
+        return [final_state, initial.grad, o, *(x.grad for x in own)]
+
+    def run(group: Any) -> list[torch.Tensor]:
+        first = group.rank() == 0
+        return step(slice(0, 128) if first else slice(128, 256), not first, group=group)
+
+    with poisoned_memory(), hopper_on_cpu():
+        (_, grad, *first), (final_state, cleared, *second) = on_ranks(2, run)
+    with hopper_on_cpu():
+        wanted = step(slice(None), True)
+    joined = [final_state, grad, *(torch.cat(x, dim=1) for x in zip(first, second))]
+    assert all(same_bits(x, y) for x, y in zip(joined, wanted, strict=True)) and not cleared.any()
 
 
 @pytest.mark.parametrize(("lengths", "each"), [((128, 64), [1] * 4), ((192,), [1] * 4 + [2] * 4)])

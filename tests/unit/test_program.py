@@ -332,9 +332,10 @@ EXCHANGES = ("exchange", "send", "receive")
 TELLS, IS_TOLD = [recurrence_kernel, "exchange"], ["exchange", recurrence_kernel]
 TELLS_LATER = ["send", recurrence_kernel, "receive"]
 ORDERS = {
-    (0, 2): (TELLS, TELLS_LATER),
+    (0, 2): (TELLS, TELLS),
     (1, 2): (IS_TOLD, IS_TOLD),
-    **{(rank, 3): (IS_TOLD, TELLS_LATER) for rank in range(3)},
+    (0, 3): (IS_TOLD, TELLS),
+    **{(rank, 3): (IS_TOLD, TELLS_LATER) for rank in (1, 2)},
 }
 """Of a rank of so many, forward and backward."""
 

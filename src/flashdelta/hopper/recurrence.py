@@ -246,7 +246,7 @@ def compute(
     """
     o, h, v_new = outputs
     initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints, for_next = states
-    border, packet, packet_pitch = for_next
+    border, packet = for_next
     state_indices, has_initial_state, lowest, pool_slots = pool
     checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch = checkpoints
     at_checkpoints, pitch, lowest_checkpoint, most_checkpoints = checkpoint_target(
@@ -457,9 +457,9 @@ def compute(
                 )
                 if scheduler.first_segment is not None:
                     crosses &= tile.stop == 0
-                in_packet = (place.to(gl.int64) * HV + head) * packet_pitch + nothing
-                for_rank = state_offsets(in_packet, value, key, K, V, True)
-                store_halves(packet, for_rank, 64, state0, state1, crosses.to(gl.int32), K, STEPS)
+                in_state = (place.to(gl.int64) * HV + head) * (K * V) + nothing
+                in_packet = state_offsets(in_state, value, key, K, V, True)
+                store_halves(packet, in_packet, 64, state0, state1, crosses.to(gl.int32), K, STEPS)
 
 
 _STRIDES = [f"{x}_{dim}" for x in ("v", "o") for dim in ("batch", "token", "head")]
@@ -501,7 +501,6 @@ def recurrence_kernel(
     starts,
     border,
     packet,
-    packet_pitch,
     initial_state,
     final_state,
     state_indices,
@@ -549,7 +548,7 @@ def recurrence_kernel(
     outputs = (o, h, v_new)
     pool = (state_indices, has_initial_state, lowest, pool_slots)
     at_checkpoints = (checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch)
-    for_next = (border, packet, packet_pitch)
+    for_next = (border, packet)
     states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints, for_next)
     starting = (carry, semaphores, starts)
     gl.warp_specialize(

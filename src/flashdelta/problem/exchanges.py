@@ -124,7 +124,7 @@ LEAST_ROOM = 1 << 16
 """Bytes of a packet, of which room for others is a multiple."""
 
 MOST_PLACES = 64
-"""Of packets of so many bytes, whose views are kept."""
+"""Whose views are kept: a place for each size of packets and each turn."""
 
 
 class _Place(NamedTuple):

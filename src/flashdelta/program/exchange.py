@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between two launches, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, if that is for
-    this one, by a `way` of the process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of it
+    """Between two launches or after the last, on the current stream: `packets [ranks, ...]` receives every rank's `packet`, if
+    that is for this one, by a `way` of the process group's. Both are `scratch`, or outputs. `act`: `exchange` or a half of it
     (`problem/exchanges.py`)."""
 
     act: Callable[[Tensor, Tensor, str, str, str], None]

@@ -50,9 +50,9 @@ def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: 
 
 
 class Program:
-    """Launches in order, made lazily: a launch and its scratch are freed before the next is made. Between two of them ranks may
-    exchange something. `copies`: launches before those, whose scratch any of those may read. `copy_out`: a caller's tensor that
-    kernels can't write, which receives the output `o`."""
+    """Launches in order, made lazily: a launch and its scratch are freed before the next is made. Between two of them, or after
+    the last, ranks may exchange something. `copies`: launches before those, whose scratch any of those may read. `copy_out`: a
+    caller's tensor that kernels can't write, which receives the output `o`."""
 
     def __init__(
         self,

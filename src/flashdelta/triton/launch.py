@@ -111,12 +111,8 @@ def state_arguments(problem: Problem, t: Tensors, final_state: Tensor | None) ->
 
 
 def packet_arguments(call: StageCall) -> tuple:
-    """Where `recurrence` leaves states for the second rank, as kernels take it: the border, the packet from its first state on,
-    and the elements from state to state."""
-    if call.packet is None:
-        return None, None, None
-    states = call.packet[:, :, -call.problem.V :]
-    return call.t.border, states, states.stride(1)
+    """Where `recurrence` leaves states for the second rank, as kernels take it: the border and the packet."""
+    return (None, None) if call.packet is None else (call.t.border, call.packet)
 
 
 def checkpoint_arguments(problem: Problem, t: Tensors) -> tuple:

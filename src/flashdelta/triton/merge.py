@@ -1,5 +1,5 @@
 """Sequences that go on from rank to rank (docs/parallel.md; `reference/parallel.py` is the definition): stage `merge`, and what
-runs before it.
+runs around `recurrence` and `reverse`.
 
 Forward, from the packets `(M, b)` of all ranks: the state before this rank's tokens,
 
@@ -261,7 +261,7 @@ def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
 
 
 def told_gradients(problem: Problem, device: torch.device) -> Exchange:
-    """Of the gradients of the states before this rank's tokens, with earlier ranks."""
+    """Of the gradients of the states before this rank's tokens, to earlier ranks."""
     offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
     own = torch.empty_like(offsets[0])
     return Exchange(exchange, problem.process_group, problem.exchange, EARLIER, own, offsets)
@@ -274,16 +274,20 @@ def carried_gradients(
     `meanwhile`: what takes none of them, and runs before they are waited for."""
     problem, t = call.problem, call.t
     told = told_gradients(problem, t.device)
-    if problem.rank > 0:
+    if problem.rank == 0:
+        # nothing comes from a rank before, and a captured graph waits for the others where it sends
+        yield from meanwhile
+        yield told
+    else:
         ends = t.cu_seqlens
         if ends is not None:
             assert t.border is not None
             ends = t.border[OPENED:]
         alone = replace(problem, N=problem.packets, has_initial_state=True)
         yield reverse(alone, replace(t, cu_seqlens=ends), t.dht, told.packet)
-    yield replace(told, act=send)
-    yield from meanwhile
-    yield replace(told, act=receive)
+        yield replace(told, act=send)
+        yield from meanwhile
+        yield replace(told, act=receive)
     given = replace(problem, has_initial_state=t.dht is not None)
     call = replace(call, problem=given, t=replace(t, initial_state=t.dht))
     yield merge(call, packets, told.packets, grads, backward=True)

@@ -112,7 +112,6 @@ def recurrence_kernel(
     starts,
     border,
     packet,
-    packet_pitch,
     initial_state,
     final_state,
     state_indices,
@@ -287,7 +286,7 @@ def recurrence_kernel(
         place, crosses = crossing_packet(border + 1, n, 1 if cu_seqlens is not None else N)
         if first_segment is not None:
             crosses &= part + 1 == parts
-        in_packet = state_offsets((place * HV + head) * packet_pitch, value, key, K, V, True)
+        in_packet = state_offsets((place * HV + head) * K * V, value, key, K, V, True)
         store_state(packet, in_packet, state, crosses.to(tl.int32))
 
 
