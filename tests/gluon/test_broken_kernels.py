@@ -261,10 +261,10 @@ FAULTS = [
         steps_over_ranks,
     ),
     Break(
-        "the first segment's state goes to the next rank",
+        "no segment's state goes to the next rank",
         recurrence.compute,
         "tile.stop == 0",
-        "tile.first == 0",
+        "tile.stop < 0",
         split_ranks,
     ),
     Break("a state of another sequence goes there", recurrence.compute, "border + 1", "border + 2", split_ranks),
