@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec, resolve_name
@@ -134,7 +135,7 @@ class Statement(AnySeam):
 
     def difference(self, files: Source) -> str | None:
         found = files.definition(self.module, self.name)
-        return None if found is not None and self.text in ast.unparse(found) else f"{self.path} lacks {self.text}"
+        return None if found is not None and self.text in written(found) else f"{self.path} lacks {self.text}"
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,11 @@ def parameters(arguments: ast.arguments) -> list[str]:
     defaults = [*[None] * required, *arguments.defaults][len(arguments.posonlyargs) :]
     pairs = [*zip(arguments.args, defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
     return [x.arg if default is None else f"{x.arg}={ast.unparse(default)}" for x, default in pairs]
+
+
+def written(node: ast.AST) -> str:
+    """By `ast.unparse` as of Python 3.11: 3.10 has parentheses around names that values are unpacked to."""
+    return re.sub(r"(?m)^( *)\(([^()]*)\) = ", r"\1\2 = ", ast.unparse(node))
 
 
 def stored(node: ast.AST) -> set[str]:
