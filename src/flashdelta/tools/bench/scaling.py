@@ -86,14 +86,14 @@ def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "
     forward."""
     column, merged = HV * K * 4 / 2**20, merge_us(HV, ranks)
     packet = column * packet_columns(ranks, K, V)
-    if ranks == 2 and reverse_us is None:
-        return merged + (copied_us(packet, ranks) if way == "put" else exchange_us(packet, ranks, way))
-    if ranks == 2 and reverse_us is not None:
-        return reverse_us + 2 * merged + exchange_us(packet, ranks, way) + exchange_us(column * V, ranks, way)
-    added = transitions_us(T, HV) + merged + exchange_us(packet, ranks, way)
+    of_packet, of_c = exchange_us(packet, ranks, way), exchange_us(column * V, ranks, way)
+    if ranks == 2:
+        if reverse_us is None:
+            return merged + (copied_us(packet, ranks) if way == "put" else of_packet)
+        return reverse_us + 2 * merged + of_packet + of_c
+    added = transitions_us(T, HV) + merged + of_packet
     if reverse_us is not None:
-        added += reverse_us + 2 * merged
-        added += exchange_us(column * V, ranks, way) if way == "gather" else 0
+        added += reverse_us + 2 * merged + (of_c if way == "gather" else 0)
     return added
 
 
