@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 from dataclasses import asdict, replace
@@ -38,6 +37,7 @@ from flashdelta.tools.compile import (
 )
 from flashdelta.triton.device.products import rounded_product, summand
 
+from ..full import FULL
 from . import hot, launches, records
 from .records import DEVICE_SHARED_BYTES, Costs, Entry
 from .toolchains import COMPILE, FUSION, ROOT, Toolchain, toolchains
@@ -48,7 +48,6 @@ that the last change of the record changed. Few, as they take 5 to 20 seconds ea
 written by hand or by a broken tool can be wrong here; `make compile-all` compiles all. At most so many of the ones that are not
 recorded: the test fails anyway."""
 
-FULL = os.environ.get("FLASHDELTA_TESTS") == "full"
 
 TOOLCHAINS = toolchains()
 

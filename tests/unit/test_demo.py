@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pydoc_data.topics import topics
@@ -13,6 +12,8 @@ import torch
 from flashdelta.nn import KdaCache, KdaLanguageModel
 from flashdelta.nn.lm import encode
 from flashdelta.tools.cli.demo import TOLERANCE, DemoResult, agreement, load_demo_model, run_demo
+
+from ..full import FULL
 
 PROMPT = "The value of an object can be changed when "
 MIN_KNOWN_WORDS = 0.6
@@ -42,7 +43,7 @@ def test_prefill_and_decode_agree(result: DemoResult) -> None:
     assert result.agreement_error <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("seed", range(3 if os.environ.get("FLASHDELTA_TESTS") == "full" else 1))
+@pytest.mark.parametrize("seed", range(3 if FULL else 1))
 def test_most_words_are_words_of_the_training_text(seed: int) -> None:
     known = set(re.findall(r"[a-z]+", " ".join(topics.values()).lower()))
     text = run_demo(prompt=PROMPT, tokens=300, seed=seed, backend="reference", device="cpu").continuation

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flashdelta.testing.oracle import relative_error
 
+from ..full import FULL
 from ..support.work import MOST_INSTRUCTIONS, instructions
 
 pytest.importorskip("fla")
@@ -37,7 +38,6 @@ from flashdelta.integrations import _fla, _transformers  # noqa: E402
 from flashdelta.integrations.patches import Patches  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-FULL = os.environ.get("FLASHDELTA_TESTS") == "full"
 H, K, T = 2, 32, 20
 TOLERANCE = 2e-5
 """Of float32 results, relative to the largest."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,14 +32,12 @@ from flashdelta.testing.prefills import LOGITS, PLAIN, prefill_call
 from flashdelta.testing.wy import BY_NAME as WY_CASES
 from flashdelta.testing.wy import WyCase, make_wy
 
+from ..full import FULL
 from ..support.decoding_checks import commit_call
 from ..support.gradients import INPUTS
 from ..support.pools import BY_NAME as POOLS
 from ..support.pools import call_for
 from ..support.refusals import commit_of_records
-
-FULL = os.environ.get("FLASHDELTA_TESTS") == "full"
-"""Else calls that differ in two ways are compiled with some of their pairs: each takes a second."""
 
 BOTH = [fd.chunk_kda, fd.fused_recurrent_kda]
 wy = fd.kernels.chunk_bwd_wy_dqkg
@@ -89,7 +86,7 @@ TRACED = (
     "fused",
 )
 BY_TOKENS = TRACED if FULL else TRACED[::2]
-"""Those that the token recurrence is traced for, too, step by step."""
+"""Those that the token recurrence is traced for, too, step by step: each pair takes a second to compile."""
 
 TRACED_STEPS = ("paged", "mixed_packed", "own_final", "no_state", "spec_packed", "source", "verify_rows")
 COMPILED = [

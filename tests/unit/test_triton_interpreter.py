@@ -7,17 +7,17 @@ with FLASHDELTA_TESTS=full all groups. To work on one of the tests: `TRITON_INTE
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 
+from ..full import FULL
 from ..interpreter import record
 from ..interpreter.groups import GROUPS, SMOKE
 
 
 @functools.cache
 def groups_to_run() -> set[str]:
-    if os.environ.get("FLASHDELTA_TESTS") == "full":
+    if FULL:
         return set(GROUPS)
     try:
         entries = record.read(record.FILE.read_text())

@@ -1,0 +1,7 @@
+"""Whether all cases run, and every kernel, changed or not (`make test-full`)."""
+
+from __future__ import annotations
+
+import os
+
+FULL = os.environ.get("FLASHDELTA_TESTS") == "full"
