@@ -4,6 +4,7 @@
 
 Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of
 a shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.
+Kernel rows (`--only kernels`): the same of the calls of `flashdelta bench prefill`, and microseconds of each kernel in a call.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from pathlib import Path
 
 import torch
 
+from flashdelta.testing.inputs import make_call
+from flashdelta.tools.bench import profiling
 from flashdelta.tools.bench.environment import environment
 from flashdelta.tools.bench.report import save
 from flashdelta.tools.bench.timing import Effort, Timer, peak_above, take_turns
+from flashdelta.tools.bench.workloads import PREFILL
 
 OTHER = "flashdelta_base"
 ROUNDS = 20
+BACK_TO_BACK = 20
 BF16 = torch.bfloat16
 Op = Callable[..., object]
 
@@ -251,14 +256,35 @@ def flat(x: object) -> list[torch.Tensor]:
     return [y for part in x for y in flat(part)] if isinstance(x, (tuple, list)) else []
 
 
+def gpu_microseconds(timer: Timer, run: Op) -> float:
+    run()  # so that the GPU is busy while the host prepares the first call that is timed
+    return 1e3 * timer.span(run, BACK_TO_BACK) / BACK_TO_BACK
+
+
+def kernel_rows(packages: dict) -> Iterator[dict]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    timer = Timer(device)
+    for row in PREFILL:
+        call = make_call(row.call, BF16, device)
+        runs = {which: functools.partial(fd.chunk_kda, **call) for which, fd in packages.items()}
+        for run in runs.values():
+            run()
+        turns = in_turns(runs, functools.partial(gpu_microseconds, timer))
+        kernels = {which: kernel_microseconds(run, timer) for which, run in runs.items()}
+        yield {"row": row.name, **turns, "kernels": kernels}
+        del call, runs
+        torch.cuda.empty_cache()
+
+
+def kernel_microseconds(run: Op, timer: Timer) -> dict[str, float]:
+    calls = profiling.profiled(lambda: timer.span(run, BACK_TO_BACK))
+    found = profiling.times(calls, BACK_TO_BACK)
+    return {kernel["kernel"]: round(1e3 * kernel["ms"], 2) for kernel in found}
+
+
 def gpu_rows(packages: dict) -> Iterator[dict]:
     device = torch.device("cuda", torch.cuda.current_device())
     timer = Timer(device)
-
-    def gpu_microseconds(run: Op) -> float:
-        run()  # so that the GPU is busy while the host prepares the first call that is timed
-        return 1e3 * timer.span(run, 20) / 20
-
     for name, (kind, make) in GPU.items():
         call = make()
         runs = {which: functools.partial(CALLS[kind][0](fd), **call) for which, fd in packages.items()}
@@ -271,7 +297,7 @@ def gpu_rows(packages: dict) -> Iterator[dict]:
                 results[which] = [*flat(run()), *(call[key].clone() for key in written)]
         same = all(torch.equal(a, b) for a, b in zip(results["ours"], results["base"], strict=True))
         memory = {f"peak_{which}": peak_above(run, device) for which, run in runs.items()}
-        row = in_turns(runs, gpu_microseconds)
+        row = in_turns(runs, functools.partial(gpu_microseconds, timer))
         yield {"row": name, **row, "same_bits": same, **memory}
         del call, runs, results, written
         torch.cuda.empty_cache()
@@ -281,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="the other revision's files")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", choices=("host", "gpu"))
+    parser.add_argument("--only", choices=("host", "gpu", "kernels"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         other_package(options.base, Path(folder))
@@ -289,8 +315,9 @@ def main() -> None:
         packages = {"ours": importlib.import_module("flashdelta"), "base": importlib.import_module(OTHER)}
         torch.manual_seed(0)
         rows = []
-        for kind, measured in (("host", host_rows), ("gpu", gpu_rows)):
-            for row in measured(packages) if options.only in (None, kind) else ():
+        kinds = {"host": host_rows, "gpu": gpu_rows, "kernels": kernel_rows}
+        for kind in [options.only] if options.only else ("host", "gpu"):
+            for row in kinds[kind](packages):
                 rows.append(row)
                 print(line(row), flush=True)
                 if options.out:
@@ -300,6 +327,7 @@ def main() -> None:
 def line(row: dict) -> str:
     extra = "" if "same_bits" not in row else f"  bits {'same' if row['same_bits'] else 'DIFFER'}"
     extra += "" if "peak_ours" not in row else f"  peak {row['peak_ours'] - row['peak_base']:+d} B"
+    extra += "".join(f"  {which} {kernels}" for which, kernels in row.get("kernels", {}).items())
     return f"{row['row']:<30}{row['ours']:>10.2f}{row['base']:>10.2f}{row['ratio']:>8.4f}{extra}"
 
 
