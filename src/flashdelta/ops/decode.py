@@ -59,15 +59,17 @@ def recurrent_kda(
     its outputs are zero and it stores nothing. With `initial_state_source`, so is one whose first target has no slot.
 
     Args:
-        q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
+        q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` a power of two up to 256; at
             most 17 tokens a sequence. Packed (`cu_seqlens`): `[1, tokens, H, K]`. Any strides, read in place if dense in K.
+        k: as q.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0`; `V` as `K`.
         g: `[B, T, HV, K]`, float32 or dtype of q: log decay per step (natural log), or the gate's input (see `gate`).
         beta: `[B, T, HV]`, float32 or dtype of q: write strength in `[0, 2)`, or its logit.
         mixed_qkv: `[tokens, 2 * H * K + HV * V]`, rows any distance apart: q, k and v of a token side by side, in their
             place. `g` may then be `[tokens, HV * K]` and `beta` `[tokens, HV]`. Without `cu_seqlens` each row is a sequence
             (each `1 + num_spec_tokens` rows are one). HV, K and V are `initial_state`'s.
-        A_log, dt_bias: the gate's parameters, as in `chunk_kda`.
+        A_log: the gate's, as in `chunk_kda`.
+        dt_bias: the gate's, as in `chunk_kda`.
         scale: factor on the output; `K ** -0.5` by default.
         initial_state: `[slots, HV, V, K]` (`[slots, HV, K, V]` without `state_v_first`), float32 or bfloat16: the pool, read
             and written in place. Dense inside a slot; slots may lie any pitch apart. Without `ssm_state_indices` sequence `n`
@@ -87,8 +89,8 @@ def recurrent_kda(
             `ssm_state_indices[n, accepted - 1]`, the last accepted token's of the round before. A count outside `1 .. 1 + S`
             makes it null. None: 1 everywhere.
         output: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
-        initial_state_source, initial_state_indices: a second, read-only pool, and `[N]` each sequence's slot there: sequences
-            start from it, and `initial_state` only receives states.
+        initial_state_source: a second, read-only pool: sequences start from it, and `initial_state` only receives states.
+        initial_state_indices: `[N]` int32 or int64: each sequence's slot in `initial_state_source`.
         beta_is_logit: `sigmoid(beta)` is the write strength; with `allow_neg_eigval`, `2 sigmoid(beta)`.
         gate: names the gate directly: `"none"`, `"softplus"`, `"lower_bound"` or `"logsigmoid"`, as in `chunk_kda`.
         state_v_first: states are `[.., V, K]` (else `[.., K, V]`).
@@ -151,8 +153,10 @@ def commit(
         num_accepted_tokens: `[N]` int32 or int64.
         intermediate_state_indices: `[N]`: each sequence's row; by default its slot's index. No two sequences may have the same
             row of a replay buffer.
-        null_index, state_v_first, backend: as in `recurrent_kda`. Copies of states are the same in either layout; records are
-            not, so the flag must be that of the verification.
+        null_index: as in `recurrent_kda`.
+        state_v_first: as in `recurrent_kda`. Copies of states are the same in either layout; records are not, so the flag must
+            be that of the verification.
+        backend: as in `recurrent_kda`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
@@ -175,7 +179,9 @@ def replay_buffer(
         rows: how many; at most as many sequences are verified at once. Without `intermediate_state_indices` a sequence's row is
             its slot's index: as many as the pool has.
         num_spec_tokens: `S` in 1 to 16.
-        HV, K, V: value heads, key and value channels; the latter powers of two up to 256.
+        HV: value heads.
+        K: key channels, a power of two up to 256.
+        V: value channels, a power of two up to 256.
         device: of the buffer; PyTorch's default device by default.
 
     Returns:

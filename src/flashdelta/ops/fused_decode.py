@@ -64,7 +64,8 @@ def fused_kda_decode(
             interleaved with `state` in one buffer; that the two do not overlap is for the caller to see to.
         raw_g: `[N, HV, K]`, also flat or with a dimension of 1 before; float32 or dtype of x: the gate's input (see `gate`).
         raw_beta: `[N, HV]`, or with a dimension of 1 before; float32 or dtype of x: the logit of the write strength.
-        A_log, dt_bias: the gate's parameters, as in `chunk_kda`.
+        A_log: the gate's, as in `chunk_kda`.
+        dt_bias: the gate's, as in `chunk_kda`.
         state_indices: `[N]` int32 or int64: each sequence's slot, in both pools. With `num_spec_tokens` and without
             `intermediate_states` `[N, 1 + num_spec_tokens]`: the slot that receives the state after each token; the first is
             that of the sequence's window. Any strides. No two sequences may have one slot.

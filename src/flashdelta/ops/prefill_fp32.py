@@ -30,7 +30,8 @@ def kda_prefill(
     is exact: none is formed as a quotient. Also `torch.ops.kda_prefill.forward`. No gradients.
 
     Args:
-        q, k: `[B, H, T, K]`, float32, contiguous, as all inputs; no norm is taken.
+        q: `[B, H, T, K]`, float32, contiguous, as all inputs; no norm is taken.
+        k: as q.
         v: `[B, H, T, V]`.
         g: `[B, H, T, K]`: log decay per step (natural log, at most 0), or its logit (see `gate`).
         beta: `[B, H, T]`: write strength in `[0, 2)`.

@@ -44,8 +44,9 @@ def chunk_bwd_wy_dqkg(
     order of arguments differs: name them), number by number. Inputs may be strided views; they are never written.
 
     Args:
-        q, k: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend), normalised already; `K` in
+        q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend), normalised already; `K` in
             {32, 64, 128, 256}.
+        k: as q.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0` (value head `i` reads query/key head `i // (HV // H)`); `V` as `K`.
         v_new: `[B, T, HV, V]`, dtype of q: what the recurrence writes, `v'` below.
         g: `[B, T, HV, K]`, float32: the sum of the chunk's log decays up to and with the token; natural logarithms, base 2 with

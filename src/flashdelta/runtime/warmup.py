@@ -55,29 +55,36 @@ def warmup(
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
     many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper many
-    heads, and sequences and heads that would leave many SMs idle.
+    heads, and sequences and heads that would leave many SMs idle. Options that are not listed are those of `chunk_kda`;
+    `gate="softplus"` wants `lower_bound=None`.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
             slots by index: options about initial and final states, flags and checkpoints do not count, `state_pool` does not
             either.
         head_dims: pairs `(K, V)`.
-        dtype, g_dtype, beta_dtype, state_dtype, checkpoint_dtype: of q/k/v, g and beta (default: `dtype`), the states, and
-            checkpoints in a buffer of their own (default: `state_dtype`).
-        packed, initial_state, output_final_state: the values each may take; every combination is compiled.
+        dtype: of q, k and v.
+        g_dtype: of g; `dtype` by default.
+        beta_dtype: of beta; `dtype` by default.
+        state_dtype: of the states.
+        checkpoint_dtype: of checkpoints in a buffer of their own; `state_dtype` by default.
+        packed: the values that `cu_seqlens is not None` may take. Of these iterables every combination is compiled.
+        initial_state: whether calls pass one.
+        output_final_state: the values it may take.
         state_pool: whether calls pass one; `initial_state` and `output_final_state` then count for calls without one, and
             `has_initial_state` and `checkpoints` say whether those with one pass flags and checkpoints.
         final_state: whether calls that return a final state pass a tensor for it, of `state_dtype`.
         checkpoint_states: whether calls of `chunk_kda` pass a buffer for checkpoints; those that do are compiled with offsets
             and with regular ones.
-        cu_seqlens_dtype, state_indices_dtype: int32 or int64; the latter of the checkpoint tensors too.
+        cu_seqlens_dtype: int32 or int64.
+        state_indices_dtype: int32 or int64; of the checkpoint tensors too.
         speculative: whether `recurrent_kda` also verifies speculative tokens, in place and read-only, and `commit`s.
-        conv_size, weight_dtype: of `fused_kda_decode`: taps, and the dtype of the weights of convolution and norm (default:
-            `dtype`). It is called with a weight `[D, W]` and no bias, and with windows whose channels lie innermost.
+        conv_size: taps of `fused_kda_decode`, which is called with a weight `[D, W]` and no bias, and with windows whose
+            channels lie innermost.
+        weight_dtype: of its weights of convolution and norm; `dtype` by default.
         dt_bias: whether calls with a gate that reads one pass one.
         safe_gate: as in `chunk_kda`; other operators have none.
         device: where to run. On a CPU the calls run, but nothing is compiled.
-        The others: as in `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
     Returns:
         The number of calls made.
