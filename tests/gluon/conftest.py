@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ..full import FULL
 from .interpreter import hopper_on_cpu
 from .record import recorded
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("FLASHDELTA_TESTS") == "full" or not recorded():
+    if FULL or not recorded():
         return
     passed = pytest.mark.skip(reason="nothing that it reads changed since it passed (tests/gluon/record.py)")
     for item in items:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel
-from flashdelta.problem.context import OPEN_IN, OPEN_OUT
+from flashdelta.problem.border import FIRST_RANK, HALO, LAST_RANK, OPEN_IN, OPEN_OUT, counts, shard
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.virtual import on_ranks
 
@@ -145,17 +145,19 @@ def incoming_of(call: dict, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def fla_context(group, cu_seqlens: Tensor) -> SimpleNamespace:
     """What FLA's `build_cp_context` makes of these offsets, which has no empty sequences."""
-    ours = context_parallel(cu_seqlens, group=group)
-    border = ours.border.tolist()
+    offsets, rank, ranks = cu_seqlens.cpu(), group.rank(), group.size()
+    tokens = int(offsets[-1]) // ranks
+    local, border = shard(offsets, rank, ranks, tokens, int(counts(offsets, ranks, tokens)[rank]))
+    local, said = local.to(cu_seqlens.device), border.tolist()
     return SimpleNamespace(
         group=group,
-        cu_seqlens=ours.cu_seqlens,
-        cu_seqlens_cpu=ours.cu_seqlens,
-        is_first_rank=border[OPEN_IN] < 0,
-        is_last_rank=border[OPEN_OUT] < 0,
-        pre_num_ranks=ours.rank - border[2],
-        post_num_ranks=border[3] - ours.rank,
+        cu_seqlens=local,
+        cu_seqlens_cpu=local,
+        is_first_rank=said[OPEN_IN] < 0,
+        is_last_rank=said[OPEN_OUT] < 0,
+        pre_num_ranks=rank - said[FIRST_RANK],
+        post_num_ranks=said[LAST_RANK] - rank,
         conv1d_kernel_size=4,
-        pre_num_conv_tokens=border[4],
+        pre_num_conv_tokens=said[HALO],
         layout="contiguous",
     )

@@ -140,13 +140,34 @@ def test_what_a_graph_holds_stays():
     assert all(on_ranks(2, run))
 
 
+class StandIn:
+    """A group that brings its own kind of memory."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def share(self, own: Tensor) -> None: ...
+
+
 def test_a_later_group_of_a_name_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exchanges, "_memories", {})
+    groups, found = [StandIn(), StandIn()], []
+    for group in (groups[0], groups[0], groups[1]):
+        monkeypatch.setattr(exchanges, "group_named", lambda name, group=group: group)
+        found.append(exchanges._memory_of("one name", torch.device("cpu")))
+    assert found[0] is found[1] and found[1] is not found[2] and found[2].group() is groups[1]
+
+
+def test_groups_that_are_gone_leave_nothing():
     def run(group: VirtualRank) -> int:
         exchanged(group, [64])
         return len(exchanges._memories)
 
     counts = [max(on_ranks(2, run)) for _ in range(4)]
-    assert counts[-1] <= counts[0] + 2, "groups that are gone leave nothing"
+    assert counts[-1] <= counts[0] + 2
 
 
 def test_memory_is_ready_before_another_rank_may_write_and_a_kernel_may_read(monkeypatch: pytest.MonkeyPatch):

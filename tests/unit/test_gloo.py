@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
 from flashdelta.nn import KimiDeltaAttention
@@ -114,11 +116,58 @@ def fla_tokens(rank: int | None) -> Found:
     return {name: x.requires_grad_() for name, x in tokens.items()}
 
 
-def failure_of_a_lost_rank(group: dist.ProcessGroup) -> str:
-    """What the others are told when the last rank does not come."""
-    brief = dist.new_group(timeout=timedelta(seconds=5))
-    if group.rank() + 1 == RANKS:
-        return ""
+PAIR = (0, 2)
+"""Ranks of a group of two."""
+STEPS = ("plain", "checkpoint", "frozen", "one loss")
+
+
+def step_of(kind: str, rank: int | None, cp_context: object = None) -> Found:
+    """Of two layers, one after the other, on a rank's tokens, or on all: output and gradients. "frozen": of the second's
+    parameters alone; "one loss": of what the last rank has found."""
+    first, second = make_layer(torch.float64), make_layer(torch.float64, gate="softplus")
+    if kind == "frozen":
+        first.requires_grad_(False)
+    T = OFFSETS[-1] // len(PAIR)
+    begin, end = (0, OFFSETS[-1]) if rank is None else (rank * T, (rank + 1) * T)
+    x, grad = (row[None, begin:end].clone() for row in rows(2, OFFSETS[-1], dtype=torch.float64, device="cpu"))
+    x.requires_grad_(kind != "frozen")
+    where = {"cu_seqlens": torch.tensor(OFFSETS)} if rank is None else {"cp_context": cp_context}
+
+    def block(layer: KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
+        if kind == "checkpoint":
+            return x + checkpoint(lambda x: layer(x, **where)[0], x, use_reentrant=False)
+        return x + layer(x, **where)[0]
+
+    y = block(second, block(first, x))
+    if kind == "one loss":
+        grad[:, : max(T - begin, 0)] = 0.0
+    y.backward(grad)
+    named = [*first.named_parameters("first"), *second.named_parameters("second")]
+    found = {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in named}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def steps_of_two(rank: int) -> dict[str, Found]:
+    pair = dist.new_group([*PAIR])
+    if rank not in PAIR:
+        return {}
+    context = context_parallel(torch.tensor(OFFSETS), group=pair)
+    return {f"two, {kind}": step_of(kind, pair.rank(), context) for kind in STEPS}
+
+
+def failure_without_the_last_rank(group: dist.ProcessGroup, seconds: int, comes: bool) -> tuple[str, float]:
+    """What the others are told, and after how long, when the last rank does not make the call: it `comes` later, or never."""
+    brief = dist.new_group(timeout=timedelta(seconds=seconds))
+    began, said = time.monotonic(), ""
+    if group.rank() + 1 < RANKS:
+        said = failure_of(brief)
+    took = time.monotonic() - began
+    if comes:
+        dist.barrier()
+    return said, took
+
+
+def failure_of(brief: dist.ProcessGroup) -> str:
     call = {name: x for name, x in make_call(CASES["through_all"], torch.float64).items() if name != "cu_seqlens"}
     try:
         fd.chunk_kda(**call, group=brief, backend="reference")
@@ -180,7 +229,9 @@ def work(group: dist.ProcessGroup) -> dict[str, object]:
     call = {name: x for name, x in cut.call.items() if name != "cu_seqlens"}
     o, final_state = fd.chunk_kda(**call, cp_context=context)
     found["alone"] = {"o": o, "final_state": final_state}
-    return found | {"lost": failure_of_a_lost_rank(group)}
+    found |= steps_of_two(rank)
+    found["late"] = failure_without_the_last_rank(group, 2, comes=True)
+    return found | {"lost": failure_without_the_last_rank(group, 5, comes=False)}
 
 
 @pytest.fixture(scope="module")
@@ -257,10 +308,19 @@ def test_put_is_refused_without_gpus(found: list[dict]):
     assert [x["put"] for x in found] == ["exchange: got 'put', wanted 'gather' (tensors on cpu)"] * RANKS
 
 
-def test_ranks_hear_of_one_that_is_lost(found: list[dict]):
-    """The group's timeout, or that the connection is gone: no rank waits for ever."""
-    assert found[-1]["lost"] == ""
-    assert all("timed out" in text.lower() or "connection" in text.lower() for text in (x["lost"] for x in found[:-1]))
+@pytest.mark.parametrize("kind", STEPS)
+def test_two_ranks_train_two_layers(found: list[dict[str, Found]], kind: str):
+    """Of two ranks each goes on from what the other's scan ends with; these are not the first two of their processes."""
+    hold_layer(step_of(kind, None), [found[rank][f"two, {kind}"] for rank in PAIR])
+
+
+@pytest.mark.parametrize(("which", "seconds"), [("late", 2), ("lost", 5)])
+def test_ranks_hear_of_one_that_does_not_come(found: list[dict], which: str, seconds: int):
+    """The group's timeout, or of a process that ended that the connection is gone: no rank waits for ever."""
+    assert found[-1][which][0] == ""
+    for said, took in (x[which] for x in found[:-1]):
+        assert "timed out" in said.lower() or (which == "lost" and "connection" in said.lower()), said
+        assert took < seconds + 10
 
 
 def hold_layer(wanted: Found, parts: list[Found]) -> None:
@@ -326,3 +386,37 @@ def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
     assert "losses differ from one.json by" in said
     losses = json.loads((tmp_path / "one.json").read_text())
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_group_that_was_destroyed_is_refused():
+    """Also where a later group has its name: a context would take that one's ranks for its own."""
+    call = make_call(CASES["through_all"]) | {"backend": "reference"}
+    call.pop("cu_seqlens")
+    offsets = torch.tensor([0, 96])
+
+    def begin() -> dist.ProcessGroup:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return dist.group.WORLD
+
+    group = begin()
+    context = context_parallel(offsets, group=group)
+    calls = {
+        "cp_context": lambda: fd.chunk_kda(**call, cp_context=context),
+        "context": lambda: halo(call["q"].flatten(2), context, 3),
+        "group": lambda: fd.chunk_kda(**call, group=group),
+        "group ": lambda: context_parallel(offsets, group=group),
+        "context ": lambda: halo(call["q"].flatten(2), group, 3),
+    }
+    for run in calls.values():
+        run()
+    for later in (False, True):
+        dist.destroy_process_group()
+        if later:
+            begin()
+        for argument, run in calls.items():
+            with pytest.raises(ValueError, match="a process group that was destroyed") as refused:
+                run()
+            assert str(refused.value).startswith(f"{argument.strip()}: got"), refused.value
+        if not later:
+            begin()
+    dist.destroy_process_group()

@@ -21,8 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel, halo
 from flashdelta.problem import context as contexts
-from flashdelta.problem import device_checks
-from flashdelta.problem.context import FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, SEQUENCES, shard
+from flashdelta.problem import device_checks, rank_checks
+from flashdelta.problem.border import (
+    BORDER,
+    DIGEST,
+    FIRST_RANK,
+    LAST_RANK,
+    OPEN_IN,
+    OPEN_OUT,
+    SEQUENCES,
+    counts,
+    digest,
+    shard,
+)
 from flashdelta.problem.problem import AUTO
 from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
@@ -216,7 +227,7 @@ def test_ranks_are_counted_at_once(batch: tuple[tuple[int, ...], int], short: in
     tokens = int(offsets[-1]) // ranks
     offsets = offsets.clamp(max=max(int(offsets[-1]) - short, 0))
     wanted = [int(shard(offsets, rank, ranks, tokens, 1)[1][SEQUENCES]) for rank in range(ranks)]
-    assert contexts.counts(offsets, ranks, tokens).tolist() == wanted
+    assert counts(offsets, ranks, tokens).tolist() == wanted
 
 
 def test_an_update_takes_as_long_for_many_ranks():
@@ -255,7 +266,7 @@ class OnDevice(Tensor):
     [
         ([0, 65], "cu_seqlens: got last offset 65, wanted at most the 64 tokens"),
         ([0, 40, 30, 64], "cu_seqlens: got offsets that fall from 40 to 30"),
-        ([0, 10, 20, 64], "max_sequences: got 2, wanted at least 3"),
+        ([0, 10, 20, 64], "cu_seqlens: got 3 sequences on rank 0, wanted at most 2"),
         ([3, 64], "cu_seqlens: got first offset 3"),
     ],
 )
@@ -273,8 +284,8 @@ def test_an_update_from_a_device_is_refused_where_values_are_checked(
 
 def context_of_rank(room: int, ranks: int = 2) -> ContextParallel:
     """Of the first rank, with 32 tokens."""
-    border, offsets = (torch.zeros(n, dtype=torch.int32) for n in (contexts.BORDER, room + 1))
-    return ContextParallel(None, "none", 0, ranks, border, offsets, 32)
+    border, offsets = (torch.zeros(n, dtype=torch.int32) for n in (BORDER, room + 1))
+    return ContextParallel(None, "none", 0, ranks, border, offsets, 32, rooms=(room,) * ranks)
 
 
 def test_nothing_keeps_a_destroyed_group():
@@ -435,6 +446,13 @@ def of_fla(**changes):
     return lambda group: in_layer(other_of_fla(group, **changes))
 
 
+def with_other_offsets(context: ContextParallel, offsets: Tensor) -> ContextParallel:
+    """Of a rank that did not hear of the others' offsets."""
+    local, border = shard(offsets, context.rank, context.ranks, context.tokens, context.rooms[context.rank])
+    border[DIGEST] = digest(offsets)
+    return replace(context, border=border, cu_seqlens=local)
+
+
 REFUSED = {
     "tokens": (
         lambda group: fd.chunk_kda(**small_call(31), cp_context=context_parallel(OFFSETS, group=group)),
@@ -499,6 +517,18 @@ REFUSED = {
         lambda group: halo(torch.zeros(1, 32, 3), context_parallel(OFFSETS, group=group), 0),
         "width: got 0",
     ),
+    "halo_context": (
+        lambda group: halo(torch.zeros(1, 32, 3), 7, 3),
+        "context: got int, wanted a ContextParallel, a process group, or an object",
+    ),
+    "halo_other_group": (
+        lambda group: halo(torch.zeros(1, 32, 3), torch.distributed.GroupMember.NON_GROUP_MEMBER, 3),
+        "context: got a group that this process is not in",
+    ),
+    "fla_disabled": (
+        lambda group: in_layer(SimpleNamespace(**vars(fla_context(group, OFFSETS)) | {"group": None})),
+        "cp_context: got one whose group is None, wanted",
+    ),
     "halo_tokens": (lambda group: halo(torch.zeros(1, 2, 3), group, 3), "x: got 2 tokens"),
     "zigzag": (
         lambda group: fd.chunk_kda(**small_call(), cp_context=other_of_fla(group, layout="zigzag")),
@@ -553,9 +583,10 @@ def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, mo
     def run(group) -> str:
         odd = group.rank() == 1
         call = make_call(replace(BY_NAME["bounded"], **({"T": 32} | (changes if odd else {}))))
-        context = context_parallel(offsets if odd else OFFSETS, group=group)
+        context = context_parallel(OFFSETS, group=group)
         with pytest.raises(ValueError) as refused:
-            fd.chunk_kda(**call | {"backend": "reference"}, cp_context=context)
+            given = with_other_offsets(context, offsets) if odd else context
+            fd.chunk_kda(**call | {"backend": "reference"}, cp_context=given)
         return str(refused.value)
 
     first, second = on_ranks(2, run)
@@ -594,9 +625,9 @@ def test_halos_that_disagree_are_refused_where_values_are_checked(other: str, mo
 
     def run(group) -> str:
         odd = group.rank() == 1
-        context = context_parallel(offsets if odd else OFFSETS, group=group)
+        context = context_parallel(OFFSETS, group=group)
         with pytest.raises(ValueError) as refused:
-            (function if odd else halo_of())(context)
+            (function if odd else halo_of())(with_other_offsets(context, offsets) if odd else context)
         return str(refused.value)
 
     first, second = on_ranks(2, run)
@@ -613,43 +644,44 @@ def test_halos_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
 
 
 ALONE = {
-    "no_tensor": (lambda group: fd.chunk_kda(**small_call() | {"q": 7}, group=group), "q: got int"),
-    "offsets": (lambda group: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=group), "cu_seqlens: got a"),
+    "no_tensor": (lambda c: fd.chunk_kda(**small_call() | {"q": 7}, group=c.group), "q: got int"),
+    "offsets": (lambda c: fd.chunk_kda(**small_call(), cu_seqlens=OFFSETS, group=c.group), "cu_seqlens: got a"),
+    "unknown_backend": (lambda c: fd.chunk_kda(**small_call() | {"backend": "none"}, cp_context=c), "backend: got"),
     "both": (
-        lambda group: fd.chunk_kda(**small_call(), cp_context=context_parallel(OFFSETS, group=group), group=group),
+        lambda c: fd.chunk_kda(**small_call(), cp_context=c, group=c.group),
         "group: got a group with cp_context",
     ),
     "fla_before": (
-        lambda group: fd.chunk_kda(**small_call(), cp_context=other_of_fla(group, pre_num_ranks=2)),
+        lambda c: fd.chunk_kda(**small_call(), cp_context=other_of_fla(c.group, pre_num_ranks=2)),
         "cp_context: got pre_num_ranks 2",
     ),
     "fla_offsets": (
-        lambda group: fd.chunk_kda(
-            **small_call(), cp_context=other_of_fla(group, cu_seqlens_cpu=torch.tensor([2, 32]))
-        ),
+        lambda c: fd.chunk_kda(**small_call(), cp_context=other_of_fla(c.group, cu_seqlens_cpu=torch.tensor([2, 32]))),
         "cu_seqlens: got first offset 2",
     ),
     "halo_of_fla": (
-        lambda group: halo(torch.zeros(1, 32, 3), other_of_fla(group, layout="zigzag"), 3),
+        lambda c: halo(torch.zeros(1, 32, 3), other_of_fla(c.group, layout="zigzag"), 3),
         "cp_context: got layout 'zigzag'",
     ),
-    "layer_shape": (
-        lambda group: make_layer(torch.float32)(
-            torch.zeros(1, 32, 1), cp_context=context_parallel(OFFSETS, group=group)
-        ),
-        "x: got shape",
+    "layer_shape": (lambda c: make_layer(torch.float32)(torch.zeros(1, 32, 1), cp_context=c), "x: got shape"),
+    "layer_dtype": (
+        lambda c: make_layer(torch.float32)(torch.zeros(1, 32, HIDDEN, dtype=torch.float64), cp_context=c),
+        "dtype",
     ),
-    **{name: REFUSED[name] for name in ("layer_cache", "layer_taps")},
-    "layer_slots": (
-        lambda group: in_layer(context_parallel(OFFSETS, group=group), slots=torch.tensor([0])),
-        "pool: got NoneType",
+    "layer_cache": (lambda c: in_layer(c, return_cache=True), "return_cache: got one with cp_context"),
+    "layer_taps": (lambda c: in_layer(replace(c, conv_size=3)), "cp_context: got one for 3 taps"),
+    "layer_slots": (lambda c: in_layer(c, slots=torch.tensor([0])), "pool: got NoneType"),
+    "layer_of_fla": (
+        lambda c: in_layer(other_of_fla(c.group, pre_num_conv_tokens=None)),
+        "context: got one without pre_num_conv_tokens",
     ),
-    "layer_of_fla": (of_fla(pre_num_conv_tokens=None), "context: got one without pre_num_conv_tokens"),
+    "another_context": (lambda c: context_parallel(OFFSETS[:0], group=c.group), "cu_seqlens: got shape"),
+    "update": (lambda c: c.update_(torch.tensor([0, 65])), "cu_seqlens: got last offset 65"),
 }
 """What rank 1 alone refuses, and what it says; the other ranks make a call that fits."""
 
 
-@pytest.mark.parametrize("call", ["chunk_kda", "layer", "halo"])
+@pytest.mark.parametrize("call", ["chunk_kda", "layer", "halo", "context_parallel", "update_"])
 @pytest.mark.parametrize("name", ALONE)
 def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(
     name: str, call: str, monkeypatch: pytest.MonkeyPatch
@@ -663,13 +695,15 @@ def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(
             "chunk_kda": lambda: fd.chunk_kda(**small_call(), cp_context=context),
             "layer": lambda: in_layer(context),
             "halo": lambda: halo(torch.zeros(1, 32, 3), context, 3),
+            "context_parallel": lambda: context_parallel(OFFSETS, group=group),
+            "update_": lambda: context.update_(OFFSETS),
         }
-        with pytest.raises((TypeError, ValueError)) as refused:
-            refused_call(group) if group.rank() == 1 else calls[call]()
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as refused:
+            refused_call(context) if group.rank() == 1 else calls[call]()
         return str(refused.value)
 
     first, second = on_ranks(2, run)
-    assert "context: got a call that rank 1 refuses" in first
+    assert "got a call that rank 1 refuses" in first
     assert message in second
 
 
@@ -693,14 +727,66 @@ def test_updated_offsets_are_compared_too(monkeypatch: pytest.MonkeyPatch):
 
     def run(group) -> str:
         context = context_parallel(OFFSETS, group=group, max_sequences=2)
-        context.update_(torch.tensor([0, 19 + group.rank(), 64]))
+        before = context.border.tolist()
         with pytest.raises(ValueError) as refused:
-            fd.chunk_kda(**small_call(), cp_context=context)
-        context.update_(OFFSETS.int())
+            context.update_(torch.tensor([0, 19 + group.rank(), 64]))
+        assert context.border.tolist() == before
+        context.update_(torch.tensor([0, 40, 64]))
         fd.chunk_kda(**small_call(), cp_context=context)
         return str(refused.value)
 
     assert all(text.startswith(OTHER_OFFSETS) for text in on_ranks(2, run))
+
+
+def test_an_update_has_the_room_that_each_rank_has():
+    """Without `max_sequences` ranks have as much as they need; all refuse what one has no room for."""
+
+    def run(group) -> str:
+        context = context_parallel(torch.tensor([0, 10, 20, 64]), group=group)
+        context.update_(torch.tensor([0, 12, 30, 64]))
+        assert context.cu_seqlens.tolist() == ([0, 12, 30, 32] if group.rank() == 0 else [0, 32])
+        before = context.border.tolist(), context.cu_seqlens.tolist()
+        with pytest.raises(ValueError) as refused:
+            context.update_(torch.tensor([0, 40, 64]))
+        assert (context.border.tolist(), context.cu_seqlens.tolist()) == before
+        return str(refused.value)
+
+    wanted = "cu_seqlens: got 2 sequences on rank 1, wanted at most 1, for which context_parallel left room"
+    assert all(text.startswith(wanted) for text in on_ranks(2, run))
+
+
+def test_backends_that_differ_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
+    """Their backward passes do not exchange alike."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        context = context_parallel(OFFSETS, group=group)
+        problem, _ = check(fd.chunk_kda, **small_call(), cp_context=context)
+        with pytest.raises(ValueError) as refused:
+            rank_checks.check_call_of_ranks(context, problem, ("reference", "triton")[group.rank()])
+        rank_checks.check_call_of_ranks(context, problem, "triton")
+        return str(refused.value)
+
+    assert all(text.startswith(OTHER_CALL) for text in on_ranks(2, run))
+
+
+class Slotted:
+    """An object like FLA's that takes no other attributes."""
+
+    __slots__ = ("cu_seqlens", "group", "post_num_ranks", "pre_num_ranks")
+
+    def __init__(self, said: dict):
+        for name in self.__slots__:
+            setattr(self, name, said[name])
+
+
+def test_a_context_that_keeps_nothing_is_taken():
+    def run(group) -> bool:
+        context = fla_context(group, OFFSETS)
+        plain, slotted = (fd.chunk_kda(**small_call(), cp_context=x)[0] for x in (context, Slotted(vars(context))))
+        return same_bits(plain, slotted)
+
+    assert on_ranks(2, run) == [True, True]
 
 
 def test_one_rank_alone_may_ask(monkeypatch: pytest.MonkeyPatch):

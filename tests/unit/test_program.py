@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashdelta as fd
-from flashdelta.problem.context import ContextParallel, shard
+from flashdelta.problem.border import shard
+from flashdelta.problem.context import ContextParallel
 from flashdelta.problem.problem import Result
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch

@@ -232,7 +232,7 @@ class KimiDeltaAttention(nn.Module):
             ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
         """
         context = None
-        try:
+        with rank_checks.refusals_told(cp_context):
             self._check_inputs(x, cache, cu_seqlens)
             if cp_context is not None:
                 others = {"cache": cache, "cu_seqlens": cu_seqlens, "pool": pool, "return_cache": return_cache or None}
@@ -240,11 +240,8 @@ class KimiDeltaAttention(nn.Module):
                 cu_seqlens = context.cu_seqlens
             if pool is not None or slots is not None or has_initial_state is not None:
                 self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots)
-        except (TypeError, ValueError):
-            rank_checks.refuse_on_all_ranks(cp_context)
-            raise
-        mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+            mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+            gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
         conv = None
         if pool is not None:
             where = {"state_indices": slots, "null_index": null_index}
@@ -258,11 +255,12 @@ class KimiDeltaAttention(nn.Module):
             states = {"initial_state": None if cache is None else cache.state, "output_final_state": return_cache}
         if context is not None:
             past, states = {"initial_state": self._inputs_before(mixed, context)}, {"cp_context": context}
-        weight, bias = self._filters(mixed.dtype)
-        mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
-        if context is None:
-            states["cu_seqlens"] = cu_seqlens
-        op, arguments, options = self._kda_call(x, mixed, states)
+        with rank_checks.refusals_told(cp_context):
+            weight, bias = self._filters(mixed.dtype)
+            mixed, conv = short_convolution(mixed, weight, bias, cu_seqlens=cu_seqlens, **past, backend=self._around())
+            if context is None:
+                states["cu_seqlens"] = cu_seqlens
+            op, arguments, options = self._kda_call(x, mixed, states)
         o, state = op(*arguments, **options)
         if cu_seqlens is not None and o.requires_grad:
             # whatever lies in rows of no sequence: times a gradient of zero, NaN would reach the weights behind
@@ -372,7 +370,8 @@ class KimiDeltaAttention(nn.Module):
     def _inputs_before(self, mixed: Tensor, context: ContextParallel) -> Tensor:
         """The states of the convolutions `[N, D, W - 1]`: only a rank's first sequence goes on from another one."""
         before = halo(mixed, context, self.conv_size - 1).mT
-        N = before.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+        assert context.cu_seqlens is not None, "contexts of whole batch rows come from `group=`"
+        N = context.cu_seqlens.shape[0] - 1
         return torch.cat([before[:N], before.new_zeros(max(N - before.shape[0], 0), *before.shape[1:])])
 
     def _check_inputs(self, x: Tensor, cache: KdaCache | None, cu_seqlens: Tensor | None) -> None:

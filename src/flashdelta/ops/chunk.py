@@ -161,11 +161,8 @@ def chunk_kda(
     """
     border = None
     if (cp_context is not None or group is not None) and isinstance(q, Tensor):
-        try:
+        with rank_checks.refusals_told(cp_context, group):
             cp_context, cu_seqlens, border = context_in_call(cp_context, group, cu_seqlens, q)
-        except (TypeError, ValueError):
-            rank_checks.refuse_on_all_ranks(cp_context, group)
-            raise
         group = None
     tensors = (
         q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, out, final_state,

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ..problem import rank_checks
-from ..problem.context import HALO, ContextParallel, context_of, is_group
+from ..problem.border import HALO
+from ..problem.context import ContextParallel, context_of
 from ..problem.errors import wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
+from ..problem.groups import is_group
 
 
 def halo(x: Tensor, context: Any, width: int) -> Tensor:
@@ -31,11 +33,8 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.
     """
-    try:
+    with rank_checks.refusals_told(context):
         c = _context(x, context, width)
-    except (TypeError, ValueError):
-        rank_checks.refuse_on_all_ranks(context)
-        raise
     differentiable = torch.is_grad_enabled() and x.requires_grad
     # of batch rows each rank may have as many tokens as it likes
     sizes = (x.shape[0], x.shape[2], width, c.cu_seqlens is not None and x.shape[1])
@@ -55,7 +54,9 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
         raise TypeError(f"width: got {width!r} ({type(width).__name__}), wanted an int")
     if width < 1:
         raise wrong("width", width, "at least 1")
-    c = context_of(None, context, x.device) if is_group(context) else context_of(context, None, x.device)
+    of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER
+    given = (None, context) if of_rows else (context, None)
+    c = context_of(*given, x.device, ("context", "context"))
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
     if c.cu_seqlens is not None and (x.shape[0] != 1 or c.tokens not in (None, x.shape[1])):
@@ -115,13 +116,13 @@ def _(grad: Tensor, border: Tensor, name: str, way: str, rank: int, ranks: int, 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, border, *ctx.ranks, _ = inputs
+    x, border, *ctx.where, _ = inputs
     ctx.tokens = x.shape[1]
     ctx.save_for_backward(border)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _halo_backward(grad, *ctx.saved_tensors, *ctx.ranks, ctx.tokens), *[None] * 6
+    return _halo_backward(grad, *ctx.saved_tensors, *ctx.where, ctx.tokens), *[None] * 6
 
 
 _halo.register_autograd(_differentiate, setup_context=_save)

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import rank_checks
+from .border import (
+    ANY_HALO,
+    BORDER,
+    DIGEST,
+    FIRST_RANK,
+    HALO,
+    LAST_RANK,
+    OPEN_IN,
+    OPEN_OUT,
+    OPENED,
+    SEQUENCES,
+    counts,
+    digest,
+    new_border,
+    shard,
+)
 from .device_checks import enabled
 from .errors import wrong
 from .exchanges import EXCHANGES, chosen_exchange
-
-OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, DIGEST, OPENED = 0, 1, 2, 3, 4, 5, 6, 8
-"""Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
-former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are, a hash
-of all ranks' offsets (0: not known here); and from `OPENED` on, at an address of 32 bytes, the offsets of the first alone, 0
-and its end."""
-
-BORDER = 10
-"""Numbers of a border."""
-
-MASK = 2**31 - 1
-"""Of a hash."""
-
-ANY_HALO = 2**30
-"""Tokens on earlier ranks, where only shapes tell how many there are."""
+from .groups import check_alive, members
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +40,8 @@ class ContextParallel:
     """How the tokens of a call lie over the ranks of `group`: `context_parallel` makes one.
 
     `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
-    ranks. `border [10]` int32, on the device: which local sequences go on from the rank before and to the rank after (index,
-    or -1), the rank where the former starts, that where the latter ends, tokens of the former on earlier ranks, how many local
-    sequences there are. `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
+    ranks. `border [10]` int32, on the device, is what kernels read of the other ranks (`problem/border.py` lists its places).
+    `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
     """
 
     _group: weakref.ref[Any] | None
@@ -52,6 +56,8 @@ class ContextParallel:
     """How states go from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
     knows_halo: bool = True
     """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
+    rooms: tuple[int, ...] = ()
+    """How many sequences `cu_seqlens` of each rank has room for."""
     alike: tuple = field(init=False, repr=False)
     """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
 
@@ -83,6 +89,9 @@ class ContextParallel:
     def update_(self, cu_seqlens: Tensor) -> None:
         """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
 
+        Every rank must call this with the same offsets, which FLASHDELTA_CHECK=1 verifies, and not between a forward and its
+        backward pass, which reads the same memory: PyTorch raises a RuntimeError then.
+
         Args:
             cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
                 On the host they are checked, and on a device with FLASHDELTA_CHECK=1. Else their values there are not read:
@@ -91,20 +100,27 @@ class ContextParallel:
                 the tensors is read or written.
 
         Raises:
-            ValueError, TypeError: offsets that do not fit, or a context of whole batch rows.
+            ValueError, TypeError: offsets that do not fit.
         """
-        if self.cu_seqlens is None or self.tokens is None:
-            raise wrong("cu_seqlens", "a tensor", "None (each batch row is one sequence over all ranks)")
-        check_offsets(cu_seqlens)
-        room = self.cu_seqlens.numel() - 1
-        if cu_seqlens.device.type == "cpu" or enabled():
-            on_host = cu_seqlens.cpu()
-            check_values(on_host, self.ranks * self.tokens)
-            check_room(on_host, self.ranks, self.tokens, room)
-        local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, room)
-        border[DIGEST] = digest(cu_seqlens)
+        assert self.cu_seqlens is not None and self.tokens is not None, "context_parallel gives both"
+        with rank_checks.refusals_told(self):
+            check_offsets(cu_seqlens)
+            if cu_seqlens.device.type == "cpu" or enabled():
+                on_host = cu_seqlens.cpu()
+                check_values(on_host, self.ranks * self.tokens)
+                self._check_rooms(counts(on_host, self.ranks, self.tokens).tolist())
+            local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
+            border[DIGEST] = digest(cu_seqlens)
+        rank_checks.check_on_all_ranks(replace(self, border=border), "update_", "cu_seqlens")
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
+
+    def _check_rooms(self, sequences: Sequence[int]) -> None:
+        """Of all ranks, so that all refuse alike."""
+        for r, (found, room) in enumerate(zip(sequences, self.rooms)):
+            if found > room:
+                wanted = f"at most {room}, for which context_parallel left room (max_sequences)"
+                raise wrong("cu_seqlens", f"{found} sequences on rank {r}", wanted)
 
 
 def context_parallel(
@@ -140,100 +156,47 @@ def context_parallel(
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted. Where
             `"put"` can't be, every rank says why.
     """
-    name, rank, ranks = members(group)
-    check_offsets(cu_seqlens)
-    if exchange not in EXCHANGES:
-        raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
-    for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{option}: got {value!r} ({type(value).__name__}), wanted an int or None")
-        if value is not None and value < 1:
-            raise wrong(option, value, "at least 1")
-    if cu_seqlens_cpu is not None:
-        check_offsets(cu_seqlens_cpu, "cu_seqlens_cpu", on_host=True)
-        if cu_seqlens_cpu.shape != cu_seqlens.shape:
-            wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
-            raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
-    offsets = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).cpu()
-    total = check_values(offsets)
-    if total % ranks != 0:
-        raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
-    N = max_sequences
-    if N is None:
-        N = int(counts(offsets, ranks, total // ranks)[rank])
-    else:
-        check_room(offsets, ranks, total // ranks, N)
-    way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
+    with rank_checks.refusals_told(group):
+        name, rank, ranks = members(group)
+        offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
+        if exchange not in EXCHANGES:
+            raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
+        for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{option}: got {value!r} ({type(value).__name__}), wanted an int or None")
+            if value is not None and value < 1:
+                raise wrong(option, value, "at least 1")
+        total = check_values(offsets)
+        if total % ranks != 0:
+            raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
+        tokens = total // ranks
+        rooms = counts(offsets, ranks, tokens).tolist()
+        if max_sequences is not None:
+            if max(rooms) > max_sequences:
+                wanted = f"at least {max(rooms)}, the sequences that a rank has of these offsets"
+                raise wrong("max_sequences", max_sequences, wanted)
+            rooms = [max_sequences] * ranks
     with torch.inference_mode(False):  # calls with gradients take them, too
-        local, border = shard(offsets, rank, ranks, total // ranks, N)
+        local, border = shard(offsets, rank, ranks, tokens, rooms[rank])
         border[DIGEST] = digest(offsets)
         local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
-    return ContextParallel(weakref.ref(group), name, rank, ranks, border, local, total // ranks, conv_size, way)
+    context = ContextParallel(
+        *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange), rooms=tuple(rooms)
+    )
+    rank_checks.check_on_all_ranks(context, ("context_parallel", max_sequences, conv_size, exchange), "cu_seqlens")
+    way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
+    return context if way == exchange else replace(context, exchange=way)
 
 
-def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
-    """Of all ranks' sequences those of a rank with `tokens` tokens, on the device of the offsets, without reading any:
-    `cu_seqlens [N + 1]` and the border. Of more than `N` sequences the last are left out, and none goes on to the next rank."""
-    # of values that nobody has read kernels take ranks, which must be there
-    offsets = offsets.long().clamp(0, ranks * tokens)
-    begins, ends = offsets[:-1], offsets[1:]
-    low, high = rank * tokens, (rank + 1) * tokens
-    # those that end before the rank's tokens; an empty one at the border belongs to the rank after it
-    first = ((ends < low) | ((ends == low) & (begins < low))).sum()
-    stop = torch.full_like(first, len(begins)) if rank + 1 == ranks else (begins < high).sum()
-    stop = torch.maximum(first, stop)
-    # a last sequence of no tokens, so that there is one to look at
-    padded = torch.cat([offsets, offsets[-1:]])
-    index = torch.arange(N + 1, device=offsets.device)
-    local = (padded[torch.minimum(first + index, stop)] - low).clamp(0, tokens)
-    begin, end = padded[first], padded[stop]
-    some = stop > first
-    opened, left = some & (begin < low), some & (end > high) & (stop - first <= N)
-    none, size = torch.full_like(first, -1), max(tokens, 1)
-    values = {
-        OPEN_IN: torch.where(opened, 0, none),
-        OPEN_OUT: torch.where(left, stop - first - 1, none),
-        FIRST_RANK: torch.where(opened, begin // size, rank),
-        LAST_RANK: torch.where(left, (end - 1) // size, rank),
-        HALO: torch.where(opened, low - begin, 0),
-        SEQUENCES: stop - first,
-        OPENED + 1: torch.where(opened, local[min(N, 1)], 0),
-    }
-    nothing = torch.zeros_like(first)
-    border = torch.stack([values.get(place, nothing) for place in range(BORDER)])
-    return local.int(), border.int()
-
-
-def counts(offsets: Tensor, ranks: int, tokens: int) -> Tensor:
-    """How many sequences each rank has, `[ranks]`, of offsets that never fall: as many as `shard` says."""
-    offsets = offsets.long()
-    begins, ends = offsets[:-1].contiguous(), offsets[1:].contiguous()
-    low = torch.arange(ranks, device=offsets.device) * tokens
-    started = torch.searchsorted(begins, low)
-    first = torch.minimum(started, torch.searchsorted(ends, low, right=True))
-    stop = torch.cat([started[1:], started.new_full((1,), len(begins))])
-    return (stop - first).clamp(min=0)
-
-
-def digest(offsets: Tensor) -> Tensor:
-    """A hash of 31 bits, on the device of the offsets."""
-    place = torch.arange(len(offsets), device=offsets.device)
-    mixed = (offsets.long() * 40_503 + place * 2_654_435_761) & MASK
-    return ((mixed ^ (mixed >> 15)) * 739_982_445 & MASK).sum() & MASK
-
-
-def members(group: Any) -> tuple[str, int, int]:
-    """A process group's name, this process' rank in it, and how many ranks it has."""
-    if not is_group(group):
-        if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
-            raise wrong("group", "a group that this process is not in", "one of its own")
-        raise TypeError(f"group: got {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
-    return group.group_name, group.rank(), group.size()
-
-
-def is_group(x: object) -> bool:
-    # not a tuple of kinds, in which torch.compile does not find a group's
-    return torch.distributed.is_available() and isinstance(x, torch.distributed.ProcessGroup)
+def _offsets_on_host(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> Tensor:
+    check_offsets(cu_seqlens)
+    if cu_seqlens_cpu is None:
+        return cu_seqlens.cpu()
+    check_offsets(cu_seqlens_cpu, "cu_seqlens_cpu", on_host=True)
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
+        raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
+    return cu_seqlens_cpu
 
 
 def check_offsets(offsets: object, name: str = "cu_seqlens", on_host: bool = False) -> None:
@@ -260,30 +223,32 @@ def check_values(offsets: Tensor, most: int | None = None) -> int:
     return values[-1]
 
 
-def check_room(offsets: Tensor, ranks: int, tokens: int, room: int) -> None:
-    """Every rank looks at all, so that all refuse alike."""
-    most = int(counts(offsets, ranks, tokens).max())
-    if most > room:
-        raise wrong("max_sequences", room, f"at least {most}, the sequences that a rank has of these offsets")
-
-
 # ---- of a call ------------------------------------------------------------------------------------------------------------
 
 FOREIGN = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
 """Attributes of FLA's context, which stands for one of ours."""
 
 
-def context_of(cp_context: Any, group: Any, device: torch.device) -> ContextParallel:
-    """The context of a call that names a context or a group."""
+ARGUMENTS = ("cp_context", "group")
+
+
+def context_of(
+    cp_context: Any, group: Any, device: torch.device, arguments: tuple[str, str] = ARGUMENTS
+) -> ContextParallel:
+    """The context of a call that names a context or a group, by the caller's `arguments` for them."""
+    argument, of_group = arguments
     if cp_context is None:
-        name, rank, ranks = members(group)
+        name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
     if group is not None:
         raise wrong("group", "a group with cp_context", "one of the two")
     context = as_context(cp_context)
     if context is None:
-        wanted = "a ContextParallel, or an object with FLA's attributes " + ", ".join(FOREIGN)
-        raise TypeError(f"cp_context: got {type(cp_context).__name__}, wanted {wanted}")
+        also = ", a process group" if of_group == argument else ""
+        wanted = f"a ContextParallel{also}, or an object with FLA's attributes {', '.join(FOREIGN)}"
+        raise TypeError(f"{argument}: got {type(cp_context).__name__}, wanted {wanted}")
+    if not torch.compiler.is_compiling() and context._group is not None:
+        check_alive(context.group, context.name, argument)
     return context
 
 
@@ -336,12 +301,6 @@ def _new_of_rows(
     return ContextParallel(group, name, rank, ranks, new_border(values, device))
 
 
-def new_border(values: list[int], device: torch.device) -> Tensor:
-    """Which calls with gradients take, too, wherever it was made."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 def _from_fla(context: Any) -> ContextParallel:
     """FLA's context, kept on it for the next call while it says the same. A traced call, which reads no offsets, does not know
     how many tokens they have."""
@@ -353,6 +312,8 @@ def _from_fla(context: Any) -> ContextParallel:
         return known[1]
     if layout != "contiguous":
         raise wrong("cp_context", f"layout {layout!r}", "'contiguous'")
+    if context.group is None:
+        raise wrong("cp_context", "one whose group is None", "one with a process group, or no cp_context")
     name, rank, ranks = members(context.group)
     before, after = _fla_count(context, "pre_num_ranks", rank), _fla_count(context, "post_num_ranks", ranks - 1 - rank)
     if known is not None and all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in zip(known[0], said)):
@@ -372,10 +333,13 @@ def _from_fla(context: Any) -> ContextParallel:
         border = new_border(values, device)
     taps = getattr(context, "conv1d_kernel_size", None)
     found = ContextParallel(
-        *(group, name, rank, ranks, border, context.cu_seqlens, tokens, taps), knows_halo=halo is not None
+        *(group, name, rank, ranks, border, context.cu_seqlens, tokens, taps),
+        knows_halo=halo is not None,
+        rooms=(N,) * ranks,
     )
     if not tracing:
-        context._flashdelta = said, found
+        with contextlib.suppress(AttributeError):  # of a class that takes no others
+            context._flashdelta = said, found
     return found
 
 

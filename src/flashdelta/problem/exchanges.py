@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import wrong
+from .groups import group_named
 
 EXCHANGES = ("auto", "gather", "put")
 
@@ -70,7 +71,7 @@ def gather(packet: Tensor, packets: Tensor, name: str) -> None:
 
     # the newer of two names, where it is known, since the older one warns
     all_gather = getattr(c10d, "all_gather_single", c10d.all_gather_into_tensor)
-    all_gather(packets, packet, group=c10d._resolve_process_group(name))
+    all_gather(packets, packet, group=group_named(name))
 
 
 def gather_numbers(numbers: Sequence[int], name: str, ranks: int, device: torch.device) -> list[list[int]]:
@@ -344,7 +345,7 @@ _memories: dict[tuple[str, torch.device], SharedMemory] = {}
 
 def _memory_of(name: str, device: torch.device) -> SharedMemory:
     """All ranks ask once: the first time is an exchange."""
-    group = torch.distributed.distributed_c10d._resolve_process_group(name)
+    group = group_named(name)
     found = _memories.get((name, device))
     # a later group may have the name
     if found is None or found.group() is not group:

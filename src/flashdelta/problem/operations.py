@@ -34,7 +34,8 @@ from .arguments import (
     state,
     wide_or_first,
 )
-from .context import BORDER, context_in_call, has_context
+from .border import BORDER
+from .context import context_in_call, has_context
 from .errors import wrong
 from .problem import (
     DECODE_TOKENS,

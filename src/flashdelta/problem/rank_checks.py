@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from .context import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT, ContextParallel, is_group
+from .border import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT
 from .device_checks import enabled
 from .errors import wrong
 from .exchanges import gather_numbers
+from .groups import group_named, is_group
 from .problem import Problem
 
 ALIKE = (
@@ -27,15 +29,14 @@ REFUSED = [-1, 0, 0, 0, 0, 0]
 SAME_OFFSETS = "the same offsets of all ranks' tokens on every rank"
 
 
-def check_call_of_ranks(context: object, problem: Problem) -> None:
-    """That all ranks of a context make the same call."""
-    if isinstance(context, ContextParallel):
-        # of batch rows each rank may have as many tokens as it likes
-        described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T
-        check_on_all_ranks(context, described)
+def check_call_of_ranks(context: Any, problem: Problem, backend: str) -> None:
+    """That all ranks of a `ContextParallel` make the same call, by the same backend: not all exchange as much."""
+    # of batch rows each rank may have as many tokens as it likes
+    described = [getattr(problem, name) for name in ALIKE], problem.packed and problem.T, backend
+    check_on_all_ranks(context, described, "cp_context" if problem.packed else "group")
 
 
-def check_on_all_ranks(context: ContextParallel, described: object, name: str = "cp_context") -> None:
+def check_on_all_ranks(context: Any, described: object, name: str = "cp_context") -> None:
     """Every rank must make the same call, which `described` tells, with the same offsets of all ranks' tokens, and where
     sequences go on must fit what the neighbours say. All refuse alike. `name`: the caller's, of the context."""
     if context.ranks == 1 or not enabled():
@@ -49,7 +50,9 @@ def check_on_all_ranks(context: ContextParallel, described: object, name: str = 
         raise wrong(name, f"a call that rank {calls.index(REFUSED[0])} refuses", "one that every rank takes")
     for r in range(context.ranks):
         if calls[r] != calls[0]:
-            raise wrong(name, f"another call on rank {r} than on rank 0", "the same shapes, dtypes and options")
+            raise wrong(
+                name, f"another call on rank {r} than on rank 0", "the same shapes, dtypes, options and backend"
+            )
         if offsets[r] != offsets[0]:
             raise wrong("cu_seqlens", f"other offsets on rank {r} than on rank 0", SAME_OFFSETS)
     firsts, lasts = [*range(context.ranks)], [*range(context.ranks)]
@@ -64,22 +67,30 @@ def check_on_all_ranks(context: ContextParallel, described: object, name: str = 
             raise wrong("cu_seqlens", f"offsets on rank {r} that do not go on on rank {r + 1}", SAME_OFFSETS)
 
 
-def refuse_on_all_ranks(*where: Any) -> None:
-    """Of a call that this rank refuses: tells the ranks that wait in `check_on_all_ranks`. `where`: what the call has as
-    context and group, fit or not; where none of them is a group or has one, nobody can be told."""
-    if not enabled():
-        return
+@contextlib.contextmanager
+def refusals_told(*where: Any) -> Iterator[None]:
+    """Of a call that this rank refuses in the block: tells the ranks that wait in `check_on_all_ranks`. `where`: what the call
+    has as context and group, fit or not; where none of them is a group or has one, nobody can be told."""
+    try:
+        yield
+    except Exception:
+        if enabled():
+            _refuse(*where)
+        raise
+
+
+def _refuse(*where: Any) -> None:
     groups = [x if is_group(x) else getattr(x, "group", None) for x in where]
     group = next(filter(is_group, groups), None)
     if group is not None and group.size() > 1:
-        device = next((x.device for x in where if isinstance(x, ContextParallel)), None)
+        device = next((x.device for x in where if isinstance(getattr(x, "device", None), torch.device)), None)
         with contextlib.suppress(RuntimeError):  # the group's; the refusal says more
             _tell(REFUSED, group.group_name, group.size(), device)
 
 
 def _tell(numbers: list[int], name: str, ranks: int, device: torch.device | None) -> list[list[int]]:
     """Numbers of all ranks, by tensors on a kind of device that the group alone decides: a rank may refuse its tensors'."""
-    kinds = [x.type for x in torch.distributed.distributed_c10d._resolve_process_group(name)._device_types]
+    kinds = [x.type for x in group_named(name)._device_types]
     kind = "cpu" if "cpu" in kinds or not kinds else kinds[0]
     on = device if device is not None and device.type == kind else torch.device(kind)
     return gather_numbers(numbers, name, ranks, on)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..problem.context import FIRST_RANK, OPEN_IN, OPEN_OUT
+from ..problem.border import FIRST_RANK, OPEN_IN, OPEN_OUT
 from ..problem.exchanges import exchange as exchange_packets
 from ..problem.exchanges import gather
 from ..problem.problem import Problem, Tensors

@@ -89,13 +89,11 @@ class Call:
 
     def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
         context = given.get("cp_context")
-        try:
-            found = self.check(given)
-        except (TypeError, ValueError):
-            rank_checks.refuse_on_all_ranks(context, given.get("group"))
-            raise
-        rank_checks.check_call_of_ranks(context, found[0])
-        return found
+        with rank_checks.refusals_told(context, given.get("group")):
+            problem, t, backend = self.check(given)
+        if problem.ranks > 1:
+            rank_checks.check_call_of_ranks(context, problem, backend.name)
+        return problem, t, backend
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, Any]:
         """All arguments by name, with the defaults of those left out."""

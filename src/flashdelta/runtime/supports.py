@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..problem.arguments import extent, is_lazy, is_plain
-from ..problem.context import as_context, is_group
+from ..problem.context import as_context
+from ..problem.groups import is_group
 from ..problem.problem import Problem
 from ..problem.split import known_lengths
 from .call import Pairs, public_call

@@ -46,7 +46,7 @@ from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.prefill_fp32 import kda_prefill
 from ..ops.recurrent import fused_recurrent_kda
-from ..problem.context import BORDER
+from ..problem.border import BORDER
 from ..problem.operations import PREFILL_SIZES
 from ..problem.problem import BACKWARD, DEFAULT_PRECISION, Problem, Tensors, record_width
 from ..program.launch import Launch

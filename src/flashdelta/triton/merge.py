@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem.context import OPENED
+from ..problem.border import OPENED
 from ..problem.exchanges import ALL, EARLIER, LATER, exchange, receive, send
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..program.exchange import Exchange
