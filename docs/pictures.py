@@ -158,14 +158,14 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
         "offsets>plan plan>t0 plan>t1 tiles>t0 tiles>t1 t0>compose t1>compose compose>r0 compose>r1 compose>r2",
     ),
     "merge": (
-        "merge: rank 2 of a sequence that began on rank 0",
+        "merge over three ranks or more: rank 2 of a sequence that began on rank 0",
         [
             [
                 work("r0", "rank 0: transitions"),
                 work("r1", "rank 1: transitions"),
                 work("r2", "rank 2: transitions, if the", "sequence goes on after it"),
             ],
-            [memory("packets", "all-gather of packets", "(M_j, b_j) [K + V, K]")],
+            [memory("packets", "exchange of packets", "(M_j, b_j) [K + V, K]")],
             [carried("S", "merge on rank 2:", "S = b_0", "S <- M_1 S + b_1")],
             [work("recurrence", "recurrence on rank 2,", "from S")],
         ],
@@ -284,7 +284,7 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
             ],
             [carried("S", "a step of decode,", "state in registers"), memory("z", "output gate z")],
             [memory("back", "state and window", "to their slots"), work("norm", "rmsnorm(o) * weight", "* sigmoid(z)")],
-            [memory("o", "o")],
+            [memory("o", "y")],
         ],
         "x>conv gate>norms conv>S norms>S pool>S S>S S>norm z>norm norm>o S>back",
     ),

@@ -192,8 +192,10 @@ NOT_MEASURED = {"layer": "the layer", "engines": "vLLM and SGLang", "cp": "sever
 """Benchmarks of which README.md says that they have no results, as long as they have none."""
 
 
-def misses(found: Measured) -> bool:
-    return any(row["name"] == found.headline.row and row.get("met") is False for row in found.document["rows"])
+def misses(found: Measured) -> list[str]:
+    """The bounds that a headline's row misses."""
+    rows = (row for row in found.document["rows"] if row["name"] == found.headline.row)
+    return [bound for row in rows for bound, met in row.get("bounds", {}).items() if met is False]
 
 
 def readme(folder: Path = RESULTS) -> str:
@@ -202,7 +204,8 @@ def readme(folder: Path = RESULTS) -> str:
     said = ["All rows, errors, memory and missed targets: [benchmarks/README.md](benchmarks/README.md)."]
     if any(found.headline.what.startswith("7 drafts") for found in measured(folder)):
         said.insert(0, "The drafts row times verification plus commit; FLA writes one state per token instead.")
-    missed = [found.headline.what.partition(":")[0] for found in measured(folder) if misses(found)]
+    by_row = {found.headline.what.partition(":")[0]: misses(found) for found in measured(folder)}
+    missed = [f"{what} ({', '.join(bounds)})" for what, bounds in by_row.items() if bounds]
     said += [f"Of these rows {len(missed)} miss a target: {', '.join(missed)}."] if missed else []
     absent = [what for kind, what in NOT_MEASURED.items() if kind not in there]
     said += [f"No results yet: {', '.join(absent)}."] if absent else []

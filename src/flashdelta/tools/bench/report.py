@@ -323,6 +323,10 @@ def measured_on(document: dict) -> str:
     return f"{model_of(gpu['name']) if gpu else 'CPU'}, {document['date'][:10]}"
 
 
+COLORS = {"FLA": "silver", "{ours}": "C0", "{ours}, CUDA graph": "C2", "{ours}, not split": "C1"}
+"""Of lines, by their label: those of the README's bars."""
+
+
 @dataclass(frozen=True)
 class Plot:
     """Time against T of the plain rows with one sequence and `heads` heads: lines by label and path of a time."""
@@ -354,11 +358,12 @@ class Plot:
         for label, key in self.lines:
             timed = [(T, value(row, key)) for T, row in zip(lengths, rows) if value(row, key) is not None]
             if timed:
-                axes.plot(*zip(*timed), marker="o", label=label.format(ours=ours))
+                axes.plot(*zip(*timed), marker="o", color=COLORS[label], label=label.format(ours=ours))
         floor = f"floor: {self.floor} moved once at {document['ceilings']['copy_tb_s']:.2f} TB/s"
         axes.plot(lengths, [row["floor_ms"] for row in rows], linestyle="--", color="gray", label=floor)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
         axes.set_xticks(lengths, [str(T) for T in lengths])
         title = f"{self.title}, B = 1, H = {self.heads}, K = V = 128, bf16\n{measured_on(document)}"
         axes.set(xlabel="tokens T", ylabel="ms", title=title)
@@ -383,6 +388,8 @@ class KernelPlot:
     def draw(self, document: dict, path: Path) -> None:
         """Raises a ValueError where the document has no such row, or matplotlib is not installed."""
         figure, axes = new_figure(7 + len(self.bars), 6)
+        from matplotlib import colormaps
+
         rows = [row for row in document["rows"] if all(value(row, f"{name}.kernels") for name, _ in self.bars)]
         if not rows:
             said = " and ".join(label for _, label in self.bars)
@@ -390,14 +397,19 @@ class KernelPlot:
         row, scale, form = rows[0], {"ms": 1.0, "us": 1e3}[self.unit], {"ms": ".3f", "us": ".1f"}[self.unit]
         least = 0.03 * max(sum(kernel["ms"] for kernel in row[name]["kernels"]) for name, _ in self.bars)
         places = [1.8 * i for i in range(len(self.bars))]  # names of kernels have room between the bars
+        colormap, colors = colormaps["tab20"], dict[str, Any]()
         for place, (name, _) in zip(places, self.bars):
+            kernels = [(kernel_name(kernel["kernel"]), kernel["ms"]) for kernel in row[name]["kernels"]]
+            named = [found for found in kernels if found[1] >= least]
+            rest = [ms for _, ms in kernels if ms < least]
+            more = [(f"{len(rest)} more", sum(rest))] if rest else []
             below = 0.0
-            for kernel in row[name]["kernels"]:
-                height = scale * kernel["ms"]
-                axes.bar(place, height, bottom=below, width=0.5, edgecolor="white")
-                if kernel["ms"] >= least:
-                    label = f"{kernel_name(kernel['kernel'])[:44]} {height:{form}}"
-                    axes.text(place + 0.27, below + height / 2, label, va="center", fontsize=7)
+            for kernel, ms in (*named, *more):
+                height = scale * ms
+                color = "silver" if (kernel, ms) in more else colors.setdefault(kernel, colormap(len(colors) % 20))
+                axes.bar(place, height, bottom=below, width=0.5, edgecolor="white", color=color)
+                label = f"{kernel[:44]} {height:{form}}"
+                axes.text(place + 0.27, below + height / 2, label, va="center", fontsize=7)
                 below += height
             axes.text(place, below, f"{below:.2f} {self.unit}", ha="center", va="bottom")
         axes.set_xticks(places, [label for _, label in self.bars])
