@@ -143,7 +143,8 @@ def repeats_with_delays(cut: Cut, group: dist.ProcessGroup, way: str, repeats: i
 
 
 def lose_a_rank(group: dist.ProcessGroup, way: str, backend: str) -> None:
-    """The last rank does not come to a call. The other one ends by `TOLD` if the call raises, or NCCL's watchdog ends it."""
+    """The last rank does not come to a call. The other one ends by `TOLD` if the call raises after it has waited, or NCCL's
+    watchdog ends it."""
     cut = replace(cut_of(TINY, group.size(), backend), exchange=way)
     cut.run(group)  # compiles, for which nobody waits briefly
     dist.barrier()
@@ -154,11 +155,13 @@ def lose_a_rank(group: dist.ProcessGroup, way: str, backend: str) -> None:
     if group.rank() + 1 == group.size():
         time.sleep(UNTOLD_AFTER)
         raise RuntimeError("the other rank has not been told")
+    began = time.monotonic()
     try:
         cut.run(brief)
         torch.cuda.synchronize()
     except RuntimeError:
-        os._exit(TOLD)  # not by destructors, which a GPU with an error may not let end
+        waited = time.monotonic() - began > BRIEF.total_seconds() / 2
+        os._exit(TOLD if waited else 1)  # not by destructors, which a GPU with an error may not let end
 
 
 def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
