@@ -350,6 +350,12 @@ def fused_decode() -> Iterator[str]:
     yield f"it moves {more_bytes()[0]} more than attention alone with float32 states"
 
 
+def serving() -> Iterator[str]:
+    rows = rows_of("startup-triton-h200")
+    empty, filled = (rows[f"{what}: H=32 T=8192"]["seconds"] for what in ("empty cache", "new process, cache filled"))
+    yield f"takes {empty:.1f} s (`triton` backend), and {filled:.1f} s in a new process"
+
+
 PAGES = {
     "backward": backward,
     "decode": decode,
@@ -364,13 +370,14 @@ PAGES = {
     "machine-code": machine_code,
     "parallel": parallel,
     "split": split,
+    "start/serving": serving,
 }
 
 
 NOT_HELD = {
     "numerics": "limits of tests, and steps of dtypes: nothing measured",
     "start/coming-from": "a limit of tests",
-    "start/serving": "bytes by count",
+    "start/serving": "bytes by count, beside what a sentence holds",
     "log/tuning": "what the others are held to",
 }
 """Pages whose figures no test holds, and why."""
