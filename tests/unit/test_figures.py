@@ -75,21 +75,18 @@ def wy() -> Iterator[str]:
 
 def decode() -> Iterator[str]:
     for gpu, said in (
-        (
-            "h200",
-            "takes {} us in float32 and {} in bfloat16 on an H200, commit included; a state per token and its copy ",
-        ),
-        ("h100", "On an H100 it is {} and {}, "),
+        ("h200", "commit included, takes {} us in float32 and {} in bfloat16."),
+        ("h100", "On an H100 the three ways take {} and {},"),
     ):
         rows = rows_of(f"decode-{gpu}")
         fp32, bf16 = (rows[f"verify N32 H32 {state} S7"] for state in ("fp32", "bf16"))
-        yield said.format(*(f"{row['ours']['ms']['median'] * 1e3:.1f}" for row in (fp32, bf16))).strip()
+        yield said.format(*(f"{row['ours']['ms']['median'] * 1e3:.1f}" for row in (fp32, bf16)))
         states, slots = (
             [f"{row[who]['ms']['median'] * 1e3:.0f}" for row in (fp32, bf16)] for who in ("states", "slots")
         )
         if gpu == "h200":
-            yield f"take {states[0]} and {states[1]}, a state per token in slots of their own"
-            yield f"which needs no copy, {slots[0]} and {slots[1]}."
+            yield f"A state per token and its copy take {states[0]} and {states[1]}."
+            yield f"which needs no copy, takes {slots[0]} and {slots[1]}."
         else:
             yield f"{states[0]} and {states[1]}, {slots[0]} and {slots[1]} ("
     rows = rows_of("decode-h200")
