@@ -210,7 +210,7 @@ def layer() -> Iterator[str]:
     )
     yield f"takes {span(fp32, 2)} of a step of attention alone in float32, {span(bf16, 2)} in bfloat16"
     many = [row for row in steps.values() if row["shape"]["N"] >= 128]
-    yield f"From 128 sequences on a step moves its states at {percent(each(many, 'share_of_floor'))} of the copy rate"
+    yield f"From 128 sequences on, a step moves its states at {percent(each(many, 'share_of_floor'))} of the copy rate"
     yield f"{sum(row['met'] is False for row in steps.values())} of the {len(steps)} rows miss"
     h200, h100 = (load(RESULTS / f"decode-{gpu}.json")["ceilings"]["copy_tb_s"] for gpu in ("h200", "h100"))
     yield f"whose memory is {h200 / h100:.1f} times as fast"
@@ -221,14 +221,14 @@ def layer() -> Iterator[str]:
     yield "takes {:.0f} % of a call with 32 heads and {:.0f} % with 64".format(*(x * 100 for x in norm))
     train = rows["train T8192 H32"]
     ours, fla = (train[who]["sustained_ms"] for who in ("ours", "fla"))
-    yield f"0.14 ms beside {ours:.2f}: {(ours + 0.14) / fla:.2f} of FLA's time in place of {ours / fla:.2f}"
+    yield f"0.14 ms in addition to {ours:.2f}: {(ours + 0.14) / fla:.2f} of FLA's time instead of {ours / fla:.2f}"
     rate = "copy.sustained_ms/ours.sustained_ms"
     ahead = [row for name, row in rows.items() if re.match(r"(convolution|norm) T", name)]
     yield f"reach {min(each(ahead, rate)) * 100:.0f} to {min(1.0, max(each(ahead, rate))) * 100:.0f} % of the rate of a copy"
     norms = [row for name, row in rows.items() if name.startswith("norm backward")]
-    yield f"the norm's backward pass {min(each(norms, rate)) * 100:.0f} to {max(each(norms, rate)) * 100:.0f}"
+    yield f"The norm's backward pass reaches {percent(each(norms, rate))}."
     short, longer = (value(rows[f"convolution backward T{T}"], rate) for T in (768, 2048))
-    yield f"the convolution's {short * 100:.0f} at 768 tokens and {longer * 100:.0f} at 2048"
+    yield f"The convolution's reaches {short * 100:.0f} % at 768 tokens and {longer * 100:.0f} % at 2048"
 
 
 def parallel() -> Iterator[str]:
