@@ -272,20 +272,21 @@ def integrations() -> Iterator[str]:
     }
     fla, hf = (each((row for row in rows if row["table"] != "decode"), "sustained_speedup") for rows in blocks.values())
     assert f"{min(hf):.1f}" == f"{max(hf):.1f}"
-    yield f"Whole blocks gain {span(fla)} and {min(hf):.1f} times"
+    yield f"Whole blocks gain {span(fla)} times with FLA and {min(hf):.1f} times with Hugging Face"
     steps = [row for rows in blocks.values() for row in rows if row["table"] == "decode"]
     yield f"as long as before, {span(each(steps, 'sustained_speedup'), 2)} times"
     faster = "engine.sustained_ms/ours.sustained_ms"
     for H, said in (
         (32, "prefill is {} times as fast as the engines' own kernels"),
-        (12, "heads prefill is {} times as fast"),
+        (12, "heads, prefill is {} times as fast"),
     ):
         prefills = [row for name, row in engines.items() if "prefill" in name and name.endswith(f"H{H}")]
         yield said.format(span(each(prefills, faster)))
     decode = [row for name, row in engines.items() if " decode " in name]
     theirs = [row["share_of_floor"] / row["engine_ratio"] for row in decode]
     yield f"move their states at {percent(theirs)} of the copy rate"
-    yield f"ours at {percent(each(decode, 'share_of_floor'))}, {span(each(decode, 'engine_ratio'), 2)} times as fast"
+    ours = percent(each(decode, "share_of_floor"))
+    yield f"Ours move them at {ours} and are {span(each(decode, 'engine_ratio'), 2)} times as fast"
     room = {
         state: [1 / x for row, x in zip(decode, theirs, strict=True) if row["shape"]["state"] == state]
         for state in ("fp32", "bf16")
@@ -293,7 +294,7 @@ def integrations() -> Iterator[str]:
     yield f"would be {span(room['fp32'], 2)} times as fast in float32 and {span(room['bf16'], 2)} in bfloat16"
     limits = (DOCS.parent / "tests" / "gpu" / "test_engines.py").read_text()
     prefill, step = re.search(r"^ALLOWED, ALLOWED_OF_FEW = ([\d.]+), ([\d.]+)$", limits, re.MULTILINE).groups()
-    yield f"the error of a prefill may be {prefill} times theirs, that of a step, where chance decides, {step} times"
+    yield f"The error of a prefill may be {prefill} times theirs, and that of a step, which depends on chance, {step} times"
     whole = [row for name, row in engines.items() if "whole step" in name]
     yield f"Kimi-K3's whole step is {span(each(whole, 'engine_ratio'), 2)} times as fast"
 
