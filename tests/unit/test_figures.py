@@ -47,7 +47,7 @@ def backward() -> Iterator[str]:
         each(train.values(), "ours.ms.median/fla.ms.median"),
         each(train.values(), "ours.peak_above_bytes/fla.peak_above_bytes"),
     )
-    yield f"{span(time, 2)} of FLA's time, {span(memory, 2)} of its memory above the inputs"
+    yield f"{span(time, 2)} of FLA's time and {span(memory, 2)} of its memory above the inputs"
     yield f"{row['ours']['ms']['median']:.2f} ms from an idle GPU (FLA {row['fla']['ms']['median']:.2f})"
     yield f"{row['ours']['sustained_ms']:.2f} sustained (FLA {row['fla']['sustained_ms']:.2f})"
     yield f"hide it behind the GPU's {row['ours']['sustained_ms']:.2f} ms"
