@@ -138,17 +138,17 @@ def prefill() -> Iterator[str]:
     for gpu in ("h200", "h100"):
         times = load(RESULTS / "tuning" / f"half_steps-{gpu}.json")["times"]
         less += [(1 - times[x]["steps: both"] / times[x]["chunks: both"]) * 100 for x in ("8 x 1024 H32", "T8192 H32")]
-    yield "Packed calls of 32 heads gain {:.0f} % by them, and one sequence {:.0f} %".format(*less[:2])
+    yield "Packed calls of 32 heads gain {:.0f} % from steps, and one sequence {:.0f} %".format(*less[:2])
     yield "half_steps-h100.json) {:.0f} and {:.0f} %)".format(*less[2:])
     h100, h200, shards = (rows_of(name) for name in ("prefill-hopper-h100", "prefill-hopper-h200", "shards-h100"))
     copies = [load(RESULTS / f"prefill-hopper-{gpu}.json")["ceilings"]["copy_tb_s"] for gpu in ("h100", "h200")]
     yield f"has {copies[0] / copies[1]:.2f} of an H200's memory bandwidth"
     ours = [rows["T8192 H64"]["ours"]["sustained_ms"] for rows in (h100, h200)]
-    yield "T8192 H64: {:.3f} ms sustained, an H200 {:.3f}".format(*ours)
+    yield "T8192 H64: {:.3f} ms sustained, compared with {:.3f} on an H200".format(*ours)
     plain = {name: row for name, row in h100.items() if "," not in name and "softplus" not in name}
     many = [name for name, row in plain.items() if row["shape"]["HV"] >= 64 and name in h200]
     longer = [h100[name]["ours"]["sustained_ms"] / h200[name]["ours"]["sustained_ms"] for name in many]
-    yield f"from 64 heads on takes {span(longer)} times as long"
+    yield f"From 64 heads on it takes {span(longer)} times as long"
     shapes = {name: row["shape"] for name, row in plain.items()}
     large = [plain[x] for x, s in shapes.items() if s["HV"] >= 32 and s["K"] == 128 and s["T"] >= 8192]
     yield f"{span(each(large, 'sustained_speedup'))} times as fast as FLA"
@@ -157,7 +157,7 @@ def prefill() -> Iterator[str]:
     yield f"with random gates {span(each(random, eager))} times"
     yield f"with slow ones {min(each(slow, eager)):.1f} to {max(each(slow, eager)):.0f}."
     graph = "cudnn.graph_ms.median/ours.graph_ms.median"
-    yield f"T8192 H4 {value(h100['T8192 H4, random gates'], graph):.2f} of our time"
+    yield f"T8192 H4 takes {value(h100['T8192 H4, random gates'], graph):.2f} of our time"
     yield f"0.{value(shards['T1024 H4, random gates'], graph) * 100:.0f}. Its kernels alone"
     ready = "cudnn_ready.graph_ms.median/ours.graph_ms.median"
     yield f"take {min(each(random, ready)):.2f} to {max(each(random, ready)):.1f} of our time with random gates"
@@ -166,10 +166,10 @@ def prefill() -> Iterator[str]:
     short = cost.pop("T1024 H64")
     one, packed = ([x for name, x in cost.items() if ("packed" in name) == wanted] for wanted in (False, True))
     yield f"costs {span([x * 100 for x in one])} % of a call of one sequence, {short * 100:.1f} % of T1024 H64"
-    yield f"of packed ones {span([x * 100 for x in packed])} %"
+    yield f"{span([x * 100 for x in packed])} % of packed calls"
     copied = 20 * 64 * 128 * 128 * 4 / load(RESULTS / "prefill-hopper-h100.json")["ceilings"]["copy_tb_s"] / 1e6
     yield f"are 84 MB, {copied:.0f} us at the copy rate"
-    yield f"beside {h100['packed 20 random H64']['ours']['sustained_ms'] * 1e3:.0f} us"
+    yield f"compared with {h100['packed 20 random H64']['ours']['sustained_ms'] * 1e3:.0f} us"
 
 
 def prepare() -> Iterator[str]:
