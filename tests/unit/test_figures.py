@@ -184,11 +184,11 @@ def split() -> Iterator[str]:
     cut = [row for row in rows if max(row["segments"]) > 1]
     gain = [row["gain"] for row in cut]
     few, more = (mean([row["gain"] for row in cut if row["shape"]["H"] == H]) for H in (4, 8))
-    yield f"Of the {len(rows)} batches {len(cut)} are split: {mean(gain):.2f} times as fast as whole"
+    yield f"Of the {len(rows)} batches {len(cut)} are split. They run {mean(gain):.2f} times as fast as whole"
     yield f"(4 heads {few:.2f}, 8 heads {more:.2f}), {max(gain):.2f} at best and {min(gain):.2f} at worst"
-    yield f"all {len(rows)}: {mean(each(rows, 'speedup')):.1f} times in the geometric mean"
+    yield f"all {len(rows)} batches run {mean(each(rows, 'speedup')):.1f} times as fast in the geometric mean"
     errors = [x for of in ("o", "state") for x in each(rows, f"ours.error.{of}/whole.error.{of}")]
-    yield f"whole sequences to {math.ceil(max(errors) * 100) / 100}x in every row"
+    yield f"at most {math.ceil(max(errors) * 100) / 100}x those of whole sequences in every row"
     trials = {row["case"]: row for row in load(RESULTS / "tuning" / "trials-h200.json")["rows"]}
     heads = [trials[f"T8192 H{H}, random gates"] for H in (4, 8, 12)]
     tried, without = ([f"{row[how]:.0f}" for row in heads] for how in ("tried", "without"))
@@ -198,7 +198,7 @@ def split() -> Iterator[str]:
     ]
     yield f"With slow gates the trials cost {min(slow) * 100 - 100:.0f} to {max(slow) * 100 - 100:.0f} %"
     long = trials["128K H8, random gates"]
-    yield f"128K tokens of 8 heads {long['tried']:,.0f} us instead of {long['without']:,.0f}"
+    yield f"128K tokens of 8 heads take {long['tried']:,.0f} us instead of {long['without']:,.0f}"
 
 
 def layer() -> Iterator[str]:
