@@ -19,7 +19,15 @@ PACKAGE = (
     *("backends.py", "hopper", "kernels.py", "ops", "parallel", "problem", "program", "reference", "runtime"),
     *("testing", "triton"),
 )
-TESTS = ("gluon", "support", "gpu/calls.py", "gpu/test_decode.py", "gpu/test_pool.py", "unit/test_hopper_choice.py")
+TESTS = (
+    "full.py",
+    "gluon",
+    "support",
+    "gpu/calls.py",
+    "gpu/test_decode.py",
+    "gpu/test_pool.py",
+    "unit/test_hopper_choice.py",
+)
 READ = (*(f"src/flashdelta/{name}" for name in PACKAGE), *(f"tests/{name}" for name in TESTS))
 """What the tests run, and what they hold it to."""
 

@@ -22,7 +22,7 @@ def test_whatever_the_tests_take_from_others_is_read():
     taken = {tuple(node.module.split(".")) for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 2}
     assert taken
     for folder, *name in taken:
-        assert folder in record.TESTS or f"{folder}/{'/'.join(name)}.py" in record.TESTS, (folder, name)
+        assert folder in record.TESTS or f"{'/'.join((folder, *name))}.py" in record.TESTS, (folder, name)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
