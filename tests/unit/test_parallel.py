@@ -23,9 +23,11 @@ from flashdelta.parallel import ContextParallel, context_parallel, halo
 from flashdelta.problem import context as contexts
 from flashdelta.problem import device_checks, rank_checks
 from flashdelta.problem.border import (
+    ANY_HALO,
     BORDER,
     DIGEST,
     FIRST_RANK,
+    HALO,
     LAST_RANK,
     OPEN_IN,
     OPEN_OUT,
@@ -705,6 +707,40 @@ def test_what_one_rank_refuses_the_others_hear_where_values_are_checked(
     first, second = on_ranks(2, run)
     assert "got a call that rank 1 refuses" in first
     assert message in second
+
+
+def test_the_others_hear_what_fails_between_the_exchanges_of_a_layer(monkeypatch: pytest.MonkeyPatch):
+    """Its halo has passed the checks on all ranks then."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        context, layer = context_parallel(OFFSETS, group=group), make_layer(torch.float32)
+        if group.rank() == 1:
+            layer.backend = "triton"
+        with pytest.raises(ValueError) as refused:
+            layer(torch.zeros(1, 32, HIDDEN), cp_context=context)
+        return str(refused.value)
+
+    first, second = on_ranks(2, run)
+    assert first.startswith(REFUSED_THERE) and second.startswith("backend: got 'triton'")
+
+
+def test_a_refusal_names_the_group_that_was_passed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        with pytest.raises(ValueError) as refused:
+            fd.chunk_kda(**small_call() | {"scale": 1.0 + group.rank()}, group=group)
+        return str(refused.value)
+
+    assert all(text.startswith("group: got another call on rank 1") for text in on_ranks(2, run))
+
+
+def test_tokens_on_earlier_ranks_are_counted_up_to_a_bound():
+    """Beyond 2^31 an int32 would wrap."""
+    tokens = 2**30
+    _, border = shard(torch.tensor([0, 4 * tokens]), 3, 4, tokens, 1)
+    assert border[HALO] == ANY_HALO and border[FIRST_RANK] == 0
 
 
 def test_contexts_that_do_not_fit_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
