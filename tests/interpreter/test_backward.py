@@ -12,7 +12,7 @@ from flashdelta.testing.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENG
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import as_recurrent, poisoned_memory
 from flashdelta.triton import gradients as kernels
-from flashdelta.triton import wy
+from flashdelta.triton import segments, wy
 
 from ..support.gradients import (
     assert_first_is_its_own,
@@ -146,6 +146,22 @@ def test_gradients_of_split_sequences(name: str):
         found, again = (gradients(call | options | {"split": 3}, *grads) for options in (KEPT, RECOMPUTED))
     assert_gradients(found, true_gradients(call, *grads), 5e-3 if SPLIT[name].state == BF16 else TOLERANCE)
     assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+def test_segments_are_kept_where_they_are_small(monkeypatch: pytest.MonkeyPatch):
+    """One backward pass then forms no transitions, and a second one forms them again: the same bits."""
+    formed, form = [], segments.transitions
+    monkeypatch.setattr(segments, "transitions", lambda *arguments: formed.append(1) or form(*arguments))
+    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | RECOMPUTED | {"split": 3}
+    results = fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})
+    incoming = [torch.ones_like(x) for x in results]
+    with poisoned_memory():
+        found, counts = [], []
+        for _ in range(2):
+            found += torch.autograd.grad(results, call["q"], incoming, retain_graph=True)
+            counts.append(len(formed))
+    kept = gradients(call | KEPT, *incoming)["q"]
+    assert counts == [1, 2] and all(torch.equal(x, kept) for x in found)
 
 
 def test_gradients_of_split_sequences_of_wide_states():

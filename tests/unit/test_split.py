@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from flashdelta.reference import chunk_kda, split
 from flashdelta.reference.chunk import prepare, recur, segment_transition
 from flashdelta.reference.split import Transition, cut, identity
 from flashdelta.runtime.call import check
+from flashdelta.testing.cases import Case
+from flashdelta.testing.inputs import meta_call
+from flashdelta.tools.compile import BUILD, backward_of
 
 from ..support.gradients import gradients, incoming
 from ..support.split_cases import CHUNK, COSTS, LENGTHS, forced, offsets, split_call, split_inputs, split_pool_call
@@ -271,3 +275,23 @@ def test_explain_says_the_plan():
     explanation = fd.explain(fd.chunk_kda, **call, split=5)
     assert explanation.segments == (5, 1, 1)
     assert "segments of the sequences: 5, 1, 1" in str(explanation)
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+@pytest.mark.parametrize(("lengths", "kept"), [((32768,), True), ((65,) * 500 + (4096,), False)])
+def test_a_forward_leaves_its_segments_if_they_are_small(name: str, lengths: tuple[int, ...], kept: bool):
+    """To its backward pass, which then finds none of them again."""
+    call = meta_call(
+        Case("long", "", H=4, HV=4, K=128, V=128, T=sum(lengths), lengths=lengths, state=None), torch.bfloat16
+    )
+    problem, t = check(fd.chunk_kda, **call, split="auto")
+    forward = BUILD[name](replace(problem, requires_grad=True), t, 90)
+    segments = forward.outputs.get("segments")
+    assert (segments is not None) is kept
+    assert segments is None or segments.nbytes <= t.v.nbytes
+    counts = []
+    for left in (None, segments):
+        back, back_t = backward_of(replace(problem, requires_grad=True), replace(t, segments=left))
+        names = [launch.kernel.__name__ for launch in BUILD[name](back, back_t, 90).launches]
+        counts.append([names.count(f"{stage}_kernel") for stage in ("transitions", "compose", "recurrence")])
+    assert counts == [[1, 2, 1], [0, 1, 1] if kept else [1, 2, 1]]

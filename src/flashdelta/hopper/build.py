@@ -14,6 +14,7 @@ from ..program.workspace import Workspace
 from ..triton import launch as portable
 from ..triton.launch import StageCall
 from ..triton.merge import around_recurrence
+from ..triton.segments import lasting_segments
 from . import gradients
 from .commit import commit
 from .decode import decode
@@ -73,7 +74,8 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
     """The launches that run a call of whole sequences, in order."""
     steps = in_steps(problem, room(problem, t.device))
     wanted = steps_layout(problem) if steps else {**layout(problem), **split_layout(problem, t.device)}
-    call = StageCall(problem, t, arch, Workspace.allocate(wanted, t.device))
+    workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
+    call = StageCall(problem, t, arch, workspace)
     final_state = outputs.get("final_state")
     prepared = prepare_steps(call) if steps else prepare(call)
     carried, stored = list[Step](), list[Step]()

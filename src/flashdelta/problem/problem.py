@@ -74,6 +74,7 @@ class Tensors:
     dht: Tensor | None = None
     workspace: Tensor | None = None
     packets: Tensor | None = None
+    segments: Tensor | None = None
     # what the caller wants written, and gets back
     out: Tensor | None = None
     final_state: Tensor | None = None

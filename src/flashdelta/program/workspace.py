@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -23,7 +24,7 @@ def sizes(layout: Layout) -> list[int]:
 
 class Workspace:
     """`workspace["w"]` is a tensor of the layout, and `workspace.get("w")` is None where the layout has none of that name.
-    `buffer` holds them all; `beside` are tensors that lie elsewhere."""
+    `buffer` holds them all but those `beside`, which lie elsewhere."""
 
     def __init__(self, layout: Layout, buffer: Tensor, beside: Mapping[str, Tensor] | None = None):
         self.buffer = buffer
@@ -33,13 +34,23 @@ class Workspace:
 
     @classmethod
     def allocate(cls, layout: Layout, device: torch.device, beside: Mapping[str, Tensor] | None = None) -> Workspace:
+        layout = {name: kind for name, kind in layout.items() if name not in (beside or ())}
         return cls(layout, torch.empty(sum(sizes(layout)), dtype=torch.uint8, device=device), beside)
+
+    def having(self, others: Mapping[str, Tensor]) -> Workspace:
+        """The same with other tensors of these names."""
+        found = copy.copy(self)
+        found._tensors = {**self._tensors, **others}
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
     def get(self, name: str) -> Tensor | None:
         return self._tensors.get(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
 
     def select(self, *names: str) -> list[Tensor | None]:
         return [self._tensors.get(name) for name in names]

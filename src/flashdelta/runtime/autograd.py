@@ -18,7 +18,7 @@ from ..problem.arguments import check_saved, resolved
 from ..problem.problem import BACKWARD, Problem, Tensors, inputs_of
 from ..program.cache import LaunchCache
 
-KEPT = {"workspace": "workspace", "A": "Akk_inv", "h": "h", "v_new": "v_new", "packets": "packets"}
+KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "packets", "segments")}}
 """Roles in the backward pass of what a forward leaves for it, and the names under which it does."""
 
 PARAMETERS = ("A_log", "dt_bias")

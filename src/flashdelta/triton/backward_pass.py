@@ -19,7 +19,7 @@ from ..program.workspace import Layout, Workspace
 from .finish import ByHead, finish
 from .launch import StageCall
 from .merge import carried_gradients, clear, room_for_packets, told_gradients
-from .segments import compose
+from .segments import compose, found_segments
 from .wy import Parts, WyOperands
 
 
@@ -95,13 +95,19 @@ class Stages:
             return Kept(workspace, tensors["Akk_inv"], tensors["h"], tensors["v_new"], tensors.get("packets"))
         states = (problem.B * problem.slots, problem.HV, problem.V, problem.K)
         values = (problem.B, problem.T, problem.HV, problem.V)
-        workspace = Workspace.allocate(self.layout, device)
+        # gradients of the states after segments take the place of the states before them
+        given = {name: x for name, x in self.segments().items() if name != "starts"}
+        workspace = Workspace.allocate(self.layout, device, given)
         packets = self.t.packets
         if packets is None and problem.ranks > 1:
             packets = room_for_packets(problem, device)
         return Kept(
             workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
         )
+
+    def segments(self) -> dict[str, Tensor]:
+        """What the forward left of a split, by name."""
+        return found_segments(self.t, self.layout)
 
 
 def forward(stages: Stages) -> Program:
@@ -130,7 +136,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
-        steps = stages.scan(kept, None, None)
+        steps = stages.scan(replace(kept, workspace=kept.workspace.having(stages.segments())), None, None)
         exchanges = [i for i, step in enumerate(steps) if isinstance(step, Exchange)]
         # what follows the exchange of states, or `prepare`, may wait
         first = max(exchanges, default=0) + 1
@@ -147,7 +153,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         told = told_gradients(problem, t.device)
     elif problem.ranks > 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
-    if told is None or kept.split:
+    if told is None or (kept.split and t.segments is None):
         yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)

@@ -22,7 +22,7 @@ from .norm import gated_rms_norm
 from .output import output
 from .prepare import prepare
 from .recurrence import recurrence
-from .segments import SPLIT_COSTS, before_segments, outgoing, room
+from .segments import SPLIT_COSTS, before_segments, lasting_segments, outgoing, room
 from .verify import verify
 from .wy import wy_dqkg
 
@@ -41,8 +41,9 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:
     most = room(problem, arch, sm_count(t.device))
-    segments = segments_of_call(problem, most, SPLIT_COSTS)
-    call = StageCall(problem, t, arch, Workspace.allocate(layout(problem, segments), t.device))
+    wanted = layout(problem, segments_of_call(problem, most, SPLIT_COSTS))
+    workspace = Workspace.allocate(wanted, t.device, lasting_segments(problem, wanted, outputs))
+    call = StageCall(problem, t, arch, workspace)
     o, final_state, h = outputs["o"], outputs.get("final_state"), outputs.get("h")
     prepared, carried, stored = prepare(call), list[Step](), list[Step]()
     if problem.ranks > 1:

@@ -22,61 +22,58 @@ from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch
 from ..program.program import Outputs, new
 
-SUM_ELEMENTS = tl.constexpr(4096)
-"""Elements of the partial sums that a CTA loads at a time."""
+SUM_ELEMENTS = tl.constexpr(16384)
+"""Elements of the partial sums that a CTA loads at a time: few heads are few CTAs, which wait for memory."""
+
+
+@triton.jit(do_not_specialize=["HV", "chunk_slots"])
+def gate_sums_kernel(partial_A_log, partial_dt_bias, grad_A_log, grad_dt_bias, HV, chunk_slots, K: tl.constexpr):
+    """Sums of the partial sums of `A_log`, one CTA a value head, then of those of `dt_bias`, as far as there are any."""
+    cta = tl.program_id(0)
+    if partial_A_log is not None:
+        if cta < HV:
+            tl.store(grad_A_log + cta, tl.sum(sum_over_chunk_slots(partial_A_log, cta, chunk_slots, HV, K)))
+            return
+        cta -= HV
+    if partial_dt_bias is not None:
+        total = sum_over_chunk_slots(partial_dt_bias, cta, chunk_slots, HV, K)
+        tl.store(grad_dt_bias + cta * K + tl.arange(0, K), total)
 
 
 @triton.jit
 def sum_over_chunk_slots(partials, head, chunk_slots, HV, K: tl.constexpr):
-    """A head's partial sums `[S, HV, K]` over the chunk slots: `[K]`, in their order."""
+    """A head's partial sums `[S, HV, K]` over the chunk slots, in a fixed order: `[K]`."""
     ROWS: tl.constexpr = SUM_ELEMENTS // K
-    total = tl.zeros([K], tl.float32)
+    total = tl.zeros([ROWS, K], tl.float32)
     row = tl.arange(0, ROWS)
-    for chunk_slot in range(0, chunk_slots, ROWS):
+    for chunk_slot in tl.range(0, chunk_slots, ROWS, loop_unroll_factor=2):
         at = ((chunk_slot + row).to(tl.int64) * HV + head)[:, None] * K + tl.arange(0, K)[None, :]
-        total += tl.sum(tl.load(partials + at, mask=(chunk_slot + row < chunk_slots)[:, None], other=0.0), axis=0)
-    return total
+        total += tl.load(partials + at, mask=(chunk_slot + row < chunk_slots)[:, None], other=0.0)
+    return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["tokens", "N", "HV", "chunk_slots"])
+@triton.jit(do_not_specialize=["tokens", "N", "HV"])
 def finish_kernel(
     heads_q,
     heads_k,
-    partial_A_log,
-    partial_dt_bias,
     cu_seqlens,
     grad_q,
     grad_k,
     grad_g,
     grad_v,
     grad_beta,
-    grad_A_log,
-    grad_dt_bias,
     tokens,
     N,
     HV,
-    chunk_slots,
     K: tl.constexpr,
     V: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """`dq = sum of its GROUP value heads`, and so on.
-
-    If there are partial sums of the gate's parameters, the first `HV` CTAs add those of one value head each. If value heads
-    share queries and keys or sequences are packed, one CTA per (`ROWS` tokens, query head) follows.
+    """`dq = sum of its GROUP value heads`, and so on, where value heads share queries and keys or sequences are packed. One CTA
+    per (`ROWS` tokens, query head).
     """
-    PARTIALS: tl.constexpr = partial_A_log is not None or partial_dt_bias is not None
     cta = tl.program_id(0)
-    if PARTIALS:
-        if cta < HV:
-            if partial_A_log is not None:
-                tl.store(grad_A_log + cta, tl.sum(sum_over_chunk_slots(partial_A_log, cta, chunk_slots, HV, K)))
-            if partial_dt_bias is not None:
-                total = sum_over_chunk_slots(partial_dt_bias, cta, chunk_slots, HV, K)
-                tl.store(grad_dt_bias + cta * K + tl.arange(0, K), total)
-            return
-        cta -= HV
     H = HV // GROUP
     head = (cta % H).to(tl.int64)
     token = (cta // H).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -140,37 +137,50 @@ class ByHead:
     def buffers(self, problem: Problem) -> tuple[Tensor, ...]:
         """The others."""
         shared = () if problem.group == 1 else (self.q, self.k)
-        return *shared, *(x for x in (self.A_log, self.dt_bias) if x is not None)
+        return *shared, *self.parameters().values()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parts of those that the call has."""
+        return {name: x for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)) if x is not None}
 
 
 def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> list[Launch]:
     """The last stage: sums over what shares an input; zeros where packed sequences have no token. Nothing if none is needed."""
-    for name, parts in (("A_log", heads.A_log), ("dt_bias", heads.dt_bias)):
-        if parts is not None:
-            given = getattr(t, name)
-            outputs.allocate(name, Result(given.shape, given.dtype))
+    for name in heads.parameters():
+        given = getattr(t, name)
+        outputs.allocate(name, Result(given.shape, given.dtype))
     if problem.group > 1:
         for name in ("q", "k"):
             outputs.allocate(name, Result((problem.B, problem.T, problem.H, problem.K), problem.dtype))
-    has_parameters = heads.A_log is not None or heads.dt_bias is not None
-    rows = 16 if problem.group > 1 else 64
-    blocks = -(-problem.B * problem.T // rows) * problem.H if problem.group > 1 or problem.packed else 0
-    ctas = problem.HV * has_parameters + blocks
-    if ctas == 0:
-        return []
-    return [
-        Launch(
-            finish_kernel,
-            ctas,
-            (
-                *(heads.q, heads.k, heads.A_log, heads.dt_bias, t.cu_seqlens),
-                *(outputs[name] for name in ("q", "k", "g", "v", "beta")),
-                *(outputs.get("A_log"), outputs.get("dt_bias")),
-                *(problem.B * problem.T, problem.N, problem.HV),
-                problem.B * problem.slots if problem.N > 0 else 0,
-            ),
-            dict(K=problem.K, V=problem.V, GROUP=problem.group, ROWS=rows),
-            num_warps=4,
-            scratch=heads.buffers(problem),
+    launches, scratch = [], heads.buffers(problem)
+    if heads.parameters():
+        launches.append(
+            Launch(
+                gate_sums_kernel,
+                problem.HV * len(heads.parameters()),
+                (
+                    *(heads.A_log, heads.dt_bias, outputs.get("A_log"), outputs.get("dt_bias")),
+                    *(problem.HV, problem.B * problem.slots if problem.N > 0 else 0),
+                ),
+                dict(K=problem.K),
+                num_warps=16,
+                scratch=scratch,
+            )
         )
-    ]
+    if problem.group > 1 or problem.packed:
+        rows = 16 if problem.group > 1 else 64
+        launches.append(
+            Launch(
+                finish_kernel,
+                -(-problem.B * problem.T // rows) * problem.H,
+                (
+                    *(heads.q, heads.k, t.cu_seqlens),
+                    *(outputs[name] for name in ("q", "k", "g", "v", "beta")),
+                    *(problem.B * problem.T, problem.N, problem.HV),
+                ),
+                dict(K=problem.K, V=problem.V, GROUP=problem.group, ROWS=rows),
+                num_warps=4,
+                scratch=scratch,
+            )
+        )
+    return launches

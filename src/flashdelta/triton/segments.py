@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ..problem.problem import Problem
+from ..problem.problem import Problem, Tensors
 from ..problem.split import SplitCosts
 from ..program.launch import Launch, strides
+from ..program.program import Outputs
+from ..program.workspace import Layout, Workspace, sizes
 from .device.mma import dot
 from .device.segments import part_of_span, place_segment, segment_of, sequence_chunks
 from .device.sequences import locate_sequence, own_work_tile, span_count, span_extent
@@ -460,9 +462,31 @@ def compose(call: StageCall, final_state: Tensor | None, backward: bool = False)
     )
 
 
+LASTING = ("transitions", "starts", "first_segment")
+"""What the backward pass needs of a split."""
+
+
+def lasting_segments(problem: Problem, layout: Layout, outputs: Outputs) -> dict[str, Tensor]:
+    """Room for these, which a forward with gradients leaves for its backward pass if they take no more memory than `v`."""
+    kept = {name: layout[name] for name in LASTING if name in layout}
+    values = problem.B * problem.T * problem.HV * problem.V * problem.dtype.itemsize
+    if not kept or not problem.requires_grad or sum(sizes(kept)) > values:
+        return {}
+    segments = Workspace.allocate(kept, outputs.device)
+    outputs["segments"] = segments.buffer
+    return segments.tensors()
+
+
+def found_segments(t: Tensors, layout: Layout) -> dict[str, Tensor]:
+    """What the forward has left so, by name."""
+    if t.segments is None:
+        return {}
+    return Workspace({name: layout[name] for name in LASTING}, t.segments).tensors()
+
+
 def before_segments(call: StageCall, room: int, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments, if sequences may be split."""
+    """What finds the states before the segments, if sequences may be split and the forward has not left them."""
     starts = call.workspace.get("starts")
-    if starts is None:
+    if starts is None or call.t.segments is not None:
         return []
     return [plan(call, room), transitions(call, starts.shape[0], final_state), compose(call, final_state)]
