@@ -137,7 +137,6 @@ UNMEASURED = {
         *(f"fwd+bwd {row}" for row in ("H4 ", "H8 ", "H32 512K", "H32 8K x 2 packed", "H32 32K x 2 packed")),
         *(f"fwd {row}" for row in ("H8 ", "H32 8K x 2 packed", "H32 32K x 2 packed")),
     ),
-    "prefill": ("T8192 H64 K64 softplus",),
 }
 """Rows without a result yet: how their names begin, by benchmark."""
 
