@@ -173,6 +173,17 @@ def prefill() -> Iterator[str]:
     copied = 20 * 64 * 128 * 128 * 4 / load(RESULTS / "prefill-hopper-h100.json")["ceilings"]["copy_tb_s"] / 1e6
     yield f"are 84 MB, {copied:.0f} us at the copy rate"
     yield f"compared with {h100['packed 20 random H64']['ours']['sustained_ms'] * 1e3:.0f} us"
+    document = load(RESULTS / "revisions" / "prefill-h100.json")
+    best, *others, worst = sorted(document["rows"], key=lambda row: row["ratio"])
+    assert max(each(others, "ratio")) <= 1
+    yield f"Commit `{document['about']['base']}`"
+    ratios = each(document["rows"], "ratio")
+    yield f"takes {mean(ratios):.2f} of the time in the geometric mean of {len(ratios)} rows"
+    times = "{row} {verb} {ours:.1f} us instead of {base:.1f}, a ratio of {ratio:.2f}"
+    yield times.format(verb="gains most:", **best)
+    yield "One row is slower: " + times.format(verb="takes", **worst)
+    ours, base = (sum(worst["kernels"][who].values()) for who in ("ours", "base"))
+    yield f"add up to {ours:.0f} us instead of {base:.0f}"
 
 
 def prepare() -> Iterator[str]:

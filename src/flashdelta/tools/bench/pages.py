@@ -18,6 +18,7 @@ from .report import (
     headline,
     load,
     markdown_table,
+    mean,
     new_figure,
     require_matplotlib,
     save,
@@ -90,6 +91,30 @@ def all_sections() -> str:
     there = {load(path)["benchmark"] for path in paths}
     absent = ", ".join(f"`{kind}`" for kind in VIEWS if kind not in there)
     return "\n\n".join([*([f"No results yet: {absent}."] if absent else []), *map(section, paths)])
+
+
+REVISIONS_STAGES = ("prepare", "recurrence", "transitions", "compose")
+
+
+def revisions() -> str:
+    """Calls of the prefill and their kernels, of an older revision and of a newer one."""
+    path = RESULTS / "revisions" / "prefill-h100.json"
+    document = load(path)
+    about, rows = document["about"], document["rows"]
+    source = headline({"benchmark": "prefill", "environment": about})
+    commits = f"before: commit `{about['base']}`, after: `{about['commit'][:7]}`"
+    table = [["us", "before", "after", "ratio", *(f"`{stage}`: before, after" for stage in REVISIONS_STAGES)]]
+    for row in rows:
+        times = [row["row"], short(row["base"]), short(row["ours"]), f"{row['ratio']:.2f}"]
+        table.append([*times, *(stage_of_both(row["kernels"], stage) for stage in REVISIONS_STAGES)])
+    said = fold(f"{source}; {commits} ([file](results/revisions/{path.name})).")
+    return f"{said}\n\n{markdown_table(table)}\n\n* {mean('after/before', [row['ratio'] for row in rows])}"
+
+
+def stage_of_both(kernels: dict[str, dict[str, float]], stage: str) -> str:
+    """Before and after; `prepare_steps` is a form of `prepare`."""
+    found = [[us for name, us in kernels[who].items() if name.startswith(stage)] for who in ("base", "ours")]
+    return ", ".join(short(us[0]) if us else "-" for us in found) if any(found) else ""
 
 
 @dataclass(frozen=True)
@@ -297,7 +322,7 @@ the host.
 
 PAGES = {
     ROOT / "README.md": (readme,),
-    ROOT / "benchmarks" / "README.md": (all_sections,),
+    ROOT / "benchmarks" / "README.md": (revisions, all_sections),
     ROOT / "docs" / "backward.md": (excerpts.training,),
     ROOT / "docs" / "fp32-and-c.md": (excerpts.fp32,),
     ROOT / "docs" / "hopper-prefill.md": (excerpts.kernels, excerpts.half_steps),
