@@ -25,7 +25,6 @@ from flashdelta.problem import device_checks, rank_checks
 from flashdelta.problem.border import (
     ANY_HALO,
     BORDER,
-    DIGEST,
     FIRST_RANK,
     HALO,
     LAST_RANK,
@@ -33,7 +32,6 @@ from flashdelta.problem.border import (
     OPEN_OUT,
     SEQUENCES,
     counts,
-    digest,
     shard,
 )
 from flashdelta.problem.problem import AUTO
@@ -287,7 +285,7 @@ def test_an_update_from_a_device_is_refused_where_values_are_checked(
 def context_of_rank(room: int, ranks: int = 2) -> ContextParallel:
     """Of the first rank, with 32 tokens."""
     border, offsets = (torch.zeros(n, dtype=torch.int32) for n in (BORDER, room + 1))
-    return ContextParallel(None, "none", 0, ranks, border, offsets, 32, rooms=(room,) * ranks)
+    return ContextParallel(None, "none", 0, ranks, border, offsets, 32, capacity=(room,) * ranks)
 
 
 def test_nothing_keeps_a_destroyed_group():
@@ -450,8 +448,7 @@ def of_fla(**changes):
 
 def with_other_offsets(context: ContextParallel, offsets: Tensor) -> ContextParallel:
     """Of a rank that did not hear of the others' offsets."""
-    local, border = shard(offsets, context.rank, context.ranks, context.tokens, context.rooms[context.rank])
-    border[DIGEST] = digest(offsets)
+    local, border = shard(offsets, context.rank, context.ranks, context.tokens, context.capacity[context.rank])
     return replace(context, border=border, cu_seqlens=local)
 
 

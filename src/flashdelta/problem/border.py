@@ -24,6 +24,7 @@ ANY_HALO = 2**30
 def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
     """Of all ranks' sequences those of a rank with `tokens` tokens, on the device of the offsets, without reading any:
     `cu_seqlens [N + 1]` and the border. Of more than `N` sequences the last are left out, and none goes on to the next rank."""
+    of_all = offsets
     # of values that nobody has read kernels take ranks, which must be there
     offsets = offsets.long().clamp(0, ranks * tokens)
     begins, ends = offsets[:-1], offsets[1:]
@@ -47,6 +48,7 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
         LAST_RANK: torch.where(left, (end - 1) // size, rank),
         HALO: torch.where(opened, low - begin, 0).clamp(max=ANY_HALO),
         SEQUENCES: stop - first,
+        DIGEST: digest(of_all),
         OPENED + 1: torch.where(opened, local[min(N, 1)], 0),
     }
     nothing = torch.zeros_like(first)

@@ -16,7 +16,6 @@ from . import rank_checks
 from .border import (
     ANY_HALO,
     BORDER,
-    DIGEST,
     FIRST_RANK,
     HALO,
     LAST_RANK,
@@ -25,7 +24,6 @@ from .border import (
     OPENED,
     SEQUENCES,
     counts,
-    digest,
     new_border,
     shard,
 )
@@ -56,7 +54,7 @@ class ContextParallel:
     """How states go from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
     knows_halo: bool = True
     """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
-    rooms: tuple[int, ...] = ()
+    capacity: tuple[int, ...] = ()
     """How many sequences `cu_seqlens` of each rank has room for."""
     alike: tuple = field(init=False, repr=False)
     """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
@@ -108,18 +106,17 @@ class ContextParallel:
             if cu_seqlens.device.type == "cpu" or enabled():
                 on_host = cu_seqlens.cpu()
                 check_values(on_host, self.ranks * self.tokens)
-                self._check_rooms(counts(on_host, self.ranks, self.tokens).tolist())
+                self._check_capacity(counts(on_host, self.ranks, self.tokens).tolist())
             local, border = shard(cu_seqlens, self.rank, self.ranks, self.tokens, self.cu_seqlens.numel() - 1)
-            border[DIGEST] = digest(cu_seqlens)
-        rank_checks.check_on_all_ranks(replace(self, border=border), "update_", "cu_seqlens")
+        rank_checks.check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
 
-    def _check_rooms(self, sequences: Sequence[int]) -> None:
+    def _check_capacity(self, sequences: Sequence[int]) -> None:
         """Of all ranks, so that all refuse alike."""
-        for r, (found, room) in enumerate(zip(sequences, self.rooms)):
-            if found > room:
-                wanted = f"at most {room}, for which context_parallel left room (max_sequences)"
+        for r, (found, most) in enumerate(zip(sequences, self.capacity)):
+            if found > most:
+                wanted = f"at most {most}, for which context_parallel left room (max_sequences)"
                 raise wrong("cu_seqlens", f"{found} sequences on rank {r}", wanted)
 
 
@@ -170,18 +167,17 @@ def context_parallel(
         if total % ranks != 0:
             raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
         tokens = total // ranks
-        rooms = counts(offsets, ranks, tokens).tolist()
+        capacity = counts(offsets, ranks, tokens).tolist()
         if max_sequences is not None:
-            if max(rooms) > max_sequences:
-                wanted = f"at least {max(rooms)}, the sequences that a rank has of these offsets"
+            if max(capacity) > max_sequences:
+                wanted = f"at least {max(capacity)}, the sequences that a rank has of these offsets"
                 raise wrong("max_sequences", max_sequences, wanted)
-            rooms = [max_sequences] * ranks
+            capacity = [max_sequences] * ranks
     with torch.inference_mode(False):  # calls with gradients take them, too
-        local, border = shard(offsets, rank, ranks, tokens, rooms[rank])
-        border[DIGEST] = digest(offsets)
+        local, border = shard(offsets, rank, ranks, tokens, capacity[rank])
         local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
     context = ContextParallel(
-        *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange), rooms=tuple(rooms)
+        *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange), capacity=tuple(capacity)
     )
     rank_checks.check_on_all_ranks(context, ("context_parallel", max_sequences, conv_size, exchange), "cu_seqlens")
     way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
@@ -335,7 +331,7 @@ def _from_fla(context: Any) -> ContextParallel:
     found = ContextParallel(
         *(group, name, rank, ranks, border, context.cu_seqlens, tokens, taps),
         knows_halo=halo is not None,
-        rooms=(N,) * ranks,
+        capacity=(N,) * ranks,
     )
     if not tracing:
         with contextlib.suppress(AttributeError):  # of a class that takes no others

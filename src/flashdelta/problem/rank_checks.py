@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .border import DIGEST, FIRST_RANK, LAST_RANK, OPEN_IN, OPEN_OUT
 from .device_checks import enabled
@@ -36,12 +37,13 @@ def check_call_of_ranks(context: Any, problem: Problem, backend: str) -> None:
     check_on_all_ranks(context, described, "cp_context" if problem.packed else "group")
 
 
-def check_on_all_ranks(context: Any, described: object, name: str = "cp_context") -> None:
+def check_on_all_ranks(context: Any, described: object, name: str = "cp_context", border: Tensor | None = None) -> None:
     """Every rank must make the same call, which `described` tells, with the same offsets of all ranks' tokens, and where
-    sequences go on must fit what the neighbours say. All refuse alike. `name`: the caller's, of the context."""
+    sequences go on must fit what the neighbours say. All refuse alike. `name`: the caller's, of the context. `border`: what
+    the context is about to have instead of its own."""
     if context.ranks == 1 or not enabled():
         return
-    own = context.border.tolist()
+    own = (context.border if border is None else border).tolist()
     said = [zlib.crc32(repr(described).encode()), own[DIGEST], *own[OPEN_IN : LAST_RANK + 1]]
     numbers = _tell(said, context.name, context.ranks, context.device)
     calls, offsets, *_ = zip(*numbers)
