@@ -107,6 +107,21 @@ def test_gradients_of_split_sequences(case: Case):
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
+LONG = replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(576,), state=FP32, memory="long")
+"""In two segments, which take less memory than its values."""
+
+
+def test_gradients_by_segments_that_the_forward_left():
+    """The same bits as by those that are formed again, as a second backward pass does."""
+    call = hopper_call(LONG) | {"split": 2}
+    results = fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})
+    (kept,) = (x for x in results[0].grad_fn.call if isinstance(x, dict))
+    assert set(kept) == {"segments"}
+    with poisoned_memory():
+        first, second = (torch.autograd.grad(results[0].sum(), call["q"], retain_graph=True) for _ in range(2))
+    assert not kept and torch.equal(*first, *second)
+
+
 @pytest.mark.parametrize("sms", [1, 4])
 def test_split_gradients_by_few_ctas(sms: int):
     """Each does several transitions and segments: the bits of a CTA for each. One SM has fewer than a transition has slices."""
@@ -187,6 +202,15 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int)
     with poisoned_memory(), hopper_on_cpu(sms=sms):
         found = cut.over_ranks(disable_recompute=kept, split=split)
     hold(found, truth)
+
+
+def test_two_ranks_find_by_segments_that_their_forwards_left_what_one_finds():
+    """The second one tells its gradients before it forms its states again."""
+    call = hopper_call(replace(LONG, lengths=(1152,))) | {"output_final_state": True, "split": 2}
+    cut = Cut(call, 2, incoming_of(call))
+    with poisoned_memory():
+        found, kept = (cut.over_ranks(disable_recompute=kept) for kept in (False, True))
+    assert all(same_bits(found[name], x) for name, x in kept.items())
 
 
 @pytest.mark.parametrize(("HV", "sms"), [(1, None), (3, 2)], ids=["tiles", "stream-K"])
