@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flashdelta.tools.bench.excerpts import RESULTS, rows_of
+from flashdelta.tools.bench.excerpts import GRAPH_RATIOS, RESULTS, gated, rows_of, times_of_kernels
+from flashdelta.tools.bench.profiling import RESERVED_SHARED_BYTES
 from flashdelta.tools.bench.report import load
-from flashdelta.tools.bench.workloads import value
+from flashdelta.tools.bench.workloads import PREFILL, value
 from tests.support import documents
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,7 +38,7 @@ def mean(numbers: Sequence[float]) -> float:
 
 
 def half_steps(name: str, us: str) -> float:
-    return load(RESULTS / "tuning" / "half_steps-h200.json")["times"][name][us]
+    return times_of_kernels("h200")[name][us]
 
 
 def backward() -> Iterator[str]:
@@ -126,23 +127,69 @@ def fp32() -> Iterator[str]:
     yield f"costs the host {rows_of('fp32-h200')['B1 H32 T4096 K128 C64']['ours']['host_us']:.0f} us"
 
 
+CHUNK_BYTES = {"steps": 7 * 64 * 64 * 2 + 4 * 128 * 4, "chunks": 8 * 64 * 64 * 2 + 128 * 4}
+"""What `prepare` leaves for a chunk and head with K = 128: tiles and decays."""
+ROWS_BYTES = 64 * 128 * 2
+"""Of a chunk and head of q, k, v, o or, in bfloat16, g; beta is left out."""
+
+MACHINE_CODE = Path(__file__).parents[1] / "compile" / "machine_code" / "triton-3.6.0.tsv"
+
+
+def costs(variant: str, kernel: str) -> dict[str, int]:
+    """Of a kernel's recorded machine code on sm_90."""
+    titles, *lines = (line.split("\t") for line in MACHINE_CODE.read_text().splitlines())
+    (found,) = (line for line in lines if line[:3] == ["90", variant, kernel])
+    return {name: int(x) for name, x in zip(titles[3:], found[3:], strict=True) if x.isdigit()}
+
+
+def both_forms() -> Iterator[str]:
+    """Lines of a table: `prepare` in steps and in chunks, `recurrence` in steps and in chunks."""
+    steps, chunks = "hopper steps K128 V128 fixed length", "hopper K128 V128 fixed length"
+    prepare = [costs(steps, "prepare_steps_kernel"), costs(chunks, "prepare_kernel")]
+    recurrence = [costs(variant, "recurrence_kernel") for variant in (steps, chunks)]
+    both = [*prepare, *recurrence]
+    lines = {
+        "registers, spilled bytes of a thread": [f"{x['registers']}, {x['spill_bytes']}" for x in both],
+        "shared memory of a CTA, bytes": [f"{x['shared_bytes']:,}" for x in both],
+        "CTAs on an SM": [
+            min(2**16 // (x["registers"] * threads), 228 * 2**10 // (x["shared_bytes"] + RESERVED_SHARED_BYTES))
+            for x, threads in zip(both, (128, 128, 256, 256), strict=True)
+        ],
+        # beside the tile of the output: tiles, v and decays of a chunk
+        "pipeline stages": [
+            *("", ""),
+            *((x["shared_bytes"] - 8192) // (y + 8192) for x, y in zip(recurrence, CHUNK_BYTES.values(), strict=True)),
+        ],
+        "instructions, places that wait for MMAs": [f"{x['instructions']:,}, {x['mma_waits']}" for x in both],
+    }
+    for name, cells in lines.items():
+        yield f"| {name} |" + "".join(f" {x} |" if x else " |" for x in cells)
+
+
 def prefill() -> Iterator[str]:
-    document = load(RESULTS / "kernels-hopper-h200.json")
-    yield f"{document['ceilings']['copy_tb_s']:.2f} TB/s, and {document['ceilings']['gemm_tflop_s']:.0f} TFLOP/s"
-    kernels = {kernel["stage"]: kernel for kernel in document["rows"][0]["ours"]["kernels"]}
-    yield f"`recurrence` takes {kernels['recurrence']['us_per_chunk']:.2f} us per chunk at H = 64"
-    yield f"us per chunk at H = 64 and {half_steps('T8192 H32', 'chunks: recurrence') / 128:.2f} us at H = 32"
+    yield from both_forms()
     both = [half_steps("T8192 H64", f"{form}: both") for form in ("steps", "chunks")]
     yield "the kernels of T=8192, H=64 take {:.0f} us instead of {:.0f}".format(*both)
+    steps, chunks = CHUNK_BYTES.values()
+    yield f"2,048 bytes of decays: {steps:,} bytes"
+    yield f"one decay of a channel: {chunks:,} bytes. At T=8192, HV=64 that is {steps * 8192 / 1e6:.0f} and {chunks * 8192 / 1e6:.0f} MB"
+    documents = {gpu: load(RESULTS / f"prefill-hopper-{gpu}.json") for gpu in ("h200", "h100")}
+    copies = {gpu: document["ceilings"]["copy_tb_s"] for gpu, document in documents.items()}
+    rates = [
+        f"{copies[gpu]:.2f} TB/s and {document['ceilings']['gemm_tflop_s']:.0f} TFLOP/s on an {gpu.upper()}"
+        for gpu, document in documents.items()
+    ]
+    yield ", ".join(rates)
+    yield f"`recurrence` in steps takes {half_steps('T8192 H64', 'steps: recurrence') / 128:.1f} us per chunk"
     less = []
     for gpu in ("h200", "h100"):
-        times = load(RESULTS / "tuning" / f"half_steps-{gpu}.json")["times"]
+        times = times_of_kernels(gpu)
         less += [(1 - times[x]["steps: both"] / times[x]["chunks: both"]) * 100 for x in ("8 x 1024 H32", "T8192 H32")]
-    yield "Packed calls of 32 heads gain {:.0f} % from steps, and one sequence {:.0f} %".format(*less[:2])
-    yield "half_steps-h100.json) {:.0f} and {:.0f} %)".format(*less[2:])
-    h100, h200, shards = (rows_of(name) for name in ("prefill-hopper-h100", "prefill-hopper-h200", "shards-h100"))
-    copies = [load(RESULTS / f"prefill-hopper-{gpu}.json")["ceilings"]["copy_tb_s"] for gpu in ("h100", "h200")]
-    yield f"has {copies[0] / copies[1]:.2f} of an H200's memory bandwidth"
+    yield "Packed calls of 32 heads gain {:.0f} % from them, and one sequence {:.0f} % (on an H100 {:.0f} and {:.0f} %)".format(
+        *less
+    )
+    h100, h200 = (rows_of(f"prefill-hopper-{gpu}") for gpu in ("h100", "h200"))
+    yield f"has {copies['h100'] / copies['h200']:.2f} of an H200's memory bandwidth"
     ours = [rows["T8192 H64"]["ours"]["sustained_ms"] for rows in (h100, h200)]
     yield "T8192 H64: {:.3f} ms sustained, compared with {:.3f} on an H200".format(*ours)
     plain = {name: row for name, row in h100.items() if "," not in name and "softplus" not in name}
@@ -152,45 +199,104 @@ def prefill() -> Iterator[str]:
     shapes = {name: row["shape"] for name, row in plain.items()}
     large = [plain[x] for x, s in shapes.items() if s["HV"] >= 64 and s["K"] == 128 and s["T"] >= 8192]
     yield f"calls with bounded gates are {span(each(large, 'sustained_speedup'))} times as fast as FLA"
-    half = [h100[f"T8192 H32{gates}"] for gates in ("", ", random gates", ", slow gates")]
-    yield f"T8192 H32 is {span(each(half, 'sustained_speedup'))} times as fast"
-    yield f"where FLA takes {span(each(half, 'fla.sustained_ms'), 2)} ms"
-    random, slow = ([row for name, row in h100.items() if f"{kind} gates" in name] for kind in ("random", "slow"))
-    eager = "cudnn.ms.median/ours.ms.median"
-    yield f"with random gates {span(each(random, eager))} times"
-    yield f"with slow ones {min(each(slow, eager)):.1f} to {max(each(slow, eager)):.0f}."
-    graph = "cudnn.graph_ms.median/ours.graph_ms.median"
-    yield f"T8192 H4 takes {value(h100['T8192 H4, random gates'], graph):.2f} of our time"
-    yield f"0.{value(shards['T1024 H4, random gates'], graph) * 100:.0f}. Its kernels alone"
-    ready = "cudnn_ready.graph_ms.median/ours.graph_ms.median"
-    yield f"take {min(each(random, ready)):.2f} to {max(each(random, ready)):.1f} of our time with random gates"
-    yield f"{min(each(slow, ready)):.2f} to {max(each(slow, ready)):.0f} with slow ones"
-    cost = {name: x - 1 for name, row in h100.items() if (x := value(row, "checkpoint.sustained_ms/ours.sustained_ms"))}
-    short = cost.pop("T1024 H64")
-    one, packed = ([x for name, x in cost.items() if ("packed" in name) == wanted] for wanted in (False, True))
-    yield f"costs {span([x * 100 for x in one])} % of a call of one sequence, {short * 100:.1f} % of T1024 H64"
-    yield f"{span([x * 100 for x in packed])} % of packed calls"
-    copied = 20 * 64 * 128 * 128 * 4 / load(RESULTS / "prefill-hopper-h100.json")["ceilings"]["copy_tb_s"] / 1e6
-    yield f"are 84 MB, {copied:.0f} us at the copy rate"
-    yield f"compared with {h100['packed 20 random H64']['ours']['sustained_ms'] * 1e3:.0f} us"
     document = load(RESULTS / "revisions" / "prefill-h100.json")
-    best, *others, worst = sorted(document["rows"], key=lambda row: row["ratio"])
-    assert max(each(others, "ratio")) <= 1
-    yield f"Commit `{document['about']['base']}`"
+    yield f"commit `{document['about']['base']}`"
     ratios = each(document["rows"], "ratio")
-    yield f"takes {mean(ratios):.2f} of the time in the geometric mean of {len(ratios)} rows"
-    times = "{row} {verb} {ours:.1f} us instead of {base:.1f}, a ratio of {ratio:.2f}"
-    yield times.format(verb="gains most:", **best)
-    yield "One row is slower: " + times.format(verb="takes", **worst)
-    ours, base = (sum(worst["kernels"][who].values()) for who in ("ours", "base"))
-    yield f"add up to {ours:.0f} us instead of {base:.0f}"
+    yield f"takes {mean(ratios):.2f} of the time in the geometric mean of {len(ratios)} rows, {span(ratios, 2)}"
+    yield from checkpoints(h200, h100, copies["h100"])
+    yield from beside_cudnn(h200, h100)
+
+
+def checkpoints(h200: dict[str, dict], h100: dict[str, dict], copy_tb_s: float) -> Iterator[str]:
+    (bound,) = (x for x in PREFILL[0].bounds if x.of == "checkpoint")
+    yield f"It may take {(bound.limit - 1) * 100:.0f} % of a call"
+    cost, cold, longer = {}, {}, {}
+    for gpu, rows in (("h200", h200), ("h100", h100)):
+        found = {name: row for name, row in rows.items() if bound.words in row["bounds"]}
+        kept = [name for name, row in found.items() if row["bounds"][bound.words]]
+        yield f"On an {gpu.upper()} {len(kept)} of {len(found)} rows"
+        cost[gpu], cold[gpu] = (
+            {name: value(row, f"checkpoint.{path}/ours.{path}") * 100 - 100 for name, row in found.items()}
+            for path in ("sustained_ms", "ms.median")
+        )
+        longer[gpu] = {
+            name: (value(row, "checkpoint.ms.median") - value(row, "ours.ms.median")) * 1e3
+            for name, row in found.items()
+        }
+        if gpu == "h100":
+            assert kept == [x for x in found if (s := found[x]["shape"])["HV"] >= 64 and s["T"] >= 8192 and not s["lengths"]]
+            yield f"({span([cost[gpu][name] for name in kept])} %)"
+        else:
+            yield f"{sum(x < 0 for x in cost[gpu].values())} of them were faster"
+    packed = [x for name, x in cost["h100"].items() if "packed" in name]
+    one, short = (cost["h100"][name] for name in ("T8192 H32", "T1024 H64"))
+    yield f"T8192 H32 takes {one:.1f} %, T1024 H64 {short:.1f} %, packed calls {span(packed)} %"
+    missed = [cost["h200"][name] for name in ("T1024 H64", "packed 20 random H64", "packed 6 uneven H96")]
+    said = "T1024 H64 takes {:.1f} %, packed 20 random H64 {:.1f} % and packed 6 uneven H96 {:.1f} %"
+    yield said.format(*missed)
+    state, workspace = 128 * 128 * 4, CHUNK_BYTES["steps"]
+    yield f"A state is {state // 2**10} KiB in float32"
+    scanned, call = workspace + 2 * ROWS_BYTES, 2 * workspace + 5 * ROWS_BYTES
+    yield f"`recurrence` moves {scanned / 2**10:.0f} KiB, the whole call {call / 2**10:.0f}"
+    assert round(call / state) == 3
+    chunks = math.ceil(state / call / (bound.limit - 1))
+    yield f"fewer than {chunks} chunks ({chunks * 64:,} tokens) miss the bound"
+    in_chunks = {}
+    for name, more in cost["h100"].items():
+        shape = h100[name]["shape"]
+        lengths = shape["lengths"] or [shape["T"]]
+        in_chunks[name] = more / 100 * sum(-(-x // 64) for x in lengths) / len(lengths)
+    most = in_chunks.pop("T8192 H32")
+    yield f"as long as {span([*in_chunks.values()])} chunks (T8192 H32: {most:.1f})"
+    chunks = round(1 / (bound.limit - 1))
+    yield f"fewer than {chunks} chunks ({chunks * 64:,} tokens) miss the bound"
+    row = h100["packed 20 random H64"]
+    stored = {name: len(h100[name]["shape"]["lengths"] or [0]) * 64 * state for name in longer["h100"]}
+    us = stored["packed 20 random H64"] / copy_tb_s / 1e6
+    yield f"stores {stored['packed 20 random H64'] / 1e6:.0f} MB, {us:.0f} us at an H100's copy rate"
+    yield f"takes {(row['checkpoint']['sustained_ms'] - row['ours']['sustained_ms']) * 1e3:.0f} us longer"
+    assert all(max(cold[gpu], key=cold[gpu].__getitem__) == "T1024 H64" for gpu in cold)
+    whole = [f"{min(x.values()):.0f} to {max(x.values()):.0f} % on an {gpu.upper()}" for gpu, x in cold.items()]
+    yield f"a checkpoint costs {' and '.join(whole)}"
+    first, second = (
+        f"{longer['h100'][name]:.0f} us{more} for {stored[name] / 1e6:.0f} MB"
+        for name, more in (("T16384 H64", " longer"), ("packed 8 x 1024 H64", ""))
+    )
+    yield f"T16384 H64 takes {first}, packed 8 x 1024 H64 {second}"
+
+
+def beside_cudnn(h200: dict[str, dict], h100: dict[str, dict]) -> Iterator[str]:
+    rows = [
+        (name, row)
+        for benchmark in ("prefill-hopper", "shards")
+        for gpu in ("h200", "h100")
+        for gates in ("random", "slow")
+        for name, row in gated(benchmark, gpu, gates).items()
+    ]
+    eager = min(each((row for _, row in rows), "cudnn.ms.median/ours.ms.median"))
+    yield f"takes at least {math.floor(eager * 10) / 10} times as long as ours"
+    same, ready = GRAPH_RATIOS.values()
+    slow = [row for gpu in ("h200", "h100") for x in ("prefill-hopper", "shards") for row in gated(x, gpu, "slow").values()]
+    assert max(each(slow, same)) < 1
+    yield f"cuDNN {h200['T8192 H4, random gates']['cudnn']['graph_ms']['median'] * 1e3:.1f}."
+    yield f"takes up to {1 / min(each(slow, ready)):.0f} times our time even with ready inputs"
+    packed = [value(h100[f"packed {x} H64, slow gates"], ready) for x in ("8 x 1024", "20 random")]
+    yield "takes {:.2f} of the time of ready inputs in packed 8 x 1024 H64 and {:.2f} in packed 20".format(*packed)
+    rows_kib, steps, chunks = (x / 2**10 for x in (ROWS_BYTES, *CHUNK_BYTES.values()))
+    yield f"have {4 * rows_kib:.0f} KiB, g has {rows_kib:.0f} in bfloat16 and {2 * rows_kib:.0f} in float32"
+    yield f"{steps:.0f} KiB in steps and {chunks:.1f} in whole chunks"
+    yield f"moves {5 * rows_kib + 2 * steps:.0f} or {5 * rows_kib + 2 * chunks:.0f} KiB"
+    yield f"cuDNN moves {6 * rows_kib:.0f} with ready inputs"
+    pair = [rows["T8192 H64, random gates"] for rows in (h200, h100)]
+    ours, cudnn = ([row[who]["graph_ms"]["median"] * 1e3 for row in pair] for who in ("ours", "cudnn"))
+    yield "takes ours {:.0f} us by graph on an H200 and {:.0f} on an H100".format(*ours)
+    yield "cuDNN {:.0f} and {:.0f}, which is {:.2f} and {:.2f}.".format(*cudnn, *each(pair, same))
+    yield "FLA takes {:.2f} and {:.2f} ms, sustained".format(*each(pair, "fla.sustained_ms"))
 
 
 def prepare() -> Iterator[str]:
-    times = load(RESULTS / "tuning" / "half_steps-h200.json")["times"]["T8192 H64"]
-    yield f"{times['steps: prepare']:.0f} us against {times['chunks: prepare']:.0f} us for whole chunks"
-    kernels = rows_of("kernels-hopper-h200")["T8192 H64"]["ours"]["kernels"]
-    yield f"kernel of whole chunks takes {kernels[0]['ms'] * 1e3:.0f} us"
+    steps, chunks = (half_steps("T8192 H64", f"{form}: prepare") for form in ("steps", "chunks"))
+    yield f"{steps:.0f} us against {chunks:.0f} us for whole chunks"
 
 
 def split() -> Iterator[str]:

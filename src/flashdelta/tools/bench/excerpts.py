@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from .profiling import STAGES, chunk_counts
 from .report import load, markdown_table
-from .workloads import value
+from .workloads import PREFILL, value
 
 ROOT = Path(__file__).resolve().parents[4]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,34 +54,70 @@ def training() -> str:
     return markdown_table(table)
 
 
+def times_of_kernels(gpu: str) -> dict[str, dict[str, float]]:
+    """Us of `prepare` and `recurrence` back to back, by call, in whole chunks and in steps of 32 tokens."""
+    return load(RESULTS / "tuning" / f"half_steps-{gpu}.json")["times"]
+
+
 def kernels() -> str:
-    """Of docs/hopper-prefill.md: what the kernels of whole chunks reach."""
-    found = {kernel["stage"]: kernel for kernel in rows_of("kernels-hopper-h200")["T8192 H64"]["ours"]["kernels"]}
-    both = [found["prepare"], found["recurrence"]]
-    lines = {
-        "time": [f"{x['ms'] * 1e3:.0f} us" for x in both],
-        "memory traffic, share of the copy": [f"{x['tb_s']:.2f} TB/s, {x['share_of_copy']:.0%}" for x in both],
-        "products, share of the matrix product": [
-            f"{x['tflop_s']:.0f} TFLOP/s, {x['share_of_gemm']:.0%}" for x in both
-        ],
-        "registers, spilled bytes of a thread": [f"{x['registers']}, {x['spill_bytes']}" for x in both],
-        "CTAs on an SM": [str(x["ctas_per_sm"]) for x in both],
-    }
-    return markdown_table(
-        [["H = 64, in chunks", "`prepare`", "`recurrence`"], *([name, *x] for name, x in lines.items())]
-    )
+    """Of docs/hopper-prefill.md: what both forms of the kernels reach at T8192 H64."""
+    name = "T8192 H64"
+    chunks = next(row.call for row in PREFILL if row.name == name)
+    steps = replace(chunks, chunk_size=32)
+    # a step has a second decay of each channel, which the contract of a chunk of 32 has not
+    more = {"steps": 4 * sum(chunk_counts(steps)) * steps.HV * steps.K, "chunks": 0}
+    table = [[name]]
+    for stage in STAGES:
+        table[0] += [f"`{stage}`, us", "of the copy", "of the products"]
+    for form, case in (("steps", steps), ("chunks", chunks)):
+        for gpu in ("h200", "h100"):
+            ceilings = load(RESULTS / f"prefill-hopper-{gpu}.json")["ceilings"]
+            cells = [f"{form}, {gpu.upper()}"]
+            for stage, work_of in STAGES.items():
+                us, work = times_of_kernels(gpu)[name][f"{form}: {stage}"], work_of(case)
+                tb_s, tflop_s = (work.bytes + more[form]) / us / 1e6, work.flop / us / 1e6
+                cells += [f"{us:.0f}", f"{tb_s / ceilings['copy_tb_s']:.0%}", f"{tflop_s / ceilings['gemm_tflop_s']:.0%}"]
+            table.append(cells)
+    return markdown_table(table)
 
 
-HALF_STEPS_SHOWN = ("T8192 H32", "T8192 H64", "T8192 H64 softplus", "8 x 1024 H32", "8 x 1024 H64")
+HALF_STEPS_SHOWN = ("T8192 H32", "8 x 1024 H32", "T8192 H64", "T8192 H64 softplus")
 
 
 def half_steps() -> str:
     """Of docs/hopper-prefill.md: whole chunks beside steps of 32 tokens."""
-    times = load(RESULTS / "tuning" / "half_steps-h200.json")["times"]
+    times = times_of_kernels("h200")
     table = [["us", "chunks: `prepare`", "`recurrence`", "both", "steps: `prepare`", "`recurrence`", "both"]]
     parts = [f"{form}: {what}" for form in ("chunks", "steps") for what in ("prepare", "recurrence", "both")]
     table += [[name, *(f"{times[name][part]:.0f}" for part in parts)] for name in HALF_STEPS_SHOWN]
     return markdown_table(table)
+
+
+GRAPH_RATIOS = {name: f"ours.graph_ms.median/{name}.graph_ms.median" for name in ("cudnn", "cudnn_ready")}
+"""Our time over cuDNN's by CUDA graph: of the same call, and of one whose inputs are made ready before."""
+
+
+def gated(benchmark: str, gpu: str, gates: str) -> dict[str, dict]:
+    """The rows of `prefill-hopper` or `shards` with random or slow gates, by what comes before that in their name."""
+    ending = f", {gates} gates"
+    return {x.removesuffix(ending): row for x, row in rows_of(f"{benchmark}-{gpu}").items() if x.endswith(ending)}
+
+
+def beside_cudnn() -> str:
+    """Of docs/hopper-prefill.md: our time over cuDNN's, where cuDNN's is less for the same call, and of all rows."""
+    sources = [(path, gpu) for path in GRAPH_RATIOS.values() for gpu in ("h200", "h100")]
+    table = [["ours over cuDNN, by graph", "same call: H200", "H100", "ready inputs: H200", "H100"]]
+    wholes = []
+    for benchmark, what in (("prefill-hopper", "`prefill`"), ("shards", "`shards`")):
+        for gates in ("random", "slow"):
+            found = [
+                {name: value(row, path) for name, row in gated(benchmark, gpu, gates).items()} for path, gpu in sources
+            ]
+            ahead = [x for x in found[0] if max(found[0][x], found[1][x]) >= 1.005]
+            table += [[f"{x}, {gates} gates", *(f"{column[x]:.2f}" for column in found)] for x in ahead]
+            ranges = [f"{min(column.values()):.2f} to {max(column.values()):.2f}" for column in found]
+            wholes.append([f"all of {what}, {gates} gates", *ranges])
+    return markdown_table([*table, *wholes])
 
 
 FEW_HEADS_SHOWN = (

@@ -325,7 +325,7 @@ PAGES = {
     ROOT / "benchmarks" / "README.md": (revisions, all_sections),
     ROOT / "docs" / "backward.md": (excerpts.training,),
     ROOT / "docs" / "fp32-and-c.md": (excerpts.fp32,),
-    ROOT / "docs" / "hopper-prefill.md": (excerpts.kernels, excerpts.half_steps),
+    ROOT / "docs" / "hopper-prefill.md": (excerpts.kernels, excerpts.half_steps, excerpts.beside_cudnn),
     ROOT / "docs" / "layer.md": (excerpts.step_parts, excerpts.missed_steps, layer),
     ROOT / "docs" / "machine-code.md": (toolchains,),
     ROOT / "docs" / "parallel.md": (parallel,),
