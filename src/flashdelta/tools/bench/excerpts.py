@@ -76,7 +76,11 @@ def kernels() -> str:
             for stage, work_of in STAGES.items():
                 us, work = times_of_kernels(gpu)[name][f"{form}: {stage}"], work_of(case)
                 tb_s, tflop_s = (work.bytes + more[form]) / us / 1e6, work.flop / us / 1e6
-                cells += [f"{us:.0f}", f"{tb_s / ceilings['copy_tb_s']:.0%}", f"{tflop_s / ceilings['gemm_tflop_s']:.0%}"]
+                cells += [
+                    f"{us:.0f}",
+                    f"{tb_s / ceilings['copy_tb_s']:.0%}",
+                    f"{tflop_s / ceilings['gemm_tflop_s']:.0%}",
+                ]
             table.append(cells)
     return markdown_table(table)
 
