@@ -1,6 +1,6 @@
 """This checkout beside another revision of itself, in one process and in turns: host time of calls, GPU time, bits, memory.
 
-    git archive REV src/flashdelta | tar -x -C build/base && python benchmarks/compare_revisions.py build/base --out FILE
+    git worktree add build/base REV && python benchmarks/compare_revisions.py build/base --out FILE
 
 Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of
 a shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.

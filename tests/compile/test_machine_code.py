@@ -204,7 +204,7 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
     hopper = {kernel for kernel, variant in kernels if variant.startswith("hopper ")}
     portable = {kernel for kernel, variant in kernels if not variant.startswith("hopper ")}
     forward, split = {"prepare_kernel", "recurrence_kernel"}, {"transitions_kernel", "compose_kernel"}
-    backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "finish_kernel"}
+    backward = {"reverse_kernel", "wy_kernel", "intra_kernel", "gate_sums_kernel", "finish_kernel"}
     alone = {
         "prepare_bounded_kernel",
         "output_kernel",

@@ -65,7 +65,7 @@ def test_rows_cover_the_hot_kernels(launches):
     assert names["prefill T8192 H64"] == names["prefill T8192 H96"] == ["prepare_steps", "recurrence"]
     assert names["prefill T8192 H64 softplus"] == ["prepare_steps", "recurrence"]
     assert names["prefill T32768 H4"] == ["prepare", "transitions", "compose", "recurrence"]
-    assert names["train B1 T8192 H32"] == ["prepare", "recurrence", "reverse", "wy", "intra", "finish"]
+    assert names["train B1 T8192 H32"] == ["prepare", "recurrence", "reverse", "wy", "intra", "gate_sums"]
     assert names["triton prefill T8192 H64"] == ["prepare_bounded", "recurrence"]
     stream_k = {name: x[-1].constants["STREAM_K"] for name, x in launches.items() if name.startswith("prefill")}
     assert [name for name, x in stream_k.items() if x] == ["prefill T8192 H96", "prefill packed 6 uneven H96"]
