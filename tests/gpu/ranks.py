@@ -11,8 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import flashdelta as fd
+from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
+from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
 from flashdelta.problem.exchanges import exchange
 from flashdelta.testing.cases import BF16, FP32, Case
@@ -28,8 +33,8 @@ CASES = {
     "unbounded": replace(UNBOUNDED, name="ranks_unbounded", lengths=(1000, 3096), state=FP32, v_first=True),
     "grouped": replace(KIMI, name="ranks_grouped", lengths=(1000, 3096), H=2, HV=6, state=FP32),
 }
-# few heads: ranks cut their tokens into segments
-CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 7192), H=2, HV=2, state=FP32)
+# few heads: ranks cut their tokens into segments, which take less memory than the values of so many tokens
+CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 9752), H=4, HV=4, state=FP32)
 CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
 # gradients of many repeats, and in a test that waits for a timeout
 TINY = replace(KIMI, name="ranks_tiny", lengths=(200, 56), state=FP32)
@@ -216,4 +221,54 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
     for name in ("q", "k", "v", "g", "beta"):
         spoiled.call[name][:, 701:2701] = torch.nan
     found["nan"] = on_host(spoiled.run(group))
+    return found
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 256, "mlp_size": 256, "num_layers": 2, "num_heads": 2, "num_v_heads": 2, "gate_rank": 32}
+MODEL = LanguageModelConfig(**SIZES, head_dim=128, head_v_dim=128)
+STEPS, ROWS, LENGTH = 6, 2, 129
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def sharded(model: KdaLanguageModel) -> nn.Module:
+    """By FSDP2: layers, blocks, model, computing in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    shard_attention(model, param_dtype=BF16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy)
+    return model
+
+
+TRAINERS = {"alone": lambda model: model, "ddp": replicated, "fsdp": sharded}
+
+
+def trained(group: dist.ProcessGroup, device: str = "cuda") -> dict[str, list[float]]:
+    """Losses of a model's first steps: by this rank alone with the rows of all, and by all ranks with rows of their own."""
+    rank, ranks = group.rank(), group.size()
+    rows = torch.randint(len(VOCABULARY), (ranks * ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
+    found = {}
+    for name, wrap in TRAINERS.items():
+        torch.manual_seed(0)
+        model = wrap(KdaLanguageModel(MODEL).to(device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        tokens = rows if name == "alone" else rows.chunk(ranks)[rank]
+        losses = []
+        for _ in range(STEPS):
+            with torch.autocast(device, BF16, enabled=name != "fsdp"):
+                logits = model(tokens[:, :-1])[0]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            if name != "alone":
+                dist.all_reduce(mean, dist.ReduceOp.SUM)
+                mean /= ranks
+            losses.append(float(mean))
+        found[name] = losses
     return found

@@ -126,6 +126,20 @@ def test_gradients_of_split_sequences(case: Case, parts: int, backend: str):
         assert all(torch.equal(x, found[name]) for name, x in again.items())
 
 
+def test_segments_that_a_forward_left_change_no_bit(backend: str):
+    """Nor does the backward pass change them for itself: launched anew, and repeated."""
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=8192, H=4, HV=4), backend=backend)
+    grads = incoming(call)
+    want = gradients(call | {"disable_recompute": True}, *grads)
+    q = call["q"].detach().clone().requires_grad_()
+    (kept,) = (x for x in fd.chunk_kda(**call | {"q": q})[0].grad_fn.call if isinstance(x, dict))
+    assert set(kept) == {"segments"}
+    for _ in range(3):
+        with poisoned_memory():
+            found = gradients(call, *grads)
+        assert all(torch.equal(x, want[name]) for name, x in found.items())
+
+
 def test_gradients_of_a_forced_split_are_the_sequences_own(backend: str):
     call = gpu_call(fd.chunk_kda, replace(KIMI, lengths=(300, 500), state=FP32), backend=backend) | {"split": 3}
     assert_first_is_its_own(call)

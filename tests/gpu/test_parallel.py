@@ -21,7 +21,7 @@ from flashdelta.testing.virtual import VirtualRank, on_ranks
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI
-from .ranks import CASES, TOLD, WAYS, cut_of, lose_a_rank, work
+from .ranks import CASES, TOLD, WAYS, cut_of, lose_a_rank, trained, work
 
 pytestmark = pytest.mark.gpu
 
@@ -196,3 +196,14 @@ def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
         own, theirs = error(x, truth[name]), error(fla[name], truth[name])
         assert own <= LIMITS.get(name, GRADIENTS), f"{name}: {own:.2e}"
         assert own <= SUMMED.get(name, 1.1) * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"
+
+
+@two_gpus
+def test_a_model_trains_over_two_gpus_as_on_one():
+    """Each with rows of its own, replicated by DDP and sharded by FSDP2: the losses of one GPU with all rows."""
+    for found in on_processes(RANKS, trained, device="cuda", timeout=PATIENCE):
+        alone = torch.tensor(found.pop("alone"))
+        assert alone[-1] < 0.9 * alone[0]
+        for way, losses in found.items():
+            off = (torch.tensor(losses) / alone - 1).abs().max()
+            assert off <= 0.01, f"{way}: {losses}, alone {alone.tolist()}"
