@@ -101,7 +101,7 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
             [ROWS],
             [
                 work("gate", "gate, L2 norm, sigmoid"),
-                work("sums", "G = sums of log decays,", "exp(G - boundary)"),
+                work("sums", "G = sums of log decays,", "exp(G - G_boundary)"),
             ],
             [
                 work("pairs", "MMAs of pairs of rows:", "Akk, Aqk [C, C]"),

@@ -210,7 +210,8 @@ def test_the_readme_names_the_architectures_that_were_run_and_those_only_compile
     (over_ranks,) = (row for row in tests["rows"] if row["name"] == "tests/gpu/test_parallel.py")
     assert tests["finished"] and not any(tests["totals"][x] for x in ("failed", "missing"))
     assert not over_ranks["skipped"], "with one GPU those of two are skipped"
-    assert "the GPU tests passed on two H100s." in said[1]
+    commit = tests["environment"]["commit"][:7]
+    assert f"the GPU tests passed on two H100s at `{commit}`." in said[1]
 
 
 def drawing(path: Path) -> tuple[list[str], list[float]]:

@@ -58,7 +58,8 @@ class KdaCache:
 
 @dataclass(frozen=True)
 class KdaPool:
-    """The same of many sequences, in slots that calls name by index and write in place; made by `KimiDeltaAttention.make_pool`.
+    """States and convolution windows of many sequences, in slots that calls name by index and write in place; made by
+    `KimiDeltaAttention.make_pool`.
 
     `conv [slots, 2 H K + HV V, W - 1]`, channels innermost, and `state [slots, HV, V, K]`, float32 or bfloat16.
     """

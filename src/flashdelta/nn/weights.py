@@ -79,7 +79,7 @@ def _convolution(by_module: Mapping[str, Tensor]) -> Tensor:
 
 
 def export_weights(layer: KimiDeltaAttention, form: Form) -> dict[str, Tensor]:
-    """The inverse: `layer`'s weights under the names, and in the shapes, of FLA's layer (`"fla"`), of Hugging Face's
+    """`layer`'s weights under the names, and in the shapes, of FLA's layer (`"fla"`), of Hugging Face's
     (`"transformers"`), or of Kimi-Linear's checkpoints (`"checkpoint"`). Tensors share memory with the layer's where their
     shape is the same.
 

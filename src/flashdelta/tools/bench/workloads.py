@@ -35,12 +35,15 @@ class Bound:
 
     def met(self, row: dict, rows: Sequence[dict]) -> bool | None:
         """Whether the row keeps it; None if that was not measured. `rows` are those before it."""
-        words, find = QUANTITIES[self.of]
-        other = next((other for other in rows if other["name"] == self.row), None) if self.row else None
-        found = find(row, other)
+        found = self.found(row, rows)
         if found is None:
             return None
-        return found >= self.limit if words.startswith(">=") else found <= self.limit
+        return found >= self.limit if self.words.startswith(">=") else found <= self.limit
+
+    def found(self, row: dict, rows: Sequence[dict]) -> float | None:
+        """What the row reaches."""
+        other = next((other for other in rows if other["name"] == self.row), None) if self.row else None
+        return QUANTITIES[self.of][1](row, other)
 
 
 def value(row: dict | None, path: str) -> Any:
