@@ -112,14 +112,17 @@ LONG = replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(576,), state=FP32, memory="
 
 
 def test_gradients_by_segments_that_the_forward_left():
-    """The same bits as by those that are formed again, as a second backward pass does."""
+    """The same bits as by those that are formed again, and by what the whole forward leaves; in a second backward pass, too."""
     call = hopper_call(LONG) | {"split": 2}
-    results = fd.chunk_kda(**call | {"q": call["q"].requires_grad_()})
-    (kept,) = (x for x in results[0].grad_fn.call if isinstance(x, dict))
-    assert set(kept) == {"segments"}
+    grads = incoming(call)
+    q = call["q"].detach().requires_grad_()
+    results = fd.chunk_kda(**call | {"q": q})
+    *_, segments = results[0].grad_fn.saved_tensors
+    assert 0 < segments.nbytes <= call["v"].nbytes
     with poisoned_memory():
-        first, second = (torch.autograd.grad(results[0].sum(), call["q"], retain_graph=True) for _ in range(2))
-    assert not kept and torch.equal(*first, *second)
+        first, second = (torch.autograd.grad(results[0].sum(), q, retain_graph=True) for _ in range(2))
+        found, kept = (gradients(call | {"disable_recompute": kept}, *grads) for kept in (False, True))
+    assert torch.equal(*first, *second) and all(torch.equal(x, found[name]) for name, x in kept.items())
 
 
 @pytest.mark.parametrize("sms", [1, 4])
@@ -204,9 +207,12 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int)
     hold(found, truth)
 
 
-def test_two_ranks_find_by_segments_that_their_forwards_left_what_one_finds():
-    """The second one tells its gradients before it forms its states again."""
-    call = hopper_call(replace(LONG, lengths=(1152,))) | {"output_final_state": True, "split": 2}
+@pytest.mark.parametrize(("lengths", "parts"), [((1152,), 2), ((700, 452), 3)], ids=["left", "formed again"])
+def test_two_ranks_find_by_segments_what_they_find_by_all_that_their_forwards_left(
+    lengths: tuple[int, ...], parts: int
+):
+    """By those that were left the second one tells its gradients before it forms its states again."""
+    call = hopper_call(replace(LONG, lengths=lengths)) | {"output_final_state": True, "split": parts}
     cut = Cut(call, 2, incoming_of(call))
     with poisoned_memory():
         found, kept = (cut.over_ranks(disable_recompute=kept) for kept in (False, True))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
 from flashdelta.testing.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENGTH_CASES, STATE_CASES, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import as_recurrent, poisoned_memory
+from flashdelta.triton import build, segments, wy
 from flashdelta.triton import gradients as kernels
-from flashdelta.triton import segments, wy
 
 from ..support.gradients import (
     assert_first_is_its_own,
     assert_nan_stays,
+    check_gate_sums,
     gradients,
     incoming,
     relative_errors,
@@ -149,7 +153,7 @@ def test_gradients_of_split_sequences(name: str):
 
 
 def test_segments_are_kept_where_they_are_small(monkeypatch: pytest.MonkeyPatch):
-    """One backward pass then forms no transitions, and a second one forms them again: the same bits."""
+    """No backward pass then forms transitions, and all find the same bits."""
     formed, form = [], segments.transitions
     monkeypatch.setattr(segments, "transitions", lambda *arguments: formed.append(1) or form(*arguments))
     call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | RECOMPUTED | {"split": 3}
@@ -161,7 +165,37 @@ def test_segments_are_kept_where_they_are_small(monkeypatch: pytest.MonkeyPatch)
             found += torch.autograd.grad(results, call["q"], incoming, retain_graph=True)
             counts.append(len(formed))
     kept = gradients(call | KEPT, *incoming)["q"]
-    assert counts == [1, 2] and all(torch.equal(x, kept) for x in found)
+    assert counts == [1, 1] and all(torch.equal(x, kept) for x in found)
+
+
+def test_checkpointing_keeps_no_segments(monkeypatch: pytest.MonkeyPatch):
+    """They are formed with all else that the forward computes again."""
+    left, leave = [], segments.lasting_segments
+
+    def noted(*arguments: object) -> dict[str, torch.Tensor]:
+        found = leave(*arguments)
+        left.append(weakref.ref(found["starts"].untyped_storage()))
+        return found
+
+    monkeypatch.setattr(build, "lasting_segments", noted)
+    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | RECOMPUTED | {"split": 3}
+    q = call.pop("q").requires_grad_()
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return fd.chunk_kda(q=q, **call)[0].sum()
+
+    (plain,) = torch.autograd.grad(run(q), q)
+    left.clear()
+    loss = checkpoint(run, q, use_reentrant=False)
+    gc.collect()
+    assert [x() for x in left] == [None]
+    assert torch.equal(*torch.autograd.grad(loss, q), plain) and len(left) == 2
+
+
+@pytest.mark.parametrize("slots", [0, 1, 65, 300, 1030])
+@pytest.mark.parametrize("present", [(True, True), (True, False), (False, True)])
+def test_gates_gradients_are_summed_over_all_chunks(slots: int, present: tuple[bool, bool]):
+    check_gate_sums(slots, present)
 
 
 def test_gradients_of_split_sequences_of_wide_states():

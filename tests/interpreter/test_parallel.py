@@ -60,9 +60,9 @@ def test_copies_into_memory_of_other_ranks_change_nothing(late: int | None):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("lengths", [(20, 300), (320,)])
+@pytest.mark.parametrize("lengths", [(20, 300), (320,), (200, 120)])
 def test_ranks_cut_their_tokens_into_segments(lengths: tuple[int, ...], kept: bool):
-    """Of a whole sequence the forward leaves its segments also where the rest is computed again."""
+    """The forward of a rank with one sequence leaves its segments also where the rest is computed again."""
     cut = cut_of(replace(SMALL, lengths=lengths, v_first=kept), 2)
     found = cut.over_ranks(split=3, disable_recompute=kept)
     for key, x in exact(cut).items():

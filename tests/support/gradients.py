@@ -10,6 +10,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta.testing.inputs import TOKEN_TENSORS
 from flashdelta.testing.oracle import covered_tokens, float64
+from flashdelta.triton.finish import gate_sums_kernel
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -72,3 +73,14 @@ def assert_nan_stays(call: dict) -> None:
     found = gradients(call, grad_o, grad_final)
     assert all(torch.equal(found[name][:, end:], clean[name][:, end:]) for name in TOKEN_TENSORS)
     assert found["v"][:, :end].isnan().any()
+
+
+def check_gate_sums(slots: int, present: tuple[bool, bool], device: str = "cpu", HV: int = 3, K: int = 64) -> None:
+    """The kernel that sums the gradients of `A_log` and `dt_bias` over so many chunks, of those that are present."""
+    parts = [torch.randn(slots, HV, K, device=device) if there else None for there in present]
+    sums = [torch.full(shape, torch.nan, device=device) for shape in ((HV,), (HV, K))]
+    given = [x if there else None for x, there in zip(sums, present)]
+    gate_sums_kernel[(HV * sum(present),)](*parts, *given, HV, slots, K=K, num_warps=16)
+    for x, found, dims in zip(parts, sums, ((0, 2), (0,))):
+        wanted = torch.full_like(found, torch.nan) if x is None else x.double().sum(dims).float()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)

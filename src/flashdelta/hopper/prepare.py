@@ -867,12 +867,14 @@ def grid(problem: Problem) -> tuple[int, int]:
 def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     ctas, rows = grid(problem)
+    # not where the forward has left its plan
+    plan = workspace.get("first_segment") if t.segments is None else None
     return Launch(
         prepare_kernel,
-        ctas + (workspace.get("first_segment") is not None),
+        ctas + (plan is not None),
         (
             *(t.q, t.k, t.g, t.beta, t.A_log, t.dt_bias, t.cu_seqlens, t.checkpoint_offsets),
-            *(*workspace.select("tiles", "decay", "semaphores", "first_segment"), Akk_inv),
+            *(*workspace.select("tiles", "decay", "semaphores"), plan, Akk_inv),
             *(problem.scale, problem.lower_bound or 0.0),
             *(problem.T, problem.N, problem.HV, problem.HV // problem.H, problem.slots, problem.checkpoints),
             *stride_div8(t.q, t.k, t.g),

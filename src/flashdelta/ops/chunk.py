@@ -84,8 +84,8 @@ def chunk_kda(
         lower_bound: in `[-5, 0)`, the floor of the `lower_bound` gate; other gates do not read it.
         disable_recompute: keep what the backward pass needs of the forward (tiles of chunks, states, `v_new`: in 16 bits
             about `2 B T HV (3 K + 3 C + V + K V / C)` bytes for chunks of C tokens) instead of computing it again. Traced
-            calls (`torch.compile`) and the reference compute it again. In any other call, what segments of split sequences
-            leave each other is kept, if it takes no more memory than v.
+            calls (`torch.compile`) and the reference compute it again. Without it an eager call with gradients keeps the
+            maps of split sequences and the states between segments, if these take no more memory than v.
         return_intermediate_states: also return `h`, the state before every chunk, in q's dtype. Not differentiable. With many
             heads `o` may differ in rounding from that of a call without.
         state_v_first: states are `[.., V, K]`. False by default; with `state_pool` it must be given, since all calls over a

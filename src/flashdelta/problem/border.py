@@ -24,17 +24,16 @@ ANY_HALO = 2**30
 def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[Tensor, Tensor]:
     """Of all ranks' sequences those of a rank with `tokens` tokens, on the device of the offsets, without reading any:
     `cu_seqlens [N + 1]` and the border. Of more than `N` sequences the last are left out, and none goes on to the next rank."""
-    of_all = offsets
     # of values that nobody has read kernels take ranks, which must be there
-    offsets = offsets.long().clamp(0, ranks * tokens)
-    begins, ends = offsets[:-1], offsets[1:]
+    inside = offsets.long().clamp(0, ranks * tokens)
+    begins, ends = inside[:-1], inside[1:]
     low, high = rank * tokens, (rank + 1) * tokens
     # those that end before the rank's tokens; an empty one at the border belongs to the rank after it
     first = ((ends < low) | ((ends == low) & (begins < low))).sum()
     stop = torch.full_like(first, len(begins)) if rank + 1 == ranks else (begins < high).sum()
     stop = torch.maximum(first, stop)
     # a last sequence of no tokens, so that there is one to look at
-    padded = torch.cat([offsets, offsets[-1:]])
+    padded = torch.cat([inside, inside[-1:]])
     index = torch.arange(N + 1, device=offsets.device)
     local = (padded[torch.minimum(first + index, stop)] - low).clamp(0, tokens)
     begin, end = padded[first], padded[stop]
@@ -48,7 +47,7 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
         LAST_RANK: torch.where(left, (end - 1) // size, rank),
         HALO: torch.where(opened, low - begin, 0).clamp(max=ANY_HALO),
         SEQUENCES: stop - first,
-        DIGEST: digest(of_all),
+        DIGEST: digest(offsets),
         OPENED + 1: torch.where(opened, local[min(N, 1)], 0),
     }
     nothing = torch.zeros_like(first)

@@ -105,7 +105,8 @@ class _Differentiated(torch.autograd.Function):
     def forward(ctx: FunctionCtx, call: Differentiable, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         kept = call.forward(inputs)
         o, final_state = kept.pop("o"), kept.pop("final_state", None)
-        ctx.save_for_backward(*inputs)
+        # small, and only read: what drops or moves saved tensors does so with these
+        ctx.save_for_backward(*inputs, kept.pop("segments", None))
         ctx.call = call, kept  # type: ignore[attr-defined]
         return o, final_state
 
@@ -126,10 +127,11 @@ class _Gradients(torch.autograd.Function):
         call: Differentiable, kept: dict[str, Tensor], grad_o: Tensor, grad_final: Tensor | None, *saved: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_o, grad_final = resolved(grad_o), None if grad_final is None else resolved(grad_final)
+        *inputs, segments = saved
         # given back with the first backward pass: a second one computes it again
-        again = dict(kept)
+        again = kept | ({} if segments is None else {"segments": segments})
         kept.clear()
-        found = call.backward(saved, grad_o, grad_final, again)
+        found = call.backward(tuple(inputs), grad_o, grad_final, again)
         return tuple(found.get(role) for role in call.inputs)
 
     @staticmethod

@@ -25,7 +25,7 @@ from .wy import Parts, WyOperands
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward pass needs of the forward, `S` being the chunk slots: the workspace of `recurrence`, and in the operand
+    """What the backward pass needs of the forward, `S` being the chunk slots: the workspace, and in the operand
     dtype `Akk_inv` (`Stages.squares`), states before chunks `h [S, HV, V, K]` and `v_new [B, T, HV, V]`. Over several ranks
     also what they told each other, `packets` (`merge.py`). `whole`: of no use are segments, for the scan of a rank's tokens."""
 
@@ -196,8 +196,8 @@ def gradients_of_ranks(
 
 
 def gradients_of_segments(stages: Stages, kept: Kept, dht: Tensor | None) -> Iterator[Launch]:
-    """What leaves the gradients of the states after segments. The transitions are the forward's, whose other states between
-    segments nobody needs any more."""
+    """What leaves the gradients of the states after segments, in the place of the forward's states before them, which nobody
+    needs any more, or which lie elsewhere (`found_segments`). The transitions are the forward's."""
     problem, t = stages.problem, stages.t
     yield stages.reverse(problem, t, kept, None, dht, None, None)
     given = replace(problem, has_initial_state=dht is not None)

@@ -63,10 +63,9 @@ def prefill(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[L
 
 
 def prefill_layout(problem: Problem, values: bool) -> Layout:
-    """That of `chunk_kda` without `w`, which is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
+    """That of `chunk_kda`, whose `w` is a result. With `values`, `u` is one too: it takes the place of `Akk_inv`, and
     `output` reads the state before each chunk."""
     tiles = layout(problem)
-    del tiles["w"]
     if values:
         del tiles["Akk_inv"]
         tiles["h"] = (problem.B * problem.slots, problem.HV, problem.V, problem.K), torch.float32

@@ -167,12 +167,13 @@ def finish(problem: Problem, t: Tensors, heads: ByHead, outputs: Outputs) -> lis
                 scratch=scratch,
             )
         )
-    if problem.group > 1 or problem.packed:
-        rows = 16 if problem.group > 1 else 64
+    rows = 16 if problem.group > 1 else 64
+    ctas = -(-problem.B * problem.T // rows) * problem.H
+    if ctas > 0 and (problem.group > 1 or problem.packed):
         launches.append(
             Launch(
                 finish_kernel,
-                -(-problem.B * problem.T // rows) * problem.H,
+                ctas,
                 (
                     *(heads.q, heads.k, t.cu_seqlens),
                     *(outputs[name] for name in ("q", "k", "g", "v", "beta")),
