@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ..full import FULL
 from .test_machine_code import TOOLCHAINS
 from .toolchains import ROOT
 
@@ -25,7 +26,7 @@ print(json.dumps({name: asdict(costs) for name, costs in found.items()}))
 """
 
 
-@pytest.mark.parametrize("toolchain", TOOLCHAINS)
+@pytest.mark.parametrize("toolchain", TOOLCHAINS if FULL else ["installed"])
 def test_steps_compile(toolchain: str, tmp_path: Path):
     found = TOOLCHAINS[toolchain].run("-c", CODE, environment={"TRITON_CACHE_DIR": str(tmp_path)})
     assert all(costs["spill_bytes"] == costs["late_operands"] == 0 for costs in found.values())

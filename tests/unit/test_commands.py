@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,19 @@ def _pip(words: list[str]) -> list[str]:
 )
 def test_what_commands_name_exists(path: Path):
     assert [fault for line in commands(path.read_text()) for fault in faults(line)] == []
+
+
+def runnable() -> list[str]:
+    """Commands of ours that need no GPU, write nothing and take seconds, as the documents have them. (`test_demo.py` has the
+    demo's other options.)"""
+    lines = [line.partition("#")[0].strip() for path in DOCUMENTS for line in commands(path.read_text())]
+    return sorted({line for line in lines if re.fullmatch(r"flashdelta (demo|doctor|verify( --quick)?)", line)})
+
+
+@pytest.mark.parametrize("line", runnable())
+def test_commands_run_as_they_are_written(line: str):
+    done = subprocess.run([sys.executable, "-m", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_every_extra_is_described():
