@@ -479,8 +479,10 @@ def python_prefill(op: str, args: dict) -> tuple[Problem, Tensors]:
 
 def prefill_workspace(problem: Problem) -> Workspace:
     """That of the Python function; in bfloat16 `w` lies there, too."""
-    wanted = prefill_layout(problem, True) if problem.dtype == torch.float32 else layout(problem)
-    return Workspace.allocate(wanted, torch.device("meta"))
+    if problem.dtype != torch.float32:
+        return Workspace.allocate(layout(problem), torch.device("meta"))
+    result = {"w": torch.empty(0, device="meta")}
+    return Workspace.allocate(prefill_layout(problem, True), torch.device("meta"), result)
 
 
 # ---- what is launched ----------------------------------------------------------------------------------------------------
