@@ -226,13 +226,11 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
-SIZES = {"hidden_size": 256, "mlp_size": 256, "num_layers": 2, "num_heads": 2, "num_v_heads": 2, "gate_rank": 32}
-MODEL = LanguageModelConfig(**SIZES, head_dim=128, head_v_dim=128)
+MODEL = LanguageModelConfig(
+    hidden_size=256, mlp_size=256, num_layers=2, num_heads=2, num_v_heads=2, head_dim=128, head_v_dim=128
+)
 STEPS, ROWS, LENGTH = 6, 2, 129
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
+"""Of training; rows are each rank's, a token longer than what the model reads."""
 
 
 def sharded(model: KdaLanguageModel) -> nn.Module:
@@ -244,7 +242,7 @@ def sharded(model: KdaLanguageModel) -> nn.Module:
     return model
 
 
-TRAINERS = {"alone": lambda model: model, "ddp": replicated, "fsdp": sharded}
+TRAINERS = {"alone": lambda model: model, "ddp": DistributedDataParallel, "fsdp": sharded}
 
 
 def trained(group: dist.ProcessGroup, device: str = "cuda") -> dict[str, list[float]]:
@@ -267,7 +265,7 @@ def trained(group: dist.ProcessGroup, device: str = "cuda") -> dict[str, list[fl
             optimizer.zero_grad()
             mean = loss.detach().clone()
             if name != "alone":
-                dist.all_reduce(mean, dist.ReduceOp.SUM)
+                dist.all_reduce(mean)
                 mean /= ranks
             losses.append(float(mean))
         found[name] = losses

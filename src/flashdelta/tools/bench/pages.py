@@ -234,8 +234,8 @@ def readme(folder: Path = RESULTS) -> str:
         said.insert(0, "The drafts row times verification plus commit; FLA writes one state per token instead.")
     by_row = {found.headline.what.partition(":")[0]: misses(found) for found in measured(folder)}
     missed = [f"{what} ({', '.join(bounds)})" for what, bounds in by_row.items() if bounds]
-    cold = "Targets are for cold calls, but for checkpoints."
-    said += [f"Of these rows {len(missed)} miss a target: {', '.join(missed)}. {cold}"] if missed else []
+    calls = "The target with a checkpoint is for sustained calls, others are for cold ones."
+    said += [f"Of these rows {len(missed)} miss a target: {', '.join(missed)}. {calls}"] if missed else []
     absent = [what for kind, what in NOT_MEASURED.items() if kind not in there]
     said += [f"No results yet: {', '.join(absent)}."] if absent else []
     return f"{headlines(folder)}\n\n{fold(' '.join(said))}"
