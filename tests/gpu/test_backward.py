@@ -139,7 +139,8 @@ def test_segments_that_a_forward_left_change_no_bit(backend: str):
     grads = incoming(call)
     want = gradients(call | {"disable_recompute": True}, *grads)
     q = call["q"].detach().clone().requires_grad_()
-    *_, segments = fd.chunk_kda(**call | {"q": q})[0].grad_fn.saved_tensors
+    o = fd.chunk_kda(**call | {"q": q})[0]  # saved tensors go with it
+    *_, segments = o.grad_fn.saved_tensors
     assert 0 < segments.nbytes <= call["v"].nbytes
     for _ in range(CALLS_TO_A_REPLAY + 1):
         with poisoned_memory():
