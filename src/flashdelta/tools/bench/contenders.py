@@ -45,7 +45,8 @@ class Contender:
     """`call` returns its results; `checked`, if given, is called instead where they are checked.
 
     `graph`: it is timed as a CUDA graph "too", "only", or "no". `more` and `host` are further calls, timed on the GPU and on
-    the host, by their key in the row. `memory`: its peak is taken. `describe` makes the row's `kernels` of a profile.
+    the host, by their key in the row. `memory`: its peak is taken. `describe` makes the row's `kernels` of a profile. `beside`
+    is the name of a contender from which it differs so little that its sustained time is told from that one's, call by call.
     """
 
     call: Callable[[], Results]
@@ -56,6 +57,7 @@ class Contender:
     host: Mapping[str, Run] = field(default_factory=dict)
     memory: bool = False
     describe: Callable[[Sequence[profiling.KernelRun], int], list[dict]] | None = None
+    beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,8 @@ def prefill(row: Row, setup: Setup, describe: bool = False) -> Work:
         **cudnn_prefills(row, setup, call),
     }
     if any(bound.of == "checkpoint" for bound in row.bounds):
-        contenders["checkpoint"] = Contender(functools.partial(ours, **checkpoint(case, setup.device)), TOLERANCE[BF16])
+        stores = functools.partial(ours, **checkpoint(case, setup.device))
+        contenders["checkpoint"] = Contender(stores, TOLERANCE[BF16], beside="ours")
     facts = {
         "reference": f"{'chunked' if chunked else 'recurrence'}, float64",
         **explained(fd.chunk_kda, call, setup.backend),

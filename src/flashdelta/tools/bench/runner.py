@@ -32,6 +32,7 @@ from .timing import (
     sustained,
     synchronize,
     take_turns,
+    times_as_long,
 )
 from .tuning import compiled_together
 from .workloads import Bound, Row, quotient, value
@@ -255,15 +256,21 @@ def _sustained(
 ) -> dict[str, float]:
     """Milliseconds of a call amid others, of all contenders in the same way: the preferred one if all have it. Calls shorter
     than a graph's start are put into a graph by many."""
-    key = prefer if all((name, prefer) in runs for name in timed) else "ms"
+    paired = {name: contender.beside for name, contender in timed.items() if contender.beside in timed}
+    apart = {name: contender for name, contender in timed.items() if name not in paired}
+    key = prefer if all((name, prefer) in runs for name in apart) else "ms"
     calls, counts = {}, {}
-    for name, contender in timed.items():
+    for name, contender in apart.items():
         calls[name], counts[name] = runs[name, key], 1
         timing = getattr(outcomes[name], key)
         in_graph = setup.graphs and (key == "graph_ms" or contender.graph == "only")
         if in_graph and launches == 1:
             calls[name], counts[name] = many_in_a_graph(contender.call, timing.median)
-    return {name: ms / counts[name] for name, ms in sustained(calls, setup.timer).items()}
+    found = {name: ms / counts[name] for name, ms in sustained(calls, setup.timer).items()}
+    for name, other in paired.items():
+        assert other is not None
+        found[name] = found[other] * times_as_long(timed[name].call, timed[other].call, setup.timer)
+    return found
 
 
 def ratio(row: dict, over: str, under: str, prefer: str) -> float | None:

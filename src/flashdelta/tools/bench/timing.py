@@ -8,14 +8,15 @@ and the call is enclosed by two events. The overwrite takes some tens of microse
 time beyond that counts, as it does for the user. `capture` shows the same call without host time.
 
 Sustained: calls back to back on warm caches, `SUSTAINED_MS` a contender at a time. A GPU under load lowers its clocks, which
-nobody here touches.
+nobody here touches. Between turns they drift by a few per cent; what is to be told apart more finely takes turns call by call.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -71,6 +72,16 @@ class Timer:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
+
+    def laps(self, runs: Sequence[Run]) -> list[float]:
+        """Milliseconds of each of these calls, back to back."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+        events[0].record()
+        for run, event in zip(runs, events[1:]):
+            run()
+            event.record()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -155,6 +166,15 @@ def sustained(contenders: Mapping[T, Run], timer: Timer, turn_ms: float = SUSTAI
         timer.span(contenders[name], counts[name])
         found[name].append(timer.span(contenders[name], counts[name]) / counts[name])
     return {name: statistics.median(taken) for name, taken in found.items()}
+
+
+def times_as_long(run: Run, other: Run, timer: Timer, ms: float = 10 * SUSTAINED_MS) -> float:
+    """How many times as long the one takes as the other: the median over pairs of calls, back to back, so that both have the
+    same clocks. The first half is not counted, as in `sustained`."""
+    pairs = max(round(ms / max(timer.span(run, 3) / 3 + timer.span(other, 3) / 3, 1e-3)), 3)
+    laps = timer.laps([run, other] * pairs)
+    counted = slice(2 * (pairs // 2), None)
+    return statistics.median(a / b for a, b in zip(laps[counted][::2], laps[counted][1::2]))
 
 
 def _warm_up(run: Run, timer: Timer, duration_ms: float) -> float:
