@@ -377,8 +377,8 @@ def test_the_model_takes_what_was_measured():
     for heads, us in scaling.REVERSE_US.items():
         row = next(row for row in train["rows"] if row["name"] == f"B1 T8192 H{heads}")
         kernels = {kernel["kernel"]: kernel["ms"] for kernel in row["ours"]["kernels"]}
-        assert kernels["reverse_kernel"] * 1e3 == pytest.approx(us, abs=0.1)
-        assert value(train, "ceilings.copy_tb_s") == pytest.approx(scaling.COPY_TB_S, abs=0.01)
+        assert kernels["reverse_kernel"] * 1e3 == pytest.approx(us, rel=0.02)
+        assert value(train, "ceilings.copy_tb_s") == pytest.approx(scaling.COPY_TB_S, rel=0.02)
 
 
 def test_the_model_adds_what_a_rank_does_more():

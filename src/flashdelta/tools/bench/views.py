@@ -440,7 +440,7 @@ ENGINES = View(
 CP = View(
     (
         Column("ours ms", "ours.ms.median", wide_title="ours, cold ms"),
-        Column("1 GPU ms", "one.ms.median", wide_title="1 GPU, cold ms"),
+        Column("1 GPU", "one.ms.median", wide_title="1 GPU, cold ms"),
         Column("rate", "efficiency", "%", wide_title="rate, cold"),
         Column("sustained", "sustained_efficiency", "%", wide_title="rate, sustained"),
         Column("model", "modelled", "%", wide_title="model, sustained"),
