@@ -228,9 +228,11 @@ def test_a_repeated_step_takes_any_gradient(keep: bool, backend: str):
             assert all(torch.equal(x, y) for x, y in zip(step(call, reduce), expected))
 
 
-def test_a_repeated_step_reads_what_hooks_give_back(backend: str):
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_a_repeated_step_reads_what_hooks_give_back(keep: bool, backend: str):
     """Saved tensors that come back with other strides, from another place."""
-    call = gpu_call(fd.chunk_kda, replace(KIMI, T=130), backend=backend) | {"output_final_state": False}
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=130), backend=backend)
+    call |= {"output_final_state": False, "disable_recompute": keep}
 
     def unpack(x: torch.Tensor) -> torch.Tensor:
         x = x.cuda()

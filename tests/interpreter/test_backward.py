@@ -11,11 +11,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
+from flashdelta.runtime import autograd
 from flashdelta.testing.cases import BF16, BY_NAME, GATE_CASES, HARD_CASES, LENGTH_CASES, STATE_CASES, Case, case_id
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import as_recurrent, poisoned_memory
-from flashdelta.triton import build, segments, wy
 from flashdelta.triton import gradients as kernels
+from flashdelta.triton import segments, wy
 
 from ..support.gradients import (
     assert_first_is_its_own,
@@ -168,28 +169,38 @@ def test_segments_are_kept_where_they_are_small(monkeypatch: pytest.MonkeyPatch)
     assert counts == [1, 1] and all(torch.equal(x, kept) for x in found)
 
 
-def test_checkpointing_keeps_no_segments(monkeypatch: pytest.MonkeyPatch):
-    """They are formed with all else that the forward computes again."""
-    left, leave = [], segments.lasting_segments
+@pytest.mark.parametrize("options", [RECOMPUTED, KEPT], ids=["segments", "all"])
+def test_checkpointing_drops_what_a_forward_keeps(options: dict, monkeypatch: pytest.MonkeyPatch):
+    left, forward = [], autograd.Differentiable.forward
 
     def noted(*arguments: object) -> dict[str, torch.Tensor]:
-        found = leave(*arguments)
-        left.append(weakref.ref(found["starts"].untyped_storage()))
+        found = forward(*arguments)
+        left.extend(weakref.ref(x.untyped_storage()) for name, x in found.items() if name in autograd.KEPT.values())
         return found
 
-    monkeypatch.setattr(build, "lasting_segments", noted)
-    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | RECOMPUTED | {"split": 3}
+    monkeypatch.setattr(autograd.Differentiable, "forward", noted)
+    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | options | {"split": 3}
     q = call.pop("q").requires_grad_()
 
     def run(q: torch.Tensor) -> torch.Tensor:
         return fd.chunk_kda(q=q, **call)[0].sum()
 
     (plain,) = torch.autograd.grad(run(q), q)
-    left.clear()
+    count = len(left)
     loss = checkpoint(run, q, use_reentrant=False)
     gc.collect()
-    assert [x() for x in left] == [None]
-    assert torch.equal(*torch.autograd.grad(loss, q), plain) and len(left) == 2
+    assert count == (4 if options is KEPT else 1) and [x() for x in left[count:]] == [None] * count
+    assert torch.equal(*torch.autograd.grad(loss, q), plain) and len(left) == 3 * count
+
+
+def test_a_retained_graph_has_what_a_forward_kept(monkeypatch: pytest.MonkeyPatch):
+    call = make_call(replace(SPLIT["v_first"], V=64, T=160)) | KEPT | {"split": 3}
+    q = call.pop("q").requires_grad_()
+    loss = fd.chunk_kda(q=q, **call)[0].sum()
+    monkeypatch.setattr(kernels, "prepare", None)  # no stage of the forward runs again
+    with poisoned_memory():
+        first, second = (torch.autograd.grad(loss, q, retain_graph=True) for _ in range(2))
+    assert torch.equal(*first, *second)
 
 
 @pytest.mark.parametrize("slots", [0, 1, 65, 300, 1030])

@@ -867,8 +867,7 @@ def grid(problem: Problem) -> tuple[int, int]:
 def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
     problem, t, workspace = call.problem, call.t, call.workspace
     ctas, rows = grid(problem)
-    # not where the forward has left its plan
-    plan = workspace.get("first_segment") if t.segments is None else None
+    plan = workspace["first_segment"] if call.forms_segments else None
     return Launch(
         prepare_kernel,
         ctas + (plan is not None),

@@ -529,7 +529,5 @@ def _transitions(call: StageCall, where: list[Tensor | None], final_state: Tenso
 
 
 def before_segments(call: StageCall, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments, if sequences may be split and the forward has not left them. `prepare` forms
-    the plan."""
-    split = call.workspace.get("transitions") is not None and call.t.segments is None
-    return [transitions(call, final_state), compose(call, final_state)] if split else []
+    """What finds the states before the segments. `prepare` forms the plan."""
+    return [transitions(call, final_state), compose(call, final_state)] if call.forms_segments else []

@@ -48,7 +48,7 @@ def chunk_bwd_wy_dqkg(
             {32, 64, 128, 256}.
         k: as q.
         v: `[B, T, HV, V]`, dtype of q; `HV % H == 0` (value head `i` reads query/key head `i // (HV // H)`); `V` as `K`.
-        v_new: `[B, T, HV, V]`, dtype of q: what the recurrence writes, `v'` below.
+        v_new: `[B, T, HV, V]`, dtype of q: what the recurrence writes, `v'` above.
         g: `[B, T, HV, K]`, float32: the sum of the chunk's log decays up to and with the token; natural logarithms, base 2 with
             `use_exp2`.
         beta: `[B, T, HV]`, float32 or dtype of q: write strength.

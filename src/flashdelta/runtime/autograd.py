@@ -105,17 +105,17 @@ class _Differentiated(torch.autograd.Function):
     def forward(ctx: FunctionCtx, call: Differentiable, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         kept = call.forward(inputs)
         o, final_state = kept.pop("o"), kept.pop("final_state", None)
-        # small, and only read: what drops or moves saved tensors does so with these
-        ctx.save_for_backward(*inputs, kept.pop("segments", None))
-        ctx.call = call, kept  # type: ignore[attr-defined]
+        # saved like inputs, so that what drops or moves saved tensors, such as checkpointing, does so with these
+        ctx.save_for_backward(*inputs, *kept.values())
+        ctx.call = call, tuple(kept)  # type: ignore[attr-defined]
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        call, kept = ctx.call
+        call, names = ctx.call
         tangents = forward_ad._current_level >= 0 and call.backend.name != "reference"
         gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
-        return None, *gradients(call, kept, *grads, *ctx.saved_tensors)
+        return None, *gradients(call, names, *grads, *ctx.saved_tensors)
 
 
 class _Gradients(torch.autograd.Function):
@@ -124,14 +124,14 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: Differentiable, kept: dict[str, Tensor], grad_o: Tensor, grad_final: Tensor | None, *saved: Tensor | None
+        call: Differentiable, names: tuple[str, ...], grad_o: Tensor, grad_final: Tensor | None, *saved: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """`names`: of the saved tensors that follow the inputs."""
         grad_o, grad_final = resolved(grad_o), None if grad_final is None else resolved(grad_final)
-        *inputs, segments = saved
-        # given back with the first backward pass: a second one computes it again
-        again = kept | ({} if segments is None else {"segments": segments})
-        kept.clear()
-        found = call.backward(tuple(inputs), grad_o, grad_final, again)
+        inputs = saved[: len(call.inputs)]
+        # hooks may give them back with other strides, as they may inputs
+        kept = {name: x.contiguous() for name, x in zip(names, saved[len(call.inputs) :]) if x is not None}
+        found = call.backward(inputs, grad_o, grad_final, kept)
         return tuple(found.get(role) for role in call.inputs)
 
     @staticmethod

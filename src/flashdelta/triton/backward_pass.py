@@ -5,6 +5,7 @@ A backend describes its kernels by `Stages` (`triton/gradients.py`, `hopper/grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,7 +97,7 @@ class Stages:
         states = (problem.B * problem.slots, problem.HV, problem.V, problem.K)
         values = (problem.B, problem.T, problem.HV, problem.V)
         # gradients of the states after segments take the place of the states before them
-        given = {name: x for name, x in self.segments().items() if name != "starts"}
+        given = {name: x for name, x in self.segments.items() if name != "starts"}
         workspace = Workspace.allocate(self.layout, device, given)
         packets = self.t.packets
         if packets is None and problem.ranks > 1:
@@ -105,6 +106,7 @@ class Stages:
             workspace, *(new(shape, problem.dtype, device) for shape in (self.squares, states, values)), packets
         )
 
+    @functools.cached_property
     def segments(self) -> dict[str, Tensor]:
         """What the forward left of a split, by name."""
         return found_segments(self.t, self.layout)
@@ -136,7 +138,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         kept = stages.kept(given if t.packets is None else given | {"packets": t.packets})
     else:
         kept = stages.kept()
-        steps = stages.scan(replace(kept, workspace=kept.workspace.having(stages.segments())), None, None)
+        steps = stages.scan(replace(kept, workspace=kept.workspace.having(stages.segments)), None, None)
         exchanges = [i for i, step in enumerate(steps) if isinstance(step, Exchange)]
         # what follows the exchange of states, or `prepare`, may wait
         first = max(exchanges, default=0) + 1
@@ -153,7 +155,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         told = told_gradients(problem, t.device)
     elif problem.ranks > 1:
         dht = yield from gradients_of_ranks(stages, kept, dht, recomputed)
-    if told is None or (kept.split and t.segments is None):
+    if told is None or (kept.split and not stages.segments):
         yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)

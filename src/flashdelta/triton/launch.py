@@ -30,6 +30,11 @@ class StageCall:
     def buffers(self) -> tuple[Tensor, ...]:
         return (self.workspace.buffer, *self.beside)
 
+    @property
+    def forms_segments(self) -> bool:
+        """Whether sequences may be split, and the forward has not left their segments."""
+        return self.workspace.get("starts") is not None and self.t.segments is None
+
 
 DENSE = (
     *("A_log", "dt_bias", "initial_state", "cu_seqlens", "has_initial_state", "checkpoint_offsets"),

@@ -485,8 +485,8 @@ def found_segments(t: Tensors, layout: Layout) -> dict[str, Tensor]:
 
 
 def before_segments(call: StageCall, room: int, final_state: Tensor | None) -> list[Launch]:
-    """What finds the states before the segments, if sequences may be split and the forward has not left them."""
-    starts = call.workspace.get("starts")
-    if starts is None or call.t.segments is not None:
+    """What finds the states before the segments."""
+    if not call.forms_segments:
         return []
-    return [plan(call, room), transitions(call, starts.shape[0], final_state), compose(call, final_state)]
+    most = call.workspace["starts"].shape[0]
+    return [plan(call, room), transitions(call, most, final_state), compose(call, final_state)]
