@@ -179,6 +179,7 @@ def test_a_long_sequence_of_few_heads_is_split(backend: str):
 REPEATED = [
     *(CASES[0], CASES[2], replace(CASES[1], name="copied", layout="odd_offset")),
     replace(CASES[1], name="tokens innermost", layout="tokens_innermost"),
+    replace(CASES[0], name="broad parameters", broad_parameters=True),
 ]
 
 

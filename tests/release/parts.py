@@ -205,14 +205,15 @@ PARTS = (
     ),
     *(
         Part(
-            f"prefill-{name}",
-            bench("prefill", *HOPPER, *gates),
+            f"{table}-{name}",
+            bench(table, *HOPPER, *gates),
             LONGEST,
-            "prefill-hopper-<gpu>.json",
+            f"{table}-hopper-<gpu>.json",
             f"the same with {name} gates, beside cuDNN",
             ("fla", "cudnn"),
             100,
         )
+        for table in ("prefill", "split")
         for name, gates in (("slow", SLOW), ("random", RANDOM))
     ),
     Part("train", bench("train"), LONGEST, "train-<gpu>.json", "README.md's row", ("fla",), 100),

@@ -28,45 +28,48 @@ _serials = itertools.count()
 
 
 class Differentiable:
-    """Calls that are alike, with gradients: an entry of the launch cache. Either direction is recorded as it first runs, if
-    `records`; the backward pass is an entry of its own, since it depends on the gradients that come in."""
+    """Calls that are alike, with gradients: an entry of the launch cache if it `repeats`. Either direction is recorded as it
+    first runs; the backward pass is an entry of its own, since it depends on the gradients that come in."""
 
     used = 0
     types: Sequence[type] = ()
 
     def __init__(
-        self, problem: Problem, backend: Backend, cache: LaunchCache[Any], names: Sequence[str], records: bool
+        self, problem: Problem, backend: Backend, cache: LaunchCache[Any], names: Sequence[str], repeats: bool
     ):
-        self.problem, self.backend, self.cache, self.records = problem, backend, cache, records
+        self.problem, self.backend, self.cache, self.repeats = problem, backend, cache, repeats
         self.kind = "backward", next(_serials)
         self.inputs = tuple(role for role in inputs_of(problem.operation) if role in names)
         self.places = [names.index(role) for role in self.inputs]
         self.recorded: Recording | None = None
+        self.records = repeats
 
     def usable(self) -> bool:
         return self.recorded is None or self.recorded.usable()
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
         """Of tensors as the caller passed them."""
-        inputs = dict(zip(self.inputs, [tensors[i] for i in self.places]))
-        shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
-        for role, shape in zip(PARAMETERS, shapes):
-            x = inputs.get(role)
-            if x is not None and x.shape != shape:
-                inputs[role] = x.reshape(shape)
+        inputs = [tensors[i] for i in self.places]
         try:
-            return self.apply(*inputs.values())
+            return self.apply(*inputs)
         except RuntimeError:
-            check_saved(inputs.items())
+            check_saved(zip(self.inputs, inputs))
             raise
 
     def apply(self, *inputs: Tensor | None) -> Mapping[str, Any]:
-        """`o` and `final_state` of canonical inputs, with the gradients that these require."""
+        """`o` and `final_state`, with the gradients that the inputs require."""
         o, final_state = _Differentiated.apply(self, *inputs)
         return {"o": o} if final_state is None else {"o": o, "final_state": final_state}
 
     def by_role(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
-        return Tensors(**dict(zip(self.inputs, inputs)))  # type: ignore[arg-type]
+        """In canonical shapes."""
+        named = dict(zip(self.inputs, inputs))
+        shapes = (self.problem.HV,), (self.problem.HV, self.problem.K)
+        for role, shape in zip(PARAMETERS, shapes):
+            x = named.get(role)
+            if x is not None:
+                named[role] = x.reshape(shape)
+        return Tensors(**named)  # type: ignore[arg-type]
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
         if self.recorded is not None and self.recorded.usable():
@@ -81,7 +84,7 @@ class Differentiable:
     ) -> Mapping[str, Tensor]:
         # the saved tensors, too: a hook may have put others in their place
         tensors = (*saved, grad_o, grad_final, *kept.values())
-        recorded, known, addresses = self.cache.find(self.kind, tensors)
+        recorded, known, addresses = self.cache.find(self.kind, tensors) if self.repeats else (None, None, [])
         if recorded is not None:
             return recorded.run(tensors, addresses)
         left = {role: kept[name] for role, name in KEPT.items() if name in kept}
@@ -131,7 +134,11 @@ class _Gradients(torch.autograd.Function):
         inputs = saved[: len(call.inputs)]
         # hooks may give them back with other strides, as they may inputs
         kept = {name: x.contiguous() for name, x in zip(names, saved[len(call.inputs) :]) if x is not None}
-        found = call.backward(inputs, grad_o, grad_final, kept)
+        found = dict(call.backward(inputs, grad_o, grad_final, kept))
+        for role, x in zip(call.inputs, inputs):
+            if role in PARAMETERS and role in found:
+                assert x is not None
+                found[role] = found[role].view(x.shape)
         return tuple(found.get(role) for role in call.inputs)
 
     @staticmethod

@@ -66,6 +66,8 @@ class Call:
         if problem.requires_grad:
             differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
+            if key is not None:  # as a repeated call, so that both have the same backward pass
+                return differentiable.run(tensors, [])
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         program = backend.build(problem, t)
         results = program.run(None if key is None else tensors)
