@@ -122,6 +122,14 @@ def ctas(slices: int, device: torch.device) -> int:
     return max(min(sm_count(device), MOST_CTAS) // slices, 1) * slices
 
 
+def overlaps_prepare(call: portable.StageCall) -> bool:
+    """Whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
+    slices of a head would land where room is, and not on two SMs that share what they fetch: that costs more than it brings."""
+    problem = call.problem
+    follows = problem.ranks == 1 and call.workspace.get("starts") is None
+    return follows and 0 < 4 * work_tiles(problem) <= ctas(1, call.t.device)
+
+
 def prefetching_ctas(ctas: int, at_once: int) -> tuple[int, int]:
     """The CTAs that prefetch before they wait, from the first to before the second: the last quarter of those that run
     `at_once`. They start when the launch before theirs has hardly any state left to load. If more did, memory would be idle

@@ -50,7 +50,7 @@ from .device.math import (
 from .device.portable import L2_EPS, decay_rate
 from .device.stream_k import add
 from .device.tile_scheduler import chunk_in_slot, last_chunks_first
-from .launch import FLAGS, stride_div8, strides
+from .launch import FLAGS, overlaps_prepare, stride_div8, strides
 from .segments import SPLIT_COSTS, plan_segments, room
 
 _STRIDES = [f"{x}_{dim}" for x in ("q", "k", "g", "beta") for dim in ("batch", "token", "head")]
@@ -722,6 +722,7 @@ def prepare_kernel(
     L2NORM: gl.constexpr,
     FLAGS: gl.constexpr,
     COSTS: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
 ):
     """One chunk and value head, K = 128 (KH = 2 halves of the channels); * goes to memory:
 
@@ -752,10 +753,12 @@ def prepare_kernel(
     # unbounded decays head by head: most heads take one path throughout, and the code of both is more than the instruction
     # cache holds
     head, slot, tile = last_chunks_first(HV, not SAFE)
-    if first_segment is not None:
+    if OVERLAPPED:
         gdc_launch_dependents()
+    if first_segment is not None:
         # one CTA more, the first to start, has no chunk but makes the plan
-        if gl.program_id(0) == 0:
+        plans = gl.program_id(0) == 0
+        if plans:
             if gl.program_id(1) == 0:
                 plan_segments(
                     *(cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints),
@@ -888,6 +891,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
             L2NORM=problem.l2norm,
             FLAGS=FLAGS,
             COSTS=astuple(SPLIT_COSTS),
+            OVERLAPPED=plan is not None or overlaps_prepare(call),
         ),
         num_warps=4,
         scratch=call.buffers,

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ..problem.problem import Problem
 from ..program.launch import Launch
@@ -45,7 +46,7 @@ from .device.pipeline import make_ring, signal, wait
 from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
-from .launch import TILE, ctas, stages, stride_div8, tiles, work_tiles
+from .launch import TILE, ctas, overlaps_prepare, stages, stride_div8, tiles, work_tiles
 
 
 @gluon.jit
@@ -528,12 +529,15 @@ def recurrence_kernel(
     STAGES: gl.constexpr,
     STREAM_K: gl.constexpr,
     STEPS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     DECAYS: gl.constexpr = 4 * K if STEPS else K
     TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
     ring = make_ring(tiles_d, DECAYS, STAGES, TILES)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     SLICES: gl.constexpr = V // BV
+    if OVERLAPS:
+        gdc_wait()
     if not STREAM_K:
         tile_range: gl.constexpr = None
     else:
@@ -589,6 +593,7 @@ def recurrence(
     problem, t, workspace = call.problem, call.t, call.workspace
     most = ctas(problem.V // TILE, t.v.device)
     split = workspace.get("starts") is not None
+    overlaps = not steps and overlaps_prepare(call)
     return Launch(
         recurrence_kernel,
         most if split and problem.N > 0 else min(work_tiles(problem), most),
@@ -612,7 +617,9 @@ def recurrence(
             STAGES=stages(problem, 3 * problem.K // TILE + 3 - steps, beside=1, decays=4 if steps else 1),
             STREAM_K=not split and stream_k_pays(problem, most),
             STEPS=steps,
+            OVERLAPS=overlaps,
         ),
         num_warps=4,
+        overlaps=overlaps,
         scratch=call.buffers,
     )

@@ -314,6 +314,11 @@ def _hopper(name: str, **options: Any) -> Variant:
     return Variant(f"hopper {name}", "hopper", **options)
 
 
+def _chunks(name: str, **options: Any) -> Variant:
+    """Of whole sequences, so many that no launch overlaps."""
+    return _hopper(name, **{"sequences": 17, "split": 1} | options)
+
+
 def _hopper_fused(name: str, **options: Any) -> Variant:
     return _hopper(f"fused {name}", operation="fused_decode", packed=False, **{"state_v_first": True} | options)
 
@@ -479,22 +484,27 @@ VARIANTS = (
         for K, V, C in PREFILL_SIZES
     ),
     *(_prefill(f"K128 V128 chunk {C}, many heads, tf32x3", chunk_size=C, heads=32) for C in (32, 64)),
-    _hopper("K128 V128 bounded"),
-    _hopper("K128 V128 unbounded", gate="softplus"),
-    _hopper("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
-    _hopper("K128 V128 fixed length", packed=False),
-    _hopper("K128 V128 offsets in int64", offsets=torch.int64),
+    _chunks("K128 V128 bounded"),
+    _hopper("few heads K128 V128"),
+    _hopper("few heads K128 V128 fixed length", packed=False),
+    _hopper("few heads K128 V128 unbounded, pool with checkpoints", gate="softplus", **CHECKPOINTS),
+    _hopper("few heads K64 V64", K=64, V=64),
+    _hopper("few heads K128 V128 backward", backward=True),
+    _chunks("K128 V128 unbounded", gate="softplus"),
+    _chunks("K128 V128 unbounded, fixed length", gate="softplus", packed=False),
+    _chunks("K128 V128 fixed length", packed=False),
+    _chunks("K128 V128 offsets in int64", offsets=torch.int64),
     _hopper("K128 V128 stream-K, offsets in int64", offsets=torch.int64, **STREAM_K),
     _hopper("K128 V128 stream-K", **STREAM_K),
     _hopper("K128 V128 stream-K, fixed length", packed=False, **STREAM_K),
-    _hopper("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
-    _hopper("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
-    _hopper("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
-    _hopper("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
-    _hopper("K128 V128 checkpoints in a buffer, intermediate states", intermediate=True, **IN_A_BUFFER),
-    _hopper("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
-    _hopper("K128 V128 regular checkpoints", **REGULAR),
-    _hopper("K128 V128 regular checkpoints in bf16, V first", state_v_first=True, packed=False, **IN_BF16),
+    _chunks("K128 V128 log decays in fp32", gate="none", g_dtype=torch.float32),
+    _chunks("K128 V128 intermediate states", intermediate=True, state_dtype=torch.bfloat16),
+    _chunks("K128 V128 pool with checkpoints, V first", state_v_first=True, **CHECKPOINTS),
+    _chunks("K128 V128 checkpoints in a buffer, V first", state_v_first=True, **IN_A_BUFFER),
+    _chunks("K128 V128 checkpoints in a buffer, intermediate states", intermediate=True, **IN_A_BUFFER),
+    _chunks("K128 V128 regular checkpoints, V first", state_v_first=True, **REGULAR),
+    _chunks("K128 V128 regular checkpoints", **REGULAR),
+    _chunks("K128 V128 regular checkpoints in bf16, V first", state_v_first=True, packed=False, **IN_BF16),
     _hopper("K128 V128 stream-K, regular checkpoints, V first", state_v_first=True, **REGULAR, **STREAM_K),
     _hopper("K128 V128 split, regular checkpoints, V first", split=4, state_v_first=True, **REGULAR),
     _hopper("K128 V128 split", split=4),
@@ -568,18 +578,18 @@ VARIANTS = (
         rank=SECOND,
         backward=True,
     ),
-    _hopper("K128 V128 backward", backward=True),
-    _hopper("K128 V128 backward, fixed length", packed=False, backward=True),
-    _hopper("K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
-    _hopper("K128 V128 backward, log decays in fp32", gate="none", g_dtype=torch.float32, backward=True),
-    _hopper("K64 V128 backward", K=64, backward=True),
-    _hopper("K128 V64 backward, unbounded", V=64, gate="logsigmoid", backward=True),
+    _chunks("K128 V128 backward", backward=True),
+    _chunks("K128 V128 backward, fixed length", packed=False, backward=True),
+    _chunks("K128 V128 backward, unbounded, V first", gate="softplus", state_v_first=True, backward=True),
+    _chunks("K128 V128 backward, log decays in fp32", gate="none", g_dtype=torch.float32, backward=True),
+    _chunks("K64 V128 backward", K=64, backward=True),
+    _chunks("K128 V64 backward, unbounded", V=64, gate="logsigmoid", backward=True),
     _hopper("K128 V128 split, backward", split=4, backward=True),
     _hopper(
         "K128 V128 split, fixed length, V first, backward", split=4, packed=False, state_v_first=True, backward=True
     ),
     _hopper("K64 V64 split, backward", K=64, V=64, split=4, backward=True),
-    _hopper("K128 V128 kept for the backward pass", kept=True),
+    _chunks("K128 V128 kept for the backward pass", kept=True),
     _hopper("K128 V128 split, kept for the backward pass", split=4, kept=True),
     _hopper_step(128, "lower_bound"),
     _hopper_step(64, "softplus"),
@@ -612,8 +622,8 @@ VARIANTS = (
     _hopper("wy K128 V128 fixed length", operation="wy", packed=False),
     _hopper("wy K128 V128 fixed length, V first", operation="wy", packed=False, state_v_first=True),
     _hopper("wy K64 V64", operation="wy", K=64, V=64),
-    _hopper("K64 V64", K=64, V=64),
-    _hopper("K64 V64 unbounded", K=64, V=64, gate="logsigmoid"),
+    _chunks("K64 V64", K=64, V=64),
+    _chunks("K64 V64 unbounded", K=64, V=64, gate="logsigmoid"),
 )
 
 
