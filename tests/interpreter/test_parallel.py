@@ -101,8 +101,8 @@ def test_batch_rows_over_all_ranks():
         assert (x.double() - y).norm() / y.norm() <= TOLERANCE
 
 
-def test_a_second_backward_pass_exchanges_again():
-    """It has not what the forward left, and finds the same bits."""
+def test_a_second_backward_pass_finds_the_same_bits():
+    """From what the forward left, which the first one has not changed."""
     cut = cut_of(replace(SMALL, lengths=(64,)), 2)
 
     def run(group) -> bool:

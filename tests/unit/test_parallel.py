@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel, halo
@@ -556,6 +559,65 @@ def test_what_does_not_fit_is_refused_on_every_rank(name: str):
         return str(refused.value)
 
     assert all(message in text for text in on_ranks(2, run)), message
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_offsets_must_stay_until_the_backward_pass(how: str, keep: bool):
+    """Also where what was saved is not what the caller changes: the gradients would be those of other offsets."""
+    cut = cut_of(packed((20, 44)), 2)
+
+    def run(group) -> None:
+        context = context_parallel(cut.call["cu_seqlens"], group=group)
+        call = cut.local(context) | {"disable_recompute": keep}
+        q = call.pop("q").requires_grad_()
+
+        def loss(q: Tensor) -> Tensor:
+            return fd.chunk_kda(q=q, **call)[0].square().sum()
+
+        copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda x: x)
+        with copies if how == "offloaded" else contextlib.nullcontext():
+            found = checkpoint(loss, q, use_reentrant=False) if how == "checkpointed" else loss(q)
+        context.update_(torch.tensor([0, 10, 64]))
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
+            found.backward()
+        assert q.grad is None
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
+def test_transforms_over_ranks_are_refused(transform):
+    call = cut_of(packed((40, 24)), 2, gradients=False)
+
+    def run(group) -> None:
+        context = context_parallel(call.call["cu_seqlens"], group=group)
+        own = call.local(context)
+        q = own.pop("q")
+        with pytest.raises(NotImplementedError, match="cp_context: transforms of"):
+            transform(lambda q: fd.chunk_kda(q=q, **own)[0].sum())(q if transform is torch.func.grad else q[None])
+        with pytest.raises(NotImplementedError, match="halo: transforms of"):
+            transform(lambda x: halo(x, context, 3).sum())(
+                q[:, :, 0] if transform is torch.func.grad else q[None, :, :, 0]
+            )
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="x: got a tensor with a forward-mode tangent"):
+            halo(forward_ad.make_dual(q[:, :, 0], q[:, :, 0]), context, 3)
+
+    on_ranks(2, run)
+
+
+def test_offsets_of_the_host_are_compared_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        context_parallel(
+            torch.tensor([0, 20, 64]), group=group, cu_seqlens_cpu=torch.tensor([0, 20, 64], dtype=torch.int32)
+        )
+        with pytest.raises(ValueError) as refused:
+            context_parallel(torch.tensor([0, 20, 64]), group=group, cu_seqlens_cpu=torch.tensor([0, 30, 64]))
+        return str(refused.value)
+
+    assert all("cu_seqlens_cpu: got other offsets" in text for text in on_ranks(2, run))
 
 
 OTHER_CALL = "cp_context: got another call on rank 1 than on rank 0"

@@ -237,7 +237,7 @@ class KimiDeltaAttention(nn.Module):
             self._check_inputs(x, cache, cu_seqlens)
             if cp_context is not None:
                 others = {"cache": cache, "cu_seqlens": cu_seqlens, "pool": pool, "return_cache": return_cache or None}
-                context = self._context(cp_context, others, x.device)
+                context = self._context(cp_context, others, x)
                 cu_seqlens = context.cu_seqlens
             if pool is not None or slots is not None or has_initial_state is not None:
                 self._check_pool(x, cache, return_cache, cu_seqlens, pool, slots)
@@ -357,11 +357,14 @@ class KimiDeltaAttention(nn.Module):
             return fused_recurrent_kda, arguments, options
         return chunk_kda, arguments, {**options, "chunk_size": self.chunk_size}
 
-    def _context(self, cp_context: Any, others: dict[str, object], device: torch.device) -> ContextParallel:
+    def _context(self, cp_context: Any, others: dict[str, object], x: Tensor) -> ContextParallel:
         given = next((name for name, value in others.items() if value is not None), None)
         if given is not None:
             raise ValueError(f"{given}: got one with cp_context, wanted one of the two")
-        context = context_of(cp_context, None, device)
+        context = context_of(cp_context, None, x.device)
+        if context.cu_seqlens is not None and (x.shape[0] != 1 or context.tokens not in (None, x.shape[1])):
+            wanted = f"[1, T, {self.hidden_size}] with the context's T = {context.tokens} tokens a rank"
+            raise ValueError(f"x: got shape {list(x.shape)}, wanted {wanted}")
         if context.conv_size not in (None, self.conv_size):
             raise ValueError(
                 f"cp_context: got one for {context.conv_size} taps, wanted the layer's conv_size = {self.conv_size}"

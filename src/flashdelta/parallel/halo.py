@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..problem import rank_checks
 from ..problem.border import HALO
@@ -65,6 +66,12 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
         raise wrong("x", f"{x.shape[1]} tokens", f"at least width = {width} on every rank")
     if x.device != c.device:
         raise wrong("x", f"device {x.device}", f"the context's device {c.device}")
+    if torch.compiler.is_compiling():
+        return c
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise NotImplementedError("halo: transforms of torch.func have no calls over ranks; autograd has")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise wrong("x", "a tensor with a forward-mode tangent", "none (halo has no forward-mode gradients)")
     return c
 
 

@@ -32,6 +32,9 @@ from .errors import wrong
 from .exchanges import EXCHANGES, chosen_exchange
 from .groups import check_alive, members
 
+MOST_TOKENS = 2**31 - 1
+"""Of a rank."""
+
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
@@ -88,7 +91,7 @@ class ContextParallel:
         """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
 
         Every rank must call this with the same offsets, which FLASHDELTA_CHECK=1 verifies, and not between a forward and its
-        backward pass, which reads the same memory: PyTorch raises a RuntimeError then.
+        backward pass, which reads the same memory and raises a RuntimeError then.
 
         Args:
             cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
@@ -139,6 +142,7 @@ def context_parallel(
             empty sequences are legal, and belong to the rank of the token after them (at the end: to the last one).
         group: a `torch.distributed.ProcessGroup` that this process is in.
         cu_seqlens_cpu: the same offsets on the host, if at hand: without them they are read from the device, once.
+            FLASHDELTA_CHECK=1 verifies that they are the same.
         max_sequences: how many sequences a rank may have: `N` of its calls, the last ones empty if there are fewer. By default
             as many as it has.
         conv_size: taps of the layer's short convolution, of which modules ask.
@@ -167,6 +171,10 @@ def context_parallel(
         if total % ranks != 0:
             raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
         tokens = total // ranks
+        if tokens > MOST_TOKENS:
+            raise wrong(
+                "cu_seqlens", f"{tokens} tokens a rank", f"at most {MOST_TOKENS}, as a rank has offsets in int32"
+            )
         capacity = counts(offsets, ranks, tokens).tolist()
         if max_sequences is not None:
             if max(capacity) > max_sequences:
@@ -192,6 +200,8 @@ def _offsets_on_host(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> Tenso
     if cu_seqlens_cpu.shape != cu_seqlens.shape:
         wanted = f"that of cu_seqlens, {list(cu_seqlens.shape)}"
         raise wrong("cu_seqlens_cpu", f"shape {list(cu_seqlens_cpu.shape)}", wanted)
+    if enabled() and not torch.equal(cu_seqlens_cpu.long(), cu_seqlens.cpu().long()):
+        raise wrong("cu_seqlens_cpu", "other offsets", "those of cu_seqlens")
     return cu_seqlens_cpu
 
 

@@ -24,6 +24,9 @@ KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "p
 PARAMETERS = ("A_log", "dt_bias")
 """Inputs that a caller may pass in another shape than the canonical one."""
 
+OFFSETS = ("cu_seqlens", "border")
+"""Inputs that say where sequences lie, and must stay as they are until the backward pass."""
+
 _serials = itertools.count()
 
 
@@ -96,7 +99,9 @@ class Differentiable:
         return found
 
 
-NO_SECOND = "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad"
+NO_SECOND = (
+    "gradients of gradients: kernels have none; backend='reference' has them inside torch.func.grad, of one rank"
+)
 
 
 def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
@@ -111,11 +116,18 @@ class _Differentiated(torch.autograd.Function):
         # saved like inputs, so that what drops or moves saved tensors, such as checkpointing, does so with these
         ctx.save_for_backward(*inputs, *kept.values())
         ctx.call = call, tuple(kept)  # type: ignore[attr-defined]
+        # autograd sees changes of what it saved, but not where checkpointing saves it anew, or a hook a copy
+        offsets = [(role, x) for role, x in zip(call.inputs, inputs) if role in OFFSETS and x is not None]
+        ctx.offsets = [(role, x, x._version) for role, x in offsets]  # type: ignore[attr-defined]
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         call, names = ctx.call
+        for role, x, version in ctx.offsets:
+            if x._version != version:
+                name = "cp_context" if role == "border" else role
+                raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
         tangents = forward_ad._current_level >= 0 and call.backend.name != "reference"
         gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
         return None, *gradients(call, names, *grads, *ctx.saved_tensors)

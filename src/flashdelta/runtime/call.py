@@ -59,6 +59,8 @@ class Call:
         problem, t, backend = self.check_on_all_ranks(given)
         tracing = torch.compiler.is_compiling()
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
+            if problem.ranks > 1:
+                raise NotImplementedError("cp_context: transforms of torch.func have no calls over ranks; autograd has")
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
         if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says

@@ -129,7 +129,7 @@ def _rows(ranks: int, heads: tuple[int, ...]) -> tuple[RanksRow, ...]:
 
 def _alone(tokens: int, kept: bool) -> RanksRow:
     name = f"{SHORT[STEP]} H4 {tokens}K" + (" kept" if kept else "")
-    case = model(name, "few heads: split, and whole", 4, T=tokens * 1024, final=False)
+    case = model(name, "few heads: split, and whole", 4, T=tokens * 1024, final=False, memory="slow")
     return RanksRow(case, ALONE, (Bound("efficiency", 2.0),), differentiates=True, kept=kept)
 
 
@@ -141,7 +141,7 @@ ROWS = (
     *(_alone(tokens, kept) for kept in (False, True) for tokens in (32, 128)),
     *(_row(2, 32, 512, table) for table in (FORWARD, STEP)),
 )
-"""Those of a million tokens come last. A step of theirs takes 82 GiB a GPU with all heads at once, 61 with half of them."""
+"""Those of a million tokens come last. A step of theirs takes 82 GiB a GPU with all heads at once, 57 with half of them."""
 MORE = (*_rows(4, (32, 64)), *(_row(4, 32, 256, table) for table in (FORWARD, STEP)), *_rows(8, (32, 64)))
 """Of more GPUs than most machines have; a million tokens are 256K on each of four, 128K on each of eight."""
 
