@@ -16,13 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flashdelta as fd
-from flashdelta.nn import KdaLanguageModel, LanguageModelConfig, shard_attention
+from flashdelta.nn import KdaLanguageModel, KimiDeltaAttention, LanguageModelConfig, shard_attention
 from flashdelta.nn.lm import VOCABULARY
 from flashdelta.parallel import context_parallel
 from flashdelta.problem.exchanges import exchange
 from flashdelta.testing.cases import BF16, FP32, Case
 from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
-from flashdelta.testing.oracle import same_bits
+from flashdelta.testing.oracle import relative_error, same_bits
 
 from ..support.ranks import SHARED, Cut, Found, incoming_of, results_of
 from .calls import KIMI, UNBOUNDED, first_configurations
@@ -188,17 +188,22 @@ def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
     return found
 
 
-def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
-    ranks = group.size()
+def every_case(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
+    """What the ranks find in each, and whether they do again, by either exchange."""
     found: dict[str, object] = {}
     for name, case in CASES.items():
-        cut = cut_of(case, ranks, backend)
+        cut = cut_of(case, group.size(), backend)
         runs = [cut.run(group) for _ in range(3)]  # the third replays
         found[name] = on_host(runs[0])
         found[f"{name} repeats"] = all(same_bits(x, run[key]) for run in runs for key, x in runs[0].items())
         found[f"{name} kept"] = on_host(cut.run(group, disable_recompute=True))
         ways = [replace(cut, exchange=way).run(group) for way in WAYS]
         found[f"{name} ways"] = all(same_bits(x, run[key]) for run in ways for key, x in runs[0].items())
+    return found
+
+
+def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
+    ranks, found = group.size(), every_case(group, backend)
     cut = cut_of(CASES["packed"], ranks, backend)
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
     tiny = cut_of(TINY, ranks, backend)
@@ -222,6 +227,38 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
         spoiled.call[name][:, 701:2701] = torch.nan
     found["nan"] = on_host(spoiled.run(group))
     return found
+
+
+# ---- a layer ---------------------------------------------------------------------------------------------------------
+
+LAYER_OFFSETS = (0, 700, 1501, 2048)
+"""Of the sequences that ranks cut; no two of them lie on one rank alone."""
+
+
+def layered(group: dist.ProcessGroup, device: str = "cuda") -> dict[str, float]:
+    """How far a layer over ranks lies from the whole on one: its output, the gradients of its input, and those of its
+    parameters, summed over the ranks."""
+    rank, ranks = group.rank(), group.size()
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(256, 2, head_dim=128).to(device)
+    offsets = torch.tensor(LAYER_OFFSETS, dtype=torch.int32, device=device)
+    x, weight = torch.randn(2, 1, LAYER_OFFSETS[-1], 256).to(device)
+    tokens = slice(rank * x.shape[1] // ranks, (rank + 1) * x.shape[1] // ranks)
+    context = context_parallel(offsets, group=group, conv_size=layer.conv_size)
+    found = []
+    for own, where in ((slice(None), {"cu_seqlens": offsets}), (tokens, {"cp_context": context})):
+        inputs = x[:, own].clone().requires_grad_()
+        with torch.autocast(device, BF16, enabled=device == "cuda"):
+            y = layer(inputs, **where)[0]
+        grads = torch.autograd.grad((y * weight[:, own]).sum(), [inputs, *layer.parameters()])
+        found.append({"y": y.detach(), "x": grads[0], **dict(zip(dict(layer.named_parameters()), grads[1:]))})
+    whole, over_ranks = found
+    for name, x in over_ranks.items():
+        if name in ("x", "y"):
+            whole[name] = whole[name][:, tokens]
+        else:
+            dist.all_reduce(x)
+    return {name: relative_error(x, whole[name]) for name, x in over_ranks.items()}
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,7 +22,7 @@ from flashdelta.testing.virtual import VirtualRank, on_ranks
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI
-from .ranks import CASES, TOLD, WAYS, cut_of, lose_a_rank, trained, work
+from .ranks import CASES, TOLD, WAYS, cut_of, every_case, layered, lose_a_rank, trained, work
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,12 @@ many roundings."""
 
 LIMITS = {"o": VALUES, "final_state": VALUES, **dict.fromkeys(SUMMED, SUMS)}
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+MORE = 4
+"""Ranks of which some wait for two others: they find `M`, too."""
+
+two_gpus, more_gpus = (
+    pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs") for n in (RANKS, MORE)
+)
 
 
 def truth_of(cut: Cut) -> Found:
@@ -93,18 +99,38 @@ def test_virtual_ranks_of_many_heads(model: Case, other_backend: str):
 @pytest.fixture(scope="module", params=["hopper", "triton"])
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
     """What they find with a backend. They run once, for the tests of all workers."""
-    if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+    return of_processes(request.param, RANKS, work, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=["hopper", "triton"])
+def more_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
+    return of_processes(request.param, MORE, every_case, tmp_path_factory)
+
+
+def of_processes(
+    backend: str, ranks: int, function: Callable[..., dict], folders: pytest.TempPathFactory
+) -> tuple[str, list[dict]]:
+    if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("hopper: not a Hopper GPU")
-    found = folder_of_run(tmp_path_factory) / f"ranks-{request.param}.pt"
-    return request.param, once(found, lambda: on_processes(RANKS, work, request.param, device="cuda", timeout=PATIENCE))
+    found = folder_of_run(folders) / f"ranks-{ranks}-{backend}.pt"
+    return backend, once(found, lambda: on_processes(ranks, function, backend, device="cuda", timeout=PATIENCE))
 
 
 @two_gpus
 @pytest.mark.parametrize("name", CASES)
 def test_gpus_find_what_virtual_ranks_find(processes: tuple[str, list[dict]], name: str):
+    hold_to_virtual_ranks(*processes, name)
+
+
+@more_gpus
+@pytest.mark.parametrize("name", CASES)
+def test_more_gpus_find_what_virtual_ranks_find(more_processes: tuple[str, list[dict]], name: str):
+    hold_to_virtual_ranks(*more_processes, name)
+
+
+def hold_to_virtual_ranks(backend: str, found: list[dict], name: str) -> None:
     """To the bit, and again when calls repeat; what the forward keeps changes nothing."""
-    backend, found = processes
-    cut = cut_of(CASES[name], RANKS, backend)
+    cut = cut_of(CASES[name], len(found), backend)
     joined, virtual = cut.joined([x[name] for x in found]), cut.over_ranks()
     for key, x in virtual.items():
         assert same_bits(joined[key], x.cpu()), key
@@ -196,6 +222,15 @@ def test_gradients_err_as_those_of_fla(processes: tuple[str, list[dict]]):
         own, theirs = error(x, truth[name]), error(fla[name], truth[name])
         assert own <= LIMITS.get(name, GRADIENTS), f"{name}: {own:.2e}"
         assert own <= SUMMED.get(name, 1.1) * theirs + 1e-4, f"{name}: {own:.2e}, FLA's {theirs:.2e}"
+
+
+@two_gpus
+def test_a_layer_over_two_gpus_is_the_whole_on_one():
+    """Its convolutions reach over the border by a halo, and its gradients come back by one."""
+    for found in on_processes(RANKS, layered, device="cuda", timeout=PATIENCE):
+        limits = LIMITS | {"y": VALUES}
+        off = {name: error for name, error in found.items() if not error <= limits.get(name, GRADIENTS)}
+        assert not off and {"x", "A_log"} < found.keys()
 
 
 @two_gpus
