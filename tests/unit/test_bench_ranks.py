@@ -359,7 +359,7 @@ def test_a_row_has_the_prediction_of_the_model():
     one = {"ms": {"median": 2.0}, "sustained_ms": 2.0}
     found = ranks.described(row, {"one": one, "ours": {"ms": {"median": 2.5}}, "fla": {"ms": None}})
     assert found["efficiency"] == 0.8 and found["speedup"] is None
-    assert found["modelled"] == pytest.approx(2.0 / (2.0 + scaling.added_us(8192, 32, 2, 140.9) / 1e3))
+    assert found["modelled"] == pytest.approx(2.0 / (2.0 + scaling.added_us(8192, 32, 2, 140.3) / 1e3))
 
 
 # ---- the model ---------------------------------------------------------------------------------------------------------
@@ -370,15 +370,15 @@ def test_the_model_takes_what_was_measured():
         assert scaling.exchange_us(mib, 2, "gather") == us
     for mib, us in scaling.PUT_US:
         # the rank copies what it has got, and each byte is read and written
-        copied = 2 * mib * 2**20 / 4.24e6
+        copied = 2 * mib * 2**20 / 4.27e6
         assert scaling.exchange_us(mib, 2, "put") == pytest.approx(us + 5 + copied)
     assert scaling.exchange_us(36, 2, "gather") == (55 + 290) / 2 and scaling.exchange_us(128, 2, "gather") > 500
     train = report.load(pages.RESULTS / "train-hopper-h200.json")
     for heads, us in scaling.REVERSE_US.items():
         row = next(row for row in train["rows"] if row["name"] == f"B1 T8192 H{heads}")
         kernels = {kernel["kernel"]: kernel["ms"] for kernel in row["ours"]["kernels"]}
-        assert kernels["reverse_kernel"] * 1e3 == pytest.approx(us, rel=0.02)
-        assert value(train, "ceilings.copy_tb_s") == pytest.approx(scaling.COPY_TB_S, rel=0.02)
+        assert kernels["reverse_kernel"] * 1e3 == pytest.approx(us, abs=0.1)
+        assert value(train, "ceilings.copy_tb_s") == pytest.approx(scaling.COPY_TB_S, abs=0.01)
 
 
 def test_the_model_adds_what_a_rank_does_more():

@@ -372,11 +372,15 @@ def layer() -> Iterator[str]:
     yield f"The convolution's reaches {short * 100:.0f} % at 768 tokens and {longer * 100:.0f} % at 2048"
 
 
+MILLION = {">= 0.85 of one GPU's rate": True, "<= 0.4 of FLA's": None}
+
+
 def parallel() -> Iterator[str]:
     rows = rows_of("cp-h200")
 
     two = [row for name, row in rows.items() if "x 2" in name]
-    assert not any(False in row["bounds"].values() for row in two)
+    # FLA has no time beside a million tokens with gradients
+    assert all(row["met"] or row["bounds"] == MILLION for row in two)
     forwards, steps = ([row for row in two if row["name"].startswith(f"{short} ")] for short in ("fwd", "fwd+bwd"))
     yield f"forwards reach {span(each(forwards, 'sustained_efficiency'), 2)} of one GPU's rate"
     yield f"with gradients {span(each(steps, 'sustained_efficiency'), 2)}"

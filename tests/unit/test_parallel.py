@@ -588,11 +588,11 @@ def test_offsets_must_stay_until_the_backward_pass(how: str, keep: bool):
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
 def test_transforms_over_ranks_are_refused(transform):
-    call = cut_of(packed((40, 24)), 2, gradients=False)
+    cut = cut_of(packed((40, 24)), 2, gradients=False)
 
     def run(group) -> None:
-        context = context_parallel(call.call["cu_seqlens"], group=group)
-        own = call.local(context)
+        context = context_parallel(cut.call["cu_seqlens"], group=group)
+        own = cut.local(context)
         q = own.pop("q")
         with pytest.raises(NotImplementedError, match="cp_context: transforms of"):
             transform(lambda q: fd.chunk_kda(q=q, **own)[0].sum())(q if transform is torch.func.grad else q[None])

@@ -33,7 +33,7 @@ TRANSITION_US = 0.57
 COMPOSE_US = 2.3
 """A step of a chain of transitions, by one CTA of 16 channels (docs/split.md)."""
 
-COPY_TB_S = 4.24
+COPY_TB_S = 4.27
 """Memory's, of the results files."""
 
 GATHER_US = ((0, 35), (1, 35), (4, 36), (8, 55), (64, 290))
@@ -97,7 +97,7 @@ def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "
     return added
 
 
-REVERSE_US = {32: 140.9, 64: 258.8}
+REVERSE_US = {32: 140.3, 64: 258.8}
 """`reverse` at 8192 tokens, by heads (train-hopper-h200.json)."""
 
 
