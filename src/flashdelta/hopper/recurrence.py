@@ -43,7 +43,7 @@ from .device.layouts import (
 )
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
-from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
+from .device.portable import checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .launch import TILE, ctas, overlaps_prepare, stages, stride_div8, tiles, work_tiles
@@ -179,11 +179,22 @@ def store_inside(
 
 
 @gluon.jit
+def checkpoint_index(scheduler, tile, span, stop, indices):
+    """The index of the state that is wanted at the end `stop` of a span, -1 for none. Loaded where the span starts and used
+    where it ends: no warp waits for it."""
+    i = scheduler.row(tile) * (tile.num_spans - 1) + gl.minimum(span, tile.num_spans - 2)
+    offset = gl.load(scheduler.checkpoint_offsets + i)
+    reached = (span + 1 < tile.num_spans) & (offset > 0) & (offset == stop - tile.begin)
+    return gl.load(indices + i, mask=reached, other=-1)
+
+
+@gluon.jit
 def pass_checkpoints(
     scheduler,
     tile,
     span,
     stop,
+    index,
     target,
     value,
     key,
@@ -196,20 +207,22 @@ def pass_checkpoints(
     STEPS: gl.constexpr,
 ):
     """At the end `stop` of a span, which others of the sequence follow: stores the states that are wanted there. The span that
-    goes on, and its past-the-last token."""
+    goes on, its past-the-last token, and the index of the state there."""
     indices, states, pitch, lowest, most = target
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
-        slot, reached = checkpoint_slot(
-            *(scheduler.checkpoint_offsets, indices, scheduler.row(tile), span, tile.num_spans),
-            *(stop - tile.begin, lowest, most),
-        )
-        if reached != 0:
+        slot = index.to(gl.int64)
+        # what the next span loads would wait behind the stores
+        span += 1
+        stop = tile.end
+        index = index * 0 - 1
+        if span + 1 < tile.num_spans:
+            stop = scheduler.span_stop(tile, span, start)
+            index = checkpoint_index(scheduler, tile, span, stop, indices)
+        if (slot >= lowest) & (slot < most):
             own = states + (slot * pitch + tile.head * (K * V))
             store_inside(own, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS)
-        span += 1
-        stop = scheduler.span_stop(tile, span, start)
-    return span, stop
+    return span, stop, index
 
 
 @gluon.jit
@@ -335,14 +348,15 @@ def compute(
             done = zero.to(gl.bfloat16)
             done_token = tile.begin
             done_count = 0
+            ahead = ring.wait(iteration)
             if not STEPS or scheduler.checkpoint_offsets is None:
-                ahead = ring.wait(iteration)
                 v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
                 if STEPS:
                     v_t, v_later = column_halves(v_t, LEFT)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             if scheduler.checkpoint_offsets is not None:
                 span, start, stop = scheduler.first_span(tile)
+                index = checkpoint_index(scheduler, tile, span, stop, checkpoint_indices)
             low = 0
             high = total
             if scheduler.checkpoint_offsets is None:
@@ -369,8 +383,7 @@ def compute(
                 if STEPS:
                     if scheduler.checkpoint_offsets is not None:
                         # no sooner: LLVM would carry it past the branch below in halves of registers
-                        ahead = ring.wait(iteration)
-                        v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
+                        v_t, v_later = column_halves(ring.rows.index(s).permute((1, 0)).load(LEFT), LEFT)
                     begun = start_step(ring, s, 0, state0, state1, v_t, KH)
                     if o is not None:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
@@ -378,8 +391,8 @@ def compute(
                     begun = start_step(ring, s, 1, state0, state1, v_later, KH)
                     state0, state1, out = end_step(ring, s, 1, *begun, KH)
                     iteration += 1
+                    ahead = ring.wait(gl.minimum(iteration, first + total - 1))
                     if scheduler.checkpoint_offsets is None:
-                        ahead = ring.wait(gl.minimum(iteration, first + total - 1))
                         v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
                     out = beside(out_first, out, ACC)
                     ring.release(s)
@@ -432,8 +445,8 @@ def compute(
                     start += C
                     if start >= stop:
                         start = stop
-                        span, stop = pass_checkpoints(
-                            *(scheduler, tile, span, stop, target, value, key, iteration),
+                        span, stop, index = pass_checkpoints(
+                            *(scheduler, tile, span, stop, index, target, value, key, iteration),
                             *(state0, state1, K, V, V_FIRST, STEPS),
                         )
                 done = out.to(gl.bfloat16)

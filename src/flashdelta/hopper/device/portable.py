@@ -8,7 +8,6 @@ from triton.runtime.jit import JITFunction
 from ...triton import commit as _commit
 from ...triton import decode as _decode
 from ...triton import fused_decode as _fused_decode
-from ...triton import recurrence as _recurrence
 from ...triton import segments as _split
 from ...triton import verify as _verify
 from ...triton.device import gates as _gates
@@ -51,7 +50,6 @@ sequence_slot = _gluon(_states.sequence_slot)
 state_offsets = _gluon(_states.state_offsets)
 store_state = _gluon(_states.store_state)
 
-checkpoint_slot = _gluon(_recurrence.checkpoint_slot)
 
 chunks_of = _gluon(_split.chunks_of)
 outgoing_sequence = _gluon(_split.outgoing_sequence)

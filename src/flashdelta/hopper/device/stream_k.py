@@ -1,10 +1,10 @@
 """Stream-K: equal ranges of the chunks of all tiles, by the wrap-around rule (McNaughton 1959).
 
-The chunks of all tiles lie in a row, tile by tile; each tile has one step more than chunks, the cost of a change of tile. The
-row is cut into equal ranges, one for each group of CTAs that do a tile's slices. A cut may leave a tile in two parts. The first
-part lies at the end of its range but is done first; the second lies at the start of the next range but is done last: the state
-that it starts from is there long before. A CTA only waits for one before it, so the kernel ends whatever runs at the same
-time. No range is shorter than the longest tile, so no tile has three parts.
+The chunks of all tiles lie in a row, tile by tile; each tile has more steps than chunks, one for the change of tile and one for
+each checkpoint. The row is cut into equal ranges, one for each group of CTAs that do a tile's slices. A cut may leave a tile in
+two parts. The first part lies at the end of its range but is done first; the second lies at the start of the next range but is
+done last: the state that it starts from is there long before. A CTA only waits for one before it, so the kernel ends whatever
+runs at the same time. No range is shorter than the longest tile, so no tile has three parts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def range_start(i, ranges, steps, longest):
 
 
 @gluon.jit
-def cut_at(step, tile_steps):
-    """Among tiles of `tile_steps` steps each: the tile that the cut before `step` goes through and how many of its chunks lie
-    before the cut; if that is 0, the cut is at the tile's start."""
+def cut_at(step, tile_steps, more):
+    """Among tiles of `tile_steps` steps each, `more` than chunks: the tile that the cut before `step` goes through and how many
+    of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
     tile = step // tile_steps
     chunk = step % tile_steps
-    rest = tile_steps - 1 - chunk
+    rest = tile_steps - more - chunk
     return tile + ((chunk > SHORT) & (rest <= SHORT)), chunk * ((chunk > SHORT) & (rest > SHORT))
 
 
@@ -59,8 +59,9 @@ def range_tile(k, tile0, chunk0, tile1, chunk1):
 
 
 @gluon.jit
-def sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C: gl.constexpr):
-    """Steps of a tile of each of the 128 sequences from `base` on, 0 past the last. Each warp has them all."""
+def sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C: gl.constexpr):
+    """Steps of a tile of each of the 128 sequences from `base` on, `more` than chunks, 0 past the last. Each warp has them
+    all."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     n = base + lane
     if checkpoint_offsets is None:
@@ -69,17 +70,16 @@ def sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C: g
         )
         chunks = (end - begin + C - 1) // C
     else:
-        spans = span_count(checkpoint_offsets, checkpoints)
-        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, spans, N, T, C).to(gl.int64)
-    return gl.where(n < N, chunks + 1, 0)
+        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, more, N, T, C).to(gl.int64)
+    return gl.where(n < N, chunks + more, 0)
 
 
 @gluon.jit
-def tiles_before(step, stop, tile_steps, HV):
+def tiles_before(step, stop, tile_steps, more, HV):
     """How many of a sequence's tiles lie before the cut before `step`, and chunks of the next one. The sequence's tiles have
     `tile_steps` steps each, the last of which is before step `stop * HV`."""
     start = (stop - tile_steps) * HV
-    tile, chunk = cut_at((step - start).to(gl.int32), gl.maximum(tile_steps, 1).to(gl.int32))
+    tile, chunk = cut_at((step - start).to(gl.int32), gl.maximum(tile_steps, 1).to(gl.int32), more)
     inside = (start <= step) & (step < stop * HV)
     return gl.where(inside, tile, gl.where((tile_steps > 0) & (step >= start), HV, 0)), gl.where(inside, chunk, 0)
 
@@ -87,16 +87,18 @@ def tiles_before(step, stop, tile_steps, HV):
 @gluon.jit
 def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C: gl.constexpr):
     """Range `i`: its first tile, the number of its chunks that belong to the range before, and the same of the next range."""
+    # as many as checkpoint spans: a change of tile and each checkpoint take about as long as a chunk
+    more = span_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None and checkpoint_offsets is None:
-        tile_steps = (T + C - 1) // C + 1
+        tile_steps = (T + C - 1) // C + more
         steps = (N * HV).to(gl.int64) * tile_steps
-        tile0, chunk0 = cut_at(range_start(i, ranges, steps, tile_steps).to(gl.int32), tile_steps)
-        tile1, chunk1 = cut_at(range_start(i + 1, ranges, steps, tile_steps).to(gl.int32), tile_steps)
+        tile0, chunk0 = cut_at(range_start(i, ranges, steps, tile_steps).to(gl.int32), tile_steps, more)
+        tile1, chunk1 = cut_at(range_start(i + 1, ranges, steps, tile_steps).to(gl.int32), tile_steps, more)
     else:
-        total = sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, 0, N, T, C)
+        total = sequence_steps(cu_seqlens, checkpoint_offsets, more, 0, N, T, C)
         most = total
         for base in range(128, N, 128):
-            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C)
+            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C)
             total += tile_steps
             most = gl.maximum(most, tile_steps)
         steps = gl.sum(total) * HV
@@ -109,13 +111,13 @@ def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV,
         chunk1 = tile0
         before = steps * 0
         for base in range(0, N, 128):
-            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, checkpoints, base, N, T, C)
+            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C)
             stop = before + gl.associative_scan(tile_steps, 0, add)
             before += gl.sum(tile_steps)
-            tile, chunk = tiles_before(step0, stop, tile_steps, HV)
+            tile, chunk = tiles_before(step0, stop, tile_steps, more, HV)
             tile0 += tile
             chunk0 += chunk
-            tile, chunk = tiles_before(step1, stop, tile_steps, HV)
+            tile, chunk = tiles_before(step1, stop, tile_steps, more, HV)
             tile1 += tile
             chunk1 += chunk
         # of 32 bits: the machine's sum over a warp, whose result the compiler knows to be the same for all of it
