@@ -358,6 +358,9 @@ def test_nothing_compiles_when_only_heads_lengths_or_batch_change(packed: bool, 
     if op is fd.fused_recurrent_kda and not packed:  # one token a sequence, of few and of many, is a kind of its own
         for B in (1, 300):
             op(**gpu_call(op, replace(start, T=1, B=B), BF16, backend))
+    if op is fd.chunk_kda and backend == "hopper":  # as are work tiles for more than a quarter of the SMs
+        many = replace(start, lengths=(5,) * 40) if packed else replace(start, T=5, B=40)
+        op(**gpu_call(op, many, BF16, backend))
     others = [
         *(replace(start, H=H, HV=HV) for H, HV in ((1, 1), (3, 3), (16, 16), (1, 2), (4, 20))),
         *(replace(start, T=T) for T in (1, 16, 63, 64, 1000)),

@@ -477,17 +477,20 @@ def test_narrow_heads_take_steps_before_segments(heads: int, kept: bool, wanted:
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_warmup_calls_every_form(packed: bool, K: int, V: int):
-    """In steps and in chunks, by whole tiles and by stream-K, and chunks that may be split."""
+    """In steps and in chunks, by whole tiles, of few at once with `prepare`, and by stream-K, and chunks that may be split."""
     forms = set()
     for B, T, H, N in _warm_sizes("chunk", packed, V, torch.device("cuda")):
         lengths = (T,) * N if packed else None
         problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, B=B, T=T, K=K, V=V, H=H, HV=H, lengths=lengths)))
         most = room(problem, t.device)
         split = segments_of_call(replace(problem, T=T), most, SPLIT_COSTS) > 0
-        forms.add((in_steps(problem, most), stream_k_pays(problem, ctas(V // 64, t.device)), split))
+        scan = next(x for x in build(problem, t, 90).launches if isinstance(x, Launch) and "STREAM_K" in x.constants)
+        stream_k = stream_k_pays(problem, ctas(V // 64, t.device))
+        forms.add((in_steps(problem, most), stream_k, scan.overlaps, split))
     assert forms == {
-        *((steps, stream_k, False) for steps in (False, True) for stream_k in (False, True)),
-        *((False, stream_k, True) for stream_k in ((False, True) if packed else (False,))),
+        *((steps, stream_k, False, False) for steps in (False, True) for stream_k in (False, True)),
+        (False, False, True, False),
+        *((False, stream_k, False, True) for stream_k in ((False, True) if packed else (False,))),
     }
 
 

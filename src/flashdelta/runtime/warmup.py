@@ -55,8 +55,8 @@ def warmup(
     16, or batch size; so a tiny call of each combination below compiles all of it. The exceptions are called, too: one token
     a sequence is a kind of its own for `fused_recurrent_kda` and `recurrent_kda`, and there few sequences are another than
     many; for `chunk_kda` so many tokens for so few heads that sequences may be split are another kind, and on Hopper many
-    heads, and sequences and heads that would leave many SMs idle. Options that are not listed are those of `chunk_kda`;
-    `gate="softplus"` wants `lower_bound=None`.
+    heads, sequences and heads that take a quarter of the SMs at most, and such that would leave many SMs idle. Options that are
+    not listed are those of `chunk_kda`; `gate="softplus"` wants `lower_bound=None`.
 
     Args:
         op: `chunk_kda`, `fused_recurrent_kda`, `recurrent_kda` or `fused_kda_decode`. The last two are called over a pool, with
@@ -235,6 +235,11 @@ WARM_BATCH = 14
 """Sequences of 12 heads and 64 value channels that would leave SMs idle, too short to be split."""
 
 
+WARM_MORE = 3
+"""As many sequences of 12 heads and 64 value channels take more than a quarter of a Hopper GPU's SMs: with fewer, `hopper`
+starts one kernel while another ends."""
+
+
 WARM_LONG = (1, 8192, 2, 1)
 """Sizes as of `_warm_sizes`: a sequence that is split."""
 
@@ -252,8 +257,8 @@ def _warm_sizes(kind: str, is_packed: bool, V: int, device: torch.device) -> lis
         if device.type != "cuda":
             return [(1, 65, 2, 1)]
         slices = max(V, 64) // 64
-        N = WARM_BATCH // slices
-        batches = [(1, 65, 12, N), WARM_LONG_BATCH] if is_packed else [(N, 65, 12, N)]
+        batches = [(1 if is_packed else N, 65, 12, N) for N in (-(-WARM_MORE // slices), WARM_BATCH // slices)]
+        batches += [WARM_LONG_BATCH] if is_packed else []
         return [(1, 65, 2, 1), (1, 65, WARM_HEADS, 1), (1, 65, WARM_MANY // slices, 1), *batches, WARM_LONG]
     several = (1, 2 if kind == "decode" else 65, 2, 1)
     return [several] if is_packed else [(1, 1, 2, 1), (WARM_MANY, 1, 2, WARM_MANY), several]
