@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -34,13 +35,30 @@ def test_code_runs(path: Path):
     run("-c", documents.program(path.read_text(), on_gpu=True))
 
 
+hopper = pytest.mark.skipif(
+    torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="sm_90"
+)
+
+
+@hopper
 @pytest.mark.long
-@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="sm_90")
-def test_the_tutorials_kernels_are_right_and_take_the_time_it_says():
+def test_the_tutorials_kernels_are_right():
     for step, said in (("1_load", "2 x, to the bit"), ("2_multiply", "x y"), ("3_pipeline", "x y")):
         assert said in run(f"examples/gluon/step_{step}.py")
+    assert len(rates()) == 5  # step 4 ends where one of them is wrong
+
+
+@hopper
+@pytest.mark.long
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times kernels: wants a GPU to itself, no -n")
+def test_the_tutorials_ways_take_the_time_it_says():
     best: dict[str, float] = {}
-    for _ in range(8):  # beside other tests
-        found = re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE)
-        best = {way: max(float(rate), best.get(way, 0.0)) for way, rate in found}
+    for _ in range(3):
+        best = {way: max(rate, best.get(way, 0.0)) for way, rate in rates().items()}
     assert best["PyTorch"] > best["2 stages"] > best["one stage"] > max(best["3 stages"], best["4 stages"])
+
+
+def rates() -> dict[str, float]:
+    """TFLOP/s of each way to multiply."""
+    found = re.findall(r"^(.*?) +([\d.]+) TFLOP/s", run("examples/gluon/step_4_measure.py"), flags=re.MULTILINE)
+    return {way: float(rate) for way, rate in found}
