@@ -14,6 +14,7 @@ from ..problem.context import ContextParallel, context_of
 from ..problem.errors import wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
 from ..problem.groups import is_group
+from ..runtime.call import is_wrapped, refuse_transforms
 
 
 def halo(x: Tensor, context: Any, width: int) -> Tensor:
@@ -60,19 +61,25 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     c = context_of(*given, x.device, ("context", "context"))
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
-    if c.cu_seqlens is not None and (x.shape[0] != 1 or c.tokens not in (None, x.shape[1])):
-        raise wrong("x", f"shape {list(x.shape)}", f"[1, T, D] with the context's T = {c.tokens} tokens a rank")
+    check_tokens(x, c)
     if c.cu_seqlens is None and x.shape[1] < width:
         raise wrong("x", f"{x.shape[1]} tokens", f"at least width = {width} on every rank")
     if x.device != c.device:
         raise wrong("x", f"device {x.device}", f"the context's device {c.device}")
     if torch.compiler.is_compiling():
         return c
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise NotImplementedError("halo: transforms of torch.func have no calls over ranks; autograd has")
+    if is_wrapped(x):
+        refuse_transforms("halo")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise wrong("x", "a tensor with a forward-mode tangent", "none (halo has no forward-mode gradients)")
     return c
+
+
+def check_tokens(x: Tensor, context: ContextParallel) -> None:
+    """That it has as many as the context's offsets are for."""
+    if context.cu_seqlens is not None and (x.shape[0] != 1 or context.tokens not in (None, x.shape[1])):
+        wanted = f"[1, T, {x.shape[2]}] with the context's T = {context.tokens} tokens a rank"
+        raise wrong("x", f"shape {list(x.shape)}", wanted)
 
 
 def _visible(border: Tensor, width: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Call:
         tracing = torch.compiler.is_compiling()
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
             if problem.ranks > 1:
-                raise NotImplementedError("cp_context: transforms of torch.func have no calls over ranks; autograd has")
+                refuse_transforms("cp_context")
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
         if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
@@ -125,6 +125,11 @@ class Call:
         """Of a call whose tensors overlap: says which."""
         by_name = dict(zip(self.tensors, tensors))
         self.operation.check_overlaps(self.operation.by_role(by_name))
+
+
+def refuse_transforms(name: str) -> NoReturn:
+    """Of `torch.func`, around a call over ranks."""
+    raise NotImplementedError(f"{name}: transforms of torch.func have no calls over ranks; autograd has")
 
 
 def public_call(op: Callable[..., Any]) -> Call:
