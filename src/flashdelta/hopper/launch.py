@@ -126,7 +126,7 @@ def overlaps_prepare(call: portable.StageCall) -> bool:
     """Whether `recurrence` starts while `prepare` ends: where its work tiles take a quarter of the SMs at most. With more,
     slices of a head would land where room is, and not on two SMs that share what they fetch: that costs more than it brings."""
     problem = call.problem
-    follows = problem.ranks == 1 and call.workspace.get("starts") is None
+    follows = problem.ranks == 1 and not call.may_split
     return follows and 0 < 4 * work_tiles(problem) <= ctas(1, call.t.device)
 
 

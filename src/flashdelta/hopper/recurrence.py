@@ -605,11 +605,10 @@ def recurrence(
     """With `v_new`, for the backward pass, `h` is V first and `o` may be None. `steps`: after `prepare_steps`."""
     problem, t, workspace = call.problem, call.t, call.workspace
     most = ctas(problem.V // TILE, t.v.device)
-    split = workspace.get("starts") is not None
     overlaps = not steps and overlaps_prepare(call)
     return Launch(
         recurrence_kernel,
-        most if split and problem.N > 0 else min(work_tiles(problem), most),
+        most if call.may_split and problem.N > 0 else min(work_tiles(problem), most),
         (
             tiles(workspace["tiles"]),
             workspace["decay"],
@@ -628,7 +627,7 @@ def recurrence(
             H_V_FIRST=problem.state_v_first or v_new is not None,
             # in steps a stage has one tile less, and four decays of a channel
             STAGES=stages(problem, 3 * problem.K // TILE + 3 - steps, beside=1, decays=4 if steps else 1),
-            STREAM_K=not split and stream_k_pays(problem, most),
+            STREAM_K=not call.may_split and stream_k_pays(problem, most),
             STEPS=steps,
             OVERLAPS=overlaps,
         ),

@@ -31,9 +31,14 @@ class StageCall:
         return (self.workspace.buffer, *self.beside)
 
     @property
+    def may_split(self) -> bool:
+        """Whether sequences may be split: the workspace has room for segments."""
+        return self.workspace.get("starts") is not None
+
+    @property
     def forms_segments(self) -> bool:
         """Whether sequences may be split, and the forward has not left their segments."""
-        return self.workspace.get("starts") is not None and self.t.segments is None
+        return self.may_split and self.t.segments is None
 
 
 DENSE = (
