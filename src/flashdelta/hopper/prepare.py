@@ -722,7 +722,7 @@ def prepare_kernel(
     L2NORM: gl.constexpr,
     FLAGS: gl.constexpr,
     COSTS: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """One chunk and value head, K = 128 (KH = 2 halves of the channels); * goes to memory:
 
@@ -753,7 +753,7 @@ def prepare_kernel(
     # unbounded decays head by head: most heads take one path throughout, and the code of both is more than the instruction
     # cache holds
     head, slot, tile = last_chunks_first(HV, not SAFE)
-    if OVERLAPPED:
+    if OVERLAPS:
         gdc_launch_dependents()
     if first_segment is not None:
         # one CTA more, the first to start, has no chunk but makes the plan
@@ -891,7 +891,7 @@ def prepare(call: StageCall, Akk_inv: Tensor | None = None) -> Launch:
             L2NORM=problem.l2norm,
             FLAGS=FLAGS,
             COSTS=astuple(SPLIT_COSTS),
-            OVERLAPPED=plan is not None or overlaps_prepare(call),
+            OVERLAPS=plan is not None or overlaps_prepare(call),
         ),
         num_warps=4,
         scratch=call.buffers,
