@@ -7,6 +7,7 @@ import gc
 import importlib
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -561,6 +562,16 @@ def test_what_does_not_fit_is_refused_on_every_rank(name: str):
     assert all(message in text for text in on_ranks(2, run)), message
 
 
+def hold_offsets(loss: Callable[[Tensor], Tensor], x: Tensor, context: ContextParallel, how: str) -> None:
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda x: x)
+    with copies if how == "offloaded" else contextlib.nullcontext():
+        found = checkpoint(loss, x, use_reentrant=False) if how == "checkpointed" else loss(x)
+    context.update_(torch.tensor([0, 10, 64]))
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
+        found.backward()
+    assert x.grad is None
+
+
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_offsets_must_stay_until_the_backward_pass(how: str, keep: bool):
@@ -572,16 +583,16 @@ def test_offsets_must_stay_until_the_backward_pass(how: str, keep: bool):
         call = cut.local(context) | {"disable_recompute": keep}
         q = call.pop("q").requires_grad_()
 
-        def loss(q: Tensor) -> Tensor:
-            return fd.chunk_kda(q=q, **call)[0].square().sum()
+        hold_offsets(lambda q: fd.chunk_kda(q=q, **call)[0].square().sum(), q, context, how)
 
-        copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda x: x)
-        with copies if how == "offloaded" else contextlib.nullcontext():
-            found = checkpoint(loss, q, use_reentrant=False) if how == "checkpointed" else loss(q)
-        context.update_(torch.tensor([0, 10, 64]))
-        with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
-            found.backward()
-        assert q.grad is None
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "offloaded"])
+def test_offsets_must_stay_until_the_backward_pass_of_a_halo(how: str):
+    def run(group) -> None:
+        context = context_parallel(OFFSETS, group=group)
+        hold_offsets(lambda x: halo(x, context, 3).square().sum(), torch.rand(1, 32, 3).requires_grad_(), context, how)
 
     on_ranks(2, run)
 

@@ -14,6 +14,7 @@ from ..problem.context import ContextParallel, context_of
 from ..problem.errors import wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
 from ..problem.groups import is_group
+from ..runtime.autograd import note_offsets, refuse_changed_offsets
 from ..runtime.call import is_wrapped, refuse_transforms
 
 
@@ -133,9 +134,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, border, *ctx.where, _ = inputs
     ctx.tokens = x.shape[1]
     ctx.save_for_backward(border)
+    note_offsets(ctx, {"context": border})
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_changed_offsets(ctx)
     return _halo_backward(grad, *ctx.saved_tensors, *ctx.where, ctx.tokens), *[None] * 6
 
 

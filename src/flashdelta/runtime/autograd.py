@@ -24,8 +24,8 @@ KEPT = {"A": "Akk_inv", **{name: name for name in ("workspace", "h", "v_new", "p
 PARAMETERS = ("A_log", "dt_bias")
 """Inputs that a caller may pass in another shape than the canonical one."""
 
-OFFSETS = ("cu_seqlens", "border")
-"""Inputs that say where sequences lie, and must stay as they are until the backward pass."""
+OFFSETS = {"cu_seqlens": "cu_seqlens", "border": "cp_context"}
+"""Inputs that say where sequences lie, and must stay as they are until the backward pass, with the caller's names for them."""
 
 _serials = itertools.count()
 
@@ -108,6 +108,18 @@ def refuse_second(ctx: Any, *grads: Tensor | None) -> None:
     raise NotImplementedError(NO_SECOND)
 
 
+def note_offsets(ctx: Any, offsets: Mapping[str, Tensor]) -> None:
+    """By the caller's names, for `refuse_changed_offsets`: autograd sees changes of what it saved, but not where checkpointing
+    saves it anew, or a hook a copy."""
+    ctx.offsets = [(name, x, x._version) for name, x in offsets.items()]
+
+
+def refuse_changed_offsets(ctx: Any) -> None:
+    for name, x, version in ctx.offsets:
+        if x._version != version:
+            raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
+
+
 class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, call: Differentiable, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -116,18 +128,14 @@ class _Differentiated(torch.autograd.Function):
         # saved like inputs, so that what drops or moves saved tensors, such as checkpointing, does so with these
         ctx.save_for_backward(*inputs, *kept.values())
         ctx.call = call, tuple(kept)  # type: ignore[attr-defined]
-        # autograd sees changes of what it saved, but not where checkpointing saves it anew, or a hook a copy
-        offsets = [(role, x) for role, x in zip(call.inputs, inputs) if role in OFFSETS and x is not None]
-        ctx.offsets = [(role, x, x._version) for role, x in offsets]  # type: ignore[attr-defined]
+        given = zip(call.inputs, inputs)
+        note_offsets(ctx, {OFFSETS[role]: x for role, x in given if role in OFFSETS and x is not None})
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         call, names = ctx.call
-        for role, x, version in ctx.offsets:
-            if x._version != version:
-                name = "cp_context" if role == "border" else role
-                raise RuntimeError(f"{name}: changed in place after the forward, and its backward pass reads it")
+        refuse_changed_offsets(ctx)
         tangents = forward_ad._current_level >= 0 and call.backend.name != "reference"
         gradients = _Gradients.apply if torch.is_grad_enabled() or tangents else _Gradients.forward
         return None, *gradients(call, names, *grads, *ctx.saved_tensors)
