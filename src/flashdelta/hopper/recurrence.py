@@ -180,8 +180,8 @@ def store_inside(
 
 @gluon.jit
 def checkpoint_index(scheduler, tile, span, stop, indices):
-    """The index of the state that is wanted at the end `stop` of a span, -1 for none. Loaded where the span starts and used
-    where it ends: no warp waits for it."""
+    """The index of the state that is wanted at the end `stop` of a span, -1 for none. In steps it is loaded where the span
+    starts and used where it ends: no warp waits for it. In chunks that takes a register too many."""
     i = scheduler.row(tile) * (tile.num_spans - 1) + gl.minimum(span, tile.num_spans - 2)
     offset = gl.load(scheduler.checkpoint_offsets + i)
     reached = (span + 1 < tile.num_spans) & (offset > 0) & (offset == stop - tile.begin)
@@ -211,6 +211,8 @@ def pass_checkpoints(
     indices, states, pitch, lowest, most = target
     start = stop
     while (start == stop) & (span + 1 < tile.num_spans):
+        if not STEPS:
+            index = checkpoint_index(scheduler, tile, span, stop, indices)
         slot = index.to(gl.int64)
         # what the next span loads would wait behind the stores
         span += 1
@@ -218,7 +220,8 @@ def pass_checkpoints(
         index = index * 0 - 1
         if span + 1 < tile.num_spans:
             stop = scheduler.span_stop(tile, span, start)
-            index = checkpoint_index(scheduler, tile, span, stop, indices)
+            if STEPS:
+                index = checkpoint_index(scheduler, tile, span, stop, indices)
         if (slot >= lowest) & (slot < most):
             own = states + (slot * pitch + tile.head * (K * V))
             store_inside(own, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS)
@@ -356,7 +359,7 @@ def compute(
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             if scheduler.checkpoint_offsets is not None:
                 span, start, stop = scheduler.first_span(tile)
-                index = checkpoint_index(scheduler, tile, span, stop, checkpoint_indices)
+                index = checkpoint_index(scheduler, tile, span, stop, checkpoint_indices) if STEPS else span * 0 - 1
             low = 0
             high = total
             if scheduler.checkpoint_offsets is None:
@@ -364,10 +367,11 @@ def compute(
             for i in range(low, high):
                 s = iteration % ring.STAGES
                 if h is not None:
-                    # in the backward pass a row carried by the loop makes ptxas of Triton 3.6 spill
-                    row_of_h = h_row + iteration - first if v_new is not None else h_row
+                    # in the backward pass, and with checkpoints, a row carried by the loop makes one of the ptxas spill
+                    CARRIED: gl.constexpr = v_new is None and scheduler.checkpoint_offsets is None
+                    row_of_h = h_row if CARRIED else h_row + iteration - first
                     h_at = state_offsets(wide(row_of_h, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST)
-                    if v_new is None:
+                    if CARRIED:
                         h_row += 1
                     gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
                     if KH == 2:

@@ -51,7 +51,7 @@ class Differentiable:
         return self.recorded is None or self.recorded.usable()
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
-        """Of tensors as the caller passed them."""
+        """Of tensors as the caller passed them. `addresses`: for a `Recording`, whose place in the launch cache this has."""
         inputs = [tensors[i] for i in self.places]
         try:
             return self.apply(*inputs)
