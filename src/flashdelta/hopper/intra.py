@@ -281,6 +281,7 @@ def intra_kernel(
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
+    later_s = gl.allocate_shared_memory(gl.float32, [3, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
@@ -309,7 +310,10 @@ def intra_kernel(
         copy_rows(grad_k_s, grad_k + first_row * K, key_stride, count)
     async_copy.commit_group()
     betas = gl.where(here, beta_value(raw, BETA), 0.0)[:, None]
-    same = same.to(gl.float32)[:, None] * scale
+    # out of registers until they are needed
+    later_s.index(0).store(raw)
+    later_s.index(1).store(same.to(gl.float32) * scale)
+    later_s.index(2).store(from_w.to(gl.float32))
 
     async_copy.wait_group(2)
     store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
@@ -327,11 +331,6 @@ def intra_kernel(
         )
     else:
         sum_q, sum_left, sum_right, G = all_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
-    kn = k_s.load(acc_l).to(gl.float32) * norm_k
-    qn = q_s.load(acc_l).to(gl.float32) * norm_q
-    sum_q *= scale
-    dbeta = gl.sum(kn * sum_left, axis=1)
-    sum_left *= betas
     async_copy.wait_group(0)
     G += G_s.load(acc_l)
     # in two parts, as the log decays were
@@ -342,6 +341,12 @@ def intra_kernel(
     low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
 
+    same = later_s.index(1).load(row.type.layout)[:, None]
+    kn = k_s.load(acc_l).to(gl.float32) * norm_k
+    qn = q_s.load(acc_l).to(gl.float32) * norm_q
+    sum_q *= scale
+    dbeta = gl.sum(kn * sum_left, axis=1)
+    sum_left *= betas
     sum_q += same * kn
     if PREFETCH:
         sum_q += grad_q_s.load(acc_l)
@@ -358,6 +363,8 @@ def intra_kernel(
     if L2NORM:
         sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
     store_rows(out_k + first_row * K, key_stride, sum_k, count, left_q)
+    raw = later_s.index(0).load(row.type.layout)
+    from_w = later_s.index(2).load(row.type.layout)
     dbeta = beta_gradient(raw, dbeta + from_w, BETA)
     gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
 
