@@ -296,10 +296,13 @@ def beside_cudnn(h200: dict[str, dict], h100: dict[str, dict]) -> Iterator[str]:
     limit = BY_GRAPH["random"]
     assert max(each(gated("prefill-hopper", "h200", "random").values(), same)) < 1
     shards = {gpu: gated("shards", gpu, "random").items() for gpu in ("h200", "h100")}
-    assert [x for gpu in shards for x, row in shards[gpu] if value(row, same) > limit] == ["T1024 H4", "T1024 H4"]
+    above = [(gpu, x) for gpu in shards for x, row in shards[gpu] if value(row, same) > limit]
+    assert above == [("h100", "T1024 H4")]
     found = [rows_of(f"shards-{gpu}")["T1024 H4, random gates"] for gpu in ("h200", "h100")]
-    yield "T1024 H4 takes {:.3f} on an H200 and {:.3f} on an H100".format(*each(found, same))
-    yield "{:.1f} us and cuDNN {:.1f}".format(*(found[0][who]["graph_ms"]["median"] * 1e3 for who in ("ours", "cudnn")))
+    here, there = each(found, same)
+    us = (found[0][who]["graph_ms"]["median"] * 1e3 for who in ("ours", "cudnn"))
+    yield "T1024 H4 takes {:.2f} on an H200, {:.1f} us and cuDNN {:.1f}".format(here, *us)
+    yield f"On an H100 it took {there:.3f} before that"
     yield f"takes up to {1 / min(each(slow, ready)):.0f} times our time even with ready inputs"
     packed = [value(h100[f"packed {x} H64, slow gates"], ready) for x in ("8 x 1024", "20 random")]
     yield "takes {:.2f} of the time of ready inputs in packed 8 x 1024 H64 and {:.2f} in packed 20".format(*packed)
@@ -398,8 +401,8 @@ def parallel() -> Iterator[str]:
     yield f"{faster['fwd+bwd H4 32K']} and {faster['fwd+bwd H4 128K']} times as fast as whole at 32K and 128K tokens"
     yield f"`disable_recompute` {faster['fwd+bwd H4 32K kept']} and {faster['fwd+bwd H4 128K kept']} times"
     short = alone["fwd+bwd H4 32K kept"]["ours"]
-    kernels = sum(kernel["ms"] for kernel in short["kernels"])
-    yield f"kernels take {kernels:.2f} ms of {short['sustained_ms']:.2f}"
+    assert sum(kernel["ms"] for kernel in short["kernels"]) > short["sustained_ms"]
+    yield f"At 32K its kernels take all of {short['sustained_ms']:.2f} ms"
     yield f"32K tokens a rank reach {rows['fwd+bwd H32 32K x 4']['sustained_efficiency']:.3f} of one GPU's rate (wanted: 0.80)"
     million = rows["fwd+bwd H32 256K x 4"]
     ours, one = (million[x]["sustained_ms"] for x in ("ours", "one"))
