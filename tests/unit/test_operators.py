@@ -185,6 +185,24 @@ def test_compiled_call_refuses_bad_input():
         compiled(lambda arguments: fd.chunk_kda(**arguments), fullgraph=False)(call)
 
 
+MESSAGES = {
+    "of a rule": ({"allow_neg_eigval": True}, "allow_neg_eigval: got True with use_beta_sigmoid_in_kernel=False"),
+    "of a dtype": (
+        {"final_state": torch.zeros(1, 2, 32, 64, dtype=torch.float16)},
+        "final_state: got dtype torch.float16, wanted float32 or bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), MESSAGES.values(), ids=[*MESSAGES])
+def test_a_whole_graph_says_what_is_wrong(options: dict, said: str):
+    call = short_call(BY_NAME["state"], fd.chunk_kda) | {"use_beta_sigmoid_in_kernel": False} | options
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        fd.chunk_kda(**call)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(said)):
+        compiled(lambda arguments: fd.chunk_kda(**arguments))(call)
+
+
 # ---- the operators themselves -------------------------------------------------------------------------------------
 
 

@@ -422,6 +422,29 @@ def test_the_second_call_replays_the_first(name: str, pretended: Started):
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+WRITES = {
+    "chunk": ("out", "final_state"),
+    "chunk, pool": ("state_pool",),
+    "decode": ("initial_state",),
+    "verify": ("initial_state", "intermediate_states"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_autograd_hears_of_every_write(name: str, pretended: Started):
+    """Also of a replay's: a backward pass of what was saved before it must not be silently wrong."""
+    op, make = OPERATIONS[name]
+    call = make(0) | {"backend": "triton"}
+    if name == "chunk":
+        call |= {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
+    for i in range(3):
+        before = {x: y._version for x, y in call.items() if isinstance(y, Tensor)}
+        pretended.clear()
+        op(**call)
+        assert set(pretended.anew()) == {i == 0}
+        assert {x for x in before if call[x]._version > before[x]} == {*WRITES[name]}
+
+
 @pytest.mark.parametrize("case", ["state", "tokens_innermost"])
 def test_both_directions_replay(case: str, pretended: Started):
     leaves = ("q", "k", "v", "g", "beta")

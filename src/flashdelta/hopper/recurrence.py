@@ -243,7 +243,8 @@ def compute(
     H_V_FIRST: gl.constexpr,
     STEPS: gl.constexpr,
 ):
-    """The consumer: four warps that carry a tile's state from chunk to chunk.
+    """The consumer: four warps that carry a tile's state from chunk to chunk. What follows are chunks of 64 tokens; with
+    `STEPS` a chunk is two steps of 32, each a `start_step` and an `end_step`, and its stage has one tile less.
 
     A stage holds the chunk's tiles `-w, qg, kg` (K / 64 each), `inverse = (I + A)^-1 diag(beta)` and `Aqk`, its decays and v:
 

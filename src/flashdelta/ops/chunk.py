@@ -118,11 +118,13 @@ def chunk_kda(
             True everywhere.
         checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so many
             tokens of the sequence is stored too. 0 means none; others must be multiples of 16 that rise in a row, at most the
-            sequence's length (where the state is the final one), and M at most 8 in a pool. Those past the end, or not above
-            the one before, store nothing; FLASHDELTA_CHECK=1 refuses them. The chunk grid of a sequence starts anew at its
-            checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the results.
+            sequence's length (where the state is the final one), and M at most 8 in a pool. Those past the end, or below the
+            one before, store nothing, and an equal one the same state; FLASHDELTA_CHECK=1 refuses all of these. The chunk grid
+            of a sequence starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the
+            results.
         checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`. With
-            `checkpoint_states` its rows, null if below 0 (row 0 is a row under any `null_index`) or past the end.
+            `checkpoint_states` its rows, null if below 0 (row 0 is a row under any `null_index`); one past the end stores
+            nothing, and FLASHDELTA_CHECK=1 refuses it.
         checkpoint_states: `[rows, HV, K, V]` (`[rows, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever other states
             have: a buffer that receives the checkpoints, with or without `state_pool`. Dense inside a row; rows may lie any
             pitch apart, and those of no checkpoint stay as they are. Must not share memory with another argument. Takes no

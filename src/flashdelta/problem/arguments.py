@@ -377,8 +377,7 @@ class Operation:
         call = Given(NO_TENSORS | values)
         for rule in self.rules:
             if rule.broken(call):
-                names = _Names(self)
-                raise wrong(self.name_of(rule.argument), rule.got.format_map(names), rule.wanted.format_map(names))
+                raise wrong(self.name_of(rule.argument), self._named(rule.got), self._named(rule.wanted))
         if self.canonical is not None:
             call = self.canonical(call, sizes)
         present = self._check_shapes(call, sizes)
@@ -434,19 +433,24 @@ class Operation:
             shapes = argument.shape(call) if callable(argument.shape) else argument.shape
             dims = dimensions(shapes if isinstance(shapes, str) else shapes[0], v_first)
             described = sizes.described(dims, torch.Size([0] * len(dims)))
-            raise wrong(name, None, f"a tensor of shape {described} ({why.format_map(_Names(self))})")
+            raise wrong(name, None, f"a tensor of shape {described} ({self._named(why)})")
 
     def _check_dtypes_and_devices(self, call: Any, present: list[tuple[Argument, Tensor]]) -> None:
         (leading, first), *_ = present
         for argument, x in present:
             allowed, said = argument.dtype(first.dtype, call)
             if x.dtype not in allowed:
-                said = said.format_map(_Names(self, first=self.name_of(leading.role)))
-                raise TypeError(f"{self.name_of(argument.role)}: got dtype {x.dtype}, wanted {said}")
+                said = said.replace("{first}", self.name_of(leading.role))
+                raise TypeError(f"{self.name_of(argument.role)}: got dtype {x.dtype}, wanted {self._named(said)}")
             device = CPU if argument.on_host else first.device
             if x.device != device:
                 of = "" if argument.on_host else f"{self.name_of(leading.role)}'s "
                 raise wrong(self.name_of(argument.role), f"device {x.device}", f"{of}device {device}")
+
+    def _named(self, text: str) -> str:
+        """A message with the caller's names for roles in braces. Not by `format_map`, which Dynamo does not trace."""
+        start, *others = text.split("{")
+        return start + "".join([self.name_of(x.split("}")[0]) + x.split("}")[1] for x in others])
 
     def check_overlaps(self, by_role: Mapping[str, Any]) -> None:
         """Refuses a tensor to be written that shares memory with another argument."""
@@ -479,17 +483,6 @@ class Operation:
             got = "a tensor that requires grad" if call.out.requires_grad else "a tensor with inputs that require grad"
             raise wrong("out", got, "one that takes no gradient, and None when an input requires grad")
         check_saved((self.name_of(argument.role), x) for argument, x in present)
-
-
-class _Names(dict):
-    """An operation's names of roles, for messages."""
-
-    def __init__(self, operation: Operation, **more: str):
-        super().__init__(more)
-        self.operation = operation
-
-    def __missing__(self, role: str) -> str:
-        return self.operation.name_of(role)
 
 
 def _canonical_shapes(t: Tensors) -> Tensors:

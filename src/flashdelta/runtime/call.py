@@ -45,13 +45,16 @@ class Call:
             (place[role], [place[other] for other in others if other in place])
             for role, others in operation.overlaps.items()
         ]
+        self.written = tuple(i for i, _ in self.pairs)
         CALLS[function] = self
 
     def run(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
         """The results by name. `host`: what the host knows of device data, on which launches depend, too."""
         entry, key, addresses = CACHE.find(self.kind if host is None else (self.kind, host), tensors, options)
         if entry is not None:
-            return entry.run(tensors, addresses)
+            results = entry.run(tensors, addresses)
+            self.count_writes(tensors)
+            return results
         return self.first(key, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
 
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
@@ -73,10 +76,17 @@ class Call:
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         program = backend.build(problem, t)
         results = program.run(None if key is None else tensors)
+        self.count_writes(tensors)
         if program.recorded is not None:
             program.recorded.pairs, program.recorded.refuse = self.pairs, self.refuse
             CACHE.keep(key, program.recorded)
         return results
+
+    def count_writes(self, tensors: Sequence[Tensor | None]) -> None:
+        """For autograd, which refuses a backward pass of what it saved before: of kernels' writes it knows nothing."""
+        written = [x for i in self.written if (x := tensors[i]) is not None]
+        if written:
+            torch._C._increment_version(written)
 
     def check(
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
