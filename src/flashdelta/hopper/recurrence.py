@@ -315,7 +315,7 @@ def compute(
         if checkpoint_every is not None:
             every, nothing = checkpoint_every * C, gl.minimum(start, 0)
             next_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, every, nothing).to(gl.int32)
-            passed = tile.first + checkpoint_every - 1
+            passed = tile.first + nothing + checkpoint_every - 1
             next_row += passed // checkpoint_every
             to_checkpoint = checkpoint_every - 1 - passed % checkpoint_every
         own, read, stored = sequence_slot(
@@ -476,8 +476,8 @@ def compute(
                 )
                 if scheduler.first_segment is not None:
                     crosses &= tile.stop == 0
-                in_state = (place.to(gl.int64) * HV + head) * (K * V) + nothing
-                in_packet = state_offsets(in_state, value, key, K, V, True)
+                in_state = (place.to(gl.int64) * HV + head) * (K * V)
+                in_packet = state_offsets(in_state, value + nothing, key, K, V, True)
                 store_halves(packet, in_packet, 64, state0, state1, crosses.to(gl.int32), K, STEPS)
 
 
