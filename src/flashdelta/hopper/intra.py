@@ -281,7 +281,7 @@ def intra_kernel(
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
-    later_s = gl.allocate_shared_memory(gl.float32, [3, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    by_row_s = gl.allocate_shared_memory(gl.float32, [3, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
@@ -311,9 +311,9 @@ def intra_kernel(
     async_copy.commit_group()
     betas = gl.where(here, beta_value(raw, BETA), 0.0)[:, None]
     # out of registers until they are needed
-    later_s.index(0).store(raw)
-    later_s.index(1).store(same.to(gl.float32) * scale)
-    later_s.index(2).store(from_w.to(gl.float32))
+    by_row_s.index(0).store(raw)
+    by_row_s.index(1).store(same.to(gl.float32) * scale)
+    by_row_s.index(2).store(from_w.to(gl.float32))
 
     async_copy.wait_group(2)
     store_decays(high_s, low_s, g_s.load(acc_l).to(gl.float32), bias, rate, lower_bound, valid, GATE, SAFE)
@@ -341,7 +341,7 @@ def intra_kernel(
     low_G.store((G - high.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
 
-    same = later_s.index(1).load(row.type.layout)[:, None]
+    same = by_row_s.index(1).load(row.type.layout)[:, None]
     kn = k_s.load(acc_l).to(gl.float32) * norm_k
     qn = q_s.load(acc_l).to(gl.float32) * norm_q
     sum_q *= scale
@@ -363,8 +363,8 @@ def intra_kernel(
     if L2NORM:
         sum_k = (sum_k - kn * gl.sum(sum_k * kn, axis=1)[:, None]) * norm_k
     store_rows(out_k + first_row * K, key_stride, sum_k, count, left_q)
-    raw = later_s.index(0).load(row.type.layout)
-    from_w = later_s.index(2).load(row.type.layout)
+    raw = by_row_s.index(0).load(row.type.layout)
+    from_w = by_row_s.index(2).load(row.type.layout)
     dbeta = beta_gradient(raw, dbeta + from_w, BETA)
     gl.store(out_beta + first_row + row * HV, dbeta.to(out_beta.dtype.element_ty), mask=here)
 

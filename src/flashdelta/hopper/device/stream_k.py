@@ -32,12 +32,12 @@ def range_start(i, ranges, steps, longest):
 
 
 @gluon.jit
-def cut_at(step, tile_steps, more):
-    """Among tiles of `tile_steps` steps each, `more` than chunks: the tile that the cut before `step` goes through and how many
-    of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
+def cut_at(step, tile_steps, overhead):
+    """Of tiles of `tile_steps` steps each, `overhead` of them no chunks: the tile that the cut before `step` goes through, and
+    how many of its chunks lie before the cut; if that is 0, the cut is at the tile's start."""
     tile = step // tile_steps
     chunk = step % tile_steps
-    rest = tile_steps - more - chunk
+    rest = tile_steps - overhead - chunk
     return tile + ((chunk > SHORT) & (rest <= SHORT)), chunk * ((chunk > SHORT) & (rest > SHORT))
 
 
@@ -59,9 +59,9 @@ def range_tile(k, tile0, chunk0, tile1, chunk1):
 
 
 @gluon.jit
-def sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C: gl.constexpr):
-    """Steps of a tile of each of the 128 sequences from `base` on, `more` than chunks, 0 past the last. Each warp has them
-    all."""
+def sequence_steps(cu_seqlens, checkpoint_offsets, overhead, base, N, T, C: gl.constexpr):
+    """Steps of a tile of each of the 128 sequences from `base` on, `overhead` of them no chunks; 0 past the last. Each warp has
+    them all."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     n = base + lane
     if checkpoint_offsets is None:
@@ -70,16 +70,16 @@ def sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C: gl.const
         )
         chunks = (end - begin + C - 1) // C
     else:
-        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, more, N, T, C).to(gl.int64)
-    return gl.where(n < N, chunks + more, 0)
+        chunks = chunks_of(n, cu_seqlens, checkpoint_offsets, overhead, N, T, C).to(gl.int64)
+    return gl.where(n < N, chunks + overhead, 0)
 
 
 @gluon.jit
-def tiles_before(step, stop, tile_steps, more, HV):
+def tiles_before(step, stop, tile_steps, overhead, HV):
     """How many of a sequence's tiles lie before the cut before `step`, and chunks of the next one. The sequence's tiles have
     `tile_steps` steps each, the last of which is before step `stop * HV`."""
     start = (stop - tile_steps) * HV
-    tile, chunk = cut_at((step - start).to(gl.int32), gl.maximum(tile_steps, 1).to(gl.int32), more)
+    tile, chunk = cut_at((step - start).to(gl.int32), gl.maximum(tile_steps, 1).to(gl.int32), overhead)
     inside = (start <= step) & (step < stop * HV)
     return gl.where(inside, tile, gl.where((tile_steps > 0) & (step >= start), HV, 0)), gl.where(inside, chunk, 0)
 
@@ -88,17 +88,17 @@ def tiles_before(step, stop, tile_steps, more, HV):
 def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV, C: gl.constexpr):
     """Range `i`: its first tile, the number of its chunks that belong to the range before, and the same of the next range."""
     # as many as checkpoint spans: a change of tile and each checkpoint take about as long as a chunk
-    more = span_count(checkpoint_offsets, checkpoints)
+    overhead = span_count(checkpoint_offsets, checkpoints)
     if cu_seqlens is None and checkpoint_offsets is None:
-        tile_steps = (T + C - 1) // C + more
+        tile_steps = (T + C - 1) // C + overhead
         steps = (N * HV).to(gl.int64) * tile_steps
-        tile0, chunk0 = cut_at(range_start(i, ranges, steps, tile_steps).to(gl.int32), tile_steps, more)
-        tile1, chunk1 = cut_at(range_start(i + 1, ranges, steps, tile_steps).to(gl.int32), tile_steps, more)
+        tile0, chunk0 = cut_at(range_start(i, ranges, steps, tile_steps).to(gl.int32), tile_steps, overhead)
+        tile1, chunk1 = cut_at(range_start(i + 1, ranges, steps, tile_steps).to(gl.int32), tile_steps, overhead)
     else:
-        total = sequence_steps(cu_seqlens, checkpoint_offsets, more, 0, N, T, C)
+        total = sequence_steps(cu_seqlens, checkpoint_offsets, overhead, 0, N, T, C)
         most = total
         for base in range(128, N, 128):
-            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C)
+            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, overhead, base, N, T, C)
             total += tile_steps
             most = gl.maximum(most, tile_steps)
         steps = gl.sum(total) * HV
@@ -111,13 +111,13 @@ def tile_range(i, ranges, cu_seqlens, checkpoint_offsets, checkpoints, N, T, HV,
         chunk1 = tile0
         before = steps * 0
         for base in range(0, N, 128):
-            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, more, base, N, T, C)
+            tile_steps = sequence_steps(cu_seqlens, checkpoint_offsets, overhead, base, N, T, C)
             stop = before + gl.associative_scan(tile_steps, 0, add)
             before += gl.sum(tile_steps)
-            tile, chunk = tiles_before(step0, stop, tile_steps, more, HV)
+            tile, chunk = tiles_before(step0, stop, tile_steps, overhead, HV)
             tile0 += tile
             chunk0 += chunk
-            tile, chunk = tiles_before(step1, stop, tile_steps, more, HV)
+            tile, chunk = tiles_before(step1, stop, tile_steps, overhead, HV)
             tile1 += tile
             chunk1 += chunk
         # of 32 bits: the machine's sum over a warp, whose result the compiler knows to be the same for all of it
