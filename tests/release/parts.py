@@ -110,6 +110,15 @@ PARTS = (
         ("fla",),
         120,
     ),
+    Part(
+        "tutorial",
+        words(
+            "-m pytest -q -m gpu tests/gpu/test_docs.py -k tutorials_ways -p tests.release.log --run-log {out}/tests.jsonl"
+        ),
+        300,
+        "tests-<gpu>.json",
+        "which of the tutorial's kernels is faster: the test that the first part skips, in the same log",
+    ),
     *(
         Part(
             f"ranks-{name}",

@@ -351,6 +351,20 @@ def test_a_log_tells_what_a_killed_run_had_done_and_a_second_run_does_the_rest(
         log.Log(path)
 
 
+def test_what_workers_skip_passes_alone():
+    """The part that runs it writes into the same log, later."""
+    tests, alone = (next(part for part in PARTS if part.name == name) for name in ("tests", "tutorial"))
+    logs = [part.command[-1].format(out="out", name=part.name) for part in (tests, alone)]
+    assert logs[0] == logs[1] and alone.gpus == 1 and not {"-n", "{jobs}"} & {*alone.command}
+    start = {"environment": {"commit": "c", "gpu": None, "versions": {}}, "began": "2026", "at": 2}
+    skipped, passed = ({"test": "a.py::x", "seconds": 1.0, "said": "", "outcome": x} for x in ("skipped", "passed"))
+    first = [start | {"tests": ["a.py::x", "a.py::y"]}, skipped | {"at": 3}, passed | {"test": "a.py::y", "at": 3}]
+    document = record.tests_document(
+        [*first, {"finished": 0, "at": 4}, start | {"tests": ["a.py::x"]}, passed | {"at": 5}]
+    )
+    assert document["totals"] == {"passed": 2, "failed": 0, "skipped": 0, "missing": 0}
+
+
 def test_a_test_that_failed_once_stays_failed():
     start = {
         "environment": {"commit": "c", "gpu": None, "versions": {}},
