@@ -27,7 +27,7 @@ from ..ops.convolution import short_convolution
 from ..ops.fused_decode import fused_kda_decode
 from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
-from ..parallel.halo import check_tokens, halo
+from ..parallel.halo import halo
 from ..problem import rank_checks
 from ..problem.arguments import flag
 from ..problem.context import ContextParallel, check_offsets, context_of
@@ -362,7 +362,7 @@ class KimiDeltaAttention(nn.Module):
         if given is not None:
             raise ValueError(f"{given}: got one with cp_context, wanted one of the two")
         context = context_of(cp_context, None, x.device)
-        check_tokens(x, context)
+        context.check_tokens(x)
         if context.conv_size not in (None, self.conv_size):
             raise ValueError(
                 f"cp_context: got one for {context.conv_size} taps, wanted the layer's conv_size = {self.conv_size}"

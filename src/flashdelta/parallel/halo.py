@@ -62,7 +62,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     c = context_of(*given, x.device, ("context", "context"))
     if not c.knows_halo:
         raise wrong("context", "one without pre_num_conv_tokens", "FLA's with the number of tokens on earlier ranks")
-    check_tokens(x, c)
+    c.check_tokens(x)
     if c.cu_seqlens is None and x.shape[1] < width:
         raise wrong("x", f"{x.shape[1]} tokens", f"at least width = {width} on every rank")
     if x.device != c.device:
@@ -74,13 +74,6 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise wrong("x", "a tensor with a forward-mode tangent", "none (halo has no forward-mode gradients)")
     return c
-
-
-def check_tokens(x: Tensor, context: ContextParallel) -> None:
-    """That it has as many as the context's offsets are for."""
-    if context.cu_seqlens is not None and (x.shape[0] != 1 or context.tokens not in (None, x.shape[1])):
-        wanted = f"[1, T, {x.shape[2]}] with the context's T = {context.tokens} tokens a rank"
-        raise wrong("x", f"shape {list(x.shape)}", wanted)
 
 
 def _visible(border: Tensor, width: int) -> Tensor:

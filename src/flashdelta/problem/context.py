@@ -87,6 +87,13 @@ class ContextParallel:
         """Those of a call: `border` and `cu_seqlens`."""
         return self.border, self.cu_seqlens
 
+    def check_tokens(self, x: Tensor, name: str = "x") -> None:
+        """That a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
+        if self.cu_seqlens is not None and (x.shape[0] != 1 or self.tokens not in (None, x.shape[1])):
+            shape = ", ".join(["1", "T", *map(str, x.shape[2:])])
+            wanted = f"[{shape}] with the context's T = {self.tokens} tokens a rank"
+            raise wrong(name, f"shape {list(x.shape)}", wanted)
+
     def update_(self, cu_seqlens: Tensor) -> None:
         """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
 
