@@ -607,6 +607,11 @@ def test_transforms_over_ranks_are_refused(transform):
         q = own.pop("q")
         with pytest.raises(NotImplementedError, match="cp_context: transforms of"):
             transform(lambda q: fd.chunk_kda(q=q, **own)[0].sum())(q if transform is torch.func.grad else q[None])
+        rows = {name: x for name, x in own.items() if name not in ("cp_context", "initial_state")}
+        with pytest.raises(NotImplementedError, match="group: transforms of"):
+            transform(lambda q: fd.chunk_kda(q=q, **rows, group=group)[0].sum())(
+                q if transform is torch.func.grad else q[None]
+            )
         with pytest.raises(NotImplementedError, match="halo: transforms of"):
             transform(lambda x: halo(x, context, 3).sum())(
                 q[:, :, 0] if transform is torch.func.grad else q[None, :, :, 0]

@@ -63,7 +63,7 @@ class Call:
         tracing = torch.compiler.is_compiling()
         if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
             if problem.ranks > 1:
-                refuse_transforms("cp_context")
+                refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
         if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
