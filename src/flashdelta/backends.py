@@ -24,6 +24,7 @@ class Recording(Protocol):
 
     used: int
     pairs: Sequence[tuple[int, Sequence[int]]]
+    writes: Sequence[int]
     refuse: Callable[[Sequence[Tensor | None]], None] | None
 
     def usable(self) -> bool: ...

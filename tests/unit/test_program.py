@@ -25,6 +25,7 @@ from flashdelta.program.workspace import Workspace
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
+from flashdelta.testing.fused import FUSED_BY_NAME, make_fused
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import as_recurrent
 from flashdelta.testing.prefills import INPUTS, LOGITS, PLAIN, SIZES, prefill_call, sized
@@ -401,8 +402,11 @@ OPERATIONS = {
     "chunk, pool": (fd.chunk_kda, lambda seed: pool_call(PLAIN_POOLS[0], BF16, seed=seed)),
     "recurrent": (fd.fused_recurrent_kda, lambda seed: as_recurrent(make_call(BY_NAME["state"], BF16, seed=seed))),
     "decode": (fd.recurrent_kda, lambda seed: make_step(STEPS["paged"], BF16, seed=seed)),
+    "read only": (fd.recurrent_kda, lambda seed: make_step(STEPS["read_only"], BF16, seed=seed)),
     "verify": (fd.recurrent_kda, lambda seed: make_step(STEPS["verify_rows"], BF16, seed=seed)),
     "commit": (fd.commit, lambda seed: commit_call(BF16)),
+    "fused": (fd.fused_kda_decode, lambda seed: make_fused(FUSED_BY_NAME["one"], BF16, seed=seed)),
+    "fused, replay": (fd.fused_kda_decode, lambda seed: make_fused(FUSED_BY_NAME["replay"], BF16, seed=seed)),
     "wy": (fd.kernels.chunk_bwd_wy_dqkg, lambda seed: make_wy(WY_CASES[0], BF16)),
 }
 
@@ -418,7 +422,8 @@ def test_the_second_call_replays_the_first(name: str, pretended: Started):
         launched.append([(kernel, grid, len(arguments)) for kernel, grid, arguments in pretended])
         assert pretended.anew() == [len(kept) == 1] * len(pretended) and pretended
     assert launched[0] == launched[1] == launched[2]
-    shapes = [[(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in results or ()] for _, results in kept]
+    found = [results if isinstance(results, tuple) else (results,) for _, results in kept]
+    shapes = [[(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in results] for results in found]
     assert shapes[0] == shapes[1] == shapes[2]
 
 
@@ -426,13 +431,17 @@ WRITES = {
     "chunk": ("out", "final_state"),
     "chunk, pool": ("state_pool",),
     "decode": ("initial_state",),
-    "verify": ("initial_state", "intermediate_states"),
+    "read only": (),
+    "verify": ("intermediate_states",),
+    "commit": ("initial_state",),
+    "fused": ("conv_state", "state"),
+    "fused, replay": ("conv_state", "intermediate_states"),
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
 def test_autograd_hears_of_every_write(name: str, pretended: Started):
-    """Also of a replay's: a backward pass of what was saved before it must not be silently wrong."""
+    """Also of a replay's: a backward pass of what was saved before it must not be silently wrong. And of nothing else."""
     op, make = OPERATIONS[name]
     call = make(0) | {"backend": "triton"}
     if name == "chunk":

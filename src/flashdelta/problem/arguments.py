@@ -165,6 +165,9 @@ class Argument:
     shares: tuple[str, ...] = ()
     on_host: bool = False
 
+    def written_by(self, call: Any) -> bool:
+        return self.written(call) if callable(self.written) else self.written
+
 
 WORDS = {
     "S1": "1 + num_spec_tokens",
@@ -357,6 +360,11 @@ class Operation:
     def by_role(self, given: Mapping[str, object]) -> dict[str, Any]:
         return {self.role_of_name.get(name, name): x for name, x in given.items()}
 
+    def written(self, given: Mapping[str, object]) -> list[str]:
+        """Roles that the call writes, of a call whose arguments are `given` by the caller's names."""
+        call = Given(NO_TENSORS | self.by_role(given))
+        return [argument.role for argument in self.arguments if argument.written_by(call)]
+
     def check(self, given: Mapping[str, object], *, dry: bool = False) -> tuple[Problem, Tensors]:
         """Validates a call, whose arguments are `given` by the caller's names. A `dry` check copies and reads nothing on a
         device; its tensors may not be run on.
@@ -383,7 +391,7 @@ class Operation:
         present = self._check_shapes(call, sizes)
         self._check_dtypes_and_devices(call, present)
         for argument, x in present:
-            written = argument.written(call) if callable(argument.written) else argument.written
+            written = argument.written_by(call)
             if (written or x.dtype == torch.bool) and is_negative(x):  # nothing is the negative of a bool
                 wanted = "memory to be written as it is" if written else "flags as memory has them"
                 raise wrong(self.name_of(argument.role), "a view with the negative bit", wanted)

@@ -21,6 +21,9 @@ class Entry(Protocol):
     types: Sequence[type]
     """Of the call's options: 64.0 equals 64, and True equals 1, but they are not the same call."""
 
+    writes: Sequence[int]
+    """Tensors, by place, that the call writes."""
+
     def usable(self) -> bool:
         """Whether it may run now; else the call runs as one that may not be kept."""
 

@@ -247,6 +247,8 @@ class Recorded:
         """None before it is worked out, or where there can be none."""
         self.pairs: Sequence[tuple[int, Sequence[int]]] = ()
         """Of tensors, by place, that are written, and those which must not share their memory."""
+        self.writes: Sequence[int] = ()
+        """Of these, what the call really writes."""
         self.refuse: Callable[[Sequence[Tensor | None]], None] | None = None
         """Called with the tensors of a call that overlap; raises."""
         self.apart: dict[int, list[int]] = {}

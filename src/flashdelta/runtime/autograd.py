@@ -36,6 +36,7 @@ class Differentiable:
 
     used = 0
     types: Sequence[type] = ()
+    writes: Sequence[int] = ()
 
     def __init__(
         self, problem: Problem, backend: Backend, cache: LaunchCache[Any], names: Sequence[str], repeats: bool

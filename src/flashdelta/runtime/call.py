@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from .. import backends
 from ..problem import rank_checks
@@ -40,12 +41,11 @@ class Call:
         self.operation, self.function, self.kind = operation, function, operation.name
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
-        place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
+        self.place = place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
         self.pairs: Pairs = [
             (place[role], [place[other] for other in others if other in place])
             for role, others in operation.overlaps.items()
         ]
-        self.written = tuple(i for i, _ in self.pairs)
         CALLS[function] = self
 
     def run(self, tensors: tuple[Tensor | None, ...], options: tuple, host: object = None) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ class Call:
         entry, key, addresses = CACHE.find(self.kind if host is None else (self.kind, host), tensors, options)
         if entry is not None:
             results = entry.run(tensors, addresses)
-            self.count_writes(tensors)
+            count_writes(tensors, entry.writes)
             return results
         return self.first(key, tensors, dict(zip(self.tensors, tensors)) | dict(zip(self.options, options)))
 
@@ -76,17 +76,12 @@ class Call:
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         program = backend.build(problem, t)
         results = program.run(None if key is None else tensors)
-        self.count_writes(tensors)
+        writes = [self.place[role] for role in self.operation.written(given)]
+        count_writes(tensors, writes)
         if program.recorded is not None:
-            program.recorded.pairs, program.recorded.refuse = self.pairs, self.refuse
+            program.recorded.pairs, program.recorded.writes, program.recorded.refuse = self.pairs, writes, self.refuse
             CACHE.keep(key, program.recorded)
         return results
-
-    def count_writes(self, tensors: Sequence[Tensor | None]) -> None:
-        """For autograd, which refuses a backward pass of what it saved before: of kernels' writes it knows nothing."""
-        written = [x for i in self.written if (x := tensors[i]) is not None]
-        if written:
-            torch._C._increment_version(written)
 
     def check(
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
@@ -135,6 +130,13 @@ class Call:
         """Of a call whose tensors overlap: says which."""
         by_name = dict(zip(self.tensors, tensors))
         self.operation.check_overlaps(self.operation.by_role(by_name))
+
+
+def count_writes(tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:
+    """For autograd, which refuses a backward pass of what it saved before: of kernels' writes it knows nothing."""
+    written = [x for i in places if (x := tensors[i]) is not None]
+    if written:
+        increment_version(written)
 
 
 def refuse_transforms(name: str) -> NoReturn:
