@@ -43,15 +43,35 @@ from .device.layouts import (
 )
 from .device.math import column_halves, hidden_zero, mma, mma_first, wide
 from .device.pipeline import make_ring, signal, wait
-from .device.portable import checkpoint_target, crossing_packet, sequence_slot, state_offsets
+from .device.portable import checkpoint_slot, checkpoint_target, crossing_packet, sequence_slot, state_offsets
 from .device.stream_k import stream_k_range
 from .device.tile_scheduler import TileScheduler, rows_before, span_chunks_before
 from .launch import TILE, ctas, overlaps_prepare, stages, stride_div8, tiles, work_tiles
 
+TOKEN, COUNT, SLOT, SPAN, CHUNKS = (gl.constexpr(i) for i in range(5))
+"""What the loader says of a chunk where checkpoints cut sequences: its first token, its tokens, the slot for the
+state after it, the next span if that ends there, too (both -1 for none), and the work tile's chunks."""
+FIELDS = gl.constexpr(8)
+
 
 @gluon.jit
-def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl.constexpr):
-    """The loader: one warp that keeps the ring full."""
+def describe(info, stage, token, count, chunks, slot, span):
+    """The loader's, before `ring.expect`, which publishes it."""
+    field = gl.arange(0, FIELDS, layout=gl.BlockedLayout([FIELDS], [32], [1], [0]))
+    values = gl.where(field == TOKEN, token, gl.where(field == COUNT, count, chunks))
+    info.index(stage).store(gl.where(field == SLOT, slot, gl.where(field == SPAN, span, values)))
+
+
+@gluon.jit
+def described(info, stage, field: gl.constexpr):
+    """The computing warps', of a full stage."""
+    return gl.sum(info.index(stage).slice(field, 1).load(gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K: gl.constexpr, STEPS: gl.constexpr):
+    """The loader: one warp that keeps the ring full. It is ahead of the computing warps: what has to be loaded to know where
+    checkpoints lie, none of these waits for."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
     TILES: gl.constexpr = ring.TILES
@@ -63,10 +83,18 @@ def load(tiles_d, decay, v, ring, scheduler, strides, K: gl.constexpr, STEPS: gl
         in_head = (wide(tile.batch, v_batch) + wide(tile.head, v_head)) * 8 + slice_ * BV
         start = tile.begin
         slot = tile.slot
+        if info is not None:
+            total = scheduler.chunks(tile)
         for span in range(0, tile.num_spans):
             stop, chunks, low, high = scheduler.span(tile, span, start, slot)
+            if info is not None:
+                wanted, further = span_checkpoint(scheduler, tile, span, stop, target)
             for i in range(low, high):
                 stage, full = ring.acquire(iteration)
+                if info is not None:
+                    ends = i + 1 == chunks
+                    of_end = (gl.where(ends, wanted, -1), gl.where(ends, further, -1))
+                    describe(info, stage, start + i * C, gl.minimum(stop - start - i * C, C), total, *of_end)
                 chunk = (slot + i) * scheduler.HV + tile.head
                 at = (chunk * (TILES * 64)).to(gl.int32)
                 ring.expect(full)
@@ -179,22 +207,25 @@ def store_inside(
 
 
 @gluon.jit
-def checkpoint_index(scheduler, tile, span, stop, indices):
-    """The index of the state that is wanted at the end `stop` of a span, -1 for none. In steps it is loaded where the span
-    starts and used where it ends: no warp waits for it. In chunks that takes a register too many."""
-    i = scheduler.row(tile) * (tile.num_spans - 1) + gl.minimum(span, tile.num_spans - 2)
-    offset = gl.load(scheduler.checkpoint_offsets + i)
-    reached = (span + 1 < tile.num_spans) & (offset > 0) & (offset == stop - tile.begin)
-    return gl.load(indices + i, mask=reached, other=-1)
+def span_checkpoint(scheduler, tile, span, stop, target):
+    """Of a span that ends at token `stop`: the slot for the state there, and the next span if that ends there, too; -1 for
+    none. A sequence's last span ends with the final state."""
+    indices, _, _, lowest, most = target
+    slot, stored = checkpoint_slot(
+        *(scheduler.checkpoint_offsets, indices, scheduler.row(tile), span, tile.num_spans),
+        *(stop - tile.begin, lowest, most),
+    )
+    further = (span + 2 < tile.num_spans) & (scheduler.span_stop(tile, span + 1, stop) == stop)
+    return gl.where(stored != 0, slot, -1).to(gl.int32), gl.where(further, span + 1, -1).to(gl.int32)
 
 
 @gluon.jit
-def pass_checkpoints(
+def store_checkpoints(
     scheduler,
     tile,
-    span,
     stop,
-    index,
+    slot,
+    span,
     target,
     value,
     key,
@@ -206,31 +237,21 @@ def pass_checkpoints(
     V_FIRST: gl.constexpr,
     STEPS: gl.constexpr,
 ):
-    """At the end `stop` of a span, which others of the sequence follow: stores the states that are wanted there. The span that
-    goes on, its past-the-last token, and the index of the state there."""
-    indices, states, pitch, lowest, most = target
-    start = stop
-    while (start == stop) & (span + 1 < tile.num_spans):
-        if not STEPS:
-            index = checkpoint_index(scheduler, tile, span, stop, indices)
-        slot = index.to(gl.int64)
-        # what the next span loads would wait behind the stores
-        span += 1
-        stop = tile.end
-        index = index * 0 - 1
-        if span + 1 < tile.num_spans:
-            stop = scheduler.span_stop(tile, span, start)
-            if STEPS:
-                index = checkpoint_index(scheduler, tile, span, stop, indices)
-        if (slot >= lowest) & (slot < most):
-            own = states + (slot * pitch + tile.head * (K * V))
+    """The states after token `stop`: in `slot`, and in those of spans from `span` on that end there, too; -1 for none."""
+    _, states, pitch, _, _ = target
+    while (slot >= 0) | (span >= 0):
+        if slot >= 0:
+            own = states + (slot.to(gl.int64) * pitch + tile.head * (K * V))
             store_inside(own, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS)
-    return span, stop, index
+        slot = slot * 0 - 1
+        if span >= 0:
+            slot, span = span_checkpoint(scheduler, tile, span, stop, target)
 
 
 @gluon.jit
 def compute(
     ring,
+    info,
     o_s,
     outputs,
     states,
@@ -266,11 +287,8 @@ def compute(
     initial_state, final_state, state_pitch, has_initial, has_final, pool, checkpoints, for_next = states
     border, packet = for_next
     state_indices, has_initial_state, lowest, pool_slots = pool
-    checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch = checkpoints
-    at_checkpoints, pitch, lowest_checkpoint, most_checkpoints = checkpoint_target(
-        *(final_state, state_pitch, lowest, pool_slots, checkpoint_states, checkpoint_pitch, checkpoint_rows)
-    )
-    target = (checkpoint_indices, at_checkpoints, pitch, lowest_checkpoint, most_checkpoints)
+    target, checkpoint_every, checkpoint_rows = checkpoints
+    _, at_checkpoints, pitch, _, _ = target
     carry, semaphore, starts = starting
     HV = scheduler.HV
     SLICES: gl.constexpr = V // BV
@@ -326,7 +344,8 @@ def compute(
             o_tile = o + (wide(tile.batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
         if v_new is not None:
             v_new_tile = v_new + (wide(tile.batch, scheduler.T) * HV + head) * V + slice_ * BV
-        total = scheduler.chunks(tile)
+        if info is None:
+            total = scheduler.chunks(tile)
         in_slice = gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
         value = slice_ * BV + in_slice
         hidden = hidden_zero(iteration) if ZERO == "hidden" else 0
@@ -345,6 +364,10 @@ def compute(
             state0, state1 = load_halves(carry, at_start, 64, 1, K, STEPS)
         else:
             state0, state1 = load_halves(initial_state, at, NEXT, read, K, STEPS)
+        if info is not None:
+            total = tile.end - tile.begin
+            if total > 0:
+                total = described(info, ring.wait(iteration), CHUNKS)
         first = iteration
         if ZERO == "their sum":
             past = iteration + total
@@ -353,14 +376,10 @@ def compute(
             done_token = tile.begin
             done_count = 0
             ahead = ring.wait(iteration)
-            if not STEPS or scheduler.checkpoint_offsets is None:
-                v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                if STEPS:
-                    v_t, v_later = column_halves(v_t, LEFT)
+            v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
+            if STEPS:
+                v_t, v_later = column_halves(v_t, LEFT)
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
-            if scheduler.checkpoint_offsets is not None:
-                span, start, stop = scheduler.first_span(tile)
-                index = checkpoint_index(scheduler, tile, span, stop, checkpoint_indices) if STEPS else span * 0 - 1
             low = 0
             high = total
             if scheduler.checkpoint_offsets is None:
@@ -371,7 +390,9 @@ def compute(
                     # in the backward pass, and with checkpoints, a row carried by the loop makes one of the ptxas spill
                     CARRIED: gl.constexpr = v_new is None and scheduler.checkpoint_offsets is None
                     row_of_h = h_row if CARRIED else h_row + iteration - first
-                    h_at = state_offsets(wide(row_of_h, HV * (K * V)) + head * (K * V), value, key, K, V, H_V_FIRST)
+                    # with checkpoints addresses kept over the loop would spill
+                    h_value = value if info is None else value + hidden_zero(iteration)
+                    h_at = state_offsets(wide(row_of_h, HV * (K * V)) + head * (K * V), h_value, key, K, V, H_V_FIRST)
                     if CARRIED:
                         h_row += 1
                     gl.store(h + h_at, to_lines(state0.to(h.dtype.element_ty)))
@@ -386,21 +407,20 @@ def compute(
                         to_checkpoint = checkpoint_every
                     to_checkpoint -= 1
                 if STEPS:
-                    if scheduler.checkpoint_offsets is not None:
-                        # no sooner: LLVM would carry it past the branch below in halves of registers
-                        v_t, v_later = column_halves(ring.rows.index(s).permute((1, 0)).load(LEFT), LEFT)
                     begun = start_step(ring, s, 0, state0, state1, v_t, KH)
                     if o is not None:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
                     state0, state1, out_first = end_step(ring, s, 0, *begun, KH)
                     begun = start_step(ring, s, 1, state0, state1, v_later, KH)
+                    if info is not None:
+                        # while MMAs run: after them all warps would wait for it
+                        done_token, done_count = described(info, s, TOKEN), described(info, s, COUNT)
+                        wanted, further = described(info, s, SLOT), described(info, s, SPAN)
                     state0, state1, out = end_step(ring, s, 1, *begun, KH)
                     iteration += 1
                     ahead = ring.wait(gl.minimum(iteration, first + total - 1))
-                    if scheduler.checkpoint_offsets is None:
-                        v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
+                    v_t, v_later = column_halves(ring.rows.index(ahead).permute((1, 0)).load(LEFT), LEFT)
                     out = beside(out_first, out, ACC)
-                    ring.release(s)
                 else:
                     left0 = as_left(state0)
                     if KH == 2:
@@ -430,6 +450,10 @@ def compute(
                             *(v_new_tile, o_s, v_new_t.to(gl.bfloat16), token, (stop - token).to(gl.int32), row),
                             *(row[:, None] * (HV * V) + column[None, :], HV * (V // 8)),
                         )
+                    if info is not None:
+                        # while MMAs run: after them all warps would wait for it
+                        done_token, done_count = described(info, s, TOKEN), described(info, s, COUNT)
+                        wanted, further = described(info, s, SLOT), described(info, s, SPAN)
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
                     last = past - 1 if ZERO == "their sum" else first + total - 1
@@ -441,19 +465,16 @@ def compute(
                         )
                     else:
                         state0, out, v_new_left, left0 = warpgroup_mma_wait(0, deps=[state0, out, v_new_left, left0])
-                    ring.release(s)
-                if scheduler.checkpoint_offsets is None:
+                ring.release(s)
+                if info is None:
                     done_token = start + i * C
                     done_count = (stop - done_token).to(gl.int32)
                 else:
-                    done_token, done_count = start, stop - start
-                    start += C
-                    if start >= stop:
-                        start = stop
-                        span, stop, index = pass_checkpoints(
-                            *(scheduler, tile, span, stop, index, target, value, key, iteration),
-                            *(state0, state1, K, V, V_FIRST, STEPS),
-                        )
+                    end = done_token + done_count
+                    store_checkpoints(
+                        *(scheduler, tile, end, wanted, further, target, value, key, iteration),
+                        *(state0, state1, K, V, V_FIRST, STEPS),
+                    )
                 done = out.to(gl.bfloat16)
             if o is not None:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
@@ -553,6 +574,10 @@ def recurrence_kernel(
     TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
     ring = make_ring(tiles_d, DECAYS, STAGES, TILES)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
+    if checkpoint_offsets is None:
+        info: gl.constexpr = None
+    else:
+        info = gl.allocate_shared_memory(gl.int32, [STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     SLICES: gl.constexpr = V // BV
     if OVERLAPS:
         gdc_wait()
@@ -569,14 +594,18 @@ def recurrence_kernel(
     in_o = (o_batch, o_token, o_head)
     outputs = (o, h, v_new)
     pool = (state_indices, has_initial_state, lowest, pool_slots)
-    at_checkpoints = (checkpoint_indices, checkpoint_states, checkpoint_every, checkpoint_rows, checkpoint_pitch)
+    to, pitch, least, most = checkpoint_target(
+        *(final_state, state_pitch, lowest, pool_slots, checkpoint_states, checkpoint_pitch, checkpoint_rows)
+    )
+    target = (checkpoint_indices, to, pitch, least, most)
+    at_checkpoints = (target, checkpoint_every, checkpoint_rows)
     for_next = (border, packet)
     states = (initial_state, final_state, state_pitch, has_initial, has_final, pool, at_checkpoints, for_next)
     starting = (carry, semaphores, starts)
     gl.warp_specialize(
         [
-            (compute, (ring, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
-            (load, (tiles_d, decay, v, ring, scheduler, in_v, K, STEPS)),
+            (compute, (ring, info, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
+            (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS)),
         ],
         [1],
         [96],

@@ -35,18 +35,8 @@ from .device.sequences import (
     sequence_chunk_slots,
     span_extent,
 )
-from .device.states import checkpoint_target, load_state, named_slot, sequence_slot, state_offsets, store_state
+from .device.states import checkpoint_slot, checkpoint_target, load_state, sequence_slot, state_offsets, store_state
 from .launch import SHARED_MEMORY, StageCall, checkpoint_arguments, packet_arguments, precision, state_arguments
-
-
-@triton.jit
-def checkpoint_slot(offsets, indices, n, span, spans, end, lowest, pool_slots):
-    """The slot for the state at the end of a checkpoint span, and whether to store it: only if the offset is the end."""
-    i = n * (spans - 1) + tl.minimum(span, spans - 2)
-    offset = tl.load(offsets + i)
-    slot, named = named_slot(indices, i, lowest, pool_slots)
-    stored = named & (span < spans - 1) & (offset > 0) & (offset == end)
-    return slot, stored.to(tl.int32)
 
 
 @triton.jit

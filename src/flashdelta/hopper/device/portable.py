@@ -41,15 +41,14 @@ sigmoid = _gluon(_gates.sigmoid)
 locate_tile = _gluon(_sequences.locate_work_tile)
 span_count = _gluon(_sequences.span_count)
 span_extent = _gluon(_sequences.span_extent)
-span_of_chunk = _gluon(_sequences.span_of_chunk)
 
+checkpoint_slot = _gluon(_states.checkpoint_slot)
 checkpoint_target = _gluon(_states.checkpoint_target)
 everywhere = _gluon(_states.everywhere)
 load_state = _gluon(_states.load_state)
 sequence_slot = _gluon(_states.sequence_slot)
 state_offsets = _gluon(_states.state_offsets)
 store_state = _gluon(_states.store_state)
-
 
 chunks_of = _gluon(_split.chunks_of)
 outgoing_sequence = _gluon(_split.outgoing_sequence)

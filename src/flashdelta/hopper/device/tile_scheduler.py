@@ -28,7 +28,6 @@ from .portable import (
     segment_part_of_span,
     span_count,
     span_extent,
-    span_of_chunk,
 )
 from .stream_k import range_tile, range_tiles
 
@@ -162,15 +161,6 @@ class TileScheduler:
         """The past-the-last token of the sequence's checkpoint span `i`, from token `start` on."""
         row = self.row(tile)
         return span_extent(self.checkpoint_offsets, row, i, tile.num_spans, start, tile.begin, tile.end, C)[0]
-
-    @gluon.jit
-    def first_span(self, tile):
-        """The checkpoint span of the work tile's first chunk, the chunk's first token, and the past-the-last token of the
-        span."""
-        span, start, stop = span_of_chunk(
-            self.checkpoint_offsets, self.row(tile), tile.first, tile.num_spans, tile.end - tile.begin, C
-        )
-        return span, tile.begin + start, tile.begin + stop
 
     @gluon.jit
     def chunks(self, tile):

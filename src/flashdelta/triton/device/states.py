@@ -44,6 +44,16 @@ def named_slot(indices, i, lowest, slots):
 
 
 @triton.jit
+def checkpoint_slot(offsets, indices, n, span, spans, end, lowest, pool_slots):
+    """The slot for the state at the end of a checkpoint span, and whether to store it: only if the offset is the end."""
+    i = n * (spans - 1) + tl.minimum(span, spans - 2)
+    offset = tl.load(offsets + i)
+    slot, named = named_slot(indices, i, lowest, pool_slots)
+    stored = named & (span < spans - 1) & (offset > 0) & (offset == end)
+    return slot, stored.to(tl.int32)
+
+
+@triton.jit
 def checkpoint_target(final_state, state_pitch, lowest, slots, checkpoint_states, checkpoint_pitch, checkpoint_rows):
     """Where checkpoints go, the pitch there, the least index and how many there are: slots of the pool, or rows of a buffer,
     none of which is reserved."""
