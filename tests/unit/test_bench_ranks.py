@@ -359,7 +359,7 @@ def test_a_row_has_the_prediction_of_the_model():
     one = {"ms": {"median": 2.0}, "sustained_ms": 2.0}
     found = ranks.described(row, {"one": one, "ours": {"ms": {"median": 2.5}}, "fla": {"ms": None}})
     assert found["efficiency"] == 0.8 and found["speedup"] is None
-    assert found["modelled"] == pytest.approx(2.0 / (2.0 + scaling.added_us(8192, 32, 2, 140.3) / 1e3))
+    assert found["modelled"] == pytest.approx(2.0 / (2.0 + scaling.added_us(8192, 32, 2, scaling.REVERSE_US[32]) / 1e3))
 
 
 # ---- the model ---------------------------------------------------------------------------------------------------------

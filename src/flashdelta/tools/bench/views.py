@@ -143,7 +143,7 @@ def split_summary(document: dict) -> list[str]:
 SPLIT = View(
     (
         OURS,
-        Column("whole ms", "whole.ms.median"),
+        Column("whole", "whole.ms.median"),
         FLA,
         Column("gain", "gain", "x"),
         *RATIOS,
