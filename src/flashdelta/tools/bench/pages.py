@@ -312,7 +312,7 @@ def parallel() -> str:
         for measured in (scaling.GATHER_US, scaling.PUT_US)
     )
     inputs = f"""**Modelled, not measured** (`tools/bench/scaling.py`): one GPU's time over that of ranks that share one
-sequence, back to back. Inputs, of H200s: calls at 8192 tokens and `reverse`, cold, all times the tokens
+sequence, back to back. Inputs, of H200s: calls at 8192 tokens back to back and `reverse`, all times the tokens
 ([prefill](../benchmarks/results/prefill-hopper-h200.json), [train](../benchmarks/results/train-hopper-h200.json));
 {scaling.TRANSITION_US} us a chunk of `transitions` and {scaling.COMPOSE_US} us a step of `merge`, as many CTAs at once as there
 are SMs ([split.md](split.md)); memory at {scaling.COPY_TB_S} TB/s. Exchanges between two GPUs of one

@@ -12,7 +12,7 @@ Of more, one thing after another:
                         takes no time, as the forward's recurrence runs again meanwhile
 
 Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Left out are gaps
-between launches, ranks that do not start together, the host, and clocks under load.
+between launches, ranks that do not start together, and the host.
 """
 
 from __future__ import annotations
