@@ -240,6 +240,8 @@ def checkpoints(h200: dict[str, dict], h100: dict[str, dict], copy_tb_s: float) 
                 x for x in found if (s := found[x]["shape"])["HV"] >= 64 and s["T"] >= 8192 and not s["lengths"]
             ]
             yield f"({span([cost[gpu][name] for name in kept])} %)"
+        else:
+            assert kept == [x for x in found if (s := found[x]["shape"])["T"] >= 8192 and not s["lengths"]]
     packed = [x for name, x in cost["h100"].items() if "packed" in name]
     one, short = (cost["h100"][name] for name in ("T8192 H32", "T1024 H64"))
     yield f"T8192 H32 takes {one:.1f} %, T1024 H64 {short:.1f} %, packed calls {span(packed)} %"

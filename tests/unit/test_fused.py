@@ -12,7 +12,7 @@ from torch import Tensor
 import flashdelta as fd
 from flashdelta import backends
 from flashdelta.runtime.call import check
-from flashdelta.runtime.torch_ops import FUSED_DECODE, operator_of
+from flashdelta.runtime.torch_ops import FUSED_DECODE, FUSED_VERIFY, operator_of
 from flashdelta.testing.cases import FP32
 from flashdelta.testing.fused import FUSED_BY_NAME, FUSED_STEPS, FusedStep, make_fused
 from flashdelta.testing.oracle import assert_close, same_bits
@@ -80,9 +80,10 @@ def test_compiles_once_for_all_batches():
 @by_name
 def test_operator_passes_opcheck(name: str):
     problem, t = check(fd.fused_kda_decode, **make_fused(FUSED_BY_NAME[name]))
-    assert operator_of(problem, t) is FUSED_DECODE
+    operator = operator_of(problem, t)
+    assert operator is (FUSED_DECODE if t.intermediate_states is None else FUSED_VERIFY)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(FUSED_DECODE.call, FUSED_DECODE.arguments(problem, t, "reference"), test_utils=tests)
+    torch.library.opcheck(operator.call, operator.arguments(problem, t, "reference"), test_utils=tests)
 
 
 @by_name

@@ -27,7 +27,7 @@ from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
 from flashdelta.testing.fused import FUSED_BY_NAME, make_fused
 from flashdelta.testing.inputs import make_call
-from flashdelta.testing.oracle import as_recurrent
+from flashdelta.testing.oracle import as_recurrent, same_bits
 from flashdelta.testing.prefills import INPUTS, LOGITS, PLAIN, SIZES, prefill_call, sized
 from flashdelta.testing.wy import CASES as WY_CASES
 from flashdelta.testing.wy import make_wy
@@ -439,19 +439,54 @@ WRITES = {
 }
 
 
+def writing_call(name: str) -> dict:
+    call = OPERATIONS[name][1](0)
+    if name == "chunk":
+        call |= {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
+    return call
+
+
+def heard_of(op: Callable, call: dict) -> set[str]:
+    """What autograd takes for written."""
+    before = {x: y._version for x, y in call.items() if isinstance(y, Tensor)}
+    op(**call)
+    return {x for x in before if call[x]._version > before[x]}
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_autograd_hears_of_every_write(name: str, pretended: Started):
     """Also of a replay's: a backward pass of what was saved before it must not be silently wrong. And of nothing else."""
-    op, make = OPERATIONS[name]
-    call = make(0) | {"backend": "triton"}
-    if name == "chunk":
-        call |= {"out": torch.empty_like(call["v"]), "final_state": torch.empty_like(call["initial_state"])}
+    call = writing_call(name) | {"backend": "triton"}
     for i in range(3):
-        before = {x: y._version for x, y in call.items() if isinstance(y, Tensor)}
         pretended.clear()
-        op(**call)
+        assert heard_of(OPERATIONS[name][0], call) == {*WRITES[name]}
         assert set(pretended.anew()) == {i == 0}
-        assert {x for x in before if call[x]._version > before[x]} == {*WRITES[name]}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_autograd_hears_of_every_write_to_a_subclass(name: str, pretended: Started):
+    class Named(Tensor):
+        pass
+
+    call = {x: y.as_subclass(Named) if isinstance(y, Tensor) else y for x, y in writing_call(name).items()}
+    assert heard_of(OPERATIONS[name][0], call | {"backend": "triton"}) == {*WRITES[name]} and pretended
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_autograd_hears_of_every_write_of_a_compiled_call(name: str):
+    op, call = OPERATIONS[name][0], writing_call(name) | {"backend": "reference"}
+    torch._dynamo.reset()
+    function = torch.compile(lambda call: op(**call), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert heard_of(lambda **call: function(call), call) == {*WRITES[name]}
+
+
+def test_a_pool_that_is_only_read_may_be_expanded():
+    call = writing_call("read only") | {"backend": "reference"}
+    call["initial_state"] = call["initial_state"][:1].expand(call["initial_state"].shape)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda call: fd.recurrent_kda(**call), fullgraph=True, backend="aot_eager")
+    assert all(same_bits(x, y) for x, y in zip(compiled(call), fd.recurrent_kda(**call)))
 
 
 @pytest.mark.parametrize("case", ["state", "tokens_innermost"])

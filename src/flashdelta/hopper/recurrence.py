@@ -70,8 +70,8 @@ def described(info, stage, field: gl.constexpr):
 
 @gluon.jit
 def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K: gl.constexpr, STEPS: gl.constexpr):
-    """The loader: one warp that keeps the ring full. It is ahead of the computing warps: what has to be loaded to know where
-    checkpoints lie, none of these waits for."""
+    """The loader: one warp that keeps the ring full. It is ahead of the warps that compute, so these wait for no offset or
+    index of a checkpoint, but of several after the same token."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
     TILES: gl.constexpr = ring.TILES

@@ -90,8 +90,9 @@ class ContextParallel:
     def check_tokens(self, x: Tensor, name: str = "x") -> None:
         """That a call's `x [B, T, ...]` has as many tokens as the offsets are for."""
         if self.cu_seqlens is not None and (x.shape[0] != 1 or self.tokens not in (None, x.shape[1])):
-            shape = ", ".join(["1", "T", *map(str, x.shape[2:])])
-            wanted = f"[{shape}] with the context's T = {self.tokens} tokens a rank"
+            wanted = f"[{', '.join(['1', 'T', *map(str, x.shape[2:])])}]"
+            if self.tokens is not None:
+                wanted += f" with the context's T = {self.tokens} tokens a rank"
             raise wrong(name, f"shape {list(x.shape)}", wanted)
 
     def update_(self, cu_seqlens: Tensor) -> None:

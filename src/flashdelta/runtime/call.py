@@ -67,7 +67,10 @@ class Call:
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
         if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
-            return torch_ops.call(problem, t, backend.name)
+            found = torch_ops.call(problem, t, backend.name)
+            if not tracing:
+                count_writes(tensors, self.writes(given))
+            return found
         if problem.requires_grad:
             differentiable = autograd.Differentiable(problem, backend, CACHE, self.tensors, key is not None)
             CACHE.keep(key, differentiable)
@@ -76,12 +79,16 @@ class Call:
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
         program = backend.build(problem, t)
         results = program.run(None if key is None else tensors)
-        writes = [self.place[role] for role in self.operation.written(given)]
+        writes = self.writes(given)
         count_writes(tensors, writes)
         if program.recorded is not None:
             program.recorded.pairs, program.recorded.writes, program.recorded.refuse = self.pairs, writes, self.refuse
             CACHE.keep(key, program.recorded)
         return results
+
+    def writes(self, given: Mapping[str, Any]) -> list[int]:
+        """Places of the tensors that the call writes."""
+        return [self.place[role] for role in self.operation.written(given)]
 
     def check(
         self, given: Mapping[str, Any], *, dry: bool = False, device: torch.device | None = None
@@ -91,7 +98,7 @@ class Call:
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
-            self.refuse_batches(t)
+            self.refuse_batches(t, given)
             if backend.name != "reference" or self.operation.no_gradients:
                 self.refuse_tangents(t)
         return problem, t, backend
@@ -110,10 +117,10 @@ class Call:
         bound.apply_defaults()
         return bound.arguments
 
-    def refuse_batches(self, t: Tensors) -> None:
+    def refuse_batches(self, t: Tensors, given: Mapping[str, Any]) -> None:
         """Of `torch.func.vmap`, where a tensor of the caller's is written: it has room for one result."""
         present, name_of = t.present(), self.operation.name_of
-        written = next((role for role in self.operation.overlaps if role in present), None)
+        written = next((role for role in self.operation.written(given) if role in present), None)
         for role, x in present.items() if written is not None else ():
             if torch._C._functorch.is_batchedtensor(x):
                 wanted = f"one outside it ({name_of(written)} is written in place)"

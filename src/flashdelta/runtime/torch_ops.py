@@ -103,6 +103,9 @@ RESULTS = ("o", "final_state", "h")
 FORWARD = Operator("kda_forward", INPUTS, RESULTS)
 WRITTEN = ("state_pool", "out", "final_state", "checkpoint_states", "intermediate_states")
 FORWARD_OUT = Operator("kda_forward_out", (*INPUTS, *POOL, "out", "final_state"), RESULTS, writes=WRITTEN)
+FORWARD_VERIFY = Operator(
+    "kda_verify", FORWARD_OUT.roles, RESULTS, writes=tuple(x for x in WRITTEN if x != "state_pool")
+)
 COMMIT_STATES = Operator("kda_commit", COMMIT, (), writes=("state_pool",))
 COMMIT_RECORDS = Operator("kda_commit_records", COMMIT, (), writes=("state_pool", "intermediate_states"))
 BACKWARD_WY = Operator("chunk_bwd_wy_dqkg", WY, ("dq", "dk", "dv", "dbeta", "dg", "dA"))
@@ -126,12 +129,9 @@ CONVOLUTION_OUT = Operator(
     settings=CONVOLUTION_SETTINGS,
 )
 
-FUSED_DECODE = Operator(
-    "fused_kda_decode",
-    FUSED,
-    ("o",),
-    writes=("conv_state", "state_pool", "intermediate_states", "out"),
-    settings=(*KDA, "eps"),
+FUSED_DECODE, FUSED_VERIFY = (
+    Operator(name, FUSED, ("o",), writes=("conv_state", *pool, "intermediate_states", "out"), settings=(*KDA, "eps"))
+    for name, pool in (("fused_kda_decode", ("state_pool",)), ("fused_kda_verify", ()))
 )
 
 
@@ -142,14 +142,15 @@ def operator_of(problem: Problem, t: Tensors) -> Operator:
     if problem.operation == "commit":
         return COMMIT_RECORDS if problem.has_records else COMMIT_STATES
     if problem.operation == "fused_decode":
-        return FUSED_DECODE
+        return FUSED_DECODE if t.intermediate_states is None else FUSED_VERIFY
     if problem.operation == "gated_rms_norm":
         return NORM
     if problem.operation == "short_convolution":
         written = (t.state_pool, t.out, t.final_state, t.checkpoint_states)
         return CONVOLUTION if all(x is None for x in written) else CONVOLUTION_OUT
-    beside = (*WRITTEN, "source_pool")
-    return FORWARD if all(getattr(t, role) is None for role in beside) else FORWARD_OUT
+    if all(getattr(t, role) is None for role in (*WRITTEN, "source_pool")):
+        return FORWARD
+    return FORWARD_OUT if problem.update_state else FORWARD_VERIFY
 
 
 def call(problem: Problem, t: Tensors, backend: str) -> dict[str, Tensor]:
