@@ -74,7 +74,7 @@ LAYER_RACES = ("rows", "wide", "tiles", "marks_packed")
 """Of either: rows and tiles that several warps share."""
 
 CHECKPOINTS = ("every_128_batch", "every_pool", "every_too_few", "many_offsets", "bad_offsets", "split_offsets")
-CHECKPOINT_RACES = ("every_pool", "split_offsets")
+CHECKPOINT_RACES = ("every_pool", "many_offsets", "split_offsets")
 
 OVER_RANKS = [
     (replace(KIMI, name="ranks", H=1, HV=2, lengths=(40, 0, 1, 151), state=FP32), False),
@@ -112,7 +112,7 @@ def with_splits(found: list[dict]) -> list[dict]:
 def takes_steps(call: dict) -> bool:
     """Of 32 tokens."""
     bounded = call.get("lower_bound") is not None
-    return call["g"].dtype == BF16 and (call["q"].shape[-1] == 128 or bounded) and "split" not in call
+    return call["g"].dtype == BF16 and (call["q"].shape[-1] == 128 or bounded) and not call.get("split")
 
 
 def on_device(call: dict) -> dict:
@@ -170,8 +170,12 @@ def run_layer(backend: str, races: bool) -> int:
 def run_buffers(backend: str, races: bool) -> int:
     """Checkpoints and final states into buffers of the caller's."""
     cases = [BUFFERS[name] for name in (CHECKPOINT_RACES if races else CHECKPOINTS)]
-    calls = [buffer_call(replace(case, case=on_gpu(case.case)), BF16) for case in cases]
-    return sum(run(fd.chunk_kda, on_device(call), backend) for call in calls)
+    calls = [on_device(buffer_call(replace(case, case=on_gpu(case.case)), BF16)) for case in cases]
+    ran = sum(run(fd.chunk_kda, call, backend) for call in calls)
+    with in_steps():
+        return ran + sum(
+            run(fd.chunk_kda, call, backend) for call in calls if backend == "hopper" and takes_steps(call)
+        )
 
 
 def run_ranks(backend: str, races: bool) -> int:
