@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from flashdelta.testing.oracle import float64, same_bits
 from flashdelta.testing.processes import on_processes
 from flashdelta.testing.virtual import VirtualRank, on_ranks
 
+from ..support.examples import trains_on_one_curve
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI
@@ -231,6 +233,12 @@ def test_a_layer_over_two_gpus_is_the_whole_on_one():
         limits = LIMITS | {"y": VALUES}
         off = {name: error for name, error in found.items() if not error <= limits.get(name, GRADIENTS)}
         assert not off and {"x", "A_log"} < found.keys()
+
+
+@two_gpus
+def test_sequences_over_two_gpus_train_on_the_curve_of_one(tmp_path: Path):
+    """The example, by torchrun."""
+    trains_on_one_curve(tmp_path, 1e-3, {})
 
 
 @two_gpus

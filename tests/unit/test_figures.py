@@ -400,6 +400,11 @@ def parallel() -> Iterator[str]:
     faster = {name: f"{row['sustained_efficiency']:.2f}" for name, row in alone.items()}
     yield f"{faster['fwd+bwd H4 32K']} and {faster['fwd+bwd H4 128K']} times as fast as whole at 32K and 128K tokens"
     yield f"`disable_recompute` {faster['fwd+bwd H4 32K kept']} and {faster['fwd+bwd H4 128K kept']} times"
+    times = {name: f"{row['efficiency']:.2f}" for name, row in alone.items()}
+    cold = (f"{times[f'fwd+bwd H4 32K{x}']} and {times[f'fwd+bwd H4 128K{x}']}" for x in ("", " kept"))
+    yield "A single cold step is {} times as fast, {} then".format(*cold)
+    gathered = [row for name, row in rows.items() if " 8K x " in name and "packed" not in name and "H32" in name]
+    assert all(value(row, "gather.ms.median/ours.ms.median") < 1 for row in gathered)
     short = alone["fwd+bwd H4 32K kept"]["ours"]
     assert sum(kernel["ms"] for kernel in short["kernels"]) > short["sustained_ms"]
     yield f"At 32K its kernels take all of {short['sustained_ms']:.2f} ms"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.processes import on_processes
 
+from ..support.examples import TRAIN_PARALLEL, trains_on_one_curve
 from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, fla_context, incoming_of
@@ -339,26 +339,6 @@ def test_halos_go_from_process_to_process(found: list[dict[str, Found]]):
     torch.testing.assert_close(torch.cat([rank["halo"]["x"] for rank in found], dim=1), x.grad)
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"
-
-
-def run_example(folder: Path, ranks: int, *options: str) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        str(EXAMPLE),
-    ]
-    command += ["--steps", "6", "--tokens", "256", *options]
-    on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    found = subprocess.run(command, cwd=folder, env=on_cpu, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
-    return found.stdout
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -371,7 +351,7 @@ def test_the_example_compares_as_many_steps(tmp_path: Path, text: str, message: 
     """And says so before it trains."""
     (tmp_path / "one.json").write_text(text)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    command = [sys.executable, str(EXAMPLE), "--steps", "6", "--compare", "one.json"]
+    command = [sys.executable, str(TRAIN_PARALLEL), "--steps", "6", "--compare", "one.json"]
     on_cpu = os.environ | alone | {"CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(command, cwd=tmp_path, env=on_cpu, capture_output=True, text=True)
     assert found.returncode == 2, found.stderr[-2000:]
@@ -381,11 +361,7 @@ def test_the_example_compares_as_many_steps(tmp_path: Path, text: str, message: 
 @pytest.mark.slow
 def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
     """The example, by torchrun."""
-    run_example(tmp_path, 1, "--losses", "one.json")
-    said = run_example(tmp_path, 2, "--compare", "one.json", "--tolerance", "1e-5")
-    assert "losses differ from one.json by" in said
-    losses = json.loads((tmp_path / "one.json").read_text())
-    assert losses[-1] < losses[0] - 0.5
+    trains_on_one_curve(tmp_path, 1e-5, {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_a_group_that_was_destroyed_is_refused():

@@ -210,7 +210,21 @@ def test_a_shard_has_the_sequences_that_lie_there(batch: tuple[tuple[int, ...], 
         opened = [i for i, n in enumerate(own) if cut.offsets[n] < low]
         left = [i for i, n in enumerate(own) if cut.offsets[n + 1] > high]
         assert int(border[SEQUENCES]) == len(own)
+        if lengths:
+            context = ContextParallel(None, "none", rank, ranks, border, local)
+            of_all = torch.arange(len(lengths))
+            found = context.rows(torch.stack([of_all, -of_all], dim=1))
+            assert found.shape == (len(own) + spare, 2) and found[: len(own), 0].tolist() == list(own)
         assert ([int(border[OPEN_IN])], [int(border[OPEN_OUT])]) == (opened or [-1], left or [-1])
+
+
+def test_rows_of_what_has_none_are_refused():
+    border, offsets = torch.zeros(BORDER, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows: got a context of batch rows, wanted one of packed sequences"):
+        ContextParallel(None, "none", 0, 2, border).rows(torch.ones(3))
+    for x in (torch.ones(0, 2), torch.ones(())):
+        with pytest.raises(ValueError, match=r"x: got shape .*, wanted \[M, ...\] with a row for each sequence"):
+            ContextParallel(None, "none", 0, 2, border, offsets).rows(x)
 
 
 @given(st.lists(st.integers(-99, 199), min_size=1, max_size=6))

@@ -138,12 +138,14 @@ def chunk_kda(
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
             sequences. The backward pass has the same segments. Results differ in rounding.
-        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone.
+        batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
+            ranks also on where these cut it.
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
             too): tensors are then this rank's tokens, and `cu_seqlens` and N the context's. Every rank must make the call, and
-            run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` and the
-            pool's is that after this rank's last token of the sequence, the true one where the sequence ends. Gradients of
-            `A_log` and `dt_bias` are this rank's share. `split` cuts this rank's tokens. Takes no checkpoints.
+            run its backward pass. `initial_state` is read, and has a gradient, where the sequence starts; `final_state` is that
+            after this rank's last token of the sequence, the true one where the sequence ends. A pool's slot is read where
+            the sequence starts, and stored where it ends. Gradients of `A_log` and `dt_bias` are this rank's share. `split`
+            cuts this rank's tokens. Takes no checkpoints.
         group: a process group: each batch row is one sequence over all its ranks, the tensors being this rank's tokens.
 
     Returns:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, DIGEST, OPENED = 0, 1, 2, 3, 4, 5, 6, 8
+OPEN_IN, OPEN_OUT, FIRST_RANK, LAST_RANK, HALO, SEQUENCES, DIGEST, FIRST, OPENED = range(9)
 """Places in `border`: the local sequences that go on from the rank before and to the rank after (-1: none), the rank where the
 former starts and that where the latter ends, tokens of the former on earlier ranks, how many local sequences there are, a hash
-of all ranks' offsets (0: not known here); and from `OPENED` on, at an address of 32 bytes, the offsets of the first alone, 0
-and its end."""
+of all ranks' offsets (0: not known here), the number of the first local sequence among all; and from `OPENED` on, at an address
+of 32 bytes, the offsets of the first alone, 0 and its end."""
 
 BORDER = 10
 """Numbers of a border."""
@@ -48,6 +48,7 @@ def shard(offsets: Tensor, rank: int, ranks: int, tokens: int, N: int) -> tuple[
         HALO: torch.where(opened, low - begin, 0).clamp(max=ANY_HALO),
         SEQUENCES: stop - first,
         DIGEST: digest(offsets),
+        FIRST: first,
         OPENED + 1: torch.where(opened, local[min(N, 1)], 0),
     }
     nothing = torch.zeros_like(first)

@@ -16,6 +16,7 @@ from . import rank_checks
 from .border import (
     ANY_HALO,
     BORDER,
+    FIRST,
     FIRST_RANK,
     HALO,
     LAST_RANK,
@@ -38,7 +39,8 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """How the tokens of a call lie over the ranks of `group`: `context_parallel` makes one.
+    """How the tokens of a call lie over the ranks of `group`: `context_parallel` makes one. Two are equal if a call's launches
+    are the same with them, whatever their offsets.
 
     `cu_seqlens [N + 1]` int32: offsets of this rank's tokens, on the device; None if each batch row is one sequence over all
     ranks. `border [10]` int32, on the device, is what kernels read of the other ranks (`problem/border.py` lists its places).
@@ -99,7 +101,8 @@ class ContextParallel:
         """Takes other offsets, for as many tokens a rank, into the same memory: a captured CUDA graph replays with them.
 
         Every rank must call this with the same offsets, which FLASHDELTA_CHECK=1 verifies, and not between a forward and its
-        backward pass, which reads the same memory and raises a RuntimeError then.
+        backward pass, which reads the same memory and raises a RuntimeError then. Reentrant checkpointing, which runs the
+        forward again, can't notice: its gradients are wrong.
 
         Args:
             cu_seqlens: `[M + 1]` int32 or int64: offsets of all ranks' tokens, from 0, never falling, at most `ranks * tokens`.
@@ -122,6 +125,27 @@ class ContextParallel:
         rank_checks.check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Of a tensor with a row for each sequence of all ranks those of this rank's: of slots, flags, initial states.
+
+        Nothing is read on the host: in a captured graph it follows `update_`.
+
+        Args:
+            x: `[M, ...]`, in the order of the offsets that `context_parallel` or `update_` took, on the context's device.
+
+        Returns:
+            `[N, ...]`. Entries past the rank's last sequence, which have no tokens, repeat a row.
+
+        Raises:
+            ValueError: x has no rows, or each batch row is a sequence.
+        """
+        if self.cu_seqlens is None:
+            raise wrong("rows", "a context of batch rows", "one of packed sequences")
+        if x.dim() == 0 or len(x) == 0:
+            raise wrong("x", f"shape {list(x.shape)}", "[M, ...] with a row for each sequence of all ranks")
+        own = torch.arange(len(self.cu_seqlens) - 1, device=self.device)
+        return x[(self.border[FIRST] + own).clamp(max=len(x) - 1)]
 
     def _check_capacity(self, sequences: Sequence[int]) -> None:
         """Of all ranks, so that all refuse alike."""

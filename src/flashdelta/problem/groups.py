@@ -19,7 +19,8 @@ def members(group: Any, name: str = "group") -> tuple[str, int, int]:
     if not is_group(group):
         if torch.distributed.is_available() and group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise wrong(name, "a group that this process is not in", "one of its own")
-        raise TypeError(f"{name}: got {type(group).__name__}, wanted a torch.distributed.ProcessGroup")
+        wanted = "a torch.distributed.ProcessGroup (of a DeviceMesh: its get_group())"
+        raise TypeError(f"{name}: got {type(group).__name__}, wanted {wanted}")
     if not torch.compiler.is_compiling():
         check_alive(group, group.group_name, name)
     return group.group_name, group.rank(), group.size()
