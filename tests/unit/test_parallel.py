@@ -470,10 +470,11 @@ def with_other_offsets(context: ContextParallel, offsets: Tensor) -> ContextPara
     return replace(context, border=border, cu_seqlens=local)
 
 
+TOO_FEW = "q: got shape [1, 31, 2, 32], wanted [1, T, 2, 32] with the context's T = 32 tokens a rank"
 REFUSED = {
     "tokens": (
         lambda group: fd.chunk_kda(**small_call(31), cp_context=context_parallel(OFFSETS, group=group)),
-        "q: got shape [1, 31,",
+        TOO_FEW,
     ),
     "rows": (
         lambda group: fd.chunk_kda(
@@ -682,7 +683,7 @@ def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, mo
 
     first, second = on_ranks(2, run)
     assert first.startswith(wanted)
-    own = {"tokens": "q: got shape [1, 31,", "dims": "v: got V = 48"}
+    own = {"tokens": TOO_FEW, "dims": "v: got V = 48"}
     assert second.startswith(own.get(other, wanted))
 
 
