@@ -39,6 +39,9 @@ CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 13
 # gradients of many repeats, and in a test that waits for a timeout
 TINY = replace(KIMI, name="ranks_tiny", lengths=(200, 56), state=FP32)
 REPEATS, BACKWARD_REPEATS = 1000, 300
+MANY = 1 << 20
+"""Tokens of one sequence."""
+
 BRIEF, UNTOLD_AFTER, TOLD = timedelta(seconds=10), 90.0, 17
 """A group's timeout, seconds after which the others should have heard of a lost rank, and the exit code of one that has."""
 
@@ -202,8 +205,26 @@ def every_case(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
     return found
 
 
+def of_many_tokens(
+    group: dist.ProcessGroup, backend: str, device: str = "cuda", tokens: int = MANY
+) -> dict[str, float]:
+    """How far the rank's part of one sequence lies from that of the whole call on one GPU, by result; sums over all tokens are
+    of all ranks."""
+    rank, ranks = group.rank(), group.size()
+    case = replace(KIMI, name="ranks_many", lengths=(tokens,), H=2, HV=2, state=FP32, memory="slow")
+    cut = cut_of(case, ranks, backend, device)
+    found, whole = cut.run(group), cut.whole(split=False)
+    for name in SHARED:
+        dist.all_reduce(found[name])
+    own = slice(rank * cut.tokens, (rank + 1) * cut.tokens)
+    whole |= {name: whole[name][:, own] for name in ("o", *TOKEN_TENSORS)}
+    elsewhere = {"final_state": rank + 1 < ranks, "initial_state": rank > 0}
+    return {name: relative_error(x, whole[name]) for name, x in found.items() if not elsewhere.get(name)}
+
+
 def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
     ranks, found = group.size(), every_case(group, backend)
+    found["many tokens"] = of_many_tokens(group, backend)
     cut = cut_of(CASES["packed"], ranks, backend)
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
     tiny = cut_of(TINY, ranks, backend)

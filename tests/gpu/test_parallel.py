@@ -143,6 +143,14 @@ def hold_to_virtual_ranks(backend: str, found: list[dict], name: str) -> None:
 
 
 @two_gpus
+def test_a_million_tokens_are_the_whole_on_one(processes: tuple[str, list[dict]]):
+    for found in processes[1]:
+        errors = found["many tokens"]
+        off = {name: error for name, error in errors.items() if not error <= LIMITS.get(name, GRADIENTS)}
+        assert not off and {"o", *TOKEN_TENSORS, *SUMMED} < errors.keys()
+
+
+@two_gpus
 def test_gpus_of_one_host_put(processes: tuple[str, list[dict]]):
     assert [x["way"] for x in processes[1]] == ["put"] * RANKS
 

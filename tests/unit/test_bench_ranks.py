@@ -63,14 +63,13 @@ ROWS = [
     small("step", 2, "packed"),
     small("alone", 1, ranks.ALONE),
     small("kept", 1, ranks.ALONE, kept=True),
-    small("turns", 2, ranks.STEP, turns=2),
 ]
 
 
 @pytest.mark.slow
 def test_processes_measure_every_contender(document: dict):
-    forward, step, alone, kept, turns = document["rows"]
-    assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1, 2]
+    forward, step, alone, kept = document["rows"]
+    assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1]
     assert {"one", "ours", "gather", "exchange", "exchange_gather"} <= forward.keys()
     assert "exchange_backward" not in forward
     assert step["fla"] == {"problem": "not asked for"} and [*forward["ours"]["error"]] == ["o"]
@@ -78,8 +77,7 @@ def test_processes_measure_every_contender(document: dict):
         assert [*row["ours"]["error"]] == ["o", *LEAVES] and 0 <= max(row["ours"]["error"].values()) < 1e-2
     assert {"exchange_backward", "exchange_backward_gather"} <= step.keys()
     assert not {"gather", "exchange", "exchange_backward"} & alone.keys()
-    assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None, None, "gather"]
-    assert "error" not in turns["ours"] and turns["efficiency"] > 0
+    assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None, None]
     for row in document["rows"]:
         names = ("one", "ours", "gather", *(f"exchange{x}{y}" for x in ("", "_backward") for y in ("", "_gather")))
         timed = [name for name in names if name in row]
@@ -285,12 +283,12 @@ def test_a_nan_of_one_rank_is_a_fault():
 
 def test_fla_takes_no_part_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch):
     cuda = replace(setup(peers={"fla": print}), device=torch.device("cuda"))
-    for gib in (140, 80):
+    for gib in (150, 140):
         properties = SimpleNamespace(total_memory=gib * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         why = {row.name: ranks._why_no_fla(row, cuda) for row in ranks.ROWS}
         said = why.pop("fwd+bwd H32 512K x 2")
-        assert said == ("takes about 88 GiB, the GPU has 80" if gib == 80 else None) and not any(why.values())
+        assert said == ("takes about 141 GiB, the GPU has 140" if gib == 140 else None) and not any(why.values())
 
 
 def test_the_last_words_of_a_process():

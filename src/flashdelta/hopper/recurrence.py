@@ -69,6 +69,13 @@ def described(info, stage, field: gl.constexpr):
 
 
 @gluon.jit
+def chunk_of(info, stage):
+    """What `describe` said of the chunk: its first token, its tokens, and where the state after it goes."""
+    token, count = described(info, stage, TOKEN), described(info, stage, COUNT)
+    return token, count, described(info, stage, SLOT), described(info, stage, SPAN)
+
+
+@gluon.jit
 def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K: gl.constexpr, STEPS: gl.constexpr):
     """The loader: one warp that keeps the ring full. It is ahead of the warps that compute, so these wait for no offset or
     index of a checkpoint, but of several after the same token."""
@@ -323,11 +330,11 @@ def compute(
         h_row = slot
         if h is not None:
             if scheduler.cu_seqlens is not None:
-                if scheduler.checkpoint_offsets is None:
+                if info is None:
                     h_row = rows_before(scheduler.cu_seqlens, tile.n, scheduler.T, C) + tile.first
                 else:
                     h_row = span_chunks_before(scheduler, tile) + tile.first
-            elif scheduler.checkpoint_offsets is not None:
+            elif info is not None:
                 # the slot is the sequence's first one, whatever its segment
                 h_row = slot + tile.first
         if checkpoint_every is not None:
@@ -353,7 +360,7 @@ def compute(
         if tile.is_segment:
             # all segments: the last may store the final state before the first has read the initial one
             in_start = key
-            if checkpoint_every is not None or scheduler.checkpoint_offsets is not None:
+            if checkpoint_every is not None or info is not None:
                 # plus a 0 as in `store_inside`, lest its addresses be kept over the loop over work tiles
                 in_start = key + gl.minimum(start, 0) * 16
             at_start = state_offsets(tile.segment.to(gl.int64) * (K * V), value, in_start, K, V, True)
@@ -382,13 +389,13 @@ def compute(
             # one loop over the chunks of all spans: ptxas of Triton 3.6 serialises the MMAs of nested ones
             low = 0
             high = total
-            if scheduler.checkpoint_offsets is None:
+            if info is None:
                 stop, _chunks, low, high = scheduler.span(tile, 0, start, slot)
             for i in range(low, high):
                 s = iteration % ring.STAGES
                 if h is not None:
                     # in the backward pass, and with checkpoints, a row carried by the loop makes one of the ptxas spill
-                    CARRIED: gl.constexpr = v_new is None and scheduler.checkpoint_offsets is None
+                    CARRIED: gl.constexpr = v_new is None and info is None
                     row_of_h = h_row if CARRIED else h_row + iteration - first
                     # with checkpoints addresses kept over the loop would spill
                     h_value = value if info is None else value + hidden_zero(iteration)
@@ -414,8 +421,7 @@ def compute(
                     begun = start_step(ring, s, 1, state0, state1, v_later, KH)
                     if info is not None:
                         # while MMAs run: after them all warps would wait for it
-                        done_token, done_count = described(info, s, TOKEN), described(info, s, COUNT)
-                        wanted, further = described(info, s, SLOT), described(info, s, SPAN)
+                        done_token, done_count, wanted, further = chunk_of(info, s)
                     state0, state1, out = end_step(ring, s, 1, *begun, KH)
                     iteration += 1
                     ahead = ring.wait(gl.minimum(iteration, first + total - 1))
@@ -452,8 +458,7 @@ def compute(
                         )
                     if info is not None:
                         # while MMAs run: after them all warps would wait for it
-                        done_token, done_count = described(info, s, TOKEN), described(info, s, COUNT)
-                        wanted, further = described(info, s, SLOT), described(info, s, SPAN)
+                        done_token, done_count, wanted, further = chunk_of(info, s)
                     # the last chunk loads its own v again, which nobody uses
                     iteration += 1
                     last = past - 1 if ZERO == "their sum" else first + total - 1

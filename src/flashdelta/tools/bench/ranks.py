@@ -59,9 +59,6 @@ SUMMED = ("A_log", "dt_bias")
 FLA_STEP_BYTES = 9_000
 """Of FLA's forward and backward at its peak, a token and head of 128 channels: 2.2 GiB at 8192 tokens and 32 heads [m]."""
 
-HELD_BYTES = 2_304
-"""Of q, k, v, g, the gradient of o, and theirs: what there is of heads whose turn is another call's."""
-
 PROFILED_CALLS = 5
 
 PATIENCE = timedelta(minutes=5)
@@ -86,19 +83,11 @@ OF_FLA = {FORWARD: 0.35, STEP: 0.40}
 
 @dataclass(frozen=True)
 class RanksRow(Row):
-    """`call` is of one rank. `differentiates`: its backward pass is timed too; `kept`: the forward keeps what it needs;
-    `turns`: as many calls share the heads, one after another."""
+    """`call` is of one rank. `differentiates`: its backward pass is timed too; `kept`: the forward keeps what it needs."""
 
     ranks: int = 1
     differentiates: bool = False
     kept: bool = False
-    turns: int = 1
-
-    @property
-    def turn(self) -> Case:
-        """One of those calls."""
-        case: Any = self.call
-        return replace(case, H=case.H // self.turns, HV=case.HV // self.turns)
 
 
 SHORT = {FORWARD: "fwd", STEP: "fwd+bwd"}
@@ -111,8 +100,7 @@ def _row(ranks: int, heads: int, tokens: int, table: str, cut: bool = False) -> 
     bounds = [Bound("efficiency", least)] if least and not cut else []
     bounds += [Bound("FLA", OF_FLA[table])] if ranks == 2 else []
     case = model(name, why, heads, T=tokens * 1024, final=False)
-    row = RanksRow(case, "packed" if cut else table, tuple(bounds), ranks=ranks, differentiates=table == STEP)
-    return row if tokens < 512 or table == FORWARD else replace(row, turns=2)
+    return RanksRow(case, "packed" if cut else table, tuple(bounds), ranks=ranks, differentiates=table == STEP)
 
 
 def _rows(ranks: int, heads: tuple[int, ...]) -> tuple[RanksRow, ...]:
@@ -141,7 +129,7 @@ ROWS = (
     *(_alone(tokens, kept) for kept in (False, True) for tokens in (32, 128)),
     *(_row(2, 32, 512, table) for table in (FORWARD, STEP)),
 )
-"""Those of a million tokens come last. A step of theirs takes 82 GiB a GPU with all heads at once, 57 with half of them."""
+"""Those of a million tokens come last: a step of theirs takes 82 GiB a GPU."""
 MORE = (*_rows(4, (32, 64)), *(_row(4, 32, 256, table) for table in (FORWARD, STEP)), *_rows(8, (32, 64)))
 """Of more GPUs than most machines have; a million tokens are 256K on each of four, 128K on each of eight."""
 
@@ -176,8 +164,7 @@ def _why_no_fla(row: RanksRow, setup: Setup) -> str | None:
         return found
     if setup.device.type != "cuda" or not row.differentiates:
         return None
-    bytes_of_head = (FLA_STEP_BYTES + (row.turns - 1) * HELD_BYTES) // row.turns
-    wanted, room = bytes_of_head * case.T * case.HV, torch.cuda.get_device_properties(setup.device).total_memory
+    wanted, room = FLA_STEP_BYTES * case.T * case.HV, torch.cuda.get_device_properties(setup.device).total_memory
     return f"takes about {wanted / 2**30:.0f} GiB, the GPU has {room / 2**30:.0f}" if wanted > room else None
 
 
@@ -223,8 +210,8 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     offsets = torch.tensor(cuts, dtype=torch.int32, device=device)
     context = context_parallel(offsets, group=group)
     kept = {"disable_recompute": True} if row.kept else {}
-    calls = [_inputs(row.turn, device, rank + turn * ranks) | kept for turn in range(row.turns)]
-    runs = _runs(row, options, calls, offsets, context)
+    call = _inputs(case, device, rank) | kept
+    runs = _runs(row, options, call, offsets, context)
     found: dict[str, dict] = {name: {} for name in runs}
     if "fla" in found:
         found["fla"]["FLA_INTRACARD_CP"] = os.environ.get("FLA_INTRACARD_CP")
@@ -233,9 +220,9 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     clock.lap("first calls")
     if ranks > 1:
         found["ours"]["exchange"] = context.exchange
-    if total <= MOST_CHECKED and row.turns == 1:
+    if total <= MOST_CHECKED:
         checked = {name: runs[name] for name in ("ours", "fla") if name in runs}
-        errors = _errors(row, checked, calls[0] | {"backend": options["backend"]}, offsets, context)
+        errors = _errors(row, checked, call | {"backend": options["backend"]}, offsets, context)
         for name, off in errors.items():
             found[name]["error"] = off
             problems |= _faults(name, off)
@@ -250,7 +237,7 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
         found[name]["sustained_ms"] = ms
     clock.lap("sustained")
     for name in ("one", "ours"):
-        found[name] |= _memory(timed[name], calls, device) if name in timed else {}
+        found[name] |= _memory(timed[name], call, device) if name in timed else {}
     if device.type == "cuda" and "ours" in timed:
         found["ours"]["kernels"] = _kernels(timed["ours"], timer)
     clock.lap("profile")
@@ -258,29 +245,29 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
 
 
 def _runs(
-    row: RanksRow, options: Mapping[str, Any], calls: Sequence[dict], offsets: Tensor, context: ContextParallel
+    row: RanksRow, options: Mapping[str, Any], call: dict, offsets: Tensor, context: ContextParallel
 ) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
-    grads = [random_like(call["v"]) for call in calls] if row.differentiates else []
+    case: Any = row.call
+    grad = random_like(call["v"]) if row.differentiates else None
     ours = {"backend": options["backend"]}
     one: dict[str, Any] = {"cu_seqlens": context.cu_seqlens} if row.table == "packed" else {}
     where: dict[str, Any] = {"cp_context": context}
     if row.ranks == 1:
         one, where = {"split": False}, {}
     runs: dict[str, Callable[[], object]] = {
-        "one": _timed(chunk_kda, [call | one | ours for call in calls], grads),
-        "ours": _timed(chunk_kda, [call | where | ours for call in calls], grads),
+        "one": _timed(chunk_kda, call | one | ours, grad),
+        "ours": _timed(chunk_kda, call | where | ours, grad),
     }
     if row.ranks > 1:
-        case: Any = row.turn
         gathers = context_parallel(offsets, group=context.group, exchange="gather")
-        runs |= {"gather": _timed(chunk_kda, [call | {"cp_context": gathers} | ours for call in calls], grads)}
+        runs |= {"gather": _timed(chunk_kda, call | {"cp_context": gathers} | ours, grad)}
         for end, each in (("", context), ("_gather", gathers)):
             runs |= {f"exchange{end}": _exchange(case, packet_columns(each.ranks, case.K, case.V), each)}
             runs |= {f"exchange_backward{end}": _exchange(case, case.V, each)} if row.differentiates else {}
     if options["fla"]:
         of_fla = {"cp_context": _context_of_fla(offsets, context.group)} if row.ranks > 1 else {}
-        runs["fla"] = _timed(find("fla"), [shared(call) | of_fla for call in calls], grads)
+        runs["fla"] = _timed(find("fla"), shared(call) | of_fla, grad)
     return runs
 
 
@@ -309,18 +296,15 @@ def _inputs(case: Case, device: torch.device, seed: int) -> dict:
     return call | {name: shared_by_all[name] for name in ("A_log", "dt_bias")}
 
 
-def _timed(op: Callable, calls: Sequence[dict], grads: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """Calls of `op` that return `o`, and with gradients of each `o` those of `LEAVES` that the call has."""
-    if not grads:
-        return lambda: tuple(op(**call)[0] for call in calls)
-    leaves = [[call[name].requires_grad_() for name in LEAVES if name in call] for call in calls]
+def _timed(op: Callable, call: dict, grad: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of `op` that returns `o`, and with a gradient of `o` those of `LEAVES` that the call has."""
+    if grad is None:
+        return lambda: (op(**call)[0],)
+    leaves = [call[name].requires_grad_() for name in LEAVES if name in call]
 
     def both() -> tuple[Tensor, ...]:
-        found: list[Tensor] = []
-        for call, wanted, grad in zip(calls, leaves, grads):
-            o = op(**call)[0]
-            found += o.detach(), *torch.autograd.grad(o, wanted, grad)
-        return tuple(found)
+        o = op(**call)[0]
+        return o.detach(), *torch.autograd.grad(o, leaves, grad)
 
     return both
 
@@ -369,8 +353,8 @@ def _whole(row: RanksRow, call: dict, offsets: Tensor, context: ContextParallel)
     joined = {name: torch.cat([x[name] for x in each], dim=1) for name in TOKEN_TENSORS}
     del each
     given = call | joined | {"cu_seqlens": offsets, "split": False}
-    grads = [torch.cat([random_like(call["v"])] * context.ranks, dim=1)] if row.differentiates else []
-    return _timed(chunk_kda, [given], grads)()
+    grad = torch.cat([random_like(call["v"])] * context.ranks, dim=1) if row.differentiates else None
+    return _timed(chunk_kda, given, grad)()
 
 
 def _faults(name: str, off: Mapping[str, float]) -> dict[str, str]:
@@ -416,11 +400,11 @@ def _sustained(
     return {name: statistics.median(taken) / counts[name] for name, taken in found.items()}
 
 
-def _memory(run: Callable[[], object], calls: Sequence[dict], device: torch.device) -> dict[str, int]:
+def _memory(run: Callable[[], object], call: dict, device: torch.device) -> dict[str, int]:
     """Peak bytes above the inputs, and with them, of the rank that has most; nothing where the device does not count them."""
     dist.barrier()
     above = peak_above(run, device)
-    inputs = sum(x.numel() * x.element_size() for call in calls for x in call.values() if isinstance(x, Tensor))
+    inputs = sum(x.numel() * x.element_size() for x in call.values() if isinstance(x, Tensor))
     most = torch.tensor([above or 0, (above or 0) + inputs], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {} if above is None else dict(zip(("peak_above_bytes", "peak_bytes"), most.tolist()))
