@@ -74,7 +74,7 @@ LAYER_RACES = ("rows", "wide", "tiles", "marks_packed")
 """Of either: rows and tiles that several warps share."""
 
 CHECKPOINTS = ("every_128_batch", "every_pool", "every_too_few", "many_offsets", "bad_offsets", "split_offsets")
-CHECKPOINT_RACES = ("every_pool", "many_offsets", "split_offsets")
+CHECKPOINT_RACES = ("every_pool", "at_offsets", "split_offsets")
 
 OVER_RANKS = [
     (replace(KIMI, name="ranks", H=1, HV=2, lengths=(40, 0, 1, 151), state=FP32), False),

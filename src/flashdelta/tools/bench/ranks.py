@@ -129,7 +129,7 @@ ROWS = (
     *(_alone(tokens, kept) for kept in (False, True) for tokens in (32, 128)),
     *(_row(2, 32, 512, table) for table in (FORWARD, STEP)),
 )
-"""Those of a million tokens come last: a step of theirs takes 82 GiB a GPU."""
+"""Those of a million tokens come last: a step of theirs takes 78 GiB a GPU."""
 MORE = (*_rows(4, (32, 64)), *(_row(4, 32, 256, table) for table in (FORWARD, STEP)), *_rows(8, (32, 64)))
 """Of more GPUs than most machines have; a million tokens are 256K on each of four, 128K on each of eight."""
 
