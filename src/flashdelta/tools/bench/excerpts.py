@@ -103,9 +103,14 @@ GRAPH_RATIOS = {name: f"ours.graph_ms.median/{name}.graph_ms.median" for name in
 
 
 def gated(benchmark: str, gpu: str, gates: str) -> dict[str, dict]:
-    """The rows of `prefill-hopper` or `shards` with random or slow gates, by what comes before that in their name."""
+    """The rows with random or slow gates that cuDNN has times of, by what comes before that in their name; none where the GPU
+    has no such file."""
     ending = f", {gates} gates"
-    return {x.removesuffix(ending): row for x, row in rows_of(f"{benchmark}-{gpu}").items() if x.endswith(ending)}
+    path = GRAPH_RATIOS["cudnn"]
+    rows = rows_of(f"{benchmark}-{gpu}") if (RESULTS / f"{benchmark}-{gpu}.json").exists() else {}
+    return {
+        x.removesuffix(ending): row for x, row in rows.items() if x.endswith(ending) and value(row, path) is not None
+    }
 
 
 def beside_cudnn() -> str:
@@ -113,15 +118,16 @@ def beside_cudnn() -> str:
     sources = [(path, gpu) for path in GRAPH_RATIOS.values() for gpu in ("h200", "h100")]
     table = [["ours over cuDNN, by graph", "same call: H200", "H100", "ready inputs: H200", "H100"]]
     wholes = []
-    for benchmark, what in (("prefill-hopper", "`prefill`"), ("shards", "`shards`")):
+    for benchmark, what in (("prefill-hopper", "prefill"), ("shards", "shards"), ("split-hopper", "split")):
         for gates in ("random", "slow"):
             found = [
                 {name: value(row, path) for name, row in gated(benchmark, gpu, gates).items()} for path, gpu in sources
             ]
-            ahead = [x for x in found[0] if max(found[0][x], found[1][x]) >= 1.005]
-            table += [[f"{x}, {gates} gates", *(f"{column[x]:.2f}" for column in found)] for x in ahead]
-            ranges = [f"{min(column.values()):.2f} to {max(column.values()):.2f}" for column in found]
-            wholes.append([f"all of {what}, {gates} gates", *ranges])
+            ahead = [x for x in found[0] if max(column.get(x, 0.0) for column in found[:2]) >= 1.005]
+            own = [f"{x}, {gates} gates" if what != "split" else f"{x} (`split`), {gates} gates" for x in ahead]
+            table += [[name, *(f"{c[x]:.2f}" if x in c else "-" for c in found)] for name, x in zip(own, ahead)]
+            ranges = [f"{min(c.values()):.2f} to {max(c.values()):.2f}" if c else "-" for c in found]
+            wholes.append([f"{len(found[0])} rows of `{what}`, {gates} gates", *ranges])
     return markdown_table([*table, *wholes])
 
 

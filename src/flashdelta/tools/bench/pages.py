@@ -63,9 +63,11 @@ def commit_of(row: dict, document: dict) -> str:
 
 
 def when(document: dict) -> str:
-    own = document["environment"]["commit"][:7]
-    later = [commit for row in document["rows"] if (commit := commit_of(row, document)) != own]
+    own, rows = document["environment"]["commit"][:7], document["rows"]
+    later = [commit for row in rows if (commit := commit_of(row, document)) != own]
     at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(later))
+    if len(later) == len(rows) > 0:
+        return f"rows at {at}"
     said = f"; {len(later)} row{'s' * (len(later) > 1)} later, at {at}" if later else ""
     return f"{document['date'][:10]}, commit `{own}`{said}"
 
@@ -234,7 +236,7 @@ def readme(folder: Path = RESULTS) -> str:
         said.insert(0, "The drafts row times verification plus commit; FLA writes one state per token instead.")
     by_row = {found.headline.what.partition(":")[0]: misses(found) for found in measured(folder)}
     missed = [f"{what} ({', '.join(bounds)})" for what, bounds in by_row.items() if bounds]
-    calls = "The target with a checkpoint is for sustained calls, others are for cold ones."
+    calls = "The target with a checkpoint is for sustained calls, the layer's for cold ones."
     said += [f"Of these rows {len(missed)} miss a target: {', '.join(missed)}. {calls}"] if missed else []
     absent = [what for kind, what in NOT_MEASURED.items() if kind not in there]
     said += [f"No results yet: {', '.join(absent)}."] if absent else []
