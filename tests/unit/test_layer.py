@@ -121,7 +121,7 @@ def test_checkpoints_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_checks, "ENABLED", True)
     good = {"checkpoint_offsets": torch.tensor([3, 0, 40, 17])}
     for change, reason in (
-        ({"checkpoint_offsets": torch.tensor([3, 0, 41, 40])}, "checkpoint_offsets: got offset 41"),
+        ({"checkpoint_offsets": torch.tensor([3, 0, 41, 40])}, "checkpoint_offsets: got offset 41 of sequence 2"),
         ({"checkpoint_indices": torch.tensor([0, 1, 0, 2])}, "checkpoint_indices: got row 0 again"),
         ({"checkpoint_indices": torch.tensor([0, 1, 6, 2])}, "checkpoint_indices: got index 6"),
     ):

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -75,6 +76,32 @@ def test_no_sequence_at_all_leaves_no_gradient(op: Callable):
     given = {name: x if name == "cu_seqlens" else torch.full_like(x, torch.nan) for name, x in given.items()}
     for name in ("q", "k", "v", "g", "beta"):
         assert gradient(op, given, name).eq(0).all(), name
+
+
+@both
+def test_a_transform_of_something_else_leaves_the_call_as_it_is(op: Callable):
+    """And buffers of the caller's are written, which a transform of the call's own tensors may not see."""
+    given, final_state = call(), torch.zeros(1, 2, 32, 32)
+    o, state = op(**given, output_final_state=True, **L2NORM)
+    for named in ({}, {"final_state": final_state} if op is fd.chunk_kda else {}):
+        scaled = partial(lambda named, x: (op(**given, **named, **L2NORM)[0] * x).sum(), named)
+        assert torch.func.grad(scaled)(torch.tensor(1.0)) == o.sum()
+        assert torch.func.jvp(scaled, (torch.tensor(2.0),), (torch.tensor(1.0),))[1] == o.sum()
+    assert op is not fd.chunk_kda or torch.equal(final_state, state)
+    leaf = given["q"].clone().requires_grad_()
+    torch.func.grad(lambda x: total(op, given, q=leaf) * x)(torch.tensor(1.0)).backward()
+    assert torch.equal(leaf.grad, gradient(op, given, "q"))
+
+
+def test_what_is_written_is_refused_beside_tangents_by_name():
+    given, final_state = call(), torch.zeros(1, 2, 32, 32)
+
+    def run(q: Tensor) -> Tensor:
+        return fd.chunk_kda(**given | {"q": q}, final_state=final_state)[0]
+
+    with pytest.raises(ValueError, match=r"^q: got a tensor with a forward-mode tangent, wanted none \(final_state is"):
+        torch.func.jvp(run, (given["q"],), (given["q"],))
+    assert not final_state.any()
 
 
 def test_an_operator_without_gradients_refuses_tangents_by_name():

@@ -77,8 +77,8 @@ def chunk_of(info, stage):
 
 @gluon.jit
 def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K: gl.constexpr, STEPS: gl.constexpr):
-    """The loader: one warp that keeps the ring full. It is ahead of the warps that compute, so these wait for no offset or
-    index of a checkpoint, but of several after the same token."""
+    """The loader: one warp that keeps the ring full. It is ahead of the warps that compute, so these read offsets and indices
+    of checkpoints only where several lie after one token."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
     TILES: gl.constexpr = ring.TILES
@@ -204,7 +204,7 @@ def store_inside(
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
     # K, V and V_FIRST are parameters of their own, here and below: as constants in a tuple Triton 3.6 fails on them for K = 64
-    # to the channels that lie side by side: added to the others it costs up to 136 B of spills
+    # the 0 belongs to the channels that lie side by side: added to the others it costs up to 136 B of spills
     if V_FIRST:
         key += hidden_zero(iteration)
     else:
@@ -295,7 +295,7 @@ def compute(
     border, packet = for_next
     state_indices, has_initial_state, lowest, pool_slots = pool
     target, checkpoint_every, checkpoint_rows = checkpoints
-    _, at_checkpoints, pitch, _, _ = target
+    _, checkpoint_states, pitch, _, _ = target
     carry, semaphore, starts = starting
     HV = scheduler.HV
     SLICES: gl.constexpr = V // BV
@@ -408,7 +408,7 @@ def compute(
                 if checkpoint_every is not None:
                     if to_checkpoint == 0:
                         if next_row < checkpoint_rows:
-                            row_states = at_checkpoints + (next_row * pitch + head * (K * V))
+                            row_states = checkpoint_states + (next_row * pitch + head * (K * V))
                             store_inside(row_states, value, key, iteration, state0, state1, K, V, V_FIRST, STEPS)
                         next_row += 1
                         to_checkpoint = checkpoint_every

@@ -61,8 +61,9 @@ def chunk_kda(
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
     Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
-    never written, except `state_pool`. A sequence's result is bitwise independent of the rest of the batch, except for the plan
-    of a split (see `split`).
+    never written, except `state_pool`. States may also be float64 where q is. Buffers of the caller's that are written take
+    part in no transform of `torch.func` and no forward-mode AD. A sequence's result is bitwise independent of the rest of
+    the batch, except for the plan of a split (see `split`).
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -104,8 +105,10 @@ def chunk_kda(
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`; see `explain`.
         out: `[B, T, HV, V]`, written and returned instead of a new `o`. Must not share memory with an input.
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever `initial_state` has,
-            contiguous: written and returned instead of a new final state; implies `output_final_state`. Must
-            not share memory with another argument (`state_pool` updates states in place), and takes no gradients.
+            contiguous: written and returned instead of a new final state; implies `output_final_state`. A sequence without
+            tokens leaves its initial state there, or zeros. Must not share memory with another argument (`state_pool` updates
+            states in place; what counts are ranges of addresses, from a tensor's first element to its last), and takes no
+            gradients.
         state_pool: `[slots, HV, K, V]` (`[slots, HV, V, K]` if `state_v_first`), float32 or bfloat16: the states of many
             sequences, read and written in place. Dense inside a slot; slots may lie any pitch apart. Instead of
             `initial_state` and `output_final_state`: a sequence starts from its slot's state and leaves its final state
@@ -116,25 +119,26 @@ def chunk_kda(
         null_index: which indices are null: `"negative"`, or `"non_positive"` (slot 0 is reserved).
         has_initial_state: `[N]` bool: where False, the sequence starts from zeros though its index names a slot. None means
             True everywhere.
-        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so many
-            tokens of the sequence is stored too. 0 means none; others must be multiples of 16 that rise in a row, at most the
-            sequence's length (where the state is the final one), and M at most 8 in a pool. Those past the end, or below the
-            one before, store nothing, and an equal one the same state; FLASHDELTA_CHECK=1 refuses all of these. The chunk grid
-            of a sequence starts anew at its checkpoints: an offset that is a multiple of `chunk_size` changes no bit of the
-            results.
+        checkpoint_offsets: `[N]` or `[N, M]` int32 or int64, with `state_pool` or `checkpoint_states`: the state after so
+            many tokens of the sequence is stored too. 0 means none; others must rise in a row and be multiples of 16, or the
+            sequence's length (where the state is the final one); M at most 8 in a pool. FLASHDELTA_CHECK=1 refuses others.
+            Without it offset `c_m` cuts the sequence at `d_m = clamp(c_m, d_{m-1}, L)` for L tokens, `d_{-1} = 0`, and stores
+            the state if `0 < c_m == d_m`: those past the end, or below the cut before, store nothing, an equal one the same
+            state. The chunk grid of a sequence starts anew at its cuts, whatever the index: if all are multiples of
+            `chunk_size` they change no bit of the results (but calls that try segments, docs/split.md, try none then).
         checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`. With
             `checkpoint_states` its rows, null if below 0 (row 0 is a row under any `null_index`); one past the end stores
-            nothing, and FLASHDELTA_CHECK=1 refuses it.
+            nothing. A row that two stored checkpoints name is undefined. FLASHDELTA_CHECK=1 refuses both.
         checkpoint_states: `[rows, HV, K, V]` (`[rows, HV, V, K]` if `state_v_first`), float32 or bfloat16 whatever other states
             have: a buffer that receives the checkpoints, with or without `state_pool`. Dense inside a row; rows may lie any
-            pitch apart, and those of no checkpoint stay as they are. Must not share memory with another argument. Takes no
-            gradients.
-        checkpoint_every: a multiple of 64, with `checkpoint_states` and without offsets: the states before tokens 0, n, 2n, ...
-            of each sequence are stored, `ceil(L / n)` of a sequence of L tokens, none of an empty one. A sequence's rows lie
-            one after another, and so do the sequences' (as `h` has chunks); row `b ceil(T / n) + i` without `cu_seqlens`. No
-            bit of the results changes. Rows past the end of the buffer are not stored: packed sequences need at most
-            `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer than `B ceil(T / n)` are
-            refused.
+            pitch apart, and those of no checkpoint stay as they are. Must not share memory with another argument, nor may its
+            rows lie between those of another. Takes no gradients.
+        checkpoint_every: a multiple of 64 up to 2^30, with `checkpoint_states` and without offsets: the states before tokens
+            0, n, 2n, ... of each sequence are stored, `ceil(L / n)` of a sequence of L tokens, none of an empty one. A
+            sequence's rows lie one after another, and so do the sequences' (as `h` has chunks); row `b ceil(T / n) + i`
+            without `cu_seqlens`. No bit of the results changes. Rows past the end of the buffer are not stored: packed
+            sequences need at most `T // n + N`, and FLASHDELTA_CHECK=1 verifies that theirs fit; without `cu_seqlens` fewer
+            than `B ceil(T / n)` are refused.
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
             sequences. The backward pass has the same segments. Results differ in rounding.
@@ -156,10 +160,12 @@ def chunk_kda(
         of which have a state in `h`: `NT` is then the bound `ceil(T / chunk_size) + M`, or `T // chunk_size + N (1 + M)`, with
         zeros past the last chunk.
 
-        Besides its results a call of kernels needs at most `S HV ((3 C K + 2 C C) b + 4 K)` bytes while it runs, where `C` is
-        `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be: `B` times, or packed once, the
-        bounds `NT` above. The backend `hopper` takes up to `36864 K + 1024` more, and sequences cut into `G` segments in
-        all `4 G HV (K (K + 2 V) + 1) + 4 (N + 1) + 24` more. Inputs that can't be read in place are copied.
+        Besides its results a call of kernels without gradients, on one GPU, needs at most `S HV ((3 C K + 2 C C) b + 4 K)`
+        bytes while it runs, where `C` is `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be:
+        packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024` more, and where
+        sequences are cut into segments `4 G HV (K (K + 2 V) + 1) + 4 (N + 1) + 24` more. `G` is the most segments that there
+        may be: `n N` with `split=n`, with "auto" at most `N + SMs // (2 HV)` (with `batch_invariant` `N (1 + SMs // (2 HV))`).
+        Inputs that can't be read in place are copied.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.

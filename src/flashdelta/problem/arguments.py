@@ -142,7 +142,7 @@ def only_wide(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], s
 
 def state(first: torch.dtype, call: Any) -> tuple[tuple[torch.dtype, ...], str]:
     double = (torch.float64,) if first == torch.float64 else ()
-    return (torch.float32, torch.bfloat16, *double), "float32 or bfloat16"
+    return (torch.float32, torch.bfloat16, *double), "float32, bfloat16 or float64" if double else "float32 or bfloat16"
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
     inner = 1
     for size, stride in reversed([*zip(x.shape, x.stride())][x.dim() - dense :]):
         if size > 1 and stride != inner:
-            what = "a dense last dimension" if dense == 1 else "slots that are dense and do not overlap (any pitch)"
+            what = "a dense last dimension" if dense == 1 else "dense slots or rows (any pitch between them)"
             raise wrong(name, f"strides {x.stride()}", "a contiguous tensor" if dense == x.dim() else what)
         inner *= size
     span = 1

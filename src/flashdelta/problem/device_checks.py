@@ -133,16 +133,18 @@ def _check_rows(problem: Problem, t: Tensors, lengths: list[int], name_of: NameO
 def _check_checkpoints(
     offsets: torch.Tensor, indices: torch.Tensor, lengths: list[int], pool: _Claims, multiple: int
 ) -> None:
-    for row, slots, length in zip(offsets.tolist(), indices.tolist(), lengths):
+    for n, (row, slots, length) in enumerate(zip(offsets.tolist(), indices.tolist(), lengths)):
         before = 0
         for offset, slot in zip(row, slots):
             if offset == 0:
                 continue
-            if offset % multiple != 0:
-                raise wrong("checkpoint_offsets", f"offset {offset}", f"a multiple of {multiple}")
+            if offset % multiple != 0 and offset != length:  # where the sequence ends nothing is cut
+                raise wrong("checkpoint_offsets", f"offset {offset} of sequence {n}", f"a multiple of {multiple}")
             if offset <= before:
-                raise wrong("checkpoint_offsets", f"{offset} after {before}", "offsets above 0 that rise in a row")
+                got = f"{offset} after {before} in sequence {n}"
+                raise wrong("checkpoint_offsets", got, "offsets above 0 that rise in a row")
             if offset > length:
-                raise wrong("checkpoint_offsets", f"offset {offset}", f"at most the sequence's {length} tokens")
+                got = f"offset {offset} of sequence {n}"
+                raise wrong("checkpoint_offsets", got, f"at most its {length} tokens")
             before = offset
             pool.claim("checkpoint_indices", slot, length > 0)

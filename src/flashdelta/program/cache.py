@@ -3,7 +3,7 @@ what that one recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -12,6 +12,9 @@ from torch.autograd import forward_ad
 
 from ..problem import device_checks
 from ..problem.arguments import PLAIN, is_plain
+
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the call stands inside `torch.func.grad`, `vjp`, `vmap` and so on, of its arguments or of others."""
 
 
 class Entry(Protocol):
@@ -46,10 +49,10 @@ class LaunchCache(Generic[E]):
         """The entry of a call of this kind, if there is one that may run now; its key; and the addresses of its `tensors` (0
         where there is none).
 
-        A call may not be kept that is traced, checked on the host, or not on a GPU, nor one with arguments that are no plain
-        tensors, have no memory of their own (sparse ones, those inside `torch.vmap`), may have a forward-mode tangent, or stand
-        for the negative of their memory."""
-        if device_checks.ENABLED or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        A call may not be kept that is traced, checked on the host, inside a transform of `torch.func`, or not on a GPU, nor one
+        with arguments that are no plain tensors, have no memory of their own (sparse ones), may have a forward-mode tangent,
+        or stand for the negative of their memory."""
+        if device_checks.ENABLED or torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
             return None, None, []
         grad = torch.is_grad_enabled()
         found: list[object] = [kind, options, grad]

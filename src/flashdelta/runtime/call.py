@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from ..problem import rank_checks
 from ..problem.arguments import Operation, is_plain
 from ..problem.errors import wrong
 from ..problem.problem import Problem, Tensors
-from ..program.cache import Key, LaunchCache
+from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -61,11 +62,13 @@ class Call:
         """A call unlike earlier ones."""
         problem, t, backend = self.check_on_all_ranks(given)
         tracing = torch.compiler.is_compiling()
-        if not tracing and backend.name == "reference" and any(map(is_wrapped, t.present().values())):
+        wrapped = not tracing and any(map(is_wrapped, t.present().values()))
+        inside = not tracing and is_transformed()
+        if wrapped and backend.name == "reference":
             if problem.ranks > 1:
                 refuse_transforms("cp_context" if problem.packed else "group")
             return backend.build(problem, t).run()  # plain PyTorch, which every transform of `torch.func` takes
-        if tracing or not all(is_plain(x) and not is_wrapped(x) for x in t.present().values()):
+        if tracing or wrapped or (inside and problem.requires_grad) or not all(map(is_plain, t.present().values())):
             # by name: inside the operator gradients are off, and "auto" might choose another backend than `explain` says
             found = torch_ops.call(problem, t, backend.name)
             if not tracing:
@@ -77,8 +80,10 @@ class Call:
             if key is not None:  # as a repeated call, so that both have the same backward pass
                 return differentiable.run(tensors, [])
             return differentiable.apply(*(getattr(t, role) for role in differentiable.inputs))
-        program = backend.build(problem, t)
-        results = program.run(None if key is None else tensors)
+        # a transform that no argument has a part in must not wrap what kernels write
+        with torch._C._DisableFuncTorch() if inside else contextlib.nullcontext():
+            program = backend.build(problem, t)
+            results = program.run(None if key is None else tensors)
         writes = self.writes(given)
         count_writes(tensors, writes)
         if program.recorded is not None:
@@ -98,9 +103,11 @@ class Call:
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
-            self.refuse_batches(t, given)
-            if backend.name != "reference" or self.operation.no_gradients:
-                self.refuse_tangents(t)
+            written = next((role for role in self.operation.written(given) if getattr(t, role, None) is not None), None)
+            if written is not None:
+                self.refuse_batches(t, written)
+            if backend.name != "reference" or self.operation.no_gradients or written is not None:
+                self.refuse_tangents(t, written)
         return problem, t, backend
 
     def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
@@ -117,18 +124,18 @@ class Call:
         bound.apply_defaults()
         return bound.arguments
 
-    def refuse_batches(self, t: Tensors, given: Mapping[str, Any]) -> None:
+    def refuse_batches(self, t: Tensors, written: str) -> None:
         """Of `torch.func.vmap`, where a tensor of the caller's is written: it has room for one result."""
-        present, name_of = t.present(), self.operation.name_of
-        written = next((role for role in self.operation.written(given) if role in present), None)
-        for role, x in present.items() if written is not None else ():
+        name_of = self.operation.name_of
+        for role, x in t.present().items():
             if torch._C._functorch.is_batchedtensor(x):
                 wanted = f"one outside it ({name_of(written)} is written in place)"
                 raise wrong(name_of(role), "a tensor inside torch.func.vmap", wanted)
 
-    def refuse_tangents(self, t: Tensors) -> None:
-        """Of forward-mode derivatives, which only the reference has."""
-        why = self.operation.no_gradients or 'backend="reference" has forward-mode gradients'
+    def refuse_tangents(self, t: Tensors, written: str | None) -> None:
+        """Of forward-mode derivatives, which only the reference has, and no tensor of the caller's that is written."""
+        in_place = written and f"{self.operation.name_of(written)} is written in place"
+        why = self.operation.no_gradients or in_place or 'backend="reference" has forward-mode gradients'
         for role, x in t.present().items() if forward_ad._current_level >= 0 else ():
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise wrong(self.operation.name_of(role), "a tensor with a forward-mode tangent", f"none ({why})")
