@@ -124,6 +124,17 @@ def test_nothing_beside_out_is_written(op, backend: str):
 # ---- gradients: the reference on the GPU, until a backend has kernels for them --------------------------------------
 
 
+def test_a_transform_of_something_else_leaves_the_call_as_it_is(backend: str):
+    """The first call of a shape, and one whose launches are recorded."""
+    call = gpu_call(fd.chunk_kda, replace(KIMI, T=130), BF16, backend)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (fd.chunk_kda(**call)[0].float() * x).sum()
+
+    for _ in range(2):
+        assert torch.func.grad(scaled)(torch.ones((), device="cuda")) == fd.chunk_kda(**call)[0].float().sum()
+
+
 def test_gradients_on_the_gpu_are_those_on_the_cpu():
     case = replace(UNBOUNDED, H=1, HV=2, T=40, state=FP32)
 
