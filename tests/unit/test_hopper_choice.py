@@ -367,8 +367,11 @@ def test_the_workspace_is_as_large_as_documented(
     transitions = workspace.get("transitions")
     rows = problem.T // 64 + problem.N * (1 + cuts) if problem.packed else problem.B * -(-problem.T // 64)
     sizes = {"S": rows, "HV": problem.HV, "C": 64, "K": problem.K, "V": problem.V, "b": 2, "N": problem.N}
-    plain, hopper, segments = documented_bytes(**sizes, G=0 if transitions is None else transitions.shape[0])
-    stated = plain + hopper * (backend == "hopper") + segments * (transitions is not None)
+    G = 0 if transitions is None else transitions.shape[0]
+    segments = problem.N + 132 // (2 * problem.HV) if split == "auto" else problem.N * split
+    assert segments >= G
+    plain, hopper, cut = documented_bytes(**sizes, G=G)
+    stated = plain + hopper * (backend == "hopper") + cut * (transitions is not None)
     if backend == "triton":
         least = 1.0 if transitions is None else 0.99
     assert least * stated <= workspace.buffer.nbytes <= stated

@@ -60,10 +60,10 @@ def chunk_kda(
 
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
-    Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are
-    never written, except `state_pool`. States may also be float64 where q is. Buffers of the caller's that are written take
-    part in no transform of `torch.func` and no forward-mode AD. A sequence's result is bitwise independent of the rest of
-    the batch, except for the plan of a split (see `split`).
+    Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are never
+    written, except `state_pool`. States may also be float64 where q is. Buffers of the caller's that are written take part in
+    no transform of `torch.func`. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a
+    split (see `split`).
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -164,8 +164,8 @@ def chunk_kda(
         bytes while it runs, where `C` is `chunk_size`, `b` the bytes of an element of q, and `S` the chunks that there may be:
         packed the bound `NT` above, else B times it. The backend `hopper` takes up to `36864 K + 1024` more, and where
         sequences are cut into segments `4 G HV (K (K + 2 V) + 1) + 4 (N + 1) + 24` more. `G` is the most segments that there
-        may be: `n N` with `split=n`, with "auto" at most `N + SMs // (2 HV)` (with `batch_invariant` `N (1 + SMs // (2 HV))`).
-        Inputs that can't be read in place are copied.
+        may be: n for each sequence with `split=n`, with "auto" one for each and one more for every 2 HV SMs (with
+        `batch_invariant` as many more for each). Inputs that can't be read in place are copied.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it, what came and what was wanted.

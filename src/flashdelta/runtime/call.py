@@ -103,11 +103,9 @@ class Call:
         problem, t = self.operation.check(given, dry=dry)
         backend = backends.choose(problem, device or t.device, given["backend"])
         if not torch.compiler.is_compiling():
-            written = next((role for role in self.operation.written(given) if getattr(t, role, None) is not None), None)
-            if written is not None:
-                self.refuse_batches(t, written)
-            if backend.name != "reference" or self.operation.no_gradients or written is not None:
-                self.refuse_tangents(t, written)
+            self.refuse_transformed(t, given)
+            if backend.name != "reference" or self.operation.no_gradients:
+                self.refuse_tangents(t)
         return problem, t, backend
 
     def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
@@ -124,18 +122,20 @@ class Call:
         bound.apply_defaults()
         return bound.arguments
 
-    def refuse_batches(self, t: Tensors, written: str) -> None:
-        """Of `torch.func.vmap`, where a tensor of the caller's is written: it has room for one result."""
-        name_of = self.operation.name_of
-        for role, x in t.present().items():
-            if torch._C._functorch.is_batchedtensor(x):
-                wanted = f"one outside it ({name_of(written)} is written in place)"
-                raise wrong(name_of(role), "a tensor inside torch.func.vmap", wanted)
+    def refuse_transformed(self, t: Tensors, given: Mapping[str, Any]) -> None:
+        """Of tensors inside transforms of `torch.func`, where one of the caller's is written: it has room for one result of
+        `vmap`, and outside of another transform for none of what is inside."""
+        present, name_of = t.present(), self.operation.name_of
+        written = [role for role in self.operation.written(given) if role in present]
+        outside = next((role for role in written if not is_wrapped(present[role])), None)
+        for role, x in present.items() if written else ():
+            if torch._C._functorch.is_batchedtensor(x) or (outside is not None and is_wrapped(x)):
+                wanted = f"one outside it ({name_of(outside or written[0])} is written in place)"
+                raise wrong(name_of(role), "a tensor inside a transform of torch.func", wanted)
 
-    def refuse_tangents(self, t: Tensors, written: str | None) -> None:
-        """Of forward-mode derivatives, which only the reference has, and no tensor of the caller's that is written."""
-        in_place = written and f"{self.operation.name_of(written)} is written in place"
-        why = self.operation.no_gradients or in_place or 'backend="reference" has forward-mode gradients'
+    def refuse_tangents(self, t: Tensors) -> None:
+        """Of forward-mode derivatives, which only the reference has."""
+        why = self.operation.no_gradients or 'backend="reference" has forward-mode gradients'
         for role, x in t.present().items() if forward_ad._current_level >= 0 else ():
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise wrong(self.operation.name_of(role), "a tensor with a forward-mode tangent", f"none ({why})")
