@@ -5,7 +5,7 @@
 Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of
 a shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.
 Kernel rows (`--only kernels`): the same of the calls of `flashdelta bench prefill`, microseconds of each kernel in a call, and
-the errors of both against float64 (`relative`: of the norm; `largest`: of one element).
+the errors of both against float64, on the same inputs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from flashdelta.testing.inputs import make_call
 from flashdelta.testing.oracle import chunked_truth
 from flashdelta.tools.bench import profiling
+from flashdelta.tools.bench.checks import errors
 from flashdelta.tools.bench.environment import environment
 from flashdelta.tools.bench.report import save
 from flashdelta.tools.bench.timing import Effort, Timer, peak_above, take_turns
@@ -270,22 +271,13 @@ def kernel_rows(packages: dict) -> Iterator[dict]:
         call = make_call(row.call, BF16, device)
         runs = {which: functools.partial(fd.chunk_kda, **call) for which, fd in packages.items()}
         truth = chunked_truth(call)
-        errors = {which: errors_of(run(), truth) for which, run in runs.items()}
+        off = {which: errors(truth, ("o", "state"), flat(run()), absolute=True) for which, run in runs.items()}
         del truth
         turns = in_turns(runs, functools.partial(gpu_microseconds, timer))
         kernels = {which: kernel_microseconds(run, timer) for which, run in runs.items()}
-        yield {"row": row.name, **turns, "kernels": kernels, "errors": errors}
+        yield {"row": row.name, **turns, "kernels": kernels, "errors": off}
         del call, runs
         torch.cuda.empty_cache()
-
-
-def errors_of(results: tuple[torch.Tensor | None, ...], truth: tuple[torch.Tensor, ...]) -> dict[str, dict[str, float]]:
-    found = {}
-    for name, x, exact in zip(("o", "state"), results, truth):
-        if x is not None:
-            off = x.double() - exact
-            found[name] = {"relative": float(off.norm() / exact.norm()), "largest": float(off.abs().max())}
-    return found
 
 
 def kernel_microseconds(run: Op, timer: Timer) -> dict[str, float]:
