@@ -75,6 +75,7 @@ LAYER_RACES = ("rows", "wide", "tiles", "marks_packed")
 
 CHECKPOINTS = ("every_128_batch", "every_pool", "every_too_few", "many_offsets", "bad_offsets", "split_offsets")
 CHECKPOINT_RACES = ("every_pool", "at_offsets", "split_offsets")
+"""None in which a stage of a ring is filled twice: of such the tool reports false races (`test_hazards.py: race_errors`)."""
 
 OVER_RANKS = [
     (replace(KIMI, name="ranks", H=1, HV=2, lengths=(40, 0, 1, 151), state=FP32), False),

@@ -124,8 +124,8 @@ def beside_cudnn() -> str:
                 {name: value(row, path) for name, row in gated(benchmark, gpu, gates).items()} for path, gpu in sources
             ]
             ahead = [x for x in found[0] if max(column.get(x, 0.0) for column in found[:2]) >= 1.005]
-            own = [f"{x}, {gates} gates" if what != "split" else f"{x} (`split`), {gates} gates" for x in ahead]
-            table += [[name, *(f"{c[x]:.2f}" if x in c else "-" for c in found)] for name, x in zip(own, ahead)]
+            of = " (`split`)" if what == "split" else ""
+            table += [[f"{x}{of}, {gates} gates", *(f"{c[x]:.2f}" if x in c else "-" for c in found)] for x in ahead]
             ranges = [f"{min(c.values()):.2f} to {max(c.values()):.2f}" if c else "-" for c in found]
             wholes.append([f"{len(found[0])} rows of `{what}`, {gates} gates", *ranges])
     return markdown_table([*table, *wholes])
