@@ -15,6 +15,7 @@ import functools
 import importlib
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +52,14 @@ def other_package(source: Path, folder: Path) -> None:
         ):
             text = text.replace(a, b)
         path.write_text(text)
+
+
+def commit_of(base: Path) -> str | None:
+    """None of files without a history of their own."""
+    if not (base / ".git").exists():
+        return None
+    asked = ["git", "-C", str(base), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def tokens(B: int, T: int, H: int, K: int = 128, dtype: torch.dtype = BF16) -> dict:
@@ -310,6 +319,7 @@ def gpu_rows(packages: dict) -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="the other revision's files")
+    parser.add_argument("--base-commit", help="of files without a history of their own")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("host", "gpu", "kernels"))
     options = parser.parse_args()
@@ -325,7 +335,8 @@ def main() -> None:
                 rows.append(row)
                 print(line(row), flush=True)
                 if options.out:
-                    save({"about": environment(torch.device("cuda")), "rows": rows}, options.out)
+                    base = {"base": options.base_commit or commit_of(options.base)}
+                    save({"about": environment(torch.device("cuda")) | base, "rows": rows}, options.out)
 
 
 def line(row: dict) -> str:

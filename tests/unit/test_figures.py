@@ -211,10 +211,11 @@ def prefill() -> Iterator[str]:
     shapes = {name: row["shape"] for name, row in plain.items()}
     large = [plain[x] for x, s in shapes.items() if s["HV"] >= 64 and s["K"] == 128 and s["T"] >= 8192]
     yield f"calls with bounded gates are {span(each(large, 'sustained_speedup'))} times as fast as FLA"
-    document = load(RESULTS / "revisions" / "prefill-h100.json")
+    document = load(RESULTS / "revisions" / "prefill-h200.json")
     yield f"commit `{document['about']['base']}`"
     ratios = each(document["rows"], "ratio")
     yield f"takes {mean(ratios):.2f} of the time in the geometric mean of {len(ratios)} rows, {span(ratios, 2)}"
+    yield from errors_of_revisions(document["rows"])
     derived = [x for row in h200.values() if (x := over_flash_kda(row)) is not None]
     yield f"it takes {span(derived, 2)} times our time in six rows, {mean(derived):.2f} times in the geometric mean"
     forgetful, narrow = h200["T8192 H64 softplus, forgetful"], [h200[f"T8192 H{H} K64"] for H in (32, 64)]
@@ -226,6 +227,16 @@ def prefill() -> Iterator[str]:
     yield "64 channels {:.2f} of 128 with 32 heads and {:.2f} with 64 (wanted: 0.65)".format(*shares)
     yield from checkpoints(h200, h100, copies["h100"])
     yield from beside_cudnn(h200, h100)
+
+
+def errors_of_revisions(rows: list[dict]) -> Iterator[str]:
+    def after_of_before(kind: str, output: str) -> list[float]:
+        return [row["errors"]["ours"][kind][output] / row["errors"]["base"][kind][output] for row in rows]
+
+    o, state = (after_of_before("rmse", output) for output in ("o", "state"))
+    yield f"Root mean square errors are {span(o, 3)} of those before in `o` and {span(state, 3)} in states"
+    largest = [*after_of_before("max_error", "o"), *after_of_before("max_error", "state")]
+    yield f"largest single errors {span(largest, 2)}"
 
 
 def checkpoints(h200: dict[str, dict], h100: dict[str, dict], copy_tb_s: float) -> Iterator[str]:
@@ -434,6 +445,8 @@ def parallel() -> Iterator[str]:
     assert sum(kernel["ms"] for kernel in short["kernels"]) > short["sustained_ms"]
     yield f"At 32K its kernels take all of {short['sustained_ms']:.2f} ms"
     yield f"32K tokens a rank reach {rows['fwd+bwd H32 32K x 4']['sustained_efficiency']:.3f} of one GPU's rate (wanted: 0.80)"
+    four = each((row for row in rows.values() if row["ranks"] == 4), "fla.ms.median/ours.ms.median")
+    yield f"FLA takes {span(four)} times as long. A million"
     million = rows["fwd+bwd H32 256K x 4"]
     ours, one = (million[x]["sustained_ms"] for x in ("ours", "one"))
     yield f"take {ours:.1f} ms and {million['ours']['peak_bytes'] / 2**30:.0f} GiB a GPU; one GPU takes {one:.1f} ms"
@@ -510,15 +523,16 @@ def machine_code() -> Iterator[str]:
     yield f"`reverse` {longer['train B1 T8192 H32: reverse_kernel'] * 100:.0f} %"
     yield f"`wy` as an operator {longer['wy B1 T8192 H32'] * 100:.0f} %"
     oldest = {name: value(row, ratio) for name, row in rows_of("toolchains-h200").items()}
-    prepare = [x - 1 for name, x in oldest.items() if name.endswith(": prepare_kernel")]
-    yield f"spilled 8 bytes and took {percent(prepare)} longer"
-    yield f"spilled 16 bytes and took {oldest['wy B1 T8192 H32: wy_kernel'] * 100 - 100:.0f} % longer"
-    cut = rows_of("toolchains-h200")["prefill T32768 H4: recurrence_kernel"]
-    cold, busy = (value(cut, path) * 100 - 100 for path in (ratio, "other.sustained_ms/ours.sustained_ms"))
-    yield f"in the split call (24 bytes, {cold:.0f} %, {busy:.0f} % under load)"
+    step = "train B1 T8192 H32: wy_kernel"
+    yield f"`wy` takes {longer[step] + 1:.2f} of 3.6.0's time at level 2 and {oldest[step]:.2f} at level 4"
+    yield f"spills 16 bytes and takes {oldest['wy B1 T8192 H32: wy_kernel'] * 100 - 100:.0f} % longer"
+    slower = [x * 100 - 100 for name, x in oldest.items() if ": recurrence_kernel" in name and "triton" not in name]
+    yield f"`recurrence` takes {-min(slower):.0f} % less time to {max(slower):.0f} % more"
+    whole = [x * 100 - 100 for name, x in oldest.items() if name.startswith("prefill ") and ":" not in name]
+    yield f"whole calls of the prefill {-min(whole):.0f} % less to {max(whole):.0f} % more"
     portable = oldest["triton prefill T8192 H64: recurrence_kernel"] * 100 - 100
-    yield f"the portable `recurrence` ({portable:.0f} %, without a spill)"
-    yield f"`finish` is {1 / oldest['train B1 T8192 H32: finish_kernel']:.1f} times as fast"
+    yield f"The portable one takes {portable:.0f} % more, without a spill"
+    yield f"`gate_sums` is {1 / oldest['train B1 T8192 H32: gate_sums_kernel']:.1f} times as fast"
     packed = [x for name, x in longer.items() if name.startswith("prefill packed") and ":" not in name]
     yield f"whole packed prefills {percent(packed)}"
     calls = [value(row, ratio) - 1 for name, row in newer.items() if name.startswith("prefill") and ":" not in name]

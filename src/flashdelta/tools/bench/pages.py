@@ -99,8 +99,8 @@ REVISIONS_STAGES = ("prepare", "recurrence", "transitions", "compose")
 
 
 def revisions() -> str:
-    """Calls of the prefill and their kernels, of an older revision and of a newer one."""
-    path = RESULTS / "revisions" / "prefill-h100.json"
+    """Calls of the prefill, their kernels and their errors, of an older revision and of a newer one."""
+    path = RESULTS / "revisions" / "prefill-h200.json"
     document = load(path)
     about, rows = document["about"], document["rows"]
     source = headline({"benchmark": "prefill", "environment": about})
@@ -110,7 +110,16 @@ def revisions() -> str:
         times = [row["row"], short(row["base"]), short(row["ours"]), f"{row['ratio']:.2f}"]
         table.append([*times, *(stage_of_both(row["kernels"], stage) for stage in REVISIONS_STAGES)])
     said = fold(f"{source}; {commits} ([file](results/revisions/{path.name})).")
-    return f"{said}\n\n{markdown_table(table)}\n\n* {mean('after/before', [row['ratio'] for row in rows])}"
+    summary = [mean("after/before", [row["ratio"] for row in rows])]
+    for kind, words in (("rmse", "root mean square errors"), ("max_error", "largest single errors")):
+        for output in ("o", "state"):
+            ratios = [after[kind][output] / before[kind][output] for after, before in map(errors_of_both, rows)]
+            summary.append(mean(f"{words} of {output} against float64, after/before", ratios))
+    return "\n\n".join([said, markdown_table(table), "\n".join(fold(f"* {line}", "  ") for line in summary)])
+
+
+def errors_of_both(row: dict) -> tuple[dict, dict]:
+    return row["errors"]["ours"], row["errors"]["base"]
 
 
 def stage_of_both(kernels: dict[str, dict[str, float]], stage: str) -> str:
