@@ -207,6 +207,16 @@ def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int)
     hold(found, truth)
 
 
+def test_the_first_of_two_ranks_may_send_what_it_forms_before_its_scan():
+    """In whole chunks, forward and backward."""
+    call = hopper_call(RANKS["packed"][0]) | {"output_final_state": True}
+    cut = Cut(call, 2, incoming_of(call), relay=False)
+    truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
+    with poisoned_memory(), hopper_on_cpu():
+        found = cut.over_ranks()
+    hold(found, truth)
+
+
 @pytest.mark.parametrize(("lengths", "parts"), [((1152,), 2), ((700, 452), 3)], ids=["left", "formed again"])
 def test_two_ranks_find_by_segments_what_they_find_by_all_that_their_forwards_left(
     lengths: tuple[int, ...], parts: int

@@ -76,7 +76,7 @@ def fitting_steps() -> None:
 
 def steps_over_ranks() -> None:
     with test_unbounded_steps.unbounded_steps():
-        test_steps.test_ranks_find_what_one_finds("through all, V first", None)
+        test_steps.test_ranks_find_what_one_finds("through all, V first", None, True)
 
 
 def split_ranks() -> None:

@@ -157,16 +157,18 @@ OVER_RANKS = {
 }
 
 
-@pytest.mark.parametrize("sms", [None, 1])
-@pytest.mark.parametrize("name", OVER_RANKS)
-def test_ranks_find_what_one_finds(name: str, sms: int | None):
+@pytest.mark.parametrize(
+    ("name", "sms", "relay"),
+    [*((name, sms, True) for name in OVER_RANKS for sms in (None, 1)), ("packed, GVA", None, False)],
+)
+def test_ranks_find_what_one_finds(name: str, sms: int | None, relay: bool):
     case, ranks = OVER_RANKS[name]
     call = steps_call(case) | {"output_final_state": True}
-    cut, exact = Cut(call, ranks), Cut(float64(call), 1).whole(backend="reference")
+    cut, exact = Cut(call, ranks, relay=relay), Cut(float64(call), 1).whole(backend="reference")
     with mock.patch.object(build, "outgoing", wraps=build.outgoing) as ran, poisoned_memory(), hopper_on_cpu(sms=sms):
         found = cut.over_ranks()
-    # of more than two all but the last tell what becomes of a state
-    assert [x.kwargs for x in ran.call_args_list] == [{"steps": True}] * (0 if ranks == 2 else ranks - 1)
+    # without a relay all but the last tell what becomes of a state
+    assert [x.kwargs for x in ran.call_args_list] == [{"steps": True}] * (0 if ranks == 2 and relay else ranks - 1)
     for key, x in exact.items():
         assert_close(key, found[key], x, tolerance_of(call))
 

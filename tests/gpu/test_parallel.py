@@ -77,6 +77,12 @@ def test_virtual_ranks_find_what_one_finds(name: str, kept: bool, ranks: int, ba
     hold(cut.over_ranks(disable_recompute=kept), cut)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_of_two_virtual_ranks_may_send_what_it_forms_before_its_scan(name: str, backend: str):
+    cut = replace(cut_of(CASES[name], RANKS, backend), relay=False)
+    hold(cut.over_ranks(), cut)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_virtual_ranks_have_the_bits_of_a_split(ranks: int, backend: str):
     """One sequence, whole chunks, as many on each rank: results, and the gradients of tokens. Two ranks, each of which goes on
@@ -93,9 +99,10 @@ def test_virtual_ranks_of_many_heads(model: Case, other_backend: str):
     whole, truth = cut.whole(), Cut(float64(cut.call), 1).whole(backend="reference")
     found = cut.over_ranks()
     assert all(same_bits(found[name], x) for name, x in whole.items())
-    for name, x in replace(cut, ranks=4).over_ranks().items():
-        own, plain = error(x, truth[name]), error(whole[name], truth[name])
-        assert own <= WORSE * plain + 1e-4, f"{name}: {own:.2e}, of the whole call {plain:.2e}"
+    for ways in ({"ranks": 4}, {"relay": False}):
+        for name, x in replace(cut, **ways).over_ranks().items():
+            own, plain = error(x, truth[name]), error(whole[name], truth[name])
+            assert own <= WORSE * plain + 1e-4, f"{name}, {ways}: {own:.2e}, of the whole call {plain:.2e}"
 
 
 @pytest.fixture(scope="module", params=["hopper", "triton"])

@@ -50,6 +50,15 @@ def test_ranks_find_what_one_finds(name: str):
         assert error <= TOLERANCE, f"{key}: {error:.1e}"
 
 
+@pytest.mark.parametrize("options", [{}, {"split": 3}, {"disable_recompute": True}], ids=str)
+def test_the_first_of_two_ranks_may_send_what_it_forms_before_its_scan(options: dict):
+    cut = replace(cut_of(replace(SMALL, lengths=(10, 0, 203, 11)), 2), relay=False)
+    found = cut.over_ranks(**options)
+    for key, x in exact(cut).items():
+        error = (found[key].double() - x).norm() / x.norm()
+        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+
+
 @pytest.mark.parametrize("late", [None, 0])
 def test_copies_into_memory_of_other_ranks_change_nothing(late: int | None):
     """Of a forward with its backward pass, whose exchanges are of two sizes."""

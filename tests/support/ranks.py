@@ -29,6 +29,7 @@ class Cut:
     ranks: int
     incoming: tuple[Tensor, Tensor] | None = None
     exchange: str = "auto"
+    relay: bool = True
 
     @property
     def offsets(self) -> list[int]:
@@ -103,7 +104,8 @@ class Cut:
         offsets = self.call["cu_seqlens"]
         counts = [len(self.sequences(rank)) for rank in range(self.ranks)]
         most = max(counts) + spare if spare else None
-        context = context_parallel(offsets, group=group, max_sequences=most, exchange=self.exchange)
+        ways = {"exchange": self.exchange, "relay": self.relay}
+        context = context_parallel(offsets, group=group, max_sequences=most, **ways)
         room = context.cu_seqlens.numel() - 1 - counts[context.rank]
         incoming = None if self.incoming is None else self.gradients(context.rank, room)
         return results_of(self.local(context, room) | options, incoming)

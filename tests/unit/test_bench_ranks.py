@@ -70,8 +70,8 @@ ROWS = [
 def test_processes_measure_every_contender(document: dict):
     forward, step, alone, kept = document["rows"]
     assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1]
-    assert {"one", "ours", "gather", "exchange", "exchange_gather"} <= forward.keys()
-    assert "exchange_backward" not in forward
+    assert {"one", "ours", "no_relay", "gather", "exchange", "exchange_gather"} <= forward.keys()
+    assert "exchange_backward" not in forward and "no_relay" not in step
     assert step["fla"] == {"problem": "not asked for"} and [*forward["ours"]["error"]] == ["o"]
     for row in (step, alone, kept):
         assert [*row["ours"]["error"]] == ["o", *LEAVES] and 0 <= max(row["ours"]["error"].values()) < 1e-2
@@ -79,7 +79,13 @@ def test_processes_measure_every_contender(document: dict):
     assert not {"gather", "exchange", "exchange_backward"} & alone.keys()
     assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None, None]
     for row in document["rows"]:
-        names = ("one", "ours", "gather", *(f"exchange{x}{y}" for x in ("", "_backward") for y in ("", "_gather")))
+        names = (
+            "one",
+            "ours",
+            "no_relay",
+            "gather",
+            *(f"exchange{x}{y}" for x in ("", "_backward") for y in ("", "_gather")),
+        )
         timed = [name for name in names if name in row]
         # in turns: each of the contenders has the clock's first reading once
         assert sorted(row[name]["ms"]["min"] for name in timed) == [*range(1, len(timed) + 1)]

@@ -419,16 +419,29 @@ def layer() -> Iterator[str]:
     yield f"The convolution's reaches {short * 100:.0f} % at 768 tokens and {longer * 100:.0f} % at 2048"
 
 
-MILLION = {">= 0.85 of one GPU's rate": True, "<= 0.4 of FLA's": None}
+MILLION = {
+    ">= 0.85 of one GPU's rate sustained": True,
+    ">= 0.85 by one cold call": True,
+    "<= 0.4 of FLA's": None,
+}
 
 
 def parallel() -> Iterator[str]:
     rows = rows_of("cp-h200")
 
     two = [row for name, row in rows.items() if "x 2" in name]
-    # FLA has no time beside a million tokens with gradients
-    assert all(row["met"] or row["bounds"] == MILLION for row in two)
     forwards, steps = ([row for row in two if row["name"].startswith(f"{short} ")] for short in ("fwd", "fwd+bwd"))
+    missed = [row["name"] for row in two for words, met in row["bounds"].items() if met is False]
+    whole = [row for row in forwards if "packed" not in row["name"]]
+    assert missed == [row["name"] for row in whole if row["name"] != "fwd H64 8K x 2"], "by one cold call"
+    # FLA has no time beside a million tokens with gradients
+    assert all(row["met"] or row["name"] in missed or row["bounds"] == MILLION for row in two)
+    yield "In six of seven rows that is below the bounds"
+    for row in whole:
+        (wanted, _), H = EFFICIENCY[2, row["shape"]["H"], row["shape"]["T"] // 1024], row["shape"]["H"]
+        first = " a rank" if row["shape"]["T"] == 8192 and H == 32 else ""
+        rates = f"{row['efficiency']:.3f} | {row['sustained_efficiency']:.2f}"
+        yield f"| H{H}, {row['shape']['T'] // 1024}K{first} | {wanted:.2f} | {rates} |"
     yield f"forwards reach {span(each(forwards, 'sustained_efficiency'), 2)} of one GPU's rate"
     yield f"with gradients {span(each(steps, 'sustained_efficiency'), 2)}"
     yield f"forward reaches {span(each(forwards, 'efficiency'), 2)}"

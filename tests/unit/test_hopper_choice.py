@@ -458,13 +458,14 @@ def test_ranks_take_steps_from_more_heads_on(K: int, heads: int, split: str | in
     assert steps == ([wanted] * len(steps)) and len(steps) >= 2
 
 
-@pytest.mark.parametrize("heads", [31, 32])
+@pytest.mark.parametrize("heads", [31, 32, 47, 48])
 def test_two_ranks_take_steps_where_one_gpu_does(heads: int):
-    """Between two there are no transitions."""
+    """Between two there are no transitions, but where the first one sends what it forms before its scan."""
     problem, t = check(fd.chunk_kda, **meta_call(replace(KIMI, H=heads, HV=heads)))
     for rank in range(2):
         own, _ = on_rank(problem, t, rank, 2)
-        assert in_steps(own, room(own, t.device)) == in_steps(problem, room(problem, t.device))
+        assert in_steps(own, room(own, t.device)) == in_steps(problem, room(problem, t.device)) == (heads >= 32)
+        assert in_steps(replace(own, relay=False), room(own, t.device)) == (heads >= 48)
 
 
 @pytest.mark.parametrize(("heads", "kept", "wanted"), [(31, False, 2), (32, False, 1), (32, True, 2)])

@@ -489,6 +489,7 @@ REFUSED = {
     ),
     "room": (lambda group: context_parallel(OFFSETS, group=group, max_sequences=1), "max_sequences: got 1"),
     "exchange": (lambda group: context_parallel(OFFSETS, group=group, exchange="post"), "exchange: got 'post'"),
+    "relay": (lambda group: context_parallel(OFFSETS, group=group, relay=1), "relay: got 1 (int), wanted a bool"),
     "group": (lambda group: context_parallel(OFFSETS, group="world"), "group: got str"),
     "other_group": (
         lambda group: context_parallel(OFFSETS, group=torch.distributed.GroupMember.NON_GROUP_MEMBER),
@@ -685,6 +686,17 @@ def test_ranks_that_disagree_are_refused_where_values_are_checked(other: str, mo
     assert first.startswith(wanted)
     own = {"tokens": TOO_FEW, "dims": "v: got V = 48"}
     assert second.startswith(own.get(other, wanted))
+
+
+def test_ranks_that_send_other_states_are_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def run(group) -> str:
+        with pytest.raises(ValueError) as refused:
+            context_parallel(OFFSETS, group=group, relay=group.rank() == 0)
+        return str(refused.value)
+
+    assert all(text.startswith("cu_seqlens: got another call on rank 1") for text in on_ranks(2, run))
 
 
 def halo_of(width: int = 3, dtype: torch.dtype = torch.float32, channels: int = 3, grad: bool = False):

@@ -334,18 +334,19 @@ EXCHANGES = ("exchange", "send", "receive")
 TELLS, IS_TOLD = [recurrence_kernel, "exchange"], ["exchange", recurrence_kernel]
 TELLS_LATER = ["send", recurrence_kernel, "receive"]
 ORDERS = {
-    (0, 2): (TELLS, TELLS),
-    (1, 2): (IS_TOLD, IS_TOLD),
-    (0, 3): (IS_TOLD, TELLS),
-    **{(rank, 3): (IS_TOLD, TELLS_LATER) for rank in (1, 2)},
+    (0, 2, True): (TELLS, TELLS),
+    (0, 2, False): (IS_TOLD, TELLS),
+    **{(1, 2, relay): (IS_TOLD, IS_TOLD) for relay in (True, False)},
+    (0, 3, True): (IS_TOLD, TELLS),
+    **{(rank, 3, True): (IS_TOLD, TELLS_LATER) for rank in (1, 2)},
 }
-"""Of a rank of so many, forward and backward."""
+"""Of a rank of so many, by relay or not, forward and backward."""
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rank", "ranks"), ORDERS)
+@pytest.mark.parametrize(("rank", "ranks", "relay"), ORDERS)
 def test_calls_with_other_contexts_replay_around_the_exchange(
-    rank: int, ranks: int, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
+    rank: int, ranks: int, relay: bool, backward: bool, pretended: Started, monkeypatch: pytest.MonkeyPatch
 ):
     """Exchanges come where they came, and their tensors are where the launches around them have theirs."""
 
@@ -362,7 +363,7 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
         directions.clear()
         offsets = torch.tensor([0, middle, ranks * 70])
         local, border = shard(offsets, rank, ranks, 70, 2)
-        context = ContextParallel(None, "virtual", rank, ranks, border, local, 70, exchange="put")
+        context = ContextParallel(None, "virtual", rank, ranks, border, local, 70, exchange="put", relay=relay)
         call = make_call(replace(BY_NAME["state"], B=1, T=70), BF16) | {"backend": "triton", "cp_context": context}
         call["initial_state"] = torch.zeros(2, *call["initial_state"].shape[1:])
         call["q"].requires_grad_(backward)
@@ -384,11 +385,11 @@ def test_calls_with_other_contexts_replay_around_the_exchange(
                 left = [x for x in pretended[i - 1][2] if isinstance(x, int)]
                 assert kernel == "receive" or not sends or any(0 <= x - packet < arguments[0].nbytes for x in left)
                 assert kernel == "send" or not gets or packets in pretended[i + 1][2]
-        on_the_way_back = ORDERS[rank, ranks][1] if backward else []
+        on_the_way_back = ORDERS[rank, ranks, relay][1] if backward else []
         assert directions[0] == ("all" if backward and ranks > 2 else "later")
         assert directions[1:] == ["earlier" for act in on_the_way_back if act in EXCHANGES]
     found = [kernel for kernel in orders[0] if kernel in (*EXCHANGES, recurrence_kernel)]
-    assert found == ORDERS[rank, ranks][0] + on_the_way_back and orders[1] == orders[2] == orders[0]
+    assert found == ORDERS[rank, ranks, relay][0] + on_the_way_back and orders[1] == orders[2] == orders[0]
 
 
 # ---- all operations -----------------------------------------------------------------------------------------------------

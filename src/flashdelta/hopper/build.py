@@ -52,10 +52,10 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
-"""Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether over more ranks than two.
+"""Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether ranks form transitions.
 `prepare` has less to do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens
 with K = 128 16, 32 and 64 heads take 229, 284 and 480 us instead of 200, 290 and 579, in 8 sequences 32 heads 247 instead of
-290. Over more ranks the chain of `transitions` comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252
+290. Of ranks the chain of `transitions` comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252
 and 384 us instead of 201, 342 and 514."""
 
 
@@ -67,7 +67,8 @@ def in_steps(problem: Problem, room: int) -> bool:
     whole = problem.split == 1 or (problem.split == AUTO and (room == 0 or problem.K == 64))
     plain = not problem.return_intermediate_states and not problem.requires_grad
     inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm
-    return STEPS_FROM[problem.K, problem.ranks > 2] <= problem.HV and whole and plain and inputs
+    forms_transitions = problem.ranks > 1 and not problem.relays
+    return STEPS_FROM[problem.K, forms_transitions] <= problem.HV and whole and plain and inputs
 
 
 def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Step]:

@@ -57,6 +57,8 @@ class ContextParallel:
     conv_size: int | None = None
     exchange: str = "auto"
     """How states go from rank to rank: `"gather"`, `"put"`, or `"auto"`, which the first exchange decides."""
+    relay: bool = True
+    """Whether the first of two ranks sends the state that its own scan ends with."""
     knows_halo: bool = True
     """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
     capacity: tuple[int, ...] = ()
@@ -66,7 +68,7 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         offsets = None if self.cu_seqlens is None else (self.cu_seqlens.shape, self.cu_seqlens.dtype)
-        ranks = self.name, self.rank, self.ranks, self.exchange
+        ranks = self.name, self.rank, self.ranks, self.exchange, self.relay
         object.__setattr__(self, "alike", (*ranks, self.tokens, offsets, self.device))
 
     def __eq__(self, other: object) -> bool:
@@ -163,6 +165,7 @@ def context_parallel(
     max_sequences: int | None = None,
     conv_size: int | None = None,
     exchange: str = "auto",
+    relay: bool = True,
 ) -> ContextParallel:
     """Cuts packed sequences into equal runs of tokens, one for each rank of a process group.
 
@@ -181,6 +184,11 @@ def context_parallel(
         exchange: how states go from rank to rank, with the same bits: `"gather"`, an all-gather of the group; `"put"`, copies
             into the memory of the other ranks, which are GPUs of one host; or `"auto"`: put where all ranks can, which is
             asked once of a group. A capture of a CUDA graph needs one call of its size before it.
+        relay: what the first of two ranks sends of a forward. True: the state that its own scan ends with, so calls that
+            follow each other take what one GPU takes, and the second rank is a call behind. False: a state that it forms
+            before its scan, so that both ranks scan at the same time; a single call, or one of layers that all ranks wait
+            for each other in, ends sooner, and calls that follow each other take longer (docs/parallel.md). Results differ in
+            rounding. More ranks always do the latter.
 
     Returns:
         A `ContextParallel`, for `chunk_kda(..., cp_context=)` on this rank's tokens.
@@ -194,6 +202,8 @@ def context_parallel(
         offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
         if exchange not in EXCHANGES:
             raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
+        if not isinstance(relay, bool):
+            raise TypeError(f"relay: got {relay!r} ({type(relay).__name__}), wanted a bool")
         for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{option}: got {value!r} ({type(value).__name__}), wanted an int or None")
@@ -217,9 +227,11 @@ def context_parallel(
         local, border = shard(offsets, rank, ranks, tokens, capacity[rank])
         local, border = (x.to(cu_seqlens.device, non_blocking=True) for x in (local, border))
     context = ContextParallel(
-        *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange), capacity=tuple(capacity)
+        *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange, relay),
+        capacity=tuple(capacity),
     )
-    rank_checks.check_on_all_ranks(context, ("context_parallel", max_sequences, conv_size, exchange), "cu_seqlens")
+    options = max_sequences, conv_size, exchange, relay
+    rank_checks.check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
     way = exchange if ranks == 1 else chosen_exchange(exchange, name, cu_seqlens.device)
     return context if way == exchange else replace(context, exchange=way)
 

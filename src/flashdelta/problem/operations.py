@@ -423,7 +423,8 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     context = options.get("cp_context")
     ranks = {}
     if context is not None and context.ranks > 1:
-        ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks, exchange=context.exchange)
+        ranks = {x: getattr(context, x) for x in ("rank", "ranks", "exchange", "relay")}
+        ranks |= {"process_group": context.name}
     worked_out = dict(
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,

@@ -144,7 +144,7 @@ class Settings:
     Of prefills in float32: `precision` of the matrix products, and `heads` that one batch row was given as (each is a batch
     row of its own). Of the layer's convolution and norm: their `activation`, and `eps` of the norm. Of calls over several
     ranks: the name of the `process_group`, this process' `rank` in it, how many `ranks` it has (`context.py`), and the way of
-    their `exchange` (`exchanges.py`).
+    their `exchange` (`exchanges.py`), of which states go by `relay` where there are two.
     """
 
     operation: str = "chunk"
@@ -175,6 +175,7 @@ class Settings:
     rank: int = 0
     ranks: int = 1
     exchange: str = "gather"
+    relay: bool = True
 
 
 SETTINGS = fields(Settings)
@@ -243,6 +244,11 @@ class Problem(Settings):
     def packets(self) -> int:
         """Sequences that may go on from rank to rank: one of packed ones, or every batch row."""
         return 1 if self.packed else self.B
+
+    @property
+    def relays(self) -> bool:
+        """Whether a forward's states go from the scan of one rank to that of the next."""
+        return self.ranks == 2 and self.relay
 
     @property
     def packet_shape(self) -> tuple[int, int, int, int, int]:

@@ -20,7 +20,7 @@ from .problem import Problem
 
 ALIKE = (
     *("operation", "scale", "gate", "lower_bound", "beta_kind", "l2norm", "state_v_first", "chunk_size"),
-    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange"),
+    *("B", "H", "HV", "K", "V", "dtype", "packed", "requires_grad", "exchange", "relay"),
 )
 """What calls of all ranks have in common: fields of their problems."""
 

@@ -207,9 +207,9 @@ def clear(problem: Problem, t: Tensors, grad_initial: Tensor) -> Launch:
 def carried_states(
     call: StageCall, transition: Transition, packets: Tensor
 ) -> tuple[list[Step], StageCall, list[Step]]:
-    """What finds the states before this rank's tokens, the call from these on, and what follows its `recurrence`. Of two ranks
-    the first one's packet is what its `recurrence` ends with. The last rank tells nobody of its own. `packets`: room for those
-    of all ranks, or those that the forward has left for its backward pass."""
+    """What finds the states before this rank's tokens, the call from these on, and what follows its `recurrence`. By relay the
+    first one's packet is what that ends with. The last rank tells nobody of its own. `packets`: room for those of all ranks,
+    or those that the forward has left for its backward pass."""
     problem, t = call.problem, call.t
     before, after = list[Step](), list[Step]()
     if t.packets is None:
@@ -218,7 +218,7 @@ def carried_states(
         goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
         to = ALL if goes_back and problem.ranks > 2 else LATER
         told = Exchange(exchange, problem.process_group, problem.exchange, to, packet, packets)
-        if problem.ranks == 2 and problem.rank == 0:
+        if problem.relays and problem.rank == 0:
             call = replace(call, packet=packet, beside=(*call.beside, packet))
             after.append(told)
         else:

@@ -80,6 +80,9 @@ EFFICIENCY = {
 
 OF_FLA = {FORWARD: 0.35, STEP: 0.40}
 
+OURS = ("ours", "no_relay")
+"""The second with `relay=False`, which forwards over two ranks may choose."""
+
 
 @dataclass(frozen=True)
 class RanksRow(Row):
@@ -97,7 +100,7 @@ def _row(ranks: int, heads: int, tokens: int, table: str, cut: bool = False) -> 
     name = f"{SHORT[table]} H{heads} {tokens}K x {ranks}" + (" packed" if cut else "")
     why = "sequences cut inside" if cut else "one sequence over all ranks"
     least = EFFICIENCY.get((ranks, heads, tokens), (None, None))[table == STEP]
-    bounds = [Bound("efficiency", least)] if least and not cut else []
+    bounds = [Bound("efficiency", least), Bound("single", least)] if least and not cut else []
     bounds += [Bound("FLA", OF_FLA[table])] if ranks == 2 else []
     case = model(name, why, heads, T=tokens * 1024, final=False)
     return RanksRow(case, "packed" if cut else table, tuple(bounds), ranks=ranks, differentiates=table == STEP)
@@ -221,7 +224,7 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     if ranks > 1:
         found["ours"]["exchange"] = context.exchange
     if total <= MOST_CHECKED:
-        checked = {name: runs[name] for name in ("ours", "fla") if name in runs}
+        checked = {name: runs[name] for name in (*OURS, "fla") if name in runs}
         errors = _errors(row, checked, call | {"backend": options["backend"]}, offsets, context)
         for name, off in errors.items():
             found[name]["error"] = off
@@ -262,6 +265,9 @@ def _runs(
     if row.ranks > 1:
         gathers = context_parallel(offsets, group=context.group, exchange="gather")
         runs |= {"gather": _timed(chunk_kda, call | {"cp_context": gathers} | ours, grad)}
+        if row.ranks == 2 and not row.differentiates:
+            formed = context_parallel(offsets, group=context.group, relay=False)
+            runs |= {"no_relay": _timed(chunk_kda, call | {"cp_context": formed} | ours, grad)}
         for end, each in (("", context), ("_gather", gathers)):
             runs |= {f"exchange{end}": _exchange(case, packet_columns(each.ranks, case.K, case.V), each)}
             runs |= {f"exchange_backward{end}": _exchange(case, case.V, each)} if row.differentiates else {}
@@ -359,8 +365,8 @@ def _whole(row: RanksRow, call: dict, offsets: Tensor, context: ContextParallel)
 
 def _faults(name: str, off: Mapping[str, float]) -> dict[str, str]:
     """What is wrong with a contender's results, by its name."""
-    limits = {"o": TOLERANCE[BF16]} if name == "ours" else {}
-    usual = GRADIENT_TOLERANCE if name == "ours" else PEER_TOLERANCE
+    limits = {"o": TOLERANCE[BF16]} if name in OURS else {}
+    usual = GRADIENT_TOLERANCE if name in OURS else PEER_TOLERANCE
     found = [fault({each: error}, limits.get(each, usual)) for each, error in off.items()]
     said = [x for x in found if x is not None]
     return {name: "; ".join(said)} if said else {}
