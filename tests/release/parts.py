@@ -71,6 +71,7 @@ def over(ranks: int) -> dict[str, tuple[int, str, tuple[str, ...]]]:
 RANKS = {
     **over(2),
     "million": (2, "a million tokens", of_ranks(2, 32, (512,), STEP, FORWARD)),
+    "layers": (2, "stacks of layers", rows("layers")),
     "gradients-h8": (2, "gradients of few heads", of_ranks(2, 8, EACH, STEP)),
     "h8": (2, "few heads", of_ranks(2, 8, EACH, FORWARD)),
     **over(4),

@@ -63,13 +63,14 @@ ROWS = [
     small("step", 2, "packed"),
     small("alone", 1, ranks.ALONE),
     small("kept", 1, ranks.ALONE, kept=True),
+    small("stack", 2, ranks.STACK, layers=2, joined=True),
 ]
 
 
 @pytest.mark.slow
 def test_processes_measure_every_contender(document: dict):
-    forward, step, alone, kept = document["rows"]
-    assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1]
+    forward, step, alone, kept, stack = document["rows"]
+    assert [row["ranks"] for row in document["rows"]] == [2, 2, 1, 1, 2]
     assert {"one", "ours", "no_relay", "gather", "exchange", "exchange_gather"} <= forward.keys()
     assert "exchange_backward" not in forward and "no_relay" not in step
     assert step["fla"] == {"problem": "not asked for"} and [*forward["ours"]["error"]] == ["o"]
@@ -77,7 +78,8 @@ def test_processes_measure_every_contender(document: dict):
         assert [*row["ours"]["error"]] == ["o", *LEAVES] and 0 <= max(row["ours"]["error"].values()) < 1e-2
     assert {"exchange_backward", "exchange_backward_gather"} <= step.keys()
     assert not {"gather", "exchange", "exchange_backward"} & alone.keys()
-    assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None, None]
+    assert {"one", "ours", "no_relay"} <= stack.keys() and "gather" not in stack
+    assert [row["ours"].get("exchange") for row in document["rows"]] == ["gather", "gather", None, None, "gather"]
     for row in document["rows"]:
         names = (
             "one",
@@ -292,7 +294,7 @@ def test_fla_takes_no_part_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch
     for gib in (150, 140):
         properties = SimpleNamespace(total_memory=gib * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        why = {row.name: ranks._why_no_fla(row, cuda) for row in ranks.ROWS}
+        why = {row.name: ranks._why_no_fla(row, cuda) for row in ranks.ROWS if not row.layers}
         said = why.pop("fwd+bwd H32 512K x 2")
         assert said == ("takes about 141 GiB, the GPU has 140" if gib == 140 else None) and not any(why.values())
 

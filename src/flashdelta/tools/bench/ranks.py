@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...nn import KimiDeltaAttention
 from ...ops.chunk import chunk_kda
 from ...problem.context import ContextParallel, context_parallel
 from ...problem.exchanges import exchange
@@ -86,11 +87,15 @@ OURS = ("ours", "no_relay")
 
 @dataclass(frozen=True)
 class RanksRow(Row):
-    """`call` is of one rank. `differentiates`: its backward pass is timed too; `kept`: the forward keeps what it needs."""
+    """`call` is of one rank. `differentiates`: its backward pass is timed too; `kept`: the forward keeps what it needs.
+    `layers`: a stack of so many layers is timed instead, whose ranks are `joined` after each where the model makes them wait
+    for each other, as the experts of a mixture do."""
 
     ranks: int = 1
     differentiates: bool = False
     kept: bool = False
+    layers: int = 0
+    joined: bool = False
 
 
 SHORT = {FORWARD: "fwd", STEP: "fwd+bwd"}
@@ -124,12 +129,24 @@ def _alone(tokens: int, kept: bool) -> RanksRow:
     return RanksRow(case, ALONE, (Bound("efficiency", 2.0),), differentiates=True, kept=kept)
 
 
+def _stack(heads: int, tokens: int, joined: bool) -> RanksRow:
+    name = f"{LAYERS} layers H{heads} {tokens}K x 2" + (" joined" if joined else "")
+    why = "all ranks wait for each other after each layer" if joined else "layer after layer, each rank at its own pace"
+    case = model(name, why, heads, T=tokens * 1024, final=False)
+    return RanksRow(case, STACK, ranks=2, layers=LAYERS, joined=joined)
+
+
+LAYERS = 4
+STACK = "layers"
+"""The table of rows of stacks."""
+
 ALONE = "one GPU"
 """The table of rows that split sequences on one GPU."""
 
 ROWS = (
     *_rows(2, (8, 32, 64)),
     *(_alone(tokens, kept) for kept in (False, True) for tokens in (32, 128)),
+    *(_stack(32, tokens, joined) for tokens in (8, 32) for joined in (False, True)),
     *(_row(2, 32, 512, table) for table in (FORWARD, STEP)),
 )
 """Those of a million tokens come last: a step of theirs takes 78 GiB a GPU."""
@@ -165,6 +182,8 @@ def _why_no_fla(row: RanksRow, setup: Setup) -> str | None:
     found, case = setup.found("fla", row), row.call
     if isinstance(found, str):
         return found
+    if row.layers:
+        return "takes no part in stacks of layers"
     if setup.device.type != "cuda" or not row.differentiates:
         return None
     wanted, room = FLA_STEP_BYTES * case.T * case.HV, torch.cuda.get_device_properties(setup.device).total_memory
@@ -184,7 +203,8 @@ def described(row: RanksRow, found: dict[str, dict]) -> dict:
     shape = {"T": case.T, "H": case.H, "K": case.K}
     one = value(found, "one.sustained_ms")
     way = found["ours"].get("exchange") or "put"
-    predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if one else None
+    modelled = one is not None and not row.layers
+    predicted = scaling.efficiency(one, case.T, case.HV, row.ranks, row.differentiates, way) if modelled else None
     return {
         **{"name": row.name, "table": row.table, "reason": row.why, "shape": shape, "ranks": row.ranks, **found},
         "efficiency": value(found, "one.ms.median/ours.ms.median"),
@@ -212,9 +232,11 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     cuts = [0, 3 * case.T // 4, total - case.T // 2, total] if row.table == "packed" else [0, total]
     offsets = torch.tensor(cuts, dtype=torch.int32, device=device)
     context = context_parallel(offsets, group=group)
-    kept = {"disable_recompute": True} if row.kept else {}
-    call = _inputs(case, device, rank) | kept
-    runs = _runs(row, options, call, offsets, context)
+    if row.layers:
+        call, runs = _stacked(row, options, offsets, context)
+    else:
+        call = _inputs(case, device, rank) | ({"disable_recompute": True} if row.kept else {})
+        runs = _runs(row, options, call, offsets, context)
     found: dict[str, dict] = {name: {} for name in runs}
     if "fla" in found:
         found["fla"]["FLA_INTRACARD_CP"] = os.environ.get("FLA_INTRACARD_CP")
@@ -223,7 +245,7 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     clock.lap("first calls")
     if ranks > 1:
         found["ours"]["exchange"] = context.exchange
-    if total <= MOST_CHECKED:
+    if total <= MOST_CHECKED and not row.layers:  # a layer over two GPUs is held to the whole by the tests
         checked = {name: runs[name] for name in (*OURS, "fla") if name in runs}
         errors = _errors(row, checked, call | {"backend": options["backend"]}, offsets, context)
         for name, off in errors.items():
@@ -275,6 +297,37 @@ def _runs(
         of_fla = {"cp_context": _context_of_fla(offsets, context.group)} if row.ranks > 1 else {}
         runs["fla"] = _timed(find("fla"), shared(call) | of_fla, grad)
     return runs
+
+
+def _stacked(
+    row: RanksRow, options: Mapping[str, Any], offsets: Tensor, context: ContextParallel
+) -> tuple[dict, dict[str, Callable[[], object]]]:
+    """The inputs of a stack of layers, and what is timed, by name."""
+    case, device = row.call, context.device
+    hidden, place = case.H * case.K, {"device": device, "dtype": BF16}
+    layers = [
+        KimiDeltaAttention(hidden, case.H, head_dim=case.K, backend=options["backend"]).to(**place)
+        for _ in range(row.layers)
+    ]
+    x, told = torch.randn(1, case.T, hidden, **place), torch.zeros(1, device=device)
+    taps = layers[0].conv_size
+
+    def through(ranks: int, **where: Any) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
+            y = x
+            for layer in layers:
+                y = y + layer(y, **where)[0]
+                if row.joined and ranks > 1:
+                    dist.all_reduce(told)
+            return (y,)
+
+        return run
+
+    runs: dict[str, Callable[[], object]] = {"one": through(1)}
+    for name, relay in zip(OURS, (True, False)):
+        each = context_parallel(offsets, group=context.group, conv_size=taps, relay=relay)
+        runs[name] = through(row.ranks, cp_context=each)
+    return {"x": x}, runs
 
 
 def _warm_up(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, str]:
