@@ -108,9 +108,29 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 
 
 @pytest.mark.parametrize("to", TO)
-@pytest.mark.parametrize("late", [None, 0, 1])
-def test_captured_exchanges_meet_whatever_comes_before(late: int | None, to: str, captured: threading.local):
-    assert all(on_ranks(2, lambda group: replays(group, captured, TO[to]), late))
+@pytest.mark.parametrize(("ranks", "late"), [(2, None), (2, 0), (2, 1), (3, 1), (3, 2), (4, 0), (4, 3)])
+def test_captured_exchanges_meet_whatever_comes_before(
+    ranks: int, late: int | None, to: str, captured: threading.local
+):
+    assert all(on_ranks(ranks, lambda group: replays(group, captured, TO[to]), late))
+
+
+@pytest.mark.parametrize("to", [LATER, EARLIER])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_captured_exchanges_would_take_the_signals_of_others(
+    ranks: int, to: str, captured: threading.local, monkeypatch: pytest.MonkeyPatch
+):
+    """What channels of their own are for: the same ranks, without. The late one is told what was meant for a later exchange."""
+    place = SharedMemory._place
+
+    def shared(self: SharedMemory, nbytes: int, to: str, captured: bool) -> tuple:
+        found, channel = place(self, nbytes, to, captured)
+        return found, channel % len(exchanges.DIRECTIONS)
+
+    monkeypatch.setattr(SharedMemory, "_place", shared)
+    late = ranks - 1 if to == LATER else 0
+    right = on_ranks(ranks, lambda group: replays(group, captured, [to]), late)
+    assert not right[late]
 
 
 @pytest.mark.parametrize("before", [[], [64]])

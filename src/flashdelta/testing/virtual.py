@@ -92,19 +92,41 @@ class _Shared:
         return flat[: torch.Size(sizes).numel()].view(*sizes)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        self.meeting.wait()
-        self.meeting.let_pass(self.rank)
+        """By the signals of the channel that `put_signal` and `wait_signal` have, too: one to each other rank and one from it,
+        for all of these at once."""
+        meeting, signals = self.meeting, self.meeting.signals
+        # the signals of each other rank that are left to do: to it, then from it
+        left = {
+            peer: [self._signal(channel, self.rank, peer), self._signal(channel, peer, self.rank)]
+            for peer in range(len(self.buffers))
+            if peer != self.rank
+        }
+
+        def can(peer: int) -> bool:
+            # a signal is sent once the one before has been taken, and taken once it is there
+            return (left[peer][0] in signals) == (len(left[peer]) == 1)
+
+        while left:
+            meeting.until(self.rank, lambda: any(map(can, left)))
+            for peer in [*filter(can, left)]:
+                signals ^= {left[peer].pop(0)}
+                if not left[peer]:
+                    del left[peer]
+        meeting.let_pass(self.rank)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        signal, signals = (self.name, channel, self.rank, dst_rank), self.meeting.signals
+        signal, signals = self._signal(channel, self.rank, dst_rank), self.meeting.signals
         self.meeting.until(self.rank, lambda: signal not in signals)
         signals.add(signal)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        signal, signals = (self.name, channel, src_rank, self.rank), self.meeting.signals
+        signal, signals = self._signal(channel, src_rank, self.rank), self.meeting.signals
         self.meeting.until(self.rank, lambda: signal in signals)
         signals.remove(signal)
         self.meeting.let_pass(self.rank)
+
+    def _signal(self, channel: int, src_rank: int, dst_rank: int) -> tuple[int, int, int, int]:
+        return self.name, channel, src_rank, dst_rank
 
 
 class VirtualRank(ProcessGroup):
