@@ -940,9 +940,11 @@ def test_one_rank_alone_may_ask(monkeypatch: pytest.MonkeyPatch):
     assert on_ranks(2, run) == [True, True]
 
 
-def test_ranks_that_agree_pass_the_checks(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("lengths", [(40, 50, 6), (96,), (10, 80, 6)])
+def test_ranks_that_agree_pass_the_checks(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """Also where a sequence goes on from the first rank to the last, over one that has nothing else."""
     monkeypatch.setattr(device_checks, "ENABLED", True)
-    cut = cut_of(packed((40, 50, 6)), 3)
+    cut = cut_of(packed(lengths), 3)
     assert_same(cut.over_ranks(1), cut.whole())
 
 
