@@ -15,7 +15,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import float64, same_bits
 from flashdelta.testing.virtual import on_ranks
 
-from ..support.ranks import Cut, Found, incoming_of
+from ..support.ranks import Cut, Found, fla_context, incoming_of
 
 TOLERANCE = 2e-5
 
@@ -64,6 +64,16 @@ def test_copies_into_memory_of_other_ranks_change_nothing(late: int | None):
     """Of a forward with its backward pass, whose exchanges are of two sizes."""
     cut = replace(cut_of(replace(SMALL, lengths=(10, 54)), 2), exchange="put")
     found, wanted = cut.joined(on_ranks(2, cut.run, late)), replace(cut, exchange="gather").over_ranks()
+    assert found.keys() == wanted.keys()
+    assert all(same_bits(found[name], x) for name, x in wanted.items())
+
+
+def test_a_context_of_fla_has_the_bits_of_ours():
+    """Forward and backward, of a sequence that crosses both borders and ends inside the last rank."""
+    cut = cut_of(replace(SMALL, lengths=(10, 75, 11)), 3)
+    offsets = cut.call["cu_seqlens"]
+    found = cut.joined(on_ranks(3, lambda group: cut.run_by(fla_context(group, offsets), group)))
+    wanted = cut.over_ranks()
     assert found.keys() == wanted.keys()
     assert all(same_bits(found[name], x) for name, x in wanted.items())
 

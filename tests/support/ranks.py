@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import flashdelta as fd
 from flashdelta.parallel import ContextParallel, context_parallel
@@ -109,6 +110,12 @@ class Cut:
         room = context.cu_seqlens.numel() - 1 - counts[context.rank]
         incoming = None if self.incoming is None else self.gradients(context.rank, room)
         return results_of(self.local(context, room) | options, incoming)
+
+    def run_by(self, other: object, group: ProcessGroup, **options: object) -> Found:
+        """As `run`, by an `other` library's context of the same offsets."""
+        call = self.local(context_parallel(self.call["cu_seqlens"], group=group)) | {"cp_context": other} | options
+        incoming = None if self.incoming is None else self.gradients(group.rank())
+        return results_of(call, incoming)
 
     def over_ranks(self, spare: int = 0, **options: object) -> Found:
         return self.joined(on_ranks(self.ranks, lambda group: self.run(group, spare, **options)))

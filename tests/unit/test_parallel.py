@@ -29,6 +29,8 @@ from flashdelta.problem import device_checks, rank_checks
 from flashdelta.problem.border import (
     ANY_HALO,
     BORDER,
+    DIGEST,
+    FIRST,
     FIRST_RANK,
     HALO,
     LAST_RANK,
@@ -344,14 +346,28 @@ def test_a_context_of_fla_is_taken():
 
     def run(group) -> Found:
         context = fla_context(group, cut.call["cu_seqlens"])
-        call = cut.local(context_parallel(cut.call["cu_seqlens"], group=group)) | {"cp_context": context}
-        found = results_of(call, cut.gradients(group.rank()))
-        assert contexts.context_of(context, None, call["q"].device) is contexts.context_of(
-            context, None, call["q"].device
-        )
+        found, device = cut.run_by(context, group), cut.call["q"].device
+        assert contexts.context_of(context, None, device) is contexts.context_of(context, None, device)
         return found
 
     assert_same(cut.joined(on_ranks(3, run)), cut.whole())
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("lengths", [(10, 75, 11), (40, 24, 32), (96,)])
+def test_a_context_of_fla_says_what_ours_says(lengths: tuple[int, ...], traced: bool, monkeypatch: pytest.MonkeyPatch):
+    """To kernels, also of a traced call, which reads no offsets on the host."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+
+    def run(group) -> bool:
+        ours, other = context_parallel(offsets, group=group), fla_context(group, offsets)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: traced)
+            border = contexts.as_context(other).border
+        read = [place for place in range(BORDER) if place not in (DIGEST, FIRST)]
+        return same_bits(border[read], ours.border[read])
+
+    assert all(on_ranks(3, run))
 
 
 @pytest.mark.parametrize("by", ["context", "group"])
