@@ -27,8 +27,8 @@ ARGUMENTS = {
 """What a test runs on that takes one of these: every backend that has kernels, all of them but the portable one, ..."""
 
 
-MADE_ONCE = {"library_path", "processes"}
-"""Fixtures that one worker makes for all, for which the others wait: the C library, and what processes on two GPUs find."""
+MADE_ONCE = {"library_path", "processes", "few_or_more"}
+"""Fixtures that one worker makes for all, for which the others wait: the C library, and what processes on several GPUs find."""
 
 HERE = Path(__file__).parent
 

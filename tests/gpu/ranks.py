@@ -38,7 +38,8 @@ CASES["segments"] = replace(KIMI, name="ranks_segments", lengths=(1000, 9752), H
 CASES["fla"] = replace(CASES["packed"], name="ranks_fla", lengths=(701, 2000, 1395), state=None)
 # gradients of many repeats, and in a test that waits for a timeout
 TINY = replace(KIMI, name="ranks_tiny", lengths=(200, 56), state=FP32)
-REPEATS, BACKWARD_REPEATS = 1000, 300
+REPEATS, BACKWARD_REPEATS, FEWER = 1000, 300, 10
+"""Of forwards, of calls with gradients, and how many times fewer where there are more ranks."""
 MANY = 1 << 20
 """Tokens of one sequence."""
 
@@ -191,6 +192,13 @@ def beside_fla(cut: Cut, group: dist.ProcessGroup) -> dict[str, Found]:
     return found
 
 
+def by_context_of_fla(cut: Cut, group: dist.ProcessGroup) -> Found:
+    """Ours with what FLA makes of the same offsets."""
+    from fla.ops.cp import build_cp_context
+
+    return cut.run_by(build_cp_context(cut.call["cu_seqlens"], group=group), group)
+
+
 def every_case(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
     """What the ranks find in each, and whether they do again, by either exchange."""
     found: dict[str, object] = {}
@@ -202,6 +210,7 @@ def every_case(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
         found[f"{name} kept"] = on_host(cut.run(group, disable_recompute=True))
         ways = [replace(cut, exchange=way).run(group) for way in WAYS]
         found[f"{name} ways"] = all(same_bits(x, run[key]) for run in ways for key, x in runs[0].items())
+    found["context of FLA"] = on_host(by_context_of_fla(cut_of(CASES["fla"], group.size(), backend), group))
     return found
 
 
@@ -222,9 +231,9 @@ def of_many_tokens(
     return {name: relative_error(x, whole[name]) for name, x in found.items() if not elsewhere.get(name)}
 
 
-def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
-    ranks, found = group.size(), every_case(group, backend)
-    found["many tokens"] = of_many_tokens(group, backend)
+def by_either_way(group: dist.ProcessGroup, backend: str, fewer: int = 1) -> dict[str, object]:
+    """Of each exchange: captured graphs, repeats of ranks that come late, `fewer` times as many as of two, and two streams."""
+    ranks, found = group.size(), dict[str, object]()
     cut = cut_of(CASES["packed"], ranks, backend)
     other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), ranks, backend)
     tiny = cut_of(TINY, ranks, backend)
@@ -232,9 +241,22 @@ def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
         for name, cuts in (("", [replace(x, incoming=None) for x in (cut, other)]), (" backward", [cut, other])):
             graphs, alike = replayed(*cuts, group, way)
             found[f"graph {way}{name}"], found[f"graph {way}{name} alike"] = [on_host(x) for x in graphs], alike
-        found[f"delays {way}"] = repeats_with_delays(replace(cut, incoming=None), group, way)
-        found[f"delays {way} backward"] = repeats_with_delays(tiny, group, way, BACKWARD_REPEATS)
+        found[f"delays {way}"] = repeats_with_delays(replace(cut, incoming=None), group, way, REPEATS // fewer)
+        found[f"delays {way} backward"] = repeats_with_delays(tiny, group, way, BACKWARD_REPEATS // fewer)
         found[f"streams {way}"] = on_two_streams(group, way)
+    return found
+
+
+def work_of_more(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
+    """Of what `work` has what other ranks than two may find otherwise."""
+    return every_case(group, backend) | by_either_way(group, backend, FEWER)
+
+
+def work(group: dist.ProcessGroup, backend: str) -> dict[str, object]:
+    ranks, found = group.size(), every_case(group, backend)
+    found["many tokens"] = of_many_tokens(group, backend)
+    found |= by_either_way(group, backend)
+    cut = cut_of(CASES["packed"], ranks, backend)
     context = context_parallel(cut.call["cu_seqlens"], group=group)
     found["way"] = context.exchange
     compiled = torch.compile(lambda **call: fd.chunk_kda(**call), fullgraph=True)

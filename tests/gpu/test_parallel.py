@@ -24,7 +24,7 @@ from ..support.examples import trains_on_one_curve
 from ..support.ranks import Cut, Found
 from ..support.shared import folder_of_run, once
 from .calls import KIMI
-from .ranks import CASES, TOLD, WAYS, cut_of, every_case, layered, lose_a_rank, trained, work
+from .ranks import CASES, TOLD, WAYS, cut_of, layered, lose_a_rank, trained, work, work_of_more
 
 pytestmark = pytest.mark.gpu
 
@@ -105,15 +105,27 @@ def test_virtual_ranks_of_many_heads(model: Case, other_backend: str):
             assert own <= WORSE * plain + 1e-4, f"{name}, {ways}: {own:.2e}, of the whole call {plain:.2e}"
 
 
-@pytest.fixture(scope="module", params=["hopper", "triton"])
+BACKENDS = ["hopper", "triton"]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
     """What they find with a backend. They run once, for the tests of all workers."""
     return of_processes(request.param, RANKS, work, tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=["hopper", "triton"])
-def more_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
-    return of_processes(request.param, MORE, every_case, tmp_path_factory)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((ranks, backend), marks=enough, id=f"{ranks}-{backend}")
+        for ranks, enough in ((RANKS, two_gpus), (MORE, more_gpus))
+        for backend in BACKENDS
+    ],
+)
+def few_or_more(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]:
+    """The same of two, and what more of them find."""
+    ranks, backend = request.param
+    return of_processes(backend, ranks, work if ranks == RANKS else work_of_more, tmp_path_factory)
 
 
 def of_processes(
@@ -125,20 +137,10 @@ def of_processes(
     return backend, once(found, lambda: on_processes(ranks, function, backend, device="cuda", timeout=PATIENCE))
 
 
-@two_gpus
 @pytest.mark.parametrize("name", CASES)
-def test_gpus_find_what_virtual_ranks_find(processes: tuple[str, list[dict]], name: str):
-    hold_to_virtual_ranks(*processes, name)
-
-
-@more_gpus
-@pytest.mark.parametrize("name", CASES)
-def test_more_gpus_find_what_virtual_ranks_find(more_processes: tuple[str, list[dict]], name: str):
-    hold_to_virtual_ranks(*more_processes, name)
-
-
-def hold_to_virtual_ranks(backend: str, found: list[dict], name: str) -> None:
+def test_gpus_find_what_virtual_ranks_find(few_or_more: tuple[str, list[dict]], name: str):
     """To the bit, and again when calls repeat; what the forward keeps changes nothing."""
+    backend, found = few_or_more
     cut = cut_of(CASES[name], len(found), backend)
     joined, virtual = cut.joined([x[name] for x in found]), cut.over_ranks()
     for key, x in virtual.items():
@@ -147,6 +149,13 @@ def hold_to_virtual_ranks(backend: str, found: list[dict], name: str) -> None:
     kept = cut.joined([x[f"{name} kept"] for x in found])
     assert all(same_bits(kept[key], x) for key, x in joined.items())
     hold(joined, cut)
+
+
+def test_a_context_of_fla_has_the_bits_of_ours(few_or_more: tuple[str, list[dict]]):
+    """In gradients, too. Its sequences cross the border of two ranks, and one of them a rank of four."""
+    for found in few_or_more[1]:
+        assert found["context of FLA"].keys() == found["fla"].keys()
+        assert all(same_bits(x, found["fla"][name]) for name, x in found["context of FLA"].items())
 
 
 @two_gpus
@@ -162,15 +171,14 @@ def test_gpus_of_one_host_put(processes: tuple[str, list[dict]]):
     assert [x["way"] for x in processes[1]] == ["put"] * RANKS
 
 
-@two_gpus
 @pytest.mark.long
 @pytest.mark.parametrize("of", ["", " backward"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_graph_replays_with_other_lengths(processes: tuple[str, list[dict]], way: str, of: str):
+def test_a_graph_replays_with_other_lengths(few_or_more: tuple[str, list[dict]], way: str, of: str):
     """With the backward pass in it, too. Sums over all tokens are held to calls with as much room for sequences."""
-    backend, found = processes
-    other = cut_of(replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)), RANKS, backend)
-    for i, cut in enumerate((cut_of(CASES["packed"], RANKS, backend), other)):
+    backend, found = few_or_more
+    cases = (CASES["packed"], replace(CASES["packed"], name="ranks_other", lengths=(4000, 96)))
+    for i, cut in enumerate(cut_of(case, len(found), backend) for case in cases):
         wanted = (cut if of else replace(cut, incoming=None)).over_ranks()
         joined = cut.joined([x[f"graph {way}{of}"][i] for x in found])
         assert joined.keys() == wanted.keys()
@@ -186,11 +194,10 @@ def test_a_compiled_call_has_the_same_bits(processes: tuple[str, list[dict]]):
             assert all(same_bits(x, found["packed"][key]) for key, x in found[name].items()), name
 
 
-@two_gpus
 @pytest.mark.parametrize("what", ["delays {}", "delays {} backward", "streams {}"])
 @pytest.mark.parametrize("way", WAYS)
-def test_late_ranks_change_nothing(processes: tuple[str, list[dict]], way: str, what: str):
-    assert all(found[what.format(way)] for found in processes[1])
+def test_late_ranks_change_nothing(few_or_more: tuple[str, list[dict]], way: str, what: str):
+    assert all(found[what.format(way)] for found in few_or_more[1])
 
 
 @two_gpus
