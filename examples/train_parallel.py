@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 1 examples/train_parallel.py --losses one.json
     torchrun --nproc-per-node 2 examples/train_parallel.py --compare one.json
 
+Without torchrun it runs as one rank.
+
 Every step packs paragraphs into one row of `--tokens` characters, which the ranks share equally: paragraphs are cut wherever a
 rank's tokens end. `--losses` writes the loss of every step, and `--compare` holds them against such a file's: the number of
 ranks changes no more than rounding does. It fails if one differs by more than `--tolerance`, or the file has not as many; the
@@ -31,6 +33,9 @@ from flashdelta.nn.lm import VOCABULARY, encode
 from flashdelta.parallel import ContextParallel, context_parallel, halo
 
 WIDTH, HEADS, K, LAYERS, TAPS = 64, 2, 32, 2, 4
+
+TOKENS = 840
+"""Which any number of ranks up to 8 can share, for their losses to compare; of more it is rounded up."""
 
 
 class Block(nn.Module):
@@ -89,6 +94,8 @@ def packed(texts: list[Tensor], tokens: int, generator: torch.Generator) -> tupl
 
 def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    if arguments.tokens is None:
+        arguments.tokens = -(-TOKENS // ranks) * ranks
     if arguments.tokens % ranks:
         sys.exit(f"--tokens: got {arguments.tokens}, wanted a multiple of the {ranks} ranks")
     own = slice(rank * arguments.tokens // ranks, (rank + 1) * arguments.tokens // ranks)
@@ -136,7 +143,9 @@ def losses_of(file: Path, steps: int) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=1024, help="of all ranks (default: 1024)")
+    parser.add_argument(
+        "--tokens", type=int, help=f"of all ranks (default: {TOKENS}, rounded up to a multiple of the ranks)"
+    )
     parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--losses", type=Path, help="where to write the loss of every step")
@@ -145,9 +154,14 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        print(f"one rank; for 2: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, others = dist.get_rank(), None
     if rank == 0 and arguments.compare is not None:
         try:

@@ -25,7 +25,7 @@ from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.processes import on_processes
 
-from ..support.examples import TRAIN_PARALLEL, trains_on_one_curve
+from ..support.examples import TRAIN_PARALLEL, run_parallel, trains_on_one_curve
 from ..support.forked import imported_once
 from ..support.layers import make_layer, rows
 from ..support.ranks import Cut, Found, fla_context, incoming_of
@@ -362,6 +362,16 @@ def test_the_example_compares_as_many_steps(tmp_path: Path, text: str, message: 
 def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
     """The example, by torchrun."""
     trains_on_one_curve(tmp_path, 1e-5, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.slow
+def test_ranks_share_the_tokens_that_the_example_chooses(tmp_path: Path):
+    """Three of them, as many as one has, which starts without torchrun and says how more do."""
+    on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
+    _, said = run_parallel(tmp_path, None, on_cpu, "--steps", "2", "--losses", "one.json")
+    assert "one rank; for 2: torchrun --nproc-per-node 2 " in said
+    found, _ = run_parallel(tmp_path, 3, on_cpu, "--steps", "2", "--compare", "one.json", "--tolerance", "1e-5")
+    assert "losses differ from one.json by" in found
 
 
 def test_a_group_that_was_destroyed_is_refused():
