@@ -436,7 +436,6 @@ def parallel() -> Iterator[str]:
     assert missed == [row["name"] for row in whole if row["name"] != "fwd H64 8K x 2"], "by one cold call"
     # FLA has no time beside a million tokens with gradients
     assert all(row["met"] or row["name"] in missed or row["bounds"] == MILLION for row in two)
-    yield "In six of seven rows that is below the bounds"
     for row in whole:
         (wanted, _), H = EFFICIENCY[2, row["shape"]["H"], row["shape"]["T"] // 1024], row["shape"]["H"]
         first = " a rank" if row["shape"]["T"] == 8192 and H == 32 else ""
