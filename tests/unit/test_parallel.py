@@ -715,6 +715,24 @@ def test_ranks_that_send_other_states_are_refused_where_values_are_checked(monke
     assert all(text.startswith("cu_seqlens: got another call on rank 1") for text in on_ranks(2, run))
 
 
+def test_a_refusal_that_nobody_can_be_told_keeps_its_words(monkeypatch: pytest.MonkeyPatch):
+    """Of a context whose group was destroyed."""
+    monkeypatch.setattr(device_checks, "ENABLED", True)
+
+    def gone(name: str) -> None:
+        raise ValueError("group: got a process group that was destroyed")
+
+    def run(group) -> str:
+        context = context_parallel(OFFSETS, group=group)
+        with monkeypatch.context() as here, pytest.raises(ValueError) as refused:
+            here.setattr(rank_checks, "group_named", gone)
+            with rank_checks.refusals_told(context):
+                raise ValueError("cp_context: got that group's")
+        return str(refused.value)
+
+    assert on_ranks(2, run) == ["cp_context: got that group's"] * 2
+
+
 def halo_of(width: int = 3, dtype: torch.dtype = torch.float32, channels: int = 3, grad: bool = False):
     x = torch.zeros(1, 32, channels, dtype=dtype, requires_grad=grad)
     return lambda context: halo(x, context, width)

@@ -60,10 +60,11 @@ def chunk_kda(
 
         S <- diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - k_t^T S);   o_t = scale * q_t^T S
 
-    Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place); they are never
-    written, except `state_pool`. States may also be float64 where q is. Buffers of the caller's that are written take part in
-    no transform of `torch.func`. A sequence's result is bitwise independent of the rest of the batch, except for the plan of a
-    split (see `split`).
+    Inputs may be strided views with a dense last dimension (slices of a fused projection are read in place). `state_pool` and
+    the buffers `out`, `final_state` and `checkpoint_states` are written, nothing else is; they take part in no transform of
+    `torch.func`. States may also be float64 where q is. A sequence's result is bitwise independent of the rest of the batch,
+    except for the plan of a split (see `split`). A call with gradients, or with g in float32, may differ in rounding from one
+    without, as the backend `hopper` has forms of its kernels for each.
 
     Args:
         q: `[B, T, H, K]`, bfloat16, float16 or float32 (float64: reference backend); `K` in {32, 64, 128, 256}.
@@ -125,7 +126,7 @@ def chunk_kda(
             Without it offset `c_m` cuts the sequence at `d_m = clamp(c_m, d_{m-1}, L)` for L tokens, `d_{-1} = 0`, and stores
             the state if `0 < c_m == d_m`: those past the end, or below the cut before, store nothing, an equal one the same
             state. The chunk grid of a sequence starts anew at its cuts, whatever the index: if all are multiples of
-            `chunk_size` they change no bit of the results (but calls that try segments, docs/split.md, try none then).
+            `chunk_size` they change no bit of the results, but where a call without offsets would try segments (see `split`).
         checkpoint_indices: the slots for them, shaped like `checkpoint_offsets`; null as in `state_indices`. With
             `checkpoint_states` its rows, null if below 0 (row 0 is a row under any `null_index`); one past the end stores
             nothing. A row that two stored checkpoints name is undefined. FLASHDELTA_CHECK=1 refuses both.
@@ -141,7 +142,9 @@ def chunk_kda(
             than `B ceil(T / n)` are refused.
         split: how many segments each sequence is cut into, which run at the same time (docs/split.md): a number up to 1024
             (fewer where a sequence has fewer chunks), False for none, or `"auto"`: as many as pay, with few heads and long
-            sequences. The backward pass has the same segments. Results differ in rounding.
+            sequences. The backward pass has the same segments. Results differ in rounding. "auto" also tries, on `hopper` and
+            without gradients or offsets of checkpoints, whether a segment forgets the state before it: up to 2^-40 of that
+            state may be dropped, and a NaN or an infinity in it (docs/split.md).
         batch_invariant: with `split="auto"`, a sequence's segments, and so the bits of its results, depend on it alone; over
             ranks also on where these cut it.
         cp_context: how packed sequences lie over the ranks of a process group (`parallel.context_parallel`; FLA's context does
