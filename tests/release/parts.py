@@ -71,7 +71,6 @@ def over(ranks: int) -> dict[str, tuple[int, str, tuple[str, ...]]]:
 RANKS = {
     **over(2),
     "million": (2, "a million tokens", of_ranks(2, 32, (512,), STEP, FORWARD)),
-    "layers": (2, "stacks of layers", rows("layers")),
     "gradients-h8": (2, "gradients of few heads", of_ranks(2, 8, EACH, STEP)),
     "h8": (2, "few heads", of_ranks(2, 8, EACH, FORWARD)),
     **over(4),
@@ -132,6 +131,7 @@ PARTS = (
         )
         for name, (ranks, what, some) in RANKS.items()
     ),
+    Part("ranks-layers", bench("cp", *rows("layers")), 300, "cp-<gpu>.json", "stacks of layers over 2 GPUs", gpus=2),
     Part(
         "fuzz",
         words(

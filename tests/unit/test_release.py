@@ -159,7 +159,7 @@ def test_a_part_runs_on_each_gpu(quick: None, tmp_path: Path, monkeypatch: pytes
 
 def test_what_has_its_gpu_only_shares_the_host():
     """The parts that time two GPUs, or fill the host with tests, do not."""
-    assert {part.name for part in PARTS if part.gpus != 1} == {"tests", *(f"ranks-{name}" for name in RANKS)}
+    assert {part.name for part in PARTS if part.gpus != 1} == {"tests", *(f"ranks-{x}" for x in (*RANKS, "layers"))}
 
 
 def test_workers_find_other_gpus_first(monkeypatch: pytest.MonkeyPatch):
@@ -274,7 +274,7 @@ def test_parts_of_a_benchmark_are_all_of_it():
 def test_parts_over_ranks_are_short():
     """And each of one number of heads, for which FLA tunes its kernels once."""
     over = [part for part in PARTS if part.gpus > 1]
-    assert Counter(part.gpus for part in over) == {2: 8, 4: 6, 8: 5}
+    assert Counter(part.gpus for part in over) == {2: 9, 4: 6, 8: 5}
     assert [part.name for part in PARTS].index("prefill") < PARTS.index(over[0])
     for part in over:
         found = rows_of(list(part.command[2:]))
