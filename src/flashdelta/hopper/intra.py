@@ -98,6 +98,12 @@ def replace_decays(last_rows):
 
 
 @gluon.jit
+def reciprocal(x):
+    """To a bit or two, which no bfloat16 shows."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def bounded_pairs(
     k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
 ):
@@ -136,8 +142,8 @@ def bounded_pairs(
     sum_right = warpgroup_mma(near_A.permute((1, 0)), left_w, sum_right, is_async=True)
     sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
     G = decay_gradient(left_q, sum_q) + decay_gradient(left_w, sum_left) - decay_gradient(right_k, sum_right)
-    left = exp2(distance)
-    return sum_q * left, sum_left * left, sum_right * exp2_negative(distance), G
+    # not as `exp2_negative(distance)` again, which the compiler would keep in 32 registers from the first time on
+    return sum_q * left, sum_left * left, sum_right * reciprocal(left), G
 
 
 @gluon.jit
@@ -145,16 +151,18 @@ def all_pairs(
     k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
 ):
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
-    of_right, of_q, of_w = rows
+    by_row_s, scale = rows  # the factors lie there
+    row_l: gl.constexpr = gl.SliceLayout(1, acc_l)
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
-    i, s = opaque_indices(T, N, dot_l)
     zero = gl.zeros((C, K), gl.float32, layout=acc_l)
     sum_q = zero
     sum_left = zero
     sum_right = zero
     G = zero
     for level in range(6):
+        # anew at each level, as are the rows' factors below: registers are scarce
+        i, s = opaque_indices(T + level, N, dot_l)
         # from a row to the boundary between the halves of its block
         second = (i >> level) % 2 == 1
         steps = ((i >> level) == (s >> level)) & gl.where(second, s <= i, s > i)
@@ -164,18 +172,22 @@ def all_pairs(
         level_pairs(level_Aqk, Aqk_s, level)
         factor, to_boundary = warpgroup_mma_wait(0, deps=[factor, to_boundary])
         factor = exp2(factor)
+        of_right = by_row_s.index(3).load(row_l)[:, None]
+        of_q = by_row_s.index(4).load(row_l)[:, None] * scale
+        of_w = of_right * by_row_s.index(5).load(row_l)[:, None]
         # a row is in one half only: one tile of factors serves both sides
         right_k.store((k_s.load(acc_l).to(gl.float32) * (factor * of_right)).to(gl.bfloat16))
         left_q.store((q_s.load(acc_l).to(gl.float32) * (factor * of_q)).to(gl.bfloat16))
         left_w.store((k_s.load(acc_l).to(gl.float32) * (factor * of_w)).to(gl.bfloat16))
         fence_async_shared()
-        left = warpgroup_mma(level_Aqk, right_k, zero, use_acc=False, is_async=True)
+        # one side after the other: both at once would spill
         right = warpgroup_mma(level_Aqk.permute((1, 0)), left_q, zero, use_acc=False, is_async=True)
-        right = warpgroup_mma(level_A.permute((1, 0)), left_w, right, is_async=True)
-        left, right = warpgroup_mma_wait(0, deps=[left, right])
-        G += decay_gradient(left_q, left) - decay_gradient(right_k, right)
-        sum_q += left * factor
+        right = warpgroup_mma(level_A.permute((1, 0)), left_w, right)
+        G -= decay_gradient(right_k, right)
         sum_right += right * factor
+        left = warpgroup_mma(level_Aqk, right_k, zero, use_acc=False)
+        G += decay_gradient(left_q, left)
+        sum_q += left * factor
         left = warpgroup_mma(level_A, right_k, zero, use_acc=False)
         G += decay_gradient(left_w, left)
         sum_left += left * factor
@@ -281,7 +293,7 @@ def intra_kernel(
     far_A = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     near_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
     far_Aqk = gl.allocate_shared_memory(gl.bfloat16, [C, C], tile_s)
-    by_row_s = gl.allocate_shared_memory(gl.float32, [3, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    by_row_s = gl.allocate_shared_memory(gl.float32, [6, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     matrices = (near_A, far_A, near_Aqk, far_Aqk)
     operands = (right_k, left_q, left_w, high_s, low_s)
 
@@ -320,17 +332,22 @@ def intra_kernel(
     async_copy.wait_group(1)
     norm_k = inverse_norms(k_s.load(acc_l).to(gl.float32), L2NORM)
     norm_q = inverse_norms(q_s.load(acc_l).to(gl.float32), L2NORM)
-    # `scale` on the right side, and on the left below
-    rows = (norm_k, norm_q * scale, norm_k * betas)
+    by_row_s.index(3).store(gl.sum(norm_k, axis=1))
+    by_row_s.index(4).store(gl.sum(norm_q, axis=1))
+    by_row_s.index(5).store(gl.sum(betas, axis=1))
     last_rows = (G_s, grad_G + first_row * K, key_stride, count)
     if SAFE:
         store_pairs_by_distance(near_A, far_A)
         store_pairs_by_distance(near_Aqk, far_Aqk)
+        # `scale` on the right side, and on the left below
+        rows = (norm_k, norm_q * scale, norm_k * betas)
         sum_q, sum_left, sum_right, G = bounded_pairs(
             k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K
         )
     else:
-        sum_q, sum_left, sum_right, G = all_pairs(k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l, dot_l, K)
+        sum_q, sum_left, sum_right, G = all_pairs(
+            k_s, q_s, (by_row_s, scale), T, N, matrices, operands, last_rows, acc_l, dot_l, K
+        )
     async_copy.wait_group(0)
     G += G_s.load(acc_l)
     # in two parts, as the log decays were
@@ -342,6 +359,9 @@ def intra_kernel(
     fence_async_shared()
 
     same = by_row_s.index(1).load(row.type.layout)[:, None]
+    norm_k = by_row_s.index(3).load(row.type.layout)[:, None]
+    norm_q = by_row_s.index(4).load(row.type.layout)[:, None]
+    betas = by_row_s.index(5).load(row.type.layout)[:, None]
     kn = k_s.load(acc_l).to(gl.float32) * norm_k
     qn = q_s.load(acc_l).to(gl.float32) * norm_q
     sum_q *= scale

@@ -207,6 +207,8 @@ def wy_kernel(
     grad_h_s = operand(gl.bfloat16, h_rows, h_columns)
     grad_w_s = operand(gl.bfloat16, C, K)
     k_exp_g_s = operand(gl.bfloat16, C, K) if V < K else reinterpret(v_s, gl.bfloat16, [C, K], key_s)
+    # each thread's own, out of registers while these are scarce
+    dbeta_s = gl.allocate_shared_memory(gl.float32, [C, 2, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
     row = gl.arange(0, C, layout=gl.SliceLayout(1, key_l))
     column = gl.arange(0, K, layout=gl.SliceLayout(0, key_l))
@@ -269,6 +271,8 @@ def wy_kernel(
     # loop-invariant values are not hoisted: they would spill, and with all shared memory in use the L1 cache is small
     while condition(index < tile_count, disable_licm=True):
         valid = (row < tile.count)[:, None]
+        # 0, which the compiler can't see: offsets with it are worked out where they are needed, not kept over the loop
+        nothing = gl.minimum(tile.count, 0)
         if SUMMED:
             # the operator promises nothing of what is right of the diagonal
             if PERSISTENT:
@@ -319,7 +323,7 @@ def wy_kernel(
 
         square_row, square_column = row_column(C, C, square_l)
         dM, dv = warpgroup_mma_wait(0, deps=[dM, dv])
-        dbeta = row_partials(dv * v_s.load(value_l).to(gl.float32), partials_l)
+        dbeta_s.store(row_partials(dv * v_s.load(value_l).to(gl.float32), partials_l))
         betas = gl.where(row < tile.count, beta_value(raw.to(gl.float32), BETA), 0.0)
         dv *= gl.convert_layout(betas, gl.SliceLayout(1, value_l))[:, None]
         store_rows(grad_v + first_row * V, value_stride, dv, tile.count, v_s)
@@ -352,9 +356,9 @@ def wy_kernel(
             end = gl.load(g_row + (tile.count - 1) * (g_token * 8) + column, volatile=True)[None, :]
         dkG *= exp_g
         kn = k_s.load(key_l).to(gl.float32) * norm_k
-        dbeta += row_partials(dkG * kn, partials_l)
+        dbeta = dbeta_s.load(partials_l) + row_partials(dkG * kn, partials_l)
         dkG *= betas[:, None]
-        beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, partials_l)))
+        beta_row = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, partials_l))) + nothing
         gl.store(
             grad_beta + first_row + beta_row * HV, gl.sum(gl.sum(dbeta, axis=2), axis=1), mask=beta_row < tile.count
         )
@@ -397,7 +401,8 @@ def wy_kernel(
             beta_row0 = beta + token_offset(
                 following.batch, following.start, following.head, beta_batch, beta_token, beta_head
             )
-            raw = gl.load(beta_row0 + row * beta_token, mask=more & (row < following.count), other=0.0, volatile=True)
+            in_betas = (row + nothing) * beta_token
+            raw = gl.load(beta_row0 + in_betas, mask=more & (row < following.count), other=0.0, volatile=True)
         norm_q = inverse_norms(q_s.load(key_l).to(gl.float32), L2NORM)
         dqg *= exp_g * scale
         if PERSISTENT:
