@@ -559,7 +559,7 @@ def machine_code() -> Iterator[str]:
     oldest = {name: value(row, ratio) for name, row in rows_of("toolchains-h200").items()}
     step = "train B1 T8192 H32: wy_kernel"
     yield f"`wy` takes {longer[step] + 1:.2f} of 3.6.0's time at level 2 and {oldest[step]:.2f} at level 4"
-    yield f"spills 16 bytes and takes {oldest['wy B1 T8192 H32: wy_kernel'] * 100 - 100:.0f} % longer"
+    yield f"spilled 16 bytes and took {oldest['wy B1 T8192 H32: wy_kernel'] * 100 - 100:.0f} % longer"
     slower = [x * 100 - 100 for name, x in oldest.items() if ": recurrence_kernel" in name and "triton" not in name]
     yield f"`recurrence` takes {-min(slower):.0f} % less time to {max(slower):.0f} % more"
     whole = [x * 100 - 100 for name, x in oldest.items() if name.startswith("prefill ") and ":" not in name]
