@@ -40,23 +40,26 @@ def exact(cut: Cut) -> Found:
     return Cut(float64(cut.call), 1, incoming).whole(backend="reference")
 
 
+def hold(found: Found, cut: Cut) -> None:
+    """To what the whole call finds in float64."""
+    for key, x in exact(cut).items():
+        error = (found[key].double() - x).norm() / x.norm()
+        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_find_what_one_finds(name: str):
     case, ranks, kept = CASES[name]
     cut = cut_of(case, ranks)
     found = cut.over_ranks(disable_recompute=kept)
-    for key, x in exact(cut).items():
-        error = (found[key].double() - x).norm() / x.norm()
-        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+    hold(found, cut)
 
 
 @pytest.mark.parametrize("options", [{}, {"split": 3}, {"disable_recompute": True}], ids=str)
 def test_the_first_of_two_ranks_may_send_what_it_forms_before_its_scan(options: dict):
     cut = replace(cut_of(replace(SMALL, lengths=(10, 0, 203, 11)), 2), relay=False)
     found = cut.over_ranks(**options)
-    for key, x in exact(cut).items():
-        error = (found[key].double() - x).norm() / x.norm()
-        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+    hold(found, cut)
 
 
 @pytest.mark.parametrize("late", [None, 0])
@@ -84,9 +87,7 @@ def test_ranks_cut_their_tokens_into_segments(lengths: tuple[int, ...], kept: bo
     """The forward of a rank with one sequence leaves its segments also where the rest is computed again."""
     cut = cut_of(replace(SMALL, lengths=lengths, v_first=kept), 2)
     found = cut.over_ranks(split=3, disable_recompute=kept)
-    for key, x in exact(cut).items():
-        error = (found[key].double() - x).norm() / x.norm()
-        assert error <= TOLERANCE, f"{key}: {error:.1e}"
+    hold(found, cut)
 
 
 def test_ranks_have_the_bits_of_a_split():

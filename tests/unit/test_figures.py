@@ -147,11 +147,27 @@ MACHINE_CODE = Path(__file__).parents[1] / "compile" / "machine_code" / "triton-
 NEWEST = MACHINE_CODE.with_name("triton-3.9.0.tsv")
 
 
+def recorded(records: Path) -> list[dict[str, str]]:
+    """Kernels' machine code on sm_90."""
+    titles, *lines = (line.split("\t") for line in records.read_text().splitlines())
+    rows = (dict(zip(titles, line, strict=True)) for line in lines)
+    return [row for row in rows if row["arch"] == "90"]
+
+
 def costs(variant: str, kernel: str) -> dict[str, int]:
     """Of a kernel's recorded machine code on sm_90."""
-    titles, *lines = (line.split("\t") for line in MACHINE_CODE.read_text().splitlines())
-    (found,) = (line for line in lines if line[:3] == ["90", variant, kernel])
-    return {name: int(x) for name, x in zip(titles[3:], found[3:], strict=True) if x.isdigit()}
+    (found,) = (row for row in recorded(MACHINE_CODE) if (row["variant"], row["kernel"]) == (variant, kernel))
+    return {name: int(x) for name, x in found.items() if x.isdigit()}
+
+
+def spills(own: bool) -> list[tuple[int, int, int]]:
+    """By the oldest Triton and by the newest: how many recorded kernels spill, of how many, and the most bytes. Hopper's own
+    kernels, or those for any GPU."""
+    found = []
+    for records in (MACHINE_CODE, NEWEST):
+        each = [int(row["spill_bytes"]) for row in recorded(records) if row["variant"].startswith("hopper") == own]
+        found.append((sum(x > 0 for x in each), len(each), max(each)))
+    return found
 
 
 def both_forms() -> Iterator[str]:
@@ -535,20 +551,11 @@ def integrations() -> Iterator[str]:
     yield f"Kimi-K3's whole step is {span(each(whole, 'engine_ratio'), 2)} times as fast"
 
 
-def spilled(records: Path, own: bool) -> list[int]:
-    """Bytes of the recorded kernels on sm_90, Hopper's own or those for any GPU."""
-    titles, *lines = (line.split("\t") for line in records.read_text().splitlines())
-    rows = [row for line in lines if (row := dict(zip(titles, line, strict=True)))["arch"] == "90"]
-    return [int(row["spill_bytes"]) for row in rows if row["variant"].startswith("hopper") == own]
-
-
 def machine_code() -> Iterator[str]:
-    older, newer = (spilled(records, own=True) for records in (MACHINE_CODE, NEWEST))
-    some = [len([x for x in found if x > 0]) for found in (older, newer)]
-    yield f"spill: {some[0]} of {len(older)} on 3.6.0, up to {max(older)} bytes, and {some[1]} on 3.9.0, up to {max(newer)}"
-    older, newer = (spilled(records, own=False) for records in (MACHINE_CODE, NEWEST))
-    some = [len([x for x in found if x > 0]) for found in (older, newer)]
-    yield f"spill in {some[0]} and {some[1]} of {len(newer)}"
+    (some, all_kernels, most), (later, _, later_most) = spills(own=True)
+    yield f"spill: {some} of {all_kernels} on 3.6.0, up to {most} bytes, and {later} on 3.9.0, up to {later_most}"
+    (some, all_kernels, _), (later, *_) = spills(own=False)
+    yield f"spill in {some} and {later} of {all_kernels}"
     level, newer = rows_of("toolchains-h200-level-2"), rows_of("toolchains-h200-triton-3.8")
     ratio = "other.ms.median/ours.ms.median"
     longer = {name: value(row, ratio) - 1 for name, row in level.items()}

@@ -49,7 +49,7 @@ from .timing import (
 )
 from .training import LEAVES, random_like
 from .tuning import compiled_together
-from .workloads import Bound, Row, model, value
+from .workloads import RELAY_OR_NOT, Bound, Row, model, value
 
 MOST_CHECKED = 131_072
 """Tokens of all ranks up to which one GPU computes the whole, for the results to be held against."""
@@ -81,15 +81,12 @@ EFFICIENCY = {
 
 OF_FLA = {FORWARD: 0.35, STEP: 0.40}
 
-OURS = ("ours", "no_relay")
-"""The second with `relay=False`, which forwards over two ranks may choose."""
-
 
 @dataclass(frozen=True)
 class RanksRow(Row):
     """`call` is of one rank. `differentiates`: its backward pass is timed too; `kept`: the forward keeps what it needs.
     `layers`: a stack of so many layers is timed instead, whose ranks are `joined` after each where the model makes them wait
-    for each other, as the experts of a mixture do."""
+    for each other, as expert parallelism does."""
 
     ranks: int = 1
     differentiates: bool = False
@@ -246,7 +243,7 @@ def _measured(row: RanksRow, options: Mapping[str, Any], group: dist.ProcessGrou
     if ranks > 1:
         found["ours"]["exchange"] = context.exchange
     if total <= MOST_CHECKED and not row.layers:  # a layer over two GPUs is held to the whole by the tests
-        checked = {name: runs[name] for name in (*OURS, "fla") if name in runs}
+        checked = {name: runs[name] for name in (*RELAY_OR_NOT, "fla") if name in runs}
         errors = _errors(row, checked, call | {"backend": options["backend"]}, offsets, context)
         for name, off in errors.items():
             found[name]["error"] = off
@@ -324,7 +321,7 @@ def _stacked(
         return run
 
     runs: dict[str, Callable[[], object]] = {"one": through(1)}
-    for name, relay in zip(OURS, (True, False)):
+    for name, relay in zip(RELAY_OR_NOT, (True, False)):
         each = context_parallel(offsets, group=context.group, conv_size=taps, relay=relay)
         runs[name] = through(row.ranks, cp_context=each)
     return {"x": x}, runs
@@ -418,8 +415,8 @@ def _whole(row: RanksRow, call: dict, offsets: Tensor, context: ContextParallel)
 
 def _faults(name: str, off: Mapping[str, float]) -> dict[str, str]:
     """What is wrong with a contender's results, by its name."""
-    limits = {"o": TOLERANCE[BF16]} if name in OURS else {}
-    usual = GRADIENT_TOLERANCE if name in OURS else PEER_TOLERANCE
+    limits = {"o": TOLERANCE[BF16]} if name in RELAY_OR_NOT else {}
+    usual = GRADIENT_TOLERANCE if name in RELAY_OR_NOT else PEER_TOLERANCE
     found = [fault({each: error}, limits.get(each, usual)) for each, error in off.items()]
     said = [x for x in found if x is not None]
     return {name: "; ".join(said)} if said else {}

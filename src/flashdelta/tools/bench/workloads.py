@@ -102,9 +102,13 @@ def over_a_bare_step(row: dict, allowed: float = 0.0) -> float | None:
     return 1.0 if ours - bare <= allowed else ours / bare
 
 
+RELAY_OR_NOT = ("ours", "no_relay")
+"""Contenders of `bench cp`: forwards over two ranks may choose either."""
+
+
 def rate_of_one_call(row: dict) -> float | None:
     """One GPU's time over that of several, by what their user may choose."""
-    rates = (value(row, f"one.ms.median/{way}.ms.median") for way in ("ours", "no_relay"))
+    rates = (value(row, f"one.ms.median/{way}.ms.median") for way in RELAY_OR_NOT)
     return max((rate for rate in rates if rate is not None), default=None)
 
 
