@@ -247,6 +247,17 @@ def document(found: dict[object, dict]) -> dict:
     return found["document"]
 
 
+def test_processes_that_start_at_once_take_no_time(monkeypatch):
+    """Not less than none: what is left of the whole is rounded, not what is taken away."""
+    laps = {name: 0.0006 for name in ("make", "first calls", "check", "time", "sustained", "profile")}
+    now = iter((0.0, sum(laps.values())))
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    found = {name: {"problem": "not timed"} for name in ("ours", "one", "fla")} | {"seconds": laps}
+    monkeypatch.setattr(ranks, "on_processes", lambda *_, **__: [found])
+    (row,) = ranks.measure(STEP, setup())
+    assert row["seconds"] == {"processes": 0.0} | {name: 0.001 for name in laps}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RESULTS)
 def test_what_is_wrong_is_not_timed(found: dict[object, dict], what: str):

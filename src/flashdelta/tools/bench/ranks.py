@@ -46,6 +46,7 @@ from .timing import (
     second_result,
     summarize,
     synchronize,
+    to_the_millisecond,
 )
 from .training import LEAVES, random_like
 from .tuning import compiled_together
@@ -168,7 +169,7 @@ def measure(row: RanksRow, setup: Setup) -> Iterator[dict]:
     try:
         found = on_processes(ranks, _work, row, options, device=setup.device.type, timeout=PATIENCE)[0]
         took, inside = time.perf_counter() - began, found["seconds"]
-        found["seconds"] = {"processes": round(took - sum(inside.values()), 3), **inside}
+        found["seconds"] = to_the_millisecond({"processes": took - sum(inside.values()), **inside})
     except Exception as error:  # a process ran out of memory, or ended: the other rows are worth having
         found = {name: {"problem": last_words(error)} for name in ("ours", "fla")}
     yield described(row, found | ({} if absent is None else {"fla": {"problem": absent}}))

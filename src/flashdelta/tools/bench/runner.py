@@ -33,6 +33,7 @@ from .timing import (
     synchronize,
     take_turns,
     times_as_long,
+    to_the_millisecond,
 )
 from .tuning import compiled_together
 from .workloads import Bound, Row, quotient, value
@@ -195,7 +196,7 @@ def measure(row: Row, work: Work, setup: Setup, benchmark: Benchmark, clock: Clo
             found = profiling.profile_calls(contender.call, setup.timer, calls)
             outcomes[name].kernels = contender.describe(found, calls) if found else []
     clock.lap("profile")
-    return describe(row, work, outcomes, setup, benchmark) | {"seconds": clock.seconds}
+    return describe(row, work, outcomes, setup, benchmark) | {"seconds": to_the_millisecond(clock.seconds)}
 
 
 def check(contender: Contender, work: Work, setup: Setup) -> Outcome:

@@ -98,7 +98,11 @@ class Clock:
     def lap(self, name: str) -> None:
         synchronize(self.device)
         now = time.perf_counter()
-        self.seconds[name], self.since = round(now - self.since, 3), now
+        self.seconds[name], self.since = now - self.since, now
+
+
+def to_the_millisecond(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(x, 3) for name, x in seconds.items()}
 
 
 def second_result(call: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[tuple[Tensor, ...], float]:
