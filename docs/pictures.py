@@ -1,4 +1,5 @@
-"""The pictures of docs/kernels/: what a stage reads, does and leaves. `python docs/pictures.py` writes them.
+"""The pictures of docs/kernels/: what a stage reads, does and leaves; and that of docs/parallel.md, with a column a rank.
+`python docs/pictures.py` writes them.
 
 A picture is columns of boxes, left to right. Grey boxes lie in memory, blue ones are work of a CTA, orange ones stay on chip
 from step to step, which an arrow from a box to itself says. Other arrows say what needs what.
@@ -10,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parent / "kernels"
+FOLDER = Path(__file__).parent
 CHARACTER, LINE, PADDING, GAP, BETWEEN = 7.3, 17, 10, 18, 56
 FILL = {"memory": "#e8e8e8", "work": "#d6e6fb", "carried": "#fde3c4"}
 
@@ -55,7 +56,7 @@ def placed(columns: list[list[Box]]) -> tuple[dict[str, Place], float, float]:
 
 
 def arrow(a: Place, b: Place) -> str:
-    """To the next column, down or up within one, or around a box that goes on from step to step."""
+    """To another column, down or up within one, or around a box that goes on from step to step."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     if a == b:
         right, top = ax + aw, ay
@@ -63,8 +64,10 @@ def arrow(a: Place, b: Place) -> str:
     elif ax == bx:
         down = by > ay
         path = f"M {ax + aw / 2:.0f} {ay + ah if down else ay:.0f} L {bx + bw / 2:.0f} {by - 5 if down else by + bh + 5:.0f}"
-    else:
+    elif ax < bx:
         path = f"M {ax + aw:.0f} {ay + ah / 2:.0f} L {bx - 5:.0f} {by + bh / 2:.0f}"
+    else:
+        path = f"M {ax:.0f} {ay + ah / 2:.0f} L {bx + bw + 5:.0f} {by + bh / 2:.0f}"
     return f'<path d="{path}" fill="none" stroke="#444" marker-end="url(#end)"/>'
 
 
@@ -304,8 +307,41 @@ PICTURES: dict[str, tuple[str, list[list[Box]], str]] = {
 }
 
 
+RANKS: tuple[str, list[list[Box]], str] = (
+    "sequences A to D over four ranks: what they send each other forward, and back",
+    [
+        [
+            memory("tokens0", "rank 0", "all of A,", "where B starts"),
+            work("send0", "forward:", "b_0 of B, to 1 and 2"),
+            work("merge0", "nothing to merge", ""),
+            work("grad0", "backward:", "dS = M_1^T c_2 + c_1 of B"),
+        ],
+        [
+            memory("tokens1", "rank 1", "B alone", ""),
+            work("send1", "M_1, b_1 of B, as B", "goes through; to 2"),
+            work("merge1", "merge of B:", "S = b_0"),
+            work("grad1", "dS = c_2 of B;", "c_1 of B, to 0"),
+        ],
+        [
+            memory("tokens2", "rank 2", "where B ends", "and C starts"),
+            work("send2", "b_2 of C, to 3", ""),
+            work("merge2", "merge of B:", "S = M_1 b_0 + b_1"),
+            work("grad2", "dS = c_3 of C;", "c_2 of B, to 0 and 1"),
+        ],
+        [
+            memory("tokens3", "rank 3", "where C ends,", "all of D"),
+            work("send3", "nothing to send", ""),
+            work("merge3", "merge of C:", "S = b_2"),
+            work("grad3", "c_3 of C, to 2", ""),
+        ],
+    ],
+    "send0>merge1 send0>merge2 send1>merge2 send2>merge3 grad3>grad2 grad2>grad1 grad1>grad0",
+)
+
+
 def pictures() -> dict[Path, str]:
-    return {FOLDER / f"{name}.svg": drawn(*picture) for name, picture in PICTURES.items()}
+    stages = {FOLDER / "kernels" / f"{name}.svg": drawn(*picture) for name, picture in PICTURES.items()}
+    return stages | {FOLDER / "parallel.svg": drawn(*RANKS)}
 
 
 if __name__ == "__main__":

@@ -185,12 +185,20 @@ def test_wy_of_persistent_ctas(v_first: bool, sms: int):
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
-RANKS = {
-    "packed": (replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long"), 2, False),
-    "kept": (replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(576,), state=FP32, v_first=True, memory="long"), 3, True),
+PACKED = replace(KIMI, H=1, HV=1, lengths=(40, 0, 171, 13), state=FP32, memory="long")
+RANKS: dict[str, tuple[Case, int, bool, bool]] = {
+    "packed": (PACKED, 2, False, True),
+    "no relay": (PACKED, 2, False, False),
+    "kept": (
+        replace(KIMI, H=1, HV=2, K=64, V=64, lengths=(576,), state=FP32, v_first=True, memory="long"),
+        3,
+        True,
+        True,
+    ),
     # one starts on the rank between
-    "three": (replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(80, 112), state=FP32, memory="long"), 3, False),
+    "three": (replace(KIMI, H=1, HV=1, K=64, V=64, lengths=(80, 112), state=FP32, memory="long"), 3, False, True),
 }
+"""Calls, of how many ranks, whether they keep what their forwards made, and whether the first of two relays."""
 
 
 @pytest.mark.parametrize("split", ["auto", 3])
@@ -198,22 +206,12 @@ RANKS = {
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks_find_what_one_finds(name: str, sms: int | None, split: str | int):
     """Also where each cuts its tokens into segments."""
-    case, ranks, kept = RANKS[name]
+    case, ranks, kept, relay = RANKS[name]
     call = hopper_call(case) | {"output_final_state": True}
-    cut = Cut(call, ranks, incoming_of(call))
+    cut = Cut(call, ranks, incoming_of(call), relay=relay)
     truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
     with poisoned_memory(), hopper_on_cpu(sms=sms):
         found = cut.over_ranks(disable_recompute=kept, split=split)
-    hold(found, truth)
-
-
-def test_the_first_of_two_ranks_may_send_what_it_forms_before_its_scan():
-    """In whole chunks, forward and backward."""
-    call = hopper_call(RANKS["packed"][0]) | {"output_final_state": True}
-    cut = Cut(call, 2, incoming_of(call), relay=False)
-    truth = Cut(float64(call), 1, tuple(x.double() for x in cut.incoming)).whole(backend="reference")
-    with poisoned_memory(), hopper_on_cpu():
-        found = cut.over_ranks()
     hold(found, truth)
 
 

@@ -962,6 +962,16 @@ def test_a_context_that_keeps_nothing_is_taken():
     assert on_ranks(2, run) == [True, True]
 
 
+def test_a_context_is_shown_without_its_tensors():
+    """Which may lie on a device, where a debugger's look would wait for it."""
+
+    def run(group) -> str:
+        return repr(context_parallel(OFFSETS, group=group, exchange="gather", relay=False))
+
+    for rank, text in enumerate(on_ranks(2, run)):
+        assert f"rank={rank}, ranks=2" in text and "exchange='gather', relay=False" in text and "tensor" not in text
+
+
 def test_one_rank_alone_may_ask(monkeypatch: pytest.MonkeyPatch):
     """Questions exchange nothing."""
     monkeypatch.setattr(device_checks, "ENABLED", True)

@@ -55,7 +55,7 @@ STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48
 """Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether ranks form transitions.
 `prepare` has less to do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens
 with K = 128 16, 32 and 64 heads take 229, 284 and 480 us instead of 200, 290 and 579, in 8 sequences 32 heads 247 instead of
-290. Of ranks the chain of `transitions` comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252
+290. Where ranks form transitions, their chain comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252
 and 384 us instead of 201, 342 and 514."""
 
 

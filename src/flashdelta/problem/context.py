@@ -47,12 +47,12 @@ class ContextParallel:
     `tokens`: of a rank (None: each rank has its own). `conv_size`: taps of the layer's convolution.
     """
 
-    _group: weakref.ref[Any] | None
+    _group: weakref.ref[Any] | None = field(repr=False)
     name: str
     rank: int
     ranks: int
-    border: Tensor
-    cu_seqlens: Tensor | None = None
+    border: Tensor = field(repr=False)
+    cu_seqlens: Tensor | None = field(default=None, repr=False)
     tokens: int | None = None
     conv_size: int | None = None
     exchange: str = "auto"

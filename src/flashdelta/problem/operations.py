@@ -421,10 +421,11 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     split = options.get("split", "auto")
     logits = "double_logit" if c.allow_neg_eigval else "logit"
     context = options.get("cp_context")
-    ranks = {}
+    ranks: dict[str, Any] = {}
     if context is not None and context.ranks > 1:
-        ranks = {x: getattr(context, x) for x in ("rank", "ranks", "exchange", "relay")}
-        ranks |= {"process_group": context.name}
+        ranks = {x: getattr(context, x) for x in ("rank", "ranks", "exchange", "relay")} | {
+            "process_group": context.name
+        }
     worked_out = dict(
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,
