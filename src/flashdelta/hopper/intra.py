@@ -35,6 +35,7 @@ from .device.math import (
     gate_gradient,
     inverse_norms,
     opaque_indices,
+    reciprocal,
     store_decays,
     token_offset,
     weighted_sums,
@@ -98,12 +99,6 @@ def replace_decays(last_rows):
 
 
 @gluon.jit
-def reciprocal(x):
-    """To a bit or two, which no bfloat16 shows."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def bounded_pairs(
     k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
 ):
@@ -142,16 +137,28 @@ def bounded_pairs(
     sum_right = warpgroup_mma(near_A.permute((1, 0)), left_w, sum_right, is_async=True)
     sum_q, sum_left, sum_right = warpgroup_mma_wait(0, deps=[sum_q, sum_left, sum_right])
     G = decay_gradient(left_q, sum_q) + decay_gradient(left_w, sum_left) - decay_gradient(right_k, sum_right)
-    # not as `exp2_negative(distance)` again, which the compiler would keep in 32 registers from the first time on
+    # to a bit or two, which no bfloat16 shows; not as `exp2_negative(distance)` again, which the compiler would keep in 32
+    # registers from the first time on
     return sum_q * left, sum_left * left, sum_right * reciprocal(left), G
 
 
 @gluon.jit
 def all_pairs(
-    k_s, q_s, rows, T, N, matrices, operands, last_rows, acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr
+    k_s,
+    q_s,
+    by_row_s,
+    scale,
+    T,
+    N,
+    matrices,
+    operands,
+    last_rows,
+    acc_l: gl.constexpr,
+    dot_l: gl.constexpr,
+    K: gl.constexpr,
 ):
-    """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices."""
-    by_row_s, scale = rows  # the factors lie there
+    """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices, and `by_row_s` the rows'
+    factors."""
     row_l: gl.constexpr = gl.SliceLayout(1, acc_l)
     A_s, level_A, Aqk_s, level_Aqk = matrices
     right_k, left_q, left_w, high_s, low_s = operands
@@ -346,7 +353,7 @@ def intra_kernel(
         )
     else:
         sum_q, sum_left, sum_right, G = all_pairs(
-            k_s, q_s, (by_row_s, scale), T, N, matrices, operands, last_rows, acc_l, dot_l, K
+            k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows, acc_l, dot_l, K
         )
     async_copy.wait_group(0)
     G += G_s.load(acc_l)
