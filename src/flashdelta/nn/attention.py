@@ -31,6 +31,7 @@ from ..parallel.halo import halo
 from ..problem import rank_checks
 from ..problem.arguments import flag
 from ..problem.context import ContextParallel, check_offsets, context_of
+from ..problem.errors import mistyped
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
@@ -460,7 +461,7 @@ def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _check_positive(**numbers: int) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted an int")
+            raise mistyped(name, value, "an int")
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")
 

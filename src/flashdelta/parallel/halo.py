@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..problem import rank_checks
 from ..problem.border import HALO
 from ..problem.context import ContextParallel, context_of
-from ..problem.errors import wrong
+from ..problem.errors import mistyped, wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
 from ..problem.groups import is_group
 from ..runtime.autograd import note_offsets, refuse_changed_offsets
@@ -54,7 +54,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
     if x.dim() != 3:
         raise wrong("x", f"shape {list(x.shape)}", "[B, T, D]")
     if isinstance(width, bool) or not isinstance(width, int):
-        raise TypeError(f"width: got {width!r} ({type(width).__name__}), wanted an int")
+        raise mistyped("width", width, "an int")
     if width < 1:
         raise wrong("width", width, "at least 1")
     of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER

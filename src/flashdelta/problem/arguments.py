@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import device_checks
-from .errors import wrong
+from .errors import mistyped, wrong
 from .problem import ROLES, Problem, Tensors
 
 CPU = torch.device("cpu")
@@ -52,10 +52,6 @@ def resolved(x: Tensor) -> Tensor:
 
 Check = Callable[[str, Any], None]
 """Refuses a bad value of the option of that name."""
-
-
-def mistyped(name: str, value: object, wanted: str) -> TypeError:
-    return TypeError(f"{name}: got {value!r} ({type(value).__name__}), wanted {wanted}")
 
 
 def flag(name: str, value: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import rank_checks
+from .arguments import flag
 from .border import (
     ANY_HALO,
     BORDER,
@@ -29,7 +30,7 @@ from .border import (
     shard,
 )
 from .device_checks import enabled
-from .errors import wrong
+from .errors import mistyped, wrong
 from .exchanges import EXCHANGES, chosen_exchange
 from .groups import check_alive, members
 
@@ -202,11 +203,10 @@ def context_parallel(
         offsets = _offsets_on_host(cu_seqlens, cu_seqlens_cpu)
         if exchange not in EXCHANGES:
             raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
-        if not isinstance(relay, bool):
-            raise TypeError(f"relay: got {relay!r} ({type(relay).__name__}), wanted a bool")
+        flag("relay", relay)
         for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{option}: got {value!r} ({type(value).__name__}), wanted an int or None")
+                raise mistyped(option, value, "an int or None")
             if value is not None and value < 1:
                 raise wrong(option, value, "at least 1")
         total = check_values(offsets)

@@ -26,7 +26,6 @@ from .arguments import (
     float32_or_first,
     integer,
     like_first,
-    mistyped,
     number_or_none,
     one_of,
     only_wide,
@@ -36,7 +35,7 @@ from .arguments import (
 )
 from .border import BORDER
 from .context import context_in_call, has_context
-from .errors import wrong
+from .errors import mistyped, wrong
 from .problem import (
     DECODE_TOKENS,
     SETTINGS,
@@ -423,9 +422,8 @@ def kda_problem(c: Any, t: Tensors, **others: Any) -> Made:
     context = options.get("cp_context")
     ranks: dict[str, Any] = {}
     if context is not None and context.ranks > 1:
-        ranks = {x: getattr(context, x) for x in ("rank", "ranks", "exchange", "relay")} | {
-            "process_group": context.name
-        }
+        ranks = dict(process_group=context.name, rank=context.rank, ranks=context.ranks)
+        ranks |= dict(exchange=context.exchange, relay=context.relay)
     worked_out = dict(
         scale=t.q.shape[-1] ** -0.5 if c.scale is None else float(c.scale),
         gate=gate,

@@ -86,7 +86,7 @@ def _refuse(*where: Any) -> None:
     group = next(filter(is_group, groups), None)
     if group is not None and group.size() > 1:
         device = next((x.device for x in where if isinstance(getattr(x, "device", None), torch.device)), None)
-        # the group's, or as it was destroyed; the refusal says more
+        # it was destroyed, or its collectives fail: the refusal itself is what to read
         with contextlib.suppress(RuntimeError, ValueError):
             _tell(REFUSED, group.group_name, group.size(), device)
 
