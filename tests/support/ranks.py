@@ -108,14 +108,15 @@ class Cut:
         ways = {"exchange": self.exchange, "relay": self.relay}
         context = context_parallel(offsets, group=group, max_sequences=most, **ways)
         room = context.cu_seqlens.numel() - 1 - counts[context.rank]
-        incoming = None if self.incoming is None else self.gradients(context.rank, room)
-        return results_of(self.local(context, room) | options, incoming)
+        return self._run(context.rank, self.local(context, room) | options, room)
 
     def run_by(self, other: object, group: ProcessGroup, **options: object) -> Found:
         """As `run`, by an `other` library's context of the same offsets."""
         call = self.local(context_parallel(self.call["cu_seqlens"], group=group)) | {"cp_context": other} | options
-        incoming = None if self.incoming is None else self.gradients(group.rank())
-        return results_of(call, incoming)
+        return self._run(group.rank(), call)
+
+    def _run(self, rank: int, call: dict, room: int = 0) -> Found:
+        return results_of(call, None if self.incoming is None else self.gradients(rank, room))
 
     def over_ranks(self, spare: int = 0, **options: object) -> Found:
         return self.joined(on_ranks(self.ranks, lambda group: self.run(group, spare, **options)))

@@ -153,7 +153,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] =
     "C host": ("C call <= {:g} us", lambda row, other: value(row, "c.host_us")),
     "efficiency": (
         ">= {:g} of one GPU's rate sustained",
-        lambda row, other: value(row, "one.sustained_ms/ours.sustained_ms"),
+        lambda row, other: value(row, "sustained_efficiency"),
     ),
     "single": (">= {:g} by one cold call", lambda row, other: rate_of_one_call(row)),
     "seconds": ("<= {:g} s", lambda row, other: value(row, "seconds")),
