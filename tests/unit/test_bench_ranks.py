@@ -402,6 +402,10 @@ def test_the_model_adds_what_a_rank_does_more():
     # 128 chunks, as many CTAs as SMs or twice as many
     assert scaling.transitions_us(8192, 32) == pytest.approx(128 * 0.57)
     assert scaling.transitions_us(8192, 64) == pytest.approx(2 * 128 * 0.57)
+    # forwards of as many heads as go through chunks in steps
+    assert scaling.added_us(8192, 64, 4, None) - scaling.added_us(8192, 64, 4, 0.0) == pytest.approx(
+        2 * 128 * (0.89 - 0.57) - 2 * scaling.merge_us(64, 4)
+    )
     assert scaling.merge_us(32, 4) == pytest.approx(3 * 2 * 2.3)
     # 4 MiB from one rank, 12 from three; of two ranks b alone, as c, half as much
     assert scaling.exchange_us(4, 2, "put") == pytest.approx(20.7, abs=0.1)

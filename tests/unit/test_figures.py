@@ -214,9 +214,9 @@ def prefill() -> Iterator[str]:
     for gpu in ("h200", "h100"):
         times = times_of_kernels(gpu)
         less += [(1 - times[x]["steps: both"] / times[x]["chunks: both"]) * 100 for x in ("8 x 1024 H32", "T8192 H32")]
-    yield "Packed calls of 32 heads gain {:.0f} % from them, and one sequence {:.0f} % (on an H100 {:.0f} and {:.0f} %)".format(
-        *less
-    )
+    packed, one, *there = less
+    yield f"Packed calls of 32 heads gain {packed:.0f} % from them; one sequence loses {-one:.0f} %"
+    yield "(on an H100 they gain {:.0f} and {:.0f} %)".format(*there)
     h100, h200 = (rows_of(f"prefill-hopper-{gpu}") for gpu in ("h100", "h200"))
     yield f"has {copies['h100'] / copies['h200']:.2f} of an H200's memory bandwidth"
     ours = [rows["T8192 H64"]["ours"]["sustained_ms"] for rows in (h100, h200)]
@@ -445,21 +445,41 @@ MILLION = {
 def parallel() -> Iterator[str]:
     rows = rows_of("cp-h200")
 
-    two = [row for name, row in rows.items() if "x 2" in name]
+    few = {name: row for name, row in rows.items() if " H8 " in name}
+    stacks = {name: row for name, row in rows.items() if name.startswith("4 layers")}
+    many = {name: row for name, row in rows.items() if row["ranks"] > 1 and name not in few and name not in stacks}
+    two = [row for row in many.values() if row["ranks"] == 2]
     forwards, steps = ([row for row in two if row["name"].startswith(f"{short} ")] for short in ("fwd", "fwd+bwd"))
-    missed = [row["name"] for row in two for words, met in row["bounds"].items() if met is False]
-    whole = [row for row in forwards if "packed" not in row["name"]]
-    assert missed == [row["name"] for row in whole if row["name"] != "fwd H64 8K x 2"], "by one cold call"
+    missed = [(row["name"], words) for row in two for words, met in row["bounds"].items() if met is False]
+    assert missed == [(f"fwd H64 {n}K x 2", ">= 0.77 by one cold call") for n in (32, 128)]
     # FLA has no time beside a million tokens with gradients
-    assert all(row["met"] or row["name"] in missed or row["bounds"] == MILLION for row in two)
+    assert all(row["met"] or row["name"] in dict(missed) or row["bounds"] == MILLION for row in two)
+    whole = [row for row in forwards if "packed" not in row["name"]]
     for row in whole:
         (wanted, _), H = EFFICIENCY[2, row["shape"]["H"], row["shape"]["T"] // 1024], row["shape"]["H"]
         first = " a rank" if row["shape"]["T"] == 8192 and H == 32 else ""
-        rates = f"{row['efficiency']:.3f} | {row['sustained_efficiency']:.2f}"
+        rates = f"{row['efficiency']:.3f} | {row['sustained_efficiency']:.2f} | {unrelayed(row, 'ms.median'):.3f}"
+        rates += f" | {unrelayed(row, 'sustained_ms'):.3f}"
         yield f"| H{H}, {row['shape']['T'] // 1024}K{first} | {wanted:.2f} | {rates} |"
     yield f"forwards reach {span(each(forwards, 'sustained_efficiency'), 2)} of one GPU's rate"
     yield f"with gradients {span(each(steps, 'sustained_efficiency'), 2)}"
     yield f"forward reaches {span(each(forwards, 'efficiency'), 2)}"
+    yield f"`relay=False` one sequence reaches {span([unrelayed(row, 'ms.median') for row in whole], 2)}"
+    for tokens in (8, 32):
+        for joined in ("", " joined"):
+            row = stacks[f"4 layers H32 {tokens}K x 2{joined}"]
+            said = "K tokens a rank" if tokens == 8 and not joined else "K"
+            said += ", ranks joined after each layer" if joined else ""
+            relayed = f"{row['sustained_efficiency']:.2f}, {row['efficiency']:.2f}"
+            formed = f"{unrelayed(row, 'sustained_ms'):.2f}, {unrelayed(row, 'ms.median'):.2f}"
+            yield f"| {tokens}{said} | {relayed} | {formed} |"
+    gains = [
+        (value(row, f"ours.{how}/no_relay.{how}") - 1) * 100
+        for name, row in stacks.items()
+        for how in ("ms.median", "sustained_ms")
+        if "joined" in name
+    ]
+    yield f"gains {span(gains, 0)} % where they do"
     longest = rows["fwd H32 512K x 2"]["ours"]
     yield f"take {longest['sustained_ms']:.1f} ms and {longest['peak_bytes'] / 2**30:.1f} GiB a GPU"
     longest = rows["fwd+bwd H32 512K x 2"]
@@ -476,30 +496,42 @@ def parallel() -> Iterator[str]:
     times = {name: f"{row['efficiency']:.2f}" for name, row in alone.items()}
     cold = (f"{times[f'fwd+bwd H4 32K{x}']} and {times[f'fwd+bwd H4 128K{x}']}" for x in ("", " kept"))
     yield "A single cold step is {} times as fast, {} then".format(*cold)
-    gathered = [row for name, row in rows.items() if " 8K x " in name and "packed" not in name and "H32" in name]
+    gathered = [row for name, row in many.items() if " 8K x " in name and "packed" not in name and "H32" in name]
     assert all(value(row, "gather.ms.median/ours.ms.median") < 1 for row in gathered)
     short = alone["fwd+bwd H4 32K kept"]["ours"]
     assert sum(kernel["ms"] for kernel in short["kernels"]) > short["sustained_ms"]
     yield f"At 32K its kernels take all of {short['sustained_ms']:.2f} ms"
-    yield f"32K tokens a rank reach {rows['fwd+bwd H32 32K x 4']['sustained_efficiency']:.3f} of one GPU's rate (wanted: 0.80)"
+    reached = [f"{rows[f'fwd+bwd H{H} 32K x 4']['sustained_efficiency']:.3f}" for H in (32, 64)]
+    yield "32K tokens a rank reach {} of one GPU's rate with 32 heads (wanted: 0.80) and {} with 64".format(*reached)
     four = each((row for row in rows.values() if row["ranks"] == 4), "fla.ms.median/ours.ms.median")
     yield f"FLA takes {span(four)} times as long. A million"
     million = rows["fwd+bwd H32 256K x 4"]
     ours, one = (million[x]["sustained_ms"] for x in ("ours", "one"))
     yield f"take {ours:.1f} ms and {million['ours']['peak_bytes'] / 2**30:.0f} GiB a GPU; one GPU takes {one:.1f} ms"
+    least = [row for name, row in rows.items() if re.fullmatch(r"fwd H64 \d+K x 4", name)]
+    yield f"Forwards of 64 heads reach least, {span(each(least, 'sustained_efficiency'), 2)}"
     brief = rows["fwd+bwd H32 8K x 4"]
     yield "takes {:.2f} ms sustained by copies, {:.2f} by an all-gather".format(
         *(brief[x]["sustained_ms"] for x in ("ours", "gather"))
     )
     exchange = [rows["fwd H32 8K x 2"][x]["ms"]["median"] * 1e3 for x in ("exchange", "exchange_gather")]
     yield "({:.0f} and {:.0f} us at 2 MiB, cold)".format(*exchange)
-    ratio = each(rows.values(), "gather.sustained_ms/ours.sustained_ms")
-    yield f"makes whole calls between {100 - min(ratio) * 100:.0f} % faster and {max(ratio) * 100 - 100:.0f} % slower"
-    above = {
-        name: (row["modelled"] - row["sustained_efficiency"]) * 100 for name, row in rows.items() if row["ranks"] > 1
-    }
+    ratio = each(many.values(), "gather.sustained_ms/ours.sustained_ms")
+    faster, slower = 100 - min(ratio) * 100, max(ratio) * 100 - 100
+    yield f"makes whole calls of 32 and 64 heads between {faster:.0f} % faster and {slower:.0f} % slower"
+    above = {name: (row["modelled"] - row["sustained_efficiency"]) * 100 for name, row in many.items()}
     most, usual = max(above.values()), max(abs(x) for name, x in above.items() if " 8K" not in name)
     yield f"is up to {most:.0f} points above these short calls, and within {usual:.0f} of all others"
+    long = [f"{rows[f'fwd H8 {n}K x 2']['sustained_efficiency']:.3f}" for n in (32, 128)]
+    yield "8 heads reach {} and {} of one GPU's rate back to back".format(*long)
+    brief = rows["fwd H8 8K x 2"]
+    yield f"{brief['sustained_efficiency']:.3f} by copies"
+    yield f"reaches {value(brief, 'one.sustained_ms/gather.sustained_ms'):.3f}"
+
+
+def unrelayed(row: dict, how: str) -> float:
+    """Of one GPU's rate."""
+    return value(row, f"one.{how}/no_relay.{how}")
 
 
 def readme() -> Iterator[str]:
@@ -564,15 +596,13 @@ def machine_code() -> Iterator[str]:
     yield f"`reverse` {longer['train B1 T8192 H32: reverse_kernel'] * 100:.0f} %"
     yield f"`wy` as an operator {longer['wy B1 T8192 H32'] * 100:.0f} %"
     oldest = {name: value(row, ratio) for name, row in rows_of("toolchains-h200").items()}
-    step = "train B1 T8192 H32: wy_kernel"
-    yield f"`wy` takes {longer[step] + 1:.2f} of 3.6.0's time at level 2 and {oldest[step]:.2f} at level 4"
-    yield f"spilled 16 bytes and took {oldest['wy B1 T8192 H32: wy_kernel'] * 100 - 100:.0f} % longer"
     slower = [x * 100 - 100 for name, x in oldest.items() if ": recurrence_kernel" in name and "triton" not in name]
     yield f"`recurrence` takes {-min(slower):.0f} % less time to {max(slower):.0f} % more"
     whole = [x * 100 - 100 for name, x in oldest.items() if name.startswith("prefill ") and ":" not in name]
-    yield f"whole calls of the prefill {-min(whole):.0f} % less to {max(whole):.0f} % more"
+    yield f"Whole calls of the prefill take {-min(whole):.0f} % less to {max(whole):.0f} % more"
+    yield f"a training step {100 - oldest['train B1 T8192 H32'] * 100:.0f} % less"
     portable = oldest["triton prefill T8192 H64: recurrence_kernel"] * 100 - 100
-    yield f"The portable one takes {portable:.0f} % more, without a spill"
+    yield f"The portable `recurrence` takes {portable:.0f} % more, without a spill"
     yield f"`gate_sums` is {1 / oldest['train B1 T8192 H32: gate_sums_kernel']:.1f} times as fast"
     packed = [x for name, x in longer.items() if name.startswith("prefill packed") and ":" not in name]
     yield f"whole packed prefills {percent(packed)}"

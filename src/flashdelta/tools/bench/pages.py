@@ -325,11 +325,11 @@ def parallel() -> str:
     inputs = f"""**Modelled, not measured** (`tools/bench/scaling.py`): one GPU's time over that of ranks that share one
 sequence, back to back. Inputs, of H200s: calls at 8192 tokens back to back and `reverse`, all times the tokens
 ([prefill](../benchmarks/results/prefill-hopper-h200.json), [train](../benchmarks/results/train-hopper-h200.json));
-{scaling.TRANSITION_US} us a chunk of `transitions` and {scaling.COMPOSE_US} us a step of `merge`, as many CTAs at once as there
-are SMs ([split.md](split.md)); memory at {scaling.COPY_TB_S} TB/s. Exchanges between two GPUs of one
-host: a copy into symmetric memory ({copies}), one after another to more GPUs, and {scaling.SIGNAL_US} us for signals; or
-NCCL's all-gather, by what a rank receives ({gathers}). Left out: gaps between launches, ranks that do not start together,
-the host.
+{scaling.TRANSITION_US} us a chunk of `transitions`, {scaling.TRANSITION_IN_STEPS_US} in steps of 32 tokens, and
+{scaling.COMPOSE_US} us a step of `merge`, as many CTAs at once as there are SMs ([split.md](split.md));
+memory at {scaling.COPY_TB_S} TB/s. Exchanges between two GPUs of one host: a copy into symmetric memory ({copies}),
+one after another to more GPUs, and {scaling.SIGNAL_US} us for signals; or NCCL's all-gather, by what a rank receives
+({gathers}). Left out: gaps between launches, ranks that do not start together, the host.
 `flashdelta bench pages` writes the table."""
     said += [fold(" ".join(inputs.split())), markdown_table(scaling.table(documents))]
     return "\n\n".join(said)

@@ -11,8 +11,8 @@ Of more, one thing after another:
     forward + backward  the same, merge in the forward that runs again, reverse for c, exchange of c, merge; by put the exchange
                         takes no time, as the forward's recurrence runs again meanwhile
 
-Every input was measured on one H200, exchanges on two; K = V = 128, bfloat16, one sequence over all ranks. Left out are gaps
-between launches, ranks that do not start together, and the host.
+Every input was measured on one H200, exchanges on two, transitions in steps on four; K = V = 128, bfloat16, one sequence over
+all ranks. Left out are gaps between launches, ranks that do not start together, and the host.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ SMS = 132
 
 TRANSITION_US = 0.57
 """A chunk of a transition (docs/split.md)."""
+
+TRANSITION_IN_STEPS_US, STEPS_FROM = 0.89, 48
+"""The same in two steps of 32 tokens, which forwards take from so many heads on: of four ranks with 64 (cp-h200.json)."""
 
 COMPOSE_US = 2.3
 """A step of a chain of transitions, by one CTA of 16 channels (docs/split.md)."""
@@ -71,9 +74,10 @@ def copied_us(mib: float, ranks: int) -> float:
     return 2 * (ranks - 1) * mib * 2**20 / COPY_TB_S / 1e6
 
 
-def transitions_us(T: int, HV: int) -> float:
+def transitions_us(T: int, HV: int, steps: bool = False) -> float:
     """A CTA for each 64 columns of M and b of a head, one an SM."""
-    return math.ceil(T / CHUNK) * math.ceil(HV / (SMS // ((K + V) // 64))) * TRANSITION_US
+    each = TRANSITION_IN_STEPS_US if steps else TRANSITION_US
+    return math.ceil(T / CHUNK) * math.ceil(HV / (SMS // ((K + V) // 64))) * each
 
 
 def merge_us(HV: int, ranks: int) -> float:
@@ -91,13 +95,13 @@ def added_us(T: int, HV: int, ranks: int, reverse_us: float | None, way: str = "
         if reverse_us is None:
             return merged + (copied_us(packet, ranks) if way == "put" else of_packet)
         return reverse_us + 2 * merged + of_packet + of_c
-    added = transitions_us(T, HV) + merged + of_packet
+    added = transitions_us(T, HV, steps=reverse_us is None and HV >= STEPS_FROM) + merged + of_packet
     if reverse_us is not None:
         added += reverse_us + 2 * merged + (of_c if way == "gather" else 0)
     return added
 
 
-REVERSE_US = {32: 141.3, 64: 254.2}
+REVERSE_US = {32: 142.5, 64: 256.0}
 """`reverse` at 8192 tokens, by heads (train-hopper-h200.json)."""
 
 
