@@ -152,6 +152,10 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, help="a file of --losses")
     parser.add_argument("--tolerance", type=float, default=1e-2, help="of a loss beside that file's (default: 0.01)")
     arguments = parser.parse_args()
+    if arguments.tokens is not None and arguments.tokens < 1:
+        parser.error(f"--tokens: got {arguments.tokens}, wanted at least 1")
+    if arguments.losses is not None and not arguments.losses.absolute().parent.is_dir():
+        parser.error(f"--losses: got {arguments.losses}, wanted a file in a folder that is there")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

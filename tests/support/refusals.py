@@ -406,8 +406,8 @@ REFUSED = {
         bad("shape [2, 32, 64]", "... rank 4", state_pool=zeros(2, 32, 64)),
         bad("shape [4, 2, 64, 32]", "[slots, HV, K, V] = [4, 2, 32, 64]", state_pool=zeros(4, 2, 64, 32)),
         bad("shape [4, 2, 32, 64]", "[slots, HV, V, K] = [4, 2, 64, 32]", of="state_pool", state_v_first=True),
-        bad("strides (8192, 4096, 128, 2)", "dense slots", state_pool=zeros(4, 2, 32, 128)[..., ::2]),
-        bad("strides (8192, 4096, 64, 1)", "dense slots", state_pool=zeros(4, 4, 32, 64)[:, ::2]),
+        bad("strides (8192, 4096, 128, 2)", "dense last 3 dimensions", state_pool=zeros(4, 2, 32, 128)[..., ::2]),
+        bad("strides (8192, 4096, 64, 1)", "dense last 3 dimensions", state_pool=zeros(4, 4, 32, 64)[:, ::2]),
         bad("strides (0, 2048, 64, 1)", "... must not overlap", state_pool=zeros(1, 2, 32, 64).expand(4, 2, 32, 64)),
         bad("device meta", "q's device cpu", state_pool=zeros(4, 2, 32, 64, device="meta")),
         bad("shape [2]", "[N] = [1]", state_indices=offsets(1, 2)),
@@ -472,7 +472,9 @@ REFUSED = {
         bad("shape [24, 2, 64, 32]", "[rows, HV, K, V] = [24, 2, 32, 64]", checkpoint_states=ROWS),
         bad("shape [4, 2, 32, 64]", "[rows, HV, V, K] = [4, 2, 64, 32]", of="checkpoint_states", state_v_first=True),
         bad("shape [2, 32, 64]", "... rank 4", checkpoint_states=zeros(2, 32, 64)),
-        bad("strides (8192, 4096, 128, 2)", "dense slots", checkpoint_states=zeros(4, 2, 32, 128)[..., ::2]),
+        bad(
+            "strides (8192, 4096, 128, 2)", "dense last 3 dimensions", checkpoint_states=zeros(4, 2, 32, 128)[..., ::2]
+        ),
         bad(
             "strides (0, 2048, 64, 1)",
             "... must not overlap",
@@ -502,8 +504,8 @@ REFUSED = {
         bad("shape [8, 2, 64, 32]", "[slots, HV, K, V] = [8, 2, 32, 64]", of="initial_state", state_v_first=False),
         bad("shape [2, 64, 32]", "... rank 4", initial_state=zeros(2, 64, 32)),
         bad("device meta", "q's device cpu", initial_state=zeros(8, 2, 64, 32, device="meta")),
-        bad("strides (8192, 4096, 64, 2)", "dense slots", initial_state=zeros(8, 2, 64, 64)[..., ::2]),
-        bad("strides (8192, 4096, 32, 1)", "dense slots", initial_state=zeros(8, 4, 64, 32)[:, ::2]),
+        bad("strides (8192, 4096, 64, 2)", "dense last 3 dimensions", initial_state=zeros(8, 2, 64, 64)[..., ::2]),
+        bad("strides (8192, 4096, 32, 1)", "dense last 3 dimensions", initial_state=zeros(8, 4, 64, 32)[:, ::2]),
         bad("strides (0, 2048, 32, 1)", "... overlap", initial_state=zeros(1, 2, 64, 32).expand(8, 2, 64, 32)),
         bad("shape [8, 2, 64, 32]", "[N, HV, V, K] = [3, 2, 64, 32]", of="initial_state", ssm_state_indices=None),
         bad("a tensor that requires grad", "torch.no_grad()", q=zeros(3, 1, 1, 32).requires_grad_()),
@@ -595,7 +597,9 @@ REFUSED = {
             initial_state=zeros(3, 2, 64, 32),
             ssm_state_indices=None,
         ),
-        bad("strides (1728, 576, 288, 2)", "dense slots", intermediate_states=zeros(8, 3, 2, 288)[..., ::2]),
+        bad(
+            "strides (1728, 576, 288, 2)", "dense last 3 dimensions", intermediate_states=zeros(8, 3, 2, 288)[..., ::2]
+        ),
         shared("initial_state", intermediate_states=ROWS.view(8, 3, 2, 64, 32), initial_state=ROWS),
         bad("shape [2]", "[N] = [3]", intermediate_state_indices=offsets(0, 1)),
         mistyped(
@@ -843,7 +847,7 @@ REFUSED_ON_REQUEST = {
         bad("slot 1 again", "another slot", of="checkpoint_indices", **marks((0, 0, 16), (0, 0, 1))),
         bad("slot 3 again", "another slot", of="checkpoint_indices", **marks((16, 0, 16), (3, 0, 3))),
         bad("offset 24 of sequence 0", "a multiple of 16", of="checkpoint_offsets", **marks((24, 0, 0), (3, 0, 0))),
-        bad("-16 after 0 in sequence 0", "... rise", of="checkpoint_offsets", **marks((-16, 0, 0), (3, 0, 0))),
+        bad("offset -16 of sequence 0", "... rise", of="checkpoint_offsets", **marks((-16, 0, 0), (3, 0, 0))),
         bad("offset 32 of sequence 0", "... 20 tokens", of="checkpoint_offsets", **marks((32, 0, 0), (3, 0, 0))),
         bad(
             "16 after 32 in sequence 2",

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import flashdelta as fd
+from flashdelta.hopper import build
 from flashdelta.problem.context import context_parallel
 from flashdelta.tools.bench import pages, ranks, report, scaling, workloads
 from flashdelta.tools.bench.benchmarks import BENCHMARKS
@@ -403,6 +404,7 @@ def test_the_model_adds_what_a_rank_does_more():
     assert scaling.transitions_us(8192, 32) == pytest.approx(128 * 0.57)
     assert scaling.transitions_us(8192, 64) == pytest.approx(2 * 128 * 0.57)
     # forwards of as many heads as go through chunks in steps
+    assert build.STEPS_FROM[128, True] == scaling.STEPS_FROM
     assert scaling.added_us(8192, 64, 4, None) - scaling.added_us(8192, 64, 4, 0.0) == pytest.approx(
         2 * 128 * (0.89 - 0.57) - 2 * scaling.merge_us(64, 4)
     )

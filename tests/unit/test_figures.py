@@ -30,7 +30,7 @@ def span(numbers: Sequence[float], places: int = 1) -> str:
 
 
 def percent(numbers: Sequence[float]) -> str:
-    return f"{min(numbers) * 100:.0f} to {max(numbers) * 100:.0f} %"
+    return f"{round(min(numbers) * 100)} to {round(max(numbers) * 100)} %"
 
 
 def mean(numbers: Sequence[float]) -> float:
@@ -222,9 +222,16 @@ def prefill() -> Iterator[str]:
     ours = [rows["T8192 H64"]["ours"]["sustained_ms"] for rows in (h100, h200)]
     yield "T8192 H64: {:.3f} ms sustained, compared with {:.3f} on an H200".format(*ours)
     plain = {name: row for name, row in h100.items() if "," not in name and "softplus" not in name}
-    many = [name for name, row in plain.items() if row["shape"]["HV"] >= 64 and name in h200]
+    many = [x for x, row in plain.items() if row["shape"]["HV"] >= 64 and row["shape"]["K"] == 128 and x in h200]
     longer = [h100[name]["ours"]["sustained_ms"] / h200[name]["ours"]["sustained_ms"] for name in many]
-    yield f"From 64 heads on it takes {span(longer)} times as long"
+    yield f"From 64 heads on, with bounded gates and K = 128, it takes {span(longer)} times as long"
+    in_ms = [
+        met
+        for row in h100.values()
+        for words, met in row["bounds"].items()
+        if re.fullmatch("<= .* ms sustained", words)
+    ]
+    yield f"it misses {sum(met is False for met in in_ms)} of the {len(in_ms)} bounds in ms, which are an H200's"
     shapes = {name: row["shape"] for name, row in plain.items()}
     large = [plain[x] for x, s in shapes.items() if s["HV"] >= 64 and s["K"] == 128 and s["T"] >= 8192]
     yield f"calls with bounded gates are {span(each(large, 'sustained_speedup'))} times as fast as FLA"
@@ -334,10 +341,13 @@ def beside_cudnn(h200: dict[str, dict], h100: dict[str, dict]) -> Iterator[str]:
     both = ([*found["random", gpu], *found["slow", gpu]] for gpu in ("h200", "h100"))
     least = [math.floor(min(each(some, "cudnn_ready.ms.median/ours.ms.median")) * 100) / 100 for some in both]
     yield "(with ready inputs {:.2f} times on an H200, {:.2f} times on an H100)".format(*least)
-    rows = [*h200.values(), *rows_of("shards-h200").values()]
+    rows = [*h200.values(), *rows_of("shards-h200").values(), *rows_of("split-hopper-h200").values()]
     graphs, calls = (each(rows, f"cudnn_cute.{x}/ours.{x}") for x in ("graph_ms.median", "ms.median"))
     yield f"{span(graphs, 2)} times our time by graph and at least {math.floor(min(calls) * 10) / 10} times as eager calls"
-    yield f"in {len(graphs)} rows of `prefill` and `shards` on an H200"
+    yield f"in {len(graphs)} rows of `prefill`, `shards` and `split` on an H200"
+    of_split = [row["name"] for row in rows[-len(rows_of("split-hopper-h200")) :] if value(row, "cudnn_cute.ms.median")]
+    assert all(name.endswith(" H4, random gates") for name in of_split)
+    yield f"with which {len(of_split)} rows of `split` ran"
     gates = [row for row in rows if row["name"].endswith(" gates") and value(row, "cudnn_cute.graph_ms.median")]
     yield f"{len(gates)} of them with random or slow gates"
     slower = each(
@@ -437,7 +447,7 @@ def layer() -> Iterator[str]:
 
 MILLION = {
     ">= 0.85 of one GPU's rate sustained": True,
-    ">= 0.85 by one cold call": True,
+    ">= 0.85 by one cold call of either relay": True,
     "<= 0.4 of FLA's": None,
 }
 
@@ -451,7 +461,7 @@ def parallel() -> Iterator[str]:
     two = [row for row in many.values() if row["ranks"] == 2]
     forwards, steps = ([row for row in two if row["name"].startswith(f"{short} ")] for short in ("fwd", "fwd+bwd"))
     missed = [(row["name"], words) for row in two for words, met in row["bounds"].items() if met is False]
-    assert missed == [(f"fwd H64 {n}K x 2", ">= 0.77 by one cold call") for n in (32, 128)]
+    assert missed == [(f"fwd H64 {n}K x 2", ">= 0.77 by one cold call of either relay") for n in (32, 128)]
     # FLA has no time beside a million tokens with gradients
     assert all(row["met"] or row["name"] in dict(missed) or row["bounds"] == MILLION for row in two)
     whole = [row for row in forwards if "packed" not in row["name"]]
@@ -496,8 +506,9 @@ def parallel() -> Iterator[str]:
     times = {name: f"{row['efficiency']:.2f}" for name, row in alone.items()}
     cold = (f"{times[f'fwd+bwd H4 32K{x}']} and {times[f'fwd+bwd H4 128K{x}']}" for x in ("", " kept"))
     yield "A single cold step is {} times as fast, {} then".format(*cold)
-    gathered = [row for name, row in many.items() if " 8K x " in name and "packed" not in name and "H32" in name]
-    assert all(value(row, "gather.ms.median/ours.ms.median") < 1 for row in gathered)
+    brief = [row for name, row in many.items() if " H32 8K x " in name]
+    gains = [(1 - x) * 100 for x in each(brief, "gather.ms.median/ours.ms.median")]
+    yield f"of 32 heads and 8K tokens a rank it makes {span(gains, 0)} % faster"
     short = alone["fwd+bwd H4 32K kept"]["ours"]
     assert sum(kernel["ms"] for kernel in short["kernels"]) > short["sustained_ms"]
     yield f"At 32K its kernels take all of {short['sustained_ms']:.2f} ms"
@@ -515,7 +526,7 @@ def parallel() -> Iterator[str]:
         *(brief[x]["sustained_ms"] for x in ("ours", "gather"))
     )
     exchange = [rows["fwd H32 8K x 2"][x]["ms"]["median"] * 1e3 for x in ("exchange", "exchange_gather")]
-    yield "({:.0f} and {:.0f} us at 2 MiB, cold)".format(*exchange)
+    yield "(over two GPUs {:.0f} and {:.0f} us at 2 MiB, cold)".format(*exchange)
     ratio = each(many.values(), "gather.sustained_ms/ours.sustained_ms")
     faster, slower = 100 - min(ratio) * 100, max(ratio) * 100 - 100
     yield f"makes whole calls of 32 and 64 heads between {faster:.0f} % faster and {slower:.0f} % slower"
@@ -536,7 +547,8 @@ def unrelayed(row: dict, how: str) -> float:
 
 def readme() -> Iterator[str]:
     whole = [row for name, row in rows_of("toolchains-h200").items() if ":" not in name]
-    yield f"[up to {max(each(whole, 'other.ms.median/ours.ms.median')) * 100 - 100:.0f} % longer]"
+    longer = max(each(whole, "other.ms.median/ours.ms.median") + each(whole, "other.sustained_ms/ours.sustained_ms"))
+    yield f"[up to {math.ceil(longer * 100 - 100)} % longer]"
     step = rows_of("decode-h200")["N128 H32 fp32"]
     yield f"With float32 states that decoding step is {step['speedup']:.2f} times as fast as FLA's"
     engines = [row for name, row in rows_of("engines-h100").items() if " decode " in name]
@@ -592,14 +604,21 @@ def machine_code() -> Iterator[str]:
     ratio = "other.ms.median/ours.ms.median"
     longer = {name: value(row, ratio) - 1 for name, row in level.items()}
     recurrence = [x for name, x in longer.items() if re.fullmatch(r"prefill .*: recurrence_kernel", name)]
-    yield f"`recurrence` takes {percent(recurrence)} longer"
+    yield f"`recurrence` took {percent(recurrence)} longer"
     yield f"`reverse` {longer['train B1 T8192 H32: reverse_kernel'] * 100:.0f} %"
     yield f"`wy` as an operator {longer['wy B1 T8192 H32'] * 100:.0f} %"
-    oldest = {name: value(row, ratio) for name, row in rows_of("toolchains-h200").items()}
+    files = rows_of("toolchains-h200")
+    oldest = {name: value(row, ratio) for name, row in files.items()}
     slower = [x * 100 - 100 for name, x in oldest.items() if ": recurrence_kernel" in name and "triton" not in name]
     yield f"`recurrence` takes {-min(slower):.0f} % less time to {max(slower):.0f} % more"
     whole = [x * 100 - 100 for name, x in oldest.items() if name.startswith("prefill ") and ":" not in name]
-    yield f"Whole calls of the prefill take {-min(whole):.0f} % less to {max(whole):.0f} % more"
+    busy = [
+        value(row, "other.sustained_ms/ours.sustained_ms") * 100 - 100
+        for name, row in files.items()
+        if name.startswith("prefill ") and ":" not in name
+    ]
+    yield f"Whole calls of the prefill take {-min(whole):.0f} % less to {max(whole):.0f} % more cold"
+    yield f"{-min(busy):.0f} % less to {max(busy):.0f} % more back to back"
     yield f"a training step {100 - oldest['train B1 T8192 H32'] * 100:.0f} % less"
     portable = oldest["triton prefill T8192 H64: recurrence_kernel"] * 100 - 100
     yield f"The portable `recurrence` takes {portable:.0f} % more, without a spill"
@@ -607,7 +626,9 @@ def machine_code() -> Iterator[str]:
     packed = [x for name, x in longer.items() if name.startswith("prefill packed") and ":" not in name]
     yield f"whole packed prefills {percent(packed)}"
     calls = [value(row, ratio) - 1 for name, row in newer.items() if name.startswith("prefill") and ":" not in name]
-    yield f"3.8.0 takes {percent(calls)} longer"
+    yield f"3.8.0 took {percent(calls)} longer"
+    calls = [value(row, ratio) - 1 for name, row in rows_of("toolchains-h200-triton-3.7").items() if ":" not in name]
+    yield f"in {percent(calls)} more time"
 
 
 def diagnose() -> Iterator[str]:

@@ -44,7 +44,7 @@ from flashdelta.problem.problem import AUTO
 from flashdelta.reference import parallel
 from flashdelta.runtime.call import check
 from flashdelta.testing.cases import BY_NAME, Case
-from flashdelta.testing.inputs import make_call
+from flashdelta.testing.inputs import TOKEN_TENSORS, make_call
 from flashdelta.testing.oracle import same_bits
 from flashdelta.testing.virtual import on_ranks
 
@@ -225,8 +225,22 @@ def test_rows_of_what_has_none_are_refused():
     with pytest.raises(ValueError, match="rows: got a context of batch rows, wanted one of packed sequences"):
         ContextParallel(None, "none", 0, 2, border).rows(torch.ones(3))
     for x in (torch.ones(0, 2), torch.ones(())):
-        with pytest.raises(ValueError, match=r"x: got shape .*, wanted \[M, ...\] with a row for each sequence"):
+        with pytest.raises(
+            ValueError, match=r"x: got shape .*, wanted \[M, ...\] with a row for each of the 0 sequences"
+        ):
             ContextParallel(None, "none", 0, 2, border, offsets).rows(x)
+
+
+def test_rows_are_those_of_the_last_update():
+    def run(group) -> list[int]:
+        context = context_parallel(torch.tensor([0, 40, 64]), group=group, max_sequences=3)
+        context.update_(torch.tensor([0, 8, 40, 64]))
+        with pytest.raises(ValueError, match=r"x: got shape \[2\], .* each of the 3 sequences"):
+            context.rows(torch.tensor([7, 5]))
+        return context.rows(torch.tensor([7, 5, 3])).tolist()
+
+    first, second = on_ranks(2, run)
+    assert first[:2] == [7, 5] and second[:2] == [5, 3]
 
 
 @given(st.lists(st.integers(-99, 199), min_size=1, max_size=6))
@@ -496,7 +510,28 @@ REFUSED = {
         lambda group: fd.chunk_kda(
             **make_call(replace(BY_NAME["bounded"], T=32, B=2)), cp_context=context_parallel(OFFSETS, group=group)
         ),
-        "q: got batch size 2",
+        "q: got batch size 2, wanted batch size 1 with cp_context",
+    ),
+    "no_rows": (
+        lambda group: fd.chunk_kda(
+            **{name: x[:, :0] if name in TOKEN_TENSORS else x for name, x in small_call().items()}, group=group
+        ),
+        "q: got shape [1, 0, 2, 32], wanted at least one token on every rank",
+    ),
+    "other_device": (
+        lambda group: fd.chunk_kda(
+            **{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in small_call().items()},
+            cp_context=context_parallel(OFFSETS, group=group),
+        ),
+        "cp_context: got device cpu, wanted q's device meta",
+    ),
+    "rows_type": (
+        lambda group: context_parallel(OFFSETS, group=group).rows([0, 1]),
+        "x: got list, wanted a torch.Tensor",
+    ),
+    "rows_few": (
+        lambda group: context_parallel(OFFSETS, group=group).rows(torch.zeros(len(OFFSETS) - 2)),
+        f"with a row for each of the {len(OFFSETS) - 1} sequences of all ranks",
     ),
     "indivisible": (lambda group: context_parallel(torch.tensor([0, 63]), group=group), "cu_seqlens: got 63 tokens"),
     "falling": (
@@ -555,6 +590,10 @@ REFUSED = {
     "halo_context": (
         lambda group: halo(torch.zeros(1, 32, 3), 7, 3),
         "context: got int, wanted a ContextParallel, a process group, or an object",
+    ),
+    "halo_no_context": (
+        lambda group: halo(torch.zeros(1, 32, 3), None, 3),
+        "context: got NoneType, wanted a ContextParallel, a process group, or an object",
     ),
     "halo_other_group": (
         lambda group: halo(torch.zeros(1, 32, 3), torch.distributed.GroupMember.NON_GROUP_MEMBER, 3),

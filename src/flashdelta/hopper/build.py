@@ -54,17 +54,18 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
 """Value heads from which chunks are taken in steps of 32 tokens, by key channels, and whether ranks form transitions.
 `prepare` has less to do for a chunk then, but the chain of `recurrence` is longer, which few heads wait for. Of 8192 tokens
-with K = 128 16, 32 and 64 heads take 229, 284 and 480 us instead of 200, 290 and 579, in 8 sequences 32 heads 247 instead of
-290. Where ranks form transitions, their chain comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 173, 252
-and 384 us instead of 201, 342 and 514."""
+with K = 128 16, 32 and 64 heads take 228, 283 and 441 us instead of 198, 275 and 518, in 8 sequences 32 heads 228 instead of
+272. Where ranks form transitions, their chain comes on top. With K = 64 and bounded gates 32, 64 and 96 heads take 176, 244
+and 369 us instead of 199, 343 and 510 (benchmarks/results/tuning/half_steps-h200.json)."""
 
 
-def in_steps(problem: Problem, room: int) -> bool:
-    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`), with `room` for so many transitions.
+def in_steps(problem: Problem, transitions_at_once: int) -> bool:
+    """Whether the call goes through its chunks in steps of 32 tokens (`prepare_steps`). `transitions_at_once`: `room` of a
+    call that may be split.
 
     Neither lengths nor sequences count: the bits of a sequence are its own. So a call with K = 128 that would be split if
     only its sequences were longer keeps its chunks, as does what the backward pass will compute again."""
-    whole = problem.split == 1 or (problem.split == AUTO and (room == 0 or problem.K == 64))
+    whole = problem.split == 1 or (problem.split == AUTO and (transitions_at_once == 0 or problem.K == 64))
     plain = not problem.return_intermediate_states and not problem.requires_grad
     inputs = problem.g_dtype == torch.bfloat16 and problem.l2norm
     forms_transitions = problem.ranks > 1 and not problem.relays

@@ -153,7 +153,8 @@ def chunk_kda(
             after this rank's last token of the sequence, the true one where the sequence ends. A pool's slot is read where
             the sequence starts, and stored where it ends. Gradients of `A_log` and `dt_bias` are this rank's share. `split`
             cuts this rank's tokens. Takes no checkpoints.
-        group: a process group: each batch row is one sequence over all its ranks, the tensors being this rank's tokens.
+        group: a process group: each batch row is one sequence over all its ranks, the tensors being this rank's tokens, at
+            least one.
 
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with `return_intermediate_states`. `o [B, T, HV, V]` has v's dtype;

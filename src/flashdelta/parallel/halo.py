@@ -48,7 +48,7 @@ def halo(x: Tensor, context: Any, width: int) -> Tensor:
 
 
 def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
-    """That of a call, whose arguments fit."""
+    """The `ContextParallel` that `context` is or stands for; refuses arguments that do not fit."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
     if x.dim() != 3:

@@ -236,7 +236,7 @@ def check_strides(name: str, x: Tensor, dense: int, written: bool) -> None:
     inner = 1
     for size, stride in reversed([*zip(x.shape, x.stride())][x.dim() - dense :]):
         if size > 1 and stride != inner:
-            what = "a dense last dimension" if dense == 1 else "dense slots or rows (any pitch between them)"
+            what = "a dense last dimension" if dense == 1 else f"dense last {dense} dimensions (any pitch between them)"
             raise wrong(name, f"strides {x.stride()}", "a contiguous tensor" if dense == x.dim() else what)
         inner *= size
     span = 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import rank_checks
-from .arguments import flag
+from .arguments import flag, shape_of
 from .border import (
     ANY_HALO,
     BORDER,
@@ -64,6 +64,8 @@ class ContextParallel:
     """Whether the border tells how many tokens lie on earlier ranks: an object like FLA's may not."""
     capacity: tuple[int, ...] = ()
     """How many sequences `cu_seqlens` of each rank has room for."""
+    sequences: int = field(default=0, repr=False)
+    """Of all ranks, as many as the offsets are for."""
     alike: tuple = field(init=False, repr=False)
     """All that launches depend on. Contexts with other offsets are equal if this is: calls with them replay each other."""
 
@@ -128,6 +130,7 @@ class ContextParallel:
         rank_checks.check_on_all_ranks(self, "update_", "cu_seqlens", border)
         self.cu_seqlens.copy_(local, non_blocking=True)
         self.border.copy_(border, non_blocking=True)
+        object.__setattr__(self, "sequences", len(cu_seqlens) - 1)
 
     def rows(self, x: Tensor) -> Tensor:
         """Of a tensor with a row for each sequence of all ranks those of this rank's: of slots, flags, initial states.
@@ -135,18 +138,22 @@ class ContextParallel:
         Nothing is read on the host: in a captured graph it follows `update_`.
 
         Args:
-            x: `[M, ...]`, in the order of the offsets that `context_parallel` or `update_` took, on the context's device.
+            x: `[M, ...]` or longer, in the order of the `M + 1` offsets that `context_parallel` or `update_` took last, on the
+                context's device.
 
         Returns:
             `[N, ...]`. Entries past the rank's last sequence, which have no tokens, repeat a row.
 
         Raises:
-            ValueError: x has no rows, or each batch row is a sequence.
+            ValueError, TypeError: x has no row for some sequence, or each batch row is one.
         """
         if self.cu_seqlens is None:
             raise wrong("rows", "a context of batch rows", "one of packed sequences")
-        if x.dim() == 0 or len(x) == 0:
-            raise wrong("x", f"shape {list(x.shape)}", "[M, ...] with a row for each sequence of all ranks")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
+        if x.dim() == 0 or len(x) < max(self.sequences, 1):
+            wanted = f"[M, ...] with a row for each of the {self.sequences} sequences of all ranks"
+            raise wrong("x", f"shape {list(x.shape)}", wanted)
         own = torch.arange(len(self.cu_seqlens) - 1, device=self.device)
         return x[(self.border[FIRST] + own).clamp(max=len(x) - 1)]
 
@@ -229,6 +236,7 @@ def context_parallel(
     context = ContextParallel(
         *(weakref.ref(group), name, rank, ranks, border, local, tokens, conv_size, exchange, relay),
         capacity=tuple(capacity),
+        sequences=len(offsets) - 1,
     )
     options = max_sequences, conv_size, exchange, relay
     rank_checks.check_on_all_ranks(context, ("context_parallel", *options), "cu_seqlens")
@@ -287,7 +295,7 @@ def context_of(
 ) -> ContextParallel:
     """The context of a call that names a context or a group, by the caller's `arguments` for them."""
     argument, of_group = arguments
-    if cp_context is None:
+    if cp_context is None and group is not None:
         name, rank, ranks = members(group, of_group)
         return _of_rows(group, name, rank, ranks, device)
     if group is not None:
@@ -319,6 +327,10 @@ def context_in_call(
 ) -> tuple[ContextParallel, Tensor | None, Tensor | None]:
     """Of a call that names ranks: the context, the rank's offsets, and the border (None where there is one rank)."""
     context = context_of(cp_context, group, q.device)
+    if context.device != q.device:
+        raise wrong("cp_context", f"device {context.device}", f"q's device {q.device}")
+    if context.cu_seqlens is None and context.ranks > 1 and q.dim() == 4 and q.shape[1] == 0:
+        raise wrong("q", shape_of(q), "at least one token on every rank of a group")
     if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:
         wanted = "None (context_parallel takes those of all ranks)"
         raise wrong("cu_seqlens", f"a tensor with {'group' if cp_context is None else 'cp_context'}", wanted)

@@ -141,7 +141,7 @@ def _check_checkpoints(
             if offset % multiple != 0 and offset != length:  # where the sequence ends nothing is cut
                 raise wrong("checkpoint_offsets", f"offset {offset} of sequence {n}", f"a multiple of {multiple}")
             if offset <= before:
-                got = f"{offset} after {before} in sequence {n}"
+                got = f"{offset} after {before} in sequence {n}" if before else f"offset {offset} of sequence {n}"
                 raise wrong("checkpoint_offsets", got, "offsets above 0 that rise in a row")
             if offset > length:
                 got = f"offset {offset} of sequence {n}"

@@ -185,7 +185,7 @@ class SharedMemory:
         self.obstacle = None if _stands_in(group) else self._ask(name, group)
 
     def send(self, packet: Tensor, to: str) -> None:
-        """Of bytes, as are `packets` of `receive`."""
+        """`packet [n]` uint8, as are the `packets [ranks * n]` of `receive`."""
         nbytes = packet.numel()
         if nbytes == 0:
             return
@@ -193,7 +193,7 @@ class SharedMemory:
         if nbytes > self.room:
             if captured:
                 raise wrong("cp_context", "a CUDA graph's capture before a call of its size", BEFORE_CAPTURE)
-            self._grow(-(-nbytes // LEAST_ROOM) * LEAST_ROOM)
+            self._grow(max(-(-nbytes // LEAST_ROOM) * LEAST_ROOM, 2 * self.room))
         place, channel = self._place(nbytes, to, captured)
         receivers, _ = self.sides[to]
         if captured:
@@ -287,7 +287,8 @@ class SharedMemory:
         return stream
 
     def _grow(self, room: int) -> None:
-        """Graphs may have captured what there was, so it stays. Nobody reads what is new."""
+        """Graphs may have captured what there was, so it stays; at least twice as much is new, and what stays is less than
+        that. Nobody reads what is new."""
         group, nbytes = self.group(), (TURNS + 1) * self.ranks * room
         with torch.inference_mode(False):  # calls with gradients take them, too
             own, memory = _opened(group, nbytes, self.device)

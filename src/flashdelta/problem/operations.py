@@ -379,7 +379,8 @@ def check_heads(c: Any, sizes: Sizes, head_dims: tuple[int, ...] = HEAD_DIMS, po
         raise wrong("v", f"{HV} value heads", f"a positive multiple of the {H} query/key heads")
     check_head_dims(sizes, head_dims, K=pool or "q", V=pool or "v")
     if c.cu_seqlens is not None and sizes["B"] != 1:
-        raise wrong("q", f"batch size {sizes['B']}", "batch size 1 with cu_seqlens (pack the sequences along T)")
+        offsets = "cu_seqlens" if getattr(c, "cp_context", None) is None else "cp_context"
+        raise wrong("q", f"batch size {sizes['B']}", f"batch size 1 with {offsets} (pack the sequences along T)")
 
 
 def over_ranks(c: Any, sizes: Sizes) -> Any:

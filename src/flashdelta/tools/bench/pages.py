@@ -315,6 +315,9 @@ def parallel() -> str:
     for path in sorted(RESULTS.glob("cp-*.json")):
         document = load(path)
         source = f"`{command(document)}`, {headline(document)} ([file](../benchmarks/results/{path.name}))."
+        document["rows"].sort(
+            key=lambda row: (row["ranks"], row["table"], row["shape"]["H"], row["shape"]["T"], row["name"])
+        )
         said += [fold(source), markdown_table(cells(document, VIEWS["cp"], wide=True))]
     said = said or ["Not measured yet."]
     documents = {name: load(RESULTS / f"{name}-hopper-h200.json") for name in ("prefill", "train")}

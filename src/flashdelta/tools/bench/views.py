@@ -447,6 +447,7 @@ CP = View(
         Column("FLA ms", "fla.ms.median", wide_title="FLA, cold ms"),
         Column("ratio", "speedup", "x", wide_title="FLA/ours, cold"),
         Column("without relay, cold ms", "no_relay.ms.median", wide=True),
+        Column("rate without relay, cold", "one.ms.median/no_relay.ms.median", "%", wide=True),
         Column("by gather, cold ms", "gather.ms.median", wide=True),
         Column("exchange, cold ms", "exchange.ms.median", wide=True),
         Column("exchange by gather, cold ms", "exchange_gather.ms.median", wide=True),

@@ -155,7 +155,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[dict, dict | None], float | None]]] =
         ">= {:g} of one GPU's rate sustained",
         lambda row, other: value(row, "sustained_efficiency"),
     ),
-    "single": (">= {:g} by one cold call", lambda row, other: rate_of_one_call(row)),
+    "single": (">= {:g} by one cold call of either relay", lambda row, other: rate_of_one_call(row)),
     "seconds": ("<= {:g} s", lambda row, other: value(row, "seconds")),
     "engine": (">= {:g}x the engine's own", lambda row, other: value(row, "engine_ratio")),
 }
