@@ -363,6 +363,16 @@ def test_the_example_compares_as_many_steps(tmp_path: Path, text: str, message: 
     assert f"error: --compare: got {message}" in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [("--tokens", "0", "at least 1"), ("--losses", "none/one.json", "a file in a folder that is there")],
+)
+def test_the_example_refuses_before_it_trains(tmp_path: Path, option: str, value: str, wanted: str):
+    command = [sys.executable, str(TRAIN_PARALLEL), option, value]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 2 and f"error: {option}: got {value}, wanted {wanted}" in found.stderr, found.stderr
+
+
 @pytest.mark.slow
 def test_two_ranks_train_on_the_curve_of_one(tmp_path: Path):
     """The example, by torchrun."""
