@@ -341,11 +341,12 @@ def beside_cudnn(h200: dict[str, dict], h100: dict[str, dict]) -> Iterator[str]:
     both = ([*found["random", gpu], *found["slow", gpu]] for gpu in ("h200", "h100"))
     least = [math.floor(min(each(some, "cudnn_ready.ms.median/ours.ms.median")) * 100) / 100 for some in both]
     yield "(with ready inputs {:.2f} times on an H200, {:.2f} times on an H100)".format(*least)
-    rows = [*h200.values(), *rows_of("shards-h200").values(), *rows_of("split-hopper-h200").values()]
+    split = rows_of("split-hopper-h200").values()
+    rows = [*h200.values(), *rows_of("shards-h200").values(), *split]
     graphs, calls = (each(rows, f"cudnn_cute.{x}/ours.{x}") for x in ("graph_ms.median", "ms.median"))
     yield f"{span(graphs, 2)} times our time by graph and at least {math.floor(min(calls) * 10) / 10} times as eager calls"
     yield f"in {len(graphs)} rows of `prefill`, `shards` and `split` on an H200"
-    of_split = [row["name"] for row in rows[-len(rows_of("split-hopper-h200")) :] if value(row, "cudnn_cute.ms.median")]
+    of_split = [row["name"] for row in split if value(row, "cudnn_cute.ms.median")]
     assert all(name.endswith(" H4, random gates") for name in of_split)
     yield f"with which {len(of_split)} rows of `split` ran"
     gates = [row for row in rows if row["name"].endswith(" gates") and value(row, "cudnn_cute.graph_ms.median")]
@@ -475,14 +476,16 @@ def parallel() -> Iterator[str]:
     yield f"with gradients {span(each(steps, 'sustained_efficiency'), 2)}"
     yield f"forward reaches {span(each(forwards, 'efficiency'), 2)}"
     yield f"`relay=False` one sequence reaches {span([unrelayed(row, 'ms.median') for row in whole], 2)}"
-    for tokens in (8, 32):
-        for joined in ("", " joined"):
-            row = stacks[f"4 layers H32 {tokens}K x 2{joined}"]
-            said = "K tokens a rank" if tokens == 8 and not joined else "K"
-            said += ", ranks joined after each layer" if joined else ""
-            relayed = f"{row['sustained_efficiency']:.2f}, {row['efficiency']:.2f}"
-            formed = f"{unrelayed(row, 'sustained_ms'):.2f}, {unrelayed(row, 'ms.median'):.2f}"
-            yield f"| {tokens}{said} | {relayed} | {formed} |"
+    for said, name in (
+        ("8K tokens a rank", "8K x 2"),
+        ("8K, ranks joined after each layer", "8K x 2 joined"),
+        ("32K", "32K x 2"),
+        ("32K, ranks joined after each layer", "32K x 2 joined"),
+    ):
+        row = stacks[f"4 layers H32 {name}"]
+        relayed = f"{row['sustained_efficiency']:.2f}, {row['efficiency']:.2f}"
+        formed = f"{unrelayed(row, 'sustained_ms'):.2f}, {unrelayed(row, 'ms.median'):.2f}"
+        yield f"| {said} | {relayed} | {formed} |"
     gains = [
         (value(row, f"ours.{how}/no_relay.{how}") - 1) * 100
         for name, row in stacks.items()
@@ -506,8 +509,8 @@ def parallel() -> Iterator[str]:
     times = {name: f"{row['efficiency']:.2f}" for name, row in alone.items()}
     cold = (f"{times[f'fwd+bwd H4 32K{x}']} and {times[f'fwd+bwd H4 128K{x}']}" for x in ("", " kept"))
     yield "A single cold step is {} times as fast, {} then".format(*cold)
-    brief = [row for name, row in many.items() if " H32 8K x " in name]
-    gains = [(1 - x) * 100 for x in each(brief, "gather.ms.median/ours.ms.median")]
+    gathered = [row for name, row in many.items() if " H32 8K x " in name]
+    gains = [(1 - x) * 100 for x in each(gathered, "gather.ms.median/ours.ms.median")]
     yield f"of 32 heads and 8K tokens a rank it makes {span(gains, 0)} % faster"
     short = alone["fwd+bwd H4 32K kept"]["ours"]
     assert sum(kernel["ms"] for kernel in short["kernels"]) > short["sustained_ms"]
@@ -528,26 +531,26 @@ def parallel() -> Iterator[str]:
     exchange = [rows["fwd H32 8K x 2"][x]["ms"]["median"] * 1e3 for x in ("exchange", "exchange_gather")]
     yield "(over two GPUs {:.0f} and {:.0f} us at 2 MiB, cold)".format(*exchange)
     ratio = each(many.values(), "gather.sustained_ms/ours.sustained_ms")
-    faster, slower = 100 - min(ratio) * 100, max(ratio) * 100 - 100
-    yield f"makes whole calls of 32 and 64 heads between {faster:.0f} % faster and {slower:.0f} % slower"
+    gain, loss = 100 - min(ratio) * 100, max(ratio) * 100 - 100
+    yield f"makes whole calls of 32 and 64 heads between {gain:.0f} % faster and {loss:.0f} % slower"
     above = {name: (row["modelled"] - row["sustained_efficiency"]) * 100 for name, row in many.items()}
     most, usual = max(above.values()), max(abs(x) for name, x in above.items() if " 8K" not in name)
     yield f"is up to {most:.0f} points above these short calls, and within {usual:.0f} of all others"
     long = [f"{rows[f'fwd H8 {n}K x 2']['sustained_efficiency']:.3f}" for n in (32, 128)]
     yield "8 heads reach {} and {} of one GPU's rate back to back".format(*long)
-    brief = rows["fwd H8 8K x 2"]
-    yield f"{brief['sustained_efficiency']:.3f} by copies"
-    yield f"reaches {value(brief, 'one.sustained_ms/gather.sustained_ms'):.3f}"
+    shortest = rows["fwd H8 8K x 2"]
+    yield f"{shortest['sustained_efficiency']:.3f} by copies"
+    yield f"reaches {value(shortest, 'one.sustained_ms/gather.sustained_ms'):.3f}"
 
 
 def unrelayed(row: dict, how: str) -> float:
-    """Of one GPU's rate."""
+    """The rate of two GPUs without relay, by one of two times: a share of one GPU's."""
     return value(row, f"one.{how}/no_relay.{how}")
 
 
 def readme() -> Iterator[str]:
     whole = [row for name, row in rows_of("toolchains-h200").items() if ":" not in name]
-    longer = max(each(whole, "other.ms.median/ours.ms.median") + each(whole, "other.sustained_ms/ours.sustained_ms"))
+    longer = max(each(whole, OTHER) + each(whole, OTHER_SUSTAINED))
     yield f"[up to {math.ceil(longer * 100 - 100)} % longer]"
     step = rows_of("decode-h200")["N128 H32 fp32"]
     yield f"With float32 states that decoding step is {step['speedup']:.2f} times as fast as FLA's"
@@ -595,39 +598,38 @@ def integrations() -> Iterator[str]:
     yield f"Kimi-K3's whole step is {span(each(whole, 'engine_ratio'), 2)} times as fast"
 
 
+OTHER, OTHER_SUSTAINED = "other.ms.median/ours.ms.median", "other.sustained_ms/ours.sustained_ms"
+"""Another Triton's time over that of the oldest."""
+
+
 def machine_code() -> Iterator[str]:
     (some, all_kernels, most), (later, _, later_most) = spills(own=True)
     yield f"spill: {some} of {all_kernels} on 3.6.0, up to {most} bytes, and {later} on 3.9.0, up to {later_most}"
     (some, all_kernels, _), (later, *_) = spills(own=False)
     yield f"spill in {some} and {later} of {all_kernels}"
     level, newer = rows_of("toolchains-h200-level-2"), rows_of("toolchains-h200-triton-3.8")
-    ratio = "other.ms.median/ours.ms.median"
-    longer = {name: value(row, ratio) - 1 for name, row in level.items()}
+    longer = {name: value(row, OTHER) - 1 for name, row in level.items()}
     recurrence = [x for name, x in longer.items() if re.fullmatch(r"prefill .*: recurrence_kernel", name)]
     yield f"`recurrence` took {percent(recurrence)} longer"
     yield f"`reverse` {longer['train B1 T8192 H32: reverse_kernel'] * 100:.0f} %"
     yield f"`wy` as an operator {longer['wy B1 T8192 H32'] * 100:.0f} %"
-    files = rows_of("toolchains-h200")
-    oldest = {name: value(row, ratio) for name, row in files.items()}
+    toolchains = rows_of("toolchains-h200")
+    oldest = {name: value(row, OTHER) for name, row in toolchains.items()}
     slower = [x * 100 - 100 for name, x in oldest.items() if ": recurrence_kernel" in name and "triton" not in name]
     yield f"`recurrence` takes {-min(slower):.0f} % less time to {max(slower):.0f} % more"
-    whole = [x * 100 - 100 for name, x in oldest.items() if name.startswith("prefill ") and ":" not in name]
-    busy = [
-        value(row, "other.sustained_ms/ours.sustained_ms") * 100 - 100
-        for name, row in files.items()
-        if name.startswith("prefill ") and ":" not in name
-    ]
-    yield f"Whole calls of the prefill take {-min(whole):.0f} % less to {max(whole):.0f} % more cold"
-    yield f"{-min(busy):.0f} % less to {max(busy):.0f} % more back to back"
+    prefills = [row for name, row in toolchains.items() if name.startswith("prefill ") and ":" not in name]
+    cold, sustained = ([x * 100 - 100 for x in each(prefills, of)] for of in (OTHER, OTHER_SUSTAINED))
+    yield f"Whole calls of the prefill take {-min(cold):.0f} % less to {max(cold):.0f} % more cold"
+    yield f"{-min(sustained):.0f} % less to {max(sustained):.0f} % more back to back"
     yield f"a training step {100 - oldest['train B1 T8192 H32'] * 100:.0f} % less"
     portable = oldest["triton prefill T8192 H64: recurrence_kernel"] * 100 - 100
     yield f"The portable `recurrence` takes {portable:.0f} % more, without a spill"
     yield f"`gate_sums` is {1 / oldest['train B1 T8192 H32: gate_sums_kernel']:.1f} times as fast"
     packed = [x for name, x in longer.items() if name.startswith("prefill packed") and ":" not in name]
     yield f"whole packed prefills {percent(packed)}"
-    calls = [value(row, ratio) - 1 for name, row in newer.items() if name.startswith("prefill") and ":" not in name]
+    calls = [value(row, OTHER) - 1 for name, row in newer.items() if name.startswith("prefill") and ":" not in name]
     yield f"3.8.0 took {percent(calls)} longer"
-    calls = [value(row, ratio) - 1 for name, row in rows_of("toolchains-h200-triton-3.7").items() if ":" not in name]
+    calls = [value(row, OTHER) - 1 for name, row in rows_of("toolchains-h200-triton-3.7").items() if ":" not in name]
     yield f"in {percent(calls)} more time"
 
 

@@ -29,9 +29,8 @@ from ..ops.norm import gated_rms_norm
 from ..ops.recurrent import fused_recurrent_kda
 from ..parallel.halo import halo
 from ..problem import rank_checks
-from ..problem.arguments import flag
+from ..problem.arguments import flag, positive
 from ..problem.context import ContextParallel, check_offsets, context_of
-from ..problem.errors import mistyped
 from ..problem.operations import CHUNK_SIZES, FUSED_HEAD_DIMS, HEAD_DIMS, MAX_TAPS, MIN_TAPS, PARAMETRIC_GATES, epsilon
 from ..problem.operations import bound as check_bound
 from ..problem.problem import NullIndex
@@ -123,8 +122,9 @@ class KimiDeltaAttention(nn.Module):
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         head_v_dim = head_dim if head_v_dim is None else head_v_dim
         gate_rank = head_v_dim if gate_rank is None else gate_rank
-        _check_positive(hidden_size=hidden_size, num_heads=num_heads, num_v_heads=num_v_heads)
-        _check_positive(conv_size=conv_size, gate_rank=gate_rank)
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads}
+        for name, size in (sizes | {"conv_size": conv_size, "gate_rank": gate_rank}).items():
+            positive(name, size)
         _check_one_of("conv_size", conv_size, tuple(range(MIN_TAPS, MAX_TAPS + 1)))
         _check_one_of("gate", gate, GATES)
         check_bound("lower_bound", lower_bound)
@@ -279,7 +279,7 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             ValueError, TypeError: a number of slots, or a dtype, that is none.
         """
-        _check_positive(slots=slots)
+        positive("slots", slots)
         _check_one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float64))
         _check_one_of("dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         weight = self.q_proj.weight
@@ -456,14 +456,6 @@ def _low_rank(inputs: int, rank: int, outputs: int, bias: bool = False) -> nn.Se
 def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Operators take a parameter in float32 or in the dtype of what it is for; under autocast it may be in a third one."""
     return weight if weight.dtype in (torch.float32, dtype) and dtype != torch.float64 else weight.to(dtype)
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise mistyped(name, value, "an int")
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, wanted at least 1")
 
 
 def _check_one_of(name: str, value: object, allowed: tuple) -> None:

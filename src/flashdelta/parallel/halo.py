@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..problem import rank_checks
+from ..problem.arguments import positive
 from ..problem.border import HALO
 from ..problem.context import ContextParallel, context_of
-from ..problem.errors import mistyped, wrong
+from ..problem.errors import wrong
 from ..problem.exchanges import EARLIER, LATER, exchange
 from ..problem.groups import is_group
 from ..runtime.autograd import note_offsets, refuse_changed_offsets
@@ -53,10 +54,7 @@ def _context(x: Tensor, context: Any, width: int) -> ContextParallel:
         raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
     if x.dim() != 3:
         raise wrong("x", f"shape {list(x.shape)}", "[B, T, D]")
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise mistyped("width", width, "an int")
-    if width < 1:
-        raise wrong("width", width, "at least 1")
+    positive("width", width)
     of_rows = is_group(context) or context is torch.distributed.GroupMember.NON_GROUP_MEMBER
     given = (None, context) if of_rows else (context, None)
     c = context_of(*given, x.device, ("context", "context"))

@@ -73,6 +73,13 @@ def number_or_none(name: str, value: object) -> None:
         raise wrong(name, "an int beyond floats" if isinstance(value, int) else value, "a finite float or None")
 
 
+def positive(name: str, value: object, wanted: str = "an int") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise mistyped(name, value, wanted)
+    if value < 1:
+        raise wrong(name, value, "at least 1")
+
+
 def integer(*values: int) -> Check:
     """An int, one of `values` if there are any."""
     wanted = f"an int, one of {values}" if values else "an int"

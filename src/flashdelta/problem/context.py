@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import rank_checks
-from .arguments import flag, shape_of
+from .arguments import check_tensor, flag, positive, shape_of
 from .border import (
     ANY_HALO,
     BORDER,
@@ -30,7 +30,7 @@ from .border import (
     shard,
 )
 from .device_checks import enabled
-from .errors import mistyped, wrong
+from .errors import wrong
 from .exchanges import EXCHANGES, chosen_exchange
 from .groups import check_alive, members
 
@@ -149,8 +149,7 @@ class ContextParallel:
         """
         if self.cu_seqlens is None:
             raise wrong("rows", "a context of batch rows", "one of packed sequences")
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: got {type(x).__name__}, wanted a torch.Tensor")
+        check_tensor("x", x)
         if x.dim() == 0 or len(x) < max(self.sequences, 1):
             wanted = f"[M, ...] with a row for each of the {self.sequences} sequences of all ranks"
             raise wrong("x", f"shape {list(x.shape)}", wanted)
@@ -212,10 +211,8 @@ def context_parallel(
             raise wrong("exchange", repr(exchange), f"one of {EXCHANGES}")
         flag("relay", relay)
         for option, value in (("max_sequences", max_sequences), ("conv_size", conv_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise mistyped(option, value, "an int or None")
-            if value is not None and value < 1:
-                raise wrong(option, value, "at least 1")
+            if value is not None:
+                positive(option, value, "an int or None")
         total = check_values(offsets)
         if total % ranks != 0:
             raise wrong("cu_seqlens", f"{total} tokens", f"a multiple of the {ranks} ranks (each has as many tokens)")
@@ -329,6 +326,7 @@ def context_in_call(
     context = context_of(cp_context, group, q.device)
     if context.device != q.device:
         raise wrong("cp_context", f"device {context.device}", f"q's device {q.device}")
+    # it would run the reference, whose exchange is not that of the other ranks' kernels
     if context.cu_seqlens is None and context.ranks > 1 and q.dim() == 4 and q.shape[1] == 0:
         raise wrong("q", shape_of(q), "at least one token on every rank of a group")
     if cu_seqlens is not None and cu_seqlens is not context.cu_seqlens:

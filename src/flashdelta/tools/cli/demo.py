@@ -18,6 +18,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ...nn.lm import KdaLanguageModel, decode, encode, load_model
+from ...problem.arguments import positive
 from ...problem.errors import wrong
 from ...runtime.devices import find_device
 from ..bench.environment import default_device
@@ -131,8 +132,7 @@ def demo_model(
 ) -> tuple[KdaLanguageModel, Where]:
     """The model in the package, and where it runs, once the arguments are checked; raises as `load_model`, too."""
     for name, count in counts.items():
-        if count < 1:
-            raise wrong(name, count, "at least 1")
+        positive(name, count)
     if temperature < 0:
         raise wrong("temperature", temperature, "at least 0")
     if prompt == "":
