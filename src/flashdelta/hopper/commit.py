@@ -95,18 +95,9 @@ def unpacked(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_records(
-    record,
-    count,
-    tokens,
-    there,
-    of_u,
-    row_step,
-    K: gl.constexpr,
-    SLICES: gl.constexpr,
-    TOKENS: gl.constexpr,
-    row_l: gl.constexpr,
-    left_l: gl.constexpr,
-):
+    record, count, tokens, there, of_u, row_step,
+    K: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, row_l: gl.constexpr, left_l: gl.constexpr,
+):  # fmt: skip
     """Of the accepted tokens from the last one on: `k` and the decays that what is before them goes through, `[TOKENS, K]`; the
     first token's decay; and channels `of_u` of each slice of `u`, twice. What a token adds decays by those before it in this
     order."""
@@ -127,17 +118,9 @@ def load_records(
 
 @gluon.jit
 def load_first(
-    record,
-    count,
-    tokens,
-    there,
-    of_u,
-    row_step,
-    K: gl.constexpr,
-    SLICES: gl.constexpr,
-    TOKENS: gl.constexpr,
-    key_l: gl.constexpr,
-):
+    record, count, tokens, there, of_u, row_step,
+    K: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, key_l: gl.constexpr,
+):  # fmt: skip
     """Of the first of more than `TOKENS` accepted tokens: `k`, the second token's decay, and `u`. Zeros and ones of fewer."""
     more = there & (gl.minimum(count, tokens) > TOKENS)
     key = gl.arange(0, K, layout=key_l)
@@ -148,25 +131,10 @@ def load_first(
 
 @gluon.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
 def replay_kernel(
-    initial_state,
-    records,
-    slot_indices,
-    row_indices,
-    accepted,
-    lowest,
-    slots,
-    rows,
-    tokens,
-    HV,
-    slot_pitch: gl.int64,
-    row_pitch: gl.int64,
-    row_step: gl.int64,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    SLICES: gl.constexpr,
-    TOKENS: gl.constexpr,
-    ONE_MORE: gl.constexpr,
-):
+    initial_state, records, slot_indices, row_indices, accepted, lowest, slots,
+    rows, tokens, HV, slot_pitch: gl.int64, row_pitch: gl.int64, row_step: gl.int64,
+    K: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr, ONE_MORE: gl.constexpr,
+):  # fmt: skip
     """At most `TOKENS` tokens and `SLICES` slices of a head, in four warps. Both parts of the operands lie along the sum: the
     low part of keys, then the high one for both parts of `u`. An accumulator gives a thread 2 adjacent columns of every 8; with
     pairs swapped these are 4 adjacent ones of every 16, or 8 of 32: 16 bytes. `ONE_MORE`: the first of 17 tokens is a sum of

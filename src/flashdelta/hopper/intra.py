@@ -144,19 +144,9 @@ def bounded_pairs(
 
 @gluon.jit
 def all_pairs(
-    k_s,
-    q_s,
-    by_row_s,
-    scale,
-    T,
-    N,
-    matrices,
-    operands,
-    last_rows,
-    acc_l: gl.constexpr,
-    dot_l: gl.constexpr,
-    K: gl.constexpr,
-):
+    k_s, q_s, by_row_s, scale, T, N, matrices, operands, last_rows,
+    acc_l: gl.constexpr, dot_l: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
     """As `bounded_pairs`, exact for any decay; `near_A` and `near_Aqk` hold the whole matrices, and `by_row_s` the rows'
     factors."""
     row_l: gl.constexpr = gl.SliceLayout(1, acc_l)
@@ -204,51 +194,15 @@ def all_pairs(
 
 @gluon.jit(do_not_specialize=SCALARS)
 def intra_kernel(
-    q,
-    k,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    grad_A,
-    grad_Aqk,
-    grad_q,
-    grad_k,
-    grad_G,
-    grad_beta,
-    out_q,
-    out_k,
-    out_g,
-    out_beta,
-    partial_A_log,
-    partial_dt_bias,
-    scale: gl.float32,
-    lower_bound: gl.float32,
-    T: gl.int32,
-    N: gl.int32,
-    HV: gl.int32,
-    group: gl.int32,
-    slots: gl.int32,
-    q_batch: gl.int32,
-    q_token: gl.int32,
-    q_head: gl.int32,
-    k_batch: gl.int32,
-    k_token: gl.int32,
-    k_head: gl.int32,
-    g_batch: gl.int32,
-    g_token: gl.int32,
-    g_head: gl.int32,
-    beta_batch: gl.int32,
-    beta_token: gl.int32,
-    beta_head: gl.int32,
-    K: gl.constexpr,
-    GATE: gl.constexpr,
-    SAFE: gl.constexpr,
-    BETA: gl.constexpr,
-    L2NORM: gl.constexpr,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, grad_A, grad_Aqk, grad_q, grad_k, grad_G, grad_beta, out_q, out_k,
+    out_g, out_beta, partial_A_log, partial_dt_bias, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32,
+    q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
+    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
     PREFETCH: gl.constexpr,
-):
+):  # fmt: skip
     """One chunk, operands in shared memory, accumulators `[64, K]` with a warpgroup for 64 channels:
 
         arrive   g                     log decays as float16 high + low;  MMAs with matrices of 0, 1, -1: distances to the

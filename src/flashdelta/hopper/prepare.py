@@ -412,17 +412,9 @@ def store_sums(buffers, rate, dtype: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def bounded_pairs(
-    buffers,
-    tiles,
-    decay,
-    column,
-    rate,
-    scale,
-    dtype: gl.constexpr,
-    GATE: gl.constexpr,
-    SAFE: gl.constexpr,
-    L2NORM: gl.constexpr,
-):
+    buffers, tiles, decay, column, rate, scale,
+    dtype: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
+):  # fmt: skip
     """Stores `qg`, `kg` and `decay`, and leaves `k a` in the pairs. Accumulators `[64, 32]`: `upper`, of pair 0 by block 0's
     columns; `lower` and `right`, of pair 1 by block 0's and by block 1's.
 
@@ -679,51 +671,16 @@ def store_w(tiles, high, low, buffers):
 
 @gluon.jit(do_not_specialize=(*SCALARS, *PLANNED))
 def prepare_kernel(
-    q,
-    k,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    checkpoint_offsets,
-    tiles,
-    decay,
-    semaphores,
-    first_segment,
-    Akk_inv,
-    scale: gl.float32,
-    lower_bound: gl.float32,
-    T: gl.int32,
-    N: gl.int32,
-    HV: gl.int32,
-    group: gl.int32,
-    slots: gl.int32,
-    checkpoints: gl.int32,
-    q_batch: gl.int32,
-    q_token: gl.int32,
-    q_head: gl.int32,
-    k_batch: gl.int32,
-    k_token: gl.int32,
-    k_head: gl.int32,
-    g_batch: gl.int32,
-    g_token: gl.int32,
-    g_head: gl.int32,
-    beta_batch: gl.int32,
-    beta_token: gl.int32,
-    beta_head: gl.int32,
-    room: gl.int32,
-    split: gl.int32,
-    batch_invariant: gl.int32,
-    K: gl.constexpr,
-    GATE: gl.constexpr,
-    SAFE: gl.constexpr,
-    BETA: gl.constexpr,
-    L2NORM: gl.constexpr,
-    FLAGS: gl.constexpr,
-    COSTS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
+    tiles, decay, semaphores, first_segment, Akk_inv, scale: gl.float32, lower_bound: gl.float32, T: gl.int32,
+    N: gl.int32, HV: gl.int32, group: gl.int32, slots: gl.int32, checkpoints: gl.int32,
+    q_batch: gl.int32, q_token: gl.int32, q_head: gl.int32, k_batch: gl.int32, k_token: gl.int32, k_head: gl.int32,
+    g_batch: gl.int32, g_token: gl.int32, g_head: gl.int32,
+    beta_batch: gl.int32, beta_token: gl.int32, beta_head: gl.int32,
+    room: gl.int32, split: gl.int32, batch_invariant: gl.int32,
+    K: gl.constexpr, GATE: gl.constexpr, SAFE: gl.constexpr, BETA: gl.constexpr, L2NORM: gl.constexpr,
+    FLAGS: gl.constexpr, COSTS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
     """One chunk and value head, K = 128 (KH = 2 halves of the channels); * goes to memory:
 
     g, then k and q          by cp.async, g to right1, k and q to pair0 and pair1

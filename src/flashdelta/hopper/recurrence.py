@@ -190,17 +190,9 @@ def end_step(ring, s, STEP: gl.constexpr, state0, state1, v_new_t, out, v_t, lef
 
 @gluon.jit
 def store_inside(
-    row,
-    value,
-    key,
-    iteration,
-    state0,
-    state1,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STEPS: gl.constexpr,
-):
+    row, value, key, iteration, state0, state1,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
     """Stores a state inside the loop over chunks. Its offsets are worked out where they are needed: before the loop, where the
     compiler would have them, they take registers from all of it."""
     # K, V and V_FIRST are parameters of their own, here and below: as constants in a tuple Triton 3.6 fails on them for K = 64
@@ -228,22 +220,9 @@ def span_checkpoint(scheduler, tile, span, stop, target):
 
 @gluon.jit
 def store_checkpoints(
-    scheduler,
-    tile,
-    stop,
-    slot,
-    span,
-    target,
-    value,
-    key,
-    iteration,
-    state0,
-    state1,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STEPS: gl.constexpr,
-):
+    scheduler, tile, stop, slot, span, target, value, key, iteration, state0, state1,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
     """The states after token `stop`: in `slot`, and in those of spans from `span` on that end there, too; -1 for none."""
     _, states, pitch, _, _ = target
     while (slot >= 0) | (span >= 0):
@@ -257,20 +236,9 @@ def store_checkpoints(
 
 @gluon.jit
 def compute(
-    ring,
-    info,
-    o_s,
-    outputs,
-    states,
-    starting,
-    scheduler,
-    strides,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    H_V_FIRST: gl.constexpr,
-    STEPS: gl.constexpr,
-):
+    ring, info, o_s, outputs, states, starting, scheduler, strides,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
     """The consumer: four warps that carry a tile's state from chunk to chunk. What follows are chunks of 64 tokens; with
     `STEPS` a chunk is two steps of 32, each a `start_step` and an `end_step`, and its stage has one tile less.
 
@@ -527,54 +495,16 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def recurrence_kernel(
-    tiles_d,
-    decay,
-    v,
-    o,
-    h,
-    v_new,
-    cu_seqlens,
-    checkpoint_offsets,
-    checkpoint_indices,
-    checkpoint_states,
-    checkpoint_every,
-    checkpoint_rows,
-    checkpoint_pitch,
-    carry,
-    semaphores,
-    first_segment,
-    starts,
-    border,
-    packet,
-    initial_state,
-    final_state,
-    state_indices,
-    has_initial_state,
-    lowest: gl.int32,
-    pool_slots: gl.int32,
-    has_initial: gl.int32,
-    has_final: gl.int32,
-    state_pitch: gl.int64,
-    T: gl.int32,
-    N: gl.int32,
-    HV: gl.int32,
-    slots: gl.int32,
-    checkpoints: gl.int32,
-    v_batch: gl.int32,
-    v_token: gl.int32,
-    v_head: gl.int32,
-    o_batch: gl.int32,
-    o_token: gl.int32,
-    o_head: gl.int32,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    H_V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    STREAM_K: gl.constexpr,
-    STEPS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
+    tiles_d, decay, v, o, h, v_new, cu_seqlens,
+    checkpoint_offsets, checkpoint_indices, checkpoint_states, checkpoint_every,
+    checkpoint_rows, checkpoint_pitch, carry, semaphores,
+    first_segment, starts, border, packet, initial_state, final_state, state_indices, has_initial_state,
+    lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
+    T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, H_V_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    STREAM_K: gl.constexpr, STEPS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
     DECAYS: gl.constexpr = 4 * K if STEPS else K
     TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
     ring = make_ring(tiles_d, DECAYS, STAGES, TILES)

@@ -93,18 +93,9 @@ def load(tiles_d, decay, grad_o, offsets, ring, scheduler, strides, K: gl.conste
 
 @gluon.jit
 def compute(
-    ring,
-    staging_s,
-    outputs,
-    grad_final,
-    has_initial,
-    has_final,
-    between,
-    scheduler,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-):
+    ring, staging_s, outputs, grad_final, has_initial, has_final, between, scheduler,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr,
+):  # fmt: skip
     """The consumer: four warps that carry a tile's gradient from chunk to chunk. What a chunk leaves goes to memory during the
     next one's first MMAs. No MMA is in flight from chunk to chunk, as in `recurrence`."""
     grad_v_new, grad_h, grad_initial, border, packet = outputs
@@ -226,33 +217,12 @@ SCALARS = ("has_initial", "has_final", "T", "N", "HV", "slots", *_STRIDES)
 
 @gluon.jit(do_not_specialize=SCALARS)
 def reverse_kernel(
-    tiles_d,
-    decay,
-    grad_o,
-    grad_final,
-    grad_v_new,
-    grad_h,
-    grad_initial,
-    first_segment,
-    offsets,
-    ends,
-    border,
-    packet,
-    cu_seqlens,
-    has_initial: gl.int32,
-    has_final: gl.int32,
-    T: gl.int32,
-    N: gl.int32,
-    HV: gl.int32,
-    slots: gl.int32,
-    o_batch: gl.int32,
-    o_token: gl.int32,
-    o_head: gl.int32,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    tiles_d, decay, grad_o, grad_final, grad_v_new, grad_h,
+    grad_initial, first_segment, offsets, ends, border, packet, cu_seqlens,
+    has_initial: gl.int32, has_final: gl.int32, T: gl.int32, N: gl.int32, HV: gl.int32,
+    slots: gl.int32, o_batch: gl.int32, o_token: gl.int32, o_head: gl.int32,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     ring = make_ring(tiles_d, K, STAGES, 3 * (K // 64) + 1)
     staging_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     scheduler = TileScheduler(None, first_segment, cu_seqlens, None, T, N, HV, slots, 0, V // BV)

@@ -48,17 +48,9 @@ from .recurrence import new_values, rows_of_step
 
 @gluon.jit
 def plan_segments(
-    cu_seqlens,
-    checkpoint_offsets,
-    first_segment,
-    T,
-    N,
-    checkpoints,
-    room,
-    split,
-    batch_invariant,
+    cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints, room, split, batch_invariant,
     COSTS: gl.constexpr,
-):
+):  # fmt: skip
     """`first_segment [N + 1]`: where each sequence's segments begin among all, for the whole CTA to write."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     spans = span_count(checkpoint_offsets, checkpoints)
@@ -204,19 +196,9 @@ def load_chunks(sources, ring, scheduler, tile, wanted, iteration, at, strides, 
 
 @gluon.jit
 def compute(
-    decay,
-    ring,
-    decision,
-    forgets,
-    results,
-    states,
-    scheduler,
-    border,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STEPS: gl.constexpr,
-):
+    decay, ring, decision, forgets, results, states, scheduler, border,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
     """The consumer: four warps that carry 64 columns of M or b, transposed, from chunk to chunk."""
     slice_ = transition_slice(scheduler, border, K)
     STATE: gl.constexpr = ACC if STEPS else LINES
@@ -291,20 +273,9 @@ def end_columns(state0, state1, v_new_left, decay0, decay1, KH: gl.constexpr):
 
 @gluon.jit
 def scan(
-    ring,
-    results,
-    states,
-    at,
-    tile,
-    place,
-    chunks,
-    iteration,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    TRIED: gl.constexpr,
-    STEPS: gl.constexpr,
-):
+    ring, results, states, at, tile, place, chunks, iteration,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, TRIED: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
     """The transition's columns, chunk by chunk, from `iteration` on. `TRIED`: after a trial, which may have run."""
     initial_state, state_pitch, has_initial, has_final, pool = states
     state_indices, has_initial_state, lowest, pool_slots = pool
@@ -398,41 +369,14 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def transitions_kernel(
-    tiles_d,
-    decay,
-    v,
-    transitions,
-    offsets,
-    forgets,
-    first_segment,
-    border,
-    cu_seqlens,
-    checkpoint_offsets,
-    initial_state,
-    final_state,
-    state_indices,
-    has_initial_state,
-    lowest: gl.int32,
-    pool_slots: gl.int32,
-    has_initial: gl.int32,
-    has_final: gl.int32,
-    state_pitch: gl.int64,
-    T: gl.int32,
-    N: gl.int32,
-    HV: gl.int32,
-    slots: gl.int32,
-    checkpoints: gl.int32,
-    v_batch: gl.int32,
-    v_token: gl.int32,
-    v_head: gl.int32,
-    transition_pitch: gl.int32,
-    offset_pitch: gl.int32,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-):
+    tiles_d, decay, v, transitions, offsets, forgets, first_segment,
+    border, cu_seqlens, checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state,
+    lowest: gl.int32, pool_slots: gl.int32, has_initial: gl.int32, has_final: gl.int32, state_pitch: gl.int64,
+    T: gl.int32, N: gl.int32, HV: gl.int32, slots: gl.int32, checkpoints: gl.int32,
+    v_batch: gl.int32, v_token: gl.int32, v_head: gl.int32,
+    transition_pitch: gl.int32, offset_pitch: gl.int32,
+    K: gl.constexpr, V: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
     gdc_wait()
     gdc_launch_dependents()
     if forgets is None:

@@ -42,21 +42,10 @@ def slot_and_row(slot_indices, row_indices, n, lowest, slots, rows):
 
 @triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens"])
 def commit_kernel(
-    initial_state,
-    intermediate_states,
-    slot_indices,
-    row_indices,
-    accepted,
-    lowest,
-    slots,
-    rows,
-    tokens,
-    size,
-    slot_pitch: tl.int64,
-    row_pitch: tl.int64,
-    row_step: tl.int64,
+    initial_state, intermediate_states, slot_indices, row_indices,
+    accepted, lowest, slots, rows, tokens, size, slot_pitch: tl.int64, row_pitch: tl.int64, row_step: tl.int64,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Copies states. One CTA per (sequence, `BLOCK` elements of a state)."""
     blocks = tl.cdiv(size, BLOCK)
     n = tl.program_id(0) // blocks
@@ -71,25 +60,10 @@ def commit_kernel(
 
 @triton.jit(do_not_specialize=["lowest", "slots", "rows", "tokens", "HV"])
 def replay_kernel(
-    initial_state,
-    records,
-    slot_indices,
-    row_indices,
-    accepted,
-    lowest,
-    slots,
-    rows,
-    tokens,
-    HV,
-    slot_pitch: tl.int64,
-    row_pitch: tl.int64,
-    row_step: tl.int64,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    initial_state, records, slot_indices, row_indices, accepted, lowest, slots,
+    rows, tokens, HV, slot_pitch: tl.int64, row_pitch: tl.int64, row_step: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """`S <- diag(exp(g_t)) S + k_t u_t^T` for the accepted tokens. One CTA per (sequence, value head, slice of `BV` value
     channels). Each has a count of its own, which it clears: no other CTA may still have to read it."""
     if OVERLAP:

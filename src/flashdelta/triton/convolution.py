@@ -134,41 +134,14 @@ def filtered(bias, w0, w1, w2, w3, x3, x2, x1, x0, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "lowest", "slots", "has_initial", "has_final"])
 def convolution_kernel(
-    x,
-    weight,
-    bias,
-    o,
-    initial,
-    final,
-    state_indices,
-    has_initial_state,
-    cu_seqlens,
-    lowest,
-    slots,
-    has_initial,
-    has_final,
-    T,
-    N,
-    D,
-    token_tiles,
-    BT,
-    x_batch: tl.int64,
-    x_token: tl.int64,
-    o_batch: tl.int64,
-    o_token: tl.int64,
-    initial_slot: tl.int64,
-    initial_channel: tl.int64,
-    initial_input: tl.int64,
-    final_slot: tl.int64,
-    final_channel: tl.int64,
-    final_input: tl.int64,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    BD: tl.constexpr,
-    AHEAD: tl.constexpr,
-    SILU: tl.constexpr,
+    x, weight, bias, o, initial, final, state_indices, has_initial_state,
+    cu_seqlens, lowest, slots, has_initial, has_final, T, N,
+    D, token_tiles, BT, x_batch: tl.int64, x_token: tl.int64, o_batch: tl.int64, o_token: tl.int64,
+    initial_slot: tl.int64, initial_channel: tl.int64, initial_input: tl.int64, final_slot: tl.int64,
+    final_channel: tl.int64, final_input: tl.int64,
+    W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, SILU: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """`AHEAD` tokens are loaded ahead, and are a turn of the loop: so their registers need no moves. As chosen, a tile has no
     more of them."""
     if OVERLAP:
@@ -248,35 +221,13 @@ def store_last(
     do_not_specialize=["T", "N", "token_tiles", "checkpoints", "checkpoint_rows", "lowest", "slots", "has_initial"]
 )
 def convolution_checkpoints_kernel(
-    x,
-    initial,
-    checkpoint_states,
-    checkpoint_offsets,
-    checkpoint_indices,
-    state_indices,
-    has_initial_state,
-    cu_seqlens,
-    checkpoints,
-    checkpoint_rows,
-    lowest,
-    slots,
-    has_initial,
-    T,
-    N,
-    D,
-    token_tiles,
-    x_batch: tl.int64,
-    x_token: tl.int64,
-    initial_slot: tl.int64,
-    initial_channel: tl.int64,
-    initial_input: tl.int64,
-    states_row: tl.int64,
-    states_channel: tl.int64,
-    states_input: tl.int64,
-    L: tl.constexpr,
-    EVERY: tl.constexpr,
-    BD: tl.constexpr,
-):
+    x, initial, checkpoint_states, checkpoint_offsets, checkpoint_indices, state_indices, has_initial_state,
+    cu_seqlens, checkpoints, checkpoint_rows, lowest, slots, has_initial,
+    T, N, D, token_tiles, x_batch: tl.int64, x_token: tl.int64,
+    initial_slot: tl.int64, initial_channel: tl.int64, initial_input: tl.int64,
+    states_row: tl.int64, states_channel: tl.int64, states_input: tl.int64,
+    L: tl.constexpr, EVERY: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """The states after some tokens of each sequence, to rows of a buffer: a CTA for each (checkpoint, block of channels). With
     `EVERY` a checkpoint lies before each tile of so many tokens, else after `checkpoint_offsets [N, checkpoints]`."""
     if EVERY:
@@ -411,38 +362,12 @@ def store_sums(to, channel, channel_stride, tap_stride, D, s0, s1, s2, s3, W: tl
 
 @triton.jit(do_not_specialize=["T", "N", "token_tiles", "BT", "has_initial", "has_final"])
 def convolution_backward_kernel(
-    x,
-    weight,
-    bias,
-    initial,
-    cu_seqlens,
-    do,
-    grad_final,
-    dx,
-    grad_initial,
-    partials,
-    grad_weight,
-    grad_bias,
-    has_initial,
-    has_final,
-    T,
-    N,
-    D,
-    token_tiles,
-    BT,
-    x_batch: tl.int64,
-    x_token: tl.int64,
-    do_batch: tl.int64,
-    do_token: tl.int64,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    BD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    SILU: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, weight, bias, initial, cu_seqlens, do, grad_final,
+    dx, grad_initial, partials, grad_weight, grad_bias, has_initial, has_final,
+    T, N, D, token_tiles, BT, x_batch: tl.int64, x_token: tl.int64, do_batch: tl.int64, do_token: tl.int64,
+    W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, EXCHANGE: tl.constexpr,
+    AHEAD: tl.constexpr, SILU: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """States and their gradients are dense. `partials [tiles, W (+ 1), D]` has each tile's part of the gradients of weight and
     bias; without it the one tile stores them. Each group has as many of the tile's tokens as another, or one more. The gradient
     of token `t` is there `W - 1` tokens later, which are the next group's: each group works them out again, or with `EXCHANGE`

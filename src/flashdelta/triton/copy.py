@@ -25,19 +25,9 @@ AT_ONCE = 4
 
 @triton.jit
 def copy_tile(
-    x,
-    rows,
-    H,
-    batch_stride,
-    token_stride,
-    head_stride,
-    channel_stride,
-    T,
-    K: tl.constexpr,
-    TILE: tl.constexpr,
-    BK: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-):
+    x, rows, H, batch_stride, token_stride, head_stride, channel_stride, T,
+    K: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
     """`TILE` tokens of a head."""
     tile = tl.program_id(0)
     tiles = tl.cdiv(T, TILE)
@@ -59,41 +49,12 @@ HEADS = [f"H{i}" for i in range(AT_ONCE)]
 
 @triton.jit(do_not_specialize=["B", *HEADS])
 def copy_kernel(
-    x0,
-    rows0,
-    H0,
-    batch0: tl.int64,
-    token0: tl.int64,
-    head0: tl.int64,
-    channel0: tl.int64,
-    x1,
-    rows1,
-    H1,
-    batch1: tl.int64,
-    token1: tl.int64,
-    head1: tl.int64,
-    channel1: tl.int64,
-    x2,
-    rows2,
-    H2,
-    batch2: tl.int64,
-    token2: tl.int64,
-    head2: tl.int64,
-    channel2: tl.int64,
-    x3,
-    rows3,
-    H3,
-    batch3: tl.int64,
-    token3: tl.int64,
-    head3: tl.int64,
-    channel3: tl.int64,
-    B,
-    T,
-    K: tl.constexpr,
-    TILE: tl.constexpr,
-    BK: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-):
+    x0, rows0, H0, batch0: tl.int64, token0: tl.int64, head0: tl.int64, channel0: tl.int64,
+    x1, rows1, H1, batch1: tl.int64, token1: tl.int64, head1: tl.int64, channel1: tl.int64,
+    x2, rows2, H2, batch2: tl.int64, token2: tl.int64, head2: tl.int64, channel2: tl.int64,
+    x3, rows3, H3, batch3: tl.int64, token3: tl.int64, head3: tl.int64, channel3: tl.int64, B, T,
+    K: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
     """Tensors `x [B, T, H, K]` to dense `rows`, as many as there are. `BY_TOKEN`: tokens are adjacent."""
     which = tl.program_id(1)
     tile = tl.program_id(0)

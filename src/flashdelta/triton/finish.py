@@ -54,22 +54,9 @@ def sum_over_chunk_slots(partials, head, chunk_slots, HV, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "N", "HV"])
 def finish_kernel(
-    heads_q,
-    heads_k,
-    cu_seqlens,
-    grad_q,
-    grad_k,
-    grad_g,
-    grad_v,
-    grad_beta,
-    tokens,
-    N,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    heads_q, heads_k, cu_seqlens, grad_q, grad_k, grad_g, grad_v, grad_beta, tokens, N, HV,
+    K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """`dq = sum of its GROUP value heads`, and so on, where value heads share queries and keys or sequences are packed. One CTA
     per (`ROWS` tokens, query head).
     """

@@ -45,35 +45,12 @@ Reverse = Callable[[Problem, Tensors, Tensor | None, Tensor | None], Launch]
     ]
 )
 def merge_kernel(
-    transitions,
-    offsets,
-    merged,
-    border,
-    cu_seqlens,
-    initial_state,
-    final_state,
-    state_indices,
-    has_initial_state,
-    lowest,
-    pool_slots,
-    has_initial,
-    has_final,
-    state_pitch: tl.int64,
-    rank,
-    packets,
-    transition_pitch,
-    offset_pitch,
-    T,
-    N,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    OFFSETS_V_FIRST: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    transitions, offsets, merged, border, cu_seqlens,
+    initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
+    state_pitch: tl.int64, rank, packets, transition_pitch, offset_pitch, T, N, HV,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, OFFSETS_V_FIRST: tl.constexpr,
+    BACKWARD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """`merged [N, HV, K, V]`, in the caller's layout: the initial states, those of sequences that go on here from other ranks
     merged; or gradients of final states, those of sequences that go on elsewhere with what other ranks add.
 
@@ -123,20 +100,9 @@ def clear_kernel(grad_initial, border, packets, HV, SIZE: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["lowest", "pool_slots", "packets", "T", "HV"])
 def store_ends_kernel(
-    states,
-    pool,
-    border,
-    cu_seqlens,
-    state_indices,
-    lowest,
-    pool_slots,
-    pitch: tl.int64,
-    packets,
-    T,
-    HV,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    states, pool, border, cu_seqlens, state_indices, lowest, pool_slots, pitch: tl.int64, packets, T, HV,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The states `[N, HV, SIZE]` to the pool's slots, of sequences that end on this rank. One CTA per (sequence, head)."""
     n = tl.program_id(0).to(tl.int64) // HV
     head = tl.program_id(0).to(tl.int64) % HV

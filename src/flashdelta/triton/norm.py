@@ -68,26 +68,10 @@ def gate_of(z, SIGMOID: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "T", "H"])
 def norm_kernel(
-    x,
-    z,
-    weight,
-    o,
-    eps,
-    rows,
-    T,
-    H,
-    x_batch: tl.int64,
-    x_token: tl.int64,
-    x_head: tl.int64,
-    z_batch: tl.int64,
-    z_token: tl.int64,
-    z_head: tl.int64,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, z, weight, o, eps, rows, T, H, x_batch: tl.int64, x_token: tl.int64, x_head: tl.int64,
+    z_batch: tl.int64, z_token: tl.int64, z_head: tl.int64,
+    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -106,33 +90,11 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows", "T", "H", "tiles"])
 def norm_backward_kernel(
-    x,
-    z,
-    weight,
-    do,
-    dx,
-    dz,
-    partials,
-    eps,
-    rows,
-    T,
-    H,
-    tiles,
-    x_batch: tl.int64,
-    x_token: tl.int64,
-    x_head: tl.int64,
-    z_batch: tl.int64,
-    z_token: tl.int64,
-    z_head: tl.int64,
-    do_batch: tl.int64,
-    do_token: tl.int64,
-    do_head: tl.int64,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, z, weight, do, dx, dz, partials, eps, rows, T, H, tiles,
+    x_batch: tl.int64, x_token: tl.int64, x_head: tl.int64, z_batch: tl.int64, z_token: tl.int64, z_head: tl.int64,
+    do_batch: tl.int64, do_token: tl.int64, do_head: tl.int64,
+    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """A persistent loop over tiles, of which the next is loaded ahead: `partials [CTAs, V]` has each CTA's part of the weight's
     gradient."""
     if OVERLAP:

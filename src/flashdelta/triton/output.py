@@ -26,25 +26,10 @@ from .launch import StageCall, precision
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots"])
 def output_kernel(
-    qg,
-    Aqk,
-    h,
-    o,
-    T,
-    N,
-    HV,
-    chunk_slots,
-    o_batch: tl.int64,
-    o_token: tl.int64,
-    o_head: tl.int64,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    qg, Aqk, h, o, T, N, HV, chunk_slots, o_batch: tl.int64, o_token: tl.int64, o_head: tl.int64,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """`o = qg S + Aqk v_new`, with the states `h [S, HV, V, K]` in fp32. `o` holds `v_new` until it is overwritten."""
     SLICES: tl.constexpr = V // BV
     head, chunk_slot, batch, start, count = own_chunk(

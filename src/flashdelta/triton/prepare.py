@@ -142,18 +142,9 @@ def rows_of(x, token, step, first_row, count, channel, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def store_weighted(
-    x,
-    x_token,
-    out,
-    count,
-    inv_00,
-    inv_11,
-    inv_10,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, x_token, out, count, inv_00, inv_11, inv_10,
+    C: tl.constexpr, N: tl.constexpr, IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """`[[inv_00, 0], [inv_10, inv_11]] x` for `N` channels, into `out [C, N]`, which may be `x`: loads of the next slice, in
     flight by then, are of other channels."""
     R: tl.constexpr = inv_00.shape[0]
@@ -195,56 +186,15 @@ def store_weighted(
     ]
 )
 def prepare_kernel(
-    q,
-    k,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    checkpoint_offsets,
-    w,
-    qg,
-    kg,
-    inverse,
-    Aqk,
-    decay,
-    Akk_inv,
-    v,
-    u,
-    scale,
-    lower_bound,
-    T,
-    N,
-    H,
-    HV,
-    chunk_slots,
-    checkpoints,
-    q_batch: tl.int64,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    k_batch: tl.int64,
-    k_token: tl.int64,
-    k_head: tl.int64,
-    g_batch: tl.int64,
-    g_token: tl.int64,
-    g_head: tl.int64,
-    beta_batch: tl.int64,
-    beta_token: tl.int64,
-    beta_head: tl.int64,
-    v_batch: tl.int64,
-    v_token: tl.int64,
-    v_head: tl.int64,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    GATE: tl.constexpr,
-    BETA: tl.constexpr,
-    L2NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, checkpoint_offsets,
+    w, qg, kg, inverse, Aqk, decay, Akk_inv, v, u, scale, lower_bound, T, N, H, HV,
+    chunk_slots, checkpoints, q_batch: tl.int64, q_token: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64, g_batch: tl.int64, g_token: tl.int64, g_head: tl.int64,
+    beta_batch: tl.int64, beta_token: tl.int64, beta_head: tl.int64,
+    v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
+    L2NORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """`w = (I + Akk)^-1 diag(beta) (k exp(G))`, and all else of the stage's contract, by chunk slot: `w, qg, kg [S, HV, C, K]`,
     `inverse, Aqk, Akk_inv [S, HV, C, C]`, `u [S, HV, C, V]`, `decay [S, HV, K]`."""
     NB: tl.constexpr = C // SUB

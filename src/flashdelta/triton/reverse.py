@@ -33,39 +33,12 @@ from .recurrence import recurrence_config, scan_constants
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "chunk_slots", "has_initial", "has_final"])
 def reverse_kernel(
-    w,
-    qg,
-    kg,
-    Aqk,
-    decay,
-    grad_o,
-    grad_final,
-    grad_v_new,
-    grad_h,
-    grad_initial,
-    first_segment,
-    offsets,
-    ends,
-    border,
-    packet,
-    cu_seqlens,
-    has_initial,
-    has_final,
-    T,
-    N,
-    HV,
-    chunk_slots,
-    o_batch: tl.int64,
-    o_token: tl.int64,
-    o_head: tl.int64,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    w, qg, kg, Aqk, decay, grad_o, grad_final, grad_v_new, grad_h,
+    grad_initial, first_segment, offsets, ends, border, packet, cu_seqlens,
+    has_initial, has_final, T, N, HV, chunk_slots, o_batch: tl.int64, o_token: tl.int64, o_head: tl.int64,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """`dS = diag(decay) dS' + qg^T do - w^T dv_new`.
 
     Leaves `grad_h [S, HV, V, K]`, the gradient of the state after the chunk in each slot, `grad_v_new [B, T, HV, V]`, both or

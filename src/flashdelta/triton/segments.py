@@ -81,24 +81,10 @@ def planned_parts(chunks, total, room, split, batch_invariant, step, transition,
     ]
 )
 def plan_kernel(
-    cu_seqlens,
-    checkpoint_offsets,
-    first_segment,
-    T,
-    N,
-    checkpoints,
-    room,
-    split,
-    batch_invariant,
-    step,
-    transition,
-    compose,
-    fixed,
-    shortest,
-    margin,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cu_seqlens, checkpoint_offsets, first_segment, T, N, checkpoints,
+    room, split, batch_invariant, step, transition, compose, fixed, shortest, margin,
+    C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """`first_segment [N + 1]`: where each sequence's segments begin among all. One CTA."""
     spans = span_count(checkpoint_offsets, checkpoints)
     lane = tl.arange(0, BLOCK)
@@ -135,44 +121,14 @@ def outgoing_sequence(border, packet):
     ]
 )
 def transitions_kernel(
-    w,
-    kg,
-    inverse,
-    decay,
-    v,
-    transitions,
-    offsets,
-    first_segment,
-    border,
-    cu_seqlens,
-    checkpoint_offsets,
-    initial_state,
-    final_state,
-    state_indices,
-    has_initial_state,
-    lowest,
-    pool_slots,
-    has_initial,
-    has_final,
-    state_pitch: tl.int64,
-    T,
-    N,
-    HV,
-    chunk_slots,
-    checkpoints,
-    v_batch: tl.int64,
-    v_token: tl.int64,
-    v_head: tl.int64,
-    transition_pitch,
-    offset_pitch,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    w, kg, inverse, decay, v, transitions, offsets, first_segment, border, cu_seqlens,
+    checkpoint_offsets, initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots,
+    has_initial, has_final, state_pitch: tl.int64, T, N, HV,
+    chunk_slots, checkpoints, v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64,
+    transition_pitch, offset_pitch,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """`M` and `b` of `S' = M S + b`: `transitions [G, HV, K, K]`, whose row c is column c of M, and `offsets [G, HV, V, K]`, b
     with V first.
 
@@ -249,33 +205,12 @@ def transitions_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "lowest", "pool_slots", "has_initial", "has_final"])
 def compose_kernel(
-    transitions,
-    offsets,
-    starts,
-    forgets,
-    first_segment,
-    cu_seqlens,
-    initial_state,
-    final_state,
-    state_indices,
-    has_initial_state,
-    lowest,
-    pool_slots,
-    has_initial,
-    has_final,
-    state_pitch: tl.int64,
-    T,
-    N,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    transitions, offsets, starts, forgets, first_segment, cu_seqlens,
+    initial_state, final_state, state_indices, has_initial_state, lowest, pool_slots, has_initial, has_final,
+    state_pitch: tl.int64, T, N, HV,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
+    BACKWARD: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """`S_{j+1} = M_j S_j + b_j`, in float32: `starts [G, HV, V, K]`, the state before each segment, V first. Of
     gradients, from the last segment to the first: `dS_{j-1} = M_j^T dS_j + c_j`, that of the state after each.
 

@@ -15,16 +15,9 @@ from ..program.launch import Launch
 
 @triton.jit(do_not_specialize=["rows", "channels"])
 def sums_kernel(
-    partials,
-    grad_weight,
-    grad_bias,
-    rows,
-    channels,
-    TAPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    partials, grad_weight, grad_bias, rows, channels,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """`partials [rows, TAPS (+ 1), channels]` to `grad_weight [channels, TAPS]`, and the last to `grad_bias [channels]` if
     there is one. One CTA per `BLOCK` columns."""
     if OVERLAP:

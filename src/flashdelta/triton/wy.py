@@ -98,17 +98,9 @@ def load_rows(x, rows, column, valid):
 
 @triton.jit
 def times_states(
-    x,
-    rows,
-    valid,
-    states,
-    column,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, rows, valid, states, column,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """`x S^T [C, BK]`, for x `[C, V]` and a state S `[K, V]`, by slices of `BV` value channels."""
     result = tl.zeros([valid.shape[0], column.shape[0]], tl.float32)
     for t in tl.range(0, V, BV, num_stages=1):
@@ -145,18 +137,9 @@ def load_value_tiles(v, v_token, grad_o, o_token, v_new, grad_v_new, in_own, row
 
 @triton.jit
 def add_value_tiles(
-    acc_inv,
-    acc_Aqk,
-    acc_beta,
-    tiles,
-    tile_Akk_inv,
-    tile_beta,
-    grad_v,
-    grad_Aqk,
-    in_values,
-    valid,
+    acc_inv, acc_Aqk, acc_beta, tiles, tile_Akk_inv, tile_beta, grad_v, grad_Aqk, in_values, valid,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the channels of `load_value_tiles` to `dAkk_inv` (without beta), `dAqk` and `dbeta`; stores `dv`."""
     tile_v, tile_grad_o, tile_v_new, tile_grad_v_new = tiles
     acc_inv = tl.dot(tile_grad_v_new, tl.trans(tile_v), acc=acc_inv, input_precision=PRECISION)
@@ -189,66 +172,16 @@ def add_value_tiles(
     ]
 )
 def wy_kernel(
-    q,
-    k,
-    g,
-    v,
-    beta,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    Akk_inv,
-    h,
-    v_new,
-    grad_o,
-    grad_v_new,
-    grad_h,
-    grad_q,
-    grad_k,
-    grad_G,
-    grad_v,
-    grad_beta,
-    grad_Akk,
-    grad_Aqk,
-    scale,
-    lower_bound,
-    T,
-    N,
-    H,
-    HV,
-    chunk_slots,
-    rows,
-    q_batch: tl.int64,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    k_batch: tl.int64,
-    k_token: tl.int64,
-    k_head: tl.int64,
-    g_batch: tl.int64,
-    g_token: tl.int64,
-    g_head: tl.int64,
-    v_batch: tl.int64,
-    v_token: tl.int64,
-    v_head: tl.int64,
-    o_batch: tl.int64,
-    o_token: tl.int64,
-    o_head: tl.int64,
-    beta_batch: tl.int64,
-    beta_token: tl.int64,
-    beta_head: tl.int64,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    GATE: tl.constexpr,
-    BETA: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, k, g, v, beta, A_log, dt_bias, cu_seqlens, Akk_inv, h, v_new, grad_o, grad_v_new, grad_h, grad_q, grad_k,
+    grad_G, grad_v, grad_beta, grad_Akk, grad_Aqk, scale, lower_bound, T, N, H, HV,
+    chunk_slots, rows, q_batch: tl.int64, q_token: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64, g_batch: tl.int64, g_token: tl.int64, g_head: tl.int64,
+    v_batch: tl.int64, v_token: tl.int64, v_head: tl.int64, o_batch: tl.int64, o_token: tl.int64, o_head: tl.int64,
+    beta_batch: tl.int64, beta_token: tl.int64, beta_head: tl.int64,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
+    BETA: tl.constexpr, L2NORM: tl.constexpr, BY_TOKEN: tl.constexpr, V_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """`dAkk = -Akk_inv^T dAkk_inv Akk_inv^T`, and all else of the stage's contract.
 
     By token and value head, in float32: `grad_q, grad_k` (of normalised rows) and `grad_G [B, T, HV, K]`, and `grad_beta

@@ -144,17 +144,9 @@ def span_of_chunk(checkpoint_offsets, n, chunk, spans, length, C: tl.constexpr):
 
 @triton.jit
 def chunk_of_sequence(
-    cu_seqlens,
-    checkpoint_offsets,
-    checkpoints,
-    n,
-    chunk_slot,
-    chunk_slots,
-    T,
-    C: tl.constexpr,
-    integer: tl.constexpr = tl.int64,
-    bounds=None,
-):
+    cu_seqlens, checkpoint_offsets, checkpoints, n, chunk_slot, chunk_slots, T,
+    C: tl.constexpr, integer: tl.constexpr = tl.int64, bounds=None,
+):  # fmt: skip
     """Batch row, first token and token count of a chunk slot of sequence `n`; the count is 0 or less if the slot is unused.
     `bounds`: those of a packed sequence, if they are known."""
     spans = span_count(checkpoint_offsets, checkpoints)
