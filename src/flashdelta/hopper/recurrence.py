@@ -75,13 +75,23 @@ def chunk_of(info, stage):
     return token, count, described(info, stage, SLOT), described(info, stage, SPAN)
 
 
+@gluon.constexpr_function
+def tiles_of_chunk(K, STEPS):
+    """The tiles that `prepare` leaves for a chunk."""
+    return 3 * (K // 64) + (1 if STEPS else 2)
+
+
 @gluon.jit
-def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K: gl.constexpr, STEPS: gl.constexpr):
-    """The loader: one warp that keeps the ring full. It is ahead of the warps that compute, so these read offsets and indices
-    of checkpoints only where several lie after one token."""
+def load(
+    tiles_d, decay, v, ring, info, scheduler, target, strides,
+    K: gl.constexpr, STEPS: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """The loader: one warp that keeps the ring full, without the tiles `qg` and `Aqk` where there is no `OUTPUT`. It is ahead
+    of the warps that compute, so these read offsets and indices of checkpoints only where several lie after one token."""
     slice_ = scheduler.slice()
     v_batch, v_token, v_head = strides
-    TILES: gl.constexpr = ring.TILES
+    TILES: gl.constexpr = tiles_of_chunk(K, STEPS)
+    QG: gl.constexpr = K // 64
     row, in_v, key = loader_offsets(v_token, K, STEPS)
     iteration = 0
     tiles, segments = scheduler.count()
@@ -105,8 +115,9 @@ def load(tiles_d, decay, v, ring, info, scheduler, target, strides, K: gl.conste
                 chunk = (slot + i) * scheduler.HV + tile.head
                 at = (chunk * (TILES * 64)).to(gl.int32)
                 ring.expect(full)
-                for t in gl.static_range(TILES):
-                    copy_tile(tiles_d, [at + t * 64, 0], full, ring.tile(stage, t))
+                for t in gl.static_range(ring.TILES):
+                    stored = t if OUTPUT or t < QG else t + QG
+                    copy_tile(tiles_d, [at + stored * 64, 0], full, ring.tile(stage, t))
                 token = start + i * C
                 rows = v + (in_head + wide(token, v_token) * 8)
                 # zeros past the end: a NaN of the next sequence would spread through the products
@@ -271,11 +282,12 @@ def compute(
     o_batch, o_token, o_head = strides
     KH: gl.constexpr = K // 64
     # the tiles of a stage
+    OUTPUT: gl.constexpr = o is not None
     W: gl.constexpr = 0
     QG: gl.constexpr = KH
-    KG: gl.constexpr = 2 * KH
-    INVERSE: gl.constexpr = 3 * KH
-    AQK: gl.constexpr = 3 * KH + 1
+    KG: gl.constexpr = 2 * KH if OUTPUT else KH
+    INVERSE: gl.constexpr = KG + KH
+    AQK: gl.constexpr = INVERSE + 1
     STATE: gl.constexpr = ACC if STEPS else LINES
     key = gl.arange(0, 64, layout=gl.SliceLayout(0, STATE))
     NEXT: gl.constexpr = 64 if V_FIRST else 64 * V
@@ -315,7 +327,7 @@ def compute(
             *(state_indices, has_initial_state, tile.n, tile.end - tile.begin),
             *(lowest, pool_slots, has_initial, has_final),
         )
-        if o is not None:
+        if OUTPUT:
             o_tile = o + (wide(tile.batch, o_batch) + wide(head, o_head)) * 8 + slice_ * BV
         if v_new is not None:
             v_new_tile = v_new + (wide(tile.batch, scheduler.T) * HV + head) * V + slice_ * BV
@@ -383,7 +395,7 @@ def compute(
                     to_checkpoint -= 1
                 if STEPS:
                     begun = start_step(ring, s, 0, state0, state1, v_t, KH)
-                    if o is not None:
+                    if OUTPUT:
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
                     state0, state1, out_first = end_step(ring, s, 0, *begun, KH)
                     begun = start_step(ring, s, 1, state0, state1, v_later, KH)
@@ -407,14 +419,15 @@ def compute(
                     v_new_t = mma(left0, ring.tile(s, W).permute((1, 0)), v_new_t)
                     if KH == 2:
                         v_new_t = mma(left1, ring.tile(s, W + 1).permute((1, 0)), v_new_t)
-                    out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
-                    if KH == 2:
-                        out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
-                    if o is not None:
+                    if OUTPUT:
+                        out = mma_first(left0, ring.tile(s, QG).permute((1, 0)), zero)
+                        if KH == 2:
+                            out = mma(left1, ring.tile(s, QG + 1).permute((1, 0)), out)
                         store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
-                    v_new_t, v_t = warpgroup_mma_wait(KH, deps=[v_new_t, v_t])
+                    v_new_t, v_t = warpgroup_mma_wait(KH if OUTPUT else 0, deps=[v_new_t, v_t])
                     v_new_left = as_left(v_new_t)
-                    out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
+                    if OUTPUT:
+                        out = mma(v_new_left, ring.tile(s, AQK).permute((1, 0)), out)
                     state0 = mma(v_new_left, ring.tile(s, KG), state0)
                     if KH == 2:
                         state1 = mma(v_new_left, ring.tile(s, KG + 1), state1)
@@ -432,7 +445,9 @@ def compute(
                     last = past - 1 if ZERO == "their sum" else first + total - 1
                     ahead = ring.wait(gl.minimum(iteration, last))
                     v_t = ring.rows.index(ahead).permute((1, 0)).load(LEFT)
-                    if KH == 2:
+                    if not OUTPUT:
+                        state0, state1, v_new_left = warpgroup_mma_wait(0, deps=[state0, state1, v_new_left])
+                    elif KH == 2:
                         state0, state1, out, v_new_left, left0, left1 = warpgroup_mma_wait(
                             0, deps=[state0, state1, out, v_new_left, left0, left1]
                         )
@@ -448,8 +463,9 @@ def compute(
                         *(scheduler, tile, end, wanted, further, target, value, key, iteration),
                         *(state0, state1, K, V, V_FIRST, STEPS),
                     )
-                done = out.to(gl.bfloat16)
-            if o is not None:
+                if OUTPUT:
+                    done = out.to(gl.bfloat16)
+            if OUTPUT:
                 store_transposed(o_tile, o_s, done, done_token, done_count, row, in_o, o_token)
         # 0, as iteration is first + total now
         if ZERO == "hidden":
@@ -506,7 +522,9 @@ def recurrence_kernel(
     STREAM_K: gl.constexpr, STEPS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     DECAYS: gl.constexpr = 4 * K if STEPS else K
-    TILES: gl.constexpr = 3 * (K // 64) + (1 if STEPS else 2)
+    OUTPUT: gl.constexpr = o is not None
+    gl.static_assert(OUTPUT or not STEPS, "steps always have an output")
+    TILES: gl.constexpr = tiles_of_chunk(K, STEPS) if OUTPUT else 2 * (K // 64) + 1
     ring = make_ring(tiles_d, DECAYS, STAGES, TILES)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], tiles_d.layout)
     if checkpoint_offsets is None:
@@ -540,7 +558,7 @@ def recurrence_kernel(
     gl.warp_specialize(
         [
             (compute, (ring, info, o_s, outputs, states, starting, scheduler, in_o, K, V, V_FIRST, H_V_FIRST, STEPS)),
-            (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS)),
+            (load, (tiles_d, decay, v, ring, info, scheduler, target, in_v, K, STEPS, OUTPUT)),
         ],
         [1],
         [96],
@@ -575,6 +593,7 @@ def recurrence(
     problem, t, workspace = call.problem, call.t, call.workspace
     most = ctas(problem.V // TILE, t.v.device)
     overlaps = not steps and overlaps_prepare(call)
+    fetched = 1 + (2 * problem.K // TILE + 1 if o is None else tiles_of_chunk(problem.K, steps))
     return Launch(
         recurrence_kernel,
         most if call.may_split and problem.N > 0 else min(work_tiles(problem), most),
@@ -594,8 +613,8 @@ def recurrence(
             V=problem.V,
             V_FIRST=problem.state_v_first,
             H_V_FIRST=problem.state_v_first or v_new is not None,
-            # in steps a stage has one tile less, and four decays of a channel
-            STAGES=stages(problem, 3 * problem.K // TILE + 3 - steps, beside=1, decays=4 if steps else 1),
+            # in steps a stage has one tile less, and four decays of a channel; without an output neither qg nor Aqk
+            STAGES=stages(problem, fetched, beside=1, decays=4 if steps else 1),
             STREAM_K=not call.may_split and stream_k_pays(problem, most),
             STEPS=steps,
             OVERLAPS=overlaps,
