@@ -51,8 +51,8 @@ class LaunchCache(Generic[E]):
         where there is none).
 
         A call may not be kept that is traced, checked on the host, inside a transform of `torch.func`, or not on a GPU, nor one
-        with arguments that are no plain tensors, have no memory of their own (sparse ones, known zeros), may have a forward-mode tangent,
-        or stand for the negative of their memory."""
+        with arguments that are no plain tensors, have no memory of their own (sparse ones, known zeros), may have a
+        forward-mode tangent, or stand for the negative of their memory."""
         if device_checks.ENABLED or torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
             return None, None, []
         grad = torch.is_grad_enabled()
