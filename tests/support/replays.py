@@ -11,13 +11,19 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from flashdelta.backends import TritonBackend
+from flashdelta.backends import HopperBackend, TritonBackend
 from flashdelta.problem.arguments import extent
 from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch
+from flashdelta.program.program import Program
 from flashdelta.runtime import call as road
+from flashdelta.testing.oracle import float64, poisoned_memory, relative_error
+
+from .cases import Row
+from .inputs import GRADIENTS, LAYOUTS, fresh, laid_out
 
 
 @dataclass
@@ -71,16 +77,66 @@ def _at(x: Any, layout: tuple) -> Any:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
 
+COMPUTES_NOTHING = {
+    *(
+        "empty",
+        "empty_like",
+        "new_empty",
+        "zeros",
+        "view",
+        "detach",
+        "alias",
+        "slice",
+        "select",
+        "split",
+        "unbind",
+        "t",
+    ),
+    *("expand", "unsqueeze", "squeeze", "permute", "transpose", "as_strided", "split_with_sizes", "_unsafe_view"),
+}
+"""Operations of PyTorch that allocate, or make a view."""
+
+
+class Watched(TorchDispatchMode):
+    """Where a program is built and run, beside its launches: PyTorch computes nothing that a replay would have to."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name in COMPUTES_NOTHING, f"{name} computes data while a program is built"
+        return func(*args, **kwargs or {})
+
+
+def watched(build: Callable) -> Callable:
+    """A backend's `build`, and its program's `run`."""
+
+    def build_and_run(*arguments: Any) -> Program:
+        mode = Watched()
+        with mode:
+            program = build(*arguments)
+        run = program.run
+
+        def run_watched(record: Any = None) -> Any:
+            with mode:
+                return run(record)
+
+        program.run = run_watched
+        return program
+
+    return build_and_run
+
+
 @contextlib.contextmanager
 def replaying(interpret: Callable[[Launch], object]) -> Iterator[Replays]:
     """CPU tensors pass for a GPU's, with an empty launch cache. `interpret` runs a launch."""
     found = Replays()
 
     def run(launch: Launch) -> object:
-        if launch.ctas > 0:
-            found.anew.append(launch.kernel.__name__)
+        if launch.ctas <= 0:
+            return None
+        found.anew.append(launch.kernel.__name__)
+        with _disable_current_modes():
             interpret(launch)
-        return _Interpreted.of(launch) if launch.ctas > 0 else None
+        return _Interpreted.of(launch)
 
     def kernel_call(compiled: _Interpreted, grid: tuple, arguments: list) -> tuple[Callable, list]:
         def start(*call: Any) -> None:
@@ -95,10 +151,74 @@ def replaying(interpret: Callable[[Launch], object]) -> Iterator[Replays]:
         mock.patch.object(torch.cuda, "current_device", lambda: None),
         mock.patch.object(Launch, "run", run),
         mock.patch.object(Tensor, "get_device", lambda x: 0 if x.device.type == "cpu" else -1),
-        mock.patch.object(road, "CACHE", LaunchCache()),
         mock.patch.object(TritonBackend, "obstacle", lambda self, problem, device: None),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        yield stack.enter_context(strictly(found))
+
+
+@contextlib.contextmanager
+def strictly(found: Replays) -> Iterator[Replays]:
+    """With an empty launch cache. A program that can't be replayed fails, and so does one for which PyTorch computes."""
+    patches = [
+        mock.patch.object(road, "CACHE", LaunchCache()),
+        mock.patch.object(record, "STRICT", True),
+        *(mock.patch.object(kind, "build", watched(kind.build)) for kind in (TritonBackend, HopperBackend)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield found
+
+
+# ---- three calls in a row ------------------------------------------------------------------------------------------------
+
+TOLERANCE, OF_GRADIENTS = 0.03, 0.2
+"""In bfloat16, against float64: numbers of another call are wrong by their own size, and memory that nobody wrote is NaN. Of
+gradients, which cancel in sums, those of `A_log` have the most."""
+
+
+def results_of(row: Row, call: dict, layouts: dict[str, str], seed: int) -> dict[str, Tensor]:
+    """What the call leaves, and the gradients of its leaves for incoming ones in their layouts."""
+    call = call | {name: call[name].detach().requires_grad_() for name in row.leaves}
+    found = row.op(**call)
+    results = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, Tensor)]
+    named = {f"result {i}": x.detach() for i, x in enumerate(results)}
+    if row.leaves:
+        source = torch.Generator().manual_seed(seed)
+        incoming = []
+        for name, x in zip(GRADIENTS, results):
+            grad = torch.randn(x.shape, generator=source).bfloat16().to(x)
+            incoming.append(LAYOUTS[layouts.get(name, "contiguous")](grad))
+        grads = torch.autograd.grad(results[: len(incoming)], [call[name] for name in row.leaves], incoming)
+        named |= {f"gradient of {name}": x for name, x in zip(row.leaves, grads)}
+    return named | {name: call[name] for name in row.writes if name not in row.tied}
+
+
+def hold(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Against the truth."""
+    errors = {name: relative_error(found[name].cpu(), x.cpu()) for name, x in want.items()}
+    wrong = {
+        name: x for name, x in errors.items() if not x <= (OF_GRADIENTS if name.startswith("gradient") else TOLERANCE)
+    }
+    assert not wrong, wrong
+
+
+def check_row(
+    row: Row, backend: str, layouts: dict[str, str], replays: Replays, calls: int = 3, device: str = "cpu"
+) -> None:
+    """The first call is recorded and the others replay it, each with other numbers, in memory that held NaN."""
+    first = list[str]()
+    for seed in range(calls):
+        call = laid_out(row, fresh(row, seed, device), layouts)
+        exact = float64(call) if row.op.__name__ != "kda_prefill" else call
+        want = results_of(row, exact | {"backend": "reference"}, layouts, seed)
+        replays.clear()
+        with poisoned_memory():
+            found = results_of(row, call | {"backend": backend}, layouts, seed)
+        first = first or replays.anew.copy()
+        assert first, "nothing was launched"
+        assert (replays.anew, replays.repeated) == ((first, []) if seed == 0 else ([], first)), "no replay"
+        hold(found, want)
