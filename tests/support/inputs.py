@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,3 +97,19 @@ def drawn(row: Row, seed: int) -> dict[str, str]:
     source, layouts = torch.Generator().manual_seed(seed), [*LAYOUTS]
     picks = torch.randint(len(layouts), (len(tensors_of(row)),), generator=source).tolist()
     return {name: layouts[i] for name, i in zip(tensors_of(row), picks)}
+
+
+def in_one_row(call: dict, names: Sequence[str], rows: int, shared: bool) -> dict:
+    """The call with these tensors as slices of rows, in this order: of one buffer, or of one like it each."""
+    flat = {name: call[name].reshape(rows, -1) for name in names}
+    width = sum(x.shape[1] for x in flat.values())
+    buffer, begin, found = None, 0, {}
+    for name, x in flat.items():
+        if buffer is None or not shared:
+            buffer = x.new_full((rows, width), torch.nan)
+        shape, own = call[name].shape, buffer[:, begin : begin + x.shape[1]]
+        own.copy_(x)
+        leading = next(i for i in range(1, len(shape) + 1) if shape[:i].numel() == rows)
+        found[name] = own.unflatten(1, shape[leading:]).unflatten(0, shape[:leading])
+        begin += x.shape[1]
+    return call | found
