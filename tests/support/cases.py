@@ -116,5 +116,5 @@ ROWS = [
     ),
 ]  # fmt: skip
 BY_NAME = {row.name: row for row in ROWS}
-PAIRS = [(row, backend) for row in ROWS for backend in row.backends]
+PAIRS: list[tuple[Row, str]] = [(row, backend) for row in ROWS for backend in row.backends]
 """Calls and the backends that have kernels for them."""
