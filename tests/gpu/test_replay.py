@@ -13,7 +13,7 @@ from flashdelta.testing.processes import on_processes
 from flashdelta.testing.virtual import on_ranks
 
 from ..support import replay_checks as checks
-from ..support.cases import PAIRS, Row
+from ..support.cases import PAIRS, Row, pair_id
 from ..support.inputs import LAYOUTS, drawn, rotated
 from ..support.ranks import Found
 from ..support.replay_checks import check_loss, check_ranks, check_row, check_slices, on_rank
@@ -29,13 +29,13 @@ def replays() -> Iterator[Replays]:
 
 
 @pytest.mark.parametrize("turn", range(len(LAYOUTS)))
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
 def test_every_tensor_in_every_layout(pair: tuple[Row, str], turn: int, replays: Replays):
     check_row(*pair, rotated(pair[0], turn), replays, device="cuda")
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
 def test_layouts_at_random(pair: tuple[Row, str], seed: int, replays: Replays):
     check_row(*pair, drawn(pair[0], seed), replays, calls=4, device="cuda")
 

@@ -118,3 +118,7 @@ ROWS = [
 BY_NAME = {row.name: row for row in ROWS}
 PAIRS: list[tuple[Row, str]] = [(row, backend) for row in ROWS for backend in row.backends]
 """Calls and the backends that have kernels for them."""
+
+
+def pair_id(x: object) -> str:
+    return " ".join(map(str, x)) if isinstance(x, tuple) else str(x)
