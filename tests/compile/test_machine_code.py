@@ -209,6 +209,7 @@ def test_every_stage_is_recorded_for_every_gpu(arch: int, version: str):
         "prepare_bounded_kernel",
         "output_kernel",
         "copy_kernel",
+        "strided_copy_kernel",
         "plan_kernel",
         "clear_kernel",
         "merge_kernel",

@@ -56,6 +56,7 @@ def pretended(started: Started, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Launch, "run", run)
     monkeypatch.setattr(road, "CACHE", LaunchCache())
+    monkeypatch.setattr(record, "STRICT", True)
     monkeypatch.setattr(TritonBackend, "obstacle", lambda self, problem, device: None)
     return started
 

@@ -17,11 +17,12 @@ import flashdelta as fd
 from flashdelta.problem.border import shard
 from flashdelta.problem.context import ContextParallel
 from flashdelta.problem.problem import Result
+from flashdelta.program import record
 from flashdelta.program.cache import LaunchCache
 from flashdelta.program.launch import ARGUMENTS, Launch
 from flashdelta.program.program import Outputs, Program
 from flashdelta.program.record import Recorded
-from flashdelta.program.workspace import Workspace
+from flashdelta.program.workspace import Workspace, mark, new
 from flashdelta.testing.cases import BF16, BY_NAME, Case, case_id
 from flashdelta.testing.decoding import BY_NAME as STEPS
 from flashdelta.testing.decoding import make_step
@@ -48,20 +49,24 @@ def launch(
     return Launch(name, ctas, arguments, constants, num_warps=4, scratch=scratch)
 
 
-def record(known: list[Tensor | None], launches: list[Launch], **outputs: Tensor) -> Recorded | None:
+def scratch_of(*sizes: int) -> list[Tensor]:
+    return [new((n,), torch.float32, CPU) for n in sizes]
+
+
+def record_of(known: list[Tensor | None], launches: list[Launch], **outputs: Tensor) -> Recorded | None:
     made = Outputs(CPU)
     made.update(outputs)
     program = Program(made, launches)
     program.run(known)
-    return program.recorded if program.recorded is not None and program.recorded.usable() else None
+    return program.recorded if program.recorded is not None and program.recorded.usable([0] * len(known)) else None
 
 
 def test_arguments_are_found_again(started: Started):
     """In a known tensor, inside one, in an output, in scratch; numbers, constants and absent tensors as they were."""
-    x, y, out, scratch = torch.zeros(10), torch.zeros(10), torch.zeros(2, 3), torch.zeros(8)
+    x, y, out, (scratch,) = torch.zeros(10), torch.zeros(10), torch.zeros(2, 3), scratch_of(8)
     empty = torch.zeros(0)
     first = launch("a", x, y[4:], 7, None, empty, scratch[2:], scratch=(scratch,), SIZE=64)
-    found = record([x, None, y], [first, launch("b", scratch, out[1:], scratch=(scratch,))], out=out)
+    found = record_of([x, None, y], [first, launch("b", scratch, out[1:], scratch=(scratch,))], out=out)
     results = found.run((), [1000, 0, 2000])
     assert list(results) == ["out"] and results["out"].shape == (2, 3) and results["out"].dtype == out.dtype
     (name, grid, (at_x, in_y, seven, none, absent, in_scratch, size)), (_, _, (at_scratch, in_out)) = started
@@ -73,7 +78,7 @@ def test_arguments_are_found_again(started: Started):
 
 def test_every_run_has_its_own_results(started: Started):
     x, out = torch.zeros(4), torch.zeros(4)
-    found = record([x], [launch("a", x, out)], out=out)
+    found = record_of([x], [launch("a", x, out)], out=out)
     first, second = found.run((), [16]), found.run((), [32])
     assert first["out"].data_ptr() != second["out"].data_ptr()
     assert [arguments[0] for _, _, arguments in started] == [16, 32]
@@ -81,7 +86,7 @@ def test_every_run_has_its_own_results(started: Started):
 
 def test_an_output_of_the_callers_own_is_returned(started: Started):
     x, out, other = torch.zeros(4), torch.zeros(4), torch.zeros(4)
-    found = record([x, out], [launch("a", x, out)], o=out)
+    found = record_of([x, out], [launch("a", x, out)], o=out)
     assert found.run((x, other), [16, 48])["o"] is other
     assert started[0][2] == [16, 48]
 
@@ -90,7 +95,7 @@ def test_zeroed_outputs_are_zeroed_again(started: Started):
     x, outputs = torch.zeros(4), Outputs(CPU)
     program = Program(outputs, [launch("a", x, outputs.allocate("h", Result((1000,), torch.float32, zeroed=True)))])
     program.run([x])
-    assert program.recorded.usable()
+    assert program.recorded.usable([0])
     for _ in range(3):
         h = program.recorded.run((x,), [16])["h"]
         assert h.eq(0).all()
@@ -99,13 +104,13 @@ def test_zeroed_outputs_are_zeroed_again(started: Started):
 
 def test_buffers_live_from_first_to_last_use(started: Started):
     """Those with the same first and last use are one allocation."""
-    a, b, c, x = (torch.zeros(n) for n in (100, 30, 50, 5))
+    a, b, c, x = *scratch_of(100, 30, 50), torch.zeros(5)
     launches = [
         launch("0", x, a, b, scratch=(a, b)),
         launch("1", a, b, c, scratch=(a, b, c)),
         launch("2", c, scratch=(a, b, c)),
     ]
-    found = record([x], launches)
+    found = record_of([x], launches)
     assert [(len(needed), done) for *_, needed, done in found.replay.steps] == [(1, []), (1, [1]), (0, [2])]
     ((slot, size),) = found.replay.steps[0].scratch
     assert size == 512 + 512 and slot == 1
@@ -120,10 +125,11 @@ def test_a_buffer_is_not_the_one_that_had_its_address(started: Started):
     def launches():
         for name in ("0", "1"):
             again = memory[:]  # another tensor at the address; the first is gone by then
+            mark(again)
             yield launch(name, again, scratch=(again,))
             del again
 
-    found = record([torch.zeros(1)], launches())
+    found = record_of([torch.zeros(1)], launches())
     assert [(len(needed), len(done)) for *_, needed, done in found.replay.steps] == [(1, 1), (1, 1)]
 
 
@@ -133,6 +139,7 @@ def test_an_output_may_lie_where_a_buffer_lay(started: Started):
 
     def launches():
         buffer = memory[:]
+        mark(buffer)
         yield launch("0", x, buffer, scratch=(buffer,))
         del buffer
         outputs["late"] = memory
@@ -140,7 +147,7 @@ def test_an_output_may_lie_where_a_buffer_lay(started: Started):
 
     program = Program(outputs, launches())
     program.run([x])
-    assert program.recorded.usable()
+    assert program.recorded.usable([0])
     first, second = program.recorded.replay.steps
     (_, buffer), (_, late) = first.places, second.places
     assert buffer[1] != late[1] and late[1] in [slot for _, slot, *_ in second.outputs]
@@ -149,14 +156,14 @@ def test_an_output_may_lie_where_a_buffer_lay(started: Started):
 def test_descriptors_get_new_addresses(started: Started):
     """Their tensor is not kept."""
     x = torch.zeros(8)
-    found = record([x], [launch("a", SimpleNamespace(base=x, shape=(8,)))])
+    found = record_of([x], [launch("a", SimpleNamespace(base=x, shape=(8,)))])
     assert found.replay.steps[0].call[ARGUMENTS].base is None
     found.run((), [640])
     (_, _, (descriptor,)) = started[0]
     assert descriptor.base.data_ptr() == 640 and descriptor.shape == (8,)
 
 
-@pytest.mark.parametrize("why", ["a copy", "two of one address", "no CTA", "not compiled", "another device", "none"])
+@pytest.mark.parametrize("why", ["a copy", "no CTA", "not compiled", "another device", "none"])
 def test_some_programs_do_not_replay(why: str, started: Started, monkeypatch: pytest.MonkeyPatch):
     x = torch.zeros(4)
     launches = [launch("a", x)]
@@ -170,7 +177,51 @@ def test_some_programs_do_not_replay(why: str, started: Started, monkeypatch: py
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     elif why == "none":
         launches = []
-    assert record([x, x] if why == "two of one address" else [x], launches) is None
+    assert record_of([x], launches) is None
+
+
+SCRATCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "another's": lambda x: torch.empty(8),
+    "a view": lambda x: x[:],
+    "written": lambda x: x.copy_(torch.ones(8)),
+    "written by a view": lambda x: (x[2:].zero_(), x)[1],
+    "a copy": lambda x: x.clone(),
+}
+"""What PyTorch may have put into scratch, which a replay would not."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", SCRATCH)
+def test_scratch_is_kernels_own(kind: str, strict: bool, started: Started, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(record, "STRICT", strict)
+    (own,), x = scratch_of(8), torch.zeros(4)
+    assert record_of([x], [launch("a", x, own, scratch=(own,))]) is not None
+    other = SCRATCH[kind](own)
+    launches = [launch("a", x, other, scratch=(other,))]
+    if strict:
+        with pytest.raises(
+            AssertionError, match=r"^a: no replay: scratch \[8\] that `new` did not make, or PyTorch wrote$"
+        ):
+            record_of([x], launches)
+    else:
+        assert record_of([x], launches) is None
+
+
+def test_an_argument_in_nobodys_memory_is_named(started: Started, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(record, "STRICT", True)
+    x = torch.zeros(4)
+    with pytest.raises(AssertionError, match=r"^b: no replay: argument 1 lies in no memory that is known$"):
+        record_of([x], [launch("a", x), launch("b", x, x.clone())])
+
+
+@pytest.mark.parametrize("places", [(slice(0, 4), slice(4, 12)), (slice(8, 12), slice(0, 8))])
+def test_an_argument_is_its_tensors_though_others_lie_around_it(places: tuple[slice, slice], started: Started):
+    """Two tensors of one buffer's rows, and a kernel that is given a part of the second."""
+    rows = torch.zeros(3, 12)
+    first, second = (rows[:, place] for place in places)
+    found = record_of([first, second], [launch("a", second[:, 2:], first[1:])])
+    found.run((), [1000, 5000])
+    assert started[0][2] == [5000 + 8, 1000 + 48]
 
 
 # ---- the cache ----------------------------------------------------------------------------------------------------------
@@ -180,7 +231,7 @@ class Kept:
     used = 0
 
     def __init__(self, usable: bool = True):
-        self.usable = lambda: usable
+        self.usable = lambda addresses: usable
 
 
 def test_the_least_recently_used_are_forgotten(on_gpu: None):
@@ -219,7 +270,7 @@ def test_what_may_not_be_kept_has_no_key(on_gpu: None):
     assert cache.find("call", (x.to_sparse(),))[1] is None
     assert cache.find("call", (x.to("meta"),))[1] is None
     cache.keep(cache.find("call", (x,))[1], Kept(usable=False))
-    assert cache.find("call", (x,)) == (None, None, [])
+    assert cache.find("call", (x,))[:2] == (None, None)
 
 
 # ---- kda_prefill ------------------------------------------------------------------------------------------------------
@@ -308,12 +359,14 @@ def test_another_prefill_is_worked_out_anew(other: str, pretended: Started):
     assert pretended.anew() == [True] * 3
 
 
-def test_one_tensor_for_two_inputs_has_no_plan(pretended: Started):
-    """Which of the two an address would stand for can't be told."""
+def test_one_tensor_for_two_inputs_is_no_plan_for_two(pretended: Started):
+    """Which of the two an address stands for can't be told. The other way round one plan does for both."""
     call = prefill_on(PLAIN)
-    for _ in CALLS:
-        fd.kda_prefill(**call | {"k": call["q"]})
-    assert pretended.anew() == [True] * 3 * len(CALLS)
+    shared = call | {"k": call["q"]}
+    for given, anew in ((shared, True), (shared, False), (call, True), (call, False), (shared, False)):
+        pretended.clear()
+        fd.kda_prefill(**given)
+        assert pretended.anew() == [anew] * 3
 
 
 def test_fake_tensors_start_nothing(pretended: Started):

@@ -10,8 +10,9 @@ import torch
 from ..problem.problem import AUTO, BACKWARD, Problem, Tensors
 from ..program.launch import capability
 from ..program.program import Outputs, Program, Step
-from ..program.workspace import Workspace
+from ..program.workspace import Workspace, new
 from ..triton import launch as portable
+from ..triton.copy import strided_copy
 from ..triton.launch import StageCall
 from ..triton.merge import around_recurrence
 from ..triton.segments import lasting_segments
@@ -35,9 +36,6 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
         return gradients.backward(problem, t)
     if problem.keeps:
         return gradients.forward(problem, t)
-    copy_out = None
-    if problem.operation == "chunk" and t.out is not None and not aligned(t.out):
-        t, copy_out = replace(t, out=None), t.out
     outputs = Outputs.of(problem, t)
     if problem.operation == "wy":
         t, copies = prepare_wy_inputs(t)
@@ -48,7 +46,7 @@ def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
         t, copies = portable.prepare_inputs(problem, t)
         return Program(outputs, stage(problem, t, arch, outputs), copies)
     t, copies = prepare_inputs(t)
-    return Program(outputs, chunk(problem, t, arch, outputs), copies, copy_out)
+    return Program(outputs, chunk(problem, t, arch, outputs), copies)
 
 
 STEPS_FROM = {(64, False): 32, (64, True): 32, (128, False): 32, (128, True): 48}
@@ -85,5 +83,9 @@ def chunk(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Ste
         transition = functools.partial(outgoing, steps=steps)
         carried, call, final_state, stored = around_recurrence(call, transition, outputs)
     split = before_segments(call, final_state)
-    last = recurrence(call, outputs["o"], final_state, outputs.get("h"), steps=steps)
+    o = outputs["o"]
+    if not aligned(o):  # the caller's own
+        o = new(o.shape, o.dtype, o.device)
+        stored += strided_copy(o, outputs["o"], scratch=o)
+    last = recurrence(replace(call, beside=(*call.beside, o)), o, final_state, outputs.get("h"), steps=steps)
     return [prepared, *carried, *split, last, *stored]

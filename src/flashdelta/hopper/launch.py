@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -13,8 +12,7 @@ from ..problem.problem import Problem, Tensors
 from ..program.launch import sm_count
 from ..program.workspace import Layout
 from ..triton import launch as portable
-from ..triton.copy import Inputs, read
-from ..triton.launch import densed
+from ..triton.copy import Inputs, laid_out, read
 
 TILE = 64
 """Rows and columns of a tile of the workspace."""
@@ -76,19 +74,18 @@ def aligned(x: torch.Tensor, unit: int = 8) -> bool:
 
 def prepare_inputs(t: Tensors) -> Inputs:
     """As the kernels can read them."""
-    beta = t.beta if near(t.beta, 1) else t.beta.contiguous()
-    dense = densed(t, (*portable.DENSE, "state_indices"))
-    return read(replace(t, beta=beta, **dense), portable.ROWS, aligned)
+    t, of_beta = laid_out(t, ("beta",), lambda x: near(x, 1))
+    t, others = laid_out(t, (*portable.DENSE, *portable.DENSE_TOO["chunk"]))
+    t, of_rows = read(t, portable.ROWS, aligned)
+    return Inputs(t, of_beta + others + of_rows)
 
 
 def prepare_wy_inputs(t: Tensors) -> Inputs:
     """As `wy_dqkg` reads them: those that are no rows lie without gaps."""
-    # in four dimensions, as the copy kernel takes them
-    states = {name: getattr(t, name) for name in ("h", "dh")}
-    flat = {name: x.flatten(1, 2) for name, x in states.items()}
-    t, of_rows = read(replace(t, **densed(t, ("cu_seqlens",)), **flat), portable.ROWS, aligned)
-    t, others = read(t, ("A", "v_new", "dv", *states), lambda x: x.is_contiguous() and aligned(x))
-    return Inputs(replace(t, **{name: getattr(t, name).view(x.shape) for name, x in states.items()}), of_rows + others)
+    t, offsets = laid_out(t, ("cu_seqlens",))
+    t, of_rows = read(t, portable.ROWS, aligned)
+    t, others = laid_out(t, portable.DENSE_TOO["wy"], lambda x: x.is_contiguous() and aligned(x))
+    return Inputs(t, offsets + of_rows + others)
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:

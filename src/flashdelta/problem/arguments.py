@@ -44,7 +44,9 @@ def is_negative(x: Tensor) -> bool:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """`x` as memory has it."""
+    """`x` as memory has it; with memory, if it is known to be zeros."""
+    if not torch.compiler.is_compiling() and x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_neg() if is_negative(x) else x
 
 

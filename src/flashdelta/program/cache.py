@@ -27,8 +27,9 @@ class Entry(Protocol):
     writes: Sequence[int]
     """Tensors, by place, that the call writes."""
 
-    def usable(self) -> bool:
-        """Whether it may run now; else the call runs as one that may not be kept."""
+    def usable(self, addresses: Sequence[int]) -> bool | None:
+        """Whether it may run now, with tensors that lie there. If not (False), the call runs as one that may not be kept; None:
+        as one that is new."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -50,8 +51,8 @@ class LaunchCache(Generic[E]):
         where there is none).
 
         A call may not be kept that is traced, checked on the host, inside a transform of `torch.func`, or not on a GPU, nor one
-        with arguments that are no plain tensors, have no memory of their own (sparse ones), may have a forward-mode tangent,
-        or stand for the negative of their memory."""
+        with arguments that are no plain tensors, have no memory of their own (sparse ones, known zeros), may have a
+        forward-mode tangent, or stand for the negative of their memory."""
         if device_checks.ENABLED or torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
             return None, None, []
         grad = torch.is_grad_enabled()
@@ -65,6 +66,8 @@ class LaunchCache(Generic[E]):
                 elif (type(x) in PLAIN or is_plain(x)) and not x.is_neg():
                     # flat, and the device as a number: all this is most of the host time of a repeated call
                     index, address = x.get_device(), x.data_ptr()
+                    if not address and x.numel() > 0:
+                        return None, None, []
                     found += x.shape, x.stride(), x.dtype, index, grad and x.requires_grad, address & 15
                     addresses.append(address)
                 else:
@@ -79,8 +82,8 @@ class LaunchCache(Generic[E]):
         if entry is None:
             on_gpu = any(x is not None and x.get_device() >= 0 for x in tensors)
             return None, key if on_gpu else None, addresses
-        if not entry.usable():
-            return None, None, []
+        if not (usable := entry.usable(addresses)):
+            return None, key if usable is None else None, addresses
         entry.used = self._clock
         return entry, key, addresses
 

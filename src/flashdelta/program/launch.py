@@ -162,10 +162,6 @@ def _specialization(kernel: JITFunction, arguments: tuple) -> list:
     return found
 
 
-def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 def strides(*tensors: torch.Tensor) -> list[int]:
     """Of the batch, the token and the head."""
     return [s for x in tensors for s in x.stride()[:3]]

@@ -13,6 +13,7 @@ from ..problem.problem import Problem, Result, Tensors
 from .exchange import Exchange
 from .launch import Launch
 from .record import Recorded, Recorder
+from .workspace import new
 
 Step = Launch | Exchange
 """What a program does next."""
@@ -44,31 +45,19 @@ class Outputs(dict[str, Tensor]):
         return x
 
 
-def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> Tensor:
-    make = torch.zeros if zeroed else torch.empty
-    return make(tuple(shape), dtype=dtype, device=device)
-
-
 class Program:
     """Launches in order, made lazily: a launch and its scratch are freed before the next is made. Between two of them, or after
-    the last, ranks may exchange something. `copies`: launches before those, whose scratch any of those may read. `copy_out`: a
-    caller's tensor that kernels can't write, which receives the output `o`."""
+    the last, ranks may exchange something. `copies`: launches before those, whose scratch any of those may read."""
 
-    def __init__(
-        self,
-        outputs: Outputs,
-        launches: Iterable[Step],
-        copies: Sequence[Launch] = (),
-        copy_out: Tensor | None = None,
-    ):
-        self.outputs, self.copy_out = outputs, copy_out
+    def __init__(self, outputs: Outputs, launches: Iterable[Step], copies: Sequence[Launch] = ()):
+        self.outputs = outputs
         self.launches = itertools.chain(copies, launches)
         self.copied = tuple(x for launch in copies for x in launch.scratch)
         self.recorded: Recorded | None = None
 
     def run(self, record: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
         """The outputs by name. With `record`, the tensors of the call, `recorded` is how to repeat it, if it can be."""
-        recorder = None if record is None or self.copy_out is not None else Recorder(self.outputs.device, record)
+        recorder = None if record is None else Recorder(self.outputs.device, record)
         with _current(self.outputs.device):
             for launch in self.launches:
                 compiled = launch.run()
@@ -77,8 +66,6 @@ class Program:
                 elif recorder is not None:
                     recorder.add(launch, compiled, self.outputs, self.outputs.zeroed, self.copied)
                 del launch
-        if self.copy_out is not None:
-            self.outputs["o"] = self.copy_out.copy_(self.outputs["o"])
         if recorder is not None:
             self.recorded = recorder.finish(self.outputs)
         return self.outputs

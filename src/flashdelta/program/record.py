@@ -16,9 +16,13 @@ from ..problem.arguments import extent
 from ..problem.exchanges import as_bytes
 from .exchange import Exchange
 from .launch import ARGUMENTS, STREAM, Launch, current_device, current_stream, hooked, kernel_call
+from .workspace import is_scratch, mark
 
 MOST_APART = 256
 """Written tensors, such as the pools of a model's layers, of which a recorded program knows that they are disjoint."""
+
+STRICT = False
+"""Whether a program that should replay and can't raises, as in tests, instead of being built anew each time."""
 
 ALIGNMENT = 512
 """Bytes: of buffers that share an allocation."""
@@ -79,6 +83,10 @@ class Replay:
     written: int
     """The place of the first of them; -1 if there is none."""
 
+    together: list[tuple[int, int, int]]
+    """Tensors, by place, that shared an element which a kernel was given, and bytes from the first to the second: a call where
+    they lie otherwise is no repetition."""
+
 
 @dataclass
 class _Buffer:
@@ -91,19 +99,44 @@ class _Buffer:
     last: int
 
 
+class _Strided(NamedTuple):
+    """A tensor of the call. `dims`: sizes and strides in bytes, the longest stride first."""
+
+    begin: int
+    nbytes: int
+    dims: list[tuple[int, int]]
+    itemsize: int
+    place: int
+
+    @classmethod
+    def of(cls, x: Tensor, place: int) -> _Strided:
+        size = x.element_size()
+        dims = [(n, s * size) for n, s in zip(x.shape, x.stride()) if n > 1 and s > 0]
+        return cls(x.data_ptr(), extent(x), sorted(dims, key=lambda dim: -dim[1]), size, place)
+
+    def has(self, address: int) -> bool:
+        """Whether the address is one of its elements: other tensors may lie between them."""
+        left = address - self.begin
+        if not 0 <= left < self.nbytes:
+            return False
+        for n, stride in self.dims:
+            left -= min(left // stride, n - 1) * stride
+        return left < self.itemsize
+
+
 class Recorder:
     """Is shown launches as they run, and keeps no tensor of theirs. What they amount to is worked out when a call repeats.
 
-    An argument must be one of the tensors of the call or lie inside one, the first that it could be a view of; or lie in one
-    of the outputs, which a repetition allocates; or in the launch's `scratch`. If one does not (a parameter, a state, an index
-    or beta had to be made dense), or two of the tensors share an address, there is no replay.
+    An argument must begin with an element of one of the tensors of the call; or lie in one of the outputs, which a repetition
+    allocates; or in the launch's `scratch`, memory that `new` made and PyTorch has not written since. If one does not, there is
+    no replay.
     """
 
     def __init__(self, device: torch.device, known: Sequence[Tensor | None]):
         present = [(i, x) for i, x in enumerate(known) if x is not None and x.numel() > 0]
         self.device, self.known, self.count = device, known, len(known)
-        self.ranges = [(begin := x.data_ptr(), begin + extent(x), i) for i, x in present]
-        self.starts = {begin: i for begin, _, i in self.ranges}
+        self.ranges = [_Strided.of(x, i) for i, x in present]
+        self.starts = {x.begin for x in self.ranges}
         self.outputs: dict[str, tuple[int, int, tuple]] = {}
         self.given: list[tuple[str, int]] = []
         self.buffers: list[_Buffer] = []
@@ -115,7 +148,10 @@ class Recorder:
         place = len(self.launches)
         pointers = [(i, x.data_ptr(), False) for i, x in enumerate(step.scratch)]
         for x in step.scratch:
-            self._use(None if self._is_own(x) else x, place)
+            if not self._is_own(x):
+                self._check(step.act, hasattr(x, "scratch"), x)
+                mark(x)  # written by the exchange
+                self._use(x, place)
         sizes = [x.nbytes for x in step.scratch]
         self.launches.append((step.act, None, (step.group, step.way, step.to, sizes), pointers, self._alive(place)))
 
@@ -136,6 +172,8 @@ class Recorder:
         scratch = [
             (begin := x.data_ptr(), begin + x.nbytes, x) for x in (*launch.scratch, *copied) if not self._is_own(x)
         ]
+        for _, _, x in scratch:
+            self._check(launch.kernel, is_scratch(x), x)
         arguments, pointers = [*launch.arguments, *launch.constants.values()], []
         for position, x in enumerate(launch.arguments):
             if x is None or isinstance(x, (int, float)):
@@ -149,6 +187,15 @@ class Recorder:
                 if address not in self.starts:
                     self._use(next((x for begin, end, x in scratch if begin <= address < end), None), step)
         self.launches.append((compiled, (launch.ctas, launch.rows, 1), arguments, pointers, self._alive(step)))
+
+    def _check(self, kernel: object, is_scratch: bool, x: Tensor) -> None:
+        if x.numel() > 0 and not is_scratch:
+            self._refuse(kernel, f"scratch {list(x.shape)} that `new` did not make, or PyTorch wrote")
+
+    def _refuse(self, kernel: object, why: str) -> None:
+        if STRICT:
+            raise AssertionError(f"{getattr(kernel, '__name__', kernel)}: no replay: {why}")
+        self.possible = False
 
     def _see(self, outputs: Mapping[str, Tensor], zeroed: Container[str]) -> None:
         """Outputs that are new with the next step."""
@@ -185,8 +232,6 @@ class Recorder:
 
     def replay(self, written: Sequence[tuple[int, Sequence[int]]]) -> Replay | None:
         """`written`: tensors by place, and those which must not share their memory."""
-        if len(self.starts) < len(self.ranges):
-            return None
         given = {name for name, _ in self.given}
         own = {name: self.count + n for n, name in enumerate(name for name in self.outputs if name not in given)}
         # buffers with the same first and last use are one allocation
@@ -198,17 +243,21 @@ class Recorder:
             span = buffer.first, buffer.last
             within.append((buffer.begin, buffer.begin + buffer.nbytes, slots[span], totals[span]))
             totals[span] += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-        steps = []
+        steps, together = [], set[tuple[int, int, int]]()
         for n, (what, grid, arguments, pointers, alive) in enumerate(self.launches):
             # what has been allocated by then: later outputs may lie where an earlier buffer lay
             there = [(*self.outputs[name], slot) for name, slot in own.items() if self.outputs[name][2][0] <= n]
-            ranges = [*((begin, begin + nbytes, slot) for begin, nbytes, _, slot in there), *self.ranges]
+            new = [*((begin, begin + nbytes, slot, 0) for begin, nbytes, _, slot in there), *(within[i] for i in alive)]
             places: tuple[list[tuple], list[tuple]] = ([], [])
             for position, address, described in pointers:
-                place = _place(address, self.starts, ranges, [within[i] for i in alive])
-                if place is None:
+                owners = [x for x in self.ranges if x.has(address)]
+                found = [(x.place, address - x.begin) for x in owners]
+                found += [(slot, base + address - begin) for begin, end, slot, base in new if begin <= address < end]
+                if not found:
+                    self._refuse(getattr(what, "name", what), f"argument {position} lies in no memory that is known")
                     return None
-                places[described].append((ARGUMENTS + position, *place))
+                places[described].append((ARGUMENTS + position, *found[0]))
+                together.update((owners[0].place, x.place, x.begin - owners[0].begin) for x in owners[1:])
             tensors: list[Within] = []
             call: tuple[Callable[..., object], list]
             if grid is None:
@@ -225,10 +274,10 @@ class Recorder:
             steps.append(Step(*call, *places, tensors, outputs, scratch, done))
         disjoint = self._disjoint(written)
         first = disjoint[0][0] if disjoint else -1
-        return Replay(steps, [0] * (len(own) + len(spans)), self.given, disjoint, first)
+        return Replay(steps, [0] * (len(own) + len(spans)), self.given, disjoint, first, [*together])
 
     def _disjoint(self, written: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        sizes = {i: end - begin for begin, end, i in self.ranges}
+        sizes = {x.place: x.nbytes for x in self.ranges}
         found = [(i, sizes[i], [(j, sizes[j]) for j in others if j in sizes]) for i, others in written if i in sizes]
         return [(i, size, others) for i, size, others in found if others]
 
@@ -254,11 +303,15 @@ class Recorded:
         self.apart: dict[int, list[int]] = {}
         """By the address of the first that is written, such as a layer's pool: the addresses last found to be disjoint."""
 
-    def usable(self) -> bool:
+    def usable(self, addresses: Sequence[int]) -> bool | None:
         if self.recorder is not None:
-            self.replay = self.recorder.replay(self.pairs)
-            self.recorder = None
-        return self.replay is not None and current_device() == self.index and not hooked()
+            recorder, self.recorder = self.recorder, None
+            self.replay = recorder.replay(self.pairs)
+        if self.replay is None:
+            return None
+        if current_device() != self.index or hooked():
+            return False
+        return all(addresses[j] - addresses[i] == apart for i, j, apart in self.replay.together) or None
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> dict[str, Tensor]:
         """The outputs by name, of a program that is `usable`. `addresses` are those of `tensors`, in a list that may be
@@ -305,21 +358,6 @@ class Recorded:
         if len(self.apart) >= MOST_APART:
             self.apart.clear()
         self.apart[addresses[replay.written]] = addresses.copy()
-
-
-def _place(
-    address: int, starts: dict[int, int], ranges: list[tuple[int, int, int]], scratch: list[tuple[int, int, int, int]]
-) -> tuple[int, int] | None:
-    """Whose memory the address lies in, as a slot, and the offset there."""
-    if address in starts:
-        return starts[address], 0
-    for begin, end, slot in ranges:
-        if begin <= address < end:
-            return slot, address - begin
-    for begin, end, slot, base in scratch:
-        if begin <= address < end:
-            return slot, base + address - begin
-    return None
 
 
 def _with_base(descriptor: Any, base: object) -> Any:

@@ -1,9 +1,9 @@
-"""What one kernel leaves another: named tensors in one allocation."""
+"""What kernels of a call leave for each other: scratch, and named tensors in one allocation of it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,24 @@ def sizes(layout: Layout) -> list[int]:
     return [-(-n // ALIGNMENT) * ALIGNMENT for n in exact]
 
 
+def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> Tensor:
+    """Memory for kernels alone to write, marked as such: a replay allocates it anew, so what PyTorch computes does not belong
+    there (`record.py: Recorder`)."""
+    x = (torch.zeros if zeroed else torch.empty)(tuple(shape), dtype=dtype, device=device)
+    mark(x)
+    return x
+
+
+def mark(x: Tensor) -> None:
+    """Notes how often PyTorch has written the tensor: it counts that, except for inference tensors."""
+    x.scratch = None if x.is_inference() else x._version  # type: ignore[attr-defined]
+
+
+def is_scratch(x: Tensor) -> bool:
+    """Whether it comes from `new`, and PyTorch has not written it since it was marked."""
+    return hasattr(x, "scratch") and (x.is_inference() or x.scratch == x._version)
+
+
 class Workspace:
     """`workspace["w"]` is a tensor of the layout, and `workspace.get("w")` is None where the layout has none of that name.
     `buffer` holds them all but those `beside`, which lie elsewhere."""
@@ -35,7 +53,7 @@ class Workspace:
     @classmethod
     def allocate(cls, layout: Layout, device: torch.device, beside: Mapping[str, Tensor] | None = None) -> Workspace:
         layout = {name: kind for name, kind in layout.items() if name not in (beside or ())}
-        return cls(layout, torch.empty(sum(sizes(layout)), dtype=torch.uint8, device=device), beside)
+        return cls(layout, new([sum(sizes(layout))], torch.uint8, device), beside)
 
     def having(self, others: Mapping[str, Tensor]) -> Workspace:
         """The same with other tensors of these names."""

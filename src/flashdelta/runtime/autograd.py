@@ -46,10 +46,9 @@ class Differentiable:
         self.inputs = tuple(role for role in inputs_of(problem.operation) if role in names)
         self.places = [names.index(role) for role in self.inputs]
         self.recorded: Recording | None = None
-        self.records = repeats
 
-    def usable(self) -> bool:
-        return self.recorded is None or self.recorded.usable()
+    def usable(self, addresses: Sequence[int]) -> bool:
+        return True
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Mapping[str, Any]:
         """Of tensors as the caller passed them. `addresses`: for a `Recording`, whose place in the launch cache this has."""
@@ -76,11 +75,15 @@ class Differentiable:
         return Tensors(**named)  # type: ignore[arg-type]
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-        if self.recorded is not None and self.recorded.usable():
-            return self.recorded.run(inputs, [0 if x is None else x.data_ptr() for x in inputs])
+        usable = None
+        if self.recorded is not None:
+            addresses = [0 if x is None else x.data_ptr() for x in inputs]
+            usable = self.recorded.usable(addresses)
+            if usable:
+                return self.recorded.run(inputs, addresses)
         program = self.backend.build(self.problem, self.by_role(inputs))
-        results = program.run(inputs if self.records else None)
-        self.recorded, self.records = program.recorded, False
+        results = program.run(inputs if self.repeats and usable is None else None)
+        self.recorded = program.recorded or self.recorded
         return dict(results)
 
     def backward(

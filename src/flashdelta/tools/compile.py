@@ -93,8 +93,8 @@ class Variant:
     of `decode` alone, `precision` of `prefill`, `records` (a replay buffer) of `decode` and `commit`; `buffer` is the dtype of
     `checkpoint_states`, with checkpoints `every` so many tokens, or at offsets; `operation="commit"`
     takes the dtype and layout of states and `spec_tokens` only, `"wy"` (`kernels.chunk_bwd_wy_dqkg`) no gate. `kept`:
-    Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost. `sequences`
-    of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
+    Hopper's forward that leaves what its backward pass needs. `copied`: q, k and v come with tokens innermost, a norm's
+    rows with heads, indices of a convolution in columns of a table. `sequences` of so many `chunks`. `T` tokens and `taps` are of the layer's convolution and norm, and value heads a `group` of its
     step; `stated`: that convolution has states. `rank`: of how many, over which the sequences lie."""
 
     name: str
@@ -238,21 +238,25 @@ class Variant:
         make, width = _make(self.dtype), self.heads * self.V
         z = make(1, self.T, 4 * width)[..., width : 2 * width].unflatten(2, (self.heads, self.V))
         return gated_rms_norm, {
-            "x": make(1, self.T, self.heads, self.V),
+            "x": make(1, self.T, self.V, self.heads).mT if self.copied else make(1, self.T, self.heads, self.V),
             "z": z,
             "weight": _make(torch.float32)(self.V),
         }
 
     def _short_convolution(self) -> Call:
         """Of q, k and v side by side, in a fused projection. With a pool states lie by tokens, as vLLM has them."""
-        make, index, N = _make(self.dtype), _make(torch.int32), self.N if self.packed else 1
+        make, N = _make(self.dtype), self.N if self.packed else 1
+
+        def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return _make(dtype)(*shape, 2)[..., 0] if self.copied else _make(dtype)(*shape)
+
         D = self.heads * (2 * self.K + self.V)
         call = {"x": make(1, self.T, 2 * D)[..., :D], "weight": make(D, self.taps), "bias": None}
         if self.packed:
-            call["cu_seqlens"] = _make(self.offsets)(N + 1)
+            call["cu_seqlens"] = index(N + 1, dtype=self.offsets)
         if self.pool:
             call |= {"state_pool": make(4, self.taps - 1, D).mT, "state_indices": index(N), "bias": make(D)}
-            call |= {"has_initial_state": index(N).bool(), "out": make(1, self.T, D)}
+            call |= {"has_initial_state": index(N, dtype=torch.bool), "out": make(1, self.T, D)}
         if self.buffer is not None:
             call["checkpoint_states"] = _make(self.buffer)(4, self.taps - 1, D).mT
         if self.every is not None:
@@ -457,9 +461,11 @@ VARIANTS = (
     _norm("bf16 V128"),
     _norm("fp32 V64", V=64, dtype=torch.float32),
     _norm("bf16 V128 backward", backward=True),
+    _norm("bf16 V128, heads innermost", copied=True),
     _convolution("bf16 W4"),
     _convolution("bf16 W4, long", T=2**17, packed=False),
     _convolution("bf16 W4, pool", pool=True),
+    _convolution("bf16 W4, pool, columns of tables", pool=True, copied=True, offsets=torch.int64),
     _convolution("bf16 W4, pool, checkpoints", pool=True, checkpoints=True, buffer=torch.bfloat16),
     _convolution("bf16 W4, regular checkpoints", **REGULAR),
     _convolution("fp32 W3", taps=3, dtype=torch.float32),

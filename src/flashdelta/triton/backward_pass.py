@@ -15,8 +15,8 @@ from torch import Tensor
 from ..problem.problem import Problem, Result, Tensors
 from ..program.exchange import Exchange
 from ..program.launch import Launch
-from ..program.program import Outputs, Program, Step, new
-from ..program.workspace import Layout, Workspace
+from ..program.program import Outputs, Program, Step
+from ..program.workspace import Layout, Workspace, new
 from .finish import ByHead, finish
 from .launch import StageCall
 from .merge import carried_gradients, clear, room_for_packets, told_gradients
@@ -148,7 +148,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
     dh0 = None
     if problem.has_initial_state:
         dh0 = outputs.allocate("initial_state", Result(problem.state_shape, problem.state_dtype))
-    dht = None if t.dht is None or not problem.output_final_state else t.dht.contiguous()
+    dht = t.dht if problem.output_final_state else None
     told = None
     if problem.ranks == 2 and problem.rank == 1:
         # nothing comes from a rank after, and what goes to the one before is what `reverse` ends with
@@ -159,7 +159,7 @@ def launches(stages: Stages, outputs: Outputs) -> Iterator[Step]:
         yield from recomputed
     if kept.split:
         yield from gradients_of_segments(stages, kept, dht)
-    scanned = Scanned(torch.empty_like(kept.h), torch.empty_like(kept.v_new))
+    scanned = Scanned(*(new(x.shape, x.dtype, x.device) for x in (kept.h, kept.v_new)))
     yield stages.reverse(problem, t, kept, scanned, dht, dh0, None if told is None else told.packet)
     if told is not None:
         yield told

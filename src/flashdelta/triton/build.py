@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -30,11 +30,11 @@ from .wy import wy_dqkg
 def build(problem: Problem, t: Tensors, arch: int | None = None) -> Program:
     """The program, for GPUs of compute capability `arch`, e.g. 90 (the tensors' own by default)."""
     arch = capability(t.device) if arch is None else arch
-    if problem.operation.endswith(BACKWARD):
-        return BACKWARDS[problem.operation.removesuffix(BACKWARD)](problem, t, arch)
+    if problem.operation == "chunk" + BACKWARD:
+        return gradients.backward(problem, t, arch)
     if problem.keeps:
         return gradients.forward(problem, t, arch)
-    outputs = Outputs.of(problem, t)
+    outputs = Outputs(t.device) if problem.operation.endswith(BACKWARD) else Outputs.of(problem, t)
     t, copies = prepare_inputs(problem, t)
     return Program(outputs, LAUNCHES[problem.operation](problem, t, arch, outputs), copies)
 
@@ -77,7 +77,7 @@ def tokens_of_pool(problem: Problem, t: Tensors, arch: int, outputs: Outputs) ->
     return (verify if problem.has_records else decode)(problem, t, arch, outputs)
 
 
-LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Sequence[Step]]] = {
+LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Iterable[Step]]] = {
     "chunk": chunk,
     "recurrent": decode,
     "decode": tokens_of_pool,
@@ -86,13 +86,8 @@ LAUNCHES: dict[str, Callable[[Problem, Tensors, int, Outputs], Sequence[Step]]] 
     "prefill": prefill,
     "wy": wy_dqkg,
     "gated_rms_norm": gated_rms_norm,
+    "gated_rms_norm" + BACKWARD: norm.backward,
     "short_convolution": short_convolution,
+    "short_convolution" + BACKWARD: convolution.backward,
 }
 """The launches of each operation, in order."""
-
-BACKWARDS: dict[str, Callable[[Problem, Tensors, int], Program]] = {
-    "chunk": gradients.backward,
-    "gated_rms_norm": norm.backward,
-    "short_convolution": convolution.backward,
-}
-"""The backward passes."""

@@ -25,11 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch, sm_count
-from ..program.program import Outputs, Program, new
+from ..program.program import Outputs
+from ..program.workspace import new
 from .device.gates import quick_sigmoid
 from .device.sequences import OFFSETS_AT_A_TIME, locate_sequence, rows_before, sequence_bounds
 from .device.states import everywhere, sequence_slot
-from .launch import densed, strided
 from .sums import sums
 
 
@@ -578,17 +578,12 @@ def token_tiles(problem: Problem, c: ConvolutionConfig) -> tuple[int, int]:
     return one, problem.B * one
 
 
-DENSE = ("weight", "bias", "cu_seqlens", "state_indices", "has_initial_state")
-MARKS = ("checkpoint_offsets", "checkpoint_indices")
-
-
 def constants(problem: Problem, c: ConvolutionConfig, overlaps: bool, **of_backward: object) -> dict[str, object]:
     sizes = {"W": problem.taps, "L": problem.state_length, "BD": c.BD, **of_backward, "AHEAD": c.ahead}
     return {**sizes, "SILU": problem.activation == "silu", "OVERLAP": overlaps}
 
 
 def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    from_, dense = strided(t, ("x",))["x"], densed(t, DENSE)
     o, final = outputs["o"], outputs.get("final_state")
     absent = t.x.new_empty((0, 0, 0), dtype=problem.state_dtype)
     initial = t.initial_state if t.state_pool is None else t.state_pool
@@ -598,16 +593,15 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
     one, tiles = token_tiles(problem, c)
     return [
         # first, as the next launch may store over the states that both read
-        *checkpoint_launches(problem, t, from_, initial, c),
+        *checkpoint_launches(problem, t, initial, c),
         Launch(
             convolution_kernel,
             tiles * -(-problem.D // c.BD),
             (
-                *(from_, dense["weight"], dense["bias"], o, initial, given),
-                *(dense["state_indices"], dense["has_initial_state"], dense["cu_seqlens"]),
+                *(t.x, t.weight, t.bias, o, initial, given, t.state_indices, t.has_initial_state, t.cu_seqlens),
                 *(problem.lowest_index, problem.pool_slots, int(problem.has_initial_state), int(final is not None)),
                 *(problem.T, problem.N, problem.D, one, c.BT),
-                *(*from_.stride()[:2], *o.stride()[:2], *initial.stride(), *given.stride()),
+                *(*t.x.stride()[:2], *o.stride()[:2], *initial.stride(), *given.stride()),
             ),
             constants(problem, c, overlaps),
             c.num_warps,
@@ -617,12 +611,10 @@ def short_convolution(problem: Problem, t: Tensors, arch: int, outputs: Outputs)
     ]
 
 
-def checkpoint_launches(
-    problem: Problem, t: Tensors, x: Tensor, initial: Tensor, c: ConvolutionConfig
-) -> Iterator[Launch]:
+def checkpoint_launches(problem: Problem, t: Tensors, initial: Tensor, c: ConvolutionConfig) -> Iterator[Launch]:
     if t.checkpoint_states is None:
         return
-    every, dense, buffer = problem.checkpoint_every, densed(t, (*DENSE, *MARKS)), t.checkpoint_states
+    every, buffer = problem.checkpoint_every, t.checkpoint_states
     one, marks = 1, problem.N * problem.checkpoints
     if every > 0:
         one, marks = token_tiles(problem, replace(c, BT=every))
@@ -630,8 +622,8 @@ def checkpoint_launches(
         convolution_checkpoints_kernel,
         marks * -(-problem.D // c.BD),
         (
-            *(x, initial, buffer, dense["checkpoint_offsets"], dense["checkpoint_indices"], dense["state_indices"]),
-            *(dense["has_initial_state"], dense["cu_seqlens"], problem.checkpoints, buffer.shape[0]),
+            *(t.x, initial, buffer, t.checkpoint_offsets, t.checkpoint_indices, t.state_indices),
+            *(t.has_initial_state, t.cu_seqlens, problem.checkpoints, buffer.shape[0]),
             *(
                 problem.lowest_index,
                 problem.pool_slots,
@@ -640,25 +632,19 @@ def checkpoint_launches(
                 problem.N,
                 problem.D,
             ),
-            *(one, *x.stride()[:2], *initial.stride(), *buffer.stride()),
+            *(one, *t.x.stride()[:2], *initial.stride(), *buffer.stride()),
         ),
         dict(L=problem.state_length, EVERY=every, BD=c.BD),
         c.num_warps,
     )
 
 
-def backward(problem: Problem, t: Tensors, arch: int) -> Program:
+def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
-    outputs = Outputs(t.device)
-    return Program(outputs, backward_launches(problem, t, outputs, arch >= 90))
-
-
-def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: bool) -> Iterator[Launch]:
-    read, dense = strided(t, ("x", "do")), densed(t, (*DENSE, "initial_state"))
     c = convolution_config(problem, t.device, backward=True)
     one, tiles = token_tiles(problem, c)
     absent = t.x.new_empty(0, dtype=problem.state_dtype)
-    dht = t.dht.contiguous() if t.dht is not None and problem.output_final_state else None
+    dht, overlaps = t.dht if problem.output_final_state else None, arch >= 90
     dx = outputs.allocate("x", Result(problem.shape, problem.dtype, zeroed=problem.N == 0))
     dh0 = None
     if t.initial_state is not None:
@@ -673,11 +659,11 @@ def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: 
         convolution_backward_kernel,
         tiles * -(-problem.D // c.BD),
         (
-            *(read["x"], dense["weight"], dense["bias"], or_absent(dense["initial_state"], absent)),
-            *(dense["cu_seqlens"], read["do"], or_absent(dht, absent), dx, or_absent(dh0, absent), partials),
+            *(t.x, t.weight, t.bias, or_absent(t.initial_state, absent)),
+            *(t.cu_seqlens, t.do, or_absent(dht, absent), dx, or_absent(dh0, absent), partials),
             *((dweight, dbias) if partials is None else (None, None)),
             *(int(dh0 is not None), int(dht is not None), problem.T, problem.N, problem.D, one, c.BT),
-            *(*read["x"].stride()[:2], *read["do"].stride()[:2]),
+            *(*t.x.stride()[:2], *t.do.stride()[:2]),
         ),
         constants(problem, c, overlaps, GROUPS=c.groups, EXCHANGE=exchange),
         c.num_warps,

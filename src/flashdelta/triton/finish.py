@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch
-from ..program.program import Outputs, new
+from ..program.program import Outputs
+from ..program.workspace import new
 
 SUM_ELEMENTS = tl.constexpr(16384)
 """Elements of the partial sums that a CTA loads at a time: few heads are few CTAs, which wait for memory."""

@@ -17,7 +17,7 @@ gate are computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -45,7 +45,6 @@ from .device.products import summand
 from .device.records import COUNTS
 from .device.sequences import end_of_few, own_work_tile
 from .device.states import everywhere, named_slot, state_offsets
-from .launch import densed, strided
 from .verify import stacked
 
 SCALARS = (
@@ -390,7 +389,6 @@ def fused_config(problem: Problem, arch: int) -> FusedConfig:
 
 
 def fused_kda_decode(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    t = replace(t, **strided(t, ("z",)), **densed(t, ("bias", "norm_weight")))
     c, o = fused_config(problem, arch), outputs["o"]
     overlaps = arch >= 90
     launch = Launch(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..problem.problem import Problem, Tensors
-from ..program.launch import dense
+from ..problem.problem import BACKWARD, Problem, Tensors
 from ..program.workspace import Layout, Workspace
-from .copy import Inputs, read
+from .copy import Inputs, laid_out, read
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,22 @@ class StageCall:
 
 
 DENSE = (
-    *("A_log", "dt_bias", "initial_state", "cu_seqlens", "has_initial_state", "checkpoint_offsets"),
-    *("checkpoint_indices", "num_accepted_tokens"),
+    *("A_log", "dt_bias", "bias", "norm_weight", "cu_seqlens", "has_initial_state", "checkpoint_offsets"),
+    *("checkpoint_indices", "num_accepted_tokens", "dht"),
 )
+"""Inputs that kernels read without gaps."""
 
+DENSE_TOO = {
+    "chunk": ("initial_state", "state_indices"),
+    "chunk" + BACKWARD: ("initial_state",),
+    "commit": ("state_indices", "intermediate_indices"),
+    "gated_rms_norm": ("weight",),
+    "gated_rms_norm" + BACKWARD: ("weight",),
+    "short_convolution": ("weight", "state_indices"),
+    "short_convolution" + BACKWARD: ("weight", "initial_state"),
+    "wy": ("v_new", "A", "h", "dh", "dv"),
+}
+"""By operation, of others only initial states."""
 
 ROWS = ("q", "k", "v", "g", "do")
 """Inputs `[B, T, H, K]` of the operator and of its backward pass."""
@@ -54,24 +66,20 @@ ROWS = ("q", "k", "v", "g", "do")
 def prepare_inputs(problem: Problem, t: Tensors) -> Inputs:
     """The kernels read any strides but the last dimension's, which must be 1, dense parameters, states and indices, and a
     pool in place; `decode` reads indices of any strides too."""
-    if problem.shape:  # the layer's operations, which see to it
-        return Inputs(t, [])
-    if problem.operation == "commit":
-        return Inputs(replace(t, **densed(t, ("state_indices", "intermediate_indices", "num_accepted_tokens"))), [])
-    chunk = ("state_indices",) if problem.operation == "chunk" else ()
-    wy = ("v_new", "A", "h", "dh", "dv", "cu_seqlens")
-    dense = densed(t, wy if problem.operation == "wy" else (*DENSE, *chunk))
-    return read(replace(t, **dense), ROWS, lambda x: x.stride(-1) == 1)
+    t, copies = laid_out(t, (*DENSE, *DENSE_TOO.get(problem.operation, ("initial_state",))))
+    if problem.shape:  # the layer's operations
+        t, of_rows = laid_out(t, ("x", "z", "do"), has_rows)
+    else:
+        t, gates = laid_out(t, ("z",), has_rows)
+        t, of_rows = read(t, ROWS, lambda x: x.stride(-1) == 1)
+        of_rows = gates + of_rows
+    return Inputs(t, copies + of_rows)
 
 
-def strided(t: Tensors, roles: tuple[str, ...]) -> dict[str, Tensor]:
-    """With a dense last dimension."""
-    named = ((role, getattr(t, role)) for role in roles)
-    return {role: x if x.stride(-1) == 1 else x.contiguous() for role, x in named}
-
-
-def densed(t: Tensors, roles: tuple[str, ...]) -> dict[str, Tensor | None]:
-    return dict(zip(roles, dense(*(getattr(t, role) for role in roles))))
+def has_rows(x: Tensor) -> bool:
+    """Whether the last dimension is dense, and those before the last three are one."""
+    batches = [(n, s) for n, s in zip(x.shape[:-3], x.stride()) if n > 1]
+    return x.stride(-1) == 1 and all(s == n * own for (_, s), (n, own) in itertools.pairwise(batches))
 
 
 def segment_layout(problem: Problem, segments: int) -> Layout:

@@ -25,7 +25,8 @@ from ..problem.exchanges import ALL, EARLIER, LATER, exchange, receive, send
 from ..problem.problem import BACKWARD, Problem, Tensors
 from ..program.exchange import Exchange
 from ..program.launch import Launch
-from ..program.program import Outputs, Step, new
+from ..program.program import Outputs, Step
+from ..program.workspace import new
 from .device.mma import dot
 from .device.sequences import crossing_packet, locate_sequence, own_work_tile
 from .device.states import load_state, named_slot, sequence_slot, state_offsets, store_state
@@ -134,10 +135,11 @@ def store_ends(call: StageCall, final_state: Tensor) -> Launch:
     )
 
 
-def merge(call: StageCall, packets: Tensor, offsets: Tensor, merged: Tensor, backward: bool) -> Launch:
-    """`call.t.initial_state` are the states, or the gradients, that the caller has, and offsets of the backward pass lie as
-    these do."""
-    problem, t = call.problem, call.t
+def merge(call: StageCall, packets: Tensor, gradients: Tensor | None, merged: Tensor) -> Launch:
+    """`call.t.initial_state` are the states, or the gradients, that the caller has. `gradients`: the offsets of the backward
+    pass, which lie as these do; the forward's lie in `packets`."""
+    problem, t, backward = call.problem, call.t, gradients is not None
+    offsets = packets[:, :, :, -problem.V :] if gradients is None else gradients
     c = compose_config(problem, call.arch)
     return Launch(
         merge_kernel,
@@ -156,7 +158,7 @@ def merge(call: StageCall, packets: Tensor, offsets: Tensor, merged: Tensor, bac
             STAGES=c.stages,
         ),
         c.num_warps,
-        scratch=(packets, offsets, merged),
+        scratch=(packets, merged) if gradients is None else (packets, merged, gradients),
     )
 
 
@@ -179,7 +181,7 @@ def carried_states(
     problem, t = call.problem, call.t
     before, after = list[Step](), list[Step]()
     if t.packets is None:
-        packet = torch.empty_like(packets[0])
+        packet = new(packets.shape[1:], torch.float32, t.device)
         # a backward pass reads the M of the ranks after this one
         goes_back = problem.requires_grad or problem.operation.endswith(BACKWARD)
         to = ALL if goes_back and problem.ranks > 2 else LATER
@@ -194,7 +196,7 @@ def carried_states(
     if problem.rank == 0 and not problem.has_pool:
         return before, call, after  # nothing comes from a rank before
     states = new(problem.state_shape, torch.float32, t.device)
-    before.append(merge(call, packets, packets[:, :, :, -problem.V :], states, backward=False))
+    before.append(merge(call, packets, None, states))
     from_here = replace(problem, has_initial_state=True, state_dtype=torch.float32, has_pool=False, pool_slots=0)
     t = replace(t, initial_state=states, state_pool=None, state_indices=None, has_initial_state=None)
     # what reads the states keeps them alive, as scratch
@@ -229,7 +231,7 @@ def room_for_packets(problem: Problem, device: torch.device) -> Tensor:
 def told_gradients(problem: Problem, device: torch.device) -> Exchange:
     """Of the gradients of the states before this rank's tokens, to earlier ranks."""
     offsets = new((problem.ranks, problem.packets, problem.HV, *problem.inner_state), torch.float32, device)
-    own = torch.empty_like(offsets[0])
+    own = new(offsets.shape[1:], torch.float32, device)
     return Exchange(exchange, problem.process_group, problem.exchange, EARLIER, own, offsets)
 
 
@@ -256,4 +258,4 @@ def carried_gradients(
         yield replace(told, act=receive)
     given = replace(problem, has_initial_state=t.dht is not None)
     call = replace(call, problem=given, t=replace(t, initial_state=t.dht))
-    yield merge(call, packets, told.packets, grads, backward=True)
+    yield merge(call, packets, told.packets, grads)

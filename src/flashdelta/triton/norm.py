@@ -19,9 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem.problem import Problem, Result, Tensors
 from ..program.launch import Launch, sm_count
-from ..program.program import Outputs, Program, new
+from ..program.program import Outputs
+from ..program.workspace import new
 from .device.gates import quick_sigmoid
-from .launch import strided
 from .sums import sums
 
 
@@ -162,7 +162,7 @@ def norm_config(problem: Problem, backward: bool = False, form: Form | None = No
 
 
 def row_layout(x: Tensor) -> tuple[Tensor, list[int]]:
-    """The tensor as `[B, T, H, V]`, and the sizes `[T, H]`; a copy where its dimensions before the last three are not one."""
+    """The tensor as `[B, T, H, V]`, and the sizes `[T, H]`."""
     x = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, x.dim() - 4)
     return x, [max(size, 1) for size in x.shape[1:3]]
 
@@ -173,14 +173,13 @@ def row_arguments(*tensors: Tensor) -> list[int]:
 
 
 def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> list[Launch]:
-    dense = strided(t, ("x", "z"))
-    (x, sizes), (z, _) = row_layout(dense["x"]), row_layout(dense["z"])
+    (x, sizes), (z, _) = row_layout(t.x), row_layout(t.z)
     c, rows, overlaps = norm_config(problem), x.shape[:3].numel(), arch >= 90
     return [
         Launch(
             norm_kernel,
             -(-rows // c.ROWS),
-            (x, z, t.weight.contiguous(), outputs["o"], problem.eps, rows, *sizes, *row_arguments(x, z)),
+            (x, z, t.weight, outputs["o"], problem.eps, rows, *sizes, *row_arguments(x, z)),
             dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),
             c.num_warps,
             overlaps=overlaps,
@@ -188,15 +187,10 @@ def gated_rms_norm(problem: Problem, t: Tensors, arch: int, outputs: Outputs) ->
     ]
 
 
-def backward(problem: Problem, t: Tensors, arch: int) -> Program:
+def backward(problem: Problem, t: Tensors, arch: int, outputs: Outputs) -> Iterator[Launch]:
     """Gradients by input."""
-    outputs = Outputs(t.device)
-    return Program(outputs, backward_launches(problem, t, outputs, arch >= 90))
-
-
-def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: bool) -> Iterator[Launch]:
-    dense = strided(t, ("x", "z", "do"))
-    (x, sizes), (z, _), (do, _) = (row_layout(dense[role]) for role in ("x", "z", "do"))
+    (x, sizes), (z, _), (do, _) = map(row_layout, (t.x, t.z, t.do))
+    overlaps = arch >= 90
     c, rows = norm_config(problem, backward=True), x.shape[:3].numel()
     tiles = -(-rows // c.ROWS)
     partials = new((max(1, min(tiles, c.ctas * sm_count(t.device))), 1, problem.V), torch.float32, t.device)
@@ -205,7 +199,7 @@ def backward_launches(problem: Problem, t: Tensors, outputs: Outputs, overlaps: 
         norm_backward_kernel,
         partials.shape[0],
         (
-            *(x, z, t.weight.contiguous(), do, dx, dz, partials, problem.eps),
+            *(x, z, t.weight, do, dx, dz, partials, problem.eps),
             *(rows, *sizes, tiles, *row_arguments(x, z, do)),
         ),
         dict(V=problem.V, BV=c.BV, ROWS=c.ROWS, SIGMOID=problem.activation == "sigmoid", OVERLAP=overlaps),

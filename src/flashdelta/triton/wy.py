@@ -26,7 +26,8 @@ import triton.language as tl
 
 from ..problem.problem import Problem, Tensors
 from ..program.launch import Launch, strides
-from ..program.program import Outputs, new
+from ..program.program import Outputs
+from ..program.workspace import new
 from .device.decays import chunk_decays, sums
 from .device.gates import LOG2E, beta_of, decay_rate
 from .device.norms import row_norms

@@ -1,0 +1,87 @@
+"""Replays by value: for every operation, tensor and layout, calls in a row with other numbers, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from flashdelta.testing.oracle import float64
+from flashdelta.testing.virtual import on_ranks
+
+from ..support import replay_checks as checks
+from ..support.cases import BY_NAME, HOPPER, PAIRS, Row
+from ..support.inputs import LAYOUTS, fresh, rotated, tensors_of
+from ..support.replay_checks import check_loss, check_ranks, check_row, check_slices, on_rank, results_of
+from ..support.replays import Replays, replaying
+from .interpreter import hopper_on_cpu, run
+
+
+@pytest.fixture
+def replays() -> Iterator[Replays]:
+    with hopper_on_cpu(sms=4), replaying(run) as found:
+        yield found
+
+
+TURNS = [(*pair, turn) for pair in PAIRS for turn in range(0, len(LAYOUTS), 3)]
+"""Over which each tensor is in three layouts, and some tensor in each; the GPU tier has every tensor in each."""
+
+
+@pytest.mark.parametrize(("row", "backend", "turn"), TURNS, ids=str)
+def test_every_tensor(row: Row, backend: str, turn: int, replays: Replays):
+    check_row(row, backend, rotated(row, turn), replays)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_in_every_layout(layout: str, replays: Replays):
+    row = BY_NAME["chunk backward"]
+    check_row(row, "hopper", dict.fromkeys(tensors_of(row)[-2:], layout), replays)
+
+
+@pytest.mark.parametrize(
+    "name", ["chunk packed h", "chunk pool", "verify records", "fused", "norm", "convolution pool"]
+)
+def test_inference_mode(name: str, replays: Replays):
+    """Whose tensors do not count what writes them."""
+    row = BY_NAME[name]
+    with torch.inference_mode():
+        check_row(row, row.backends[-1], rotated(row, 1), replays)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded in one buffer", "replayed in one buffer"])
+@pytest.mark.parametrize("sliced", checks.SLICED, ids=str)
+def test_slices_of_one_buffer(sliced: tuple, recorded: bool, replays: Replays):
+    check_slices(*sliced, recorded, replays)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_one_tensor_for_two_inputs(recorded: bool, replays: Replays):
+    """A call that was recorded so is none for two tensors."""
+    row = BY_NAME["chunk backward"]
+    for seed, same in enumerate((recorded, not recorded, recorded, recorded)):
+        call = fresh(row, seed)
+        call |= {"k": call["q"]} if same else {}
+        want = results_of(row, float64(call) | {"backend": "reference"}, {}, seed)
+        checks.hold(results_of(row, call | {"backend": "hopper"}, {}, seed), want)
+
+
+@pytest.mark.parametrize(
+    ("loss", "backend"), [*((loss, "hopper") for loss in checks.LOSSES), ("sums", "triton"), ("zeros of o", "triton")]
+)
+def test_losses(loss: str, backend: str, replays: Replays):
+    check_loss(loss, backend)
+    assert len(replays.repeated) == 2 * len(replays.anew) > 0
+
+
+@pytest.mark.parametrize("wrap", [checks.recomputed, checks.packed_and_unpacked, checks.compiled])
+def test_wrapped_losses(wrap: Callable, replays: Replays):
+    check_loss("squares and a sum", "hopper", wrap)
+    assert wrap is checks.compiled or replays.repeated
+
+
+@pytest.mark.parametrize(("ranks", "kept"), checks.WORLDS)
+@pytest.mark.parametrize("backend", HOPPER)
+def test_ranks(backend: str, ranks: int, kept: bool, replays: Replays):
+    check_ranks(on_ranks(ranks, lambda group: on_rank(group, backend, kept)))
+    assert len(replays.repeated) == 2 * len(replays.anew) > 0
