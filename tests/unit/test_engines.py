@@ -144,8 +144,8 @@ def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch)
     def op(**call: Any) -> tuple:
         return (call["v"] if "v" in call else call["g"],)
 
+    monkeypatch.setattr(_vllm, "runs", lambda op, call: True)
     for module in (_vllm, _sglang):
-        monkeypatch.setattr(module, "runs", lambda op, call: True)
         monkeypatch.setattr(module, "chunk_kda", op)
         monkeypatch.setattr(module, "recurrent_kda", op)
     monkeypatch.setattr(_vllm, "fused_kda_decode", lambda **call: call["raw_g"])
@@ -192,11 +192,22 @@ def exercise_fused(model: Model, watched: dict) -> None:
     step.fused(drafts, step.output_gate(5), pool, windows, table, counts)
 
 
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every call refused that an integration makes."""
+    choose = backends.choose
+
+    def refused(problem: Any, device: torch.device, name: object = "auto") -> Any:
+        if name == backends.KERNEL:
+            raise ValueError("no kernel runs this call")
+        return choose(problem, device, name)
+
+    monkeypatch.setattr(backends, "choose", refused)
+
+
 @every_layer
 def test_what_no_kernel_runs_stays_the_engines(make: type[KimiLinear], monkeypatch: pytest.MonkeyPatch):
     """With states where it wants them: its functions get gathered ones, and what they return is stored."""
-    for module in (_vllm, _sglang):
-        monkeypatch.setattr(module, "runs", lambda op, call: False)
+    no_kernel(monkeypatch)
     model, reached = small(), []
 
     def answer(name: str) -> Any:
@@ -235,7 +246,7 @@ def test_what_no_kernel_runs_stays_the_engines(make: type[KimiLinear], monkeypat
 
 def test_what_flash_kda_writes_is_stored(monkeypatch: pytest.MonkeyPatch):
     """Where it runs: Kimi-K3 then takes the final states from a buffer of its own."""
-    monkeypatch.setattr(_vllm, "runs", lambda op, call: False)
+    no_kernel(monkeypatch)
 
     def flash_kda(**call: Any) -> tuple:
         assert call["initial_state"].shape == (2, 2, 32, 32)

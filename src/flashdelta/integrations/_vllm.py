@@ -16,11 +16,10 @@ from torch import Tensor
 
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
-from .engine import Engine, first_rows, runs, warm_up
+from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
 from .seams import AnySeam, Fields, Seam, StandIn, Statement, Uses, Wrapper, real
 
 Theirs = Callable[..., Any]
-Arguments = dict[str, Any]
 
 # ---- states by their slots -------------------------------------------------------------------------------------------
 
@@ -190,10 +189,9 @@ def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments)
         **LAYOUT,
         **options,
     }
-    if not runs(chunk_kda, ours):
-        return None
-    states.stored = True
-    return chunk_kda(**ours)[0]
+    found = take(chunk_kda, ours)
+    states.stored = found is not None
+    return None if found is None else found[0]
 
 
 LAYOUT = {"null_index": "non_positive", "use_qk_l2norm_in_kernel": True, "state_v_first": True}
@@ -228,10 +226,8 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
         **LAYOUT,
         **options,
     }
-    if not runs(recurrent_kda, ours):
-        return None
-    o = recurrent_kda(**ours)[0]
-    return o.transpose(0, 1) if back else o
+    found = take(recurrent_kda, ours)
+    return None if found is None else found[0].transpose(0, 1) if back else found[0]
 
 
 # ---- Kimi-Linear and Kimi-K3 -----------------------------------------------------------------------------------------
@@ -261,9 +257,8 @@ def kimi_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
         **LAYOUT,
         **gate(call, "A_log", "dt_bias"),
     }
-    if not runs(recurrent_kda, ours):
-        return theirs(**call)
-    return recurrent_kda(**ours)[0].transpose(0, 1), call["initial_state"]
+    found = take(recurrent_kda, ours)
+    return theirs(**call) if found is None else (found[0].transpose(0, 1), call["initial_state"])
 
 
 def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
@@ -400,6 +395,7 @@ def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
         lower_bound=call.get("lower_bound"),
         output=None if out is None else out.transpose(0, 1),
         null_index="non_positive",
+        backend=KERNEL,
     )
     return o.transpose(0, 1)
 
@@ -422,6 +418,7 @@ def k3_fused_verify(theirs: Theirs, call: Arguments) -> Tensor:
         num_spec_tokens=spec,
         num_accepted_tokens=call["num_accepted_tokens"][:sequences],
         null_index="non_positive",
+        backend=KERNEL,
     )
 
 
