@@ -508,7 +508,7 @@ def warm(call: Arguments, gate: Arguments, spec: int, prefill: Arguments) -> Non
         expect(call, gate, prefill)
 
 
-_expected: list[Callable[[Tensor], Arguments]] = []
+_expected: list[functools.partial[Arguments]] = []
 """Largest prefills of the layers that were built, by an output of theirs: not yet run in vLLM's memory profile."""
 
 
