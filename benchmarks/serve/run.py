@@ -4,6 +4,7 @@
     python benchmarks/serve/run.py times --waves 3           # 16 layers; three processes each, off and on in turn
     python benchmarks/serve/run.py memory                    # one engine that measures its own memory, filled to the brim
     python benchmarks/serve/run.py report FILE.json ...      # the tables of earlier runs, together
+    python benchmarks/serve/run.py docs FILE.json ...        # the same, into docs/integrations.md and docs/numerics.md
 
 Nothing is fetched. Results are saved after each measurement to `serve-agree.json`, `serve-times.json` in --out. The exit status
 of `agree` is 0 if everything agrees. See README.md for a machine without a network.
@@ -41,8 +42,8 @@ SIZES = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", choices=("agree", "times", "memory", "report"))
-    add("files", nargs="*", help="of report")
+    add("what", choices=("agree", "times", "memory", "report", "docs"))
+    add("files", nargs="*", help="of report and docs")
     add("--cases", help="SCENARIO:MODE,... that start together; groups after ';' start when those before have ended")
     add("--waves", type=int, default=1, help="how often processes start anew (default: 1)")
     add("--rounds", type=int, default=1, help="times that each process measures (default: 1)")
@@ -54,7 +55,7 @@ def parse() -> argparse.Namespace:
     add("--out", default=os.environ.get("OUT", "."))
     add("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.what != "report":
+    if args.what in SIZES:
         given = {name: getattr(args, name) for name in ("layers", "experts", "cache_gib")}
         args.sizes = replace(SIZES[args.what], **{name: x for name, x in given.items() if x is not None})
     return args
@@ -98,8 +99,8 @@ def main() -> int:
     args = parse()
     if args.child:
         child(args)
-    if args.what == "report":
-        return report([json.loads(Path(name).read_text()) for name in args.files])
+    if args.what not in SIZES:
+        return report([json.loads(Path(name).read_text()) for name in args.files], args.what == "docs")
     for folder in (args.work, args.out):
         os.makedirs(folder, exist_ok=True)
     until = time.monotonic() + args.limit
@@ -140,7 +141,14 @@ def ours(names: list[str]) -> list[str]:
     return [name for name in names if f"def {name}(" in source]
 
 
-def report(files: list[dict]) -> int:
+def fill(page: str, name: str, table: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / page
+    text, mark = path.read_text(), f"<!-- serve: {name} -->\n"
+    before, rest = text.split(mark)
+    path.write_text(f"{before}{mark}{table}\n{rest[rest.index('<!-- serve: end -->') :]}")
+
+
+def report(files: list[dict], docs: bool = False) -> int:
     wrong: list[str] = []
     for case, found in {k: v for f in files for k, v in f["engines"].items()}.items():
         print(f"{case}: {found}")
@@ -153,10 +161,14 @@ def report(files: list[dict]) -> int:
             print(case, x)
             wrong += [] if x["used"] <= x["allowed"] else [f"{case}: {x['used']:.1f} GiB of {x['allowed']:.1f}"]
     if samples := [s for f in files for s in f["samples"]]:
-        print(times.table(times.summary(samples)))
+        print(table := times.table(times.summary(samples)))
+        if docs:
+            fill("integrations.md", "times", table)
     if reports := {k: v for f in files if f["what"] == "agree" for k, v in f["reports"].items()}:
         rows, logs = agree.compared(reports)
-        print(agree.table(rows, logs))
+        print(table := agree.table(rows, logs))
+        if docs:
+            fill("numerics.md", "agreement", table)
         for case, x in reports.items():
             print(case, {part: {k: y for k, y in p.items() if k != "layers"} for part, p in x["parts"].items()})
         wrong += agree.passes(rows, logs) or ([] if rows else ["nothing to compare"])
