@@ -383,6 +383,10 @@ def is_ours(call: Arguments, g: str, spec: int) -> bool:
 SAME = ("x", "weight", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight", "norm_eps")
 
 
+STEP = {"null_index": "non_positive", "backend": KERNEL}
+"""vLLM has nothing to fall back to in such a layer, so that a call that no kernel runs ends in `NoKernel`."""
+
+
 def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
     if not is_ours(call, "raw_g", 0):
         result: Tensor = theirs(**call)
@@ -395,8 +399,7 @@ def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
         state_indices=call["state_indices"],
         lower_bound=call.get("lower_bound"),
         output=None if out is None else out.transpose(0, 1),
-        null_index="non_positive",
-        backend=KERNEL,
+        **STEP,
     )
     return o.transpose(0, 1)
 
@@ -418,8 +421,7 @@ def k3_fused_verify(theirs: Theirs, call: Arguments) -> Tensor:
         cu_seqlens=offsets,
         num_spec_tokens=spec,
         num_accepted_tokens=call["num_accepted_tokens"][:sequences],
-        null_index="non_positive",
-        backend=KERNEL,
+        **STEP,
     )
 
 
