@@ -114,17 +114,10 @@ def exact(layer, rows: dict):
     x = torch.nn.functional.pad(wide.pop("mixed"), (0, 0, len(weight) - 1, 0))
     x = torch.nn.functional.silu(sum(x[i : i + T] * row for i, row in enumerate(weight)))
     q, k, v = (part.reshape(1, T, H, D) for part in x.split(H * D, dim=1))
-    o = fd.chunk_kda(
-        *(q, k, v, wide["g"][None], wide["beta"][None]),
-        A_log=layer.A_log.double().flatten(),
-        dt_bias=layer.dt_bias.double().flatten(),
-        lower_bound=layer.gate_lower_bound,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        backend="reference",
-        split=False,
-    )[0][0]
+    flags = {f"use_{x}_in_kernel": True for x in ("qk_l2norm", "gate", "beta_sigmoid")}
+    rates = {"A_log": layer.A_log.double().flatten(), "dt_bias": layer.dt_bias.double().flatten()}
+    options: dict = {"lower_bound": layer.gate_lower_bound, "backend": "reference", "split": False, **rates, **flags}
+    o = fd.chunk_kda(q, k, v, wide["g"][None], wide["beta"][None], **options)[0][0]
     norm = layer.o_norm
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
     return o * torch.sigmoid(wide["z"])
