@@ -311,6 +311,9 @@ BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBack
 
 NAMES = ("auto", *(b.name for b in BACKENDS))
 
+KERNEL = "kernel"
+"""What integrations name instead of "auto", whose choice it has, but never the reference on a GPU."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -340,6 +343,11 @@ def choose(problem: Problem, device: torch.device, name: object = "auto") -> Bac
     Raises:
         ValueError: `name` is no backend, or that backend can't run this call.
     """
+    if isinstance(name, str) and name == KERNEL:
+        if (found := choose(problem, device)).name != "reference" or device.type == "cpu":
+            return found
+        reasons = (f"{v.backend}: {v.reason}" for v in judge(problem, device) if not v.preferred)
+        raise ValueError(f"no kernel runs this call: {'; '.join(reasons)}")
     # an array compared with a name is an array
     if not isinstance(name, str) or name != "auto":
         backend = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)

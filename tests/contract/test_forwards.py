@@ -4,6 +4,7 @@ both at once. Convolution and norm are left out, as they are not ours; all else 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 import zipfile
@@ -68,6 +69,8 @@ class Served:
         exec(compile(ast.Module([node], []), self.module, "exec"), contents)
         self.forward: Callable[..., None] = contents["_forward"]
         self.layer = self.attributes()
+        seam = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.path == f"{self.module}.{cls}._forward")
+        self.replaced = Replacement(seam.adapter, seam, self.forward)
 
     def fuse(self, step: K3Step, dim_first: bool) -> Tensor:
         """Gives a layer of Kimi-K3's the backends and weights of a fused step. Returns the pool of its windows."""
@@ -149,11 +152,7 @@ class Served:
             tokens |= dict(zip(names, batch.mixed.split(H * D, dim=1))) | LAYERS[self.name](self.model).activated(batch)
             tokens["g1"] = tokens.pop("g")
         with torch.inference_mode():
-            if self.module == _vllm.LING:
-                seam = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.name.endswith("._forward"))
-                Replacement(seam.adapter, seam, self.forward)(self.layer, **tokens)
-            else:
-                self.forward(self.layer, **tokens)
+            self.replaced(self.layer, **tokens)
         return out
 
 
@@ -206,6 +205,22 @@ def test_decode(served: Served):
     with torch.inference_mode():
         want = layer.decode(batch, other, slots)
     assert same_bits(o, want) and same_bits(served.pool, other) and not o[0, 3].any()
+
+
+@every_model
+def test_memory_is_measured_with_the_largest_prefill(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """By a run without metadata, in which vLLM's layers call no kernels."""
+    ran: list[dict] = []
+    context = SimpleNamespace(get_forward_context=lambda: SimpleNamespace(attn_metadata=None))
+    served.forward.__globals__["get_forward_context"] = context.get_forward_context
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", context)
+    gate = {"gate": "lower_bound", "lower_bound": -5.0, "checkpoints": (False, True)}
+    monkeypatch.setattr(_vllm, "_expected", [functools.partial(_vllm.largest, 500, 3, FP32, gate)])
+    monkeypatch.setattr(_vllm, "take", lambda op, call: ran.append(call))
+    before = served.pool.clone()
+    out = served.run(Batch(served.model, served.model.tokens(4), [4]))
+    assert out.isnan().all() and same_bits(before, served.pool)
+    assert [x["q"].shape for x in ran] == [(1, 500, H, D)] and len(ran[0]["cu_seqlens"]) == 4
 
 
 def drafts(served: Served, lengths: list[int]) -> tuple[Batch, dict]:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashdelta as fd
+from flashdelta.backends import KERNEL
+from flashdelta.runtime.call import public_call
 from flashdelta.testing.cases import BF16
 from flashdelta.testing.oracle import relative_error
 
 from ..support.pace import MOST_YARDSTICKS, pace, yardstick
-from ..support.refusals import good_call, many_sequences, refused_with_a_pool
 from .calls import KIMI, gpu_call
 
 pytestmark = pytest.mark.gpu
@@ -39,15 +40,6 @@ def switched() -> Iterator[None]:
     _fla.enable()
     yield
     _fla.disable()
-
-
-OTHERS = [
-    *((fd.recurrent_kda, good_call(fd.recurrent_kda, start)) for start in ("paged", "spec", "mixed")),
-    *((op, good_call(op, "plain")) for op in (fd.commit, fd.kda_prefill, fd.kernels.chunk_bwd_wy_dqkg)),
-    (fd.chunk_kda, good_call(fd.chunk_kda, "pool")),
-    *((op, refused_with_a_pool(op)) for op in (fd.chunk_kda, fd.recurrent_kda)),
-    *((fd.chunk_kda, many_sequences(count)) for count in (8, 1024)),
-]
 
 
 def fla_model(**options: Any) -> Any:
@@ -182,6 +174,43 @@ def test_generation(make: Callable, prompt: int, ids: Tensor, monkeypatch: pytes
     hold(functools.partial(generated, ids=ids[:, : prompt + 12], prompt=prompt), make, monkeypatch)
 
 
+@pytest.mark.parametrize("ways", ({}, {"num_beams": 4}), ids=("greedy", "beam"))
+@torch.no_grad()
+def test_what_transformers_generates(ways: dict, reached: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Texts part where two tokens are about as good. So the scores that a text was chosen by are held against those of an exact
+    model for the same text: their errors are not above those of FLA's kernels."""
+    torch.manual_seed(0)
+    model = kimi_model().cuda().eval()
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    cast(model)
+    prompt, new = torch.randint(3, VOCABULARY, (4, 70), device="cuda"), 48
+    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True}
+    model.generation_config.eos_token_id = None
+
+    def generate() -> tuple[Tensor, Tensor]:
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), output_scores=True, **options, **ways)
+        beams = getattr(out, "beam_indices", None)
+        return out.sequences, model.compute_transition_scores(
+            out.sequences, out.scores, beams, normalize_logits=beams is None
+        )
+
+    with pytest.raises(ValueError, match="stateful"):  # transformers takes no assistant for such models
+        model.generate(prompt[:1], prompt_lookup_num_tokens=3, **options)
+    texts = {"ours": generate()}
+    assert reached
+    _fla.disable()
+    texts["FLA"] = generate()
+    _fla.enable()
+    exactly(monkeypatch)
+    model.float().load_state_dict(weights)
+    rms = {}
+    for name, (text, scores) in texts.items():
+        want = model(input_ids=text).logits[:, 69:-1].log_softmax(-1).gather(2, text[:, 70:, None])[..., 0]
+        rms[name] = float((scores[:, :new].float() - want).square().mean().sqrt())
+    print(rms)
+    assert rms["ours"] <= ALLOWED_OF_FEW * rms["FLA"]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("much_memory")
 @every_model
@@ -246,22 +275,25 @@ def test_a_stage_of_calls_that_fla_keeps(reached: list[str], monkeypatch: pytest
 
 def test_a_pace_counts_yardsticks():
     """And a question that takes too many fails."""
-    ratio, _ = pace(lambda: [yardstick() for _ in range(7)])
-    assert MOST_YARDSTICKS < ratio < 8.4
+    ratio, _ = pace(lambda: [yardstick() for _ in range(30)])
+    assert MOST_YARDSTICKS < ratio < 36
 
 
-def test_a_question_while_a_graph_is_captured_and_how_long_it_takes():
+def test_a_question_while_a_graph_is_captured_and_how_long_flas_takes():
     call = gpu_call(fd.chunk_kda, KIMI, BF16, "auto")
-    assert fd.supports(fd.chunk_kda, **call)
     graph, seen = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         x = call["q"] + 1
         seen += [fd.supports(fd.chunk_kda, **call), fd.supports(fd.chunk_kda, **call, scale=0.25)]
     graph.replay()
     assert all(seen) and x.shape == call["q"].shape
-    for op, asked in ((fd.chunk_kda, call), *OTHERS):
-        moved = [name for name, x in asked.items() if isinstance(x, Tensor) and name != "cu_seqlens_cpu"]
-        given = asked | {name: asked[name].cuda() for name in moved}
-        ratio, seconds = min(pace(lambda op=op, given=given: fd.supports(op, **given)) for _ in range(3))
-        print(f"supports({op.__name__}): {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
+    asked = public_call(fd.chunk_kda)
+    named = {name: x for name, x in call.items() if name != "backend"} | {"backend": KERNEL}
+    wide = named | {name: torch.zeros(1, 64, 2, 48, device="cuda", dtype=BF16) for name in "qkvg"}
+    wide["beta"] = wide["q"][..., 0]
+    fd.chunk_kda(**named)
+    for given, refused in ((named, False), (wide, True)):
+        assert (asked.refusal(given) is not None) is refused
+        ratio, seconds = min(pace(lambda given=given: asked.refusal(given)) for _ in range(3))
+        print(f"refused: {refused}, {seconds * 1e6:.1f} us, {ratio:.1f} yardsticks")
         assert ratio < MOST_YARDSTICKS

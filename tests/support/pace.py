@@ -5,9 +5,9 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable
 
-MOST_YARDSTICKS = 5.6
-"""Of a repeated `supports`: 10 us where a yardstick takes 1.8. The slowest took 4.6, but 9.3 on two cores that others loaded:
-only the GPU tier is held to it. The others count instructions (`work.py`)."""
+MOST_YARDSTICKS = 27
+"""Of a repeated question of FLA's: 50 us where a yardstick takes 1.8. Only the GPU tier is held to it; the others count
+instructions (`work.py`)."""
 
 NAMES = tuple(map(str, range(20)))
 

@@ -125,6 +125,7 @@ NO_CALLS = (
     _vllm.k3_others,
     _vllm.ling_forward,
     _vllm.workspace_manager,
+    _vllm.forward,
 )
 """Adapters of what is not called for a batch, or on other GPUs, or runs the layer's own code."""
 
@@ -144,8 +145,8 @@ def test_an_adapter_only_takes_views(name: str, monkeypatch: pytest.MonkeyPatch)
     def op(**call: Any) -> tuple:
         return (call["v"] if "v" in call else call["g"],)
 
+    monkeypatch.setattr(_vllm, "runs", lambda op, call: True)
     for module in (_vllm, _sglang):
-        monkeypatch.setattr(module, "runs", lambda op, call: True)
         monkeypatch.setattr(module, "chunk_kda", op)
         monkeypatch.setattr(module, "recurrent_kda", op)
     monkeypatch.setattr(_vllm, "fused_kda_decode", lambda **call: call["raw_g"])
@@ -192,11 +193,22 @@ def exercise_fused(model: Model, watched: dict) -> None:
     step.fused(drafts, step.output_gate(5), pool, windows, table, counts)
 
 
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every call refused that an integration makes."""
+    choose = backends.choose
+
+    def refused(problem: Any, device: torch.device, name: object = "auto") -> Any:
+        if name == backends.KERNEL:
+            raise ValueError("no kernel runs this call")
+        return choose(problem, device, name)
+
+    monkeypatch.setattr(backends, "choose", refused)
+
+
 @every_layer
 def test_what_no_kernel_runs_stays_the_engines(make: type[KimiLinear], monkeypatch: pytest.MonkeyPatch):
     """With states where it wants them: its functions get gathered ones, and what they return is stored."""
-    for module in (_vllm, _sglang):
-        monkeypatch.setattr(module, "runs", lambda op, call: False)
+    no_kernel(monkeypatch)
     model, reached = small(), []
 
     def answer(name: str) -> Any:
@@ -235,7 +247,7 @@ def test_what_no_kernel_runs_stays_the_engines(make: type[KimiLinear], monkeypat
 
 def test_what_flash_kda_writes_is_stored(monkeypatch: pytest.MonkeyPatch):
     """Where it runs: Kimi-K3 then takes the final states from a buffer of its own."""
-    monkeypatch.setattr(_vllm, "runs", lambda op, call: False)
+    no_kernel(monkeypatch)
 
     def flash_kda(**call: Any) -> tuple:
         assert call["initial_state"].shape == (2, 2, 32, 32)
@@ -573,8 +585,12 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
 
     monkeypatch.setattr(engine_module, "warmup", warm)
     monkeypatch.setattr(_vllm, "_warmed", set())
+    monkeypatch.setattr(_vllm, "_expected", [])
     _sglang.warm.cache_clear()
     return calls
+
+
+LIMITS = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=200, max_num_seqs=3))
 
 
 def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.MonkeyPatch):
@@ -590,14 +606,41 @@ def test_layers_are_warmed_once_each_kind(warmed: list, monkeypatch: pytest.Monk
     built = {_vllm.built: (kimi, k3), _vllm.built_glm: (glm, triton), _vllm.built_ling: (ling,)}
     for each, layers in built.items():
         for layer in (*layers, *layers):
-            each(lambda **call: None, {"self": layer})
+            each(lambda **call: None, {"self": layer, "vllm_config": LIMITS})
     assert [name for name, _ in warmed] == ["chunk_kda", "recurrent_kda"] * 5
+    assert_largest_prefills_run_once(monkeypatch)
     prefills, steps = ([options for _, options in warmed[i::2]] for i in (0, 1))
     gates = [(options["gate"], options["lower_bound"]) for options in prefills]
     assert gates == [("softplus", None), *[("lower_bound", -5.0)] * 3, ("none", None)]
     assert prefills[1]["checkpoint_states"] == prefills[2]["checkpoints"] == (False, True)
     assert prefills[3]["use_beta_sigmoid_in_kernel"] is False and "use_beta_sigmoid_in_kernel" not in steps[3]
     assert prefills[4]["safe_gate"] and [options["speculative"] for options in steps] == [False, True, *[False] * 3]
+
+
+def assert_largest_prefills_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kind of layer, when vLLM measures its memory: in the run without metadata, and in no other."""
+    ran: list[dict] = []
+
+    def taken(op: Any, call: dict) -> Any:
+        ran.append(call)
+        found = engine_module.take(op, call)
+        assert found is not None and found[0].shape == (1, 200, 2, 32) and not call["state_pool"].any()
+        return found
+
+    context = SimpleNamespace(attn_metadata=None)
+    module = SimpleNamespace(get_forward_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+    monkeypatch.setattr(_vllm, "take", taken)
+    kinds, call = [*_vllm._expected], {"self": None, "core_attn_out": torch.zeros(1, 70, 2, 32, dtype=BF16)}
+    for _ in range(2):
+        _vllm.forward(lambda **call: None, call)
+    assert len(kinds) == len(ran) == 5
+    assert all(x["cu_seqlens"].tolist() == [0, 66, 133, 200] for x in ran)
+    assert [len(x.get("checkpoint_offsets", ())) for x in ran] == [0, 3, 3, 0, 0]
+    _vllm._expected[:], context.attn_metadata = kinds, {}
+    for _ in range(2):
+        _vllm.forward(lambda **call: None, call)
+    assert len(ran) == 5 and not _vllm._expected
 
 
 @pytest.mark.parametrize("word", ("0", "1"))
@@ -684,4 +727,4 @@ def test_what_ours_refuse_is_not_warmed(monkeypatch: pytest.MonkeyPatch):
         engine_module.warm_up(chunk_kda, strange=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(_vllm, "warm_up", None)
-    _vllm.warm(SimpleNamespace(), {}, 0, {})
+    _vllm.warm({"self": SimpleNamespace()}, {}, 0, {})

@@ -13,7 +13,7 @@ from flashdelta.tools.bench.excerpts import GRAPH_RATIOS, RESULTS, gated, rows_o
 from flashdelta.tools.bench.profiling import RESERVED_SHARED_BYTES
 from flashdelta.tools.bench.ranks import EFFICIENCY
 from flashdelta.tools.bench.report import load
-from flashdelta.tools.bench.workloads import BY_GRAPH, PREFILL, over_flash_kda, value
+from flashdelta.tools.bench.workloads import BY_GRAPH, PREFILL, value
 from tests.support import documents
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -240,15 +240,6 @@ def prefill() -> Iterator[str]:
     ratios = each(document["rows"], "ratio")
     yield f"takes {mean(ratios):.2f} of the time in the geometric mean of {len(ratios)} rows, {span(ratios, 2)}"
     yield from errors_of_revisions(document["rows"])
-    derived = [x for row in h200.values() if (x := over_flash_kda(row)) is not None]
-    yield f"it takes {span(derived, 2)} times our time in six rows, {mean(derived):.2f} times in the geometric mean"
-    forgetful, narrow = h200["T8192 H64 softplus, forgetful"], [h200[f"T8192 H{H} K64"] for H in (32, 64)]
-    wide = [h200[f"T8192 H{H}"] for H in (32, 64)]
-    cold = "ms.median"
-    slower = value(forgetful["ours"], cold) / value(wide[1]["ours"], cold)
-    yield f"take {slower:.2f} times as long as bounded ones (wanted: 1.15)"
-    shares = [value(a["ours"], cold) / value(b["ours"], cold) for a, b in zip(narrow, wide)]
-    yield "64 channels {:.2f} of 128 with 32 heads and {:.2f} with 64 (wanted: 0.65)".format(*shares)
     yield from checkpoints(h200, h100, copies["h100"])
     yield from beside_cudnn(h200, h100)
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from flashdelta.testing.oracle import relative_error
 
 from ..full import FULL
-from ..support.work import MOST_INSTRUCTIONS, instructions
 
 pytest.importorskip("fla")
 pytest.importorskip("transformers")
@@ -274,19 +273,6 @@ def test_states_of_any_dtype_are_returned_in_float32(counted: list[str]):
     assert state.dtype == torch.float32 and counted == ["fused_recurrent_kda"]
     near(o, want_o)
     near(state, want_state)
-
-
-def test_a_repeated_question_is_answered_at_once(monkeypatch: pytest.MonkeyPatch):
-    x = tokens()
-    assert _fla.CHUNK.verify((), x)[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(_fla.Adapter, "fit", None)
-        assert instructions(lambda: _fla.CHUNK.verify((), x)) < MOST_INSTRUCTIONS
-    states = x | {"return_intermediate_states": True}
-    for _ in range(2):
-        assert not _fla.CHUNK.verify((), on_meta(states))[0]
-        with torch.inference_mode():
-            assert _fla.CHUNK.verify((), states)[0]
 
 
 @pytest.mark.parametrize("by_name", (True, False))

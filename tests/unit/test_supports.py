@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,14 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashdelta as fd
+from flashdelta import backends
 from flashdelta.problem import context as contexts
-from flashdelta.problem import device_checks, split
-from flashdelta.problem.arguments import is_plain
-from flashdelta.runtime import supports as module
+from flashdelta.problem import device_checks
+from flashdelta.problem.arguments import Operation, is_plain
+from flashdelta.runtime.call import NoKernel, public_call
 from flashdelta.testing.inputs import TOKEN_TENSORS
 
-from ..support.refusals import REFUSED, Refusal, good_call, many_sequences, refusals, refused_with_a_pool
+from ..support.refusals import REFUSED, Refusal, good_call, refusals
 from ..support.work import MOST_INSTRUCTIONS, instructions
+from .conftest import Started
 
 wy = fd.kernels.chunk_bwd_wy_dqkg
 GOOD = (
@@ -34,12 +35,6 @@ GOOD = (
     *((fd.gated_rms_norm, "heads"), (fd.short_convolution, "pool_by_token"), (fd.fused_kda_decode, "one")),
 )
 every_operator = pytest.mark.parametrize(("op", "start"), GOOD)
-
-
-@pytest.fixture(autouse=True)
-def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_answers", {})
-    monkeypatch.setattr(module, "_latest", {})
 
 
 @every_operator
@@ -116,12 +111,11 @@ def test_the_fastest_backend_needs_no_reason(monkeypatch: pytest.MonkeyPatch):
     assert fd.supports(fd.chunk_kda, **call, backend="reference").backend == "reference"
 
 
-def test_a_repeated_question_sees_what_its_key_does_not():
+def test_what_a_call_refuses_beyond_shapes_is_seen():
     call = good_call(fd.recurrent_kda, "paged") | {
         "output": torch.empty_like(good_call(fd.recurrent_kda, "paged")["v"])
     }
-    assert fd.supports(fd.recurrent_kda, **call) and fd.supports(fd.recurrent_kda, **call)
-    assert len(module._answers) == 1
+    assert fd.supports(fd.recurrent_kda, **call)
     assert "memory shared with v" in fd.supports(fd.recurrent_kda, **call | {"output": call["v"]}).reason
     negative = torch._neg_view(call["output"])
     assert negative.is_neg() and negative.stride() == call["output"].stride()
@@ -137,20 +131,8 @@ class Own(Tensor):
     """Of a class of its own, which may answer otherwise each time."""
 
 
-def test_what_is_kept_and_what_is_not():
-    call = good_call(fd.chunk_kda, "plain")
-    assert not {"batch_invariant", "backend"} & {*call}
-    assert fd.supports(fd.chunk_kda, **call, batch_invariant=True)
-    assert not fd.supports(fd.chunk_kda, **call, backend=True)  # the same value by another name
-    kept = len(module._answers)
-    fd.supports(fd.chunk_kda, **call | {"q": call["q"].as_subclass(Own)})
-    fd.supports(fd.chunk_kda, **call, scale=[1.0])
-    assert len(module._answers) == kept
-    refused = call | {"q": call["q"].flatten()}
-    assert not fd.supports(fd.chunk_kda, **refused) and len(module._answers) == kept + 1  # and kept
-    assert "dense (strided)" in fd.supports(fd.chunk_kda, **call | {"q": call["q"].flatten(2).to_mkldnn()}).reason
-    assert fd.supports([], **call).reason.startswith("op: got []")
-    for other in (fd.replay_buffer, fd.supports, print):
+def test_what_is_no_operator_is_named():
+    for other in ([], fd.replay_buffer, fd.supports, print):
         assert re.search(r"^op: got .*, which is no operator, wanted one of flashdelta\.", fd.supports(other).reason)
 
 
@@ -180,66 +162,9 @@ def test_offsets_on_the_host_are_read():
         assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=wrong)
         assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=right.to("meta"))
-    kept = len(module._answers)
-    other = torch.tensor([0, *[int(right[-1])] * (len(right) - 1)], dtype=right.dtype)
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=other) and len(module._answers) == kept
 
 
-@pytest.fixture
-def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every answer, and every batch's offsets, that are worked out."""
-    found: list[str] = []
-
-    def counted(name: str, function: Callable) -> Callable:
-        return lambda *arguments: (found.append(name), function(*arguments))[1]
-
-    monkeypatch.setattr(module, "ask", counted("answer", module.ask))
-    monkeypatch.setattr(split, "walk", counted("offsets", split.walk))
-    monkeypatch.setattr(split, "_walked", {})
-    return found
-
-
-@pytest.mark.parametrize(("op", "out", "start"), [(fd.chunk_kda, "out", "pool"), (fd.recurrent_kda, "output", "paged")])
-def test_refusals_of_calls_that_write_are_kept(op: Callable, out: str, start: str, worked_out: list[str]):
-    """But not one for memory that different tensors share, nor for calls that share it."""
-    call = good_call(op, start)
-    call[out] = torch.empty_like(call["v"])
-    refused = refused_with_a_pool(op) | {out: call[out]}
-    answers = [fd.supports(op, **refused) for _ in range(3)]
-    assert not answers[0] and answers == answers[:1] * 3 and worked_out == ["answer"]
-    same = {name: x.clone() if isinstance(x, Tensor) else x for name, x in refused.items()}
-    assert fd.supports(op, **same) == answers[0] and worked_out == ["answer"]
-    for shared, ok in ((True, False), (False, True), (True, False)):
-        answer = fd.supports(op, **call | ({out: call["v"]} if shared else {}))
-        assert answer.ok is ok and ("memory shared with v" in answer.reason) is shared
-    before = len(worked_out)
-    assert fd.supports(op, **call) and len(worked_out) == before
-    for more in (1, 2):
-        shared = call | {out: call["v"].view_as(call["v"])}
-        assert "memory shared" in fd.supports(op, **shared).reason and len(worked_out) == before + more
-    assert fd.supports(op, **call) and len(worked_out) == before + 2
-
-
-def test_offsets_are_walked_once(worked_out: list[str]):
-    """As often as their values change, in place or not."""
-    call = good_call(fd.chunk_kda, "packed")
-    offsets = call["cu_seqlens"].clone()
-    assert all(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) for _ in range(3))
-    assert worked_out.count("offsets") == 1 and worked_out.count("answer") == 1
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets.clone()) and worked_out.count("offsets") == 1
-    offsets[1:-1] = 0
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("offsets") == 2
-    offsets[-1] += 1
-    assert "cu_seqlens_cpu" in fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets).reason
-    offsets.numpy()[-1] -= 1  # which PyTorch does not see
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("answer") == 2
-    longer = {name: torch.cat((x, x), 1) if name in TOKEN_TENSORS else x for name, x in call.items()}
-    assert fd.supports(fd.chunk_kda, **longer, cu_seqlens_cpu=offsets)
-    shorter = {name: x[:, :-1] if name in TOKEN_TENSORS else x for name, x in call.items()}
-    assert not fd.supports(fd.chunk_kda, **shorter, cu_seqlens_cpu=offsets)
-
-
-def test_offsets_that_are_not_dense_are_read(worked_out: list[str]):
+def test_offsets_that_are_not_dense_are_read():
     call = good_call(fd.chunk_kda, "packed")
     memory = torch.stack([call["cu_seqlens"]] * 2, 1)
     offsets = memory[:, 0]
@@ -248,7 +173,7 @@ def test_offsets_that_are_not_dense_are_read(worked_out: list[str]):
     memory[0] = 1
     assert not fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
     memory[0] = 0
-    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets) and worked_out.count("answer") == 2
+    assert fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets)
 
 
 def test_offsets_whose_memory_is_gone_end_nothing():
@@ -257,41 +182,6 @@ def test_offsets_whose_memory_is_gone_end_nothing():
     offsets = call["cu_seqlens"].clone()
     offsets.untyped_storage().resize_(0)
     assert offsets.data_ptr() == 0 and isinstance(fd.supports(fd.chunk_kda, **call, cu_seqlens_cpu=offsets).ok, bool)
-
-
-def variants() -> Iterator[dict]:
-    """Of a call, each in one thing. Some are refused."""
-    call = good_call(fd.chunk_kda, "packed")
-    yield call
-    for name, x in call.items():
-        if isinstance(x, Tensor):
-            yield call | {name: x[:-1]}
-            yield call | {name: x.double()}
-            yield call | {name: torch.stack([x] * 2, -1)[..., 0]}
-            yield call | {name: x.to("meta")}
-            yield call | {name: torch.nn.Parameter(x, requires_grad=x.is_floating_point())}
-    yield {name: call[name] for name in reversed(call)}
-    yield call | {"k": call["q"], "q": call["k"]}
-    for change in ({"scale": 1}, {"scale": 1.0}, {"scale": True}, {"scale": "1"}, {"chunk_size": 32}, {"split": 2}):
-        yield call | change
-    longer = torch.cat([call["cu_seqlens"], call["cu_seqlens"][-1:]])
-    yield call | {"cu_seqlens": longer}
-    for change in (longer, longer.flip(0), call["cu_seqlens"], call["cu_seqlens"] + 1, longer.int()):
-        yield call | {"cu_seqlens_cpu": change}
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_every_question_gets_its_own_answer(mode: Callable, worked_out: list[str]):
-    """Whichever was asked before it."""
-    calls, wanted = [*variants()], []
-    with mode():
-        for call in calls:
-            module.forget()
-            wanted.append(fd.supports(fd.chunk_kda, **call))
-        for i, j in itertools.product(range(len(calls)), repeat=2):
-            assert fd.supports(fd.chunk_kda, **calls[i]) == wanted[i]
-            assert fd.supports(fd.chunk_kda, **calls[j]) == wanted[j]
-    assert len({*wanted}) > 20
 
 
 def test_a_mode_of_gradients_gets_its_own_answer():
@@ -347,32 +237,6 @@ def test_traced_questions_are_answered(op: Callable, start: str):
     assert found.tolist() == [2.0] * 3 and backend == "reference" and reason.startswith("backend: got 'none'")
 
 
-def test_the_interpreter_s_switch_is_seen(monkeypatch: pytest.MonkeyPatch):
-    call = good_call(fd.chunk_kda, "plain")
-    for _ in range(2):
-        for word, wanted in (("0", "triton: tensors are on the CPU"), ("1", "triton: the Triton interpreter")):
-            monkeypatch.setenv("TRITON_INTERPRET", word)
-            assert wanted in fd.supports(fd.chunk_kda, **call).reason
-
-
-def test_a_tensor_that_comes_twice(worked_out: list[str]):
-    """Is another kind of call than one of two that are alike, and may be refused where that is not."""
-    call = good_call(fd.chunk_kda, "plain")
-    call["out"] = torch.empty_like(call["v"])
-    calls = [
-        (call, True),
-        (call | {"k": call["q"]}, True),
-        (call | {"out": call["v"]}, False),
-        (call | {"k": call["q"], "out": call["v"]}, False),
-    ]
-    answers = [[fd.supports(fd.chunk_kda, **one) for one, _ in calls] for _ in range(3)]
-    assert answers == answers[:1] * 3 and [answer.ok for answer in answers[0]] == [ok for _, ok in calls]
-    assert len(worked_out) == len(calls)
-    both = call | {"k": call["q"], "out": call["v"].view_as(call["v"])}
-    assert "memory shared with v" in fd.supports(fd.chunk_kda, **both).reason
-    assert fd.supports(fd.chunk_kda, **call | {"k": call["q"]}) and len(worked_out) == len(calls) + 1
-
-
 def lazy(x: object) -> Any:
     return torch._lazy_clone(x) if isinstance(x, Tensor) else x
 
@@ -386,9 +250,7 @@ def test_lazy_clones_stay_clones(op: Callable, start: str):
     source = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
     clones = {name: lazy(x) for name, x in source.items()}
     wanted = fd.supports(op, **call)
-    for _ in range(2):
-        assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
-        module.forget()
+    assert fd.supports(op, **clones) == wanted == (True, "reference", wanted.reason)
     tensors = [x for some in (source, clones) for x in some.values() if isinstance(x, Tensor)]
     assert tensors and all(map(torch._C._is_cow_tensor, tensors))
 
@@ -415,17 +277,6 @@ def test_lazy_offsets_on_the_host_stay_lazy():
     assert torch._C._is_cow_tensor(clone)
 
 
-def test_answers_are_forgotten_before_they_fill_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MOST", 3)
-    call = good_call(fd.chunk_kda, "plain")
-    for scale in range(1, 12):
-        assert fd.supports(fd.chunk_kda, **call, scale=float(scale))
-        assert len(module._answers) <= 3
-    for one in calls_by_length(call, 12):
-        assert fd.supports(fd.chunk_kda, **one)
-        assert sum(map(len, module._answers.values())) <= 3
-
-
 ODD = {
     "compressed": lambda x: x[0, :, 0].to_sparse_csr(),
     "sparse": Tensor.to_sparse,
@@ -440,30 +291,12 @@ ODD = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("name", ["q", "g"])
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_odd_tensors_get_an_answer_of_their_own(odd: Callable, name: str):
-    """PyTorch's guards end the process where a tensor has no strides."""
+def test_odd_tensors_get_an_answer(odd: Callable, name: str):
     call = good_call(fd.chunk_kda, "plain")
     changed = call | {name: odd(call[name])}
-    alone = fd.supports(fd.chunk_kda, **changed)
-    module.forget()
+    answer = fd.supports(fd.chunk_kda, **changed)
+    assert answer or answer.reason
     assert fd.supports(fd.chunk_kda, **call)
-    assert [fd.supports(fd.chunk_kda, **changed) for _ in range(2)] == [alone] * 2
-
-
-def test_answers_to_several_shapes_are_kept(monkeypatch: pytest.MonkeyPatch):
-    """Of different strides but for the first tensor's, no more than `MOST_ALIKE`."""
-    monkeypatch.setattr(module, "MOST_ALIKE", 3)
-    call = good_call(fd.chunk_kda, "plain")
-    shorter = calls_by_length(call, 5)
-    pitched = [call | {"v": torch.cat([call["v"]] * n, 3)[..., : call["v"].shape[3]]} for n in range(1, 6)]
-    assert all(fd.supports(fd.chunk_kda, **one) for one in (*shorter, *pitched))
-    assert sorted(map(len, module._answers.values())) == [1, 1, 1, 1, 1, 3]
-    monkeypatch.setattr(module, "ask", None)
-    assert all(fd.supports(fd.chunk_kda, **one) for one in (*shorter, *pitched[2:]))
-
-
-def calls_by_length(call: dict, most: int) -> list[dict]:
-    return [{name: x[:, :n] if name in TOKEN_TENSORS else x for name, x in call.items()} for n in range(1, most + 1)]
 
 
 class Weight(torch.nn.Parameter):
@@ -474,7 +307,7 @@ def test_subclasses_of_parameters_are_plain():
     call = good_call(fd.chunk_kda, "plain")
     weights = {name: Weight(call[name]) for name in ("A_log", "dt_bias")}
     assert type(weights["A_log"]) is Weight and is_plain(weights["A_log"]) and not is_plain(call["q"].as_subclass(Own))
-    assert fd.supports(fd.chunk_kda, **call | weights) and len(module._answers) == 1
+    assert fd.supports(fd.chunk_kda, **call | weights)
     found, want = fd.chunk_kda(**call | weights)[0], fd.chunk_kda(**call)[0]
     assert type(found) is Tensor and torch.equal(found, want)
     with FakeTensorMode() as mode:
@@ -547,43 +380,6 @@ def fla_context(mesh: Any, cu_seqlens: Tensor, **changes: object) -> Any:
     return SimpleNamespace(**said | changes)
 
 
-def test_a_context_of_fla_is_known_again(mesh: Any, worked_out: list[str]):
-    call = good_call(fd.chunk_kda, "packed")
-    offsets = call.pop("cu_seqlens").int()
-    call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
-    context = fla_context(mesh, offsets)
-    with pytest.raises(TypeError):
-        hash(context)
-
-    def answer(new: bool, **changes: object) -> fd.Support:
-        worked_out.clear()
-        found = fd.supports(fd.chunk_kda, **call | {"cp_context": context} | changes)
-        assert (worked_out == ["answer"]) is new, worked_out
-        return found
-
-    assert answer(True) and answer(False) and answer(False, cp_context=fla_context(mesh, offsets.clone()))
-    assert answer(True, cp_context=fla_context(mesh, offsets[[0, -1]]))
-    # FLA's own offsets may come with it, and no others
-    assert answer(True, cu_seqlens=offsets) and answer(False, cu_seqlens=offsets)
-    for new in (True, False):
-        assert "cu_seqlens: got a tensor" in answer(new, cu_seqlens=offsets.clone()).reason
-        assert answer(False, cu_seqlens=offsets)
-    short = fla_context(mesh, offsets.clone())
-    assert answer(False, cp_context=short)
-    short.cu_seqlens = short.cu_seqlens_cpu = offsets.clamp(max=int(offsets[-1]) - 1)
-    assert "tokens a rank" in answer(True, cp_context=short).reason
-    context.layout = "zigzag"
-    assert "layout 'zigzag'" in answer(True).reason and not answer(True)
-    context.layout, context.post_num_ranks = "contiguous", 2
-    assert "post_num_ranks 2" in answer(True).reason
-    context.post_num_ranks = 1
-    assert answer(False)
-    context.pre_num_ranks = False  # which equals 0
-    assert "pre_num_ranks False (bool)" in answer(True).reason
-    context.pre_num_ranks, context.layout = 0, "".join(["contig", "uous"])
-    assert answer(False)
-
-
 @pytest.mark.parametrize("kind", [lambda x: x, contexts.as_context], ids=("FLA", "ours"))
 def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
     """Whether its offsets can be saved, and whether what is written lies in them."""
@@ -602,67 +398,97 @@ def test_what_a_context_brings_is_looked_at(kind: Callable, mesh: Any):
     assert "an inference tensor with inputs that require grad" in answer.reason
 
 
-SLOWEST = ((fd.chunk_kda, "softplus"), (fd.recurrent_kda, "spec"), (fd.fused_kda_decode, "parts"))
-REPEATED = {
-    **{op.__name__: (op, good_call(op, start)) for op, start in SLOWEST},
-    **{f"{op.__name__}, refused": (op, refused_with_a_pool(op)) for op in (fd.chunk_kda, fd.recurrent_kda)},
-    **{f"{count} sequences": (fd.chunk_kda, many_sequences(count)) for count in (8, 1024)},
+# ---- calls that a kernel runs or nobody ---------------------------------------------------------------------------------
+
+
+NARROW = {
+    "chunk": (fd.chunk_kda, "plain"),
+    "decode": (fd.recurrent_kda, "paged"),
+    "fused": (fd.fused_kda_decode, "one"),
 }
+"""Calls that `backend="kernel"` names, and writes of whose a test can see."""
 
 
-def test_instructions_are_counted():
-    """And a question that takes too many fails: one that is worked out anew, or as long as two of the slowest."""
-    op, call = REPEATED["fused_kda_decode"]
-
-    def forgotten() -> None:
-        module.forget()
-        fd.supports(op, **call)
-
-    once, twice = (instructions(lambda n=n: [fd.supports(op, **call) for _ in range(n)]) for n in (1, 2))
-    assert once < MOST_INSTRUCTIONS < twice < 3 * once and 2 * once < instructions(forgotten)
+def by_kernel(call: dict) -> dict:
+    return {**{name: x for name, x in call.items() if name != "backend"}, "backend": backends.KERNEL}
 
 
-@pytest.mark.parametrize("kind", REPEATED)
-def test_a_repeated_question_takes_few_instructions(kind: str):
-    op, call = REPEATED[kind]
-    assert fd.supports(op, **call).ok is not kind.endswith("refused")
-    assert instructions(lambda: fd.supports(op, **call)) < MOST_INSTRUCTIONS
+@pytest.mark.parametrize("name", NARROW)
+def test_on_a_cpu_the_reference_passes_for_a_kernel(name: str):
+    op, start = NARROW[name]
+    call, again = good_call(op, start), good_call(op, start)
+    found, want = op(**by_kernel(call)), op(**again)
+    found, want = (x if isinstance(x, tuple) else (x,) for x in (found, want))
+    assert all(torch.equal(x, y) for x, y in zip(found, want) if x is not None)
+    assert public_call(op).refusal(by_kernel(call)) is None
 
 
-def in_turn(op: Callable, calls: list[dict]) -> Callable[[], fd.Support]:
-    turns = itertools.cycle(calls)
-    return lambda: fd.supports(op, **next(turns))
+@pytest.mark.parametrize("name", NARROW)
+def test_elsewhere_it_is_refused_before_anything_is_written(name: str):
+    """The meta device stands for a GPU that no kernel of ours runs on."""
+    op, start = NARROW[name]
+    call = {x: y.to("meta") if isinstance(y, Tensor) else y for x, y in by_kernel(good_call(op, start)).items()}
+    with pytest.raises(NoKernel, match="no kernel runs this call: hopper: device type 'meta'"):
+        op(**call)
+    assert public_call(op).refusal(call).startswith("no kernel runs this call")
+    assert not fd.supports(op, **call)
 
 
-@pytest.mark.parametrize(("op", "start"), SLOWEST)
-def test_shapes_that_come_in_turn_take_few_instructions(op: Callable, start: str):
-    call = good_call(op, start)
-    names = {**dict.fromkeys(TOKEN_TENSORS, 1), "mixed_qkv": 0, "x": 0}
-    grown = [
-        {name: torch.cat([x] * n, names[name]) if name in names and n > 1 else x for name, x in call.items()}
-        for n in range(1, 41)
-    ]
-    run = in_turn(op, grown)
-    for _ in grown:
-        run()
-    assert instructions(lambda: [run() for _ in grown]) < MOST_INSTRUCTIONS * len(grown)
+@pytest.fixture
+def validated(pretended: Started, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every call that is validated; the CPU passes for a GPU."""
+    found: list[str] = []
+    check = Operation.check
+
+    def counted(self: Operation, given: Any, *, dry: bool = False) -> Any:
+        found.append(self.name)
+        return check(self, given, dry=dry)
+
+    monkeypatch.setattr(Operation, "check", counted)
+    monkeypatch.setattr(backends.TritonBackend, "drawback", lambda self, problem, device: None)
+    return found
 
 
-TWICE = ((fd.chunk_kda, "softplus", "k", "q"), (fd.recurrent_kda, "spec", "k", "q"))
+def test_a_repeated_refusal_is_remembered(validated: list[str]):
+    """By the launch cache's key, so that tensors elsewhere are refused without another look. One that depends on addresses is
+    not: whether an output lies in an input."""
+    call = by_kernel(good_call(fd.chunk_kda, "plain"))
+    bad = call | {"beta": call["beta"][..., :1].clone()}
+    reasons = set()
+    for _ in range(3):
+        moved = {name: x.clone() if isinstance(x, Tensor) else x for name, x in bad.items()}
+        with pytest.raises(NoKernel, match=r"^beta: got") as refused:
+            fd.chunk_kda(**moved)
+        reasons |= {str(refused.value), public_call(fd.chunk_kda).refusal(moved)}
+    assert validated == ["chunk"] and len(reasons) == 1
+    assert instructions(lambda: public_call(fd.chunk_kda).refusal(bad)) < MOST_INSTRUCTIONS
+    validated.clear()
+    inside = call | {"out": call["v"]}
+    for _ in range(2):
+        with pytest.raises(NoKernel, match="memory shared with v"):
+            fd.chunk_kda(**inside)
+    assert len(validated) == 2
+    fd.chunk_kda(**call | {"out": torch.empty_like(call["v"])})
 
 
-@pytest.mark.parametrize(("op", "start", "name", "other"), TWICE)
-def test_a_tensor_that_comes_twice_takes_few_instructions(op: Callable, start: str, name: str, other: str):
-    call = good_call(op, start)
-    call[name] = call[other]
-    assert fd.supports(op, **call).ok
-    assert instructions(lambda: fd.supports(op, **call)) < MOST_INSTRUCTIONS
+def test_a_call_that_ran_answers_a_dispatcher(validated: list[str]):
+    call = by_kernel(good_call(fd.chunk_kda, "plain"))
+    ask = public_call(fd.chunk_kda).refusal
+    assert ask(call) is None and validated == ["chunk"]
+    fd.chunk_kda(**call)
+    validated.clear()
+    assert ask(call) is None and ask({**call, "q": call["q"].clone()}) is None and not validated
+    assert instructions(lambda: ask(call)) < MOST_INSTRUCTIONS
+    assert ask(call | {"out": call["v"]}).startswith("out: got memory shared with v")
+    assert "'sclae'" in ask(call | {"sclae": 1.0})
 
 
-def test_a_context_of_fla_takes_few_instructions(mesh: Any):
-    call = good_call(fd.chunk_kda, "packed")
-    offsets = call.pop("cu_seqlens").int()
-    call = {name: x for name, x in call.items() if name not in ("initial_state", "output_final_state")}
-    call["cp_context"] = fla_context(mesh, offsets)
-    assert fd.supports(fd.chunk_kda, **call).ok
-    assert instructions(lambda: fd.supports(fd.chunk_kda, **call)) < MOST_INSTRUCTIONS
+@pytest.mark.parametrize("name", ["q", "state_pool", "backend"])
+def test_other_calls_than_those_are_validated_as_ever(name: str, validated: list[str]):
+    """What was refused by its kernel is taken by name, and the other way round."""
+    call = good_call(fd.chunk_kda, "pool")
+    wrong = {"q": call["q"].half(), "state_pool": call["state_pool"][..., :1], "backend": "none"}[name]
+    for given in (call, by_kernel(call)):
+        with pytest.raises((ValueError, TypeError)) as refused:
+            fd.chunk_kda(**given | {name: wrong})
+        assert isinstance(refused.value, NoKernel) is (given.get("backend") == backends.KERNEL and name != "backend")

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from .. import chunk_kda, fused_recurrent_kda, kernels
+from ..backends import KERNEL
 from ..problem import switches
-from ..runtime.supports import Asked, Support, ask, remembered
+from ..runtime.call import public_call
 from . import Status
 from .patches import Patches
 
@@ -99,7 +100,7 @@ class Adapter:
             twice = sorted(named.keys() & {*self.parameters[: len(arguments)]})
             what = f"multiple values for argument {twice[0]!r}" if twice else f"{len(arguments)} positional arguments"
             raise TypeError(f"{self.op.__name__}() got {what}")
-        call: dict[str, Any] = dict(self.constant)
+        call: dict[str, Any] = {"backend": KERNEL, **self.constant}
         for name, x in given.items():
             if x is None or name in self.ignored:
                 continue
@@ -121,21 +122,12 @@ class Adapter:
     def verify(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[bool, str | None]:
         """FLA's question: whether we take the call, and why not. On a CPU, where FLA has no kernels, we take every call: one
         that we refuse ends in our reason."""
-        if HOST_OFFSETS in self.parameters[: len(arguments)]:  # an answer is kept by what it knows by name
-            arguments, named = (), dict(zip(self.parameters, arguments), **named)
-        ok, _, why = remembered(Adapter.ask, self, arguments, named)
-        ok = ok or is_on_cpu(*arguments, *named.values())
-        return ok, None if ok else why
-
-    def ask(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Asked:
         try:
-            call = self.fit(arguments, named)
+            why = public_call(self.op).refusal(self.fit(arguments, named))
         except (Unfit, TypeError) as reason:
-            return Support(False, None, str(reason)), (), ()
-        support, passed, pairs = ask(self.op, (), call)
-        if support.backend == "reference" and not call["q"].is_cpu:
-            support = support._replace(ok=False)
-        return support, passed, pairs
+            why = str(reason)
+        ok = why is None or is_on_cpu(*arguments, *named.values())
+        return ok, None if ok else why
 
 
 HOST_OFFSETS = "cu_seqlens_cpu"

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import chunk_kda, recurrent_kda
-from .engine import Engine, first_rows, runs, warm_up
+from .engine import Arguments, Engine, first_rows, take, warm_up
 from .seams import AnySeam, Attribute, Fields, Seam, Statement
 
 Theirs = Callable[..., Any]
-Arguments = dict[str, Any]
 
 TRACKED = 64
 """Tokens of the chunks that SGLang counts tracked states by."""
@@ -52,9 +51,8 @@ def packed_decode(theirs: Theirs, call: Arguments) -> Tensor:
         **LAYOUT,
         **gate(call),
     }
-    if not runs(recurrent_kda, ours):
-        return theirs(**call)
-    return recurrent_kda(**ours)[0].transpose(0, 1)
+    found = take(recurrent_kda, ours)
+    return theirs(**call) if found is None else found[0].transpose(0, 1)
 
 
 def target_verify(theirs: Theirs, call: Arguments) -> Tensor:
@@ -79,7 +77,8 @@ def target_verify(theirs: Theirs, call: Arguments) -> Tensor:
         **LAYOUT,
         **gate(call),
     }
-    return recurrent_kda(**ours)[0] if runs(recurrent_kda, ours) else theirs(**call)
+    found = take(recurrent_kda, ours)
+    return theirs(**call) if found is None else found[0]
 
 
 def extend(theirs: Theirs, call: Arguments) -> Any:
@@ -99,10 +98,10 @@ def extend(theirs: Theirs, call: Arguments) -> Any:
     }
     if snapshot is not None:
         ours |= tracked(snapshot, call["track_chunk_idx"], sequences)
-    if not runs(chunk_kda, ours):
+    found = take(chunk_kda, ours)
+    if found is None:
         return theirs(**call)
-    o = chunk_kda(**ours)[0]
-    return (o, None) if asked else o
+    return (found[0], None) if asked else found[0]
 
 
 def tracked(snapshot: Tensor, chunks: Tensor, sequences: int) -> Arguments:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor
 
 from .. import chunk_kda, fused_kda_decode, recurrent_kda
 from ..problem.switches import is_on
-from .engine import Engine, first_rows, runs, warm_up
+from .engine import KERNEL, Arguments, Engine, first_rows, runs, take, warm_up
 from .seams import AnySeam, Fields, Seam, StandIn, Statement, Uses, Wrapper, real
 
 Theirs = Callable[..., Any]
-Arguments = dict[str, Any]
 
 # ---- states by their slots -------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Layer:
 
 
 def ling_forward(theirs: Theirs, call: Arguments) -> None:
-    theirs(**call | {"self": Layer(call["self"])})
+    forward(theirs, call | {"self": Layer(call["self"])})
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -190,10 +190,9 @@ def prefill(call: Arguments, g: str, beta: str, logit: bool, options: Arguments)
         **LAYOUT,
         **options,
     }
-    if not runs(chunk_kda, ours):
-        return None
-    states.stored = True
-    return chunk_kda(**ours)[0]
+    found = take(chunk_kda, ours)
+    states.stored = found is not None
+    return None if found is None else found[0]
 
 
 LAYOUT = {"null_index": "non_positive", "use_qk_l2norm_in_kernel": True, "state_v_first": True}
@@ -228,10 +227,8 @@ def step(call: Arguments, g: str, beta: str, logit: bool, options: Arguments) ->
         **LAYOUT,
         **options,
     }
-    if not runs(recurrent_kda, ours):
-        return None
-    o = recurrent_kda(**ours)[0]
-    return o.transpose(0, 1) if back else o
+    found = take(recurrent_kda, ours)
+    return None if found is None else found[0].transpose(0, 1) if back else found[0]
 
 
 # ---- Kimi-Linear and Kimi-K3 -----------------------------------------------------------------------------------------
@@ -261,9 +258,8 @@ def kimi_decode(theirs: Theirs, call: Arguments) -> tuple[Tensor, Tensor]:
         **LAYOUT,
         **gate(call, "A_log", "dt_bias"),
     }
-    if not runs(recurrent_kda, ours):
-        return theirs(**call)
-    return recurrent_kda(**ours)[0].transpose(0, 1), call["initial_state"]
+    found = take(recurrent_kda, ours)
+    return theirs(**call) if found is None else (found[0].transpose(0, 1), call["initial_state"])
 
 
 def with_checkpoints(offsets: Tensor | None, buffer: Tensor | None) -> Arguments:
@@ -387,6 +383,10 @@ def is_ours(call: Arguments, g: str, spec: int) -> bool:
 SAME = ("x", "weight", "conv_state", "raw_beta", "A_log", "dt_bias", "state", "output_gate", "norm_weight", "norm_eps")
 
 
+STEP = {"null_index": "non_positive", "backend": KERNEL}
+"""vLLM has nothing to fall back to in such a layer, so that a call that no kernel runs ends in `NoKernel`."""
+
+
 def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
     if not is_ours(call, "raw_g", 0):
         result: Tensor = theirs(**call)
@@ -399,7 +399,7 @@ def k3_fused_decode(theirs: Theirs, call: Arguments) -> Tensor:
         state_indices=call["state_indices"],
         lower_bound=call.get("lower_bound"),
         output=None if out is None else out.transpose(0, 1),
-        null_index="non_positive",
+        **STEP,
     )
     return o.transpose(0, 1)
 
@@ -421,7 +421,7 @@ def k3_fused_verify(theirs: Theirs, call: Arguments) -> Tensor:
         cu_seqlens=offsets,
         num_spec_tokens=spec,
         num_accepted_tokens=call["num_accepted_tokens"][:sequences],
-        null_index="non_positive",
+        **STEP,
     )
 
 
@@ -486,11 +486,12 @@ def ling_verify(theirs: Theirs, call: Arguments) -> tuple[Tensor, Any]:
 _warmed: set[tuple] = set()
 
 
-def warm(layer: Any, gate: Arguments, spec: int, prefill: Arguments) -> None:
-    """Compiles what the layer's calls need, once a process: vLLM measures memory and captures graphs before the first prefill.
-    Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
+def warm(call: Arguments, gate: Arguments, spec: int, prefill: Arguments) -> None:
+    """Compiles what a built layer's calls need, once a process: vLLM measures memory and captures graphs before the first
+    prefill. Without a GPU there is nothing to compile. `prefill`: what its prefills pass otherwise than its steps."""
     if not torch.cuda.is_available():
         return
+    layer = call["self"]
     options: Arguments = {
         "head_dims": ((layer.head_dim, layer.head_dim),),
         "dtype": layer.model_config.dtype,
@@ -506,6 +507,59 @@ def warm(layer: Any, gate: Arguments, spec: int, prefill: Arguments) -> None:
             chunk_kda, **{**options, "packed": (True,), "state_pool": (True,), "has_initial_state": (True,), **prefill}
         )
         warm_up(recurrent_kda, **options, packed=(False, True) if spec else (False,), speculative=spec > 0)
+        expect(call, gate, prefill)
+
+
+_expected: list[functools.partial[Arguments]] = []
+"""Largest prefills of the layers that were built, by an output of theirs: not yet run in vLLM's memory profile."""
+
+
+def expect(call: Arguments, gate: Arguments, prefill: Arguments) -> None:
+    """Has the largest prefill of a layer run when vLLM measures memory, by the arguments that `warm` has."""
+    config = call.get("vllm_config") or import_module("vllm.config").get_current_vllm_config()
+    limits, state = config.scheduler_config, call["self"].get_state_dtype()[1]
+    kind = functools.partial(largest, limits.max_num_batched_tokens, limits.max_num_seqs, state, gate | prefill)
+    if not any(x.args == kind.args for x in _expected):
+        _expected.append(kind)
+
+
+def largest(T: int, N: int, state: torch.dtype, options: Arguments, out: Tensor) -> Arguments:
+    """A prefill of T tokens in N null sequences, which stores nothing, for a layer with outputs like `out [1, .., H, D]`."""
+    N, (H, D) = min(N, T), out.shape[-2:]
+    make = functools.partial(torch.zeros, device=out.device)
+    tokens = {name: make(1, T, H, D, dtype=out.dtype) for name in "qkv"}
+    none = make(N, dtype=torch.int32)
+    found: Arguments = tokens | {
+        "g": make(1, T, H, D, dtype=options.get("g_dtype", out.dtype)),
+        "beta": make(1, T, H, dtype=options.get("beta_dtype", out.dtype)),
+        "cu_seqlens": (torch.arange(N + 1, device=out.device) * T // N).int(),
+        "state_pool": make(1, H, D, D, dtype=state),
+        "state_indices": none,
+        "use_beta_sigmoid_in_kernel": options.get("use_beta_sigmoid_in_kernel", True),
+        **LAYOUT,
+    }
+    if options["gate"] == "none":
+        found["safe_gate"] = options["safe_gate"]
+    else:
+        rates = {"A_log": make(H, dtype=torch.float32), "dt_bias": make(H * D, dtype=torch.float32)}
+        found |= rates | {"lower_bound": options["lower_bound"], "use_gate_in_kernel": True}
+    if "checkpoints" in options or "checkpoint_states" in options:
+        found |= {"checkpoint_offsets": none, "checkpoint_indices": none}
+    if "checkpoint_states" in options:
+        found["checkpoint_states"] = make(1, H, D, D, dtype=state)
+    return found
+
+
+def forward(theirs: Theirs, call: Arguments) -> None:
+    """Of a layer. vLLM measures memory by a run without metadata, in which layers call no kernels: there the largest prefill
+    runs, so that its workspace counts."""
+    if _expected and not (call["core_attn_out"].is_cuda and torch.cuda.is_current_stream_capturing()):
+        profiled = import_module("vllm.forward_context").get_forward_context().attn_metadata is None
+        kinds = [*_expected]
+        _expected.clear()
+        for kind in kinds if profiled else ():
+            take(chunk_kda, kind(call["core_attn_out"]))
+    theirs(**call)
 
 
 def built(theirs: Theirs, call: Arguments) -> None:
@@ -513,7 +567,8 @@ def built(theirs: Theirs, call: Arguments) -> None:
     theirs(**call)
     layer, bound = call["self"], call["self"].gate_lower_bound
     marks = {"checkpoint_states": (False, True)} if getattr(layer, "_checkpoint_exporter", None) is not None else {}
-    warm(layer, {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}, layer.num_spec, marks)
+    gate = {"gate": "softplus" if bound is None else "lower_bound", "lower_bound": bound}
+    warm(call, gate, layer.num_spec, marks)
 
 
 MANY = 257
@@ -544,7 +599,7 @@ def built_glm(theirs: Theirs, call: Arguments) -> None:
     layer = call["self"]
     ready = {"beta_dtype": torch.float32, "use_beta_sigmoid_in_kernel": False}
     prefill = {"checkpoints": (False, True)} if layer._checkpoint_exporter is not None else ready
-    warm(layer, {"gate": "lower_bound", "lower_bound": layer.kda_lower_bound}, layer.num_spec, prefill)
+    warm(call, {"gate": "lower_bound", "lower_bound": layer.kda_lower_bound}, layer.num_spec, prefill)
 
 
 def built_ling(theirs: Theirs, call: Arguments) -> None:
@@ -559,7 +614,7 @@ def built_ling(theirs: Theirs, call: Arguments) -> None:
         "beta_dtype": wide,
     }
     flags = {"has_initial_state": (False,), "safe_gate": is_safe(layer.safe_gate, layer.lower_bound)}
-    warm(layer, gate, layer.num_speculative_tokens, flags)
+    warm(call, gate, layer.num_speculative_tokens, flags)
 
 
 # ---- where -----------------------------------------------------------------------------------------------------------
@@ -578,6 +633,7 @@ KIMI_STEP = "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state cu_seq
 KIMI_PREFILL = f"q k v raw_g raw_beta A_log g_bias {STATES} lower_bound=None"
 GLM_STEP = """q k v g beta=None scale=None initial_state=None inplace_final_state=True use_qk_l2norm_in_kernel=True
     cu_seqlens=None ssm_state_indices=None"""
+KIMI_FORWARD = "self mixed_qkv g1 g2 beta core_attn_out"
 LING_FORWARD = "self q_proj_states k_proj_states v_proj_states g1 beta core_attn_out"
 LING_BUILT = """self config quant_config=None layer_id=0 prefix='attention' model_config=None cache_config=None
     num_speculative_tokens=0"""
@@ -595,6 +651,9 @@ FUSED_DECODE = """x weight bias conv_state raw_g raw_beta A_log dt_bias state_in
 FUSED_VERIFY = """x weight conv_state raw_gate raw_beta A_log dt_bias state_indices query_start_loc num_accepted_tokens state
     output_gate norm_weight lower_bound norm_eps output"""
 
+PROFILED = {name: "attn_metadata_raw is None" for name in (KIMI_LINEAR, KIMI_K3, GLM)} | {
+    LING: "attn_metadata_map is None"
+}
 STORED = "non_spec_state_indices_tensor"
 K3_BUFFERS = "workspace_out, final_state, checkpoint_state, workspace"
 K3_FUSED, K3_DRAFTS = "self.kda_decode_backend != 'triton'", "self.kda_spec_decode_backend == 'flashinfer'"
@@ -610,6 +669,7 @@ LAYERS = {
 FORWARD = {module: f"{name}._forward" for module, name in LAYERS.items()}
 
 STATEMENTS = (
+    *(Statement(module, FORWARD[module], f"if {text}:\n        return") for module, text in PROFILED.items()),
     Statement(KIMI_LINEAR, FORWARD[KIMI_LINEAR], f"recurrent_state[{STORED}] = last_recurrent_state"),
     Statement(KIMI_K3, FORWARD[KIMI_K3], f"recurrent_state[{STORED}] = {K3_STATES}"),
     Statement(KIMI_K3, FORWARD[KIMI_K3], f"{K3_BUFFERS} = current_workspace_manager().get_simultaneous("),
@@ -645,6 +705,8 @@ FIELDS = (
     Fields(KIMI_K3, LAYERS[KIMI_K3], f"""{WARMED} num_spec gate_lower_bound _checkpoint_exporter local_num_heads conv_size
         get_state_shape kda_decode_backend kda_spec_decode_backend"""),
     Fields(GLM, LAYERS[GLM], f"{WARMED} num_spec kda_lower_bound _checkpoint_exporter A_log dt_bias"),
+    Fields("vllm.config.scheduler", "SchedulerConfig", "max_num_batched_tokens max_num_seqs"),
+    Fields("vllm.forward_context", "ForwardContext", "attn_metadata"),
     Fields(f"{MAMBA}.checkpoint", "MambaPrefillCheckpointMetadata", "checkpoint_offsets state_indices"),
     Fields(LING, LAYERS[LING], f"{WARMED} lower_bound safe_gate num_speculative_tokens kv_cache"),
 )  # fmt: skip
@@ -661,6 +723,9 @@ SEAMS: tuple[AnySeam, ...] = (
         cu_seqlens=None out=None""", callers=KIMI),
     Seam(KIMI_LINEAR, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
     Seam(KIMI_LINEAR, f"{LAYERS[KIMI_LINEAR]}.__init__", built, CONFIG),
+    Seam(KIMI_LINEAR, FORWARD[KIMI_LINEAR], forward, KIMI_FORWARD),
+    Seam(KIMI_K3, FORWARD[KIMI_K3], forward, KIMI_FORWARD),
+    Seam(GLM, FORWARD[GLM], forward, "self qkv_proj_states g1 beta core_attn_out"),
     Seam(KIMI_K3, "gather_initial_states", gather_initial_states, GATHER, f"{MAMBA}.ops.gather_initial_states"),
     Seam(KIMI_K3, "current_workspace_manager", workspace_manager, "", "vllm.v1.worker.workspace"),
     Seam(KIMI_K3, "_flashkda_prefill", k3_prefill, f"""{FLASH_KDA} final_state workspace checkpoint_state=None

@@ -1,4 +1,4 @@
-"""What the integrations of engines share: one switch a process, and the question whether a kernel runs a call."""
+"""What the integrations of engines share: one switch a process, and calls that a kernel runs or nobody."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import other_vendor
+from ..backends import KERNEL, other_vendor
 from ..problem.switches import is_on
+from ..runtime.call import NoKernel
 from ..runtime.supports import supports
 from ..runtime.warmup import warmup
 from . import Status
 from .patches import Patches
 from .seams import AnySeam, by_module, obstacle
+
+Arguments = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -100,11 +103,17 @@ class Engine:
         )
 
 
-def runs(op: Callable[..., Any], call: dict[str, Any]) -> bool:
-    """Whether a kernel runs the call, whose first argument is a tensor; on a CPU the reference does. Reads nothing on a device,
-    and takes microseconds."""
-    support = supports(op, **call)
-    return support.ok and (support.backend != "reference" or next(iter(call.values())).is_cpu)
+def take(op: Callable[..., Any], call: Arguments) -> Any:
+    """What `op(**call)` returns if a kernel runs it (on a CPU the reference); None if ours refuse it, with nothing written."""
+    try:
+        return op(**call, backend=KERNEL)
+    except NoKernel:
+        return None
+
+
+def runs(op: Callable[..., Any], call: Arguments) -> bool:
+    """Whether `take` would run the call. Validates it anew: for a layer that is built, not for its calls."""
+    return supports(op, **call, backend=KERNEL).ok
 
 
 def warm_up(op: Callable[..., Any], **options: Any) -> None:

@@ -287,17 +287,16 @@ is_lazy = torch._C._is_cow_tensor
 share no memory with each other. Tensors of other layouts than strided ones are no arguments of it."""
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges meet. Interleaved slices of one buffer count as sharing."""
-    if not all(x.numel() > 0 and has_address(x) for x in (a, b)):
-        return False
-    if is_lazy(a) or is_lazy(b):
-        if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
-            return False
-        a0, b0 = (x.storage_offset() * x.element_size() for x in (a, b))
+def memory(x: Tensor) -> tuple[int, int, int] | None:
+    """Whose memory it is, and where a tensor begins and ends there; None of one without addresses. Two that share an owner
+    share memory where their ranges meet: interleaved slices of one buffer, too."""
+    if x.numel() == 0 or not has_address(x):
+        return None
+    if is_lazy(x):
+        owner, begin = x.untyped_storage()._cdata, x.storage_offset() * x.element_size()
     else:
-        a0, b0 = a.data_ptr(), b.data_ptr()
-    return a0 < b0 + extent(b) and b0 < a0 + extent(a)
+        owner, begin = 0, x.data_ptr()
+    return owner, begin, begin + extent(x)
 
 
 NO_TENSORS: dict[str, Any] = dict.fromkeys(ROLES)
@@ -469,11 +468,12 @@ class Operation:
         """Refuses a tensor to be written that shares memory with another argument."""
         if torch.compiler.is_compiling():
             return
+        places = {role: memory(x) for role in self.roles if (x := by_role.get(role)) is not None}
         for role, others in self.overlaps.items():
-            written = by_role.get(role)
+            written = places.get(role)
             for other in others if written is not None else ():
-                x = by_role.get(other)
-                if x is not None and overlap(written, x):
+                place = places.get(other)
+                if place is not None and place[0] == written[0] and place[1] < written[2] and written[1] < place[2]:
                     raise wrong(self.name_of(role), f"memory shared with {self.name_of(other)}", "memory of its own")
 
     def _check_gradients(self, call: Any, present: list[tuple[Argument, Tensor]]) -> None:

@@ -17,6 +17,7 @@ from ..problem import rank_checks
 from ..problem.arguments import Operation, is_plain
 from ..problem.errors import wrong
 from ..problem.problem import Problem, Tensors
+from ..problem.split import known_lengths
 from ..program.cache import Key, LaunchCache, is_transformed
 from . import autograd, torch_ops
 
@@ -32,6 +33,27 @@ CALLS: dict[Callable[..., Any], Call] = {}
 """By public function."""
 
 
+class NoKernel(ValueError):
+    """Raised by a call with `backend="kernel"` that no kernel runs, or that is refused, before anything is written."""
+
+
+class Refused:
+    """An entry of the launch cache: a call with `backend="kernel"` that was refused, for something other than addresses."""
+
+    used = 0
+    types: Sequence[type] = ()
+    writes: Sequence[int] = ()
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def usable(self) -> bool:
+        return True
+
+    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> NoReturn:
+        raise NoKernel(self.why)
+
+
 class Call:
     """The calls of a public function. It passes its tensors and its options, each in the order of its signature, and last the
     tensors `beside`, which come from an option."""
@@ -40,6 +62,7 @@ class Call:
         self.signature = inspect.signature(function)
         parameters = self.signature.parameters.values()
         self.operation, self.function, self.kind = operation, function, operation.name
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.tensors = (*(p.name for p in parameters if "Tensor" in str(p.annotation)), *beside)
         self.options = tuple(p.name for p in parameters if p.name not in self.tensors)
         self.place = place = operation.by_role({name: i for i, name in enumerate(self.tensors)})
@@ -60,7 +83,8 @@ class Call:
 
     def first(self, key: Key, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> Mapping[str, Any]:
         """A call unlike earlier ones."""
-        problem, t, backend = self.check_on_all_ranks(given)
+        for_kernel = isinstance(given["backend"], str) and given["backend"] == backends.KERNEL
+        problem, t, backend = self.check_for_kernel(given, key) if for_kernel else self.check_on_all_ranks(given)
         tracing = torch.compiler.is_compiling()
         wrapped = not tracing and any(map(is_wrapped, t.present().values()))
         inside = not tracing and is_transformed()
@@ -107,6 +131,47 @@ class Call:
             if backend.name != "reference" or self.operation.no_gradients:
                 self.refuse_tangents(t)
         return problem, t, backend
+
+    def check_for_kernel(self, given: Mapping[str, Any], key: Key) -> tuple[Problem, Tensors, backends.Backend]:
+        """`check_on_all_ranks`, whose refusals are remembered.
+
+        Raises:
+            NoKernel: with the reason.
+        """
+        try:
+            return self.check_on_all_ranks(given)
+        except Exception as refusal:
+            self.remember_refusal(str(refusal), given, key)
+            raise NoKernel(str(refusal)) from refusal
+
+    def remember_refusal(self, why: str, given: Mapping[str, Any], key: Key) -> None:
+        """Unless it may be for what the key does not tell: tensors that overlap, or offsets on the host."""
+        if key is not None and given.get("cu_seqlens_cpu") is None:
+            with contextlib.suppress(ValueError):
+                self.refuse([given.get(name) for name in self.tensors])
+                CACHE.keep(key, Refused(why))
+
+    def refusal(self, named: Mapping[str, Any]) -> str | None:
+        """Why a call with `backend="kernel"` would be refused, or None: for dispatchers that ask before they call. For a call
+        like an earlier one the launch cache has the answer."""
+        key: Key = None
+        given: Mapping[str, Any] = self.defaults | dict(named)
+        try:
+            if given.keys() != self.signature.parameters.keys():
+                given = self.bind((), named)  # says what is missing, or unknown
+            if given.get("cp_context") is None and given.get("group") is None:
+                offsets = given.get("cu_seqlens_cpu")
+                host = None if offsets is None else known_lengths(offsets, given["chunk_size"], given["q"])
+                tensors, options = map(given.get, self.tensors), map(given.get, self.options)
+                kind = self.kind if host is None else (self.kind, host)
+                entry, key, _ = CACHE.find(kind, tuple(tensors), tuple(options))
+                if entry is not None:
+                    return getattr(entry, "why", None)
+            self.check(given, dry=True)
+        except Exception as refusal:  # arguments may raise anything, as they are asked what they are
+            self.remember_refusal(str(refusal), given, key)
+            return str(refusal)
+        return None
 
     def check_on_all_ranks(self, given: Mapping[str, Any]) -> tuple[Problem, Tensors, backends.Backend]:
         context = given.get("cp_context")

@@ -330,7 +330,7 @@ class Ling(KimiLinear):
             found.append(run(states[..., : self.model.D]))
 
         layer = SimpleNamespace(kv_cache=(pool, pool))
-        forward = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.name.endswith("._forward"))
+        forward = next(x for x in _vllm.SEAMS if isinstance(x, Seam) and x.path.endswith(_vllm.FORWARD[_vllm.LING]))
         ours = "_forward" in vars(self.call)
         arguments = dict.fromkeys(forward.names) | {"self": layer}
         (Replacement(forward.adapter, forward, theirs) if ours and forward.adapter else theirs)(**arguments)

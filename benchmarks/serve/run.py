@@ -1,0 +1,180 @@
+"""Serves random Kimi-Linear and Kimi-K3 layers with vLLM, without flashdelta and with it: do they agree, and who is faster?
+
+    python benchmarks/serve/run.py agree                     # 4 dense layers, each against float64
+    python benchmarks/serve/run.py times --waves 3           # 16 layers; three processes each, off and on in turn
+    python benchmarks/serve/run.py memory                    # one engine that measures its own memory, filled to the brim
+    python benchmarks/serve/run.py report FILE.json ...      # the tables of earlier runs, together
+    python benchmarks/serve/run.py docs FILE.json ...        # the same, into docs/integrations.md and docs/numerics.md
+
+Nothing is fetched. Results are saved after each measurement to `serve-agree.json`, `serve-times.json` in --out. The exit status
+of `agree` is 0 if everything agrees. See README.md for a machine without a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import agree
+import models
+import times
+import together
+
+NOT_STOCK = "torch 2.11 (vLLM 0.33.0 asks for 2.14); no cutlass-dsl, FlashInfer or torchvision; one process"
+DEFAULT = {
+    "agree": "linear:off,linear:on,linear:base,draft:off,draft:on;k3:off,k3:on,k3:base,preempt:off,preempt:on",
+    "times": "k3:off,k3:on,linear:off,linear:on;draft:off,draft:on,k3-24:off,k3-24:on,k3-24:fused",
+    "memory": "k3:on",
+}
+SIZES = {
+    "agree": models.Sizes(layers=4, experts=0, longest=24_000, cache_gib=5.0),
+    "times": models.Sizes(cache_gib=6.0),
+    "memory": models.Sizes(layers=4, experts=0, longest=24_000, cache_gib=0.0),
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("what", choices=("agree", "times", "memory", "report", "docs"))
+    add("files", nargs="*", help="of report and docs")
+    add("--cases", help="SCENARIO:MODE,... that start together; groups after ';' start when those before have ended")
+    add("--waves", type=int, default=1, help="how often processes start anew (default: 1)")
+    add("--rounds", type=int, default=1, help="times that each process measures (default: 1)")
+    add("--layers", type=int, help="every fourth is MLA")
+    add("--experts", type=int, help="of a layer; 0: dense")
+    add("--cache-gib", type=float, help="of each engine")
+    add("--limit", type=float, default=3600, help="seconds for everything; what is there by then is reported")
+    add("--work", default=os.environ.get("SERVE_DIR") or os.path.join(tempfile.gettempdir(), "flashdelta_serve"))
+    add("--out", default=os.environ.get("OUT", "."))
+    add("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what in SIZES:
+        given = {name: getattr(args, name) for name in ("layers", "experts", "cache_gib")}
+        args.sizes = replace(SIZES[args.what], **{name: x for name, x in given.items() if x is not None})
+    return args
+
+
+def child(args: argparse.Namespace) -> None:
+    """One engine: it warms up, then answers."""
+    name, mode = args.child.split(":")
+    if args.what == "agree":
+        agree.install()
+    models.register()
+    folder = os.path.join(args.work, "models", f"{args.what}-{name}-{mode}")
+    llm = models.engine(models.SCENARIOS[name], mode, args.sizes, folder)
+    described = models.described(llm)
+    if args.what != "memory":
+        times.warm(llm, name)
+    measure = times.rounds(llm, name) if args.what == "times" else None
+
+    def answers(line: str) -> dict:
+        if line == "agree":
+            return agree.report(llm, name)
+        if line == "memory":
+            return filled(llm)
+        return described if measure is None or not line else measure()
+
+    together.serve_lines(args.child, args.work, answers)
+
+
+def filled(llm) -> dict:
+    """The most memory that the device had to give, after the largest prefill of the most sequences; in GiB."""
+    import torch
+
+    for seed in range(3):
+        models.run(llm, [models.tokens(1000 * seed + i, 64) for i in range(128)], 4)
+        models.run(llm, [models.tokens(1000 * seed, 8192)], 1)
+    free, whole = torch.cuda.mem_get_info()
+    return {"used": (whole - free) / 2**30, "allowed": 0.9 * whole / 2**30}
+
+
+def main() -> int:
+    args = parse()
+    if args.child:
+        child(args)
+    if args.what not in SIZES:
+        return report([json.loads(Path(name).read_text()) for name in args.files], args.what == "docs")
+    for folder in (args.work, args.out):
+        os.makedirs(folder, exist_ok=True)
+    until = time.monotonic() + args.limit
+    found: dict = {"what": args.what, "sizes": vars(args.sizes), "not stock": NOT_STOCK, "engines": {}, "samples": [],
+                   "reports": {}, "compiled": {}}  # fmt: skip
+    arguments = [x for x in sys.argv[1:] if x != "--child"]
+    for wave in range(args.waves):
+        for group in (args.cases or DEFAULT[args.what]).split(";"):
+            if until - time.monotonic() < 60:
+                print(f"no time left for {group}", flush=True)
+                continue
+            workers, said = together.start(group.split(","), arguments, args.work, until - 20)
+            found["engines"] |= said
+            for n in range(args.rounds):
+                # in turn, and the other way round in every other wave
+                for worker in workers if (wave + n) % 2 == 0 else workers[::-1]:
+                    answer = worker.ask(args.what, until)
+                    print(worker.case, "measured" if answer else "ended without an answer", flush=True)
+                    if answer is None:
+                        print(*worker.log().splitlines()[-15:], sep="\n", flush=True)
+                    elif args.what == "times":
+                        scenario, mode = worker.case.split(":")
+                        found["samples"].append({"scenario": scenario, "mode": mode, "wave": wave, "rows": answer})
+                    else:
+                        found["reports"][worker.case] = answer
+                    together.write(os.path.join(args.out, f"serve-{args.what}.json"), found)
+            for worker in workers:
+                found["compiled"][worker.case] = worker.compiled()
+                worker.end()
+                Path(args.out, f"{worker.case.replace(':', '-')}.log").write_text(worker.log()[-200_000:])
+            together.write(os.path.join(args.out, f"serve-{args.what}.json"), found)
+    return report([found])
+
+
+def ours(names: list[str]) -> list[str]:
+    """Those of the kernels that are flashdelta's."""
+    source = "".join(x.read_text() for x in (Path(__file__).parents[2] / "src" / "flashdelta").rglob("*.py"))
+    return [name for name in names if f"def {name}(" in source]
+
+
+def fill(page: str, name: str, table: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / page
+    text, mark = path.read_text(), f"<!-- serve: {name} -->\n"
+    before, rest = text.split(mark)
+    path.write_text(f"{before}{mark}{table}\n{rest[rest.index('<!-- serve: end -->') :]}")
+
+
+def report(files: list[dict], docs: bool = False) -> int:
+    wrong: list[str] = []
+    for case, found in {k: v for f in files for k, v in f["engines"].items()}.items():
+        print(f"{case}: {found}")
+        wanted = "active" if case.split(":")[1].startswith(("on", "fused")) else "possible"
+        wrong += [] if found["flashdelta"] == wanted else [f"{case}: flashdelta is {found['flashdelta']}"]
+    for f in files:
+        for case, names in f["compiled"].items():
+            wrong += [f"{case}: compiled while it served: {name}" for name in ours(names)]
+        for case, x in f["reports"].items() if f["what"] == "memory" else ():
+            print(case, x)
+            wrong += [] if x["used"] <= x["allowed"] else [f"{case}: {x['used']:.1f} GiB of {x['allowed']:.1f}"]
+    if samples := [s for f in files for s in f["samples"]]:
+        print(table := times.table(times.summary(samples)))
+        if docs:
+            fill("integrations.md", "times", table)
+    if reports := {k: v for f in files if f["what"] == "agree" for k, v in f["reports"].items()}:
+        rows, logs = agree.compared(reports)
+        print(table := agree.table(rows, logs))
+        if docs:
+            fill("numerics.md", "agreement", table)
+        for case, x in reports.items():
+            print(case, {part: {k: y for k, y in p.items() if k != "layers"} for part, p in x["parts"].items()})
+        wrong += agree.passes(rows, logs) or ([] if rows else ["nothing to compare"])
+    print(*(f"WRONG {x}" for x in wrong), sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
