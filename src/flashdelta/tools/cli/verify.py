@@ -16,8 +16,7 @@ from ... import backends
 from ...testing.cases import VERIFY, Case, is_long
 from ...testing.inputs import make_call
 from ...testing.oracle import TOLERANCE, as_recurrent, relative_error, rounding_error, truth
-from ..bench.environment import environment
-from ..bench.report import FORMS, text_table
+from ..environment import environment
 
 OPERATORS = {"chunk": flashdelta.chunk_kda, "recurrent": flashdelta.fused_recurrent_kda}
 
@@ -113,12 +112,13 @@ def show(report: dict, console: Console) -> None:
     ran = [row for row in rows if row["status"] != "not supported"]
     table = [["case", "operator", "dtype", "backend", "o", "state", "limit", ""]]
     for row in ran:
-        errors = (
-            "-" if row[name] is None else FORMS["e"](row[name]) for name in ("error_o", "error_state", "tolerance")
-        )
+        errors = ("-" if row[x] is None else f"{row[x]:.1e}" for x in ("error_o", "error_state", "tolerance"))
         table.append([row["case"], row["operator"], row["dtype"], row["backend"], *errors, row["status"]])
     console.print("relative error against the float64 token recurrence\n", highlight=False)
-    console.print(text_table(table), markup=False, highlight=False, soft_wrap=True)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        cells = [cell.ljust(width) if i < 4 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))]
+        console.print("  ".join(cells).rstrip(), markup=False, highlight=False, soft_wrap=True)
     for row in ran:
         if row["problem"] is not None:
             console.print(f"{row['case']}, {row['operator']}, {row['backend']}: {row['problem']}", markup=False)
