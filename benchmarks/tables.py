@@ -163,9 +163,9 @@ class Kernels:
         return markdown(table)
 
 
-SUSTAINED = ("ours sustained", "fla sustained", "cudnn sustained", "fla/ours sustained", "ours error")
+SUSTAINED = ("ours sustained", "fla sustained", "cudnn sustained", "fla/ours sustained")
 GRAPH = ("ours graph cold", "cudnn graph cold", "cudnn_ready graph cold", "cudnn/ours graph cold")
-STEP = ("ours graph cold", "fla graph cold", "fla/ours graph cold", "share graph cold", "ours error")
+STEP = ("ours graph cold", "fla graph cold", "fla/ours graph cold", "share graph cold")
 LAYER = ("ours graph cold", "bare graph cold", "chain graph cold", "fla graph cold", "fla/ours graph cold")
 ENGINE = ("ours graph cold", "engine graph cold", "engine/ours graph cold", "share graph cold")
 TRAIN = ("ours sustained", "fla sustained", "fla/ours sustained", "ours peak", "fla peak", "ours error")
@@ -180,24 +180,22 @@ SERVED_SHOWN = tuple(
     for state in ("fp32", "bf16")
     for N in (32, 128)
 )
-VERIFY_SHOWN = tuple(f"verify N32 H32 {state} S{S}" for state in ("fp32", "bf16") for S in (3, 7, 15))
 
 TABLES: dict[str, Callable[[], str]] = {
-    "prefill-h200": Table("prefill-h200", ("prefill", "other gates and heads", "few heads"), SUSTAINED),
-    "prefill-h100": Table("prefill-h100", ("prefill", "few heads"), (*SUSTAINED[:2], *SUSTAINED[3:])),
+    "prefill-h200": Table("prefill-h200", ("prefill", "few heads"), SUSTAINED),
+    "prefill-h100": Table("prefill-h100", ("prefill", "few heads"), SUSTAINED[:2] + SUSTAINED[3:]),
     "few-heads": Table("prefill-h200", ("few heads",), ("segments", "ours graph cold", "ours sustained")),
     "cudnn-h200": Table("prefill-h200", ("shards",), GRAPH),
     "cudnn-h100": Table("prefill-h100", ("shards",), GRAPH),
     "fp32": Table("prefill-h200", ("fp32",), FLOAT32),
     "decode-h200": Table("decode-h200", DECODE_SHOWN, STEP, "us"),
-    "verify-h200": Table("decode-h200", VERIFY_SHOWN, ("ours graph cold", "states graph cold", "fla graph cold"), "us"),
     "engines-h100": Table("decode-h100", SERVED_SHOWN, ENGINE, "us"),
     "train-h200": Table("train-h200", ("train",), TRAIN),
     "train-kernels": Kernels("train-h200", ("B1 T8192 H32", "B1 T8192 H32 softplus")),
     "wy-h200": Table("train-h200", ("wy",), WY, "us"),
     "layer-h100": Table("layer-h100", STEPS_SHOWN, LAYER, "us"),
     "layer-train-h100": Table("layer-h100", ("train",), TRAIN),
-    "frameworks-h100": Table("layer-h100", ("framework",), SUSTAINED[:2] + SUSTAINED[3:4]),
+    "frameworks-h100": Table("layer-h100", ("framework",), SUSTAINED[:2] + SUSTAINED[3:]),
     "ranks-h200": Table("ranks-h200", ("forward", "forward + backward", "packed"), RANKS),
 }
 
