@@ -2,8 +2,8 @@
 
     git worktree add build/base REV && python -m benchmarks.compare_revisions build/base --out FILE
 
-Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), the `first` call of
-a shape, the `second`, and one of `20 layers` at a length of its own. GPU rows: microseconds of a call back to back, warm.
+Host rows: microseconds of a call until it returns, the GPU idle: a `replay` (a call like the ones before), and the `first` call
+of a length. GPU rows: microseconds of a call back to back, warm.
 Kernel rows (`--only kernels`): the same of the usual calls of `benchmarks.prefill`, microseconds of each kernel in a call, and
 the errors of both against float64, on the same inputs.
 """
@@ -36,7 +36,7 @@ from flashdelta.tools.environment import environment
 from flashdelta.tools.files import save_json
 
 from . import timing
-from .gate import errors
+from .gate import LEAVES, errors
 from .timing import Timer, peak_above
 from .workloads import PREFILL, UNBOUNDED, decode_row, model
 
@@ -50,22 +50,14 @@ def other_package(source: Path, folder: Path) -> None:
     """The other revision under a name of its own, its operators too."""
     shutil.copytree(source / "src" / "flashdelta", folder / OTHER)
     for path in (folder / OTHER).rglob("*.py"):
-        text = path.read_text()
-        for a, b in (
-            ("flashdelta::", f"{OTHER}::"),
-            ("ops.flashdelta", f"ops.{OTHER}"),
-            ("kda_prefill::", f"{OTHER}_f::"),
-        ):
-            text = text.replace(a, b)
-        path.write_text(text)
+        text = path.read_text().replace("flashdelta::", f"{OTHER}::").replace("ops.flashdelta", f"ops.{OTHER}")
+        path.write_text(text.replace("kda_prefill::", f"{OTHER}_f::"))
 
 
 def commit_of(base: Path) -> str | None:
     """None of files without a history of their own."""
-    if not (base / ".git").exists():
-        return None
-    asked = ["git", "-C", str(base), "rev-parse", "--short=7", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    asked = ["git", f"--git-dir={base / '.git'}", "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
 
 
 def prefill(T: int = 1024, H: int = 4, N: int = 0, options: dict | None = None, **changes: Any) -> dict:
@@ -119,12 +111,9 @@ def train(T: int = 1024, H: int = 4, **changes: Any) -> dict:
 
 
 def trained(call: dict) -> dict:
-    for name in LEAVES:
+    for name in {*LEAVES} & call.keys():
         call[name].requires_grad_()
     return call
-
-
-LEAVES = ("q", "k", "v", "g", "beta")
 
 
 def step(op: Op) -> Op:
@@ -134,7 +123,7 @@ def step(op: Op) -> Op:
         o, _ = op(**call)
         if not grads:
             grads.append(torch.ones_like(o).detach())
-        return torch.autograd.grad(o, [call[name] for name in LEAVES], grads[0])
+        return torch.autograd.grad(o, [call[name] for name in LEAVES if name in call], grads[0])
 
     return forward_and_backward
 
@@ -151,15 +140,11 @@ OPS: dict[str, Callable[[Any], Op]] = {
 KEPT = {"disable_recompute": True}
 
 
-def recurrent(T: int, H: int, N: int = 0) -> dict:
-    return as_recurrent(prefill(T, H, N))
-
-
 HOST = {
     "prefill": ("prefill", prefill),
     "prefill, pool": ("prefill", lambda: prefill(N=4)),
     "prefill, states": ("prefill", lambda: prefill(options={"return_intermediate_states": True})),
-    "recurrent": ("recurrent", lambda: recurrent(8, 4)),
+    "recurrent": ("recurrent", lambda: as_recurrent(prefill(8, 4))),
     "decode": ("decode", lambda: decode(16)),
     "decode, many": ("decode", lambda: decode(64)),
     "commit": ("commit", commit),
@@ -179,7 +164,7 @@ GPU = {
     "decode 128, fp32": ("decode", lambda: decode(128, state="fp32")),
     "decode 128, K first": ("decode", lambda: decode(128, v_first=False)),
     "decode 32, 3 drafts": ("decode", lambda: decode(32, S=3)),
-    "recurrent 8x64 H32": ("recurrent", lambda: recurrent(512, 32, 8)),
+    "recurrent 8x64 H32": ("recurrent", lambda: as_recurrent(prefill(512, 32, 8))),
     "prefill fp32 4K H32": ("prefill fp32", lambda: float32(4096, 32)),
     "wy 8K H32": ("wy", lambda: wy(8192, 32)),
     "wy 8K H32, V first": ("wy", lambda: wy(8192, 32, v_first=True)),
@@ -230,29 +215,16 @@ def host_rows(packages: dict) -> Iterator[dict]:
             for _ in range(5):
                 run()
         yield {"row": f"{name}, replay", **in_turns(runs, least_microseconds)}
-    yield from length_rows(packages)
+    yield from first_rows(packages)
 
 
-def length_rows(packages: dict) -> list[dict]:
-    """Calls of lengths that were not seen before; the two revisions have lengths of their own, and go first in turns."""
-    names = ("first", "second", "third", "20 layers")
-    taken: dict[str, dict[str, list[float]]] = {name: {which: [] for which in packages} for name in names}
-    length = 2048
-    for i in range(2 * ROUNDS):
-        for which in sorted(packages, reverse=i % 2 == 1):
-            length += 16
-            call = prefill(length)
-            for name in names[:3]:
-                taken[name][which].append(microseconds(lambda: packages[which].chunk_kda(**call), 1))  # noqa: B023
-            length += 16
-            calls = [prefill(length) for _ in range(20)]
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for call in calls:
-                packages[which].chunk_kda(**call)
-            taken["20 layers"][which].append(1e6 * (time.perf_counter() - began) / len(calls))
-    medians = {name: {which: statistics.median(x) for which, x in times.items()} for name, times in taken.items()}
-    return [{"row": f"prefill, {name}", **compared(x)} for name, x in medians.items()]
+def first_rows(packages: dict) -> Iterator[dict]:
+    """First calls of lengths that were not seen before; the two revisions have lengths of their own, and go first in turns."""
+    taken: dict[str, list[float]] = {which: [] for which in packages}
+    for i, which in enumerate(timing.turns(packages, 2 * ROUNDS)):
+        run = functools.partial(packages[which].chunk_kda, **prefill(2048 + 16 * i))
+        taken[which].append(microseconds(run, 1))
+    yield {"row": "prefill, first", **compared({which: statistics.median(x) for which, x in taken.items()})}
 
 
 def flat(x: object) -> list[torch.Tensor]:
