@@ -24,8 +24,7 @@ from flashdelta.problem.problem import GateName
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from flashdelta.testing.cases import is_long
-from flashdelta.testing.inputs import make_call
+from flashdelta.tools.cases import make_call
 from flashdelta.tools.cli import demo
 from flashdelta.tools.cli.app import app
 from flashdelta.tools.cli.demo import DemoResult
@@ -128,7 +127,7 @@ def test_doctor_fails_on_a_wrong_backend(wrong_backend):
 def test_verify_passes_with_the_reference():
     result = run("verify", "--quick", "--device", "cpu", "--backend", "reference")
     assert result.exit_code == 0, result.stdout
-    checks = 2 * sum(not is_long(case) for case, _ in CASES)
+    checks = 2 * sum(not case.is_long for case, _ in CASES)
     assert result.stdout.endswith(f"all {checks} checks passed (reference)\n")
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 import flashdelta
 
 from ... import backends
-from ...testing.cases import VERIFY, Case, is_long
-from ...testing.inputs import make_call
-from ...testing.oracle import TOLERANCE, as_recurrent, relative_error, rounding_error, truth
+from ...reference import rounding_error
+from ...runtime.call import check
+from ..cases import TOLERANCE, VERIFY, Case, as_recurrent, make_call, relative_error, truth
 from ..environment import environment
 
 OPERATORS = {"chunk": flashdelta.chunk_kda, "recurrent": flashdelta.fused_recurrent_kda}
@@ -44,7 +44,7 @@ def run_verify(
         ran, and the others) and `passed`. It passes if at least one row ran and none is past its tolerance, NaN or an
         exception.
     """
-    chosen = [(case, dtype) for case, dtype in cases if not (quick and is_long(case))]
+    chosen = [(case, dtype) for case, dtype in cases if not (quick and case.is_long)]
     names = [b.name for b in backends.BACKENDS] if backend is None else [backend]
     rows: list[dict] = []
     stderr = Console(stderr=True)
@@ -73,7 +73,7 @@ def _rows(case: Case, dtype: torch.dtype, device: torch.device, names: Sequence[
     for operator, op in OPERATORS.items():
         tolerance = TOLERANCE[dtype]
         if operator == "chunk" and case.ill_conditioned:  # a chunked kernel may err twice what rounding costs besides
-            tolerance += 2 * max(rounding_error(call))
+            tolerance += 2 * max(rounding_error(*check(flashdelta.chunk_kda, **call)))
         asked = call if operator == "chunk" else as_recurrent(call)
         for name in names:
             row: dict[str, object] = {"case": case.name, "reason": case.why, "operator": operator, "backend": name}
