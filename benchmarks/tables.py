@@ -217,7 +217,7 @@ TABLES["readme"] = readme
 
 def picture() -> str:
     """README's picture: ours and FLA's sustained times in pairs of bars, as shares of FLA's."""
-    rows, width, left = headlines(), 330, 290
+    rows, width, left = headlines(), 330, 350
     style = "font-family='sans-serif' font-size='12'"
     said = "Sustained times, bf16, K = V = 128, as shares of FLA's: shorter is faster"
     parts = [f"<text x='10' y='18' {style}>{escape(said)}</text>"]
@@ -231,7 +231,7 @@ def picture() -> str:
             f"<rect x='{left}' y='{y + 18}' width='{bar:.1f}' height='17' fill='#1f77b4'/>",
             f"<text x='{left + bar + 6:.1f}' y='{y + 31}' {style}>flashdelta {ours}, {times:.1f}x as fast</text>",
         ]
-    size = f"width='{left + width + 130}' height='{40 + 46 * len(rows)}'"
+    size = f"width='{left + width + 180}' height='{40 + 46 * len(rows)}'"
     body = "\n".join(parts)
     return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>\n{body}\n</svg>\n"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashdelta as fd
-from benchmarks import run, timing, workloads
+from benchmarks import gate, run, timing, workloads
 from benchmarks.run import Row, Setup
 from benchmarks.workloads import decode_row, layer_call_row, layer_step_row, model, served, spread_row, verify_row
 
@@ -91,6 +91,17 @@ def test_other_libraries_are_held_to_the_truth_too():
     peers["fla"] = lambda **call: [1.1 * x for x in right(**call)]
     found = run.measure(program, row, setup_of(peers=peers))["contenders"]
     assert found["fla"]["problem"].startswith("wrong: error o 1.0e-01") and "cold_ms" not in found["fla"]
+
+
+def test_what_a_second_call_leaves_unwritten_is_wrong():
+    out, calls = torch.ones(4), []
+
+    def call() -> tuple[torch.Tensor]:
+        calls.append(out.fill_(1.0) if not calls else None)
+        return (out,)
+
+    (found,) = gate.second_result(call, torch.device("cpu"))
+    assert gate.fault(gate.errors([torch.ones(4)], ["o"], [found]), 1e9) == "wrong: error o nan, tolerance 1e+09"
 
 
 def test_all_rows_differ_in_name():
